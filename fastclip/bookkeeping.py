@@ -1,0 +1,276 @@
+"""One backward pass: squared norms in, records kept, clipped sums out.
+
+The pass is opened where the gradient enters the model (a hook on the root's output), so that its
+end-of-backward callback belongs to the outermost graph task: a nested backward of reentrant
+checkpointing must not close it on partial norms. Leftovers of a failed pass are dropped by the
+next one. All state of the engine that is not the optimizer's lives in one BookKeeper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from fastclip.clipping import Clipping
+from fastclip.errors import GraphError
+from fastclip.guards import LeakGuard, NonFiniteMonitor
+from fastclip.layers import Record, joint_norm_sq
+from fastclip.layout import BatchLayout
+from fastclip.logical_batch import LogicalBatch
+from fastclip.planner import Planner
+from fastclip.report import PlanLog
+
+
+@dataclass(eq=False)
+class Forward:
+    """One forward pass of the model; private layers stamp their graph with it."""
+
+    batch_size: int | None
+    recording: bool = True
+    made_up: bool = False
+    """The batch was empty and its one row invented (rand_on_empty): it contributes nothing."""
+    finished: bool = False
+    """A backward pass has taken its contributions; a second one would clip each part alone."""
+    row_order: Tensor | None = None
+    """Inside a packed recurrent layer: the sample of each row."""
+
+
+@dataclass
+class Entry:
+    """The contributions of one pass to one parameter."""
+
+    records: list[Record]
+    norm_sq: Tensor | None
+    """[b]; None while the parameter may be used again."""
+
+
+@dataclass(eq=False)
+class BackwardPass:
+    """What one backward pass has gathered so far."""
+
+    task: int
+    forwards: list[Forward] = field(default_factory=list)
+    entries: dict[nn.Parameter, Entry] = field(default_factory=dict)
+
+    @property
+    def batch_size(self) -> int | None:
+        return next((f.batch_size for f in self.forwards if f.batch_size is not None), None)
+
+
+class BookKeeper:
+    """Everything that one private model remembers.
+
+    Args:
+        names: the private parameters (trainable and the optimizer's, in its order) and their names.
+        clipping: the strategy. max_grad_norm: C_0, a number, or a list for per-layer strategies.
+        mean_loss: the loss is a mean over the physical batch; its size is multiplied back.
+        batch_axis: axis of the samples in the model's inputs.
+    """
+
+    def __init__(
+        self, names: dict[nn.Parameter, str], clipping: Clipping,
+        max_grad_norm: float | Sequence[float], *, mean_loss: bool, batch_axis: int,
+    ) -> None:  # fmt: skip
+        self.names = names
+        self.clipping = clipping
+        self.mean_loss = mean_loss
+        self.next_thresholds = clipping.threshold.initial(max_grad_norm, len(names))
+        """Of the next logical batch: a scalar, or one a parameter; float64, on the CPU."""
+        self.thresholds = self.next_thresholds
+        """Those at which the current logical batch is clipped."""
+        self.batch = LogicalBatch()
+        self.layout = BatchLayout(batch_axis)
+        self.planner = Planner()
+        self.plan_log = PlanLog()
+        self.guard = LeakGuard()
+        self.monitor = NonFiniteMonitor()
+        self.paused = False
+        self.made_up = False
+        """Set by the data loader while it hands out an invented row."""
+        self.depth = 0
+        self.forward = Forward(None)
+        self.per_sample_norms: Tensor | None = None
+        self._shared: set[nn.Parameter] = set()
+        self._pass: BackwardPass | None = None
+
+    # Forward
+
+    @contextmanager
+    def root_forward(self, batch_size: int | None) -> Iterator[Forward]:
+        """The model's own forward runs inside; nested calls share the outermost one's Forward."""
+        self.drop_stale()
+        previous = self.forward
+        recompute = self._recomputing()
+        if not self.depth:
+            if recompute is not None:
+                self.forward = recompute
+            else:
+                self.forward = Forward(batch_size, not self.paused, self.made_up)
+        self.depth += 1
+        try:
+            yield self.forward
+        finally:
+            self.depth -= 1
+            if recompute is not None and not self.depth:
+                self.forward = previous
+
+    def layer_forward(self) -> tuple[Forward, bool]:
+        """The Forward of a layer's call, and whether its output must open the pass itself."""
+        if self.depth:
+            return self.forward, False
+        recompute = self._recomputing()
+        if recompute is not None:
+            return recompute, False
+        if self.forward.finished or self.forward.batch_size is not None:
+            self.drop_stale()
+            self.forward = Forward(None, not self.paused, self.made_up)
+        return self.forward, True
+
+    def _recomputing(self) -> Forward | None:
+        """The Forward that a running backward pass recomputes (checkpointing), if one does."""
+        if self._pass is not None and torch._C._current_graph_task_id() != -1:
+            return self._pass.forwards[-1]
+        return None
+
+    def drop_stale(self) -> None:
+        """Forget a pass whose backward failed: outside any backward none can be running."""
+        if torch._C._current_graph_task_id() == -1:
+            self._pass = None
+
+    # Backward
+
+    def open_pass(self, forward: Forward, gradient: Tensor | None = None) -> None:
+        """Hook on the model's output: the gradient has reached it."""
+        task = torch._C._current_graph_task_id()
+        if self._pass is None or self._pass.task != task:
+            self._pass = BackwardPass(task)
+            Variable._execution_engine.queue_callback(self.close_pass)
+        if forward not in self._pass.forwards:
+            self._pass.forwards.append(forward)
+
+    def shared(self, parameter: nn.Parameter) -> bool:
+        """The parameter is known to be used more than once: its norm waits for the end."""
+        return parameter in self._shared
+
+    def mark_shared(self, parameter: nn.Parameter) -> None:
+        """Say in advance that a parameter is used more than once (tied or recurrent weights)."""
+        self._shared.add(parameter)
+
+    def admit(self, path: str, forward: Forward, rows: int) -> None:
+        """Check that a layer's contribution may enter the running pass."""
+        if self._pass is None:
+            raise GraphError(
+                f"the backward pass reached {path} without passing through the output of the "
+                "private model; compute the loss from what the model's own forward returns, in one "
+                "backward pass, or wrap passes that must not train in engine.paused()"
+            )
+        if forward.finished:
+            raise GraphError(
+                f"a second backward pass reached {path} over one forward pass: each loss would be "
+                "clipped alone; add the losses and call backward() once, or wrap passes that must "
+                "not train in engine.paused()"
+            )
+        if forward not in self._pass.forwards:
+            self._pass.forwards.append(forward)
+        if not self._pass.entries:
+            self.batch.begin_pass()
+        if forward.batch_size is None:
+            forward.batch_size = rows
+        if rows != self._pass.batch_size:
+            raise GraphError(
+                f"{path} contributes {rows} samples to a backward pass of {self._pass.batch_size}: "
+                "all forward passes under one loss must hold the same samples in the same rows"
+            )
+
+    def record(self, parameter: nn.Parameter, record: Record) -> None:
+        """Take a contribution to `parameter`, and its norm at once unless more may come."""
+        assert self._pass is not None
+        entry = self._pass.entries.get(parameter)
+        if entry is None:
+            norm = None if self.shared(parameter) else record.norm_sq()
+            self._pass.entries[parameter] = Entry([record], norm)
+            return
+        self.mark_shared(parameter)
+        entry.norm_sq = None
+        merged = entry.records[-1].merge(record)
+        if merged is None:
+            entry.records.append(record)
+        else:
+            entry.records[-1] = merged
+
+    def close_pass(self) -> None:
+        """End of the backward pass: norms to scales, records to clipped sums, records freed."""
+        current, self._pass = self._pass, None
+        if current is None or not current.entries:
+            return
+        for forward in current.forwards:
+            forward.finished = True
+        with torch.no_grad():
+            self._close(current)
+
+    def _close(self, current: BackwardPass) -> None:
+        if self.batch.fresh:
+            self.thresholds = self.next_thresholds
+        batch_size = current.batch_size or 0
+        unit = float(batch_size) if self.mean_loss else 1.0  # the mean's 1/b, multiplied back
+        norm_sq, rows = self._norms(current, unit)
+        scales, self.per_sample_norms = self.clipping.scales(
+            norm_sq, self._device_thresholds(current, norm_sq.device)
+        )
+        if any(forward.made_up for forward in current.forwards):
+            scales = torch.zeros_like(scales)
+        self.monitor.look(self.per_sample_norms)
+        factors = scales * unit
+        self.batch.broken = True  # until every sum is written
+        while current.entries:
+            parameter, entry = current.entries.popitem()
+            factor = factors[rows[parameter]] if self.clipping.threshold.per_layer else factors
+            for record in entry.records:
+                record.check_unmodified()
+                self._accumulate(parameter, record.clipped_sum(factor.to(parameter.device)))
+        self.batch.broken = False
+        self.batch.pending += 1
+
+    def _norms(self, current: BackwardPass, unit: float) -> tuple[Tensor, dict[nn.Parameter, int]]:
+        """Squared norms [l, b] of the parameters that took part, in true gradient units."""
+        norms: list[Tensor] = []
+        rows: dict[nn.Parameter, int] = {}
+        for parameter, entry in current.entries.items():
+            rows[parameter] = len(norms)
+            norm = joint_norm_sq(entry.records) if entry.norm_sq is None else entry.norm_sq
+            norms.append(norm)
+        dtype = max((norm.dtype for norm in norms), key=lambda d: torch.finfo(d).bits)
+        stacked = torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
+        return stacked * unit**2, rows
+
+    def _device_thresholds(self, current: BackwardPass, device: torch.device) -> Tensor:
+        if not self.clipping.threshold.per_layer:
+            return self.thresholds.to(device)
+        order = {parameter: i for i, parameter in enumerate(self.names)}
+        index = [order[parameter] for parameter in current.entries]
+        return self.thresholds[index].to(device)
+
+    @staticmethod
+    def _accumulate(parameter: nn.Parameter, clipped: Tensor) -> None:
+        summed = getattr(parameter, "summed_grad", None)
+        if summed is None:
+            parameter.summed_grad = clipped.view(parameter.shape)  # type: ignore[attr-defined]
+        else:
+            summed.add_(clipped.view(parameter.shape))
+
+    # Step
+
+    def sensitivity(self) -> float:
+        """S of the sums as they were clipped (not as the thresholds are set now)."""
+        return float(self.clipping.sensitivity(self.thresholds))
+
+    def zero_grad(self) -> None:
+        """Clear the sums, unless they belong to a logical batch that is still being gathered."""
+        if self.batch.zero_grad():
+            for parameter in self.names:
+                parameter.summed_grad = None  # type: ignore[attr-defined]

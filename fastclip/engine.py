@@ -1,0 +1,276 @@
+"""FastPrivacyEngine: opacus.PrivacyEngine with exact clipping in one backward pass."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from opacus import PrivacyEngine
+from opacus.accountants.utils import get_noise_multiplier
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
+from opacus.optimizers import DPOptimizer
+from torch import nn
+from torch.distributed._composable.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
+
+from fastclip import validation
+from fastclip.bookkeeping import BookKeeper
+from fastclip.clipping import Clipping, resolve
+from fastclip.errors import ArgumentError, ArgumentTypeError, StepError, UnsupportedLayerError
+from fastclip.loader import mark_made_up_rows
+from fastclip.module import FastGradSampleHooks, FastGradSampleModule
+from fastclip.optimizer import FastDPOptimizer
+from fastclip.report import Plan
+
+FAST_MODES = ("fast", "ghost")
+MODES = (*FAST_MODES, "hooks", "functorch", "ew", "ghost_fsdp", "ghost_tp", "no_op")
+
+
+class FastPrivacyEngine(PrivacyEngine):
+    """Drop-in for `opacus.PrivacyEngine`: same calls, same guarantee, one ordinary backward pass.
+
+    Example:
+        >>> engine = FastPrivacyEngine()
+        >>> model, optimizer, loader = engine.make_private(
+        ...     module=model, optimizer=optimizer, data_loader=loader,
+        ...     noise_multiplier=1.0, max_grad_norm=1.0)
+        >>> for x, y in loader:
+        ...     optimizer.zero_grad()
+        ...     criterion(model(x), y).backward()
+        ...     optimizer.step()
+        >>> engine.get_epsilon(delta=1e-5)
+
+    Args:
+        accountant: "prv" (default), "rdp" or "gdp", as in Opacus.
+        secure_mode: cryptographically strong noise, as in Opacus.
+    """
+
+    def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
+        super().__init__(accountant=accountant, secure_mode=secure_mode)
+        self._keeper: BookKeeper | None = None
+
+    def make_private(  # type: ignore[override]
+        self, *, module: nn.Module, optimizer: torch.optim.Optimizer, criterion: Any = None,
+        data_loader: DataLoader, noise_multiplier: float,
+        max_grad_norm: float | Sequence[float], batch_first: bool = True,
+        loss_reduction: str = "mean", poisson_sampling: bool = True,
+        clipping: str | Clipping = "flat", noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "fast", wrap_model: bool = True, rand_on_empty: bool = False,
+        **kwargs: Any,
+    ) -> tuple:  # fmt: skip
+        """Make model, optimizer and data loader private.
+
+        Args:
+            module: the model, in training mode. optimizer: over this model's parameters.
+            criterion: loss; returned (unchanged) only where grad_sample_mode is "ghost".
+            data_loader: its length sets the sampling rate q = 1 / len(data_loader).
+            noise_multiplier: sigma, standard deviation of the noise over the sensitivity.
+            max_grad_norm: clipping threshold C; a list, one a parameter tensor, for "per_layer".
+            batch_first: samples lie along axis 0 of the model's inputs; else along axis 1.
+            loss_reduction: "mean" (over the physical batch) or "sum".
+            poisson_sampling: sample every row independently with rate q, as accounting assumes.
+            clipping: a strategy of fastclip.clipping, or Opacus' "flat" or "per_layer".
+            noise_generator: source of the noise, for reproducible runs.
+            grad_sample_mode: "fast"; "ghost" is the same and returns the criterion too; Opacus'
+                own modes ("hooks", "functorch", "ew", ...) run Opacus' own code.
+            wrap_model: False intercepts the model in place and returns a handle with `cleanup()`.
+            rand_on_empty: an empty batch becomes one made-up row, which contributes nothing.
+
+        Returns:
+            (model or handle, optimizer, data loader); with "ghost", (..., criterion, data loader).
+
+        Raises:
+            fastclip.errors.*: naming the module or keyword and the way out. Nothing is changed.
+
+        Formal guarantee: every real step of the optimizer is a Gaussian mechanism with noise
+        multiplier sigma on a Poisson sample of rate q; `get_epsilon` composes the steps taken.
+        """
+        validation.choice("grad_sample_mode", grad_sample_mode, MODES)
+        criterion = nn.CrossEntropyLoss() if criterion is None else criterion
+        if grad_sample_mode not in FAST_MODES:
+            return super().make_private(
+                module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,
+                noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm,  # type: ignore[arg-type]
+                batch_first=batch_first, loss_reduction=loss_reduction,
+                poisson_sampling=poisson_sampling, clipping=clipping,  # type: ignore[arg-type]
+                noise_generator=noise_generator, grad_sample_mode=grad_sample_mode,
+                wrap_model=wrap_model, rand_on_empty=rand_on_empty, **kwargs,
+            )  # fmt: skip
+        if kwargs:
+            raise ArgumentTypeError(
+                f"make_private does not know the keywords {sorted(kwargs)} in the fast mode; it "
+                "takes those of opacus.PrivacyEngine.make_private, and options of clipping belong to its "
+                "strategy (fastclip.clipping)"
+            )
+        validation.check_arguments(
+            module=module, data_loader=data_loader, noise_multiplier=noise_multiplier,
+            loss_reduction=loss_reduction, noise_generator=noise_generator,
+            flags={
+                "batch_first": batch_first, "poisson_sampling": poisson_sampling,
+                "wrap_model": wrap_model, "rand_on_empty": rand_on_empty,
+            },
+        )  # fmt: skip
+        if noise_generator is not None and self.secure_mode:
+            raise ArgumentError("Passing seed is prohibited in secure mode: omit noise_generator")
+        validation.check_optimizer(module, optimizer)
+        module = self._prepare_fast_model(
+            module, optimizer, resolve(clipping), max_grad_norm, batch_first, loss_reduction,
+            wrap_model,
+        )  # fmt: skip
+        try:
+            loader, batch_size, rate = self._prepare_sampling(
+                data_loader, poisson_sampling, batch_first, rand_on_empty, module.keeper
+            )
+        except Exception:
+            module.cleanup()
+            raise
+        if poisson_sampling:
+            module.forbid_grad_accumulation()
+        inner = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
+        private = FastDPOptimizer(
+            inner, keeper=module.keeper, noise_multiplier=noise_multiplier,
+            expected_batch_size=batch_size, loss_reduction=loss_reduction,
+            generator=self.secure_rng if self.secure_mode else noise_generator,
+            secure_mode=self.secure_mode,
+        )  # fmt: skip
+        private.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=rate))
+        self._keeper = module.keeper
+        if grad_sample_mode == "ghost":
+            return module, private, criterion, loader
+        return module, private, loader
+
+    def make_private_with_epsilon(  # type: ignore[override]
+        self, *, module: nn.Module, optimizer: torch.optim.Optimizer, criterion: Any = None,
+        data_loader: DataLoader, target_epsilon: float, target_delta: float, epochs: int,
+        max_grad_norm: float | Sequence[float], batch_first: bool = True,
+        loss_reduction: str = "mean", poisson_sampling: bool = True,
+        clipping: str | Clipping = "flat", noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "fast", wrap_model: bool = True, rand_on_empty: bool = False,
+        **kwargs: Any,
+    ) -> tuple:  # fmt: skip
+        """`make_private` with the noise multiplier that a privacy budget affords.
+
+        Args:
+            target_epsilon, target_delta: the budget, spent after `epochs` passes over the data.
+            epochs: number of passes (1 / q steps each).
+            **kwargs: options of the accountant ("epsilon_tolerance", "alphas", "eps_error", ...);
+                what the optimizer of one of Opacus' own modes takes goes to it.
+            Everything else as in `make_private`.
+
+        Returns:
+            As `make_private`.
+        """
+        if not isinstance(data_loader, DataLoader):
+            raise ArgumentTypeError(
+                "data_loader expects a torch.utils.data.DataLoader, got "
+                f"{type(data_loader).__name__}"
+            )
+        validation.check_budget(target_epsilon, target_delta, epochs)
+        known = {"epsilon_tolerance", *inspect.signature(self.accountant.get_epsilon).parameters}
+        accounting = {name: value for name, value in kwargs.items() if name in known}
+        rest = {name: value for name, value in kwargs.items() if name not in known}
+        if len(self.accountant) > 0:
+            warnings.warn(
+                "make_private_with_epsilon assumes that nothing of the budget is spent, but this "
+                "engine's accountant has recorded steps: the overall epsilon will be higher",
+                stacklevel=2,
+            )
+        noise_multiplier = get_noise_multiplier(
+            target_epsilon=target_epsilon, target_delta=target_delta,
+            sample_rate=1 / len(data_loader), epochs=epochs,
+            accountant=self.accountant.mechanism(), **accounting,
+        )  # fmt: skip
+        return self.make_private(
+            module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,
+            noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm,
+            batch_first=batch_first, loss_reduction=loss_reduction,
+            poisson_sampling=poisson_sampling, clipping=clipping,
+            noise_generator=noise_generator, grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model, rand_on_empty=rand_on_empty, **rest,
+        )  # fmt: skip
+
+    def plan(self) -> Plan:
+        """The trainable layers, how each one's norm is computed, and what it holds; print it.
+
+        Shapes and methods are those of the last backward pass.
+        """
+        return self._require_keeper().plan_log.plan()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Forward passes made inside contribute nothing, however often they are differentiated.
+
+        For adversarial inputs, saliency maps and the like: gradients of the inputs are exact, the
+        parameters receive none.
+        """
+        keeper = self._require_keeper()
+        before, keeper.paused = keeper.paused, True
+        try:
+            yield
+        finally:
+            keeper.paused = before
+
+    def is_compatible(
+        self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
+    ) -> bool:
+        """Whether `validate` accepts the module."""
+        try:
+            self.validate(module=module, optimizer=optimizer, data_loader=data_loader)
+        except (ValueError, TypeError):
+            return False
+        return True
+
+    def validate(
+        self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
+    ) -> None:
+        """Raise for modules that cannot be trained privately, naming their path and the way out."""
+        validation.check_module(module)
+        super().validate(module=module, optimizer=optimizer, data_loader=data_loader)
+
+    def _require_keeper(self) -> BookKeeper:
+        if self._keeper is None:
+            raise StepError("call make_private first (in the fast mode): there is no model yet")
+        return self._keeper
+
+    def _prepare_fast_model(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, clipping: Clipping,
+        max_grad_norm: float | Sequence[float], batch_first: bool, loss_reduction: str,
+        wrap_model: bool,
+    ) -> FastGradSampleModule | FastGradSampleHooks:  # fmt: skip
+        if isinstance(module, (DDP, DPDDP, FSDPModule)):
+            raise UnsupportedLayerError(
+                f"the fast mode trains on one device so far, got {type(module).__name__}; pass the "
+                "bare model, or grad_sample_mode='hooks' for distributed training with Opacus' code"
+            )
+        if isinstance(module, FastGradSampleModule):
+            module = module.to_standard_module()
+        self.validate(module=module)
+        owned = {p for group in optimizer.param_groups for p in group["params"]}
+        by_parameter = {p: name for name, p in module.named_parameters()}
+        ordered = [p for group in optimizer.param_groups for p in group["params"]]
+        names = {p: by_parameter[p] for p in ordered if p.requires_grad and p in owned}
+        keeper = BookKeeper(
+            names, clipping, max_grad_norm, mean_loss=loss_reduction == "mean",
+            batch_axis=0 if batch_first else 1,
+        )  # fmt: skip
+        kind = FastGradSampleModule if wrap_model else FastGradSampleHooks
+        return kind(module, keeper=keeper, batch_first=batch_first, loss_reduction=loss_reduction)
+
+    def _prepare_sampling(
+        self, data_loader: DataLoader, poisson_sampling: bool, batch_first: bool,
+        rand_on_empty: bool, keeper: BookKeeper,
+    ) -> tuple[DataLoader, int, float]:  # fmt: skip
+        """The loader, the public expected batch size B = int(N q), and the sampling rate q."""
+        loader = self._prepare_data_loader(
+            data_loader, distributed=False, poisson_sampling=poisson_sampling,
+            batch_first=batch_first, rand_on_empty=rand_on_empty,
+        )  # fmt: skip
+        if rand_on_empty and poisson_sampling:
+            mark_made_up_rows(loader, keeper)
+        rate = 1 / len(loader)
+        return loader, int(len(loader.dataset) * rate), rate  # type: ignore[arg-type]

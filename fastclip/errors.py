@@ -1,0 +1,42 @@
+"""Every mistake that fastclip can name.
+
+A message is one sentence: what was expected, what came, where, and the way out.
+
+Each error is also the type that a caller of Opacus or PyTorch would catch.
+"""
+
+from __future__ import annotations
+
+from opacus.validators.errors import UnsupportedModuleError
+
+
+class FastclipError(Exception):
+    """Base of all errors raised by fastclip."""
+
+
+class ArgumentError(FastclipError, ValueError):
+    """A keyword has a value outside its range."""
+
+
+class ArgumentTypeError(FastclipError, TypeError):
+    """A keyword has a value of the wrong type, or is not known."""
+
+
+class UnsupportedLayerError(FastclipError, UnsupportedModuleError, NotImplementedError):
+    """A module for which no exact per-sample rule exists, or whose samples are coupled."""
+
+
+class BatchSizeError(FastclipError, ValueError):
+    """A layer's rows are not the samples of the batch."""
+
+
+class GraphError(FastclipError, RuntimeError, ValueError):
+    """A forward or backward pass that would break the one-sample-one-contribution rule."""
+
+
+class ParameterLeakError(FastclipError, RuntimeError, ValueError):
+    """A private parameter was used outside its module: its gradient would be unclipped."""
+
+
+class StepError(FastclipError, ValueError, RuntimeError):
+    """A call of step() or zero_grad() that would release or drop gradients wrongly."""

@@ -1,0 +1,87 @@
+"""Watches over what must not happen silently: leaked gradients and samples that are not finite."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fastclip.errors import ParameterLeakError
+
+
+class LeakGuard:
+    """Raises when autograd computes a gradient of a private parameter.
+
+    Private layers return none for their parameters, so a gradient can only come from a use outside
+    the module, which would be unclipped. A copy is born unarmed: hooks belong to the parameters.
+    """
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LeakGuard:
+        return LeakGuard()
+
+    def __reduce__(self) -> Any:
+        return LeakGuard, ()
+
+    def arm(self, names: Mapping[nn.Parameter, str]) -> None:
+        """Guard these parameters; does nothing if armed."""
+        if not self._handles:
+            self._handles = [p.register_hook(partial(_refuse, name)) for p, name in names.items()]
+
+    def disarm(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _refuse(name: str, gradient: Tensor | None) -> None:
+    if gradient is not None:
+        raise ParameterLeakError(
+            f"parameter {name!r} was used outside its module's forward (for example "
+            "F.linear(x, module.weight)), so its gradient would be unclipped; call the module "
+            "itself, or freeze the parameter"
+        )
+
+
+class NonFiniteMonitor:
+    """Warns once that a sample's gradient was not finite; on a GPU it never waits to know."""
+
+    def __init__(self) -> None:
+        self._warned = False
+        self._flag: Tensor | None = None
+        self._event: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NonFiniteMonitor:
+        return NonFiniteMonitor()
+
+    def look(self, norms: Tensor) -> None:
+        """Note the norms [b] of a backward pass."""
+        if self._warned:
+            return
+        if norms.device.type == "cpu":
+            if not bool(torch.isfinite(norms).all()):
+                self._warn()
+        elif self._flag is None:
+            self._flag = torch.isfinite(norms).all().to("cpu", non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        elif self._event.query():
+            if not bool(self._flag):
+                self._warn()
+            self._flag = None
+
+    def _warn(self) -> None:
+        self._warned = True
+        warnings.warn(
+            "a sample's gradient is not finite (NaN or inf); it contributes exactly zero and "
+            "training goes on. This warning is given once",
+            stacklevel=2,
+        )

@@ -1,0 +1,86 @@
+"""Conv1d, Conv2d, Conv3d: exact norms from the pixel Gram or from a grouped convolution."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastclip import ops
+from fastclip.layers.records import ConvRecord, KeptRecord
+from fastclip.layers.rule import LayerRule, register_rule
+
+if TYPE_CHECKING:
+    from fastclip.interception import LayerBackward
+
+_CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+@register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+class ConvRule(LayerRule):
+    """Cross-correlation with stride, padding, dilation and groups."""
+
+    name = "conv"
+
+    def axis(self, module: Any) -> int | None:
+        return 0
+
+    def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
+        x, _ = super().prepare(module, args, kwargs)
+        x, padding = pad_explicitly(module, x)
+        geometry = ops.ConvGeometry(
+            tuple(module.weight.shape), _tuple(module.stride), padding,
+            _tuple(module.dilation), int(module.groups),
+        )  # fmt: skip
+        return x, geometry
+
+    def forward(
+        self, module: Any, x: Tensor, extra: Any
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        geo: ops.ConvGeometry = extra
+        weight, bias = module.weight, module.bias
+        conv = _CONV[len(geo.stride)]
+        out = conv(x, weight, bias, geo.stride, geo.padding, geo.dilation, geo.groups)
+        return out, (x, weight)
+
+    def backward(self, call: LayerBackward) -> Tensor | None:
+        x, weight = call.saved
+        geo: ops.ConvGeometry = call.extra
+        g = call.g
+        if call.wants("bias"):
+            call.record("bias", KeptRecord(ops.widen(g).flatten(2).sum(2)))
+        if call.wants("weight"):
+            choice = call.plan_conv(x, g, geo)
+            if choice.keep:
+                call.record("weight", KeptRecord(ops.conv_per_sample_gradients(x, g, geo)))
+            else:
+                call.record("weight", ConvRecord(x, g, geo, ghost=choice.ghost))
+        if not call.needs_input_grad:
+            return None
+        return torch.ops.aten.convolution_backward(
+            g, x.to(g.dtype), weight.to(g.dtype), None, geo.stride, geo.padding, geo.dilation,
+            False, [0] * len(geo.stride), geo.groups, [True, False, False],
+        )[0]  # fmt: skip
+
+
+def pad_explicitly(module: nn.Conv2d, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Apply whatever padding is not a symmetric number of zeros; return the rest as numbers."""
+    dims = len(module.kernel_size)
+    if module.padding_mode != "zeros":
+        mode = module.padding_mode
+        return F.pad(x, module._reversed_padding_repeated_twice, mode=mode), (0,) * dims
+    if module.padding == "valid":
+        return x, (0,) * dims
+    if module.padding == "same":
+        total = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        if any(n % 2 for n in total):
+            sides = [side for n in reversed(total) for side in (n // 2, n - n // 2)]
+            return F.pad(x, sides), (0,) * dims
+        return x, tuple(n // 2 for n in total)
+    return x, _tuple(module.padding)
+
+
+def _tuple(value: Any) -> tuple[int, ...]:
+    return tuple(int(v) for v in value)

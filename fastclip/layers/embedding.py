@@ -1,0 +1,145 @@
+"""Embedding and EmbeddingBag: a sample's table gradient touches only the rows that it looked up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastclip import ops
+from fastclip.errors import UnsupportedLayerError
+from fastclip.layers.records import LookupRecord, Record
+from fastclip.layers.rule import LayerRule, register_rule
+
+if TYPE_CHECKING:
+    from fastclip.interception import LayerBackward
+
+
+@register_rule(nn.Embedding)
+class EmbeddingRule(LayerRule):
+    """Rows of a table, for ids of any shape."""
+
+    name = "embedding"
+
+    def forward(
+        self, module: Any, x: Tensor, extra: Any
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        return F.embedding(x, module.weight, module.padding_idx), (x,)
+
+    def backward(self, call: LayerBackward) -> Tensor | None:
+        if call.wants("weight"):
+            ids, module = call.saved[0], call.module
+            ids, g = call.samples(ids), call.samples(call.g)
+            b = ids.shape[0]
+            t = ids.numel() // b if b else 0
+            record = LookupRecord.from_dense(
+                ids.reshape(b, t), g.reshape(b, t, g.shape[-1]),
+                module.num_embeddings, module.padding_idx,
+            )  # fmt: skip
+            call.record("weight", record)
+        return None
+
+
+@register_rule(nn.EmbeddingBag)
+class EmbeddingBagRule(LayerRule):
+    """Sum, mean or maximum of the rows of each bag; one bag is one sample."""
+
+    name = "embedding_bag"
+    counts_rows = True
+
+    def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
+        return self._prepare(*args, **kwargs)
+
+    @staticmethod
+    def _prepare(
+        input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        if per_sample_weights is not None and per_sample_weights.requires_grad:
+            raise UnsupportedLayerError(
+                "EmbeddingBag with per_sample_weights that need a gradient has no per-sample rule; "
+                "detach them, or use nn.Embedding and a weighted sum"
+            )
+        if input.dim() == 2:
+            b, t = input.shape
+            offsets = torch.arange(0, b * t, max(t, 1), device=input.device)[:b]
+            if t == 0:
+                offsets = torch.zeros(b, dtype=torch.long, device=input.device)
+            weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
+            return input.reshape(-1), (offsets, weights, False)
+        return input, (offsets, per_sample_weights, True)
+
+    def forward(
+        self, module: Any, x: Tensor, extra: Any
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        offsets, weights, may_include_last = extra
+        mode = {"sum": 0, "mean": 1, "max": 2}[module.mode]  # type: ignore[index]
+        include_last = bool(module.include_last_offset) and may_include_last
+        pad = -1 if module.padding_idx is None else module.padding_idx
+        out, bag, bag_size, max_indices = torch.embedding_bag(
+            module.weight,
+            x,
+            offsets,
+            False,
+            mode,
+            False,
+            weights,
+            include_last,
+            pad,
+        )
+        if mode != 2:
+            bag = _bag_of_entry(len(x), offsets, out.shape[0])
+        return out, (x, bag, bag_size, max_indices)
+
+    def backward(self, call: LayerBackward) -> Tensor | None:
+        if not call.wants("weight"):
+            return None
+        module, g = call.module, call.g
+        ids, bag, bag_size, max_indices = call.saved
+        b, rows = g.shape[0], module.num_embeddings
+        if module.mode == "max":
+            filled = (bag_size[:b] > 0)[:, None]
+            call.record("weight", MaxBagRecord(max_indices, g.masked_fill(~filled, 0), rows))
+            return None
+        per_entry = ops.widen(g)[bag]
+        weights = call.extra[1]
+        if weights is not None:
+            per_entry = per_entry * weights.to(per_entry.dtype)[:, None]
+        if module.mode == "mean":
+            per_entry = per_entry / bag_size[bag].clamp_min(1).to(per_entry.dtype)[:, None]
+        call.record(
+            "weight",
+            LookupRecord(
+                ids, bag, per_entry, batch_size=b, num_embeddings=rows,
+                padding_idx=module.padding_idx,
+            ),
+        )  # fmt: skip
+        return None
+
+
+def _bag_of_entry(entries: int, offsets: Tensor, bags: int) -> Tensor:
+    """The bag of each of the entries, [n], from the bags' first positions."""
+    position = torch.arange(entries, device=offsets.device)
+    return torch.searchsorted(offsets[:bags].contiguous(), position, right=True) - 1
+
+
+class MaxBagRecord(Record):
+    """Feature c of bag b came from row index[b, c]: every entry lands in a cell of its own."""
+
+    def __init__(self, index: Tensor, g: Tensor, num_embeddings: int) -> None:
+        super().__init__(index, g)
+        self.index, self.g, self.num_embeddings = index, g, num_embeddings
+
+    def norm_sq(self) -> Tensor:
+        return ops.row_norm_sq(self.g)
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        (g,) = ops.drop_zeroed(scale, ops.widen(self.g))
+        weighted = g * scale.to(g.dtype)[:, None]
+        return g.new_zeros(self.num_embeddings, g.shape[1]).scatter_add_(0, self.index, weighted)
+
+    def per_sample(self) -> Tensor:
+        g = ops.widen(self.g)
+        table = g.new_zeros(g.shape[0], self.num_embeddings, g.shape[1])
+        return table.scatter_add_(1, self.index[:, None], g[:, None])

@@ -1,0 +1,76 @@
+"""Linear and transformers' Conv1D: sample b's weight gradient is g_b^T a_b."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastclip import ops
+from fastclip.layers.records import KeptRecord, LinearRecord, Record
+from fastclip.layers.rule import LayerRule, register_rule
+
+if TYPE_CHECKING:
+    from fastclip.interception import LayerBackward
+
+
+@register_rule(nn.Linear)
+class LinearRule(LayerRule):
+    """y = x W^T + b, for inputs of any rank."""
+
+    name = "linear"
+    transposed = False
+
+    def forward(
+        self, module: Any, x: Tensor, extra: Any
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        weight, bias = module.weight, module.bias
+        out = F.linear(x, weight, bias)
+        return out, (x if weight.requires_grad else None, weight if x.requires_grad else None)
+
+    def backward(self, call: LayerBackward) -> Tensor | None:
+        x, weight = call.saved
+        g = call.g
+        if call.wants("weight") or call.wants("bias"):
+            rows = call.samples(g)
+            rows = rows.reshape(rows.shape[0], _positions(rows), rows.shape[-1])  # [b, t, p]
+            if call.wants("bias"):
+                call.record("bias", KeptRecord(ops.widen(rows).sum(1)))
+            if call.wants("weight"):
+                assert x is not None
+                a = call.samples(x)
+                a = a.reshape(a.shape[0], _positions(a), a.shape[-1])  # [b, t, d]
+                call.record("weight", linear_record(call, a, rows, self.transposed))
+        if not call.needs_input_grad:
+            return None
+        weight = weight.to(g.dtype)
+        return g @ (weight.t() if self.transposed else weight)
+
+
+@register_rule("transformers.pytorch_utils.Conv1D")
+class TransposedLinearRule(LinearRule):
+    """y = x W + b with W [d, p]: transformers' Conv1D."""
+
+    transposed = True
+
+    def forward(
+        self, module: Any, x: Tensor, extra: Any
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        weight, bias = module.weight, module.bias
+        out = F.linear(x, weight.t(), bias)
+        return out, (x if weight.requires_grad else None, weight if x.requires_grad else None)
+
+
+def linear_record(call: LayerBackward, a: Tensor, g: Tensor, transposed: bool = False) -> Record:
+    """The record that the planner prefers for a [b, t, d] and g [b, t, p]."""
+    choice = call.plan_linear(a, g)
+    if choice.keep:
+        pair = (g, a) if transposed else (a, g)
+        return KeptRecord(ops.per_sample_gradients(*pair))
+    return LinearRecord(a, g, ghost=choice.ghost, transposed=transposed)
+
+
+def _positions(x: Tensor) -> int:
+    return torch.Size(x.shape[1:-1]).numel()

@@ -1,0 +1,152 @@
+"""LayerNorm, RMSNorm, GroupNorm, InstanceNorm: per-sample affine gradients from two reductions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastclip import ops
+from fastclip.layers.records import KeptRecord
+from fastclip.layers.rule import LayerRule, register_rule
+
+if TYPE_CHECKING:
+    from fastclip.interception import LayerBackward
+
+
+def _autocast_to_float(x: Tensor) -> Tensor:
+    # torch's autocast runs these layers in float32; the kernels called here are below it.
+    return x.float() if torch.is_autocast_enabled(x.device.type) else x
+
+
+class _NormRule(LayerRule):
+    def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
+        x, _ = super().prepare(module, args, kwargs)
+        return _autocast_to_float(x), None
+
+
+@register_rule(nn.LayerNorm)
+class LayerNormRule(_NormRule):
+    """y = (x - mean) * rstd * w + b over the trailing dimensions."""
+
+    name = "layer_norm"
+
+    def forward(
+        self, module: Any, x: Tensor, extra: Any
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        shape, weight, bias = module.normalized_shape, module.weight, module.bias
+        out, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, module.eps)
+        return out, (x, mean, rstd, weight, bias)
+
+    def backward(self, call: LayerBackward) -> Tensor | None:
+        x, mean, rstd, weight, bias = call.saved
+        shape = call.module.normalized_shape
+        if call.wants("weight") or call.wants("bias"):
+            rows, features = call.samples(x), torch.Size(shape).numel()
+            b = rows.shape[0]
+            t = rows.numel() // (b * features) if b else 0
+            grads = ops.layer_norm_grads(
+                rows.reshape(b, t, features), call.samples(call.g).reshape(b, t, features),
+                call.samples(mean).reshape(b, t), call.samples(rstd).reshape(b, t),
+            )  # fmt: skip
+            for name, grad in zip(("weight", "bias"), grads, strict=True):
+                if call.wants(name):
+                    call.record(name, KeptRecord(grad.view(b, *shape)))
+        if not call.needs_input_grad:
+            return None
+        return torch.ops.aten.native_layer_norm_backward(
+            call.g, x, shape, mean, rstd, weight, bias, [True, False, False]
+        )[0]
+
+
+@register_rule(nn.RMSNorm)
+class RMSNormRule(_NormRule):
+    """y = x * rstd * w with rstd = (mean of x^2 + eps)^(-1/2) over the trailing dimensions."""
+
+    name = "rms_norm"
+
+    def forward(
+        self, module: Any, x: Tensor, extra: Any
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        shape, weight, eps = module.normalized_shape, module.weight, module.eps
+        out = F.rms_norm(x, shape, weight, eps)
+        eps = torch.finfo(x.dtype).eps if eps is None else eps
+        dims = tuple(range(-len(shape), 0))
+        rstd = torch.rsqrt(ops.widen(x).square().mean(dims) + eps)
+        return out, (x, rstd, weight)
+
+    def backward(self, call: LayerBackward) -> Tensor | None:
+        x, rstd, weight = call.saved
+        shape = call.module.normalized_shape
+        if call.wants("weight"):
+            rows, features = call.samples(x), torch.Size(shape).numel()
+            b = rows.shape[0]
+            t = rows.numel() // (b * features) if b else 0
+            grad = ops.rms_norm_grads(
+                rows.reshape(b, t, features), call.samples(call.g).reshape(b, t, features),
+                call.samples(rstd).reshape(b, t),
+            )  # fmt: skip
+            call.record("weight", KeptRecord(grad.view(b, *shape)))
+        if not call.needs_input_grad:
+            return None
+        dims = tuple(range(-len(shape), 0))
+        scale = rstd.view(*rstd.shape, *[1] * len(shape))
+        normalized = ops.widen(x) * scale
+        weighted = ops.widen(call.g) * weight
+        mean = (normalized * weighted).mean(dims, keepdim=True)
+        return scale * (weighted - normalized * mean)
+
+
+@register_rule(nn.GroupNorm)
+class GroupNormRule(_NormRule):
+    """GroupNorm over x [b, c, *space]."""
+
+    name = "group_norm"
+
+    def axis(self, module: Any) -> int | None:
+        return 0
+
+    def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
+        x, _ = super().prepare(module, args, kwargs)
+        return x.contiguous(), self.num_groups(module)
+
+    def num_groups(self, module: Any) -> int:
+        return int(module.num_groups)
+
+    def forward(
+        self, module: Any, x: Tensor, extra: Any
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        weight, bias = module.weight, module.bias
+        b, c = x.shape[:2]
+        size = torch.Size(x.shape[2:]).numel()
+        out, mean, rstd = torch.native_group_norm(x, weight, bias, b, c, size, extra, module.eps)
+        return out, (x, mean, rstd, weight)
+
+    def backward(self, call: LayerBackward) -> Tensor | None:
+        x, mean, rstd, weight = call.saved
+        b, c = x.shape[:2]
+        size = torch.Size(x.shape[2:]).numel()
+        g = call.g.contiguous()
+        if call.wants("weight") or call.wants("bias"):
+            shape = (b, c, size)
+            grads = ops.group_norm_grads(x.view(shape), g.view(shape), mean, rstd)
+            for name, grad in zip(("weight", "bias"), grads, strict=True):
+                if call.wants(name):
+                    call.record(name, KeptRecord(grad))
+        if not call.needs_input_grad:
+            return None
+        return torch.ops.aten.native_group_norm_backward(
+            g, x, mean, rstd, weight, b, c, size, call.extra, [True, False, False]
+        )[0]
+
+
+@register_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+class InstanceNormRule(GroupNormRule):
+    """InstanceNorm without running statistics: GroupNorm with one channel a group."""
+
+    name = "instance_norm"
+
+    def num_groups(self, module: Any) -> int:
+        return int(module.num_features)

@@ -1,0 +1,69 @@
+"""A parameter used more than once: a sample's gradient is the sum over the uses.
+
+Cross terms count, so norms cannot be added. Linear uses are concatenated along t, look-ups along
+n, a table tied to an output head takes the gathered cross product, and anything else is
+instantiated and added. Clipped sums are linear in the gradients: each record gives its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastclip import ops
+from fastclip.layers.records import LinearRecord, LookupRecord, Record
+
+
+def joint_norm_sq(records: Sequence[Record]) -> Tensor:
+    """Squared norms [b] of the summed gradients that `records` contribute to one parameter."""
+    merged = _merge(records)
+    if len(merged) == 1:
+        return merged[0].norm_sq()
+    if len(merged) == 2:
+        head, table = merged
+        if isinstance(head, LinearRecord) and isinstance(table, LookupRecord):
+            dense = table.dense()
+            if dense is not None and not head.transposed:
+                separate = head.norm_sq() + table.norm_sq()
+                return ops.tied_norm(*dense, head.a, head.g, separate)
+    total = merged[0].per_sample()
+    for record in merged[1:]:
+        total = total + record.per_sample()
+    return ops.row_norm_sq(total)
+
+
+def _merge(records: Sequence[Record]) -> list[Record]:
+    linear = [r for r in records if isinstance(r, LinearRecord)]
+    lookup = [r for r in records if isinstance(r, LookupRecord)]
+    rest = [r for r in records if not isinstance(r, (LinearRecord, LookupRecord))]
+    return [*_concatenate_linear(linear), *_concatenate_lookups(lookup), *rest]
+
+
+def _concatenate_linear(records: list[LinearRecord]) -> list[LinearRecord]:
+    if len(records) < 2 or len({(r.transposed, r.a.dtype, r.g.dtype) for r in records}) > 1:
+        return records
+    a = torch.cat([r.a for r in records], dim=1)
+    g = torch.cat([r.g for r in records], dim=1)
+    t, d, p = a.shape[1], a.shape[2], g.shape[2]
+    ghost = t * (d + p) <= d * p  # T^2 (d + p) for the Grams, T d p for the gradients themselves
+    return [LinearRecord(a, g, ghost=ghost, transposed=records[0].transposed)]
+
+
+def _concatenate_lookups(records: list[LookupRecord]) -> list[LookupRecord]:
+    if len(records) < 2 or len({r.padding_idx for r in records}) > 1:
+        return records
+    first = records[0]
+    dense = [pair for pair in (r.dense() for r in records) if pair is not None]
+    if len(dense) == len(records):
+        ids = torch.cat([ids for ids, _ in dense], dim=1)
+        g = torch.cat([g for _, g in dense], dim=1)
+        return [LookupRecord.from_dense(ids, g, first.num_embeddings, first.padding_idx)]
+    return [
+        LookupRecord(
+            torch.cat([r.ids for r in records]), torch.cat([r.sample for r in records]),
+            torch.cat([r.g for r in records]), batch_size=first.batch_size,
+            num_embeddings=first.num_embeddings, padding_idx=first.padding_idx,
+        )
+    ]  # fmt: skip

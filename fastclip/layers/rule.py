@@ -1,0 +1,91 @@
+"""The protocol of a layer's rule, and the registry that finds the rule of a module.
+
+A rule is three things: a forward pass that says what to save, a backward pass that returns the
+input's gradient and records each parameter's contribution, and the name under which it appears in
+`engine.plan()`. It never sees clipping strategies, optimizers or other layers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fastclip.interception import LayerBackward
+
+
+class LayerRule(ABC):
+    """Exact per-sample gradients of one kind of layer that maps one tensor to one tensor."""
+
+    name = "layer"
+    counts_rows = False
+    """The layer's input is flat: its samples are the rows of its output."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerRule:
+        return self  # rules hold no state of a model
+
+    def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
+        """Split the call into the tensor that carries samples and everything else.
+
+        Runs under autograd, so it may pad or cast the input.
+        """
+        if len(args) + len(kwargs) != 1:
+            raise TypeError(
+                f"{type(module).__name__}.forward takes one tensor, got {len(args)} positional and "
+                f"{len(kwargs)} keyword arguments"
+            )
+        return (args[0] if args else next(iter(kwargs.values()))), None
+
+    @abstractmethod
+    def forward(
+        self, module: Any, x: Tensor, extra: Any
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """The layer's output, and the tensors that `backward` needs. Runs without autograd."""
+
+    @abstractmethod
+    def backward(self, call: LayerBackward) -> Tensor | None:
+        """Record the contributions that `call.wants`; return the input's gradient or None."""
+
+    def axis(self, module: Any) -> int | None:
+        """The axis of the input that holds the samples where the layer prescribes it, else None."""
+        return None
+
+
+Matcher = str | type
+_RULES: dict[Matcher, LayerRule] = {}
+R = TypeVar("R", bound=type[LayerRule])
+
+
+def register_rule(*types: Matcher) -> Callable[[R], R]:
+    """Class decorator: use this rule for these module types.
+
+    A type may be given as its qualified name ("package.module.Class"), so that a library need not
+    be installed to have a rule. A rule matches the exact type, and subclasses that do not override
+    `forward`.
+
+    Example:
+        >>> @register_rule(MyScale)
+        ... class MyScaleRule(LayerRule):
+        ...     def forward(self, module, x, extra): ...
+        ...     def backward(self, call): ...
+    """
+
+    def decorate(rule: R) -> R:
+        for matcher in types:
+            _RULES[matcher] = rule()
+        return rule
+
+    return decorate
+
+
+def find_rule(module: Any) -> LayerRule | None:
+    """The rule of `module`, or None."""
+    for cls in type(module).__mro__:
+        rule = _RULES.get(cls) or _RULES.get(f"{cls.__module__}.{cls.__qualname__}")
+        if rule is not None:
+            overridden = type(module).forward is not getattr(cls, "forward", None)
+            return None if overridden else rule
+    return None

@@ -1,0 +1,183 @@
+"""The model that make_private returns, or the handle on a model that stays itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opacus.grad_sample import AbstractGradSampleModule
+from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
+from opacus.layers.dp_rnn import DPRNNBase, RNNLinear
+from torch import nn
+
+from fastclip.bookkeeping import BookKeeper
+from fastclip.errors import UnsupportedLayerError
+from fastclip.interception import ATTRIBUTE, Handle, attach, detach
+from fastclip.layers import FallbackRule, find_rule
+from fastclip.layers.fallback import HOW_TO_REGISTER
+from fastclip.scopes import RawParameterScope, RecurrentScope, RelativeBias, RootScope
+
+_FALLBACK = FallbackRule()
+
+
+def install(model: nn.Module, keeper: BookKeeper) -> None:
+    """Intercept every trainable layer of `model`; on an error the model is left as it was."""
+    try:
+        _Installer(model, keeper).run()
+    except Exception:
+        uninstall(model)
+        raise
+
+
+def uninstall(model: nn.Module) -> None:
+    """Give every module its own forward back and forget what the engine kept on parameters."""
+    for module in model.modules():
+        handle = module.__dict__.get(ATTRIBUTE)
+        if handle is not None:
+            handle.keeper.guard.disarm()
+            detach(module)
+        if RelativeBias.matches(module):
+            RelativeBias.detach(module)
+    for parameter in model.parameters():
+        for name in ("grad_sample", "summed_grad"):
+            parameter.__dict__.pop(name, None)
+
+
+class _Installer:
+    def __init__(self, model: nn.Module, keeper: BookKeeper) -> None:
+        self.model, self.keeper = model, keeper
+        self.handles: dict[nn.Module, Handle] = {}
+        self.owners: dict[nn.Parameter, int] = {}
+
+    def run(self) -> None:
+        """Leaves with a rule first; what is left of raw parameters goes to their owners."""
+        inside_fallback: set[nn.Module] = set()
+        for path, module in self.model.named_modules():
+            if isinstance(module, DPRNNBase):
+                self._handle(path, module).scopes.append(RecurrentScope())
+            elif module not in inside_fallback and _own(module):
+                self._layer(path, module, inside_fallback)
+            if RelativeBias.matches(module):
+                RelativeBias.attach(module)
+        self._handle("", self.model).scopes.append(RootScope())
+        for module, handle in self.handles.items():
+            attach(module, handle)
+        missing = [name for p, name in self.keeper.names.items() if p not in self.owners]
+        if missing:
+            raise UnsupportedLayerError(f"no layer answers for parameters {missing}; freeze them")
+        for parameter, uses in self.owners.items():
+            if uses > 1:
+                self.keeper.mark_shared(parameter)
+
+    def _layer(self, path: str, module: nn.Module, inside_fallback: set[nn.Module]) -> None:
+        handle = self._handle(path, module)
+        rule = find_rule(module)
+        own = _own(module)
+        if rule is None and all(p.dim() > 0 and p.shape[0] == 1 for p in own.values()):
+            handle.scopes.append(RawParameterScope(tuple(own)))
+            self._claim(own)
+            for name in own:
+                self.keeper.plan_log.register(f"{path}.{name}".lstrip("."), "expanded parameter")
+            return
+        if rule is None:
+            _check_fallback(path, module)
+            rule = _FALLBACK
+            inside_fallback.update(module.modules())
+            own = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        handle.rule = rule
+        self._claim(own)
+        if isinstance(module, RNNLinear):
+            for parameter in own.values():
+                self.keeper.mark_shared(parameter)
+        self.keeper.plan_log.register(path, rule.name)
+
+    def _claim(self, own: dict[str, nn.Parameter]) -> None:
+        for parameter in own.values():
+            self.owners[parameter] = self.owners.get(parameter, 0) + 1
+
+    def _handle(self, path: str, module: nn.Module) -> Handle:
+        return self.handles.setdefault(module, Handle(path, self.keeper))
+
+
+def _own(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
+
+
+def _check_fallback(path: str, module: nn.Module) -> None:
+    where = f"{path or 'the model'} ({type(module).__name__})"
+    if type(module).forward is nn.Module.forward:
+        raise UnsupportedLayerError(
+            f"{where} holds trainable parameters but has no forward of its own, so its uses cannot "
+            f"be seen; {HOW_TO_REGISTER}"
+        )
+    for name, child in module.named_modules():
+        if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0:
+            raise UnsupportedLayerError(
+                f"{where} uses its own parameters {list(_own(module))} beside the dropout "
+                f"{name!r}, whose mask a second pass cannot repeat; move these parameters to a layer of their "
+                f"own, or {HOW_TO_REGISTER}"
+            )
+
+
+class FastGradSampleModule(AbstractGradSampleModule):
+    """The private model: `m` with its trainable layers intercepted.
+
+    Behaves as `m`; state_dict keys carry the prefix `_module.`, as with Opacus.
+
+    Args:
+        m: the model. keeper: its book-keeper. batch_first, loss_reduction: as in make_private.
+    """
+
+    def __init__(
+        self, m: nn.Module, *, keeper: BookKeeper, batch_first: bool = True,
+        loss_reduction: str = "mean",
+    ) -> None:  # fmt: skip
+        nn.Module.__init__(self)
+        _attach(self, m, keeper, batch_first, loss_reduction)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module(*args, **kwargs)
+
+    def forbid_grad_accumulation(self) -> None:
+        self.keeper.batch.accumulation_allowed = False
+
+    def allow_grad_accumulation(self) -> None:
+        self.keeper.batch.accumulation_allowed = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear `p.grad` and, unless a split batch is being gathered, `p.summed_grad`."""
+        self.keeper.zero_grad()
+        nn.Module.zero_grad(self, set_to_none)
+
+    def remove_hooks(self) -> None:
+        uninstall(self._module)
+
+    cleanup = remove_hooks
+
+
+class FastGradSampleHooks(AbstractGradSampleHooks):
+    """The handle of wrap_model=False; `cleanup()` makes the model ordinary again."""
+
+    def __init__(
+        self, m: nn.Module, *, keeper: BookKeeper, batch_first: bool = True,
+        loss_reduction: str = "mean",
+    ) -> None:  # fmt: skip
+        _attach(self, m, keeper, batch_first, loss_reduction)
+
+    forbid_grad_accumulation = FastGradSampleModule.forbid_grad_accumulation
+    allow_grad_accumulation = FastGradSampleModule.allow_grad_accumulation
+    remove_hooks = FastGradSampleModule.remove_hooks
+    cleanup = FastGradSampleModule.cleanup
+
+
+def _attach(
+    owner: Any, m: nn.Module, keeper: BookKeeper, batch_first: bool, loss_reduction: str
+) -> None:
+    install(m, keeper)
+    owner._module = m
+    owner.keeper = keeper
+    owner.batch_first = batch_first
+    owner.loss_reduction = loss_reduction
+    owner.grad_accumulation_hook = None
+    for parameter in m.parameters():
+        if parameter.requires_grad:
+            parameter.grad_sample = None  # type: ignore[attr-defined]

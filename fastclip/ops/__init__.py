@@ -1,0 +1,55 @@
+"""The operations of the engine; here their PyTorch reference, which later kernels must equal."""
+
+from fastclip.ops.conv import (
+    ConvGeometry,
+    conv_ghost_norm,
+    conv_norm,
+    conv_per_sample_gradients,
+    conv_sum,
+)
+from fastclip.ops.embedding import (
+    embedding_norm,
+    embedding_sum,
+    flatten_lookup,
+    lookup_norm,
+    lookup_sum,
+    tied_norm,
+)
+from fastclip.ops.finalize import noise_finalize
+from fastclip.ops.linear import (
+    ghost_norm,
+    gram,
+    gram_product,
+    instantiated_norm,
+    per_sample_gradients,
+    scaled_sum,
+)
+from fastclip.ops.norm_affine import group_norm_grads, layer_norm_grads, rms_norm_grads
+from fastclip.ops.numerics import drop_zeroed, row_norm_sq, widen
+
+__all__ = [
+    "ConvGeometry",
+    "conv_ghost_norm",
+    "conv_norm",
+    "conv_per_sample_gradients",
+    "conv_sum",
+    "drop_zeroed",
+    "embedding_norm",
+    "embedding_sum",
+    "flatten_lookup",
+    "ghost_norm",
+    "gram",
+    "gram_product",
+    "group_norm_grads",
+    "instantiated_norm",
+    "layer_norm_grads",
+    "lookup_norm",
+    "lookup_sum",
+    "noise_finalize",
+    "per_sample_gradients",
+    "rms_norm_grads",
+    "row_norm_sq",
+    "scaled_sum",
+    "tied_norm",
+    "widen",
+]

@@ -1,0 +1,142 @@
+"""Per-sample norms and clipped sums of convolutions of any rank, without unfolding the input.
+
+Index letters: b sample, c input channel, o output channel; `x` is already padded explicitly where
+the padding is not zeros, so `padding` here is the symmetric number of zeros in each dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastclip.ops.linear import gram, gram_product
+from fastclip.ops.numerics import drop_zeroed, row_norm_sq, widen
+
+
+@dataclass(frozen=True)
+class ConvGeometry:
+    """Shape of a convolution: weight [o, c / groups, *kernel] and how it slides."""
+
+    weight_shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        return self.weight_shape[2:]
+
+    @property
+    def is_pointwise(self) -> bool:
+        return all(k == 1 for k in self.kernel) and not any(self.padding)
+
+
+def conv_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
+    """Squared norm of each sample's weight gradient from the pixel Gram.
+
+    With P = X^T X over padded pixels, the Gram of the patches is a sum of shifted copies of P,
+    patch[p, q] = sum_delta P[s p + dil delta, s q + dil delta]: k^dims times less matmul than
+    unfolding. The sum over delta is taken one dimension at a time.
+
+    Args:
+        x: layer input, [b, c, *space]. g: gradient of the output, [b, o, *out].
+
+    Returns:
+        [b].
+    """
+    x, g = widen(x), widen(g)
+    b, out = x.shape[0], g.shape[2:]
+    if not b:
+        return x.new_zeros(0)
+    groups = geometry.groups
+    if geometry.is_pointwise:
+        x = _stride(x, geometry.stride)
+    elif any(geometry.padding):
+        x = F.pad(x, [n for pad in reversed(geometry.padding) for n in (pad, pad)])
+    space = x.shape[2:]
+    pixels = x.reshape(b * groups, x.shape[1] // groups, -1).transpose(1, 2)
+    patches = gram(pixels)
+    if not geometry.is_pointwise:
+        patches = _slide(patches, space, out, geometry)
+    outputs = gram(g.reshape(b * groups, g.shape[1] // groups, -1).transpose(1, 2))
+    return gram_product(patches, outputs).view(b, groups).sum(1)
+
+
+def _slide(pixels: Tensor, space: Sequence[int], out: Sequence[int], geo: ConvGeometry) -> Tensor:
+    """Pixel Gram [n, prod(space), prod(space)] to patch Gram [n, prod(out), prod(out)]."""
+    dims = len(space)
+    grams = pixels.view(-1, *space, *space)
+    for axis in range(dims):
+        stride, dilation = geo.stride[axis], geo.dilation[axis]
+        span = stride * (out[axis] - 1) + 1
+        total = None
+        for offset in range(geo.kernel[axis]):
+            window = slice(offset * dilation, offset * dilation + span, stride)
+            index: list[slice] = [slice(None)] * (1 + 2 * dims)
+            index[1 + axis] = index[1 + dims + axis] = window
+            shifted = grams[tuple(index)]
+            total = shifted.clone() if total is None else total.add_(shifted)
+        assert total is not None
+        grams = total
+    positions = grams[0].numel() and int(torch.Size(out).numel())
+    return grams.reshape(-1, positions, positions)
+
+
+def conv_per_sample_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
+    """Every sample's weight gradient, [b, *weight_shape]: a convolution, samples as groups."""
+    x, g = widen(x), widen(g)
+    b, groups = x.shape[0], geometry.groups
+    out_channels, in_channels = geometry.weight_shape[:2]
+    if not b:
+        return x.new_zeros(0, *geometry.weight_shape)
+    if geometry.is_pointwise:
+        x = _stride(x, geometry.stride)
+        a = x.reshape(b * groups, in_channels, -1)
+        gradient = torch.bmm(g.reshape(b * groups, out_channels // groups, -1), a.transpose(1, 2))
+        return gradient.view(b, *geometry.weight_shape)
+    x = x.reshape(1, b * groups * in_channels, *x.shape[2:])
+    g = g.reshape(1, b * out_channels, *g.shape[2:])
+    gradient = _weight_gradient(x, g, geometry, groups=b * groups, out_channels=b * out_channels)
+    return gradient.reshape(b, *geometry.weight_shape)
+
+
+def _stride(x: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The pixels of x [b, c, *space] that a pointwise convolution looks at."""
+    index: list[Any] = [slice(None), slice(None), *(slice(None, None, s) for s in stride)]
+    return x[tuple(index)]
+
+
+def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
+    """Squared norm of each sample's weight gradient, [b], by instantiating it a few at a time."""
+    rows = max(1, (8 << 20) // max(1, 4 * torch.Size(geometry.weight_shape).numel()))
+    parts = [
+        row_norm_sq(conv_per_sample_gradients(xs, gs, geometry))
+        for xs, gs in zip(x.split(rows), g.split(rows), strict=True)
+    ]
+    return torch.cat(parts) if parts else widen(x).new_zeros(0)
+
+
+def conv_sum(x: Tensor, g: Tensor, scale: Tensor, geometry: ConvGeometry) -> Tensor:
+    """sum_b scale_b times the weight gradient of sample b, of weight_shape; scale is [b]."""
+    x, g = drop_zeroed(scale, widen(x), widen(g))
+    if not x.shape[0]:
+        return x.new_zeros(geometry.weight_shape)
+    g = g * scale.to(g.dtype).view(-1, *[1] * (g.dim() - 1))
+    return _weight_gradient(x, g, geometry, geometry.groups, geometry.weight_shape[0])
+
+
+def _weight_gradient(
+    x: Tensor, g: Tensor, geo: ConvGeometry, groups: int, out_channels: int
+) -> Tensor:
+    # Only the shape of the weight enters its own gradient.
+    weight = x.new_empty(1).expand(out_channels, *geo.weight_shape[1:])
+    return torch.ops.aten.convolution_backward(
+        g.contiguous(), x.contiguous(), weight, None, geo.stride, geo.padding, geo.dilation,
+        False, [0] * len(geo.stride), groups, [False, True, False],
+    )[1]  # fmt: skip

@@ -1,0 +1,102 @@
+"""Per-sample norms and clipped sums of an embedding table, in O(n d): never a [b, v, d] tensor.
+
+The looked-up rows come flat: entry j looks up row ids[j] for sample[j] and received gradient g[j].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastclip.ops.numerics import (
+    GRAM_ERROR_FACTOR,
+    drop_zeroed,
+    row_norm_sq,
+    unit_roundoff,
+    widen,
+)
+
+
+def flatten_lookup(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[b, t] ids and [b, t, d] gradients as flat ids [n], sample [n], g [n, d]."""
+    b, t = ids.shape
+    sample = torch.arange(b, device=ids.device)[:, None].expand(b, t).reshape(-1)
+    return ids.reshape(-1), sample, g.reshape(b * t, -1)
+
+
+def lookup_norm(
+    ids: Tensor, sample: Tensor, g: Tensor, batch_size: int, num_embeddings: int,
+    padding_idx: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Squared norm of each sample's table gradient: sum over its distinct ids of ||sum of g||^2.
+
+    Args:
+        ids: [n] int64. sample: [n] int64, the sample of each entry. g: [n, d].
+        batch_size: b. num_embeddings: v, rows of the table.
+        padding_idx: row that receives no gradient.
+
+    Returns:
+        [b].
+    """
+    g = widen(g)
+    key = sample * num_embeddings + ids
+    sorted_key, order = key.sort()
+    starts = torch.ones_like(sorted_key)
+    starts[1:] = (sorted_key[1:] != sorted_key[:-1]).to(starts.dtype)
+    segment = starts.cumsum(0) - 1  # [n], of the sorted entries
+    segment_of = torch.empty_like(segment).scatter_(0, order, segment)  # [n], of the entries
+    sums = torch.zeros_like(g).index_add_(0, segment_of, g)
+    per_segment = row_norm_sq(sums)  # [n], zero beyond the last segment
+    owner = torch.zeros_like(segment).scatter_(0, segment, sorted_key // num_embeddings)
+    if padding_idx is not None:
+        row = torch.full_like(segment, -1).scatter_(0, segment, sorted_key % num_embeddings)
+        per_segment = per_segment.masked_fill(row == padding_idx, 0)
+    return per_segment.new_zeros(batch_size).index_add_(0, owner, per_segment)
+
+
+def lookup_sum(
+    ids: Tensor, sample: Tensor, g: Tensor, scale: Tensor, num_embeddings: int,
+    padding_idx: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Clipped sum of the table's gradients, [v, d]; scale is [b]."""
+    per_entry = scale[sample]
+    (g,) = drop_zeroed(per_entry, widen(g))
+    weighted = g * per_entry.to(g.dtype)[:, None]
+    pad = -1 if padding_idx is None else padding_idx
+    return torch.ops.aten.embedding_dense_backward(weighted, ids, num_embeddings, pad, False)
+
+
+def embedding_norm(ids: Tensor, g: Tensor, padding_idx: int | None = None) -> Tensor:
+    """Squared per-sample norms for ids [b, t] int64 and g [b, t, d]: [b]."""
+    flat_ids, sample, flat_g = flatten_lookup(ids, g)
+    # Any bound above every id serves as v: b * v must stay below 2^63.
+    return lookup_norm(flat_ids, sample, flat_g, ids.shape[0], 1 << 31, padding_idx)
+
+
+def embedding_sum(
+    ids: Tensor, g: Tensor, scale: Tensor, num_embeddings: int, padding_idx: int | None = None
+) -> Tensor:
+    """Clipped sum for ids [b, t], g [b, t, d] and scale [b]: [v, d]."""
+    flat_ids, sample, flat_g = flatten_lookup(ids, g)
+    return lookup_sum(flat_ids, sample, flat_g, scale, num_embeddings, padding_idx)
+
+
+def tied_norm(ids: Tensor, g_rows: Tensor, a: Tensor, g: Tensor, separate: Tensor) -> Tensor:
+    """Squared norm [b] of the summed gradients of a table used as embedding and as output head.
+
+    The embedding is a linear map whose output gradient is one-hot, so the cross Gram is a gather:
+    <E_b, L_b> = sum_{t,s} (g_rows[b,t] . a[b,s]) * g[b, s, ids[b,t]]. As with any Gram the result
+    is clamped at 0 and raised by its rounding bound.
+
+    Args:
+        ids: [b, t] looked-up rows. g_rows: [b, t, d], their gradients (0 where padding).
+        a: [b, s, d], input of the linear map. g: [b, s, v], gradient of its output.
+        separate: [b], ||E_b||^2 + ||L_b||^2.
+    """
+    a, g, g_rows = widen(a), widen(g), widen(g_rows)
+    dots = torch.bmm(a, g_rows.transpose(1, 2))  # [b, s, t]
+    index = ids[:, None, :].expand(-1, g.shape[1], -1)
+    cross = (dots * g.gather(2, index)).sum((1, 2))
+    size = ids.shape[1] * row_norm_sq(g_rows) * row_norm_sq(a) * row_norm_sq(g)
+    bound = 2 * GRAM_ERROR_FACTOR * unit_roundoff(a.dtype) * size.sqrt()
+    return (separate + 2 * cross).clamp_min(0) + bound

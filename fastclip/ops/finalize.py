@@ -1,0 +1,34 @@
+"""From clipped sums to the gradient that the optimizer sees."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def noise_finalize(
+    summed: list[Tensor | None], like: list[Tensor], std: float, divisor: float,
+    generator: torch.Generator | None,
+) -> list[Tensor]:  # fmt: skip
+    """(summed + N(0, std^2)) / divisor for every parameter, in float32, cast to its own type last.
+
+    Args:
+        summed: clipped sums; None where no sample touched the parameter (it still gets noise).
+        like: the parameters, for shape, device and destination type.
+        std: standard deviation of the noise on the sum; 0 draws nothing.
+        divisor: public denominator.
+        generator: source of the noise, or None for torch's global one.
+
+    Returns:
+        New tensors, one a parameter.
+    """
+    gradients = []
+    for total, parameter in zip(summed, like, strict=True):
+        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        gradient = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+        if std > 0:
+            gradient.normal_(0.0, std, generator=generator)
+        if total is not None:
+            gradient.add_(total.view_as(gradient))
+        gradients.append(gradient.div_(divisor).to(parameter.dtype))
+    return gradients

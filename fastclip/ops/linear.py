@@ -1,0 +1,123 @@
+"""Per-sample norms and clipped sums of a linear map: sample b's gradient is g_b^T a_b."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fastclip.ops.numerics import (
+    GRAM_ERROR_FACTOR,
+    drop_zeroed,
+    row_norm_sq,
+    unit_roundoff,
+    widen,
+)
+
+_SCRATCH_BYTES = 8 << 20
+
+
+def gram(x: Tensor) -> Tensor:
+    """Gram matrix of the positions of each sample: x [b, t, d] -> [b, t, t]."""
+    x = widen(x)
+    return torch.bmm(x, x.transpose(1, 2))
+
+
+def gram_product(gram_a: Tensor, gram_g: Tensor) -> Tensor:
+    """sum_{t,s} (a_t.a_s)(g_t.g_s) from two Grams [b, t, t], raised by its rounding bound; [b].
+
+    With large, nearly orthogonal terms the sum cancels and can come out far too small, even
+    negative. It is clamped at 0 and raised by c * u * ||A||^2 ||G||^2, so that the norm is never
+    under-estimated (METHODS: Gram norms cancel).
+    """
+    total = row_dot(gram_a, gram_g)
+    bound = trace(gram_a) * trace(gram_g)
+    return total.clamp_min(0) + GRAM_ERROR_FACTOR * unit_roundoff(total.dtype) * bound
+
+
+def row_dot(x: Tensor, y: Tensor) -> Tensor:
+    """Inner product of the samples, x and y [b, t, s] -> [b]."""
+    return (
+        torch.bmm(x.flatten(1)[:, None], y.flatten(1)[:, :, None]).view(-1)
+        if (x.shape[1] * x.shape[2] <= 4096)
+        else (x * y).sum((1, 2))
+    )
+
+
+def trace(grams: Tensor) -> Tensor:
+    """Trace of each matrix, [b, t, t] -> [b]."""
+    return grams.diagonal(dim1=1, dim2=2).sum(1)
+
+
+def ghost_norm(a: Tensor, g: Tensor) -> Tensor:
+    """Squared norm of g_b^T a_b through the Grams.
+
+    Args:
+        a: layer input, [b, t, d].
+        g: gradient of the layer's output, [b, t, p].
+
+    Returns:
+        [b], float32 (float64 for float64 inputs), never below the exact value.
+    """
+    if a.shape[1] == 1:
+        return row_norm_sq(a) * row_norm_sq(g)
+    return gram_product(gram(a), gram(g))
+
+
+def instantiated_norm(a: Tensor, g: Tensor, keep: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    """Squared norm of g_b^T a_b by computing it, a few samples at a time.
+
+    Args:
+        a: layer input, [b, t, d].
+        g: gradient of the layer's output, [b, t, p].
+        keep: also return the per-sample gradients.
+
+    Returns:
+        [b]; with `keep`, that and the per-sample gradients [b, p, d].
+    """
+    a, g = widen(a), widen(g)
+    if keep:
+        grads = per_sample_gradients(a, g)
+        return row_norm_sq(grads), grads
+    b, t, d = a.shape
+    p = g.shape[2]
+    rows = max(1, _SCRATCH_BYTES // max(1, d * p * a.element_size()))
+    norms = (
+        torch.cat(
+            [
+                row_norm_sq(per_sample_gradients(x, y))
+                for x, y in zip(a.split(rows), g.split(rows), strict=True)
+            ]
+        )
+        if b
+        else a.new_zeros(0)
+    )
+    # The clipped sum is computed again by another product: cover what the two may differ by.
+    slack = 2 * math.sqrt(t) * unit_roundoff(a.dtype)
+    return (norms.sqrt() + slack * (row_norm_sq(a) * row_norm_sq(g)).sqrt()).square()
+
+
+def per_sample_gradients(a: Tensor, g: Tensor) -> Tensor:
+    """g_b^T a_b for a [b, t, d] and g [b, t, p]: [b, p, d], in the accumulation type."""
+    return torch.bmm(widen(g).transpose(1, 2), widen(a))
+
+
+def scaled_sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
+    """sum_b scale_b g_b^T a_b.
+
+    Args:
+        a: layer input, [b, t, d].
+        g: gradient of the layer's output, [b, t, p].
+        scale: [b]; a sample of scale 0 contributes 0 even where `a` or `g` is not finite.
+
+    Returns:
+        [p, d], in the accumulation type.
+    """
+    a, g = drop_zeroed(scale, widen(a), widen(g))
+    factor = scale.to(a.dtype)[:, None, None]
+    if a.shape[2] < g.shape[2]:
+        a = a * factor
+    else:
+        g = g * factor
+    return g.flatten(0, 1).t() @ a.flatten(0, 1)

@@ -1,0 +1,52 @@
+"""Per-sample gradients of the affine parameters of normalisation layers, without x_hat in memory.
+
+Each is two reductions, sum g*x and sum g, combined with the statistics saved by the forward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastclip.ops.numerics import widen
+
+
+def layer_norm_grads(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight and bias gradients of LayerNorm.
+
+    Args:
+        x: input, [b, t, c]. g: gradient of the output, [b, t, c].
+        mean: [b, t]. rstd: [b, t], reciprocal standard deviation.
+
+    Returns:
+        Per-sample weight gradients [b, c] and bias gradients [b, c].
+    """
+    x, g, mean, rstd = widen(x), widen(g), widen(mean), widen(rstd)
+    rows = torch.stack((mean * rstd, torch.ones_like(rstd)), dim=1)  # [b, 2, t]
+    sums = torch.bmm(rows, g)  # [b, 2, c]
+    scaled = torch.bmm(rstd[:, None], g * x)[:, 0]  # [b, c]
+    return scaled - sums[:, 0], sums[:, 1]
+
+
+def rms_norm_grads(x: Tensor, g: Tensor, rstd: Tensor) -> Tensor:
+    """Weight gradient of RMSNorm for x, g [b, t, c] and rstd [b, t]: [b, c]."""
+    return torch.bmm(widen(rstd)[:, None], widen(g) * widen(x))[:, 0]
+
+
+def group_norm_grads(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight and bias gradients of GroupNorm (InstanceNorm: one channel a group).
+
+    Args:
+        x: input, [b, c, t]. g: gradient of the output, [b, c, t].
+        mean: [b, k]. rstd: [b, k], of the k groups of channels.
+
+    Returns:
+        Per-sample weight gradients [b, c] and bias gradients [b, c].
+    """
+    x, g = widen(x), widen(g)
+    bias = g.sum(2)
+    product = (g * x).sum(2)
+    per_group = x.shape[1] // mean.shape[1]
+    mean = widen(mean).repeat_interleave(per_group, dim=1)
+    rstd = widen(rstd).repeat_interleave(per_group, dim=1)
+    return (product - mean * bias) * rstd, bias

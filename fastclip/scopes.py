@@ -1,0 +1,185 @@
+"""What happens around a module's forward: the root opens the pass; raw parameters are expanded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
+
+from fastclip import ops
+from fastclip.errors import UnsupportedLayerError
+from fastclip.interception import ATTRIBUTE, Call, Handle, PrivateLayer, wanted_parameters
+from fastclip.layers import KeptRecord
+from fastclip.layout import batch_size_of
+
+
+class RootScope:
+    """The model's own forward: finds the batch size, and opens the pass where gradients come in."""
+
+    def run(
+        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+    ) -> Any:
+        keeper = handle.keeper
+        if keeper.layout.probing:
+            return inner(*args, **kwargs)
+        batch = batch_size_of(args, kwargs, keeper.layout.axis)
+        with keeper.root_forward(batch) as forward:
+            outermost = keeper.depth == 1
+            if not torch.is_grad_enabled() or not outermost:
+                return inner(*args, **kwargs)
+            keeper.guard.arm(keeper.names)
+            if not keeper.layout.known and batch:
+                keeper.layout.learn(inner, args, kwargs, batch)
+            out = inner(*args, **kwargs)
+        if forward.recording:
+            hook = partial(keeper.open_pass, forward)
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(hook)
+        return out
+
+
+class RawParameterScope:
+    """Parameters of shape [1, ...] that a module uses itself (class tokens, position tables).
+
+    For the duration of the module's forward each is replaced by its expansion to [b, ...], one row
+    a sample, so that a sample's own gradient exists.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def run(
+        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+    ) -> Any:
+        keeper = handle.keeper
+        if keeper.layout.probing or not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        forward, _ = keeper.layer_forward()
+        batch = forward.batch_size or batch_size_of(args, kwargs, 0)
+        originals = {name: module._parameters[name] for name in self.names}
+        table: dict[str, Any] = module._parameters
+        try:
+            for name, parameter in originals.items():
+                if parameter is not None and parameter.requires_grad and batch is not None:
+                    call = Call(handle, module, forward, 0, batch, (name,))
+                    table[name] = _ExpandParameter.apply(call, parameter)
+            return inner(*args, **kwargs)
+        except RuntimeError as error:
+            if batch == 1:
+                raise
+            raise UnsupportedLayerError(
+                f"{handle.path or 'the model'} ({type(module).__name__}) failed with its "
+                f"parameters {list(self.names)} expanded to one row a sample ({error}); use them by "
+                "broadcasting or .expand(batch, ...), not .repeat(batch, ...), or register a rule"
+            ) from error
+        finally:
+            table.update(originals)
+
+
+class _ExpandParameter(Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, parameter: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        return parameter.expand(call.extra, *parameter.shape[1:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor | None) -> tuple[None, None]:
+        call: Call = ctx.call
+        if g is not None:
+            keeper = call.handle.keeper
+            for name, parameter in wanted_parameters(ctx, call, first_edge=0).items():
+                path = f"{call.handle.path}.{name}".lstrip(".")
+                keeper.admit(path, call.forward, g.shape[0])
+                record = KeptRecord(ops.widen(g)[:, None])
+                keeper.plan_log.seen(path, "expanded parameter", tuple(g.shape), record.nbytes)
+                keeper.record(parameter, record)
+        return None, None
+
+
+class RecurrentScope:
+    """Opacus' recurrent layers: the rows of a PackedSequence are samples sorted by length."""
+
+    def run(
+        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+    ) -> Any:
+        x = args[0] if args else kwargs.get("input")
+        keeper = handle.keeper
+        if keeper.layout.probing or not isinstance(x, PackedSequence):
+            return inner(*args, **kwargs)
+        forward, _ = keeper.layer_forward()
+        rows = int(x.batch_sizes[0])
+        order = x.sorted_indices
+        if order is None:
+            order = torch.arange(rows, device=x.data.device)
+        if forward.batch_size is None:
+            forward.batch_size = rows
+        forward.row_order = order
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            forward.row_order = None
+
+
+class RelativeBias:
+    """T5's relative position bias: ids [q, k] without samples, [1, h, q, k] out.
+
+    The table is looked up once for every sample, so the bias becomes [b, h, q, k] and adds to the
+    scores as before.
+    """
+
+    method = "compute_bias"
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        """Whether `module` computes its bias the way T5's attention does."""
+        table = getattr(module, "relative_attention_bias", None)
+        return isinstance(table, nn.Embedding) and hasattr(type(module), cls.method)
+
+    @classmethod
+    def attach(cls, module: nn.Module) -> None:
+        """Replace the module's `compute_bias`."""
+        module.__dict__[cls.method] = MethodType(_private_bias, module)
+
+    @classmethod
+    def detach(cls, module: nn.Module) -> None:
+        """Undo `attach`."""
+        module.__dict__.pop(cls.method, None)
+
+
+def _private_bias(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    plain = MethodType(type(self).compute_bias, self)  # type: ignore[attr-defined]
+    table = self.relative_attention_bias
+    handle: Handle | None = table.__dict__.get(ATTRIBUTE)  # type: ignore[union-attr]
+    if handle is None or not torch.is_grad_enabled() or handle.keeper.layout.probing:
+        return plain(*args, **kwargs)
+    forward, _ = handle.keeper.layer_forward()
+    seen: list[Tensor] = []
+    hook = table.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))  # type: ignore
+    try:
+        with torch.no_grad():
+            reference = plain(*args, **kwargs)
+    finally:
+        hook.remove()
+    if len(seen) != 1 or seen[0].dim() != 2 or forward.batch_size is None:
+        raise UnsupportedLayerError(f"{handle.path}: compute_bias does not look up ids [q, k] once")
+    ids = seen[0].expand(forward.batch_size, *seen[0].shape)
+    parameters = handle.parameters(table)  # type: ignore[arg-type]
+    call = Call(handle, table, forward, 0, None, tuple(parameters))  # type: ignore[arg-type]
+    bias = PrivateLayer.apply(call, ids, *parameters.values()).permute(0, 3, 1, 2)
+    if bias.shape[1:] != reference.shape[1:]:
+        raise UnsupportedLayerError(
+            f"{handle.path}: compute_bias returned {list(reference.shape)}, expected "
+            f"[1, {', '.join(map(str, bias.shape[1:]))}]; register a rule for this attention"
+        )
+    return bias

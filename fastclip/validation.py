@@ -1,0 +1,135 @@
+"""What make_private refuses, by name and with the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN
+from torch import nn
+from torch.utils.data import DataLoader
+
+from fastclip.clipping.thresholds import positive
+from fastclip.errors import ArgumentError, ArgumentTypeError, UnsupportedLayerError
+
+_BATCH_NORM = nn.modules.batchnorm._BatchNorm
+_REPLACEABLE = {nn.LSTM: DPLSTM, nn.GRU: DPGRU, nn.RNN: DPRNN}
+_WAY_OUT = "FastPrivacyEngine.get_compatible_module(model) replaces it"
+
+
+def check_module(model: nn.Module) -> None:
+    """Refuse modules whose samples depend on each other, or whose gradients have no exact rule.
+
+    Raises:
+        UnsupportedLayerError: naming the module's path and the way out.
+    """
+    for path, module in model.named_modules():
+        where = f"{path or 'the model'} ({type(module).__name__})"
+        if isinstance(module, _BATCH_NORM) and (module.training or _trained(module)):
+            raise UnsupportedLayerError(
+                f"{where}: BatchNorm makes each sample's output depend on the rest of its batch, "
+                f"so no per-sample gradient exists; {_WAY_OUT} by GroupNorm"
+                + ("" if _trained(module) else ", or .eval() freezes its statistics")
+            )
+        if not _trained(module):
+            continue
+        if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+            raise UnsupportedLayerError(
+                f"{where}: running statistics are updated from the batch without noise; use "
+                "track_running_stats=False"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            _check_embedding(where, module)
+        if type(module) in _REPLACEABLE:
+            raise UnsupportedLayerError(
+                f"{where}: its fused kernel hides the gradients of single time steps; {_WAY_OUT} "
+                f"by opacus.layers.{_REPLACEABLE[type(module)].__name__}"
+            )
+        if type(module) is nn.MultiheadAttention:
+            raise UnsupportedLayerError(
+                f"{where}: its fused projection hides the gradients of single samples; {_WAY_OUT} "
+                "by opacus.layers.DPMultiheadAttention"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedLayerError(
+                f"{where}: scripted modules cannot be intercepted; pass the original nn.Module"
+            )
+
+
+def _check_embedding(where: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    traps = {
+        "max_norm": (module.max_norm is not None, "it rescales rows that the batch looked up"),
+        "scale_grad_by_freq": (module.scale_grad_by_freq, "it divides by counts over the batch"),
+        "sparse": (module.sparse, "noise makes every gradient dense"),
+    }
+    for option, (used, why) in traps.items():
+        if used:
+            raise UnsupportedLayerError(
+                f"{where}: {option} is not private ({why}); construct it without {option}"
+            )
+
+
+def _trained(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters(recurse=False))
+
+
+def check_optimizer(model: nn.Module, optimizer: Any) -> None:
+    """Refuse an optimizer of another model, or something that is no optimizer."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentTypeError(
+            f"optimizer expects a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    own = set(model.parameters())
+    foreign = sum(p not in own for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise ArgumentError(
+            "Module parameters are different than optimizer Parameters: "
+            f"{foreign} of the optimizer's parameters do not belong to the module; build the "
+            "optimizer from this module's parameters (after any get_compatible_module)"
+        )
+
+
+def check_arguments(
+    *, module: Any, data_loader: Any, noise_multiplier: Any, loss_reduction: Any,
+    flags: dict[str, Any], noise_generator: Any,
+) -> None:  # fmt: skip
+    """Types and ranges of make_private's keywords (max_grad_norm is the strategy's to check)."""
+    if not isinstance(module, nn.Module):
+        raise ArgumentTypeError(f"module expects a torch.nn.Module, got {type(module).__name__}")
+    if not isinstance(data_loader, DataLoader):
+        raise ArgumentTypeError(
+            f"data_loader expects a torch.utils.data.DataLoader, got {type(data_loader).__name__}"
+        )
+    if isinstance(noise_multiplier, bool) or not isinstance(noise_multiplier, (int, float)):
+        raise ArgumentTypeError(
+            "noise_multiplier expects a number >= 0 (noise over sensitivity), got "
+            f"{noise_multiplier!r} ({type(noise_multiplier).__name__})"
+        )
+    if not 0 <= noise_multiplier < float("inf"):
+        raise ArgumentError(
+            f"noise_multiplier expects a finite number >= 0, got {noise_multiplier!r}"
+        )
+    choice("loss_reduction", loss_reduction, ("mean", "sum"))
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ArgumentTypeError(f"{name} expects True or False, got {value!r}")
+    if noise_generator is not None and not isinstance(noise_generator, torch.Generator):
+        raise ArgumentTypeError(
+            "noise_generator expects a torch.Generator or None, got "
+            f"{type(noise_generator).__name__}"
+        )
+
+
+def check_budget(target_epsilon: Any, target_delta: Any, epochs: Any) -> None:
+    """Ranges of make_private_with_epsilon's own keywords."""
+    positive("target_epsilon", target_epsilon)
+    if positive("target_delta", target_delta) >= 1:
+        raise ArgumentError(f"target_delta expects a number between 0 and 1, got {target_delta!r}")
+    positive("epochs", epochs)
+
+
+def choice(name: str, value: Any, allowed: Iterable[str]) -> None:
+    """Refuse a string that is not one of `allowed`."""
+    if value not in tuple(allowed):
+        raise ArgumentError(f"{name} expects one of {', '.join(map(repr, allowed))}, got {value!r}")

@@ -1,0 +1,5 @@
+"""Packages live where ARCHITECTURE puts them; the rest of the metadata is in pyproject.toml."""
+
+from setuptools import find_packages, setup
+
+setup(packages=find_packages(include=["fastclip", "fastclip.*"]))
