@@ -104,7 +104,7 @@ class FastPrivacyEngine(PrivacyEngine):
         if kwargs:
             raise ArgumentTypeError(
                 f"make_private does not know the keywords {sorted(kwargs)} in the fast mode; it "
-                "takes those of opacus.PrivacyEngine.make_private, and options of clipping belong to its "
+                "takes those of opacus.PrivacyEngine.make_private; options of clipping belong to its "
                 "strategy (fastclip.clipping)"
             )
         validation.check_arguments(

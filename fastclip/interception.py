@@ -8,7 +8,8 @@ autograd never computes an unclipped weight gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Protocol
 
@@ -49,6 +50,8 @@ class Handle:
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """The module's forward."""
+        if self.bypass:
+            return self._plain(module)(*args, **kwargs)
         inner: Callable = self._plain(module) if self.rule is None else self._private(module)
         for scope in self.scopes:
             inner = _Bound(scope, self, module, inner)
@@ -61,13 +64,29 @@ class Handle:
     def _private(self, module: nn.Module) -> Callable:
         def forward(*args: Any, **kwargs: Any) -> Any:
             layout = self.keeper.layout
-            if layout.probing:
-                layout.observe(self.path, args[0] if args else next(iter(kwargs.values()), None))
-            if self.bypass or not torch.is_grad_enabled() or layout.probing:
-                return self._plain(module)(*args, **kwargs)
-            return apply_rule(self, module, args, kwargs)
+            if layout.probe:
+                args, kwargs = self._observed(args, kwargs)
+            elif torch.is_grad_enabled():
+                return apply_rule(self, module, args, kwargs)
+            return self._plain(module)(*args, **kwargs)
 
         return forward
+
+    def _observed(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if args:
+            return (self.keeper.layout.observe(self.path, args[0]), *args[1:]), kwargs
+        names = list(kwargs)
+        first = {name: self.keeper.layout.observe(self.path, kwargs[name]) for name in names[:1]}
+        return args, {**kwargs, **first}
+
+    @contextmanager
+    def bypassed(self) -> Iterator[None]:
+        """The module runs as it was inside."""
+        self.bypass = True
+        try:
+            yield
+        finally:
+            self.bypass = False
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The trainable parameters that the rule answers for, by their name in the module."""
@@ -123,6 +142,7 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
         fixed = rule.axis(module)
         axis, x = keeper.layout.locate(handle.path, x, forward.batch_size, fixed)
     parameters = handle.parameters(module)
+    _check_parameters(handle, module)
     call = Call(handle, module, forward, axis, extra, tuple(parameters))
     try:
         out = PrivateLayer.apply(call, x, *parameters.values())
@@ -133,6 +153,21 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
     if opens and forward.recording and out.requires_grad:
         out.register_hook(lambda gradient: keeper.open_pass(forward))
     return out
+
+
+def _check_parameters(handle: Handle, module: nn.Module) -> None:
+    """A rule reads `module.weight`: a tensor computed elsewhere would lose its gradient."""
+    assert handle.rule is not None
+    if isinstance(handle.rule, FallbackRule):
+        return
+    for name in handle.rule.parameter_names:
+        value = getattr(module, name, None)
+        trained = isinstance(value, Tensor) and value.requires_grad
+        if trained and module._parameters.get(name) is not value:
+            raise UnsupportedLayerError(
+                f"{handle.path}.{name} ({type(module).__name__}) is computed from other tensors, not "
+                f"a parameter, so these would get no gradient; {HOW_TO_REGISTER}"
+            )
 
 
 def _unsupported(handle: Handle, module: nn.Module, error: TypeError) -> UnsupportedLayerError:
@@ -161,11 +196,8 @@ class PrivateLayer(Function):
     def forward(ctx: Any, call: Call, x: Tensor, *parameters: Tensor) -> Tensor:
         rule = call.handle.rule
         assert rule is not None
-        call.handle.bypass = True
-        try:
+        with call.handle.bypassed():
             out, saved = rule.forward(call.module, x, call.extra)
-        finally:
-            call.handle.bypass = False
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         ctx.call = call
@@ -186,11 +218,8 @@ class PrivateLayer(Function):
         with torch.autocast(g.device.type, enabled=False):
             if wanted:
                 backward.admit()
-            call.handle.bypass = True
-            try:
+            with call.handle.bypassed():
                 grad_input = rule.backward(backward)
-            finally:
-                call.handle.bypass = False
         if grad_input is not None:
             grad_input = grad_input.to(ctx.dtype)
         return (None, grad_input, *nothing[2:])

@@ -8,18 +8,31 @@ samples, and an input that does not change has none. Later calls are checked aga
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fastclip.errors import BatchSizeError
+from fastclip.errors import BatchSizeError, FastclipError
 
 UNBATCHED = -1
 _PROBES = (2, 3)
+Shapes = dict[str, list[tuple[int, ...]]]
+
+
+@dataclass
+class Probe:
+    """One run of the model on a few rows."""
+
+    rows: int
+    expand: bool
+    """Expand inputs and parameters without samples, as training does."""
+    shapes: Shapes = field(default_factory=dict)
 
 
 def batch_size_of(args: tuple, kwargs: dict, axis: int) -> int | None:
@@ -48,47 +61,89 @@ class BatchLayout:
     def __init__(self, axis: int) -> None:
         self.axis = axis
         self.known = False
+        self.probe: Probe | None = None
+        """The probe that is running: layers show it their inputs and otherwise run as they were."""
         self._axes: dict[str, int] = {}
-        self._probing: list[dict[str, list[tuple[int, ...]]]] = []
+        self._integer: set[str] = set()
+        self._expand: set[str] = set()
 
-    @property
-    def probing(self) -> bool:
-        """A probe is running: layers call `observe` and otherwise run as they were."""
-        return bool(self._probing)
+    def learn(
+        self, model: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict, batch: int
+    ) -> None:
+        """Run the model's `forward` on 2 and on 3 rows of its input and note which axes follow.
 
-    def observe(self, path: str, x: Any) -> None:
-        """Note the shape of a layer's input during a probe."""
-        if isinstance(x, Tensor):
-            self._probing[-1].setdefault(path, []).append(tuple(x.shape))
-
-    def learn(self, forward: Callable[..., Any], args: tuple, kwargs: dict, batch: int) -> None:
-        """Run `forward` on 2 and on 3 rows of its input and note which axes follow.
-
-        Random generators are restored, so that training is the same with and without this.
-        Where the input cannot be cut (a PackedSequence), the model's own axis is taken on trust.
+        Further rounds do so with inputs and parameters without samples expanded, as training
+        will, until every layer has samples, and check that the model still computes the same. Random
+        generators and buffers are restored: training is the same with and without this. Where the input
+        cannot be cut (a PackedSequence), the model's own axis is taken on trust.
         """
         self.known = True
         if any(isinstance(leaf, PackedSequence) for leaf in (*args, *kwargs.values())):
             return
-        cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-        self._probing = [{}, {}]
-        observed, self._probing = self._probing, []
         try:
-            for rows, shapes in zip(_PROBES, observed, strict=True):
-                self._probing = [shapes]
-                few = self._cut(args, batch, rows), self._cut(kwargs, batch, rows)
-                with torch.no_grad(), torch.random.fork_rng(devices=cuda):
-                    forward(*few[0], **few[1])
-        except Exception:  # the model needs its real input: fall back to the model's own axis
+            shapes, plain = self._run(model, forward, args, kwargs, batch, expand=False)
+        except FastclipError:
+            raise
+        except Exception:  # the model needs its real input: trust its own axis
             return
+        self._axes = _followed(*shapes)
+        self._expand = {path for path in self._unbatched() if path in self._integer}
+        while True:
+            try:
+                shapes, out = self._run(model, forward, args, kwargs, batch, expand=True)
+            except FastclipError:
+                raise
+            except Exception as error:
+                raise self._changed(f"fails ({type(error).__name__}: {error})") from error
+            if not _same(plain, out):
+                raise self._changed("computes something else")
+            self._axes = _followed(*shapes)
+            remaining = [path for path in self._unbatched() if path not in self._expand]
+            if not remaining:
+                return
+            self._expand.add(remaining[0])  # the first in call order; later ones may follow from it
+
+    def _unbatched(self) -> list[str]:
+        return [path for path, axis in self._axes.items() if axis == UNBATCHED]
+
+    def _changed(self, what: str) -> BatchSizeError:
+        return BatchSizeError(
+            f"{', '.join(sorted(self._expand)) or 'parameters of shape [1, ...]'}: used without a "
+            f"batch dimension, and the model {what} once there is one row a sample; add them by "
+            "broadcasting over a leading batch dimension, or register a rule"
+        )
+
+    def _run(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple,
+        kwargs: dict,
+        batch: int,
+        *,
+        expand: bool,
+    ) -> tuple[list[Shapes], Any]:
+        """Shapes of the layers' inputs on 2 and on 3 rows, and the model's output on 2."""
+        probes, outputs = [Probe(rows, expand) for rows in _PROBES], []
+        try:
+            for probe in probes:
+                self.probe = probe
+                few = tuple(self._cut(inputs, batch, probe.rows) for inputs in (args, kwargs))
+                with _undisturbed(model):
+                    outputs.append(forward(*few[0], **few[1]))
         finally:
-            self._probing = []
-        for path, first in observed[0].items():
-            axes = {
-                _changed_axis(a, b) for a, b in zip(first, observed[1].get(path, []), strict=False)
-            }
-            if len(axes) == 1 and (axis := axes.pop()) is not None:
-                self._axes[path] = axis
+            self.probe = None
+        return [probe.shapes for probe in probes], outputs[0]
+
+    def observe(self, path: str, x: Any) -> Any:
+        """Note the shape of a layer's input during a probe; expanded as training would."""
+        assert self.probe is not None
+        if not isinstance(x, Tensor):
+            return x
+        self.probe.shapes.setdefault(path, []).append(tuple(x.shape))
+        if not x.is_floating_point():
+            self._integer.add(path)
+        return _expanded(path, x, self.probe.rows) if path in self._expand else x
 
     def _cut(self, inputs: Any, batch: int, rows: int) -> Any:
         def cut(leaf: Any) -> Any:
@@ -114,7 +169,9 @@ class BatchLayout:
         """
         axis = self._axes.get(path)
         if axis == UNBATCHED:
-            return self._without_samples(path, x, batch)
+            if batch is None:
+                raise BatchSizeError(f"{path}: its input has no samples, and the batch is unknown")
+            return 0, _expanded(path, x, batch)
         if axis is None:
             axis = fixed if fixed is not None else self._guess(x, batch)
         if fixed is not None and axis != fixed:
@@ -143,18 +200,52 @@ class BatchLayout:
             return self.axis
         return 0
 
-    def _without_samples(self, path: str, x: Tensor, batch: int | None) -> tuple[int, Tensor]:
-        if batch is None:
-            raise BatchSizeError(f"{path}: its input has no samples and the batch size is unknown")
-        if x.dim() and x.shape[0] == 1:
-            return 0, x.expand(batch, *x.shape[1:])
-        if x.dim() == 1 and not x.is_floating_point():
-            # ids of shape [t], whose rows are added to [b, t, d]: one copy of them a sample.
-            return 0, x.expand(batch, *x.shape)
-        raise BatchSizeError(
-            f"{path}: its input of shape {list(x.shape)} has no batch dimension, so no per-sample "
-            "gradient exists for it; give it a leading dimension of 1, or register a rule"
-        )
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Without gradients; random generators and the model's buffers are as before afterwards."""
+    cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    saved = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=cuda):
+            yield
+    finally:
+        for buffer, version, value in saved:
+            if buffer._version != version:
+                buffer.copy_(value)
+
+
+def _expanded(path: str, x: Tensor, batch: int) -> Tensor:
+    """An input without samples, one copy a sample."""
+    if x.dim() and x.shape[0] == 1:
+        return x.expand(batch, *x.shape[1:])
+    if x.dim() == 1 and not x.is_floating_point():
+        return x.expand(batch, *x.shape)  # ids of shape [t], whose rows are added to [b, t, d]
+    raise BatchSizeError(
+        f"{path}: its input of shape {list(x.shape)} has no batch dimension, so no per-sample "
+        "gradient exists for it; give it a leading dimension of 1, or register a rule"
+    )
+
+
+def _followed(first: Shapes, second: Shapes) -> dict[str, int]:
+    """The axis that followed the number of rows, by path; paths that are not clear are left out."""
+    axes = {}
+    for path, shapes in first.items():
+        pairs = zip(shapes, second.get(path, []), strict=False)
+        found = {_changed_axis(a, b) for a, b in pairs}
+        if len(found) == 1 and (axis := found.pop()) is not None:
+            axes[path] = axis
+    return axes
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Whether two outputs of a model agree within rounding."""
+    one, two = tree_leaves(first), tree_leaves(second)
+    pairs = [(a, b) for a, b in zip(one, two, strict=True) if isinstance(a, Tensor)]
+    return all(
+        a.shape == b.shape and torch.allclose(a, b, rtol=1e-2, atol=1e-3, equal_nan=True)
+        for a, b in pairs
+    )
 
 
 def _changed_axis(first: tuple[int, ...], second: tuple[int, ...]) -> int | None:

@@ -8,6 +8,7 @@ from opacus.grad_sample import AbstractGradSampleModule
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from opacus.layers.dp_rnn import DPRNNBase, RNNLinear
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fastclip.bookkeeping import BookKeeper
 from fastclip.errors import UnsupportedLayerError
@@ -54,7 +55,7 @@ class _Installer:
         for path, module in self.model.named_modules():
             if isinstance(module, DPRNNBase):
                 self._handle(path, module).scopes.append(RecurrentScope())
-            elif module not in inside_fallback and _own(module):
+            elif module not in inside_fallback and (_own(module) or is_parametrized(module)):
                 self._layer(path, module, inside_fallback)
             if RelativeBias.matches(module):
                 RelativeBias.attach(module)
@@ -72,7 +73,11 @@ class _Installer:
         handle = self._handle(path, module)
         rule = find_rule(module)
         own = _own(module)
-        if rule is None and all(p.dim() > 0 and p.shape[0] == 1 for p in own.values()):
+        if (
+            rule is None
+            and not is_parametrized(module)
+            and all(p.dim() > 0 and p.shape[0] == 1 for p in own.values())
+        ):
             handle.scopes.append(RawParameterScope(tuple(own)))
             self._claim(own)
             for name in own:
@@ -113,8 +118,8 @@ def _check_fallback(path: str, module: nn.Module) -> None:
         if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0:
             raise UnsupportedLayerError(
                 f"{where} uses its own parameters {list(_own(module))} beside the dropout "
-                f"{name!r}, whose mask a second pass cannot repeat; move these parameters to a layer of their "
-                f"own, or {HOW_TO_REGISTER}"
+                f"{name!r}, whose mask a second pass cannot repeat; move these parameters to a "
+                f"layer of their own, or {HOW_TO_REGISTER}"
             )
 
 

@@ -28,7 +28,7 @@ class RootScope:
         self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
     ) -> Any:
         keeper = handle.keeper
-        if keeper.layout.probing:
+        if keeper.layout.probe:
             return inner(*args, **kwargs)
         batch = batch_size_of(args, kwargs, keeper.layout.axis)
         with keeper.root_forward(batch) as forward:
@@ -37,7 +37,7 @@ class RootScope:
                 return inner(*args, **kwargs)
             keeper.guard.arm(keeper.names)
             if not keeper.layout.known and batch:
-                keeper.layout.learn(inner, args, kwargs, batch)
+                keeper.layout.learn(module, inner, args, kwargs, batch)
             out = inner(*args, **kwargs)
         if forward.recording:
             hook = partial(keeper.open_pass, forward)
@@ -61,15 +61,21 @@ class RawParameterScope:
         self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
     ) -> Any:
         keeper = handle.keeper
-        if keeper.layout.probing or not torch.is_grad_enabled():
+        probe = keeper.layout.probe
+        if not torch.is_grad_enabled() and not (probe and probe.expand):
             return inner(*args, **kwargs)
-        forward, _ = keeper.layer_forward()
-        batch = forward.batch_size or batch_size_of(args, kwargs, 0)
+        forward = None if probe else keeper.layer_forward()[0]
+        batch = probe.rows if probe else forward.batch_size  # type: ignore[union-attr]
+        batch = batch or batch_size_of(args, kwargs, 0)
         originals = {name: module._parameters[name] for name in self.names}
         table: dict[str, Any] = module._parameters
         try:
             for name, parameter in originals.items():
-                if parameter is not None and parameter.requires_grad and batch is not None:
+                if parameter is None or not parameter.requires_grad or batch is None:
+                    continue
+                if forward is None:
+                    table[name] = parameter.expand(batch, *parameter.shape[1:])
+                else:
                     call = Call(handle, module, forward, 0, batch, (name,))
                     table[name] = _ExpandParameter.apply(call, parameter)
             return inner(*args, **kwargs)
@@ -78,8 +84,8 @@ class RawParameterScope:
                 raise
             raise UnsupportedLayerError(
                 f"{handle.path or 'the model'} ({type(module).__name__}) failed with its "
-                f"parameters {list(self.names)} expanded to one row a sample ({error}); use them by "
-                "broadcasting or .expand(batch, ...), not .repeat(batch, ...), or register a rule"
+                f"parameters {list(self.names)} expanded to one row a sample ({error}); use them "
+                "by broadcasting or .expand(batch, ...), not .repeat(batch, ...), or register a rule"
             ) from error
         finally:
             table.update(originals)
@@ -115,7 +121,7 @@ class RecurrentScope:
     ) -> Any:
         x = args[0] if args else kwargs.get("input")
         keeper = handle.keeper
-        if keeper.layout.probing or not isinstance(x, PackedSequence):
+        if keeper.layout.probe or not isinstance(x, PackedSequence):
             return inner(*args, **kwargs)
         forward, _ = keeper.layer_forward()
         rows = int(x.batch_sizes[0])
@@ -161,8 +167,11 @@ def _private_bias(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     plain = MethodType(type(self).compute_bias, self)  # type: ignore[attr-defined]
     table = self.relative_attention_bias
     handle: Handle | None = table.__dict__.get(ATTRIBUTE)  # type: ignore[union-attr]
-    if handle is None or not torch.is_grad_enabled() or handle.keeper.layout.probing:
+    if handle is None:
         return plain(*args, **kwargs)
+    if not torch.is_grad_enabled() or handle.keeper.layout.probe:
+        with handle.bypassed():
+            return plain(*args, **kwargs)
     forward, _ = handle.keeper.layer_forward()
     seen: list[Tensor] = []
     hook = table.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))  # type: ignore

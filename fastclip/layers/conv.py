@@ -54,7 +54,9 @@ class ConvRule(LayerRule):
         if call.wants("weight"):
             choice = call.plan_conv(x, g, geo)
             if choice.keep:
-                call.record("weight", KeptRecord(ops.conv_per_sample_gradients(x, g, geo)))
+                slack = ops.product_slack(x, g, torch.Size(geo.kernel).numel())
+                gradients = ops.conv_per_sample_gradients(x, g, geo)
+                call.record("weight", KeptRecord(gradients, slack))
             else:
                 call.record("weight", ConvRecord(x, g, geo, ghost=choice.ghost))
         if not call.needs_input_grad:

@@ -76,45 +76,34 @@ class EmbeddingBagRule(LayerRule):
         offsets, weights, may_include_last = extra
         mode = {"sum": 0, "mean": 1, "max": 2}[module.mode]  # type: ignore[index]
         include_last = bool(module.include_last_offset) and may_include_last
-        pad = -1 if module.padding_idx is None else module.padding_idx
-        out, bag, bag_size, max_indices = torch.embedding_bag(
-            module.weight,
-            x,
-            offsets,
-            False,
-            mode,
-            False,
-            weights,
-            include_last,
-            pad,
+        out, _, _, max_indices = torch.embedding_bag(
+            module.weight, x, offsets, False, mode, False, weights, include_last, module.padding_idx
         )
-        if mode != 2:
-            bag = _bag_of_entry(len(x), offsets, out.shape[0])
-        return out, (x, bag, bag_size, max_indices)
+        return out, (x, _bag_of_entry(len(x), offsets, out.shape[0]), max_indices)
 
     def backward(self, call: LayerBackward) -> Tensor | None:
         if not call.wants("weight"):
             return None
         module, g = call.module, call.g
-        ids, bag, bag_size, max_indices = call.saved
-        b, rows = g.shape[0], module.num_embeddings
+        ids, bag, max_indices = call.saved
+        b = g.shape[0]
+        counted = torch.ones_like(ids) if module.padding_idx is None else ids != module.padding_idx
+        sizes = torch.zeros(b, device=g.device).index_add_(0, bag, counted.to(torch.float32))
         if module.mode == "max":
-            filled = (bag_size[:b] > 0)[:, None]
-            call.record("weight", MaxBagRecord(max_indices, g.masked_fill(~filled, 0), rows))
+            g = g.masked_fill((sizes == 0)[:, None], 0)
+            call.record("weight", MaxBagRecord(max_indices, g, module.num_embeddings))
             return None
         per_entry = ops.widen(g)[bag]
         weights = call.extra[1]
         if weights is not None:
             per_entry = per_entry * weights.to(per_entry.dtype)[:, None]
         if module.mode == "mean":
-            per_entry = per_entry / bag_size[bag].clamp_min(1).to(per_entry.dtype)[:, None]
-        call.record(
-            "weight",
-            LookupRecord(
-                ids, bag, per_entry, batch_size=b, num_embeddings=rows,
-                padding_idx=module.padding_idx,
-            ),
+            per_entry = per_entry / sizes[bag].clamp_min(1).to(per_entry.dtype)[:, None]
+        record = LookupRecord(
+            ids, bag, per_entry, batch_size=b, num_embeddings=module.num_embeddings,
+            padding_idx=module.padding_idx,
         )  # fmt: skip
+        call.record("weight", record)
         return None
 
 

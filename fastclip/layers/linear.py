@@ -68,7 +68,7 @@ def linear_record(call: LayerBackward, a: Tensor, g: Tensor, transposed: bool = 
     choice = call.plan_linear(a, g)
     if choice.keep:
         pair = (g, a) if transposed else (a, g)
-        return KeptRecord(ops.per_sample_gradients(*pair))
+        return KeptRecord(ops.per_sample_gradients(*pair), ops.product_slack(a, g))
     return LinearRecord(a, g, ghost=choice.ghost, transposed=transposed)
 
 

@@ -56,17 +56,23 @@ class Record(ABC):
 class KeptRecord(Record):
     """Per-sample gradients that were computed outright, [b, *parameter shape]."""
 
-    def __init__(self, gradients: Tensor) -> None:
+    def __init__(self, gradients: Tensor, slack: Tensor | None = None) -> None:
         super().__init__(gradients)
         self.gradients = gradients
+        self.slack = slack
+        """[b], what rounding can hide of each norm."""
 
     def merge(self, other: Record) -> Record | None:
         if isinstance(other, KeptRecord):
-            return KeptRecord(self.gradients + other.gradients)
+            slack = self.slack if other.slack is None else other.slack
+            if self.slack is not None and other.slack is not None:
+                slack = self.slack + other.slack
+            return KeptRecord(self.gradients + other.gradients, slack)
         return None
 
     def norm_sq(self) -> Tensor:
-        return ops.row_norm_sq(self.gradients)
+        norm_sq = ops.row_norm_sq(self.gradients)
+        return norm_sq if self.slack is None else (norm_sq.sqrt() + self.slack).square()
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
         (gradients,) = ops.drop_zeroed(scale, self.gradients)

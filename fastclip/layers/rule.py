@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
+from torch.nn.utils.parametrize import is_parametrized
 
 if TYPE_CHECKING:
     from fastclip.interception import LayerBackward
@@ -21,6 +22,8 @@ class LayerRule(ABC):
     """Exact per-sample gradients of one kind of layer that maps one tensor to one tensor."""
 
     name = "layer"
+    parameter_names: tuple[str, ...] = ("weight", "bias")
+    """The parameters that the rule answers for; a module with others goes to the fallback."""
     counts_rows = False
     """The layer's input is flat: its samples are the rows of its output."""
 
@@ -87,5 +90,7 @@ def find_rule(module: Any) -> LayerRule | None:
         rule = _RULES.get(cls) or _RULES.get(f"{cls.__module__}.{cls.__qualname__}")
         if rule is not None:
             overridden = type(module).forward is not getattr(cls, "forward", None)
-            return None if overridden else rule
+            own = {name for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+            known = own <= set(rule.parameter_names) and not is_parametrized(module)
+            return rule if known and not overridden else None
     return None

@@ -25,7 +25,7 @@ from fastclip.ops.linear import (
     scaled_sum,
 )
 from fastclip.ops.norm_affine import group_norm_grads, layer_norm_grads, rms_norm_grads
-from fastclip.ops.numerics import drop_zeroed, row_norm_sq, widen
+from fastclip.ops.numerics import drop_zeroed, product_slack, row_norm_sq, widen
 
 __all__ = [
     "ConvGeometry",
@@ -47,6 +47,7 @@ __all__ = [
     "lookup_sum",
     "noise_finalize",
     "per_sample_gradients",
+    "product_slack",
     "rms_norm_grads",
     "row_norm_sq",
     "scaled_sum",

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastclip.ops.linear import gram, gram_product
-from fastclip.ops.numerics import drop_zeroed, row_norm_sq, widen
+from fastclip.ops.numerics import drop_zeroed, product_slack, row_norm_sq, widen
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,10 @@ def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
         row_norm_sq(conv_per_sample_gradients(xs, gs, geometry))
         for xs, gs in zip(x.split(rows), g.split(rows), strict=True)
     ]
-    return torch.cat(parts) if parts else widen(x).new_zeros(0)
+    if not parts:
+        return widen(x).new_zeros(0)
+    slack = product_slack(x, g, torch.Size(geometry.kernel).numel())
+    return (torch.cat(parts).sqrt() + slack).square()
 
 
 def conv_sum(x: Tensor, g: Tensor, scale: Tensor, geometry: ConvGeometry) -> Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from fastclip.ops.numerics import (
     GRAM_ERROR_FACTOR,
     drop_zeroed,
+    product_slack,
     row_norm_sq,
     unit_roundoff,
     widen,
@@ -79,23 +78,15 @@ def instantiated_norm(a: Tensor, g: Tensor, keep: bool = False) -> Tensor | tupl
     a, g = widen(a), widen(g)
     if keep:
         grads = per_sample_gradients(a, g)
-        return row_norm_sq(grads), grads
-    b, t, d = a.shape
-    p = g.shape[2]
-    rows = max(1, _SCRATCH_BYTES // max(1, d * p * a.element_size()))
-    norms = (
-        torch.cat(
-            [
-                row_norm_sq(per_sample_gradients(x, y))
-                for x, y in zip(a.split(rows), g.split(rows), strict=True)
-            ]
-        )
-        if b
-        else a.new_zeros(0)
-    )
-    # The clipped sum is computed again by another product: cover what the two may differ by.
-    slack = 2 * math.sqrt(t) * unit_roundoff(a.dtype)
-    return (norms.sqrt() + slack * (row_norm_sq(a) * row_norm_sq(g)).sqrt()).square()
+        return (row_norm_sq(grads).sqrt() + product_slack(a, g)).square(), grads
+    b, _, d = a.shape
+    rows = max(1, _SCRATCH_BYTES // max(1, d * g.shape[2] * a.element_size()))
+    parts = [
+        row_norm_sq(per_sample_gradients(x, y))
+        for x, y in zip(a.split(rows), g.split(rows), strict=True)
+    ]
+    norms = torch.cat(parts) if b else a.new_zeros(0)
+    return (norms.sqrt() + product_slack(a, g)).square()
 
 
 def per_sample_gradients(a: Tensor, g: Tensor) -> Tensor:
