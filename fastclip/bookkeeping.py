@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from fastclip.clipping import Clipping
-from fastclip.errors import GraphError
+from fastclip.errors import GraphError, StepError
 from fastclip.guards import LeakGuard, NonFiniteMonitor
 from fastclip.layers import Record, joint_norm_sq
 from fastclip.layout import BatchLayout
@@ -70,13 +70,16 @@ class BookKeeper:
         clipping: the strategy. max_grad_norm: C_0, a number, or a list for per-layer strategies.
         mean_loss: the loss is a mean over the physical batch; its size is multiplied back.
         batch_axis: axis of the samples in the model's inputs.
+        frozen: the optimizer's parameters that were not trainable when the model was intercepted.
     """
 
     def __init__(
         self, names: dict[nn.Parameter, str], clipping: Clipping,
         max_grad_norm: float | Sequence[float], *, mean_loss: bool, batch_axis: int,
+        frozen: dict[nn.Parameter, str] | None = None,
     ) -> None:  # fmt: skip
         self.names = names
+        self.frozen = frozen or {}
         self.clipping = clipping
         self.mean_loss = mean_loss
         self.next_thresholds = clipping.threshold.initial(max_grad_norm, len(names))
@@ -136,6 +139,15 @@ class BookKeeper:
         if self._pass is not None and torch._C._current_graph_task_id() != -1:
             return self._pass.forwards[-1]
         return None
+
+    def check_frozen(self) -> None:
+        """Refuse a parameter that was unfrozen later: its gradient would not be private."""
+        thawed = [name for parameter, name in self.frozen.items() if parameter.requires_grad]
+        if thawed:
+            raise StepError(
+                f"parameters {thawed} have become trainable since make_private, which does not clip "
+                "them; call make_private again after unfreezing"
+            )
 
     def drop_stale(self) -> None:
         """Forget a pass whose backward failed: outside any backward none can be running."""

@@ -250,13 +250,12 @@ class FastPrivacyEngine(PrivacyEngine):
         if isinstance(module, FastGradSampleModule):
             module = module.to_standard_module()
         self.validate(module=module)
-        owned = {p for group in optimizer.param_groups for p in group["params"]}
-        by_parameter = {p: name for name, p in module.named_parameters()}
-        ordered = [p for group in optimizer.param_groups for p in group["params"]]
-        names = {p: by_parameter[p] for p in ordered if p.requires_grad and p in owned}
+        path = {p: name for name, p in module.named_parameters()}
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
         keeper = BookKeeper(
-            names, clipping, max_grad_norm, mean_loss=loss_reduction == "mean",
-            batch_axis=0 if batch_first else 1,
+            {p: path[p] for p in owned if p.requires_grad}, clipping, max_grad_norm,
+            mean_loss=loss_reduction == "mean", batch_axis=0 if batch_first else 1,
+            frozen={p: path[p] for p in owned if not p.requires_grad},
         )  # fmt: skip
         kind = FastGradSampleModule if wrap_model else FastGradSampleHooks
         return kind(module, keeper=keeper, batch_first=batch_first, loss_reduction=loss_reduction)

@@ -121,7 +121,7 @@ class FastDPOptimizer(DPOptimizer):
             return 1.0
         return float(self.expected_batch_size) * self.accumulated_iterations  # type: ignore[arg-type]
 
-    def zero_grad(self, set_to_none: bool = False) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `p.grad` and the sums; the sums of a split batch stay until its real step.
 
         Raises:

@@ -35,6 +35,7 @@ class RootScope:
             outermost = keeper.depth == 1
             if not torch.is_grad_enabled() or not outermost:
                 return inner(*args, **kwargs)
+            keeper.check_frozen()
             keeper.guard.arm(keeper.names)
             if not keeper.layout.known and batch:
                 keeper.layout.learn(module, inner, args, kwargs, batch)

@@ -84,7 +84,7 @@ def _slide(pixels: Tensor, space: Sequence[int], out: Sequence[int], geo: ConvGe
             total = shifted.clone() if total is None else total.add_(shifted)
         assert total is not None
         grams = total
-    positions = grams[0].numel() and int(torch.Size(out).numel())
+    positions = torch.Size(out).numel()
     return grams.reshape(-1, positions, positions)
 
 

@@ -21,7 +21,7 @@ def flatten_lookup(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[b, t] ids and [b, t, d] gradients as flat ids [n], sample [n], g [n, d]."""
     b, t = ids.shape
     sample = torch.arange(b, device=ids.device)[:, None].expand(b, t).reshape(-1)
-    return ids.reshape(-1), sample, g.reshape(b * t, -1)
+    return ids.reshape(-1), sample, g.reshape(b * t, g.shape[-1])
 
 
 def lookup_norm(

@@ -1,0 +1,1 @@
+"""Tests of fastclip; `tests.oracle` holds the reference that they compare with."""

@@ -1,0 +1,1 @@
+"""Exactness of every layer family, in float64 and float32."""

@@ -1,0 +1,131 @@
+"""What has no batch dimension of its own: position ids, class tokens, relative biases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.oracle import DTYPES, check_exact, check_exact_or_refused
+
+POSITIONS = [4, 5]  # 4 == b: a dimension's length does not tell what it is
+
+
+class TokenAndPosition(nn.Module):
+    """Token embedding plus position embedding.
+
+    Args:
+        rank: of the position ids: 1 is [t] (nanoGPT), 2 is [1, t] (transformers).
+        between: applied to the position embedding before it is added.
+    """
+
+    def __init__(self, rank: int, between: nn.Module | None = None) -> None:
+        super().__init__()
+        self.rank = rank
+        self.token, self.position = nn.Embedding(7, 6), nn.Embedding(9, 6)
+        self.between = between or nn.Identity()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(ids.shape[1])
+        if self.rank == 2:
+            positions = positions[None]
+        return self.head(torch.tanh(self.token(ids) + self.between(self.position(positions))))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("loss_reduction", ["mean", "sum"])
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("rank", [1, 2])
+def test_position_ids(rank: int, positions: int, loss_reduction: str, dtype: torch.dtype) -> None:
+    ids = torch.randint(7, (4, positions))
+    check_exact(TokenAndPosition(rank), ids, dtype=dtype, loss_reduction=loss_reduction)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("between", [lambda: nn.Linear(6, 6), lambda: nn.LayerNorm(6)])
+def test_layers_before_the_sum(between, rank: int, positions: int, dtype: torch.dtype) -> None:
+    """A Linear or LayerNorm sees the positions before any sample does."""
+    model = TokenAndPosition(rank, between())
+    ids = torch.randint(7, (4, positions))
+    check = check_exact if rank == 2 else check_exact_or_refused
+    check(model, ids, dtype=dtype)
+
+
+class Vision(nn.Module):
+    """A class token in front of the patches, a position embedding and a gain, all raw."""
+
+    def __init__(self, positions: int) -> None:
+        super().__init__()
+        self.patch = nn.Linear(5, 6)
+        self.token = nn.Parameter(torch.randn(1, 1, 6))
+        self.position = nn.Parameter(torch.randn(1, positions + 1, 6))
+        self.gain = nn.Parameter(torch.randn(1, 6))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.token.expand(x.shape[0], -1, -1)
+        y = torch.cat([tokens, self.patch(x)], dim=1) + self.position
+        return self.head(torch.tanh(y).mean(1) * self.gain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("loss_reduction", ["mean", "sum"])
+@pytest.mark.parametrize("positions", [3, 4, 5])
+def test_raw_parameters(positions: int, loss_reduction: str, dtype: torch.dtype) -> None:
+    x = torch.randn(4, positions, 5)
+    check_exact(Vision(positions), x, dtype=dtype, loss_reduction=loss_reduction)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_raw_parameters_below_the_root(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), Vision(4), nn.Tanh(), nn.Linear(3, 2))
+    check_exact(model, torch.randn(4, 4, 5), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_batch_of_one(dtype: torch.dtype) -> None:
+    check_exact(Vision(4), torch.randn(1, 4, 5), dtype=dtype, C=0.5)
+    check_exact(TokenAndPosition(2), torch.randint(7, (1, 4)), dtype=dtype, C=0.5)
+
+
+class Repeated(nn.Module):
+    """A raw parameter copied with `repeat`, which multiplies a batch that is already there."""
+
+    def __init__(self, times: int | None) -> None:
+        super().__init__()
+        self.times = times
+        self.token = nn.Parameter(torch.randn(1, 1, 6))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [b, t, d]
+        tokens = self.token.repeat(self.times or x.shape[0], 1, 1)
+        return self.head(torch.tanh(torch.cat([tokens, x], dim=1)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_repeat(dtype: torch.dtype) -> None:
+    check_exact_or_refused(Repeated(None), torch.randn(4, 5, 6), dtype=dtype)
+
+
+class RelativeBias(nn.Module):
+    """Mixes positions by weights embedded from their distance: ids [t, t], no batch dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Linear(6, 6)
+        self.distance = nn.Embedding(12, 2)  # two heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [b, t, d]
+        t = torch.arange(x.shape[1])
+        bias = self.distance(t[:, None] - t[None, :] + 6)  # [t, t, head]
+        weights = bias.permute(2, 0, 1)[None].softmax(-1)  # [1, head, t, t]
+        return (weights @ self.value(x)[:, None]).flatten(2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_relative_bias(positions: int, dtype: torch.dtype) -> None:
+    check_exact_or_refused(RelativeBias(), torch.randn(4, positions, 6), dtype=dtype)

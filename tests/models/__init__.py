@@ -1,0 +1,1 @@
+"""Exactness of whole networks, in float64 and float32."""

@@ -1,0 +1,141 @@
+"""Inputs built so that a Gram matrix cancels: norms must not come out too small.
+
+sum_ts (a_t . a_s)(g_t . g_s) adds terms of size ||A||^2 ||G||^2; where the true squared norm is far
+below that, a float32 Gram returns rounding noise, even a negative number, and a sample would be
+clipped too little. The products here are chosen: the loss is <output, g>, so g is exactly the
+output's gradient.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.oracle import make_private, summed
+
+C = 1.0
+ULP = 1e-6  # a norm is rounded to float32 like any other number
+
+
+def nearly_constant(t: int, n: int, big: float, tiny: float) -> torch.Tensor:
+    """[1, t, n]: one large vector at every position, plus small differences."""
+    return big * torch.randn(1, 1, n) + tiny * torch.randn(1, t, n)
+
+
+def alternating(t: int, n: int, size: float) -> torch.Tensor:
+    """[1, t, n]: one vector with signs + - + -, so that pairs of positions cancel."""
+    signs = torch.tensor([1.0, -1.0]).repeat(t // 2)[None, :, None]
+    return size * torch.randn(1, 1, n) * signs
+
+
+def paired(t: int, n: int, big: float, tiny: float) -> torch.Tensor:
+    """[1, t, n]: positions come in nearly equal pairs, which `alternating` sets off."""
+    half = big * torch.randn(1, t // 2, 1, n)
+    return (half + tiny * torch.randn(1, t // 2, 2, n)).reshape(1, t, n)
+
+
+CONSTRUCTIONS = {
+    "constant": lambda t, d, p: (nearly_constant(t, d, 1e3, 1e-2), alternating(t, p, 1e2)),
+    "constant-mild": lambda t, d, p: (nearly_constant(t, d, 10.0, 1e-3), alternating(t, p, 1.0)),
+    "exact": lambda t, d, p: (nearly_constant(t, d, 1e3, 0.0), alternating(t, p, 1e2)),
+    "paired": lambda t, d, p: (paired(t, d, 1e3, 1e-2), alternating(t, p, 1e2)),
+    "transposed": lambda t, d, p: (alternating(t, d, 1e2), nearly_constant(t, p, 1e3, 1e-2)),
+}
+SHAPES = [(2, 512, 4), (16, 64, 64), (64, 8, 512), (128, 128, 16), (256, 512, 8), (256, 16, 16)]
+
+
+def norms_and_contribution(
+    model: nn.Module, x: torch.Tensor, g: torch.Tensor
+) -> tuple[torch.Tensor, float]:
+    """The engine's norms, [b], and the float64 norm of everything that was contributed."""
+    params = dict(model.named_parameters())
+    _, private, optimizer, _ = make_private(model, max_grad_norm=C, loss_reduction="sum")
+    (private(x) * g).sum().backward()
+    contribution = torch.cat([s.double().flatten() for s in summed(params).values()])
+    return optimizer.per_sample_norms, contribution.norm().item()
+
+
+def linear_case(construction: str, t: int, d: int, p: int) -> tuple:
+    """Layer, activations, output gradients and the true norm."""
+    a, g = CONSTRUCTIONS[construction](t, d, p)
+    true = torch.einsum("btp,btd->bpd", g.double(), a.double()).norm().item()
+    assert true < 0.1 * a.double().norm().item() * g.double().norm().item()  # it does cancel
+    return nn.Linear(d, p, bias=False), a, g, true
+
+
+@pytest.mark.parametrize(("t", "d", "p"), SHAPES)
+@pytest.mark.parametrize("construction", CONSTRUCTIONS)
+def test_linear_norm(construction: str, t: int, d: int, p: int) -> None:
+    model, a, g, true = linear_case(construction, t, d, p)
+    assert norms_and_contribution(model, a, g)[0].item() >= true * (1 - ULP)
+
+
+@pytest.mark.parametrize(("t", "d", "p"), SHAPES)
+@pytest.mark.parametrize("construction", CONSTRUCTIONS)
+def test_linear_contribution(construction: str, t: int, d: int, p: int) -> None:
+    model, a, g, _ = linear_case(construction, t, d, p)
+    assert norms_and_contribution(model, a, g)[1] <= C
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_many_samples(bias: bool) -> None:
+    """Each of a batch, where only some of the samples are adversarial."""
+    bad = [CONSTRUCTIONS["paired"](64, 32, 32) for _ in range(3)]
+    good = [(torch.randn(1, 64, 32), torch.randn(1, 64, 32)) for _ in range(3)]
+    a, g = (torch.cat(parts) for parts in zip(*(bad + good), strict=True))
+    weight = torch.einsum("btp,btd->bpd", g.double(), a.double()).flatten(1).norm(dim=1)
+    true = torch.hypot(weight, g.double().sum(1).norm(dim=1)) if bias else weight
+    found = norms_and_contribution(nn.Linear(32, 32, bias=bias), a, g)[0].double()
+    assert (found >= true * (1 - ULP)).all()
+    assert torch.allclose(found[3:], true[3:], rtol=1e-5)  # nor are the others' overestimated
+
+
+def conv_case(channels: int, out: int, size: int, padding: int) -> tuple:
+    """A nearly constant image under an output gradient that alternates from pixel to pixel."""
+    x = nearly_constant(size * size, channels, 1e3, 1e-2).mT.reshape(1, channels, size, size)
+    side = size + 2 * padding - 2
+    checkerboard = 1.0 - 2.0 * (torch.arange(side)[:, None] + torch.arange(side)).remainder(2)
+    g = 1e2 * torch.randn(1, out, 1, 1) * checkerboard
+    patches = F.unfold(x.double(), 3, padding=padding)  # [1, channels * 9, pixels]
+    true = (g.double().flatten(2) @ patches.mT).norm().item()
+    return nn.Conv2d(channels, out, 3, padding=padding, bias=False), x, g, true
+
+
+MAPS = [(c, p, size, pad) for c, p in ((64, 4), (16, 16), (4, 64)) for size in (4, 6, 8)
+        for pad in (0, 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("channels", "out", "size", "padding"), MAPS)
+def test_conv_norm(channels: int, out: int, size: int, padding: int) -> None:
+    model, x, g, true = conv_case(channels, out, size, padding)
+    assert norms_and_contribution(model, x, g)[0].item() >= true * (1 - ULP)
+
+
+@pytest.mark.parametrize(("channels", "out", "size", "padding"), MAPS)
+def test_conv_contribution(channels: int, out: int, size: int, padding: int) -> None:
+    model, x, g, _ = conv_case(channels, out, size, padding)
+    assert norms_and_contribution(model, x, g)[1] <= C
+
+
+class Difference(nn.Module):
+    """W x - W y: two uses of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [b, 2, t, d]
+        return self.layer(x[:, 0]) - self.layer(x[:, 1])
+
+
+def test_uses_that_cancel() -> None:
+    """Nearly opposite uses: the cross term takes away almost everything."""
+    first = 1e3 * torch.randn(1, 16, 32)
+    x = torch.stack([first, first + 1e-2 * torch.randn(1, 16, 32)], dim=1)
+    g = 1e2 * torch.randn(1, 16, 8)
+    true = torch.einsum("btp,btd->pd", g.double(), (x[:, 0] - x[:, 1]).double()).norm().item()
+    norms, contribution = norms_and_contribution(Difference(), x, g)
+    assert norms.item() >= true * (1 - ULP)
+    assert contribution <= C

@@ -1,0 +1,192 @@
+"""Every mistake of a user gets one clear sentence, and leaves the model as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from opacus.validators.errors import UnsupportedModuleError
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fastclip import FastPrivacyEngine
+from fastclip.errors import BatchSizeError, FastclipError, StepError, UnsupportedLayerError
+from tests.oracle import make_private, row_loss
+
+
+def call(model: nn.Module | None = None, **changes: Any) -> tuple:
+    """make_private on a small model, with some keywords changed."""
+    model = model or nn.Sequential(nn.Linear(4, 3))
+    loader = DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2)
+    arguments: dict[str, Any] = {
+        "module": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "data_loader": loader, "noise_multiplier": 1.0, "max_grad_norm": 1.0,
+    }  # fmt: skip
+    return FastPrivacyEngine().make_private(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "builtin", "message"),
+    [
+        ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier expects .* >= 0.*-1.0"),
+        ({"noise_multiplier": float("nan")}, ValueError, "noise_multiplier .*nan"),
+        ({"noise_multiplier": "1"}, TypeError, "noise_multiplier expects a number.*'1'"),
+        ({"noise_multiplier": True}, TypeError, "noise_multiplier"),
+        ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm expects a positive"),
+        ({"max_grad_norm": -2}, ValueError, "max_grad_norm expects a positive"),
+        ({"max_grad_norm": float("inf")}, ValueError, "max_grad_norm"),
+        ({"max_grad_norm": [1.0, 1.0]}, TypeError, "max_grad_norm expects a positive number"),
+        ({"max_grad_norm": "big"}, TypeError, "max_grad_norm"),
+        ({"clipping": "per_layer"}, TypeError, "list of 2 numbers"),
+        ({"clipping": "per_layer", "max_grad_norm": [1.0]}, ValueError, "2 thresholds.*got 1"),
+        ({"clipping": "per_layer", "max_grad_norm": [1.0, 0.0]}, ValueError, "positive"),
+        ({"clipping": "soft"}, ValueError, "clipping expects one of.*'soft'"),
+        ({"clipping": 3}, TypeError, "clipping expects a strategy"),
+        ({"clipping": "adaptive"}, ValueError, "grad_sample_mode='hooks'"),
+        ({"loss_reduction": "none"}, ValueError, "loss_reduction expects one of 'mean', 'sum'"),
+        ({"grad_sample_mode": "hoks"}, ValueError, "grad_sample_mode expects one of 'fast'"),
+        ({"batch_first": 1}, TypeError, "batch_first expects True or False"),
+        ({"poisson_sampling": "yes"}, TypeError, "poisson_sampling expects True or False"),
+        ({"wrap_model": None}, TypeError, "wrap_model expects True or False"),
+        ({"rand_on_empty": 0}, TypeError, "rand_on_empty expects True or False"),
+        ({"noise_generator": 42}, TypeError, "noise_generator expects a torch.Generator"),
+        ({"optimizer": "sgd"}, TypeError, "optimizer expects a torch.optim.Optimizer"),
+        ({"data_loader": [1, 2]}, TypeError, "data_loader expects"),
+        ({"module": "net"}, TypeError, "module expects a torch.nn.Module"),
+        ({"max_grad_norms": 1.0}, TypeError, r"\['max_grad_norms'\]"),
+    ],
+)
+def test_keywords(changes: dict, builtin: type[Exception], message: str) -> None:
+    with pytest.raises(FastclipError, match=message) as caught:
+        call(**changes)
+    assert isinstance(caught.value, builtin)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_epsilon": 0.0}, "target_epsilon expects a positive"),
+        ({"target_delta": 2.0}, "target_delta expects a number between 0 and 1"),
+        ({"epochs": 0}, "epochs expects a positive"),
+        ({"epsilon_tolerence": 0.1}, r"\['epsilon_tolerence'\]"),
+    ],
+)
+def test_keywords_of_a_budget(changes: dict, message: str) -> None:
+    model = nn.Linear(4, 3)
+    arguments: dict[str, Any] = {
+        "module": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "data_loader": DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2),
+        "target_epsilon": 5.0, "target_delta": 1e-2, "epochs": 1, "max_grad_norm": 1.0,
+    }  # fmt: skip
+    with pytest.raises(FastclipError, match=message):
+        FastPrivacyEngine().make_private_with_epsilon(**{**arguments, **changes})
+
+
+def test_optimizer_of_another_model() -> None:
+    other = nn.Linear(4, 3)
+    with pytest.raises(FastclipError, match="2 of the optimizer's parameters do not belong"):
+        call(optimizer=torch.optim.SGD(other.parameters(), lr=0.1))
+
+
+class WithBuffer(nn.Module):
+    """Raw parameters beside a dropout: no rule, and no second pass could repeat the mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.drop = nn.Parameter(torch.ones(4)), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(x * self.gain)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.BatchNorm1d(4), r"1 \(BatchNorm1d\).*get_compatible_module.*GroupNorm"),
+        (nn.BatchNorm1d(4).requires_grad_(False), r"1 \(BatchNorm1d\).*\.eval\(\)"),
+        (nn.BatchNorm1d(4, affine=False), r"1 \(BatchNorm1d\)"),
+        (nn.InstanceNorm1d(4, affine=True, track_running_stats=True), "track_running_stats=False"),
+        (nn.LSTM(4, 4), r"1 \(LSTM\).*opacus.layers.DPLSTM"),
+        (nn.MultiheadAttention(4, 2), "DPMultiheadAttention"),
+        (nn.Embedding(4, 4, max_norm=1.0), "max_norm is not private"),
+        (nn.Embedding(4, 4, scale_grad_by_freq=True), "scale_grad_by_freq is not private"),
+        (nn.EmbeddingBag(4, 4, sparse=True), "sparse is not private"),
+        (WithBuffer(), r"1 \(WithBuffer\).*dropout 'drop'"),
+        (nn.ParameterList([nn.Parameter(torch.ones(3))]), r"1 \(ParameterList\).*no forward"),
+    ],
+)
+def test_layers(layer: nn.Module, message: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), layer)
+    before = [set(vars(module)) for module in model.modules()]
+    with pytest.raises(UnsupportedLayerError, match=message) as caught:
+        call(model)
+    assert isinstance(caught.value, UnsupportedModuleError)
+    assert [set(vars(module)) for module in model.modules()] == before
+
+
+def test_get_compatible_module_is_the_way_out() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    fixed = FastPrivacyEngine.get_compatible_module(model)
+    _, private, optimizer, _ = make_private(fixed)
+    row_loss(private(torch.randn(2, 3, 5, 5))).mean().backward()
+    optimizer.step()
+
+
+def test_a_model_in_eval_mode() -> None:
+    with pytest.raises(UnsupportedModuleError, match="training mode"):
+        call(nn.Sequential(nn.Linear(4, 3)).eval())
+
+
+def test_twice() -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    call(model)
+    with pytest.raises(UnsupportedLayerError, match="by fastclip already"):
+        call(model)
+
+
+def test_make_private_again_on_the_wrapped_model() -> None:
+    """The model of an earlier make_private can be given again with other settings."""
+    private, optimizer, _ = call()
+    again, _, _ = call(private, optimizer=optimizer, max_grad_norm=2.0)
+    assert "forward" in vars(again._module)
+
+
+class Flattens(nn.Module):
+    """Hides the batch dimension from its second layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.second(self.first(x).reshape(-1, 4))
+        return rows.reshape(*x.shape[:2], 2)
+
+
+def test_layers_that_disagree_on_the_batch_size() -> None:
+    _, private, _, _ = make_private(Flattens())
+    with pytest.raises(BatchSizeError, match=r"second: expected 3 rows .*got shape \[15, 4\]"):
+        private(torch.randn(3, 5, 4))
+
+
+def test_a_new_parameter_is_not_trained_silently() -> None:
+    """Unfrozen after make_private: it would get plain gradients."""
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3))
+    _, private, _, _ = make_private(model, optimizer_params=list(model.parameters()))
+    model[0].requires_grad_(True)
+    with pytest.raises(StepError, match=r"0\.weight.*make_private"):
+        private(torch.randn(3, 4))
+
+
+def test_plan_and_pause_before_make_private() -> None:
+    with pytest.raises(StepError, match="call make_private first"):
+        FastPrivacyEngine().plan()
+
+
+def test_made_up_rows_need_one_process() -> None:
+    loader = DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2, num_workers=1)
+    model = nn.Sequential(nn.Linear(4, 3))
+    with pytest.raises(FastclipError, match="rand_on_empty=True needs num_workers=0"):
+        call(model, data_loader=loader, rand_on_empty=True)
+    assert "forward" not in vars(model[0])

@@ -1,0 +1,155 @@
+"""Where the samples are: found, or refused, whatever the sizes happen to be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.oracle import DTYPES, Batch, check_exact, check_exact_or_refused, row_loss
+
+B = 4
+LENGTHS = [B, 5, 1]  # as many positions as samples; more; one
+
+
+class TimeFirst(nn.Module):
+    """A layer that sees [t, b, d] inside a model whose inputs are [b, t, d]."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.layer(x.transpose(0, 1))).mean(0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(6, 6), lambda: nn.LayerNorm(6), lambda: nn.RMSNorm(6)],
+    ids=["linear", "layer-norm", "rms-norm"],
+)  # fmt: skip
+def test_samples_in_the_second_axis(make, length: int, dtype: torch.dtype) -> None:
+    check_exact(TimeFirst(make()), torch.randn(B, length, 6), dtype=dtype)
+
+
+class TimeFirstRoot(nn.Module):
+    """Takes and returns [t, b, d]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(torch.tanh(self.first(x))))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("loss_reduction", ["mean", "sum"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_not_batch_first(length: int, loss_reduction: str, dtype: torch.dtype) -> None:
+    batch = Batch(
+        (torch.randn(length, B, 6),), take=lambda batch, i: Batch((batch.args[0][:, i : i + 1],))
+    )
+    check_exact(
+        TimeFirstRoot(),
+        batch,
+        lambda output, _: row_loss(output.transpose(0, 1)),
+        dtype=dtype,
+        loss_reduction=loss_reduction,
+        batch_first=False,
+    )
+
+
+class Folded(nn.Module):
+    """Folds positions into rows, so that a layer sees [b * t, d]."""
+
+    def __init__(self, time_first: bool) -> None:
+        super().__init__()
+        self.time_first = time_first
+        self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.transpose(0, 1) if self.time_first else x
+        y = torch.tanh(self.layer(y.reshape(-1, 6))).view(y.shape)
+        return self.head(y.transpose(0, 1) if self.time_first else y)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("time_first", [False, True])
+def test_positions_folded_into_rows(time_first: bool, length: int) -> None:
+    check_exact_or_refused(Folded(time_first), torch.randn(B, length, 6), dtype=torch.float64)
+
+
+class Chosen(nn.Module):
+    """A layer that sees the first two samples only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.cat([torch.tanh(self.layer(x[:2])), x[2:]]))
+
+
+def test_some_of_the_samples() -> None:
+    """Without its row numbers a layer cannot tell which; the oracle's single row is sample 0."""
+    batch = Batch((torch.randn(B, 6),), take=lambda batch, i: Batch((batch.args[0][[i, i, i]],)))
+
+    def loss_fn(output: torch.Tensor, _) -> torch.Tensor:
+        return row_loss(output) if len(output) == B else row_loss(output)[:1]
+
+    check_exact_or_refused(Chosen(), batch, loss_fn, dtype=torch.float64)
+
+
+class Keywords(nn.Module):
+    """Inputs by keyword, in a nested structure, with a mask [1, t] that all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, *, scale: torch.Tensor, data: dict) -> dict:
+        x, mask = data["features"]
+        return {"out": self.layer(x * mask[..., None]) * scale[:, None, None]}
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_nested_keyword_inputs(length: int) -> None:
+    mask = torch.rand(1, length)
+
+    def build(rows: slice, batch: Batch | None = None) -> Batch:
+        data, scale = (batch.kwargs["data"], batch.kwargs["scale"]) if batch else (None, None)
+        x, m = data["features"] if data else (torch.randn(B, length, 6), mask)
+        scale = torch.linspace(0.5, 2.0, B) if scale is None else scale
+        return Batch(
+            kwargs={"scale": scale[rows], "data": {"features": (x[rows], m)}},
+            take=lambda b, i: build(slice(i, i + 1), b),
+        )
+
+    check_exact(
+        Keywords(), build(slice(None)), lambda out, _: row_loss(out["out"]), dtype=torch.float64
+    )
+
+
+def test_the_batch_size_may_change() -> None:
+    """From step to step, one and zero included."""
+    from tests.oracle import (
+        assert_sums,
+        backward,
+        clipped_sum,
+        make_private,
+        per_sample_gradients,
+        summed,
+    )
+
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    batches = [torch.randn(b, 5, 6, dtype=torch.float64) for b in (3, 1, 7, 5, 2)]
+    expected = [clipped_sum(per_sample_gradients(model, x), 1.0) for x in batches]
+    params = dict(model.named_parameters())
+    _, private, optimizer, _ = make_private(model, lr=0.0)
+    for x, sums in zip(batches, expected, strict=True):
+        optimizer.zero_grad()
+        backward(private, x)
+        assert_sums(summed(params), sums, 1e-10)
+        optimizer.step()
