@@ -309,9 +309,8 @@ class LayerBackward:
         self, x: Tensor, g: Tensor, geometry: ops.ConvGeometry, name: str = "weight"
     ) -> Choice:
         """The planner's choice for a convolution over x [b, c, *space]."""
-        sizes = [n + 2 * pad for n, pad in zip(x.shape[2:], geometry.padding, strict=True)]
         choice = self._planner.conv(
-            x.shape[0], torch.Size(sizes).numel(), torch.Size(g.shape[2:]).numel(), geometry,
+            x.shape[0], torch.Size(x.shape[2:]).numel(), torch.Size(g.shape[2:]).numel(), geometry,
             x.element_size(), self._may_keep(name),
         )  # fmt: skip
         return self._noted(tuple(x.shape), choice)

