@@ -93,8 +93,6 @@ class BookKeeper:
         self.guard = LeakGuard()
         self.monitor = NonFiniteMonitor()
         self.paused = False
-        self.made_up = False
-        """Set by the data loader while it hands out an invented row."""
         self.depth = 0
         self.forward = Forward(None)
         self.per_sample_norms: Tensor | None = None
@@ -104,7 +102,7 @@ class BookKeeper:
     # Forward
 
     @contextmanager
-    def root_forward(self, batch_size: int | None) -> Iterator[Forward]:
+    def root_forward(self, batch_size: int | None, made_up: bool) -> Iterator[Forward]:
         """The model's own forward runs inside; nested calls share the outermost one's Forward."""
         self.drop_stale()
         previous = self.forward
@@ -113,7 +111,7 @@ class BookKeeper:
             if recompute is not None:
                 self.forward = recompute
             else:
-                self.forward = Forward(batch_size, not self.paused, self.made_up)
+                self.forward = Forward(batch_size, not self.paused, made_up)
         self.depth += 1
         try:
             yield self.forward
@@ -131,7 +129,7 @@ class BookKeeper:
             return recompute, False
         if self.forward.finished or self.forward.batch_size is not None:
             self.drop_stale()
-            self.forward = Forward(None, not self.paused, self.made_up)
+            self.forward = Forward(None, not self.paused)
         return self.forward, True
 
     def _recomputing(self) -> Forward | None:

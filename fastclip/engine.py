@@ -124,7 +124,7 @@ class FastPrivacyEngine(PrivacyEngine):
         )  # fmt: skip
         try:
             loader, batch_size, rate = self._prepare_sampling(
-                data_loader, poisson_sampling, batch_first, rand_on_empty, module.keeper
+                data_loader, poisson_sampling, batch_first, rand_on_empty
             )
         except Exception:
             module.cleanup()
@@ -262,7 +262,7 @@ class FastPrivacyEngine(PrivacyEngine):
 
     def _prepare_sampling(
         self, data_loader: DataLoader, poisson_sampling: bool, batch_first: bool,
-        rand_on_empty: bool, keeper: BookKeeper,
+        rand_on_empty: bool,
     ) -> tuple[DataLoader, int, float]:  # fmt: skip
         """The loader, the public expected batch size B = int(N q), and the sampling rate q."""
         loader = self._prepare_data_loader(
@@ -270,6 +270,6 @@ class FastPrivacyEngine(PrivacyEngine):
             batch_first=batch_first, rand_on_empty=rand_on_empty,
         )  # fmt: skip
         if rand_on_empty and poisson_sampling:
-            mark_made_up_rows(loader, keeper)
+            mark_made_up_rows(loader)
         rate = 1 / len(loader)
         return loader, int(len(loader.dataset) * rate), rate  # type: ignore[arg-type]

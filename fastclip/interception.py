@@ -23,6 +23,7 @@ from fastclip.bookkeeping import BookKeeper, Forward
 from fastclip.errors import UnsupportedLayerError
 from fastclip.layers import LayerRule, Record
 from fastclip.layers.fallback import HOW_TO_REGISTER, FallbackRule
+from fastclip.loader import unmark
 from fastclip.planner import Choice
 
 ATTRIBUTE = "_fastclip"
@@ -62,11 +63,14 @@ class Handle:
         return MethodType(type(module).forward, module)
 
     def _private(self, module: nn.Module) -> Callable:
+        rule = self.rule
+        assert rule is not None
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             layout = self.keeper.layout
-            if layout.probe:
+            if layout.probe and not rule.counts_rows:
                 args, kwargs = self._observed(args, kwargs)
-            elif torch.is_grad_enabled():
+            elif torch.is_grad_enabled() and not layout.probe:
                 return apply_rule(self, module, args, kwargs)
             return self._plain(module)(*args, **kwargs)
 
@@ -141,6 +145,8 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
     else:
         fixed = rule.axis(module)
         axis, x = keeper.layout.locate(handle.path, x, forward.batch_size, fixed)
+    if opens:
+        x, forward.made_up = unmark(x)
     parameters = handle.parameters(module)
     _check_parameters(handle, module)
     call = Call(handle, module, forward, axis, extra, tuple(parameters))

@@ -11,17 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice, product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fastclip.errors import BatchSizeError, FastclipError
 
 UNBATCHED = -1
 _PROBES = (2, 3)
+_MOST_CUTS = 64
+Cuts = tuple[int | None, ...]
 Shapes = dict[str, list[tuple[int, ...]]]
 
 
@@ -35,20 +38,21 @@ class Probe:
     shapes: Shapes = field(default_factory=dict)
 
 
-def batch_size_of(args: tuple, kwargs: dict, axis: int) -> int | None:
-    """Number of samples in a model's inputs: the size along `axis` of its first tensor.
+def batch_sizes_of(args: tuple, kwargs: dict, axis: int) -> list[int]:
+    """What the number of samples in a model's inputs may be, the likeliest first.
 
-    A leading 1 broadcasts over the batch and does not count unless all are 1.
+    These are the sizes along `axis` of its tensors, in order. A leading 1 broadcasts over the batch
+    and does not count unless all are 1.
     """
     for value in (*args, *kwargs.values()):
         if isinstance(value, PackedSequence):
-            return int(value.batch_sizes[0])
+            return [int(value.batch_sizes[0])]
     sizes = [
         leaf.shape[axis]
         for leaf in tree_leaves((args, kwargs))
         if isinstance(leaf, Tensor) and leaf.dim() > axis
     ]
-    return next((size for size in sizes if size != 1), sizes[0] if sizes else None)
+    return list(dict.fromkeys(size for size in sizes if size != 1)) or sizes[:1]
 
 
 class BatchLayout:
@@ -64,33 +68,45 @@ class BatchLayout:
         self.probe: Probe | None = None
         """The probe that is running: layers show it their inputs and otherwise run as they were."""
         self._axes: dict[str, int] = {}
+        self._told_by: int | None = None
+        """The input, by its number, whose size along `axis` is that of the batch."""
         self._integer: set[str] = set()
         self._expand: set[str] = set()
 
+    def batch_size(self, args: tuple, kwargs: dict) -> int | None:
+        """Number of samples in the model's inputs."""
+        if self._told_by is not None:
+            leaves = tree_leaves((args, kwargs))
+            leaf = leaves[self._told_by] if self._told_by < len(leaves) else None
+            if isinstance(leaf, Tensor) and leaf.dim() > self.axis:
+                return leaf.shape[self.axis]
+        return next(iter(batch_sizes_of(args, kwargs, self.axis)), None)
+
     def learn(
-        self, model: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict, batch: int
+        self, model: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict
     ) -> None:
         """Run the model's `forward` on 2 and on 3 rows of its input and note which axes follow.
 
         Further rounds do so with inputs and parameters without samples expanded, as training
-        will, until every layer has samples, and check that the model still computes the same. Random
-        generators and buffers are restored: training is the same with and without this. Where the input
-        cannot be cut (a PackedSequence), the model's own axis is taken on trust.
+        will, until every layer has samples, and check that the model still computes the same.
+        Random generators and buffers are restored: training is the same with and without this.
+        Where the input cannot be cut (a PackedSequence), the model's own axis is taken on trust.
         """
+        if self.known or not self.batch_size(args, kwargs):
+            return
         self.known = True
         if any(isinstance(leaf, PackedSequence) for leaf in (*args, *kwargs.values())):
             return
-        try:
-            shapes, plain = self._run(model, forward, args, kwargs, batch, expand=False)
-        except FastclipError:
-            raise
-        except Exception:  # the model needs its real input: trust its own axis
+        first = self._first_run(model, forward, args, kwargs)
+        if first is None:  # the model needs its real input: trust its own axis
             return
+        cuts, shapes, plain = first
+        self._told_by = next((i for i, axis in enumerate(cuts) if axis == self.axis), None)
         self._axes = _followed(*shapes)
         self._expand = {path for path in self._unbatched() if path in self._integer}
         while True:
             try:
-                shapes, out = self._run(model, forward, args, kwargs, batch, expand=True)
+                shapes, out = self._run(model, forward, args, kwargs, cuts, expand=True)
             except FastclipError:
                 raise
             except Exception as error:
@@ -113,24 +129,57 @@ class BatchLayout:
             "broadcasting over a leading batch dimension, or register a rule"
         )
 
+    def _first_run(
+        self, model: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> tuple[Cuts, list[Shapes], Any] | None:
+        """The first way to cut the inputs with which the model runs on 2 and on 3 rows."""
+        for cuts in islice(self._ways_to_cut(args, kwargs), _MOST_CUTS):
+            try:
+                shapes, out = self._run(model, forward, args, kwargs, cuts, expand=False)
+            except FastclipError:
+                raise
+            except Exception:  # this way does not fit the model
+                continue
+            if any(axis != UNBATCHED for axis in _followed(*shapes).values()):
+                return cuts, shapes, out
+        return None
+
+    def _ways_to_cut(self, args: tuple, kwargs: dict) -> Iterator[Cuts]:
+        """The axis of each input that holds samples (None: it has none), likely ways first.
+
+        An input without samples may have the batch's size by accident, so every subset of the
+        inputs is a way; a state may hold its samples along axis 1, so the other axis comes last.
+        """
+        leaves = tree_leaves((args, kwargs))
+        for axes in ((self.axis,), (self.axis, 1 - self.axis)):
+            for size in batch_sizes_of(args, kwargs, self.axis):
+                options = [
+                    [axis for axis in axes if leaf.dim() > axis and leaf.shape[axis] == size]
+                    if isinstance(leaf, Tensor)
+                    else []
+                    for leaf in leaves
+                ]
+                for cuts in product(*([*option, None] for option in options)):
+                    if any(axis == self.axis for axis in cuts):
+                        yield cuts
+
     def _run(
-        self,
-        model: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple,
-        kwargs: dict,
-        batch: int,
-        *,
-        expand: bool,
-    ) -> tuple[list[Shapes], Any]:
+        self, model: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict, cuts: Cuts,
+        *, expand: bool,
+    ) -> tuple[list[Shapes], Any]:  # fmt: skip
         """Shapes of the layers' inputs on 2 and on 3 rows, and the model's output on 2."""
+        leaves, structure = tree_flatten((args, kwargs))
         probes, outputs = [Probe(rows, expand) for rows in _PROBES], []
         try:
             for probe in probes:
                 self.probe = probe
-                few = tuple(self._cut(inputs, batch, probe.rows) for inputs in (args, kwargs))
+                few = [
+                    leaf if axis is None else _cut(leaf, axis, probe.rows)
+                    for leaf, axis in zip(leaves, cuts, strict=True)
+                ]
+                few_args, few_kwargs = tree_unflatten(few, structure)
                 with _undisturbed(model):
-                    outputs.append(forward(*few[0], **few[1]))
+                    outputs.append(forward(*few_args, **few_kwargs))
         finally:
             self.probe = None
         return [probe.shapes for probe in probes], outputs[0]
@@ -144,16 +193,6 @@ class BatchLayout:
         if not x.is_floating_point():
             self._integer.add(path)
         return _expanded(path, x, self.probe.rows) if path in self._expand else x
-
-    def _cut(self, inputs: Any, batch: int, rows: int) -> Any:
-        def cut(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.dim() <= self.axis:
-                return leaf
-            if leaf.shape[self.axis] != batch:
-                return leaf
-            return leaf.narrow(self.axis, 0, 1).repeat_interleave(rows, dim=self.axis)
-
-        return tree_map(cut, inputs)
 
     def locate(
         self, path: str, x: Tensor, batch: int | None, fixed: int | None
@@ -213,6 +252,11 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
         for buffer, version, value in saved:
             if buffer._version != version:
                 buffer.copy_(value)
+
+
+def _cut(leaf: Tensor, axis: int, rows: int) -> Tensor:
+    """The first row of `leaf` along `axis`, so many times."""
+    return leaf.narrow(axis, 0, 1).repeat_interleave(rows, dim=axis)
 
 
 def _expanded(path: str, x: Tensor, batch: int) -> Tensor:

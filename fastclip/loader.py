@@ -1,34 +1,53 @@
-"""An empty Poisson batch that the data loader replaces by one made-up row."""
+"""An empty Poisson batch that the data loader replaces by one made-up row (rand_on_empty=True).
+
+Such a row would differ between neighbouring data sets by up to 2C, so it must contribute nothing.
+The batch itself carries the mark: its tensors are of a subclass that survives `.to(device)`,
+pinning and worker processes, however far ahead batches are drawn.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
-from fastclip.bookkeeping import BookKeeper
-from fastclip.errors import ArgumentError
+
+class MadeUpRow(Tensor):
+    """A tensor of a made-up batch; what is computed from it is one, too."""
 
 
-def mark_made_up_rows(loader: DataLoader, keeper: BookKeeper) -> None:
-    """Tell the book-keeper which batches are made up (rand_on_empty=True).
+def mark_made_up_rows(loader: DataLoader) -> None:
+    """Make `loader` mark the batches that it makes up."""
+    loader.collate_fn = _Marking(loader.collate_fn)
 
-    Such a row would differ between neighbouring data sets by up to 2C; the engine gives it scale 0.
-    The mark is set when the batch is collated, which must therefore happen in this process.
-    """
-    if loader.num_workers:
-        raise ArgumentError(
-            f"rand_on_empty=True needs num_workers=0 (got {loader.num_workers}): a worker cannot "
-            "tell the engine that a row is made up; leave rand_on_empty=False, which trains on "
-            "empty batches exactly"
-        )
-    loader.collate_fn = _Marking(loader.collate_fn, keeper)
+
+def unmark(inputs: Any) -> tuple[Any, bool]:
+    """A model's inputs as ordinary tensors, and whether they were made up."""
+    found = False
+
+    def plain(leaf: Any) -> Any:
+        nonlocal found
+        if not isinstance(leaf, MadeUpRow):
+            return leaf
+        found = True
+        return leaf.as_subclass(torch.Tensor)
+
+    return tree_map(plain, inputs), found
 
 
 class _Marking:
-    def __init__(self, collate: Any, keeper: BookKeeper) -> None:
-        self.collate, self.keeper = collate, keeper
+    def __init__(self, collate: Any) -> None:
+        self.collate = collate
 
     def __call__(self, batch: list[Any]) -> Any:
-        self.keeper.made_up = not batch
-        return self.collate(batch)
+        collated = self.collate(batch)
+        if batch:
+            return collated
+
+        def mark(leaf: Any) -> Any:
+            return leaf.as_subclass(MadeUpRow) if isinstance(leaf, Tensor) else leaf
+
+        return tree_map(mark, collated)

@@ -76,7 +76,7 @@ class _Installer:
         if (
             rule is None
             and not is_parametrized(module)
-            and all(p.dim() > 0 and p.shape[0] == 1 for p in own.values())
+            and all(p.dim() > 1 and p.shape[0] == 1 for p in own.values())
         ):
             handle.scopes.append(RawParameterScope(tuple(own)))
             self._claim(own)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastclip import ops
 from fastclip.bookkeeping import BookKeeper
-from fastclip.errors import ArgumentError
+from fastclip.errors import ArgumentError, StepError
 
 
 class FastDPOptimizer(DPOptimizer):
@@ -134,6 +134,12 @@ class FastDPOptimizer(DPOptimizer):
         """Everything before the inner step; False if this step only accumulates."""
         if not self.params:
             return True
+        unknown = sum(p not in self.keeper.names for p in self.params)
+        if unknown:
+            raise StepError(
+                f"{unknown} of the optimizer's trainable parameters were not in it when make_private "
+                "was called, so their gradients are not clipped; call make_private again"
+            )
         skip = self._check_skip_next_step()
         self.keeper.batch.step(skip=skip)
         self._is_last_step_skipped = skip

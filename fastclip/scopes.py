@@ -18,7 +18,8 @@ from fastclip import ops
 from fastclip.errors import UnsupportedLayerError
 from fastclip.interception import ATTRIBUTE, Call, Handle, PrivateLayer, wanted_parameters
 from fastclip.layers import KeptRecord
-from fastclip.layout import batch_size_of
+from fastclip.layout import batch_sizes_of
+from fastclip.loader import unmark
 
 
 class RootScope:
@@ -30,15 +31,16 @@ class RootScope:
         keeper = handle.keeper
         if keeper.layout.probe:
             return inner(*args, **kwargs)
-        batch = batch_size_of(args, kwargs, keeper.layout.axis)
-        with keeper.root_forward(batch) as forward:
-            outermost = keeper.depth == 1
-            if not torch.is_grad_enabled() or not outermost:
+        (args, kwargs), made_up = unmark((args, kwargs))
+        outermost = not keeper.depth and torch.is_grad_enabled()
+        if outermost:
+            keeper.layout.learn(module, inner, args, kwargs)
+        batch = keeper.layout.batch_size(args, kwargs)
+        with keeper.root_forward(batch, made_up) as forward:
+            if not outermost:
                 return inner(*args, **kwargs)
             keeper.check_frozen()
             keeper.guard.arm(keeper.names)
-            if not keeper.layout.known and batch:
-                keeper.layout.learn(module, inner, args, kwargs, batch)
             out = inner(*args, **kwargs)
         if forward.recording:
             hook = partial(keeper.open_pass, forward)
@@ -67,7 +69,7 @@ class RawParameterScope:
             return inner(*args, **kwargs)
         forward = None if probe else keeper.layer_forward()[0]
         batch = probe.rows if probe else forward.batch_size  # type: ignore[union-attr]
-        batch = batch or batch_size_of(args, kwargs, 0)
+        batch = batch or next(iter(batch_sizes_of(args, kwargs, 0)), None)
         originals = {name: module._parameters[name] for name in self.names}
         table: dict[str, Any] = module._parameters
         try:

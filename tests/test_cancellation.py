@@ -139,3 +139,32 @@ def test_uses_that_cancel() -> None:
     norms, contribution = norms_and_contribution(Difference(), x, g)
     assert norms.item() >= true * (1 - ULP)
     assert contribution <= C
+
+
+class TableAndHead(nn.Module):
+    """Looks ids up in a table and applies its transpose to x: two uses of unlike kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 16)
+        self.head = nn.Linear(16, 40, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> tuple:
+        return self.table(ids), self.head(x)
+
+
+def test_table_and_head_that_cancel() -> None:
+    """Row v of the table's gradient is g, and of the head's, -g but for a little."""
+    model = TableAndHead()
+    ids = torch.randperm(40)[None, :24]
+    g = 1e3 * torch.randn(1, 24, 16)
+    x = -g + 1e-2 * torch.randn(1, 24, 16)
+    picked = F.one_hot(ids, 40).float()  # the gradient of the head's output
+    true = (g.double() + x.double()).norm().item()
+    params = {"table": model.table.weight}
+    _, private, optimizer, _ = make_private(model, max_grad_norm=C, loss_reduction="sum")
+    looked_up, scores = private(ids, x)
+    ((looked_up * g).sum() + (scores * picked).sum()).backward()
+    assert optimizer.per_sample_norms.item() >= true * (1 - ULP)
+    assert summed(params)["table"].double().norm().item() <= C

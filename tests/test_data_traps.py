@@ -180,3 +180,25 @@ def test_the_denominator_is_public() -> None:
     optimizer.step()
     for name, p in params.items():
         assert torch.allclose(p.grad, expected[name] / 4, rtol=1e-12, atol=0)
+
+
+class HalfUsed(nn.Module):
+    """A layer that no sample touches, of 4160 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(6, 3), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def test_untouched_parameters_receive_noise_too() -> None:
+    """Whether a parameter was touched is a fact about the data."""
+    model = HalfUsed()
+    _, private, optimizer, _ = make_private(
+        model, max_grad_norm=0.5, noise_multiplier=3.0, batch_size=4
+    )
+    backward(private, torch.randn(4, 6))
+    optimizer.step()
+    assert model.idle.weight.grad.std().item() == pytest.approx(3.0 * 0.5 / 4, rel=0.06)

@@ -163,7 +163,7 @@ def test_without_wrapping_and_cleanup() -> None:
     model, x = network(), torch.randn(4, WIDTH)
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     plain = copy.deepcopy(model)
-    _, handle, optimizer, _ = make_private(model, wrap_model=False)
+    _, handle, _, _ = make_private(model, wrap_model=False)
     row_loss(model(x)).mean().backward()
     assert all(p.grad is None for p in model.parameters())
     assert all(p.summed_grad is not None for p in model.parameters())
@@ -241,7 +241,7 @@ def test_ghost_mode_returns_the_criterion() -> None:
 @pytest.mark.parametrize("mode", ["hooks", "functorch"])
 def test_modes_of_opacus(mode: str) -> None:
     """They run Opacus' own code through the same engine."""
-    model, optimizer, engine = train(FastPrivacyEngine(), grad_sample_mode=mode)
+    model, optimizer, _ = train(FastPrivacyEngine(), grad_sample_mode=mode)
     assert type(optimizer).__module__.startswith("opacus")
     theirs, _, _ = train(PrivacyEngine(), grad_sample_mode=mode)
     assert torch.equal(flat(model), flat(theirs))

@@ -184,9 +184,10 @@ def test_plan_and_pause_before_make_private() -> None:
         FastPrivacyEngine().plan()
 
 
-def test_made_up_rows_need_one_process() -> None:
-    loader = DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2, num_workers=1)
-    model = nn.Sequential(nn.Linear(4, 3))
-    with pytest.raises(FastclipError, match="rand_on_empty=True needs num_workers=0"):
-        call(model, data_loader=loader, rand_on_empty=True)
-    assert "forward" not in vars(model[0])
+def test_a_parameter_group_added_later() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    _, private, optimizer, _ = make_private(model, optimizer_params=list(model[0].parameters()))
+    row_loss(private(torch.randn(3, 4))).mean().backward()
+    optimizer.original_optimizer.add_param_group({"params": list(model[1].parameters())})
+    with pytest.raises(StepError, match="2 of the optimizer's trainable parameters"):
+        optimizer.step()

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
-from tests.oracle import DTYPES, Batch, check_exact, check_exact_or_refused, row_loss
+from tests.oracle import (
+    DTYPES,
+    Batch,
+    assert_sums,
+    backward,
+    check_exact,
+    check_exact_or_refused,
+    clipped_sum,
+    make_private,
+    per_sample_gradients,
+    row_loss,
+    summed,
+)
 
 B = 4
 LENGTHS = [B, 5, 1]  # as many positions as samples; more; one
@@ -132,19 +146,26 @@ def test_nested_keyword_inputs(length: int) -> None:
     )
 
 
-def test_the_batch_size_may_change() -> None:
-    """From step to step, one and zero included."""
-    from tests.oracle import (
-        assert_sums,
-        backward,
-        clipped_sum,
-        make_private,
-        per_sample_gradients,
-        summed,
-    )
+class Positions(nn.Module):
+    """Adds an embedding of ids [t] or [1, t] to every sample."""
 
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    batches = [torch.randn(b, 5, 6, dtype=torch.float64) for b in (3, 1, 7, 5, 2)]
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.table, self.head = nn.Embedding(9, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        ids = torch.arange(x.shape[1]) if ids is None else ids
+        ids = ids[None] if self.rank == 2 else ids
+        return self.head(torch.tanh(x + self.table(ids)))
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("first", [1, 3])
+def test_the_batch_size_may_change(first: int, rank: int) -> None:
+    """From step to step; what the first batch showed, even one of a single row, stays true."""
+    model = nn.Sequential(Positions(rank), nn.Tanh(), nn.Linear(3, 2)).double()
+    batches = [torch.randn(b, 5, 6, dtype=torch.float64) for b in (first, 7, 1, 5, 2)]
     expected = [clipped_sum(per_sample_gradients(model, x), 1.0) for x in batches]
     params = dict(model.named_parameters())
     _, private, optimizer, _ = make_private(model, lr=0.0)
@@ -153,3 +174,39 @@ def test_the_batch_size_may_change() -> None:
         backward(private, x)
         assert_sums(summed(params), sums, 1e-10)
         optimizer.step()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("ids_first", [False, True])
+def test_an_input_that_all_samples_share(ids_first: bool, length: int) -> None:
+    """Ids [t] given to the model: with t == b they look like one id a sample."""
+    model = PositionsFirst() if ids_first else Positions(1)
+
+    def build(x: torch.Tensor) -> Batch:
+        ids = torch.arange(length)
+        args = (ids, x) if ids_first else (x, ids)
+        return Batch(args, take=lambda batch, i: build(x[i : i + 1].double()))
+
+    check_exact_or_refused(model, build(torch.randn(B, length, 6)), dtype=torch.float64)
+
+
+class PositionsFirst(Positions):
+    """The same, the shared input before the samples."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=1)
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, ids)
+
+
+def test_random_numbers_are_left_alone() -> None:
+    """Whatever the engine runs to find the axis, dropout masks are those of ordinary training."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6))
+    plain, x = copy.deepcopy(model), torch.randn(B, 6)
+    private = make_private(model)[1]
+    torch.manual_seed(5)
+    first, second = private(x), private(x)
+    torch.manual_seed(5)
+    assert torch.equal(first, plain(x))
+    assert torch.equal(second, plain(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -10,6 +11,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from fastclip.errors import FastclipError
 from tests.oracle import (
     assert_sums,
     backward,
@@ -237,3 +239,38 @@ def test_a_copy_of_the_weights_is_enough_to_repeat_a_step() -> None:
         optimizer.step()
     for p, q in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("in_the_optimizer", [True, False])
+def test_unfreezing_after_make_private(in_the_optimizer: bool) -> None:
+    """A layer that was frozen then is not clipped: it must not be trained, or be refused."""
+    model, x = mlp(), rows(4)
+    everything = list(model.parameters())
+    model[0].requires_grad_(False)
+    _, private, optimizer, _ = make_private(
+        model, optimizer_params=everything if in_the_optimizer else None
+    )
+    model[0].requires_grad_(True)
+    before = model[0].weight.detach().clone()
+    with contextlib.suppress(FastclipError):
+        backward(private, x)
+        optimizer.step()
+    assert torch.equal(model[0].weight, before)
+
+
+def test_parameter_groups() -> None:
+    """Each with its own learning rate; one norm over all of them."""
+    model, x = mlp(), rows(4)
+    grads = per_sample_gradients(model, x)
+    C = norms(grads).median().item()
+    expected = clipped_sum(grads, C)
+    params = dict(model.named_parameters())
+    before = {n: p.detach().clone() for n, p in params.items()}
+    rates = {"2": 0.5, "0": 0.1}
+    groups = [{"params": list(model[int(i)].parameters()), "lr": lr} for i, lr in rates.items()]
+    _, private, optimizer, _ = make_private(model, max_grad_norm=C, optimizer_params=groups)
+    backward(private, x)
+    optimizer.step()
+    for name, p in params.items():
+        moved = before[name] - rates[name[0]] * expected[name] / 4
+        assert torch.allclose(p, moved, rtol=1e-10, atol=1e-12)

@@ -91,6 +91,24 @@ def test_a_batch_of_one(dtype: torch.dtype) -> None:
     check_exact(TokenAndPosition(2), torch.randint(7, (1, 4)), dtype=dtype, C=0.5)
 
 
+class Gain(nn.Module):
+    """Multiplies features by a raw parameter of any shape that broadcasts."""
+
+    def __init__(self, shape: tuple) -> None:
+        super().__init__()
+        self.layer, self.gain = nn.Linear(6, 6), nn.Parameter(torch.randn(shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x) * self.gain)
+
+
+@pytest.mark.parametrize("shape", [(1,), (6,), (1, 1), (1, 6), (1, 1, 1), (1, 1, 6)])
+@pytest.mark.parametrize("x_shape", [(4, 6), (6, 6), (4, 5, 6), (4, 4, 6), (6, 6, 6), (4, 1, 6)])
+def test_a_leading_one_need_not_be_the_batch(x_shape: tuple, shape: tuple) -> None:
+    """[1, d] beside [b, t, d] broadcasts over t: expanded to [b, d] it would fit where t == b."""
+    check_exact_or_refused(Gain(shape), torch.randn(x_shape), dtype=torch.float64)
+
+
 class Repeated(nn.Module):
     """A raw parameter copied with `repeat`, which multiplies a batch that is already there."""
 

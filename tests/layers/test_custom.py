@@ -77,6 +77,7 @@ CASES = {
     "own-forward": (lambda: nn.Sequential(nn.Linear(6, 6), OwnForward(6, 3)), [(4, 5, 6)]),
     "same-forward": (lambda: nn.Sequential(nn.Linear(6, 6), SameForward(6, 3)), [(4, 5, 6)]),
     "prelu": (lambda: nn.Sequential(nn.Conv1d(6, 6, 1), nn.PReLU(6)), [(4, 6, 7)]),
+    "prelu-one-slope": (lambda: nn.Sequential(nn.Linear(6, 6), nn.PReLU()), [(4, 5, 6)]),
     "transposed-conv": (
         lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.ConvTranspose2d(3, 4, 3, stride=2)),
         [(4, 3, 5, 5)],
