@@ -8,9 +8,9 @@ samples, and an input that does not change has none. Later calls are checked aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from itertools import islice, product
 from typing import Any
 
@@ -38,6 +38,17 @@ class Probe:
     shapes: Shapes = field(default_factory=dict)
 
 
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors in a nested structure, also inside dataclasses and mappings torch does not know."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from tensors_of(list(vars(leaf).values()))
+        elif isinstance(leaf, Mapping):
+            yield from tensors_of(list(leaf.values()))
+
+
 def batch_sizes_of(args: tuple, kwargs: dict, axis: int) -> list[int]:
     """What the number of samples in a model's inputs may be, the likeliest first.
 
@@ -47,11 +58,8 @@ def batch_sizes_of(args: tuple, kwargs: dict, axis: int) -> list[int]:
     for value in (*args, *kwargs.values()):
         if isinstance(value, PackedSequence):
             return [int(value.batch_sizes[0])]
-    sizes = [
-        leaf.shape[axis]
-        for leaf in tree_leaves((args, kwargs))
-        if isinstance(leaf, Tensor) and leaf.dim() > axis
-    ]
+    tensors = tensors_of((args, kwargs))
+    sizes = [tensor.shape[axis] for tensor in tensors if tensor.dim() > axis]
     return list(dict.fromkeys(size for size in sizes if size != 1)) or sizes[:1]
 
 

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves
 
 from fastclip import ops
 from fastclip.errors import UnsupportedLayerError
 from fastclip.interception import ATTRIBUTE, Call, Handle, PrivateLayer, wanted_parameters
 from fastclip.layers import KeptRecord
-from fastclip.layout import batch_sizes_of
+from fastclip.layout import batch_sizes_of, tensors_of
 from fastclip.loader import unmark
 
 
@@ -44,9 +43,9 @@ class RootScope:
             out = inner(*args, **kwargs)
         if forward.recording:
             hook = partial(keeper.open_pass, forward)
-            for leaf in tree_leaves(out):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(hook)
+            for tensor in tensors_of(out):
+                if tensor.requires_grad:
+                    tensor.register_hook(hook)
         return out
 
 

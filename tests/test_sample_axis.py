@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -210,3 +211,29 @@ def test_random_numbers_are_left_alone() -> None:
     torch.manual_seed(5)
     assert torch.equal(first, plain(x))
     assert torch.equal(second, plain(x))
+
+
+@dataclass
+class Fields:
+    """A structure that torch's pytree does not know."""
+
+    x: torch.Tensor
+
+
+class OfFields(nn.Module):
+    """Takes and returns a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, fields: Fields) -> Fields:
+        return Fields(self.layer(fields.x))
+
+
+def test_dataclasses() -> None:
+    batch = Batch(
+        (Fields(torch.randn(B, 6).double()),),
+        take=lambda batch, i: Batch((Fields(batch.args[0].x[i : i + 1]),)),
+    )
+    check_exact(OfFields(), batch, lambda out, _: row_loss(out.x), dtype=torch.float64)
