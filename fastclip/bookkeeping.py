@@ -24,6 +24,7 @@ from fastclip.layout import BatchLayout
 from fastclip.logical_batch import LogicalBatch
 from fastclip.planner import Planner
 from fastclip.report import PlanLog
+from fastclip.validation import check_batch_norm
 
 
 @dataclass(eq=False)
@@ -96,6 +97,7 @@ class BookKeeper:
         self.depth = 0
         self.forward = Forward(None)
         self.per_sample_norms: Tensor | None = None
+        self.batch_norms: list[tuple[str, nn.Module]] = []
         self._shared: set[nn.Parameter] = set()
         self._pass: BackwardPass | None = None
 
@@ -138,8 +140,14 @@ class BookKeeper:
             return self._pass.forwards[-1]
         return None
 
-    def check_frozen(self) -> None:
-        """Refuse a parameter that was unfrozen later: its gradient would not be private."""
+    def check_unchanged(self) -> None:
+        """Refuse what has become private business since make_private looked.
+
+        A parameter that was unfrozen would get plain gradients; a frozen BatchNorm that
+        `model.train()` put back into training mode would couple the samples.
+        """
+        for path, module in self.batch_norms:
+            check_batch_norm(path, module)
         thawed = [name for parameter, name in self.frozen.items() if parameter.requires_grad]
         if thawed:
             raise StepError(

@@ -16,6 +16,7 @@ from fastclip.interception import ATTRIBUTE, Handle, attach, detach
 from fastclip.layers import FallbackRule, find_rule
 from fastclip.layers.fallback import HOW_TO_REGISTER
 from fastclip.scopes import RawParameterScope, RecurrentScope, RelativeBias, RootScope
+from fastclip.validation import is_batch_norm
 
 _FALLBACK = FallbackRule()
 
@@ -53,6 +54,8 @@ class _Installer:
         """Leaves with a rule first; what is left of raw parameters goes to their owners."""
         inside_fallback: set[nn.Module] = set()
         for path, module in self.model.named_modules():
+            if is_batch_norm(module):
+                self.keeper.batch_norms.append((path, module))
             if isinstance(module, DPRNNBase):
                 self._handle(path, module).scopes.append(RecurrentScope())
             elif module not in inside_fallback and (_own(module) or is_parametrized(module)):

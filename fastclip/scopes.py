@@ -38,7 +38,7 @@ class RootScope:
         with keeper.root_forward(batch, made_up) as forward:
             if not outermost:
                 return inner(*args, **kwargs)
-            keeper.check_frozen()
+            keeper.check_unchanged()
             keeper.guard.arm(keeper.names)
             out = inner(*args, **kwargs)
         if forward.recording:

@@ -26,12 +26,7 @@ def check_module(model: nn.Module) -> None:
     """
     for path, module in model.named_modules():
         where = f"{path or 'the model'} ({type(module).__name__})"
-        if isinstance(module, _BATCH_NORM) and (module.training or _trained(module)):
-            raise UnsupportedLayerError(
-                f"{where}: BatchNorm makes each sample's output depend on the rest of its batch, "
-                f"so no per-sample gradient exists; {_WAY_OUT} by GroupNorm"
-                + ("" if _trained(module) else ", or .eval() freezes its statistics")
-            )
+        check_batch_norm(path, module)
         if not _trained(module):
             continue
         if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
@@ -55,6 +50,21 @@ def check_module(model: nn.Module) -> None:
             raise UnsupportedLayerError(
                 f"{where}: scripted modules cannot be intercepted; pass the original nn.Module"
             )
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether the module normalises over the batch when it trains."""
+    return isinstance(module, _BATCH_NORM)
+
+
+def check_batch_norm(path: str, module: nn.Module) -> None:
+    """Refuse a BatchNorm that is trained, or that uses the statistics of the batch."""
+    if is_batch_norm(module) and (module.training or _trained(module)):
+        raise UnsupportedLayerError(
+            f"{path or 'the model'} ({type(module).__name__}): BatchNorm makes each sample's output "
+            f"depend on the rest of its batch, so no per-sample gradient exists; {_WAY_OUT} by "
+            "GroupNorm" + ("" if _trained(module) else ", or .eval() freezes its statistics")
+        )
 
 
 def _check_embedding(where: str, module: nn.Embedding | nn.EmbeddingBag) -> None:

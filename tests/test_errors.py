@@ -179,6 +179,16 @@ def test_a_new_parameter_is_not_trained_silently() -> None:
         private(torch.randn(3, 4))
 
 
+def test_frozen_batch_norm_put_back_into_training_mode() -> None:
+    """Frozen in eval mode it is a fixed map; model.train() would couple the samples."""
+    norm = nn.BatchNorm1d(4).requires_grad_(False).eval()
+    _, private, _, _ = make_private(nn.Sequential(norm, nn.Linear(4, 3)))
+    private(torch.randn(3, 4))
+    private.train()
+    with pytest.raises(UnsupportedLayerError, match=r"0 \(BatchNorm1d\).*\.eval\(\)"):
+        private(torch.randn(3, 4))
+
+
 def test_plan_and_pause_before_make_private() -> None:
     with pytest.raises(StepError, match="call make_private first"):
         FastPrivacyEngine().plan()
