@@ -1,0 +1,61 @@
+"""Runs one measurement in a fresh process, so that no run inherits another's memory or caches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bench.measure import first_line
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = "result:"
+
+
+def run_module(
+    module: str, arguments: Sequence[str], timeout: float = 1800.0, show_progress: bool = False
+) -> dict:
+    """`python -m module arguments` from the repository root; the dictionary that it reported.
+
+    Args:
+        module: run as a script; it calls `report`.
+        arguments: its command line.
+        timeout: seconds until it is killed.
+        show_progress: let its standard error, where tqdm draws, through to the terminal.
+
+    Returns:
+        What the child passed to `report`, or {"error", "detail"} where it died without one.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=None if show_progress else subprocess.PIPE,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"TimeoutExpired: no result after {timeout:.0f} s", "detail": ""}
+    for line in reversed(done.stdout.splitlines()):
+        if line.startswith(MARK):
+            return json.loads(line[len(MARK) :])
+    reason = f"signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
+    return {"error": f"ProcessDied: {reason}", "detail": (done.stderr or "")[-2000:]}
+
+
+def report(measure: Callable[[], dict]) -> None:
+    """In the child: run `measure` and print its dictionary, or its exception, as one JSON line."""
+    try:
+        result = measure()
+    except Exception as error:
+        result = {"error": first_line(error), "detail": traceback.format_exc()[-2000:]}
+    print(MARK + json.dumps(result), flush=True)

@@ -1,0 +1,160 @@
+"""The training workloads and the modes that run them; `measure` times one pair in this process.
+
+Every mode trains the same model from the same seed on the same synthetic batches with
+SGD(momentum 0.9). The private ones clip each sample to norm 1 and add noise of multiplier 1;
+batches are fixed at 32 (no Poisson sampling), so that each step does the same work.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from opacus import PrivacyEngine
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from bench.measure import CpuWait, PeakMemory, quartiles
+from bench.models import ExplicitBert, bert, resnet18
+
+BATCH_SIZE = 32
+BATCHES = 4
+WARM_UP = 2
+CLASSES = 10
+VOCABULARY = 8192
+PRIVATE = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "poisson_sampling": False}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and the data it trains on.
+
+    Attributes:
+        title: one line for the report.
+        model: builds the model.
+        inputs: builds `n` inputs, [n, ...].
+        lr: learning rate, small: nothing is learned here.
+    """
+
+    title: str
+    model: Callable[[], nn.Module]
+    inputs: Callable[[int], torch.Tensor]
+    lr: float = 0.01
+
+
+WORKLOADS = {
+    "resnet18": Workload(
+        "ResNet-18 (GroupNorm), 3x32x32, batch 32",
+        lambda: resnet18(num_classes=CLASSES),
+        lambda n: torch.randn(n, 3, 32, 32),
+    ),
+    "bert": Workload(
+        "BERT 4 layers d=256, T=128, batch 32",
+        lambda: bert(vocab=VOCABULARY, num_labels=CLASSES),
+        lambda n: torch.randint(VOCABULARY, (n, 128)),
+    ),
+    "bert_explicit": Workload(
+        "BERT as above, position and type ids spelled out per sample (Opacus needs it)",
+        lambda: ExplicitBert(vocab=VOCABULARY, num_labels=CLASSES),
+        lambda n: torch.randint(VOCABULARY, (n, 128)),
+    ),
+}
+
+
+def non_private(
+    model: nn.Module, optimizer: torch.optim.Optimizer, criterion: nn.Module, loader: DataLoader
+) -> tuple:
+    """Ordinary training."""
+    return model, optimizer, criterion, loader
+
+
+def fastclip(
+    model: nn.Module, optimizer: torch.optim.Optimizer, criterion: nn.Module, loader: DataLoader
+) -> tuple:
+    """This project's engine."""
+    from fastclip import FastPrivacyEngine  # the other modes run without it
+
+    model, optimizer, loader = FastPrivacyEngine().make_private(
+        module=model, optimizer=optimizer, data_loader=loader, **PRIVATE
+    )
+    return model, optimizer, criterion, loader
+
+
+def opacus_hooks(
+    model: nn.Module, optimizer: torch.optim.Optimizer, criterion: nn.Module, loader: DataLoader
+) -> tuple:
+    """Opacus' default: per-sample gradients of every parameter are materialised."""
+    model, optimizer, loader = PrivacyEngine().make_private(
+        module=model, optimizer=optimizer, data_loader=loader, grad_sample_mode="hooks", **PRIVATE
+    )
+    return model, optimizer, criterion, loader
+
+
+def opacus_ghost(
+    model: nn.Module, optimizer: torch.optim.Optimizer, criterion: nn.Module, loader: DataLoader
+) -> tuple:
+    """Opacus' ghost clipping: norms alone in one backward pass, the clipped sum in a second."""
+    model, optimizer, criterion, loader = PrivacyEngine().make_private(
+        module=model,
+        optimizer=optimizer,
+        criterion=criterion,
+        data_loader=loader,
+        grad_sample_mode="ghost",
+        **PRIVATE,
+    )
+    return model, optimizer, criterion, loader
+
+
+MODES: dict[str, Callable[..., tuple]] = {
+    mode.__name__: mode for mode in (non_private, fastclip, opacus_hooks, opacus_ghost)
+}
+
+
+def measure(workload: str, mode: str, steps: int, threads: int | None = None) -> dict:
+    """Train `WARM_UP + steps` steps; the times of the last `steps` and the peak memory of all.
+
+    Returns:
+        step_s: first quartile, median and third quartile of a step in seconds.
+        peak_mib: peak resident memory above what the process held once model, data, optimizer
+            and engine were built, MiB; built_mib: what it held then.
+        cpu_wait: share of the time in which some process waited for a core, or None.
+    """
+    warnings.filterwarnings("ignore")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    task = WORKLOADS[workload]
+    n = BATCHES * BATCH_SIZE
+    data = TensorDataset(task.inputs(n), torch.randint(CLASSES, (n,)))
+    model = task.model().train()
+    model, optimizer, criterion, loader = MODES[mode](
+        model,
+        torch.optim.SGD(model.parameters(), lr=task.lr, momentum=0.9),
+        nn.CrossEntropyLoss(),
+        DataLoader(data, batch_size=BATCH_SIZE),
+    )
+    batches = list(loader)
+    memory = PeakMemory()
+    wait = CpuWait()
+    seconds = []
+    for step in range(WARM_UP + steps):
+        x, y = batches[step % BATCHES]
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        output = model(x)
+        loss = criterion(getattr(output, "logits", output), y)  # transformers return an object
+        loss.backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - start)
+    return {
+        "step_s": quartiles(seconds[WARM_UP:]),
+        "peak_mib": memory.above_start() / 2**20,
+        "built_mib": memory.start / 2**20,
+        "cpu_wait": wait.share(),
+        "memory_method": memory.method,
+        "loss": float(loss.item()),
+        "threads": torch.get_num_threads(),
+    }

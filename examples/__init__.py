@@ -1,0 +1,1 @@
+"""Short scripts to copy from; run them from the repository root."""
