@@ -81,6 +81,8 @@ class BookKeeper:
     ) -> None:  # fmt: skip
         self.names = names
         self.frozen = frozen or {}
+        self.known: set[nn.Parameter] = set()
+        """All parameters of the model as it was intercepted."""
         self.clipping = clipping
         self.mean_loss = mean_loss
         self.next_thresholds = clipping.threshold.initial(max_grad_norm, len(names))
@@ -97,6 +99,8 @@ class BookKeeper:
         self.depth = 0
         self.forward = Forward(None)
         self.per_sample_norms: Tensor | None = None
+        self.flat_inputs = False
+        """A layer counts its samples itself: the model's inputs may be flat."""
         self.batch_norms: list[tuple[str, nn.Module]] = []
         self._shared: set[nn.Parameter] = set()
         self._pass: BackwardPass | None = None
@@ -170,6 +174,11 @@ class BookKeeper:
             Variable._execution_engine.queue_callback(self.close_pass)
         if forward not in self._pass.forwards:
             self._pass.forwards.append(forward)
+
+    @property
+    def running(self) -> bool:
+        """A backward pass has been opened and not closed."""
+        return self._pass is not None
 
     def shared(self, parameter: nn.Parameter) -> bool:
         """The parameter is known to be used more than once: its norm waits for the end."""
@@ -262,7 +271,8 @@ class BookKeeper:
             rows[parameter] = len(norms)
             norm = joint_norm_sq(entry.records) if entry.norm_sq is None else entry.norm_sq
             norms.append(norm)
-        dtype = max((norm.dtype for norm in norms), key=lambda d: torch.finfo(d).bits)
+        # The coarsest type in use: the slack of the scales must cover its rounding.
+        dtype = min((norm.dtype for norm in norms), key=lambda d: torch.finfo(d).bits)
         stacked = torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
         return stacked * unit**2, rows
 
@@ -289,6 +299,7 @@ class BookKeeper:
 
     def zero_grad(self) -> None:
         """Clear the sums, unless they belong to a logical batch that is still being gathered."""
+        self.drop_stale()
         if self.batch.zero_grad():
             for parameter in self.names:
                 parameter.summed_grad = None  # type: ignore[attr-defined]

@@ -52,7 +52,7 @@ class FastPrivacyEngine(PrivacyEngine):
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
         super().__init__(accountant=accountant, secure_mode=secure_mode)
-        self._keeper: BookKeeper | None = None
+        self._keepers: list[BookKeeper] = []
 
     def make_private(  # type: ignore[override]
         self, *, module: nn.Module, optimizer: torch.optim.Optimizer, criterion: Any = None,
@@ -122,24 +122,24 @@ class FastPrivacyEngine(PrivacyEngine):
             module, optimizer, resolve(clipping), max_grad_norm, batch_first, loss_reduction,
             wrap_model,
         )  # fmt: skip
+        inner = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
         try:
             loader, batch_size, rate = self._prepare_sampling(
                 data_loader, poisson_sampling, batch_first, rand_on_empty
             )
+            private = FastDPOptimizer(
+                inner, keeper=module.keeper, noise_multiplier=noise_multiplier,
+                expected_batch_size=batch_size, loss_reduction=loss_reduction,
+                generator=self.secure_rng if self.secure_mode else noise_generator,
+                secure_mode=self.secure_mode,
+            )  # fmt: skip
         except Exception:
             module.cleanup()
             raise
         if poisson_sampling:
             module.forbid_grad_accumulation()
-        inner = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
-        private = FastDPOptimizer(
-            inner, keeper=module.keeper, noise_multiplier=noise_multiplier,
-            expected_batch_size=batch_size, loss_reduction=loss_reduction,
-            generator=self.secure_rng if self.secure_mode else noise_generator,
-            secure_mode=self.secure_mode,
-        )  # fmt: skip
         private.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=rate))
-        self._keeper = module.keeper
+        self._keepers.append(module.keeper)
         if grad_sample_mode == "ghost":
             return module, private, criterion, loader
         return module, private, loader
@@ -197,9 +197,9 @@ class FastPrivacyEngine(PrivacyEngine):
     def plan(self) -> Plan:
         """The trainable layers, how each one's norm is computed, and what it holds; print it.
 
-        Shapes and methods are those of the last backward pass.
+        Shapes and methods are those of the last backward pass of the last model made private.
         """
-        return self._require_keeper().plan_log.plan()
+        return self._require_keepers()[-1].plan_log.plan()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -208,12 +208,15 @@ class FastPrivacyEngine(PrivacyEngine):
         For adversarial inputs, saliency maps and the like: gradients of the inputs are exact, the
         parameters receive none.
         """
-        keeper = self._require_keeper()
-        before, keeper.paused = keeper.paused, True
+        keepers = self._require_keepers()
+        before = [keeper.paused for keeper in keepers]
+        for keeper in keepers:
+            keeper.paused = True
         try:
             yield
         finally:
-            keeper.paused = before
+            for keeper, paused in zip(keepers, before, strict=True):
+                keeper.paused = paused
 
     def is_compatible(
         self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
@@ -232,10 +235,10 @@ class FastPrivacyEngine(PrivacyEngine):
         validation.check_module(module)
         super().validate(module=module, optimizer=optimizer, data_loader=data_loader)
 
-    def _require_keeper(self) -> BookKeeper:
-        if self._keeper is None:
+    def _require_keepers(self) -> list[BookKeeper]:
+        if not self._keepers:
             raise StepError("call make_private first (in the fast mode): there is no model yet")
-        return self._keeper
+        return self._keepers
 
     def _prepare_fast_model(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, clipping: Clipping,

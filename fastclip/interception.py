@@ -15,16 +15,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from fastclip import ops
-from fastclip.bookkeeping import BookKeeper, Forward
+from fastclip.bookkeeping import BookKeeper
 from fastclip.errors import UnsupportedLayerError
-from fastclip.layers import LayerRule, Record
+from fastclip.layers import LayerRule
 from fastclip.layers.fallback import HOW_TO_REGISTER, FallbackRule
 from fastclip.loader import unmark
-from fastclip.planner import Choice
+from fastclip.private_layer import Call, PrivateLayer
 
 ATTRIBUTE = "_fastclip"
 
@@ -70,7 +67,9 @@ class Handle:
             layout = self.keeper.layout
             if layout.probe and not rule.counts_rows:
                 args, kwargs = self._observed(args, kwargs)
-            elif torch.is_grad_enabled() and not layout.probe:
+                out = self._plain(module)(*args, **kwargs)
+                return layout.observed_output(self.path, out)
+            if torch.is_grad_enabled() and not layout.probe:
                 return apply_rule(self, module, args, kwargs)
             return self._plain(module)(*args, **kwargs)
 
@@ -146,6 +145,8 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
         fixed = rule.axis(module)
         axis, x = keeper.layout.locate(handle.path, x, forward.batch_size, fixed)
     if opens:
+        keeper.check_unchanged()
+        keeper.guard.arm(keeper.names)
         x, forward.made_up = unmark(x)
     parameters = handle.parameters(module)
     _check_parameters(handle, module)
@@ -162,8 +163,14 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
 
 
 def _check_parameters(handle: Handle, module: nn.Module) -> None:
-    """A rule reads `module.weight`: a tensor computed elsewhere would lose its gradient."""
+    """Refuse parameters that the book-keeper does not know, and weights computed elsewhere."""
     assert handle.rule is not None
+    replaced = [n for n, p in handle.parameters(module).items() if p not in handle.keeper.known]
+    if replaced:
+        raise UnsupportedLayerError(
+            f"{handle.path} ({type(module).__name__}): parameters {replaced} have been replaced since "
+            "make_private, so they would not be trained; call make_private again"
+        )
     if isinstance(handle.rule, FallbackRule):
         return
     for name in handle.rule.parameter_names:
@@ -181,155 +188,3 @@ def _unsupported(handle: Handle, module: nn.Module, error: TypeError) -> Unsuppo
         f"{handle.path} ({type(module).__name__}) cannot be trained privately: {error}; "
         f"{HOW_TO_REGISTER}"
     )
-
-
-class Call:
-    """What a layer's call leaves for its backward, apart from tensors that autograd watches."""
-
-    def __init__(
-        self, handle: Handle, module: nn.Module, forward: Forward, axis: int, extra: Any,
-        names: tuple[str, ...],
-    ) -> None:  # fmt: skip
-        self.handle, self.module, self.forward = handle, module, forward
-        self.axis, self.extra, self.names = axis, extra, names
-        self.row_order = forward.row_order
-
-
-class PrivateLayer(Function):
-    """A layer whose backward returns the input's gradient only."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, x: Tensor, *parameters: Tensor) -> Tensor:
-        rule = call.handle.rule
-        assert rule is not None
-        with call.handle.bypassed():
-            out, saved = rule.forward(call.module, x, call.extra)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*saved)
-        ctx.call = call
-        ctx.dtype = x.dtype
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
-        nothing = (None,) * (2 + len(call.names))
-        if g is None:
-            return nothing
-        wanted = wanted_parameters(ctx, call, first_edge=1)
-        backward = LayerBackward(call, ctx.saved_tensors, g, ctx.needs_input_grad[1], wanted)
-        rule = call.handle.rule
-        assert rule is not None
-        with torch.autocast(g.device.type, enabled=False):
-            if wanted:
-                backward.admit()
-            with call.handle.bypassed():
-                grad_input = rule.backward(backward)
-        if grad_input is not None:
-            grad_input = grad_input.to(ctx.dtype)
-        return (None, grad_input, *nothing[2:])
-
-
-def wanted_parameters(ctx: Any, call: Call, first_edge: int) -> dict[str, nn.Parameter]:
-    """The parameters whose contribution this backward pass wants, by name.
-
-    `needs_input_grad` does not shrink under autograd.grad; whether the engine will run the
-    parameter's own node tells.
-    """
-    if not call.forward.recording:
-        return {}
-    keeper = call.handle.keeper
-    parameters = call.handle.parameters(call.module)
-    edges = dict(zip(call.names, ctx.next_functions[first_edge:], strict=True))
-    return {
-        name: parameter
-        for name, parameter in parameters.items()
-        if parameter in keeper.names and name in edges and _will_run(edges[name][0])
-    }
-
-
-def _will_run(node: Any) -> bool:
-    if node is None:
-        return False
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return False  # torch.autograd.grad: it asks for tensors, not for p.grad
-
-
-class LayerBackward:
-    """What a rule's backward may see and do.
-
-    Attributes:
-        g: gradient of the layer's output. saved: what its forward saved. extra: the rest of the
-            call. module: the layer, with its current parameters. path: its path in the model.
-        needs_input_grad: whether the input's gradient must be returned.
-    """
-
-    def __init__(
-        self, call: Call, saved: tuple[Tensor | None, ...], g: Tensor, needs_input_grad: bool,
-        wanted: dict[str, nn.Parameter],
-    ) -> None:  # fmt: skip
-        self._call, self._wanted = call, wanted
-        self.saved: tuple[Any, ...] = saved
-        self.g, self.needs_input_grad = g, needs_input_grad
-        self.module: Any = call.module
-        self.extra = call.extra
-        self.path = call.handle.path
-
-    def wants(self, name: str) -> bool:
-        """Whether the parameter of this name takes part in the backward pass."""
-        return name in self._wanted
-
-    def samples(self, x: Tensor) -> Tensor:
-        """`x` with one row a sample, in the order of the batch, along axis 0."""
-        order = self._call.row_order
-        if order is None:
-            return x.movedim(self._call.axis, 0) if self._call.axis else x
-        batch = self._call.forward.batch_size or len(order)
-        rows = x.new_zeros(batch, *x.shape[1:])
-        return rows.index_copy_(0, order[: x.shape[0]], x)
-
-    def admit(self) -> None:
-        """Check that this contribution may enter the running pass."""
-        order, axis = self._call.row_order, self._call.axis
-        forward = self._call.forward
-        rows = self.g.shape[axis] if order is None else (forward.batch_size or len(order))
-        self._call.handle.keeper.admit(self.path, forward, rows)
-
-    def record(self, name: str, record: Record) -> None:
-        """Add a contribution to the parameter of this name."""
-        handle = self._call.handle
-        assert handle.rule is not None
-        handle.keeper.plan_log.seen(self.path, handle.rule.name, tuple(self.g.shape), record.nbytes)
-        handle.keeper.record(self._wanted[name], record)
-
-    def plan_linear(self, a: Tensor, g: Tensor, name: str = "weight") -> Choice:
-        """The planner's choice for a [b, t, d] and g [b, t, p]."""
-        b, t, d = a.shape
-        choice = self._planner.linear(b, t, d, g.shape[2], a.element_size(), self._may_keep(name))
-        return self._noted(tuple(a.shape), choice)
-
-    def plan_conv(
-        self, x: Tensor, g: Tensor, geometry: ops.ConvGeometry, name: str = "weight"
-    ) -> Choice:
-        """The planner's choice for a convolution over x [b, c, *space]."""
-        choice = self._planner.conv(
-            x.shape[0], torch.Size(x.shape[2:]).numel(), torch.Size(g.shape[2:]).numel(), geometry,
-            x.element_size(), self._may_keep(name),
-        )  # fmt: skip
-        return self._noted(tuple(x.shape), choice)
-
-    @property
-    def _planner(self) -> Any:
-        return self._call.handle.keeper.planner
-
-    def _may_keep(self, name: str) -> bool:
-        return not self._call.handle.keeper.shared(self._wanted[name])
-
-    def _noted(self, shape: tuple[int, ...], choice: Choice) -> Choice:
-        handle = self._call.handle
-        assert handle.rule is not None
-        handle.keeper.plan_log.note(self.path, handle.rule.name, shape, choice)
-        return choice

@@ -8,59 +8,28 @@ samples, and an input that does not change has none. Later calls are checked aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, is_dataclass
-from itertools import islice, product
+from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec
 
 from fastclip.errors import BatchSizeError, FastclipError
+from fastclip.inputs import Cuts, batch_sizes_of, flatten, rows_of, ways_to_cut
+from fastclip.probing import (
+    UNBATCHED,
+    UNCLEAR,
+    Probe,
+    Runs,
+    Shapes,
+    check_apart,
+    followed,
+    rows_come_out,
+    same,
+)
 
-UNBATCHED = -1
-_PROBES = (2, 3)
 _MOST_CUTS = 64
-Cuts = tuple[int | None, ...]
-Shapes = dict[str, list[tuple[int, ...]]]
-
-
-@dataclass
-class Probe:
-    """One run of the model on a few rows."""
-
-    rows: int
-    expand: bool
-    """Expand inputs and parameters without samples, as training does."""
-    shapes: Shapes = field(default_factory=dict)
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors in a nested structure, also inside dataclasses and mappings torch does not know."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from tensors_of(list(vars(leaf).values()))
-        elif isinstance(leaf, Mapping):
-            yield from tensors_of(list(leaf.values()))
-
-
-def batch_sizes_of(args: tuple, kwargs: dict, axis: int) -> list[int]:
-    """What the number of samples in a model's inputs may be, the likeliest first.
-
-    These are the sizes along `axis` of its tensors, in order. A leading 1 broadcasts over the batch
-    and does not count unless all are 1.
-    """
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, PackedSequence):
-            return [int(value.batch_sizes[0])]
-    tensors = tensors_of((args, kwargs))
-    sizes = [tensor.shape[axis] for tensor in tensors if tensor.dim() > axis]
-    return list(dict.fromkeys(size for size in sizes if size != 1)) or sizes[:1]
 
 
 class BatchLayout:
@@ -76,121 +45,118 @@ class BatchLayout:
         self.probe: Probe | None = None
         """The probe that is running: layers show it their inputs and otherwise run as they were."""
         self._axes: dict[str, int] = {}
-        self._told_by: int | None = None
-        """The input, by its number, whose size along `axis` is that of the batch."""
+        self._told_by: tuple[int, TreeSpec] | None = None
+        """The input whose size along `axis` is that of the batch: its number, among these inputs."""
         self._integer: set[str] = set()
-        self._expand: set[str] = set()
+        self._expand: dict[str, bool] = {}
+        """Layers whose input has no samples; True: ids of shape [t], to become [b, t]."""
 
     def batch_size(self, args: tuple, kwargs: dict) -> int | None:
         """Number of samples in the model's inputs."""
         if self._told_by is not None:
-            leaves = tree_leaves((args, kwargs))
-            leaf = leaves[self._told_by] if self._told_by < len(leaves) else None
-            if isinstance(leaf, Tensor) and leaf.dim() > self.axis:
-                return leaf.shape[self.axis]
+            leaves, structure = flatten((args, kwargs))
+            number, known = self._told_by
+            if structure == known:
+                return rows_of(leaves[number], self.axis)
         return next(iter(batch_sizes_of(args, kwargs, self.axis)), None)
 
     def learn(
-        self, model: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict
-    ) -> None:
+        self, model: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict,
+        flat_inputs: bool = False,
+    ) -> None:  # fmt: skip
         """Run the model's `forward` on 2 and on 3 rows of its input and note which axes follow.
 
         Further rounds do so with inputs and parameters without samples expanded, as training
-        will, until every layer has samples, and check that the model still computes the same.
-        Random generators and buffers are restored: training is the same with and without this.
-        Where the input cannot be cut (a PackedSequence), the model's own axis is taken on trust.
+        will, until every layer has samples; the model must still compute the same, and no row may
+        change another's output. Dropout is off, random generators and buffers are restored.
+
+        Args:
+            flat_inputs: a layer of the model counts its samples itself (EmbeddingBag with offsets),
+                so inputs that cannot be cut are accepted.
+
+        Raises:
+            BatchSizeError: the samples are not to be found, or the model couples them.
         """
-        if self.known or not self.batch_size(args, kwargs):
+        if self.known:
             return
+        run = Runs(self, model, forward, args, kwargs)
+        found = self._first_run(run)
+        if found is not None and flat_inputs:
+            try:
+                self._learn(run, *found)
+            except BatchSizeError:  # ids of all bags in one row: not to be cut
+                self._axes, self._expand = {}, {}
+        elif found is not None:
+            self._learn(run, *found)
+        elif not flat_inputs:
+            raise BatchSizeError(
+                "cannot tell which axis of the model's inputs holds the samples: no way of cutting "
+                "them to 2 and to 3 rows gives as many rows of output. Pass tensors with one row a "
+                f"sample along axis {self.axis} (a list of tensors: stack or pad them), and let the "
+                f"model take any number of rows{run.last_error}"
+            )
         self.known = True
-        if any(isinstance(leaf, PackedSequence) for leaf in (*args, *kwargs.values())):
-            return
-        first = self._first_run(model, forward, args, kwargs)
-        if first is None:  # the model needs its real input: trust its own axis
-            return
-        cuts, shapes, plain = first
-        self._told_by = next((i for i, axis in enumerate(cuts) if axis == self.axis), None)
-        self._axes = _followed(*shapes)
-        self._expand = {path for path in self._unbatched() if path in self._integer}
+
+    def _first_run(self, run: Runs) -> tuple[Cuts, list[Shapes], list[Any]] | None:
+        """The first way to cut the inputs with which rows go in and come out."""
+        for cuts in islice(ways_to_cut(run.args, run.kwargs, self.axis), _MOST_CUTS):
+            try:
+                shapes, outputs = run.both(cuts)
+            except FastclipError:
+                raise
+            except Exception as error:  # this way does not fit the model
+                run.last_error = f" ({type(error).__name__}: {error})"
+                continue
+            layers = any(axis >= 0 for axis in followed(*shapes).values())
+            if layers and rows_come_out(outputs, self.axis):
+                return cuts, shapes, outputs
+        return None
+
+    def _learn(self, run: Runs, cuts: Cuts, shapes: list[Shapes], plain: list[Any]) -> None:
+        self._axes = followed(*shapes)
+        self._expand = {p: shapes[0][p][0] != (1,) for p in self._unbatched() if p in self._integer}
+        if run.rows(cuts) > 1:
+            check_apart(plain, run.once(cuts, Probe(2), rows=[0, 1]), 0, "the model")
         while True:
             try:
-                shapes, out = self._run(model, forward, args, kwargs, cuts, expand=True)
+                shapes, outputs = run.both(cuts, expand=True)
+                problem = "" if same(plain[0], outputs[0]) else "computes something else"
             except FastclipError:
                 raise
             except Exception as error:
-                raise self._changed(f"fails ({type(error).__name__}: {error})") from error
-            if not _same(plain, out):
-                raise self._changed("computes something else")
-            self._axes = _followed(*shapes)
+                problem = f"fails ({type(error).__name__}: {error})"
+            if problem:
+                if not self._reconsider(shapes):
+                    raise BatchSizeError(
+                        f"{self._expanded_names()}: used without a batch dimension, and the model "
+                        f"{problem} once there is one row a sample; add them by broadcasting over a "
+                        "leading batch dimension, or register a rule"
+                    )
+                continue
+            self._axes = followed(*shapes)
             remaining = [path for path in self._unbatched() if path not in self._expand]
             if not remaining:
-                return
-            self._expand.add(remaining[0])  # the first in call order; later ones may follow from it
+                break
+            # The first in call order alone: later layers may follow from it.
+            self._expand[remaining[0]] = False
+        for row in (0, 1):
+            disturbed = run.once(cuts, Probe(2, expand=True, disturb=row))
+            check_apart(outputs, disturbed, 1 - row, self._expanded_names())
+        number = next(i for i, axis in enumerate(cuts) if axis == self.axis)
+        self._told_by = number, flatten((run.args, run.kwargs))[1]
+
+    def _reconsider(self, shapes: list[Shapes]) -> bool:
+        """Ids of shape [1] are a batch of one or a length of one: try the other; False if tried."""
+        single = [p for p, ids in self._expand.items() if not ids and shapes[0].get(p) == [(1,)]]
+        for path in single:
+            self._expand[path] = True
+        return bool(single)
 
     def _unbatched(self) -> list[str]:
         return [path for path, axis in self._axes.items() if axis == UNBATCHED]
 
-    def _changed(self, what: str) -> BatchSizeError:
-        return BatchSizeError(
-            f"{', '.join(sorted(self._expand)) or 'parameters of shape [1, ...]'}: used without a "
-            f"batch dimension, and the model {what} once there is one row a sample; add them by "
-            "broadcasting over a leading batch dimension, or register a rule"
-        )
-
-    def _first_run(
-        self, model: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict
-    ) -> tuple[Cuts, list[Shapes], Any] | None:
-        """The first way to cut the inputs with which the model runs on 2 and on 3 rows."""
-        for cuts in islice(self._ways_to_cut(args, kwargs), _MOST_CUTS):
-            try:
-                shapes, out = self._run(model, forward, args, kwargs, cuts, expand=False)
-            except FastclipError:
-                raise
-            except Exception:  # this way does not fit the model
-                continue
-            if any(axis != UNBATCHED for axis in _followed(*shapes).values()):
-                return cuts, shapes, out
-        return None
-
-    def _ways_to_cut(self, args: tuple, kwargs: dict) -> Iterator[Cuts]:
-        """The axis of each input that holds samples (None: it has none), likely ways first.
-
-        An input without samples may have the batch's size by accident, so every subset of the
-        inputs is a way; a state may hold its samples along axis 1, so the other axis comes last.
-        """
-        leaves = tree_leaves((args, kwargs))
-        for axes in ((self.axis,), (self.axis, 1 - self.axis)):
-            for size in batch_sizes_of(args, kwargs, self.axis):
-                options = [
-                    [axis for axis in axes if leaf.dim() > axis and leaf.shape[axis] == size]
-                    if isinstance(leaf, Tensor)
-                    else []
-                    for leaf in leaves
-                ]
-                for cuts in product(*([*option, None] for option in options)):
-                    if any(axis == self.axis for axis in cuts):
-                        yield cuts
-
-    def _run(
-        self, model: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict, cuts: Cuts,
-        *, expand: bool,
-    ) -> tuple[list[Shapes], Any]:  # fmt: skip
-        """Shapes of the layers' inputs on 2 and on 3 rows, and the model's output on 2."""
-        leaves, structure = tree_flatten((args, kwargs))
-        probes, outputs = [Probe(rows, expand) for rows in _PROBES], []
-        try:
-            for probe in probes:
-                self.probe = probe
-                few = [
-                    leaf if axis is None else _cut(leaf, axis, probe.rows)
-                    for leaf, axis in zip(leaves, cuts, strict=True)
-                ]
-                few_args, few_kwargs = tree_unflatten(few, structure)
-                with _undisturbed(model):
-                    outputs.append(forward(*few_args, **few_kwargs))
-        finally:
-            self.probe = None
-        return [probe.shapes for probe in probes], outputs[0]
+    def _expanded_names(self) -> str:
+        return ", ".join(sorted(self._expand)) or "parameters of shape [1, ...]"
 
     def observe(self, path: str, x: Any) -> Any:
         """Note the shape of a layer's input during a probe; expanded as training would."""
@@ -200,7 +166,16 @@ class BatchLayout:
         self.probe.shapes.setdefault(path, []).append(tuple(x.shape))
         if not x.is_floating_point():
             self._integer.add(path)
-        return _expanded(path, x, self.probe.rows) if path in self._expand else x
+        if not self.probe.expand or path not in self._expand:
+            return x
+        return self._expanded(path, x, self.probe.rows)
+
+    def observed_output(self, path: str, out: Any) -> Any:
+        """The layer's output during a probe: changed in one row where its input was expanded."""
+        assert self.probe is not None
+        if self.probe.expand and path in self._expand and isinstance(out, Tensor):
+            return self.probe.expanded(out)
+        return out
 
     def locate(
         self, path: str, x: Tensor, batch: int | None, fixed: int | None
@@ -218,9 +193,16 @@ class BatchLayout:
         if axis == UNBATCHED:
             if batch is None:
                 raise BatchSizeError(f"{path}: its input has no samples, and the batch is unknown")
-            return 0, _expanded(path, x, batch)
+            return 0, self._expanded(path, x, batch)
+        if axis == UNCLEAR:
+            raise BatchSizeError(
+                f"{path}: the rows of its input of shape {list(x.shape)} are not the samples: with one "
+                "sample more it does not get one row more, or its calls differ in where the samples "
+                "lie; keep the batch dimension apart (no reshape to [batch * length, ...]) and along "
+                "one axis"
+            )
         if axis is None:
-            axis = fixed if fixed is not None else self._guess(x, batch)
+            axis = self.axis if fixed is None else fixed
         if fixed is not None and axis != fixed:
             raise BatchSizeError(
                 f"{path}: this layer takes its samples along axis {fixed}, but in this model they "
@@ -233,8 +215,6 @@ class BatchLayout:
             )
         rows = x.shape[axis]
         if batch is not None and rows != batch:
-            if rows == 1 and axis == 0:
-                return 0, x.expand(batch, *x.shape[1:])
             raise BatchSizeError(
                 f"{path}: expected {batch} rows along axis {axis}, as in the model's input, got "
                 f"shape {list(x.shape)}; layers must see one row a sample: keep the batch "
@@ -242,71 +222,13 @@ class BatchLayout:
             )
         return axis, x
 
-    def _guess(self, x: Tensor, batch: int | None) -> int:
-        if self.axis and x.dim() > self.axis and x.shape[self.axis] == batch:
-            return self.axis
-        return 0
-
-
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Without gradients; random generators and the model's buffers are as before afterwards."""
-    cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    saved = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=cuda):
-            yield
-    finally:
-        for buffer, version, value in saved:
-            if buffer._version != version:
-                buffer.copy_(value)
-
-
-def _cut(leaf: Tensor, axis: int, rows: int) -> Tensor:
-    """The first row of `leaf` along `axis`, so many times."""
-    return leaf.narrow(axis, 0, 1).repeat_interleave(rows, dim=axis)
-
-
-def _expanded(path: str, x: Tensor, batch: int) -> Tensor:
-    """An input without samples, one copy a sample."""
-    if x.dim() and x.shape[0] == 1:
-        return x.expand(batch, *x.shape[1:])
-    if x.dim() == 1 and not x.is_floating_point():
-        return x.expand(batch, *x.shape)  # ids of shape [t], whose rows are added to [b, t, d]
-    raise BatchSizeError(
-        f"{path}: its input of shape {list(x.shape)} has no batch dimension, so no per-sample "
-        "gradient exists for it; give it a leading dimension of 1, or register a rule"
-    )
-
-
-def _followed(first: Shapes, second: Shapes) -> dict[str, int]:
-    """The axis that followed the number of rows, by path; paths that are not clear are left out."""
-    axes = {}
-    for path, shapes in first.items():
-        pairs = zip(shapes, second.get(path, []), strict=False)
-        found = {_changed_axis(a, b) for a, b in pairs}
-        if len(found) == 1 and (axis := found.pop()) is not None:
-            axes[path] = axis
-    return axes
-
-
-def _same(first: Any, second: Any) -> bool:
-    """Whether two outputs of a model agree within rounding."""
-    one, two = tree_leaves(first), tree_leaves(second)
-    pairs = [(a, b) for a, b in zip(one, two, strict=True) if isinstance(a, Tensor)]
-    return all(
-        a.shape == b.shape and torch.allclose(a, b, rtol=1e-2, atol=1e-3, equal_nan=True)
-        for a, b in pairs
-    )
-
-
-def _changed_axis(first: tuple[int, ...], second: tuple[int, ...]) -> int | None:
-    """The one axis that went from 2 to 3 rows; UNBATCHED if none did; None if it is not clear."""
-    if len(first) != len(second):
-        return None
-    changed = [i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
-    if not changed:
-        return UNBATCHED
-    if len(changed) == 1 and (first[changed[0]], second[changed[0]]) == _PROBES:
-        return changed[0]
-    return None
+    def _expanded(self, path: str, x: Tensor, batch: int) -> Tensor:
+        """An input without samples, one copy a sample."""
+        if self._expand.get(path) and x.dim() == 1:
+            return x.expand(batch, *x.shape)  # ids [t], whose rows are added to [b, t, d]
+        if x.dim() and x.shape[0] == 1:
+            return x.expand(batch, *x.shape[1:])
+        raise BatchSizeError(
+            f"{path}: its input of shape {list(x.shape)} has no batch dimension, so no per-sample "
+            "gradient exists for it; give it a leading dimension of 1, or register a rule"
+        )

@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from fastclip.errors import StepError
 
+_BROKEN = (
+    "the last backward pass failed halfway through its sums; call optimizer.zero_grad() and run the "
+    "logical batch again"
+)
+
 
 class LogicalBatch:
     """State of the sums between two real steps."""
@@ -32,6 +37,8 @@ class LogicalBatch:
 
     def begin_pass(self) -> None:
         """A backward pass is about to contribute."""
+        if self.broken:
+            raise StepError(_BROKEN)
         if self.pending and not self.accumulation_allowed:
             raise StepError(
                 "Poisson sampling is not compatible with grad accumulation: this is the second "
@@ -43,10 +50,7 @@ class LogicalBatch:
     def step(self, *, skip: bool) -> None:
         """step() was called; `skip` if it only accumulates."""
         if self.broken:
-            raise StepError(
-                "the last backward pass failed halfway through its sums; call "
-                "optimizer.zero_grad() and run the batch again"
-            )
+            raise StepError(_BROKEN)
         if self.released:
             raise StepError(
                 "Gradients haven't been cleared since the last optimizer step. In order to obtain "
@@ -61,7 +65,12 @@ class LogicalBatch:
         self.held, self.released = skip, not skip
 
     def zero_grad(self) -> bool:
-        """zero_grad() was called; True if the sums must be cleared."""
+        """zero_grad() was called; True if the sums must be cleared.
+
+        Half-written sums are always cleared, with the earlier physical batches in them.
+        """
+        if self.broken:
+            self.held = False
         if self.held and self.pending:
             raise StepError(
                 "zero_grad() came between backward() and step() of a split batch: summed_grad "

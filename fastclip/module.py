@@ -68,6 +68,8 @@ class _Installer:
         missing = [name for p, name in self.keeper.names.items() if p not in self.owners]
         if missing:
             raise UnsupportedLayerError(f"no layer answers for parameters {missing}; freeze them")
+        self.keeper.known = set(self.model.parameters())
+        self.keeper.guard.arm(self.keeper.names)
         for parameter, uses in self.owners.items():
             if uses > 1:
                 self.keeper.mark_shared(parameter)
@@ -92,6 +94,7 @@ class _Installer:
             inside_fallback.update(module.modules())
             own = {n: p for n, p in module.named_parameters() if p.requires_grad}
         handle.rule = rule
+        self.keeper.flat_inputs |= rule.counts_rows
         self._claim(own)
         if isinstance(module, RNNLinear):
             for parameter in own.values():

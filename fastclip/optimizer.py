@@ -108,8 +108,12 @@ class FastDPOptimizer(DPOptimizer):
                 f"noise_multiplier expects a number >= 0, got {self.noise_multiplier}"
             )
         gradients = ops.noise_finalize(
-            [p.summed_grad for p in parameters], parameters, std, self._divisor(), self.generator
-        )
+            [p.summed_grad for p in parameters], parameters, std, self._divisor(), self.generator,
+            secure=self.secure_mode,
+        )  # fmt: skip
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None  # whatever is not private must not reach the inner step
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
 

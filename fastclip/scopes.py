@@ -14,11 +14,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import PackedSequence
 
 from fastclip import ops
-from fastclip.errors import UnsupportedLayerError
-from fastclip.interception import ATTRIBUTE, Call, Handle, PrivateLayer, wanted_parameters
+from fastclip.errors import FastclipError, GraphError, UnsupportedLayerError
+from fastclip.inputs import batch_sizes_of, tensors_of
+from fastclip.interception import ATTRIBUTE, Handle
 from fastclip.layers import KeptRecord
-from fastclip.layout import batch_sizes_of, tensors_of
 from fastclip.loader import unmark
+from fastclip.private_layer import Call, PrivateLayer, wanted_parameters
 
 
 class RootScope:
@@ -32,8 +33,16 @@ class RootScope:
             return inner(*args, **kwargs)
         (args, kwargs), made_up = unmark((args, kwargs))
         outermost = not keeper.depth and torch.is_grad_enabled()
+        if outermost and torch._C._current_graph_task_id() != -1:
+            if not keeper.running:
+                raise GraphError(
+                    "the whole private model is recomputed inside a backward pass of its own "
+                    "(checkpoint(model, ..., use_reentrant=True)); use use_reentrant=False, or "
+                    "checkpoint parts of the model"
+                )
+            outermost = False  # a recomputation: what it adds belongs to the running pass
         if outermost:
-            keeper.layout.learn(module, inner, args, kwargs)
+            keeper.layout.learn(module, inner, args, kwargs, keeper.flat_inputs)
         batch = keeper.layout.batch_size(args, kwargs)
         with keeper.root_forward(batch, made_up) as forward:
             if not outermost:
@@ -44,7 +53,7 @@ class RootScope:
         if forward.recording:
             hook = partial(keeper.open_pass, forward)
             for tensor in tensors_of(out):
-                if tensor.requires_grad:
+                if tensor.grad_fn is not None:
                     tensor.register_hook(hook)
         return out
 
@@ -66,8 +75,8 @@ class RawParameterScope:
         probe = keeper.layout.probe
         if not torch.is_grad_enabled() and not (probe and probe.expand):
             return inner(*args, **kwargs)
-        forward = None if probe else keeper.layer_forward()[0]
-        batch = probe.rows if probe else forward.batch_size  # type: ignore[union-attr]
+        forward = keeper.forward if probe else keeper.layer_forward()[0]
+        batch = probe.rows if probe else forward.batch_size
         batch = batch or next(iter(batch_sizes_of(args, kwargs, 0)), None)
         originals = {name: module._parameters[name] for name in self.names}
         table: dict[str, Any] = module._parameters
@@ -75,14 +84,15 @@ class RawParameterScope:
             for name, parameter in originals.items():
                 if parameter is None or not parameter.requires_grad or batch is None:
                     continue
-                if forward is None:
-                    table[name] = parameter.expand(batch, *parameter.shape[1:])
+                if probe:
+                    rows = parameter.detach().expand(batch, *parameter.shape[1:])
+                    table[name] = probe.expanded(rows)
                 else:
                     call = Call(handle, module, forward, 0, batch, (name,))
                     table[name] = _ExpandParameter.apply(call, parameter)
             return inner(*args, **kwargs)
         except RuntimeError as error:
-            if batch == 1:
+            if batch == 1 or isinstance(error, (FastclipError, torch.OutOfMemoryError)):
                 raise
             raise UnsupportedLayerError(
                 f"{handle.path or 'the model'} ({type(module).__name__}) failed with its "

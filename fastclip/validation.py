@@ -27,8 +27,6 @@ def check_module(model: nn.Module) -> None:
     for path, module in model.named_modules():
         where = f"{path or 'the model'} ({type(module).__name__})"
         check_batch_norm(path, module)
-        if not _trained(module):
-            continue
         if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
             raise UnsupportedLayerError(
                 f"{where}: running statistics are updated from the batch without noise; use "
@@ -36,6 +34,8 @@ def check_module(model: nn.Module) -> None:
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             _check_embedding(where, module)
+        if not _trained(module):
+            continue
         if type(module) in _REPLACEABLE:
             raise UnsupportedLayerError(
                 f"{where}: its fused kernel hides the gradients of single time steps; {_WAY_OUT} "
@@ -68,10 +68,14 @@ def check_batch_norm(path: str, module: nn.Module) -> None:
 
 
 def _check_embedding(where: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    trained = _trained(module)
     traps = {
         "max_norm": (module.max_norm is not None, "it rescales rows that the batch looked up"),
-        "scale_grad_by_freq": (module.scale_grad_by_freq, "it divides by counts over the batch"),
-        "sparse": (module.sparse, "noise makes every gradient dense"),
+        "scale_grad_by_freq": (
+            trained and module.scale_grad_by_freq,
+            "it divides by counts over the batch",
+        ),
+        "sparse": (trained and module.sparse, "noise makes every gradient dense"),
     }
     for option, (used, why) in traps.items():
         if used:

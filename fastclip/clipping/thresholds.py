@@ -11,6 +11,8 @@ from torch import Tensor
 
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
+SMALLEST = 1e-12
+
 
 class ThresholdPolicy(Protocol):
     """How C is set, and moved once a logical batch from noisy counts (never from raw ones)."""
@@ -32,7 +34,7 @@ class Constant:
     per_layer = False
 
     def initial(self, max_grad_norm: float | Sequence[float], parameters: int) -> Tensor:
-        return torch.tensor(positive("max_grad_norm", max_grad_norm), dtype=torch.float64)
+        return torch.tensor(_threshold(max_grad_norm), dtype=torch.float64)
 
     def bound(self, thresholds: Tensor) -> Tensor:
         return thresholds
@@ -55,11 +57,21 @@ class PerLayer:
                 f"clipping='per_layer' expects {parameters} thresholds in max_grad_norm, one a "
                 f"trainable parameter tensor of the optimizer, got {len(max_grad_norm)}"
             )
-        values = [positive("max_grad_norm", value) for value in max_grad_norm]
+        values = [_threshold(value) for value in max_grad_norm]
         return torch.tensor(values, dtype=torch.float64)
 
     def bound(self, thresholds: Tensor) -> Tensor:
         return torch.linalg.vector_norm(thresholds)
+
+
+def _threshold(value: object) -> float:
+    threshold = positive("max_grad_norm", value)
+    if threshold < SMALLEST:
+        raise ArgumentError(
+            f"max_grad_norm expects at least {SMALLEST} (squared norms near it underflow in "
+            f"float32), got {value!r}; scale the loss up instead"
+        )
+    return threshold
 
 
 def positive(name: str, value: object) -> float:

@@ -13,7 +13,7 @@ from fastclip.layers.records import ConvRecord, KeptRecord
 from fastclip.layers.rule import LayerRule, register_rule
 
 if TYPE_CHECKING:
-    from fastclip.interception import LayerBackward
+    from fastclip.private_layer import LayerBackward
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 

@@ -14,7 +14,7 @@ from fastclip.layers.records import LookupRecord, Record
 from fastclip.layers.rule import LayerRule, register_rule
 
 if TYPE_CHECKING:
-    from fastclip.interception import LayerBackward
+    from fastclip.private_layer import LayerBackward
 
 
 @register_rule(nn.Embedding)

@@ -16,7 +16,7 @@ from fastclip.layers.records import KeptRecord
 from fastclip.layers.rule import LayerRule
 
 if TYPE_CHECKING:
-    from fastclip.interception import LayerBackward
+    from fastclip.private_layer import LayerBackward
 
 HOW_TO_REGISTER = (
     "write its rule with @fastclip.layers.register_rule (examples/custom_layer.py), freeze it, or "
@@ -29,11 +29,12 @@ class FallbackRule(LayerRule):
 
     name = "vmap"
 
-    def axis(self, module: Any) -> int | None:
-        return 0
-
     def __init__(self) -> None:
         self._verified: WeakSet[nn.Module] = WeakSet()
+        """Modules whose output for one sample has been seen not to depend on the others."""
+
+    def axis(self, module: Any) -> int | None:
+        return 0
 
     def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
         others = (*args[1:], *kwargs.values())

@@ -13,7 +13,7 @@ from fastclip.layers.records import KeptRecord, LinearRecord, Record
 from fastclip.layers.rule import LayerRule, register_rule
 
 if TYPE_CHECKING:
-    from fastclip.interception import LayerBackward
+    from fastclip.private_layer import LayerBackward
 
 
 @register_rule(nn.Linear)
@@ -27,7 +27,7 @@ class LinearRule(LayerRule):
         self, module: Any, x: Tensor, extra: Any
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         weight, bias = module.weight, module.bias
-        out = _own(F.linear(x, weight, bias))
+        out = _not_a_view(F.linear(x, weight, bias))
         return out, (x if weight.requires_grad else None, weight if x.requires_grad else None)
 
     def backward(self, call: LayerBackward) -> Tensor | None:
@@ -59,7 +59,7 @@ class TransposedLinearRule(LinearRule):
         self, module: Any, x: Tensor, extra: Any
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         weight, bias = module.weight, module.bias
-        out = _own(F.linear(x, weight.t(), bias))
+        out = _not_a_view(F.linear(x, weight.t(), bias))
         return out, (x if weight.requires_grad else None, weight if x.requires_grad else None)
 
 
@@ -72,7 +72,7 @@ def linear_record(call: LayerBackward, a: Tensor, g: Tensor, transposed: bool = 
     return LinearRecord(a, g, ghost=choice.ghost, transposed=transposed)
 
 
-def _own(out: Tensor) -> Tensor:
+def _not_a_view(out: Tensor) -> Tensor:
     # With a bias, F.linear returns a view of its own result, which autograd would not let a
     # following layer change in place.
     return out.data if out._is_view() else out

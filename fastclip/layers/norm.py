@@ -13,7 +13,7 @@ from fastclip.layers.records import KeptRecord
 from fastclip.layers.rule import LayerRule, register_rule
 
 if TYPE_CHECKING:
-    from fastclip.interception import LayerBackward
+    from fastclip.private_layer import LayerBackward
 
 
 def _autocast_to_float(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.parametrize import is_parametrized
 
 if TYPE_CHECKING:
-    from fastclip.interception import LayerBackward
+    from fastclip.private_layer import LayerBackward
 
 
 class LayerRule(ABC):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 def noise_finalize(
     summed: list[Tensor | None], like: list[Tensor], std: float, divisor: float,
-    generator: torch.Generator | None,
+    generator: torch.Generator | None, secure: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """(summed + N(0, std^2)) / divisor for every parameter, in float32, cast to its own type last.
 
@@ -18,6 +18,8 @@ def noise_finalize(
         std: standard deviation of the noise on the sum; 0 draws nothing.
         divisor: public denominator.
         generator: source of the noise, or None for torch's global one.
+        secure: guard against floating-point attacks: one draw is thrown away and each value is half
+            the sum of four (Holohan and Braghin 2021, section 5.1, as in Opacus).
 
     Returns:
         New tensors, one a parameter.
@@ -27,10 +29,22 @@ def noise_finalize(
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         gradient = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
         if std > 0:
-            gradient.normal_(0.0, std / divisor, generator=generator)
+            _draw(gradient, std / divisor, generator, secure)
         else:
             gradient.zero_()
         if total is not None:
             gradient.add_(total, alpha=1 / divisor)
         gradients.append(gradient.to(parameter.dtype))
     return gradients
+
+
+def _draw(out: Tensor, std: float, generator: torch.Generator | None, secure: bool) -> None:
+    """Fill `out` with N(0, std^2)."""
+    if not secure:
+        out.normal_(0.0, std, generator=generator)
+        return
+    out.new_empty(1).normal_(generator=generator)
+    out.zero_()
+    for _ in range(4):
+        out.add_(torch.empty_like(out).normal_(0.0, std, generator=generator))
+    out.div_(2)

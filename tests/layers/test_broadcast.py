@@ -6,7 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from tests.oracle import DTYPES, check_exact, check_exact_or_refused
+from fastclip.errors import BatchSizeError
+from tests.oracle import (
+    DTYPES,
+    assert_sums,
+    check_exact,
+    check_exact_or_refused,
+    clipped_sum,
+    make_private,
+    per_sample_gradients,
+    row_loss,
+    summed,
+)
 
 POSITIONS = [4, 5]  # 4 == b: a dimension's length does not tell what it is
 
@@ -147,3 +158,62 @@ class RelativeBias(nn.Module):
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_relative_bias(positions: int, dtype: torch.dtype) -> None:
     check_exact_or_refused(RelativeBias(), torch.randn(4, positions, 6), dtype=dtype)
+
+
+class DroppedPositions(nn.Module):
+    """Dropout on the positions alone: the mask is drawn for [t, d] before and [b, t, d] after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.drop, self.head = nn.Embedding(9, 6), nn.Dropout(0.5), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(x + self.drop(self.table(torch.arange(x.shape[1])))))
+
+
+def test_dropout_on_positions_is_accepted() -> None:
+    """The engine compares the model with and without expansion; masks must not matter there."""
+    model = DroppedPositions()
+    _, private, optimizer, _ = make_private(model)
+    row_loss(private(torch.randn(4, 5, 6))).mean().backward()
+    optimizer.step()
+    assert model.drop.p == 0.5
+
+
+@pytest.mark.parametrize("lengths", [(1, 5, 1), (5, 1, 5)])
+def test_the_length_may_change(lengths: tuple) -> None:
+    """Ids of shape [t] with t = 1 are a length of one, not a batch of one."""
+    model = Positions().double()
+    params = dict(model.named_parameters())
+    batches = [torch.randn(4, t, 6).double() for t in lengths]
+    expected = [clipped_sum(per_sample_gradients(model, x), 1.0) for x in batches]
+    _, private, optimizer, _ = make_private(model, lr=0.0)
+    for x, sums in zip(batches, expected, strict=True):
+        optimizer.zero_grad()
+        row_loss(private(x)).mean().backward()
+        assert_sums(summed(params), sums, 1e-10)
+        optimizer.step()
+
+
+class Positions(nn.Module):
+    """Adds an embedding of ids [t] to every sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(x + self.table(torch.arange(x.shape[1]))))
+
+
+def test_a_refusal_stays_a_refusal() -> None:
+    """An error while the axes are learned must not let the next forward pass through."""
+
+    class Averages(Positions):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x + self.table(torch.arange(x.shape[1])).mean(0))
+
+    _, private, _, _ = make_private(Averages())
+    for _ in range(2):
+        with pytest.raises(BatchSizeError, match="table"):
+            private(torch.randn(4, 5, 6))
