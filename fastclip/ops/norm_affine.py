@@ -45,7 +45,9 @@ def group_norm_grads(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[
     """
     x, g = widen(x), widen(g)
     bias = g.sum(2)
-    product = (g * x).sum(2)
+    b, c, t = x.shape
+    # Dot products as a batched product: g * x is never in memory.
+    product = torch.bmm(g.reshape(b * c, 1, t), x.reshape(b * c, t, 1)).view(b, c)
     per_group = x.shape[1] // mean.shape[1]
     mean = widen(mean).repeat_interleave(per_group, dim=1)
     rstd = widen(rstd).repeat_interleave(per_group, dim=1)
