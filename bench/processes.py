@@ -49,7 +49,14 @@ def run_module(
         if line.startswith(MARK):
             return json.loads(line[len(MARK) :])
     reason = f"signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
-    return {"error": f"ProcessDied: {reason}", "detail": (done.stderr or "")[-2000:]}
+    last = (done.stderr or "").strip().splitlines()[-1:]
+    return {"error": f"ProcessDied: {reason}", "detail": " ".join(last)}
+
+
+def _frames(error: BaseException) -> str:
+    """The innermost calls, file names alone: results are shared, the machine's folders are not."""
+    frames = traceback.extract_tb(error.__traceback__)[-4:]
+    return " > ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames)
 
 
 def report(measure: Callable[[], dict]) -> None:
@@ -57,5 +64,5 @@ def report(measure: Callable[[], dict]) -> None:
     try:
         result = measure()
     except Exception as error:
-        result = {"error": first_line(error), "detail": traceback.format_exc()[-2000:]}
+        result = {"error": first_line(error), "detail": _frames(error)}
     print(MARK + json.dumps(result), flush=True)
