@@ -33,7 +33,11 @@ class LeakGuard:
     def arm(self, names: Mapping[nn.Parameter, str]) -> None:
         """Guard these parameters; does nothing if armed."""
         if not self._handles:
-            self._handles = [p.register_hook(partial(_refuse, name)) for p, name in names.items()]
+            self._handles = [
+                p.register_hook(partial(_refuse, name))
+                for p, name in names.items()
+                if p.requires_grad
+            ]
 
     def disarm(self) -> None:
         """Remove the hooks."""

@@ -111,11 +111,15 @@ class FastDPOptimizer(DPOptimizer):
             [p.summed_grad for p in parameters], parameters, std, self._divisor(), self.generator,
             secure=self.secure_mode,
         )  # fmt: skip
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None  # whatever is not private must not reach the inner step
+        self._drop_gradients()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+
+    def _drop_gradients(self) -> None:
+        """Whatever is not private must not reach the inner step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def scale_grad(self) -> None:
         """Nothing to do: `add_noise` divides, in the same pass over the gradients."""
@@ -137,6 +141,7 @@ class FastDPOptimizer(DPOptimizer):
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Everything before the inner step; False if this step only accumulates."""
         if not self.params:
+            self._drop_gradients()
             return True
         unknown = sum(p not in self.keeper.names for p in self.params)
         if unknown:

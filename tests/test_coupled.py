@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -174,7 +176,8 @@ def test_a_replaced_parameter() -> None:
         private(torch.randn(B, D))
 
 
-def test_nothing_but_private_gradients_reaches_the_inner_step() -> None:
+@pytest.mark.parametrize("all_frozen", [False, True])
+def test_nothing_but_private_gradients_reaches_the_inner_step(all_frozen: bool) -> None:
     """A stale gradient of a frozen parameter is dropped, not applied."""
     model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, 3))
     model[0].requires_grad_(False)
@@ -182,8 +185,20 @@ def test_nothing_but_private_gradients_reaches_the_inner_step() -> None:
     before = model[0].weight.clone()
     _, private, optimizer, _ = make_private(model, optimizer_params=list(model.parameters()))
     row_loss(private(torch.randn(B, D))).mean().backward()
+    model[1].requires_grad_(not all_frozen)
     optimizer.step()
     assert torch.equal(model[0].weight, before)
+
+
+def test_a_copy_with_a_frozen_layer() -> None:
+    """The copy arms its own guard, over what is still trainable."""
+    model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, 3))
+    _, private, _, _ = make_private(model)
+    copied = copy.deepcopy(private)
+    copied._module[0].requires_grad_(False)
+    row_loss(copied(torch.randn(B, D))).mean().backward()
+    assert copied._module[1].weight.summed_grad is not None
+    assert copied._module[0].weight.grad is None
 
 
 def test_paused_pauses_every_model_of_the_engine() -> None:
