@@ -156,7 +156,11 @@ def check_apart(plain: list[Any], other: Any, row: int, what: str) -> None:
     triples = zip(tensors_of(plain[0]), tensors_of(plain[1]), tensors_of(other), strict=False)
     for two, three, changed in triples:
         axis = _changed_axis(tuple(two.shape), tuple(three.shape))
-        if axis >= 0 and not _close(two.select(axis, row), changed.select(axis, row)):
+        if axis < 0 or two.dim() != changed.dim():
+            continue
+        # Another row may be longer and pad this one: what both have must agree.
+        sizes = [slice(min(n, m)) for n, m in zip(two.shape, changed.shape, strict=True)]
+        if not _close(two[tuple(sizes)].select(axis, row), changed[tuple(sizes)].select(axis, row)):
             raise BatchSizeError(
                 f"{what}: one sample's output depends on another sample's row, so no per-sample "
                 "gradient exists; let every row of the batch be computed from itself alone"

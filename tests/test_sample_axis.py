@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from opacus.layers import DPLSTM
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.oracle import (
     DTYPES,
@@ -237,3 +239,30 @@ def test_dataclasses() -> None:
         take=lambda batch, i: Batch((Fields(batch.args[0].x[i : i + 1]),)),
     )
     check_exact(OfFields(), batch, lambda out, _: row_loss(out.x), dtype=torch.float64)
+
+
+class Padded(nn.Module):
+    """Packs, runs an LSTM, pads to the longest of the batch: a row's length depends on others'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.lstm = nn.Embedding(9, 6), DPLSTM(6, 5, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(
+            self.table(ids), lengths, batch_first=True, enforce_sorted=False
+        )
+        return self.head(pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0])
+
+
+def test_padding_to_the_longest_row() -> None:
+    """Padding is not coupling: what two rows have in common must agree."""
+
+    def loss_fn(output: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        inside = torch.arange(output.shape[1]) < lengths[:, None]
+        return (output.square().sum(2) * inside).sum(1)
+
+    lengths = torch.tensor([2, 5, 3])
+    batch = Batch((torch.randint(9, (3, 5)), lengths), target=lengths)
+    check_exact(Padded(), batch, loss_fn, dtype=torch.float64)
