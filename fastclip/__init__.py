@@ -4,6 +4,15 @@ from fastclip import clipping, errors
 from fastclip.engine import FastPrivacyEngine
 from fastclip.layers import register_rule
 from fastclip.optimizer import FastDPOptimizer
+from fastclip.planner import Costs, Planner
 
 __version__ = "0.1.0"
-__all__ = ["FastDPOptimizer", "FastPrivacyEngine", "clipping", "errors", "register_rule"]
+__all__ = [
+    "Costs",
+    "FastDPOptimizer",
+    "FastPrivacyEngine",
+    "Planner",
+    "clipping",
+    "errors",
+    "register_rule",
+]

@@ -72,12 +72,13 @@ class BookKeeper:
         mean_loss: the loss is a mean over the physical batch; its size is multiplied back.
         batch_axis: axis of the samples in the model's inputs.
         frozen: the optimizer's parameters that were not trainable when the model was intercepted.
+        planner: chooses how norms are computed.
     """
 
     def __init__(
         self, names: dict[nn.Parameter, str], clipping: Clipping,
         max_grad_norm: float | Sequence[float], *, mean_loss: bool, batch_axis: int,
-        frozen: dict[nn.Parameter, str] | None = None,
+        frozen: dict[nn.Parameter, str] | None = None, planner: Planner | None = None,
     ) -> None:  # fmt: skip
         self.names = names
         self.frozen = frozen or {}
@@ -91,7 +92,7 @@ class BookKeeper:
         """Those at which the current logical batch is clipped."""
         self.batch = LogicalBatch()
         self.layout = BatchLayout(batch_axis)
-        self.planner = Planner()
+        self.planner = planner or Planner()
         self.plan_log = PlanLog()
         self.guard = LeakGuard()
         self.monitor = NonFiniteMonitor()

@@ -25,6 +25,7 @@ from fastclip.errors import ArgumentError, ArgumentTypeError, StepError, Unsuppo
 from fastclip.loader import mark_made_up_rows
 from fastclip.module import FastGradSampleHooks, FastGradSampleModule
 from fastclip.optimizer import FastDPOptimizer
+from fastclip.planner import Planner
 from fastclip.report import Plan
 
 FAST_MODES = ("fast", "ghost")
@@ -48,10 +49,19 @@ class FastPrivacyEngine(PrivacyEngine):
     Args:
         accountant: "prv" (default), "rdp" or "gdp", as in Opacus.
         secure_mode: cryptographically strong noise, as in Opacus.
+        planner: chooses how norms are computed, within its memory budget; `plan()` shows what it
+            chose. The default keeps per-sample gradients where they are cheap.
     """
 
-    def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
+    def __init__(
+        self, *, accountant: str = "prv", secure_mode: bool = False, planner: Planner | None = None
+    ) -> None:
         super().__init__(accountant=accountant, secure_mode=secure_mode)
+        if planner is not None and not isinstance(planner, Planner):
+            raise ArgumentTypeError(
+                f"planner expects a fastclip.Planner or None, got {type(planner).__name__}"
+            )
+        self._planner = planner or Planner()
         self._keepers: list[BookKeeper] = []
 
     def make_private(  # type: ignore[override]
@@ -258,7 +268,7 @@ class FastPrivacyEngine(PrivacyEngine):
         keeper = BookKeeper(
             {p: path[p] for p in owned if p.requires_grad}, clipping, max_grad_norm,
             mean_loss=loss_reduction == "mean", batch_axis=0 if batch_first else 1,
-            frozen={p: path[p] for p in owned if not p.requires_grad},
+            frozen={p: path[p] for p in owned if not p.requires_grad}, planner=self._planner,
         )  # fmt: skip
         kind = FastGradSampleModule if wrap_model else FastGradSampleHooks
         return kind(module, keeper=keeper, batch_first=batch_first, loss_reduction=loss_reduction)

@@ -55,8 +55,9 @@ class Planner:
     """Chooses, remembers what it chose for `engine.plan()`, and keeps to the memory budget.
 
     Args:
-        memory_factor: kept per-sample gradients may take this many times the bytes of the
-            activations and output gradients that they replace, summed over the layers of a pass.
+        memory_factor: budget: a layer's kept per-sample gradients may take this many times the
+            bytes of the input and output gradient that they replace; 1 never holds more than
+            book-keeping does, 0 keeps nothing.
         gram_tolerance: relative error of a norm that a Gram's rounding bound may add; above it the
             norm is instantiated (float32 Grams over long sequences).
         costs: rates of the machine.

@@ -15,7 +15,7 @@ from scipy import stats
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fastclip import FastPrivacyEngine, clipping
+from fastclip import FastPrivacyEngine, Planner, clipping
 from tests.oracle import make_private, per_sample_gradients, row_loss, summed
 
 ROWS, WIDTH, CLASSES = 24, 6, 3
@@ -257,6 +257,26 @@ def test_plan_names_every_trainable_layer() -> None:
     rows = {row.path: row for row in engine.plan().rows}
     assert (rows["3"].rule, rows["3"].method) == ("linear", "ghost")
     assert rows["3"].nbytes == 4 * 4 * (8 + CLASSES)  # a [4, 8] and g [4, 3] in float32
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e9])
+def test_the_planner_is_the_users(factor: float) -> None:
+    """A budget of nothing keeps nothing; a budget without end keeps what is cheapest. Both exact."""
+    model, x = nn.Linear(4, 4).double(), torch.randn(6, 512, 4).double()
+    reference = per_sample_gradients(model, x)
+    engine = FastPrivacyEngine(planner=Planner(memory_factor=factor))
+    private, optimizer, _ = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data(), batch_size=6), noise_multiplier=0.0, max_grad_norm=1.0,
+    )  # fmt: skip
+    row_loss(private(x)).mean().backward()
+    assert (engine.plan().rows[0].method == "keep") is (factor > 0)
+    flat_rows = torch.cat([g.flatten(1) for g in reference.values()], dim=1)
+    torch.testing.assert_close(
+        optimizer.per_sample_norms, flat_rows.norm(dim=1), rtol=1e-10, atol=0
+    )
+    with pytest.raises(TypeError, match="planner expects"):
+        FastPrivacyEngine(planner=0.5)  # type: ignore[arg-type]
 
 
 def test_torch_schedulers_and_closures() -> None:

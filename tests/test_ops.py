@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy import stats
 
 from fastclip import ops
 from fastclip.ops import ConvGeometry
@@ -139,3 +140,28 @@ def test_planner_refuses_a_gram_that_would_round_too_much() -> None:
     planner = Planner()
     assert planner.linear(1, 8192, 20000, 20000, 4, may_keep=False).method == "recompute"
     assert planner.linear(1, 8192, 20000, 20000, 8, may_keep=False).method == "ghost"
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_noise_has_its_deviation(secure: bool) -> None:
+    """Chi-square at 1e-4 (two-sided) over 100,000 draws; secure noise is another stream."""
+    like = [torch.zeros(1000, 100), torch.zeros(3, dtype=torch.float16)]
+    sums = [torch.full((1000, 100), 8.0), None]
+    generator = torch.Generator().manual_seed(5)
+    noisy, half = ops.noise_finalize(sums, like, 3.0, 4.0, generator, secure=secure)
+    draws = ((noisy.double() - 8.0 / 4.0) / (3.0 / 4.0)).flatten()
+    low, high = stats.chi2.ppf([5e-5, 1 - 5e-5], len(draws))
+    assert low < float(draws.square().sum()) < high
+    assert abs(float(draws.mean())) < 4 / len(draws) ** 0.5
+    assert half.dtype == torch.float16
+    assert half.any()  # a parameter that no sample touched receives noise too
+    plain = torch.empty(1000, 100).normal_(0, 0.75, generator=generator.manual_seed(5))
+    assert torch.allclose(noisy - 2.0, plain, atol=1e-5) is not secure
+
+
+def test_without_noise_the_sum_is_divided_and_nothing_is_drawn() -> None:
+    generator = torch.Generator().manual_seed(5)
+    before = generator.get_state()
+    (gradient,) = ops.noise_finalize([torch.full((2,), 3.0)], [torch.zeros(2)], 0.0, 4.0, generator)
+    assert gradient.tolist() == [0.75, 0.75]
+    assert torch.equal(generator.get_state(), before)
