@@ -12,6 +12,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from fastclip.errors import ParameterLeakError
+from tests.networks import mlp, rows
 from tests.oracle import (
     assert_sums,
     backward,
@@ -27,16 +28,6 @@ from tests.oracle import (
 from tests.refusal import refused
 
 EXACT = 1e-10
-
-
-def mlp() -> nn.Sequential:
-    """Two layers, float64."""
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-
-def rows(b: int = 5) -> torch.Tensor:
-    """Inputs of `mlp`."""
-    return torch.randn(b, 6, dtype=torch.float64)
 
 
 class Case:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from tests.networks import mlp, rows
 from tests.oracle import (
     assert_sums,
     backward,
@@ -22,16 +23,6 @@ from tests.oracle import (
     row_loss,
     summed,
 )
-
-
-def mlp() -> nn.Sequential:
-    """Two layers, float64."""
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-
-def rows(b: int) -> torch.Tensor:
-    """Inputs of `mlp`."""
-    return torch.randn(b, 6, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

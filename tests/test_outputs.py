@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fastclip.errors import GraphError
+from tests.networks import mlp, rows
 from tests.oracle import (
     assert_sums,
     backward,
@@ -25,16 +26,6 @@ from tests.oracle import (
 from tests.refusal import refused
 
 EXACT = 1e-10
-
-
-def mlp(out: int = 3) -> nn.Sequential:
-    """Two layers, float64."""
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, out)).double()
-
-
-def rows() -> torch.Tensor:
-    """Five inputs of `mlp`."""
-    return torch.randn(5, 6, dtype=torch.float64)
 
 
 class Several(nn.Module):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fastclip.errors import FastclipError
+from tests.networks import mlp, rows
 from tests.oracle import (
     assert_sums,
     backward,
@@ -25,16 +26,6 @@ from tests.oracle import (
 from tests.refusal import refused
 
 EXACT = 1e-10
-
-
-def mlp() -> nn.Sequential:
-    """Two layers, float64."""
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-
-def rows(b: int) -> torch.Tensor:
-    """Inputs of `mlp`."""
-    return torch.randn(b, 6, dtype=torch.float64)
 
 
 def one_pass(private: nn.Module, optimizer, x: torch.Tensor, *, skip: bool) -> None:
