@@ -100,8 +100,6 @@ class BookKeeper:
         self.depth = 0
         self.forward = Forward(None)
         self.per_sample_norms: Tensor | None = None
-        self.flat_inputs = False
-        """A layer counts its samples itself: the model's inputs may be flat."""
         self.batch_norms: list[tuple[str, nn.Module]] = []
         self._shared: set[nn.Parameter] = set()
         self._pass: BackwardPass | None = None

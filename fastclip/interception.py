@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any, Protocol
 
@@ -65,21 +66,21 @@ class Handle:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             layout = self.keeper.layout
-            if layout.probe and not rule.counts_rows:
-                args, kwargs = self._observed(args, kwargs)
+            if layout.probe:
+                args, kwargs = self._observed(args, kwargs, rule.counts_rows)
                 out = self._plain(module)(*args, **kwargs)
                 return layout.observed_output(self.path, out)
-            if torch.is_grad_enabled() and not layout.probe:
+            if torch.is_grad_enabled():
                 return apply_rule(self, module, args, kwargs)
             return self._plain(module)(*args, **kwargs)
 
         return forward
 
-    def _observed(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def _observed(self, args: tuple, kwargs: dict, counts_rows: bool) -> tuple[tuple, dict]:
+        observe = partial(self.keeper.layout.observe, self.path, counts_rows=counts_rows)
         if args:
-            return (self.keeper.layout.observe(self.path, args[0]), *args[1:]), kwargs
-        names = list(kwargs)
-        first = {name: self.keeper.layout.observe(self.path, kwargs[name]) for name in names[:1]}
+            return (observe(args[0]), *args[1:]), kwargs
+        first = {name: observe(kwargs[name]) for name in list(kwargs)[:1]}
         return args, {**kwargs, **first}
 
     @contextmanager
@@ -149,7 +150,7 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
         keeper.guard.arm(keeper.names)
         x, forward.made_up = unmark(x)
     parameters = handle.parameters(module)
-    _check_parameters(handle, module)
+    _check_parameters(handle, module, parameters)
     call = Call(handle, module, forward, axis, extra, tuple(parameters))
     try:
         out = PrivateLayer.apply(call, x, *parameters.values())
@@ -162,10 +163,12 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
     return out
 
 
-def _check_parameters(handle: Handle, module: nn.Module) -> None:
+def _check_parameters(
+    handle: Handle, module: nn.Module, parameters: dict[str, nn.Parameter]
+) -> None:
     """Refuse parameters that the book-keeper does not know, and weights computed elsewhere."""
     assert handle.rule is not None
-    replaced = [n for n, p in handle.parameters(module).items() if p not in handle.keeper.known]
+    replaced = [name for name, p in parameters.items() if p not in handle.keeper.known]
     if replaced:
         raise UnsupportedLayerError(
             f"{handle.path} ({type(module).__name__}): parameters {replaced} have been replaced since "

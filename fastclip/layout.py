@@ -1,9 +1,9 @@
 """Which axis of a layer's input holds the samples: found from two batch sizes, never assumed.
 
 A position table embeds ids of shape [1, t] or [t]; a recurrent layer may see [t, b, d]; t may equal
-b by accident. So at the first training forward the model runs twice more, without gradients, on
-its own input cut to 2 and to 3 rows: the axis of a layer's input that goes from 2 to 3 holds the
-samples, and an input that does not change has none. Later calls are checked against it.
+b by accident. So at the first training forward the model also runs, without gradients, on its own
+input cut to 2 and to 3 rows: the axis of a layer's input that goes from 2 to 3 holds the samples,
+and an input that does not change has none. Later calls are checked against it.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class BatchLayout:
         self._axes: dict[str, int] = {}
         self._told_by: tuple[int, TreeSpec] | None = None
         """The input whose size along `axis` is that of the batch: its number, among these inputs."""
+        self._flat = False
+        """A probe has met a layer over flat ids, which counts its samples itself."""
         self._integer: set[str] = set()
         self._expand: dict[str, bool] = {}
         """Layers whose input has no samples; True: ids of shape [t], to become [b, t]."""
@@ -62,7 +64,6 @@ class BatchLayout:
 
     def learn(
         self, model: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict,
-        flat_inputs: bool = False,
     ) -> None:  # fmt: skip
         """Run the model's `forward` on 2 and on 3 rows of its input and note which axes follow.
 
@@ -70,9 +71,8 @@ class BatchLayout:
         will, until every layer has samples; the model must still compute the same, and no row may
         change another's output. Dropout is off, random generators and buffers are restored.
 
-        Args:
-            flat_inputs: a layer of the model counts its samples itself (EmbeddingBag with offsets),
-                so inputs that cannot be cut are accepted.
+        Inputs that cannot be cut are accepted only where a layer is seen to count its samples
+        itself (EmbeddingBag over the flat ids of all bags).
 
         Raises:
             BatchSizeError: the samples are not to be found, or the model couples them.
@@ -81,14 +81,14 @@ class BatchLayout:
             return
         run = Runs(self, model, forward, args, kwargs)
         found = self._first_run(run)
-        if found is not None and flat_inputs:
+        if found is not None and self._flat:
             try:
                 self._learn(run, *found)
             except BatchSizeError:  # ids of all bags in one row: not to be cut
                 self._axes, self._expand = {}, {}
         elif found is not None:
             self._learn(run, *found)
-        elif not flat_inputs:
+        elif not self._flat:
             raise BatchSizeError(
                 "cannot tell which axis of the model's inputs holds the samples: no way of cutting "
                 "them to 2 and to 3 rows gives as many rows of output. Pass tensors with one row a "
@@ -158,10 +158,13 @@ class BatchLayout:
     def _expanded_names(self) -> str:
         return ", ".join(sorted(self._expand)) or "parameters of shape [1, ...]"
 
-    def observe(self, path: str, x: Any) -> Any:
+    def observe(self, path: str, x: Any, counts_rows: bool) -> Any:
         """Note the shape of a layer's input during a probe; expanded as training would."""
         assert self.probe is not None
         if not isinstance(x, Tensor):
+            return x
+        if counts_rows:
+            self._flat |= x.dim() == 1
             return x
         self.probe.shapes.setdefault(path, []).append(tuple(x.shape))
         if not x.is_floating_point():

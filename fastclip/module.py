@@ -51,7 +51,7 @@ class _Installer:
         self.owners: dict[nn.Parameter, int] = {}
 
     def run(self) -> None:
-        """Leaves with a rule first; what is left of raw parameters goes to their owners."""
+        """Give every trainable module its rule or scope, then intercept them all at once."""
         inside_fallback: set[nn.Module] = set()
         for path, module in self.model.named_modules():
             if is_batch_norm(module):
@@ -94,7 +94,6 @@ class _Installer:
             inside_fallback.update(module.modules())
             own = {n: p for n, p in module.named_parameters() if p.requires_grad}
         handle.rule = rule
-        self.keeper.flat_inputs |= rule.counts_rows
         self._claim(own)
         if isinstance(module, RNNLinear):
             for parameter in own.values():

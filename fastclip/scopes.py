@@ -42,7 +42,7 @@ class RootScope:
                 )
             outermost = False  # a recomputation: what it adds belongs to the running pass
         if outermost:
-            keeper.layout.learn(module, inner, args, kwargs, keeper.flat_inputs)
+            keeper.layout.learn(module, inner, args, kwargs)
         batch = keeper.layout.batch_size(args, kwargs)
         with keeper.root_forward(batch, made_up) as forward:
             if not outermost:

@@ -211,3 +211,20 @@ def test_paused_pauses_every_model_of_the_engine() -> None:
     with engine.paused():
         row_loss(private(torch.randn(B, D))).mean().backward()
     assert getattr(first.weight, "summed_grad", None) is None
+
+
+def test_an_embedding_bag_elsewhere_does_not_hide_coupling() -> None:
+    """Only flat ids excuse inputs that cannot be cut; a bag over [b, t] is like any layer."""
+
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag, self.layer = nn.EmbeddingBag(9, D), nn.Linear(D, 3)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            rows = self.bag(ids)
+            return self.layer(rows - rows.mean(0))
+
+    _, private, _, _ = make_private(Bags())
+    with pytest.raises(FastclipError, match="depends on another sample"):
+        private(torch.randint(9, (B, T)))

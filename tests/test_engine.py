@@ -276,7 +276,7 @@ def test_the_planner_is_the_users(factor: float) -> None:
         optimizer.per_sample_norms, flat_rows.norm(dim=1), rtol=1e-10, atol=0
     )
     with pytest.raises(TypeError, match="planner expects"):
-        FastPrivacyEngine(planner=0.5)  # type: ignore[arg-type]
+        FastPrivacyEngine(planner=0.5)
 
 
 def test_torch_schedulers_and_closures() -> None:
