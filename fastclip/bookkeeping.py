@@ -268,7 +268,9 @@ class BookKeeper:
         rows: dict[nn.Parameter, int] = {}
         for parameter, entry in current.entries.items():
             rows[parameter] = len(norms)
-            norm = joint_norm_sq(entry.records) if entry.norm_sq is None else entry.norm_sq
+            norm = entry.norm_sq
+            if norm is None:
+                norm = joint_norm_sq(entry.records, self.planner)
             norms.append(norm)
         # The coarsest type in use: the slack of the scales must cover its rounding.
         dtype = min((norm.dtype for norm in norms), key=lambda d: torch.finfo(d).bits)

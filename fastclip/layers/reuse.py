@@ -14,11 +14,12 @@ from torch import Tensor
 
 from fastclip import ops
 from fastclip.layers.records import LinearRecord, LookupRecord, Record
+from fastclip.planner import Planner
 
 
-def joint_norm_sq(records: Sequence[Record]) -> Tensor:
+def joint_norm_sq(records: Sequence[Record], planner: Planner) -> Tensor:
     """Squared norms [b] of the summed gradients that `records` contribute to one parameter."""
-    merged = _merge(records)
+    merged = _merge(records, planner)
     if len(merged) == 1:
         return merged[0].norm_sq()
     if len(merged) == 2:
@@ -34,21 +35,21 @@ def joint_norm_sq(records: Sequence[Record]) -> Tensor:
     return ops.row_norm_sq(total)
 
 
-def _merge(records: Sequence[Record]) -> list[Record]:
+def _merge(records: Sequence[Record], planner: Planner) -> list[Record]:
     linear = [r for r in records if isinstance(r, LinearRecord)]
     lookup = [r for r in records if isinstance(r, LookupRecord)]
     rest = [r for r in records if not isinstance(r, (LinearRecord, LookupRecord))]
-    return [*_concatenate_linear(linear), *_concatenate_lookups(lookup), *rest]
+    return [*_concatenate_linear(linear, planner), *_concatenate_lookups(lookup), *rest]
 
 
-def _concatenate_linear(records: list[LinearRecord]) -> list[LinearRecord]:
+def _concatenate_linear(records: list[LinearRecord], planner: Planner) -> list[LinearRecord]:
     if len(records) < 2 or len({(r.transposed, r.a.dtype, r.g.dtype) for r in records}) > 1:
         return records
     a = torch.cat([r.a for r in records], dim=1)
     g = torch.cat([r.g for r in records], dim=1)
-    t, d, p = a.shape[1], a.shape[2], g.shape[2]
-    ghost = t * (d + p) <= d * p  # T^2 (d + p) for the Grams, T d p for the gradients themselves
-    return [LinearRecord(a, g, ghost=ghost, transposed=records[0].transposed)]
+    b, t, d = a.shape
+    choice = planner.linear(b, t, d, g.shape[2], a.element_size(), may_keep=False)
+    return [LinearRecord(a, g, ghost=choice.ghost, transposed=records[0].transposed)]
 
 
 def _concatenate_lookups(records: list[LookupRecord]) -> list[LookupRecord]:

@@ -15,6 +15,7 @@ from fastclip.ops.numerics import (
 )
 
 _SCRATCH_BYTES = 8 << 20
+_SHORT = 4096  # entries up to which a batched dot product beats a product and a sum
 
 
 def gram(x: Tensor) -> Tensor:
@@ -37,11 +38,9 @@ def gram_product(gram_a: Tensor, gram_g: Tensor) -> Tensor:
 
 def row_dot(x: Tensor, y: Tensor) -> Tensor:
     """Inner product of the samples, x and y [b, t, s] -> [b]."""
-    return (
-        torch.bmm(x.flatten(1)[:, None], y.flatten(1)[:, :, None]).view(-1)
-        if (x.shape[1] * x.shape[2] <= 4096)
-        else (x * y).sum((1, 2))
-    )
+    if x.shape[1] * x.shape[2] <= _SHORT:
+        return torch.bmm(x.flatten(1)[:, None], y.flatten(1)[:, :, None]).view(-1)
+    return (x * y).sum((1, 2))
 
 
 def trace(grams: Tensor) -> Tensor:
