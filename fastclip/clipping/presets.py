@@ -1,11 +1,16 @@
-"""Named strategies of the literature."""
+"""The methods of the papers, by name: presets over scale function x threshold policy x noise.
+
+`max_grad_norm` of make_private is C_0 of every preset. Another combination is a value away, such as
+`Clipping(Tanh(), Quantile("above", lower=0.5, num_groups=2), StagedNoise(total_steps=1000))`.
+"""
 
 from __future__ import annotations
 
-from fastclip.clipping.scales import Hard
+from fastclip.clipping.groups import Group, Reweighted
+from fastclip.clipping.scales import Automatic, GlobalAdapt, Hard, Tanh
+from fastclip.clipping.schedules import LinearNoise, StagedNoise, StepNoise
 from fastclip.clipping.strategy import Clipping
-from fastclip.clipping.thresholds import Constant, PerLayer
-from fastclip.errors import ArgumentError, ArgumentTypeError
+from fastclip.clipping.thresholds import Constant, PerLayer, Quantile, StagedThreshold
 
 
 def dp_sgd() -> Clipping:
@@ -13,31 +18,154 @@ def dp_sgd() -> Clipping:
     return Clipping(Hard(), Constant())
 
 
+def normalized_dp_sgd() -> Clipping:
+    """DP-SGD with gradients divided by C: min(1 / C, 1 / n) (De et al. 2022)."""
+    return Clipping(Hard(normalized=True), Constant())
+
+
 def per_layer() -> Clipping:
     """Hard clipping of each parameter tensor at its own constant; Opacus' "per_layer"."""
     return Clipping(Hard(), PerLayer())
 
 
-_BY_NAME = {"flat": dp_sgd, "per_layer": per_layer}
+def automatic(gamma: float = 0.01) -> Clipping:
+    """C / (n + gamma): AUTO-S (Bu et al. 2023)."""
+    return Clipping(Automatic(gamma), Constant())
 
 
-def resolve(clipping: object) -> Clipping:
-    """A strategy from make_private's `clipping`: a strategy itself, or one of Opacus' strings."""
-    if isinstance(clipping, Clipping):
-        return clipping
-    if not isinstance(clipping, str):
-        raise ArgumentTypeError(
-            f"clipping expects a strategy of fastclip.clipping or one of {sorted(_BY_NAME)}, got "
-            f"{clipping!r} ({type(clipping).__name__})"
-        )
-    if clipping == "adaptive":
-        raise ArgumentError(
-            "clipping='adaptive' is not available in the fast mode; pass grad_sample_mode='hooks' "
-            "for Opacus' own adaptive clipping"
-        )
-    if clipping not in _BY_NAME:
-        raise ArgumentError(
-            f"clipping expects one of {sorted(_BY_NAME)} or a strategy of fastclip.clipping, got "
-            f"{clipping!r}"
-        )
-    return _BY_NAME[clipping]()
+def fixed_soft(eps: float = 1e-6) -> Clipping:
+    """tanh(C / (n + eps)) at a constant C: SoftAdaClip's ablation, Fixed Soft Clipping."""
+    return Clipping(Tanh(eps), Constant())
+
+
+def adaptive(
+    target_quantile: float = 0.5, threshold_lr: float = 0.2, count_noise_ratio: float = 10.0,
+    lower: float | None = None, upper: float | None = None,
+) -> Clipping:  # fmt: skip
+    """C follows a quantile of the norms (Andrew et al. 2021); Opacus' "adaptive".
+
+    Args:
+        target_quantile: the fraction of samples to leave unclipped. threshold_lr: eta of C.
+        count_noise_ratio: sigma_count / sigma_grad. lower, upper: bounds of C.
+    """
+    policy = Quantile("below", target_quantile, threshold_lr, 1.0, lower, upper, count_noise_ratio)
+    return Clipping(Hard(), policy)
+
+
+def soft_ada_clip(
+    target_quantile: float = 0.5, threshold_lr: float = 0.2, count_noise_ratio: float = 10.0,
+    lower: float | None = None, upper: float | None = None, eps: float = 1e-6,
+) -> Clipping:  # fmt: skip
+    """`adaptive` with the tanh scale: SoftAdaClip (Soleymani et al.), Algorithm 2."""
+    policy = Quantile("below", target_quantile, threshold_lr, 1.0, lower, upper, count_noise_ratio)
+    return Clipping(Tanh(eps), policy)
+
+
+def unbounded_adaptive(
+    target_quantile: float = 0.5, tau: float = 2.5, threshold_lr: float = 0.2,
+    count_noise_ratio: float = 10.0, normalized: bool = True,
+) -> Clipping:  # fmt: skip
+    """Counts beyond tau * C move C (Zhao et al. 2025, Algorithm 2 with C_LB = 0).
+
+    Args:
+        target_quantile: the fraction of samples beyond tau * C.
+        normalized: gradients are divided by C, as in the paper. Others as for `adaptive`.
+    """
+    policy = Quantile(
+        "above", target_quantile, threshold_lr, tau, count_noise_ratio=count_noise_ratio
+    )
+    return Clipping(Hard(normalized), policy)
+
+
+def bounded_adaptive(
+    lower: float, target_quantile: float = 0.5, tau: float = 2.5, threshold_lr: float = 0.2,
+    count_noise_ratio: float = 10.0, upper: float | None = None, normalized: bool = True,
+) -> Clipping:  # fmt: skip
+    """`unbounded_adaptive` whose C never moves below `lower` (Zhao et al. 2025, Algorithm 2).
+
+    The first step is clipped at C_0 = max_grad_norm, as in the paper, even if that is below.
+
+    Args:
+        lower: C_LB, which keeps the gradients of hard and rare samples from vanishing.
+    """
+    policy = Quantile("above", target_quantile, threshold_lr, tau, lower, upper, count_noise_ratio)
+    return Clipping(Hard(normalized), policy)
+
+
+def global_adapt(
+    z: float, target_quantile: float = 0.5, tau: float = 1.0, threshold_lr: float = 1.0,
+    count_noise_ratio: float = 10.0,
+) -> Clipping:  # fmt: skip
+    """Scales C / Z, clipped beyond Z; Z follows the counts, C stays (Esipova et al. 2023).
+
+    Args:
+        z: the first Z. target_quantile: the fraction of samples beyond tau * Z.
+    """
+    policy = Quantile(
+        "above", target_quantile, threshold_lr, tau, count_noise_ratio=count_noise_ratio
+    )
+    return Clipping(GlobalAdapt(z), policy)
+
+
+def dpsgd_f(
+    num_groups: int, count_noise_ratio: float = 10.0, max_ratio: float = 10.0,
+    thresholds: str = "same_step",
+) -> Clipping:  # fmt: skip
+    """A threshold a group, larger where more is clipped: DPSGD-F (Xu et al. 2020, Algorithm 2).
+
+    Args: as for `Group`; call `engine.set_groups(ids)` before each backward pass.
+    """
+    return Clipping(Hard(), Group(num_groups, count_noise_ratio, max_ratio, thresholds))
+
+
+def naive_reweighting(
+    num_groups: int, count_noise_ratio: float = 10.0, max_weight: float = 10.0,
+    thresholds: str = "same_step",
+) -> Clipping:  # fmt: skip
+    """Samples weighted against the noisy size of their group (Xu et al. 2020, Algorithm 3).
+
+    Args: as for `Reweighted`; call `engine.set_groups(ids)` before each backward pass.
+    """
+    return Clipping(Hard(), Reweighted(num_groups, count_noise_ratio, max_weight, thresholds))
+
+
+def sad_dpsgd(
+    total_steps: int, stages: int = 3, noise_decay: float = 0.8, threshold_decay: float = 0.8,
+    length_decay: float = 0.9,
+) -> Clipping:  # fmt: skip
+    """Little noise and a high threshold early, more noise and a lower one later: SAD-DPSGD.
+
+    Args:
+        total_steps: planned real steps. stages: of growing length, T_{j+1} = T_j / length_decay.
+        noise_decay: sigma_j = sigma_1 / noise_decay^(j-1); noise_multiplier is sigma_1.
+        threshold_decay: C_j = C_1 * threshold_decay^(j-1).
+    """
+    return Clipping(
+        Hard(),
+        StagedThreshold(total_steps, stages, threshold_decay, length_decay),
+        StagedNoise(total_steps, stages, noise_decay, length_decay),
+    )
+
+
+def auto_s(
+    total_steps: int, stages: int = 10, noise_decay: float = 0.9, target_quantile: float = 0.5,
+    threshold_lr: float = 0.2, count_noise_ratio: float = 10.0, lower: float | None = None,
+    upper: float | None = None,
+) -> Clipping:  # fmt: skip
+    """Noise decaying in equal steps, with the private quantile threshold.
+
+    Auto-DPSGD estimates C from raw gradient norms, which leaks; `adaptive`'s noisy counts take the
+    place of that estimate.
+    """
+    policy = adaptive(target_quantile, threshold_lr, count_noise_ratio, lower, upper).threshold
+    return Clipping(Hard(), policy, StepNoise(total_steps, stages, noise_decay))
+
+
+def auto_l(
+    total_steps: int, stages: int = 10, final_noise: float = 0.5, target_quantile: float = 0.5,
+    threshold_lr: float = 0.2, count_noise_ratio: float = 10.0, lower: float | None = None,
+    upper: float | None = None,
+) -> Clipping:  # fmt: skip
+    """`auto_s` with noise that decays linearly, to final_noise * sigma_1 in the last stage."""
+    policy = adaptive(target_quantile, threshold_lr, count_noise_ratio, lower, upper).threshold
+    return Clipping(Hard(), policy, LinearNoise(total_steps, stages, final_noise))

@@ -1,52 +1,152 @@
 """A clipping strategy: what turns per-sample norms into scales, and says how sensitive the sum is.
 
-A strategy is a frozen value of independent choices. It knows tensors of norms, not layers. All of
-it stays on the device of the norms: nothing here may synchronise.
+A strategy is a frozen value of three independent choices. It knows tensors of norms, not layers.
+All of it stays on the device of the norms: nothing here may synchronise.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from fastclip.clipping.scales import Hard, ScaleFunction
-from fastclip.clipping.thresholds import Constant, ThresholdPolicy
+from fastclip.clipping.policy import ThresholdPolicy, Thresholds, threshold
+from fastclip.clipping.scales import Automatic, Hard, ScaleFunction
+from fastclip.clipping.schedules import ConstantNoise, NoiseSchedule
+from fastclip.clipping.thresholds import Constant
+from fastclip.errors import ArgumentError, ArgumentTypeError
 
 
 @dataclass(frozen=True)
 class Clipping:
-    """Scale function x threshold policy.
+    """Scale function x threshold policy x noise schedule.
 
-    Formal guarantee: for thresholds C held fixed over a logical batch, adding or removing one
-    sample changes the sum of scale_i * g_i by at most `sensitivity(C)` in Euclidean norm, in the
-    arithmetic in use (the scales carry a slack for rounding).
+    Formal guarantee: for thresholds held fixed over a logical batch, adding or removing one sample
+    changes the sum of scale_i * g_i by at most `sensitivity(state)` in Euclidean norm, in the
+    arithmetic in use (the scales carry a slack for rounding), and the counts by at most
+    `threshold.count_sensitivity`.
+
+    Raises:
+        ArgumentError: for a combination that makes no sense, with the reason.
     """
 
     scale: ScaleFunction = field(default_factory=Hard)
     threshold: ThresholdPolicy = field(default_factory=Constant)
+    noise: NoiseSchedule = field(default_factory=ConstantNoise)
 
-    def scales(self, norm_sq: Tensor, thresholds: Tensor) -> tuple[Tensor, Tensor]:
+    def __post_init__(self) -> None:
+        if not isinstance(self.threshold, ThresholdPolicy):
+            raise ArgumentTypeError(
+                "Clipping expects a threshold policy such as Constant() as its second part, got "
+                f"{self.threshold!r}"
+            )
+        for part, value, kind, example in (
+            ("first", self.scale, ("cutoff", "sensitivity"), "scale function such as Hard()"),
+            ("third", self.noise, ("factor", "runs"), "noise schedule such as ConstantNoise()"),
+        ):
+            if isinstance(value, type) or not all(hasattr(value, name) for name in kind):
+                raise ArgumentTypeError(
+                    f"Clipping expects a {example} as its {part} part, got {value!r}"
+                )
+        if self.threshold.per_layer and self.scale.cutoff is not None:
+            raise ArgumentError(
+                f"{type(self.scale).__name__} keeps or drops a sample by the norm of its whole "
+                "gradient, so it cannot be clipped per layer; use Constant() or a policy that "
+                "moves Z"
+            )
+        alone = self.threshold.moves and self.threshold.num_groups is None
+        if isinstance(self.scale, Automatic) and self.scale.normalized and alone:
+            raise ArgumentError(
+                f"{type(self.threshold).__name__} moves C, on which normalized automatic scales "
+                "1 / (n + gamma) do not depend; use Constant(), or normalized=False"
+            )
+        planned = (self.threshold.total_steps, getattr(self.noise, "total_steps", None))
+        plans = {steps for steps in planned if steps is not None}
+        if len(plans) > 1:
+            raise ArgumentError(
+                f"the stages of the threshold and of the noise plan runs of {sorted(plans)} steps; "
+                "give both the same total_steps"
+            )
+
+    @property
+    def constant(self) -> bool:
+        """Nothing changes from step to step, so there is no state to save."""
+        return not self.threshold.moves and isinstance(self.noise, ConstantNoise)
+
+    def initial(self, max_grad_norm: float | Sequence[float], parameters: int) -> Thresholds:
+        """The state at the first step, for a number of parameter tensors."""
+        if self.scale.cutoff is None:
+            return self.threshold.initial(max_grad_norm, parameters)
+        bound = torch.tensor(threshold(max_grad_norm), dtype=torch.float64)
+        return replace(self.threshold.initial(self.scale.cutoff, parameters), bound=bound)
+
+    def rescaled(self, state: Thresholds, max_grad_norm: float | Sequence[float]) -> Thresholds:
+        """The state once the user (or a scheduler) has set max_grad_norm."""
+        if state.bound is None:
+            return self.threshold.rescaled(state, max_grad_norm)
+        return replace(state, bound=torch.full_like(state.bound, threshold(max_grad_norm)))
+
+    def max_grad_norm(self, state: Thresholds) -> Tensor:
+        """C as the user sets it: of groups C_0, of layers the norm of the thresholds; a scalar."""
+        return self.threshold.reading(state) if state.bound is None else state.bound
+
+    def scales(
+        self, norms: Tensor, state: Thresholds, groups: Tensor | None = None,
+        layer_norms: Tensor | None = None, layers: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Scales of the samples.
 
         Args:
-            norm_sq: squared norms of each parameter tensor's per-sample gradients, [l, b].
-            thresholds: C, a scalar; [l] for a per-layer policy.
+            norms: of each sample's whole gradient, [b].
+            state: the thresholds of the logical batch.
+            groups: int64 [b], for policies of groups; a row of group -1 contributes nothing.
+            layer_norms: for a per-layer policy, norms of each parameter tensor's gradient, [l, b].
+            layers: the rows of a per-layer state that `layer_norms` holds, int64 [l].
 
         Returns:
-            Scales, [b], or [l, b] for a per-layer policy; and the raw norms [b] of the whole
-            gradient. A sample whose norm is not finite gets scale 0 everywhere.
+            [b], or [l, b] for a per-layer policy. A sample whose norm is not finite gets scale 0
+            everywhere.
         """
-        total = norm_sq.sum(0).sqrt()  # [b]
-        norms = norm_sq.sqrt() if self.threshold.per_layer else total
-        columns = thresholds[:, None] if self.threshold.per_layer else thresholds
-        scales = self.scale(norms, columns.to(norms.dtype)) * (1 - slack(norms.dtype))
-        return scales.masked_fill(~torch.isfinite(total), 0), total
+        dead = ~torch.isfinite(norms)
+        thresholds, factor = state.threshold, self._factor(state)
+        if layer_norms is not None:
+            norms = layer_norms
+            thresholds = (thresholds if layers is None else thresholds[layers])[:, None]
+        if groups is not None and self.threshold.num_groups is not None:
+            index = groups.clamp(min=0)
+            thresholds = thresholds[index] if thresholds.dim() else thresholds  # [b]
+            factor = factor[index] if factor.dim() else factor
+            dead = dead | (groups < 0)
+        scales = self.scale(norms, thresholds.to(norms.dtype))
+        scales = scales * (factor * (1 - slack(norms.dtype))).to(norms.dtype)
+        return scales.masked_fill(dead, 0)
 
-    def sensitivity(self, thresholds: Tensor) -> Tensor:
+    def _factor(self, state: Thresholds) -> Tensor:
+        """What multiplies the scale function: weights, C of a global function, 1 / S; [k] or []."""
+        factor = torch.ones_like(state.origin[0] if state.origin.dim() else state.origin)
+        if state.weights is not None:
+            factor = factor * state.weights
+        if self.scale.normalized:
+            return factor / self._bound(state)
+        return factor if state.bound is None else factor * state.bound
+
+    def _bound(self, state: Thresholds) -> Tensor:
+        """S of the scale function with its weights, before `bound` and `normalized`; a scalar."""
+        bound = self.scale.sensitivity(state.threshold)
+        if self.threshold.per_layer:
+            return torch.linalg.vector_norm(bound)
+        if state.weights is not None:
+            bound = bound * state.weights
+        return bound.max()
+
+    def sensitivity(self, state: Thresholds) -> Tensor:
         """L2 sensitivity S of the clipped sum for thresholds held fixed, a scalar tensor."""
-        return self.scale.sensitivity(self.threshold.bound(thresholds))
+        bound = self._bound(state)
+        if self.scale.normalized:
+            return torch.ones_like(bound)
+        return bound if state.bound is None else bound * state.bound
 
 
 def slack(dtype: torch.dtype) -> float:

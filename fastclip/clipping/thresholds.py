@@ -1,87 +1,188 @@
-"""Threshold policies: the value of C, and the bound of the whole gradient that it implies."""
+"""Threshold policies for the whole data set: constant, per layer, staged, and a moving quantile."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from fastclip.clipping.checks import between, positive, whole
+from fastclip.clipping.policy import ThresholdPolicy, Thresholds, clamp, threshold
+from fastclip.clipping.schedules import Stages
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
-SMALLEST = 1e-12
-
-
-class ThresholdPolicy(Protocol):
-    """How C is set, and moved once a logical batch from noisy counts (never from raw ones)."""
-
-    per_layer: bool
-    """One threshold a parameter tensor instead of one for the whole gradient."""
-
-    def initial(self, max_grad_norm: float | Sequence[float], parameters: int) -> Tensor:
-        """C_0 from make_private's max_grad_norm, for a number of parameter tensors."""
-
-    def bound(self, thresholds: Tensor) -> Tensor:
-        """Norm of the largest whole gradient whose parts obey the thresholds, a scalar."""
-
 
 @dataclass(frozen=True)
-class Constant:
+class Constant(ThresholdPolicy):
     """One threshold that never moves by itself: Abadi et al. 2016."""
 
-    per_layer = False
-
-    def initial(self, max_grad_norm: float | Sequence[float], parameters: int) -> Tensor:
-        return torch.tensor(_threshold(max_grad_norm), dtype=torch.float64)
-
-    def bound(self, thresholds: Tensor) -> Tensor:
-        return thresholds
-
 
 @dataclass(frozen=True)
-class PerLayer:
+class PerLayer(ThresholdPolicy):
     """One threshold a parameter tensor, S = sqrt(sum C_l^2): Opacus' "per_layer"."""
 
     per_layer = True
 
-    def initial(self, max_grad_norm: float | Sequence[float], parameters: int) -> Tensor:
-        if isinstance(max_grad_norm, (int, float)) or not isinstance(max_grad_norm, Sequence):
+    def initial(self, value: float | Sequence[float], parameters: int) -> Thresholds:
+        if isinstance(value, (int, float)) or not isinstance(value, Sequence):
             raise ArgumentTypeError(
                 f"clipping='per_layer' expects max_grad_norm as a list of {parameters} numbers, "
-                f"one a trainable parameter tensor of the optimizer, got {max_grad_norm!r}"
+                f"one a trainable parameter tensor of the optimizer, got {value!r}"
             )
-        if len(max_grad_norm) != parameters:
+        if len(value) != parameters:
             raise ArgumentError(
                 f"clipping='per_layer' expects {parameters} thresholds in max_grad_norm, one a "
-                f"trainable parameter tensor of the optimizer, got {len(max_grad_norm)}"
+                f"trainable parameter tensor of the optimizer, got {len(value)}"
             )
-        values = [_threshold(value) for value in max_grad_norm]
-        return torch.tensor(values, dtype=torch.float64)
+        thresholds = torch.tensor([threshold(one) for one in value], dtype=torch.float64)
+        return Thresholds(thresholds, thresholds)
 
-    def bound(self, thresholds: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(thresholds)
+    def rescaled(self, state: Thresholds, value: float | Sequence[float]) -> Thresholds:
+        if not isinstance(value, Sequence):
+            factor = threshold(value) / self.reading(state)
+            value = (state.threshold * factor).tolist()
+        return super().rescaled(state, value)
 
-
-def _threshold(value: object) -> float:
-    threshold = positive("max_grad_norm", value)
-    if threshold < SMALLEST:
-        raise ArgumentError(
-            f"max_grad_norm expects at least {SMALLEST} (squared norms near it underflow in "
-            f"float32), got {value!r}; scale the loss up instead"
-        )
-    return threshold
+    def reading(self, state: Thresholds) -> Tensor:
+        return torch.linalg.vector_norm(state.threshold)
 
 
-def positive(name: str, value: object) -> float:
-    """`value` as a positive finite float, or an error that names it."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        if isinstance(value, Tensor) and value.dim() == 0:
-            return positive(name, value.item())
-        raise ArgumentTypeError(
-            f"{name} expects a positive number, got {value!r} ({type(value).__name__})"
-        )
-    if not 0 < float(value) < float("inf"):
-        raise ArgumentError(f"{name} expects a positive finite number, got {value!r}")
-    return float(value)
+@dataclass(frozen=True)
+class StagedThreshold(ThresholdPolicy):
+    """C_j = C_1 * decay^(j-1) in stage j: SAD-DPSGD. Public: it depends on the step's number only.
+
+    Args:
+        total_steps: planned real steps. stages: n. decay: beta_C in (0, 1].
+        length_decay: T_{j+1} = T_j / length_decay.
+    """
+
+    total_steps: int
+    stages: int = 3
+    decay: float = 0.8
+    length_decay: float = 0.9
+    moves = True
+
+    def __post_init__(self) -> None:
+        between("threshold_decay", self.decay, 0, 1, closed=True)
+        _ = self.plan  # refuses empty stages
+
+    @property
+    def plan(self) -> Stages:
+        return Stages(self.total_steps, self.stages, self.length_decay)
+
+    def move(
+        self, state: Thresholds, noisy_counts: Tensor | None, batch_size: float, step: int
+    ) -> Thresholds:
+        passed = self.plan.at(step + 1) - self.plan.at(step)
+        if not passed:
+            return state
+        return replace(state, threshold=clamp(state.threshold * self.decay**passed))
+
+
+@dataclass(frozen=True)
+class Quantile(ThresholdPolicy):
+    """C follows a quantile of the norms by a geometric update from noisy counts.
+
+    Counted "below", sum 1{n <= C}, C <- C * exp(-lr * (f - target)): Andrew et al. 2021. Counted
+    "above", sum 1{n > tau * C}, C <- C * exp(+lr * (f - target)): Esipova et al. 2023; with `lower`,
+    bounded adaptive clipping (Zhao et al. 2025, Algorithm 2). f = noisy count / B, B public.
+    For the global functions it is Z that moves.
+
+    Formal guarantee: the counts have L2 sensitivity `count_sensitivity`; the threshold is
+    post-processing of noisy counts.
+
+    Args:
+        count: "below" or "above".
+        target: the fraction to leave at or below C ("below"), or beyond tau * C ("above").
+        learning_rate: eta of the update. tau: multiple of C beyond which a norm counts ("above").
+        lower, upper: bounds of C; None for the limits of float32 only.
+        count_noise_ratio: r = sigma_count / sigma_grad.
+        centred: count each sample as +1/2 or -1/2: half the sensitivity, half the noise (Andrew).
+        num_groups: K; each group follows its own quantile. One sample adds one 1 to the 2 K counts;
+            f_k divides by the group's noisy size. S is the largest C_k.
+    """
+
+    count_as: str = "below"
+    target: float = 0.5
+    learning_rate: float = 0.2
+    tau: float = 1.0
+    lower: float | None = None
+    upper: float | None = None
+    count_noise_ratio: float = 10.0
+    centred: bool = False
+    num_groups: int | None = None
+    moves = True
+
+    def __post_init__(self) -> None:
+        if self.count_as not in ("below", "above"):
+            raise ArgumentError(f"count_as expects 'below' or 'above', got {self.count_as!r}")
+        between("target_quantile", self.target, 0, 1)
+        positive("threshold_lr", self.learning_rate)
+        positive("tau", self.tau)
+        positive("count_noise_ratio", self.count_noise_ratio)
+        if self.tau != 1 and self.count_as == "below":
+            raise ArgumentError(
+                f"tau={self.tau} expects count_as='above': norms are counted below C itself"
+            )
+        for name, value in (("lower", self.lower), ("upper", self.upper)):
+            if value is not None:
+                threshold(value, name)
+        if self.lower is not None and self.upper is not None and self.lower > self.upper:
+            raise ArgumentError(f"lower={self.lower} expects at most upper={self.upper}")
+        if self.num_groups is not None:
+            whole("num_groups", self.num_groups, 1)
+            if self.centred:
+                raise ArgumentError(
+                    "centred=True expects a single count: counts of groups are one-hot, so that a "
+                    "sample changes one of them by 1; omit centred or num_groups"
+                )
+
+    @property
+    def count_sensitivity(self) -> float:  # type: ignore[override]
+        return 0.5 if self.centred else 1.0
+
+    def _spread(self, origin: Tensor) -> Tensor:
+        return origin if self.num_groups is None else origin.repeat(self.num_groups)
+
+    def rescaled(self, state: Thresholds, value: float | Sequence[float]) -> Thresholds:
+        new = super().rescaled(state, value)
+        if self.num_groups is None:
+            return new
+        return replace(new, threshold=clamp(state.threshold / state.origin * new.origin))
+
+    def reading(self, state: Thresholds) -> Tensor:
+        return state.threshold if self.num_groups is None else state.origin
+
+    def count(self, norms: Tensor, state: Thresholds, groups: Tensor | None) -> Tensor:
+        limits = (state.threshold * self.tau).to(norms.dtype)
+        if groups is not None:
+            limits = limits[groups.clamp(min=0)]
+        # A norm that is NaN is beyond every threshold: clipped, like inf.
+        counted = norms <= limits if self.count_as == "below" else ~(norms <= limits)
+        if groups is not None:
+            assert self.num_groups is not None
+            return two_way_counts(counted, groups, self.num_groups)
+        ones = counted.to(torch.float64)
+        return (ones - 0.5).sum() if self.centred else ones.sum()
+
+    def move(
+        self, state: Thresholds, noisy_counts: Tensor | None, batch_size: float, step: int
+    ) -> Thresholds:
+        assert noisy_counts is not None
+        if self.num_groups is None:
+            fraction = noisy_counts / batch_size + (0.5 if self.centred else 0.0)
+        else:
+            counts = noisy_counts.clamp(min=0)
+            fraction = counts[0] / counts.sum(0).clamp(min=1)
+        sign = -1.0 if self.count_as == "below" else 1.0
+        factor = torch.exp(sign * self.learning_rate * (fraction - self.target))
+        return replace(state, threshold=clamp(state.threshold * factor, self.lower, self.upper))
+
+
+def two_way_counts(first: Tensor, groups: Tensor, num_groups: int) -> Tensor:
+    """#{i in k: first_i} and #{i in k: not first_i}, float64 [2, k]; group -1 counts nowhere."""
+    member = groups[:, None] == torch.arange(num_groups, device=groups.device)  # [b, k]
+    ways = torch.stack([first, ~first])  # [2, b]
+    return (ways[:, :, None] & member).sum(1).to(torch.float64)

@@ -1,0 +1,131 @@
+"""Threshold policies that know groups: DPSGD-F and naive reweighting (Xu, Du and Wu 2020).
+
+Noise makes counts negative and ratios huge, which the paper leaves open. Here counts are clamped at
+0, sizes of groups at 1 and ratios at a public maximum; the denominator is the public B, never the
+realised batch size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fastclip.clipping.checks import positive, whole
+from fastclip.clipping.policy import ThresholdPolicy, Thresholds, clamp
+from fastclip.clipping.thresholds import two_way_counts
+from fastclip.errors import ArgumentError
+
+STEPS = ("same_step", "previous_step")
+
+
+@dataclass(frozen=True)
+class _Groups(ThresholdPolicy):
+    num_groups: int
+    count_noise_ratio: float = 10.0
+    moves = True
+
+    def _check(self, thresholds: str) -> None:
+        whole("num_groups", self.num_groups, 1)
+        positive("count_noise_ratio", self.count_noise_ratio)
+        if thresholds not in STEPS:
+            raise ArgumentError(f"thresholds expects one of {STEPS}, got {thresholds!r}")
+
+    def reading(self, state: Thresholds) -> Tensor:
+        return state.origin
+
+
+@dataclass(frozen=True)
+class Group(_Groups):
+    """C_k = C_0 * (1 + (m_k / b_k) / (m / B)): DPSGD-F, Algorithm 2.
+
+    m_k counts the norms of group k beyond C_0, o_k the others, b_k = m_k + o_k and m = sum m_k, all
+    noisy. S is the largest C_k. Equal groups get C_k = 2 C_0.
+
+    Formal guarantee: one sample adds one 1 to the 2 K counts, whose L2 sensitivity is therefore 1;
+    the thresholds are post-processing of noisy counts.
+
+    Args:
+        num_groups: K. count_noise_ratio: r = sigma_count / sigma_grad.
+        max_ratio: the largest (m_k / b_k) / (m / B).
+        thresholds: "same_step" clips a batch at the thresholds of its own counts, as the paper does
+            (the logical batch must be one physical batch); "previous_step" at those of the step
+            before, the first one at ratio 1.
+    """
+
+    max_ratio: float = 10.0
+    thresholds: str = "same_step"
+
+    def __post_init__(self) -> None:
+        self._check(self.thresholds)
+        positive("max_ratio", self.max_ratio)
+
+    @property
+    def same_step(self) -> bool:  # type: ignore[override]
+        return self.thresholds == "same_step"
+
+    def _spread(self, origin: Tensor) -> Tensor:
+        return (2 * origin).repeat(self.num_groups)
+
+    def rescaled(self, state: Thresholds, value: float | Sequence[float]) -> Thresholds:
+        new = super().rescaled(state, value)
+        return replace(new, threshold=clamp(state.threshold / state.origin * new.origin))
+
+    def count(self, norms: Tensor, state: Thresholds, groups: Tensor | None) -> Tensor:
+        assert groups is not None
+        return two_way_counts(~(norms <= state.origin.to(norms.dtype)), groups, self.num_groups)
+
+    def move(
+        self, state: Thresholds, noisy_counts: Tensor | None, batch_size: float, step: int
+    ) -> Thresholds:
+        assert noisy_counts is not None
+        counts = noisy_counts.clamp(min=0)  # [2, k]: m_k, o_k
+        share = (counts[0].sum() / batch_size).clamp(min=1 / batch_size)  # m / B
+        ratio = (counts[0] / counts.sum(0).clamp(min=1) / share).clamp(max=self.max_ratio)
+        return replace(state, threshold=clamp(state.origin * (1 + ratio)))
+
+
+@dataclass(frozen=True)
+class Reweighted(_Groups):
+    """s_i = theta_k * s(n_i; C_0), theta_k = (B / K) / b_k: Naive reweighting, Algorithm 3.
+
+    b_k is the noisy size of group k. S = C_0 * max theta_k.
+
+    Formal guarantee: one sample adds one 1 to the K counts, whose L2 sensitivity is therefore 1;
+    the weights are post-processing of noisy counts.
+
+    Args:
+        num_groups: K. count_noise_ratio: r = sigma_count / sigma_grad.
+        max_weight: the largest theta_k.
+        thresholds: as for `Group`; in the first step of "previous_step" all weights are 1.
+    """
+
+    max_weight: float = 10.0
+    thresholds: str = "same_step"
+
+    def __post_init__(self) -> None:
+        self._check(self.thresholds)
+        positive("max_weight", self.max_weight)
+
+    @property
+    def same_step(self) -> bool:  # type: ignore[override]
+        return self.thresholds == "same_step"
+
+    def initial(self, value: float | Sequence[float], parameters: int) -> Thresholds:
+        weights = torch.ones(self.num_groups, dtype=torch.float64)
+        return replace(super().initial(value, parameters), weights=weights)
+
+    def count(self, norms: Tensor, state: Thresholds, groups: Tensor | None) -> Tensor:
+        assert groups is not None
+        everyone = torch.ones_like(groups, dtype=torch.bool)
+        return two_way_counts(everyone, groups, self.num_groups)[0]
+
+    def move(
+        self, state: Thresholds, noisy_counts: Tensor | None, batch_size: float, step: int
+    ) -> Thresholds:
+        assert noisy_counts is not None
+        sizes = noisy_counts.clamp(min=1)
+        weights = (batch_size / self.num_groups / sizes).clamp(max=self.max_weight)
+        return replace(state, weights=weights)

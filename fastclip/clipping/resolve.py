@@ -1,0 +1,71 @@
+"""make_private's `clipping`: a strategy itself, or one of Opacus' strings with its keywords."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fastclip.clipping.checks import positive
+from fastclip.clipping.presets import adaptive, dp_sgd, per_layer
+from fastclip.clipping.strategy import Clipping
+from fastclip.errors import ArgumentError, ArgumentTypeError
+
+_BY_NAME = {"flat": dp_sgd, "per_layer": per_layer, "adaptive": adaptive}
+ADAPTIVE_KEYWORDS = {
+    "target_unclipped_quantile": "target_quantile",
+    "clipbound_learning_rate": "threshold_lr",
+    "min_clipbound": "lower",
+    "max_clipbound": "upper",
+    "unclipped_num_std": "count_noise_ratio",
+}
+"""Opacus' keywords of "adaptive", and what they are called here."""
+
+
+def resolve(
+    clipping: object, keywords: Mapping[str, Any] | None = None, noise_multiplier: float = 0.0
+) -> Clipping:
+    """The strategy that make_private's arguments mean.
+
+    Args:
+        clipping: a strategy, or "flat", "per_layer" or "adaptive".
+        keywords: further keywords of make_private: Opacus' of "adaptive", or none.
+        noise_multiplier: sigma, which Opacus' `unclipped_num_std` shares.
+    """
+    keywords = dict(keywords or {})
+    if clipping == "adaptive":
+        known = {name: keywords.pop(name) for name in list(keywords) if name in ADAPTIVE_KEYWORDS}
+    else:
+        known = {}
+    if keywords:
+        raise ArgumentTypeError(
+            f"make_private does not know the keywords {sorted(keywords)} in the fast mode; it "
+            "takes those of opacus.PrivacyEngine.make_private; options of clipping belong to its "
+            "strategy (fastclip.clipping)"
+        )
+    if isinstance(clipping, Clipping):
+        return clipping
+    names = sorted(_BY_NAME)
+    if not isinstance(clipping, str):
+        raise ArgumentTypeError(
+            f"clipping expects a strategy of fastclip.clipping or one of {names}, got "
+            f"{clipping!r} ({type(clipping).__name__})"
+        )
+    if clipping not in _BY_NAME:
+        raise ArgumentError(
+            f"clipping expects one of {names} or a strategy of fastclip.clipping, got {clipping!r}"
+        )
+    if "unclipped_num_std" in known:
+        known["unclipped_num_std"] = _ratio(known["unclipped_num_std"], noise_multiplier)
+    return _BY_NAME[clipping](**{ADAPTIVE_KEYWORDS[name]: value for name, value in known.items()})
+
+
+def _ratio(count_noise: object, noise_multiplier: float) -> float:
+    """r = sigma_count / sigma_grad for Opacus' absolute sigma_count, so that Lemma 3.1 gives sigma."""
+    std = positive("unclipped_num_std", count_noise)
+    if std <= noise_multiplier:
+        raise ArgumentError(
+            f"unclipped_num_std expects more than noise_multiplier={noise_multiplier}, got {std}: "
+            "the noise of the counts alone would spend the whole budget"
+        )
+    return math.sqrt((std / noise_multiplier) ** 2 - 1) if noise_multiplier else 10.0

@@ -1,0 +1,208 @@
+"""Noise schedules: the noise multiplier of step t as a multiple of that of the first step.
+
+A schedule is public: it depends on the step's number, never on data. The accountant records the
+multiplier in use step by step, so a schedule composes exactly. Lengths are in real steps (logical
+batches); a run that goes on beyond `total_steps` stays in the last stage.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from fastclip.clipping.checks import between, positive, whole
+from fastclip.errors import ArgumentError
+
+_FURTHEST = 1e6  # of a level from sigma_1, either way
+
+
+class NoiseSchedule(Protocol):
+    """sigma_t = sigma_1 * factor(t), where sigma_1 is make_private's noise_multiplier."""
+
+    def factor(self, step: int) -> float:
+        """sigma_t / sigma_1 at real step `step`, counted from 0."""
+
+    def runs(self, steps: int) -> list[tuple[float, int]]:
+        """The first `steps` steps as (factor, number of steps with it), in order."""
+
+
+@dataclass(frozen=True)
+class ConstantNoise:
+    """sigma_t = sigma_1: Abadi et al. 2016."""
+
+    def factor(self, step: int) -> float:
+        return 1.0
+
+    def runs(self, steps: int) -> list[tuple[float, int]]:
+        return [(1.0, steps)] if steps else []
+
+
+@dataclass(frozen=True)
+class Stages:
+    """`stages` consecutive parts of a run of `total_steps` steps, of equal or growing length.
+
+    Args:
+        total_steps: planned number of real steps T.
+        stages: their number n.
+        length_decay: each stage is 1 / length_decay times as long as the one before it,
+            T_{j+1} = T_j / length_decay with sum T_j = T (SAD-DPSGD); 1 makes them equal. Borders
+            are rounded to whole steps.
+    """
+
+    total_steps: int
+    stages: int
+    length_decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        whole("stages", self.stages, 1)
+        whole("total_steps", self.total_steps, self.stages)
+        between("length_decay", self.length_decay, 0, 1, closed=True)
+        edges = [0, *self.borders(), self.total_steps]
+        if any(start == end for start, end in pairwise(edges)):
+            raise ArgumentError(
+                f"stages={self.stages} with length_decay={self.length_decay} leaves a stage of "
+                f"total_steps={self.total_steps} without any step; plan fewer stages, or a "
+                "length_decay closer to 1"
+            )
+
+    def borders(self) -> list[int]:
+        """First step of every stage but the first."""
+        lengths = [self.length_decay ** (self.stages - 1 - j) for j in range(self.stages)]
+        ends = [sum(lengths[: j + 1]) / sum(lengths) for j in range(self.stages - 1)]
+        return [round(self.total_steps * end) for end in ends]
+
+    def at(self, step: int) -> int:
+        """Stage of real step `step`, both counted from 0."""
+        return bisect_right(self.borders(), step)
+
+
+class _InStages:
+    """A noise schedule that is constant within each stage."""
+
+    stages: int
+
+    @property
+    def plan(self) -> Stages:
+        raise NotImplementedError
+
+    def _check(self) -> None:
+        """Refuse a plan whose stages are empty, or whose noise vanishes or explodes."""
+        last = self.plan.stages - 1
+        try:
+            level = self.level(last)
+        except OverflowError:
+            level = math.inf
+        if not 1 / _FURTHEST <= level <= _FURTHEST:
+            raise ArgumentError(
+                f"{type(self).__name__} expects the noise of its last stage within a factor of "
+                f"{_FURTHEST:g} of the first stage's, got {level:g}; let it change more slowly"
+            )
+
+    def level(self, stage: int) -> float:
+        """sigma / sigma_1 in a stage, counted from 0."""
+        raise NotImplementedError
+
+    def factor(self, step: int) -> float:
+        return self.level(self.plan.at(step))
+
+    def runs(self, steps: int) -> list[tuple[float, int]]:
+        edges = [0, *(min(border, steps) for border in self.plan.borders()), steps]
+        lengths = [end - start for start, end in pairwise(edges)]
+        return [(self.level(j), length) for j, length in enumerate(lengths) if length]
+
+
+@dataclass(frozen=True)
+class StagedNoise(_InStages):
+    """sigma_j = sigma_1 / decay^(j-1), in stages that grow: little noise early, more later.
+
+    Source: SAD-DPSGD.
+
+    Args:
+        total_steps, stages, length_decay: as in `Stages`.
+        decay: beta in (0, 1].
+    """
+
+    total_steps: int
+    stages: int = 3
+    decay: float = 0.8
+    length_decay: float = 0.9
+
+    def __post_init__(self) -> None:
+        between("noise_decay", self.decay, 0, 1, closed=True)
+        self._check()
+
+    @property
+    def plan(self) -> Stages:
+        return Stages(self.total_steps, self.stages, self.length_decay)
+
+    def level(self, stage: int) -> float:
+        return self.decay**-stage
+
+
+@dataclass(frozen=True)
+class _EqualStages(_InStages):
+    total_steps: int
+    stages: int
+
+    @property
+    def plan(self) -> Stages:
+        return Stages(self.total_steps, self.stages)
+
+
+@dataclass(frozen=True)
+class StepNoise(_EqualStages):
+    """sigma_j = sigma_1 * decay^(j-1) in equal stages, 0 < decay <= 1 (Auto-DPSGD-S)."""
+
+    decay: float = 0.9
+
+    def __post_init__(self) -> None:
+        between("noise_decay", self.decay, 0, 1, closed=True)
+        self._check()
+
+    def level(self, stage: int) -> float:
+        return self.decay**stage
+
+
+@dataclass(frozen=True)
+class LinearNoise(_EqualStages):
+    """From sigma_1 in the first stage to final * sigma_1 in the last, linearly (Auto-DPSGD-L)."""
+
+    final: float = 0.5
+
+    def __post_init__(self) -> None:
+        positive("final_noise", self.final)
+        self._check()
+
+    def level(self, stage: int) -> float:
+        return 1 + (self.final - 1) * stage / max(self.stages - 1, 1)
+
+
+@dataclass(frozen=True)
+class ExponentialNoise(_EqualStages):
+    """sigma_j = sigma_1 * exp(-rate * (j-1)) in equal stages (Auto-DPSGD's exponential decay)."""
+
+    rate: float = 0.1
+
+    def __post_init__(self) -> None:
+        positive("rate", self.rate)
+        self._check()
+
+    def level(self, stage: int) -> float:
+        return math.exp(-self.rate * stage)
+
+
+@dataclass(frozen=True)
+class TimeNoise(_EqualStages):
+    """sigma_j = sigma_1 / (1 + rate * (j-1)) in equal stages (Auto-DPSGD's time-based decay)."""
+
+    rate: float = 0.1
+
+    def __post_init__(self) -> None:
+        positive("rate", self.rate)
+        self._check()
+
+    def level(self, stage: int) -> float:
+        return 1 / (1 + self.rate * stage)
