@@ -1,0 +1,183 @@
+"""The plan of a private run: `python -m fastclip.accounting --samples 60000 ...`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+
+from fastclip.accounting.calibration import find_noise_multiplier, planned_steps
+from fastclip.accounting.plan import plan, table
+from fastclip.accounting.trials import Poisson, Trials, TruncatedNegativeBinomial
+from fastclip.clipping.checks import positive, whole
+from fastclip.clipping.schedules import (
+    ConstantNoise,
+    ExponentialNoise,
+    LinearNoise,
+    NoiseSchedule,
+    StagedNoise,
+    StepNoise,
+    TimeNoise,
+)
+from fastclip.errors import ArgumentError, FastclipError
+
+# Each schedule's class, and its options as (command-line name, keyword of the class).
+SCHEDULES: dict[str, tuple[Callable[..., NoiseSchedule], dict[str, str]]] = {
+    "constant": (ConstantNoise, {}),
+    "staged": (
+        StagedNoise,
+        {"stages": "stages", "noise_decay": "decay", "length_decay": "length_decay"},
+    ),
+    "step": (StepNoise, {"stages": "stages", "noise_decay": "decay"}),
+    "linear": (LinearNoise, {"stages": "stages", "final_noise": "final"}),
+    "exponential": (ExponentialNoise, {"stages": "stages", "rate": "rate"}),
+    "time": (TimeNoise, {"stages": "stages", "rate": "rate"}),
+}
+SCHEDULE_OPTIONS = ("stages", "noise_decay", "length_decay", "final_noise", "rate")
+STAGES = 3
+
+
+def parser() -> argparse.ArgumentParser:
+    """Arguments of the command."""
+    command = argparse.ArgumentParser(
+        prog="python -m fastclip.accounting",
+        description="Noise and epsilon of a planned private run, stage by stage. The sample rate "
+        "is q = B / N; a training loop under Opacus' data loader has q = 1 / len(loader) = "
+        "1 / ceil(N / B), a little more or less.",
+    )
+    add = command.add_argument
+    add("--samples", type=int, required=True, metavar="N", help="size of the training set")
+    add("--batch-size", type=int, required=True, metavar="B", help="expected logical batch size")
+    length = command.add_mutually_exclusive_group(required=True)
+    length.add_argument("--epochs", type=float, help="length as passes: int(epochs / q) steps")
+    length.add_argument("--steps", type=int, help="length in real steps")
+    add("--delta", type=float, help="default: 1 / (10 N); it should stay well below 1 / N")
+    budget = command.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--noise-multiplier", type=float, help="total sigma of the first step")
+    budget.add_argument("--epsilon", type=float, help="target: solves for the first step's sigma")
+    add("--schedule", choices=SCHEDULES, default="constant", help="of the noise (%(default)s)")
+    add("--stages", type=int, help=f"of any schedule but the constant one ({STAGES})")
+    add("--noise-decay", type=float, help="of staged and step")
+    add("--length-decay", type=float, help="of staged")
+    add("--final-noise", type=float, help="of linear: last sigma / first sigma")
+    add("--rate", type=float, help="of exponential and time")
+    add(
+        "--count-noise-ratio",
+        type=float,
+        metavar="R",
+        help="sigma of counts / sigma of gradients, for a strategy that counts (adaptive clipping)",
+    )
+    add(
+        "--accountant",
+        choices=("prv", "rdp", "gdp"),
+        default="prv",
+        help="whose epsilon is the total and the target's (%(default)s)",
+    )
+    add("--trials", type=float, metavar="MEAN", help="expected number of runs of a private search")
+    add(
+        "--trials-distribution",
+        choices=("tnb", "poisson"),
+        help="of their number: truncated negative binomial (default) or Poisson",
+    )
+    add("--eta", type=float, help="shape of tnb: 0 logarithmic (default), 1 geometric")
+    add("--json", action="store_true", help="print JSON")
+    return command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; errors leave by SystemExit(2) with one sentence.
+
+    Args:
+        argv: arguments; None for those of the process.
+
+    Returns:
+        0.
+    """
+    command = parser()
+    given = command.parse_args(argv)
+    try:
+        samples = whole("--samples", given.samples, 1)
+        batch = whole("--batch-size", given.batch_size, 1)
+        if batch > samples:
+            raise ArgumentError(f"--batch-size expects at most --samples = {samples}, got {batch}")
+        rate = batch / samples
+        steps = planned_steps(rate, given.epochs, given.steps)
+        schedule = _schedule(given, steps)
+        trials = _trials(given)
+        delta = 1 / (10 * samples) if given.delta is None else given.delta
+        if given.epsilon is None:
+            sigma = positive("--noise-multiplier", given.noise_multiplier)
+        else:
+            sigma = find_noise_multiplier(
+                target_epsilon=given.epsilon,
+                target_delta=delta,
+                sample_rate=rate,
+                steps=steps,
+                schedule=schedule,
+                accountant=given.accountant,
+            )
+        planned = plan(
+            schedule,
+            sigma,
+            rate,
+            steps,
+            delta,
+            accountant=given.accountant,
+            count_noise_ratio=given.count_noise_ratio,
+            trials=trials,
+        )
+    except FastclipError as error:
+        command.error(str(error))
+    if delta >= 1 / samples:
+        print(
+            f"warning: delta = {delta:g} is at least 1 / N = {1 / samples:.3g}, which allows a run "
+            "that publishes one whole sample: choose a smaller --delta",
+            file=sys.stderr,
+        )
+    if given.json:
+        print(json.dumps(planned.as_json(), indent=2, allow_nan=False))
+    else:
+        print(f"N = {samples}, B = {batch}, q = B / N = {rate:.6g}", end="")
+        print(f" (Opacus' loader: 1 / {math.ceil(samples / batch)})\n")
+        print(table(planned))
+    return 0
+
+
+def _schedule(given: argparse.Namespace, steps: int) -> NoiseSchedule:
+    build, options = SCHEDULES[given.schedule]
+    for name in SCHEDULE_OPTIONS:
+        if name not in options and getattr(given, name) is not None:
+            owners = [kind for kind, (_, its) in SCHEDULES.items() if name in its]
+            raise ArgumentError(
+                f"--{name.replace('_', '-')} belongs to --schedule {' or '.join(owners)}, "
+                f"got --schedule {given.schedule}"
+            )
+    if not options:
+        return build()
+    values = {
+        keyword: getattr(given, name)
+        for name, keyword in options.items()
+        if getattr(given, name) is not None
+    }
+    return build(total_steps=steps, **{"stages": STAGES, **values})
+
+
+def _trials(given: argparse.Namespace) -> Trials | None:
+    if given.trials is None:
+        if given.eta is not None or given.trials_distribution is not None:
+            raise ArgumentError(
+                "--eta and --trials-distribution describe --trials, which is missing"
+            )
+        return None
+    if given.trials_distribution == "poisson":
+        if given.eta is not None:
+            raise ArgumentError("--eta belongs to --trials-distribution tnb, got poisson")
+        return Poisson(given.trials)
+    eta = 0.0 if given.eta is None else given.eta
+    return TruncatedNegativeBinomial.from_mean(given.trials, eta)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

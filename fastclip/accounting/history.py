@@ -1,0 +1,155 @@
+"""A planned run as the accountants see it, and its epsilon.
+
+A history is a list of (noise multiplier, sample rate, number of steps), as Opacus' accountants keep
+it: each step is a Poisson-subsampled Gaussian mechanism, and the entries compose adaptively.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from itertools import groupby
+from typing import Any
+
+from opacus.accountants import IAccountant, RDPAccountant, create_accountant
+
+from fastclip.accounting.rdp import quiet_orders
+from fastclip.accounting.shares import multiplier
+from fastclip.clipping.checks import between, whole
+from fastclip.clipping.schedules import NoiseSchedule
+from fastclip.errors import ArgumentError
+
+Entry = tuple[float, float, int]
+History = Sequence[Entry]
+
+# Most points on which PRV may discretise a privacy loss: about 2 GB in all.
+_MOST_POINTS = 2**25
+
+
+def history(
+    schedule: NoiseSchedule, noise_multiplier: float, sample_rate: float, steps: int
+) -> list[Entry]:
+    """What an accountant holds after a run of `steps` steps under a noise schedule.
+
+    Args:
+        schedule: sigma_t = noise_multiplier * schedule.factor(t).
+        noise_multiplier: sigma_1, the total multiplier of the first step; 0 for no noise.
+        sample_rate: q in (0, 1], the probability of each sample to be in a logical batch.
+        steps: number of real steps.
+
+    Returns:
+        (sigma, q, number of steps) in order, adjacent equal entries merged as step() does.
+
+    Raises:
+        ArgumentError: for a value out of range.
+    """
+    sigma = multiplier("noise_multiplier", noise_multiplier)
+    rate = between("sample_rate", sample_rate, 0, 1, closed=True)
+    runs = schedule.runs(whole("steps", steps, 0))
+    return _merged((sigma * factor, rate, length) for factor, length in runs)
+
+
+def epsilon(history: History, delta: float, accountant: str = "prv", **options: Any) -> float:
+    """Epsilon of a history at `delta`, by one of Opacus' accountants.
+
+    Formal guarantee: the run is (epsilon, delta)-DP for neighbours that differ by one added or
+    removed sample. "prv" is at most 2 * `eps_error` (0.01) above the tight value, "rdp" a
+    looser upper bound; "gdp" is an approximation that can be too small.
+
+    Args:
+        history: (noise multiplier, sample rate, steps) entries.
+        delta: in (0, 1).
+        accountant: "prv", "rdp", "gdp" or another mechanism registered with Opacus.
+        options: of the accountant's get_epsilon (`eps_error`, `delta_error`; `alphas`).
+
+    Returns:
+        epsilon; 0 for an empty history, inf where a step has no noise.
+
+    Raises:
+        ArgumentError: for an unknown accountant, a history it cannot compose, or a failure of its
+            numerics.
+    """
+    delta = between("delta", delta, 0, 1)
+    book = open_accountant(accountant)
+    entries = _merged(history)
+    if not entries:
+        return 0.0
+    if any(sigma == 0 for sigma, _, _ in entries):
+        return math.inf
+    book.history = entries
+    if accountant == "gdp":
+        refuse_changing_noise(entries)
+    if accountant == "prv":
+        _refuse_huge_mesh(entries, delta, **options)
+    # PRV sizes its mesh by RDP, where the grid of orders does not matter.
+    advice = quiet_orders() if accountant == "prv" else nullcontext()
+    try:
+        with advice:
+            spent = float(book.get_epsilon(delta=delta, **options))
+    except (ArithmeticError, RuntimeError, ValueError) as error:
+        raise _numerics(accountant, entries, f"failed with {error}") from error
+    if math.isnan(spent):
+        raise _numerics(accountant, entries, "found no number")
+    return max(spent, 0.0)  # PRV goes below 0 where delta alone already covers the run
+
+
+def open_accountant(name: str) -> IAccountant:
+    """A fresh accountant of Opacus.
+
+    Raises:
+        ArgumentError: if the name is not registered.
+    """
+    try:
+        return create_accountant(name)
+    except ValueError as error:
+        raise ArgumentError(f"accountant expects 'prv', 'rdp' or 'gdp', got {name!r}") from error
+
+
+def refuse_changing_noise(entries: Sequence[Entry]) -> None:
+    """Opacus' "gdp" reads the last entry only, so it would forget the others.
+
+    Raises:
+        ArgumentError: if the noise multiplier or the sample rate changes during the run.
+    """
+    if len(entries) > 1:
+        raise ArgumentError(
+            "accountant='gdp' composes only a constant noise multiplier and sample rate, got "
+            f"{len(entries)} different ones: use accountant='rdp' or 'prv'"
+        )
+
+
+def _merged(entries: Iterable[Entry]) -> list[Entry]:
+    """Adjacent entries of equal sigma and q as one."""
+    return [
+        (sigma, rate, sum(length for _, _, length in group))
+        for (sigma, rate), group in groupby(entries, key=lambda entry: entry[:2])
+    ]
+
+
+def _refuse_huge_mesh(
+    entries: list[Entry],
+    delta: float,
+    eps_error: float = 0.01,
+    delta_error: float | None = None,
+    **_: Any,
+) -> None:
+    """Little noise makes PRV's mesh exhaust the memory before any error is raised."""
+    error = delta / 1000 if delta_error is None else delta_error
+    book = RDPAccountant()
+    book.history = entries
+    steps = sum(length for _, _, length in entries)
+    with quiet_orders():
+        width = 2 * (book.get_epsilon(error / 4) + 3)
+    points = width * math.sqrt(steps * math.log(12 / error) / 2) / eps_error
+    if not points <= _MOST_POINTS:
+        raise _numerics("prv", entries, f"would need {points:.1g} mesh points")
+
+
+def _numerics(accountant: str, entries: Sequence[Entry], what: str) -> ArgumentError:
+    least = min(sigma for sigma, _, _ in entries)
+    other = "" if accountant == "rdp" else ", or accountant='rdp'"
+    return ArgumentError(
+        f"the {accountant} accountant {what} for a run whose noise multiplier goes down to "
+        f"{least:.4g}: use more noise{other}"
+    )

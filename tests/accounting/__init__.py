@@ -1,0 +1,1 @@
+"""Accounting: noise shares, planned runs, hyperparameter searches, and noise schedules."""

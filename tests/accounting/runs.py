@@ -1,0 +1,44 @@
+"""Runs that several tests share, and their composition by the independent dp-accounting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import dp_accounting as dp
+
+from fastclip.clipping.schedules import (
+    ConstantNoise,
+    ExponentialNoise,
+    LinearNoise,
+    NoiseSchedule,
+    StagedNoise,
+    StepNoise,
+    TimeNoise,
+)
+
+STEPS = 60
+
+CHANGING: dict[str, NoiseSchedule] = {
+    "staged": StagedNoise(STEPS, 4, 0.7, 0.8),
+    "step": StepNoise(STEPS, 4, 0.8),
+    "linear": LinearNoise(STEPS, 4, 0.4),
+    "exponential": ExponentialNoise(STEPS, 4, 0.2),
+    "time": TimeNoise(STEPS, 4, 0.3),
+}
+SCHEDULES: dict[str, NoiseSchedule] = {"constant": ConstantNoise(), **CHANGING}
+
+
+def event(entries: Sequence[tuple[float, float, int]]) -> dp.DpEvent:
+    """A history as dp-accounting writes it."""
+    return dp.ComposedDpEvent(
+        [
+            dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(sigma)), steps)
+            for sigma, rate, steps in entries
+        ]
+    )
+
+
+def one_sentence(error: BaseException) -> bool:
+    """A message of fastclip: one line, no full stop inside or at its end."""
+    text = str(error)
+    return bool(text) and "\n" not in text and ". " not in text and not text.endswith(".")

@@ -1,0 +1,182 @@
+"""The noise multiplier of a budget: Opacus' for constant noise, within tolerance for schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from opacus.accountants.utils import get_noise_multiplier
+
+from fastclip.accounting import calibration, epsilon, find_noise_multiplier, history
+from fastclip.clipping.schedules import (
+    ConstantNoise,
+    ExponentialNoise,
+    LinearNoise,
+    StagedNoise,
+    StepNoise,
+)
+from fastclip.errors import ArgumentError, ArgumentTypeError
+from tests.accounting.runs import CHANGING, STEPS, one_sentence
+
+pytestmark = pytest.mark.filterwarnings("ignore:Optimal order", "ignore:GDP accounting")
+DELTA = 1e-5
+RATE = 0.02
+RUN = {"target_delta": DELTA, "sample_rate": RATE, "steps": STEPS}
+
+
+@pytest.mark.parametrize(
+    ("accountant", "length"),
+    [
+        ("rdp", {"epochs": 3}),
+        ("rdp", {"epochs": 2.55}),
+        ("rdp", {"steps": 41}),
+        ("prv", {"epochs": 0.8}),
+        ("gdp", {"epochs": 3}),
+    ],
+)
+def test_constant_noise_is_opacus(accountant: str, length: dict[str, Any]) -> None:
+    budget = {"target_epsilon": 0.8, "target_delta": DELTA, "sample_rate": 0.05, **length}
+    theirs = get_noise_multiplier(**budget, accountant=accountant)
+    assert find_noise_multiplier(**budget, accountant=accountant) == theirs
+
+
+def test_options_reach_the_accountant() -> None:
+    budget = {**RUN, "target_epsilon": 5.0, "accountant": "rdp", "alphas": [16]}
+    sigma = find_noise_multiplier(**budget)
+    assert sigma == get_noise_multiplier(**budget)
+    assert sigma > get_noise_multiplier(**{**budget, "alphas": range(2, 17)})
+    staged = find_noise_multiplier(**budget, schedule=StagedNoise(STEPS))
+    spent = epsilon(history(StagedNoise(STEPS), staged, RATE, STEPS), DELTA, "rdp", alphas=[16])
+    assert 4.99 <= spent <= 5
+
+
+def test_a_schedule_that_does_not_change_is_opacus() -> None:
+    budget = {**RUN, "target_epsilon": 1.5, "accountant": "rdp"}
+    flat = StepNoise(STEPS, 3, decay=1.0)
+    assert find_noise_multiplier(**budget, schedule=flat) == get_noise_multiplier(**budget)
+
+
+@pytest.mark.parametrize("target", [0.4, 3.0])
+@pytest.mark.parametrize("name", CHANGING)
+def test_schedules_reach_the_target(name: str, target: float) -> None:
+    check(CHANGING[name], "rdp", target, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "target", "tolerance"),
+    [
+        (StagedNoise(STEPS, 2), 2.0, 0.01),
+        (LinearNoise(STEPS, 2), 0.3, 0.01),
+        (ExponentialNoise(STEPS, 2, 3.0), 4.0, 0.3),
+    ],
+)
+def test_schedules_reach_the_target_by_prv(schedule: Any, target: float, tolerance: float) -> None:
+    check(schedule, "prv", target, tolerance)
+
+
+def check(schedule: Any, accountant: str, target: float, tolerance: float) -> None:
+    sigma = find_noise_multiplier(
+        **RUN,
+        target_epsilon=target,
+        schedule=schedule,
+        accountant=accountant,
+        epsilon_tolerance=tolerance,
+    )
+    spent = epsilon(history(schedule, sigma, RATE, STEPS), DELTA, accountant)
+    assert target - tolerance <= spent <= target
+
+
+# Epsilons that an accountant might report for a multiplier.
+def wavy(sigma: float) -> float:
+    return 10 / sigma + 0.3 * math.sin(40 * sigma)
+
+
+def broken_below_two(sigma: float) -> float:
+    if sigma < 2:
+        raise ArgumentError("PRV gave up")
+    return 1 / sigma
+
+
+def jumping(sigma: float) -> float:
+    return 5.0 if sigma < 3 else 0.1
+
+
+@pytest.mark.parametrize(
+    ("curve", "target", "within"),
+    [(wavy, 2.0, True), (broken_below_two, 0.4, True), (broken_below_two, 3.0, False),
+     (jumping, 1.0, False), (lambda sigma: 0.5, 1.0, False), (lambda sigma: 0.5, 0.505, True)],
+)  # fmt: skip
+def test_the_search_ends_within_the_budget(
+    monkeypatch: pytest.MonkeyPatch, curve: Callable[[float], float], target: float, within: bool
+) -> None:
+    """Whatever the accountant does: not monotone, failing for little noise, not continuous."""
+    calls = []
+
+    def fake(entries: list[tuple[float, float, int]], *_: Any, **__: Any) -> float:
+        calls.append(entries[-1][0])
+        return curve(entries[-1][0])
+
+    monkeypatch.setattr(calibration, "epsilon", fake)
+    schedule = StepNoise(STEPS, 3, decay=0.5)
+    sigma = find_noise_multiplier(**RUN, target_epsilon=target, schedule=schedule)
+    last = sigma * 0.25
+    assert curve(last) <= target
+    assert len(calls) <= 141
+    assert (target - curve(last) <= 0.01) == within
+    if curve in (jumping, broken_below_two) and not within:  # then the least noise there is
+        assert last == pytest.approx(3.0 if curve is jumping else 2.0, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "accountant"),
+    [(None, "rdp"), (None, "prv"), (StagedNoise(STEPS), "rdp")],
+)
+def test_a_target_out_of_reach(schedule: Any, accountant: str) -> None:
+    """RDP's grid of orders and PRV's eps_error leave a floor that no noise gets under."""
+    changed = {} if schedule is None else {"schedule": schedule}
+    with pytest.raises(ArgumentError, match=r"no noise multiplier.*raise target_epsilon") as caught:
+        find_noise_multiplier(**RUN, target_epsilon=1e-4, accountant=accountant, **changed)
+    assert one_sentence(caught.value)
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_gdp_refuses_changing_noise(name: str) -> None:
+    with pytest.raises(ArgumentError, match="'rdp' or 'prv'") as caught:
+        find_noise_multiplier(**RUN, target_epsilon=1.0, schedule=CHANGING[name], accountant="gdp")
+    assert one_sentence(caught.value)
+
+
+def test_noise_that_fades_to_nothing() -> None:
+    class Fading(ConstantNoise):  # the schedules of the library refuse to be so
+        def runs(self, steps: int) -> list[tuple[float, int]]:
+            return [(1.0, steps - 1), (0.0, 1)]
+
+    with pytest.raises(ArgumentError, match="falls to 0"):
+        find_noise_multiplier(**RUN, target_epsilon=1.0, schedule=Fading())
+
+
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"target_epsilon": 0}, ArgumentError),
+        ({"target_epsilon": math.inf}, ArgumentError),
+        ({"target_epsilon": "1"}, ArgumentTypeError),
+        ({"target_delta": 0.0}, ArgumentError),
+        ({"target_delta": 1}, ArgumentError),
+        ({"sample_rate": 0}, ArgumentError),
+        ({"sample_rate": 1.5}, ArgumentError),
+        ({"steps": 0}, ArgumentError),
+        ({"steps": None}, ArgumentError),
+        ({"epochs": 2}, ArgumentError),
+        ({"steps": None, "epochs": 0.01}, ArgumentError),
+        ({"steps": None, "epochs": -1}, ArgumentError),
+        ({"epsilon_tolerance": 0}, ArgumentError),
+        ({"accountant": "moments"}, ArgumentError),
+    ],
+)
+def test_refused(changed: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error) as caught:
+        find_noise_multiplier(**{**RUN, "target_epsilon": 1.0, **changed})
+    assert one_sentence(caught.value)
