@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from fastclip.clipping import Clipping
+from fastclip.clipping_state import ClippingState
 from fastclip.errors import GraphError, StepError
 from fastclip.guards import LeakGuard, NonFiniteMonitor
 from fastclip.layers import Record, joint_norm_sq
@@ -84,12 +85,8 @@ class BookKeeper:
         self.frozen = frozen or {}
         self.known: set[nn.Parameter] = set()
         """All parameters of the model as it was intercepted."""
-        self.clipping = clipping
+        self.clipping = ClippingState(clipping, max_grad_norm, len(names))
         self.mean_loss = mean_loss
-        self.next_thresholds = clipping.threshold.initial(max_grad_norm, len(names))
-        """Of the next logical batch: a scalar, or one a parameter; float64, on the CPU."""
-        self.thresholds = self.next_thresholds
-        """Those at which the current logical batch is clipped."""
         self.batch = LogicalBatch()
         self.layout = BatchLayout(batch_axis)
         self.planner = planner or Planner()
@@ -240,22 +237,22 @@ class BookKeeper:
             self._close(current)
 
     def _close(self, current: BackwardPass) -> None:
-        if self.batch.fresh:
-            self.thresholds = self.next_thresholds
         batch_size = current.batch_size or 0
         unit = float(batch_size) if self.mean_loss else 1.0  # the mean's 1/b, multiplied back
         norm_sq, rows = self._norms(current, unit)
-        scales, self.per_sample_norms = self.clipping.scales(
-            norm_sq, self._device_thresholds(current, norm_sq.device)
+        per_layer = self.clipping.strategy.threshold.per_layer
+        scales, self.per_sample_norms = self.clipping.clip(
+            norm_sq,
+            self._layers(current, norm_sq.device) if per_layer else None,
+            fresh=self.batch.fresh,
+            made_up=any(forward.made_up for forward in current.forwards),
         )
-        if any(forward.made_up for forward in current.forwards):
-            scales = torch.zeros_like(scales)
         self.monitor.look(self.per_sample_norms)
         factors = scales * unit
         self.batch.broken = True  # until every sum is written
         while current.entries:
             parameter, entry = current.entries.popitem()
-            factor = factors[rows[parameter]] if self.clipping.threshold.per_layer else factors
+            factor = factors[rows[parameter]] if per_layer else factors
             for record in entry.records:
                 record.check_unmodified()
                 self._accumulate(parameter, record.clipped_sum(factor.to(parameter.device)))
@@ -277,12 +274,11 @@ class BookKeeper:
         stacked = torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
         return stacked * unit**2, rows
 
-    def _device_thresholds(self, current: BackwardPass, device: torch.device) -> Tensor:
-        if not self.clipping.threshold.per_layer:
-            return self.thresholds.to(device)
+    def _layers(self, current: BackwardPass, device: torch.device) -> Tensor:
+        """Places of the pass's parameters in the order of all private ones."""
         order = {parameter: i for i, parameter in enumerate(self.names)}
-        index = [order[parameter] for parameter in current.entries]
-        return self.thresholds[index].to(device)
+        places = [order[parameter] for parameter in current.entries]
+        return torch.tensor(places).to(device, non_blocking=True)
 
     @staticmethod
     def _accumulate(parameter: nn.Parameter, clipped: Tensor) -> None:
@@ -294,13 +290,10 @@ class BookKeeper:
 
     # Step
 
-    def sensitivity(self) -> float:
-        """S of the sums as they were clipped (not as the thresholds are set now)."""
-        return float(self.clipping.sensitivity(self.thresholds))
-
     def zero_grad(self) -> None:
         """Clear the sums, unless they belong to a logical batch that is still being gathered."""
         self.drop_stale()
         if self.batch.zero_grad():
+            self.clipping.discard()
             for parameter in self.names:
                 parameter.summed_grad = None  # type: ignore[attr-defined]

@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 from opacus import PrivacyEngine
-from opacus.accountants.utils import get_noise_multiplier
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.optimizers import DPOptimizer
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 from fastclip import validation
+from fastclip.accounting import find_noise_multiplier
 from fastclip.bookkeeping import BookKeeper
-from fastclip.clipping import Clipping, resolve
+from fastclip.clipping import Clipping, ConstantNoise, resolve
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError, UnsupportedLayerError
-from fastclip.loader import mark_made_up_rows
+from fastclip.loader import mark_made_up_rows, unmark
 from fastclip.module import FastGradSampleHooks, FastGradSampleModule
 from fastclip.optimizer import FastDPOptimizer
 from fastclip.planner import Planner
@@ -79,12 +79,16 @@ class FastPrivacyEngine(PrivacyEngine):
             module: the model, in training mode. optimizer: over this model's parameters.
             criterion: loss; returned (unchanged) only where grad_sample_mode is "ghost".
             data_loader: its length sets the sampling rate q = 1 / len(data_loader).
-            noise_multiplier: sigma, standard deviation of the noise over the sensitivity.
-            max_grad_norm: clipping threshold C; a list, one a parameter tensor, for "per_layer".
+            noise_multiplier: sigma, standard deviation of the noise over the sensitivity: the total
+                that the accountant sees, of which count queries take their share; of the first step
+                where the strategy has a noise schedule.
+            max_grad_norm: (first) clipping threshold C; a list, one a parameter tensor, for
+                "per_layer".
             batch_first: samples lie along axis 0 of the model's inputs; else along axis 1.
             loss_reduction: "mean" (over the physical batch) or "sum".
             poisson_sampling: sample every row independently with rate q, as accounting assumes.
-            clipping: a strategy of fastclip.clipping, or Opacus' "flat" or "per_layer".
+            clipping: a strategy of fastclip.clipping, or Opacus' "flat", "per_layer" or "adaptive"
+                (whose keywords of Opacus are taken, too).
             noise_generator: source of the noise, for reproducible runs.
             grad_sample_mode: "fast"; "ghost" is the same and returns the criterion too; Opacus'
                 own modes ("hooks", "functorch", "ew", ...) run Opacus' own code.
@@ -103,6 +107,12 @@ class FastPrivacyEngine(PrivacyEngine):
         validation.choice("grad_sample_mode", grad_sample_mode, MODES)
         criterion = nn.CrossEntropyLoss() if criterion is None else criterion
         if grad_sample_mode not in FAST_MODES:
+            if isinstance(clipping, Clipping):
+                raise ArgumentError(
+                    f"grad_sample_mode={grad_sample_mode!r} runs Opacus' own clipping, which takes "
+                    "'flat', 'per_layer' or 'adaptive'; strategies of fastclip.clipping run in the "
+                    "fast mode: omit grad_sample_mode"
+                )
             return super().make_private(
                 module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,
                 noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm,  # type: ignore[arg-type]
@@ -111,12 +121,6 @@ class FastPrivacyEngine(PrivacyEngine):
                 noise_generator=noise_generator, grad_sample_mode=grad_sample_mode,
                 wrap_model=wrap_model, rand_on_empty=rand_on_empty, **kwargs,
             )  # fmt: skip
-        if kwargs:
-            raise ArgumentTypeError(
-                f"make_private does not know the keywords {sorted(kwargs)} in the fast mode; it "
-                "takes those of opacus.PrivacyEngine.make_private; options of clipping belong to its "
-                "strategy (fastclip.clipping)"
-            )
         validation.check_arguments(
             module=module, data_loader=data_loader, noise_multiplier=noise_multiplier,
             loss_reduction=loss_reduction, noise_generator=noise_generator,
@@ -128,10 +132,11 @@ class FastPrivacyEngine(PrivacyEngine):
         if noise_generator is not None and self.secure_mode:
             raise ArgumentError("Passing seed is prohibited in secure mode: omit noise_generator")
         validation.check_optimizer(module, optimizer)
+        strategy = resolve(clipping, kwargs, noise_multiplier)
+        validation.check_schedule(strategy.noise, self.accountant.mechanism())
         module = self._prepare_fast_model(
-            module, optimizer, resolve(clipping), max_grad_norm, batch_first, loss_reduction,
-            wrap_model,
-        )  # fmt: skip
+            module, optimizer, strategy, max_grad_norm, batch_first, loss_reduction, wrap_model
+        )
         inner = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
         try:
             loader, batch_size, rate = self._prepare_sampling(
@@ -167,7 +172,8 @@ class FastPrivacyEngine(PrivacyEngine):
 
         Args:
             target_epsilon, target_delta: the budget, spent after `epochs` passes over the data.
-            epochs: number of passes (1 / q steps each).
+            epochs: number of passes (1 / q steps each). A noise schedule is composed over all of
+                them, and the noise multiplier found is that of its first step.
             **kwargs: options of the accountant ("epsilon_tolerance", "alphas", "eps_error", ...);
                 what the optimizer of one of Opacus' own modes takes goes to it.
             Everything else as in `make_private`.
@@ -190,9 +196,10 @@ class FastPrivacyEngine(PrivacyEngine):
                 "engine's accountant has recorded steps: the overall epsilon will be higher",
                 stacklevel=2,
             )
-        noise_multiplier = get_noise_multiplier(
+        noise_multiplier = find_noise_multiplier(
             target_epsilon=target_epsilon, target_delta=target_delta,
             sample_rate=1 / len(data_loader), epochs=epochs,
+            schedule=clipping.noise if isinstance(clipping, Clipping) else ConstantNoise(),
             accountant=self.accountant.mechanism(), **accounting,
         )  # fmt: skip
         return self.make_private(
@@ -210,6 +217,23 @@ class FastPrivacyEngine(PrivacyEngine):
         Shapes and methods are those of the last backward pass of the last model made private.
         """
         return self._require_keepers()[-1].plan_log.plan()
+
+    def set_groups(self, ids: Tensor) -> None:
+        """Say which group each row of the next backward pass belongs to.
+
+        For strategies of groups, before every backward pass, on physical batches as on whole ones;
+        other strategies ignore it, so a training loop may always call it.
+
+        Args:
+            ids: int64 [b], from 0 to num_groups - 1. On an accelerator the values are not looked
+                at: a row outside the range contributes nothing and counts nowhere.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: for other values, shapes or types.
+        """
+        (plain,), made_up = unmark((ids,))
+        for keeper in self._require_keepers():
+            keeper.clipping.set_groups(plain, made_up)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -10,19 +10,29 @@ from opacus.optimizers import DPOptimizer
 from torch import Tensor
 
 from fastclip import ops
+from fastclip.accounting import NoiseLevels
 from fastclip.bookkeeping import BookKeeper
+from fastclip.clipping_state import split_refused
 from fastclip.errors import ArgumentError, StepError
+from fastclip.noise import NoiseSource
+
+STATE = "fastclip_clipping"
+"""Key of the strategy's state in `FastDPOptimizer.state_dict()`."""
 
 
 class FastDPOptimizer(DPOptimizer):
     """An opacus DPOptimizer whose clipping has already happened in the backward pass.
 
-    Formal guarantee: each real step releases (sum + N(0, (noise_multiplier * S)^2 I)) / B once,
-    where the sum has L2 sensitivity S, recorded when it was clipped, and B is public.
+    Formal guarantee: each real step releases (sum + N(0, (sigma_grad * S)^2 I)) / B once, where the
+    sum has L2 sensitivity S, recorded when it was clipped, and B is public; and, for strategies that
+    count, the counts with noise sigma_count times their sensitivity. Together they cost what one
+    Gaussian mechanism of noise multiplier sigma costs: 1 / sigma^2 = 1 / sigma_grad^2 +
+    1 / sigma_count^2 (Zhao et al. 2025, Lemma 3.1).
 
     Args:
         optimizer: the inner optimizer. keeper: book-keeper of the private model.
-        noise_multiplier: sigma. expected_batch_size: B. loss_reduction: "mean" divides by B.
+        noise_multiplier: the total sigma, that of the first step where a schedule changes it.
+        expected_batch_size: B. loss_reduction: "mean" divides by B.
         generator: source of the noise (torch's global one if None). secure_mode: as in Opacus.
     """
 
@@ -32,46 +42,94 @@ class FastDPOptimizer(DPOptimizer):
         generator: torch.Generator | None = None, secure_mode: bool = False,
     ) -> None:  # fmt: skip
         self.keeper = keeper
+        if keeper.clipping.strategy.threshold.count_noise_ratio and not expected_batch_size:
+            raise ArgumentError(
+                "a strategy that counts expects expected_batch_size > 0, the public denominator of "
+                f"its fractions, got {expected_batch_size!r}"
+            )
         super().__init__(
             optimizer, noise_multiplier=noise_multiplier, max_grad_norm=None,  # type: ignore[arg-type]
             expected_batch_size=expected_batch_size, loss_reduction=loss_reduction,  # type: ignore[arg-type]
             generator=generator, secure_mode=secure_mode,
         )  # fmt: skip
+        keeper.clipping.noise = NoiseSource(noise_multiplier, generator, secure_mode)  # sigma_1
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Total sigma of the next real step; what the accountant records.
+
+        Setting it takes effect at the next real step; a schedule goes on from the value set.
+        """
+        return self.keeper.clipping.noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        self.keeper.clipping.noise_multiplier = value
+
+    @property
+    def noise_levels(self) -> NoiseLevels:
+        """Noise multipliers of the next real step: total, of the gradients, of the counts."""
+        return self.keeper.clipping.levels
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """Source of all noise; torch's global one if None."""
+        return self.keeper.clipping.noise.generator
+
+    @generator.setter
+    def generator(self, value: torch.Generator | None) -> None:
+        self.keeper.clipping.noise.generator = value
+
+    @property
+    def expected_batch_size(self) -> float | None:
+        """B, the public denominator of the gradients and of the counts."""
+        return self.keeper.clipping.expected_batch_size
+
+    @expected_batch_size.setter
+    def expected_batch_size(self, value: float | None) -> None:
+        self.keeper.clipping.expected_batch_size = value
 
     @property
     def max_grad_norm(self) -> float:
-        """C of the next logical batch; for per-layer clipping the norm of the thresholds.
+        """C of the next logical batch: of layers the norm of the thresholds, of groups C_0.
 
         Setting it takes effect at the next logical batch: the noise of this one uses the
         sensitivity at which it was clipped. A per-layer strategy takes a list, or a number to which
-        all thresholds are rescaled together.
+        all thresholds are rescaled together; those of groups keep their ratios.
         """
-        return float(self.keeper.clipping.threshold.bound(self.keeper.next_thresholds))
+        state = self.keeper.clipping
+        return float(state.strategy.max_grad_norm(state.next))
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | Sequence[float] | None) -> None:
         if value is None:  # the base class's constructor: the book-keeper has it already
             return
-        keeper = self.keeper
-        if keeper.clipping.threshold.per_layer and not isinstance(value, Sequence):
-            thresholds = keeper.next_thresholds
-            value = (thresholds * (float(value) / torch.linalg.vector_norm(thresholds))).tolist()
-        keeper.next_thresholds = keeper.clipping.threshold.initial(value, len(keeper.names))
+        state = self.keeper.clipping
+        state.next = state.strategy.rescaled(state.next, value)
 
     @property
     def max_grad_norms(self) -> list[float]:
         """The thresholds of a per-layer strategy, in the order of the parameters."""
-        return self.keeper.next_thresholds.reshape(-1).tolist()
+        return self.keeper.clipping.next.threshold.reshape(-1).tolist()
 
     @property
     def threshold(self) -> Tensor:
-        """C at which the current (or last) logical batch is clipped: a scalar, or one a group."""
-        return self.keeper.thresholds
+        """What the norms of the current (or last) logical batch are compared with.
+
+        C, a scalar, or one a group or layer; Z of a global function. Public after the step; before
+        it, where thresholds come from the same step's counts, it is not accounted yet.
+        """
+        return self.keeper.clipping.current.threshold
 
     @property
-    def sensitivity(self) -> float:
-        """L2 sensitivity S of the sum at which its noise is scaled."""
-        return self.keeper.sensitivity()
+    def group_weights(self) -> Tensor | None:
+        """theta_k of the current (or last) logical batch, [k], where a strategy reweights groups."""
+        return self.keeper.clipping.current.weights
+
+    @property
+    def sensitivity(self) -> Tensor:
+        """L2 sensitivity S of the sum at which its noise is scaled, a scalar."""
+        return self.keeper.clipping.sensitivity()
 
     @property
     def per_sample_norms(self) -> Tensor | None:
@@ -80,8 +138,12 @@ class FastDPOptimizer(DPOptimizer):
 
     @property
     def noisy_counts(self) -> Tensor | None:
-        """Noisy counts of the last step; None for strategies that count nothing."""
-        return None
+        """Noisy counts of the last real step; None before it, or where nothing is counted.
+
+        A scalar for a quantile; [2, k] for groups (beyond and within the threshold; for a quantile
+        of groups counted and not); [k], the sizes of the groups, for reweighting.
+        """
+        return self.keeper.clipping.noisy_counts
 
     @property
     def grad_samples(self) -> list[Tensor]:
@@ -102,18 +164,24 @@ class FastDPOptimizer(DPOptimizer):
     def add_noise(self) -> None:
         """Replace `p.grad` by the noisy sum over the public denominator, exactly once a step."""
         parameters = self.params
-        std = self.noise_multiplier * self.sensitivity
-        if not std >= 0:
-            raise ArgumentError(
-                f"noise_multiplier expects a number >= 0, got {self.noise_multiplier}"
-            )
         gradients = ops.noise_finalize(
-            [p.summed_grad for p in parameters], parameters, std, self._divisor(), self.generator,
-            secure=self.secure_mode,
+            [p.summed_grad for p in parameters], parameters, self._noise_std(), self._divisor(),
+            self.generator, secure=self.secure_mode,
         )  # fmt: skip
         self._drop_gradients()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+
+    def _noise_std(self) -> float | Tensor:
+        """sigma_grad * S; a tensor where S lies on an accelerator, which must not be waited for."""
+        sigma = self.noise_multiplier
+        if not 0 <= sigma < float("inf"):
+            raise ArgumentError(f"noise_multiplier expects a finite number >= 0, got {sigma}")
+        noise = self.keeper.clipping.gradient_noise()
+        sensitivity = self.sensitivity
+        if not noise or sensitivity.device.type == "cpu":
+            return noise * float(sensitivity) if noise else 0.0
+        return noise * sensitivity
 
     def _drop_gradients(self) -> None:
         """Whatever is not private must not reach the inner step."""
@@ -155,8 +223,10 @@ class FastDPOptimizer(DPOptimizer):
         if skip:
             return False
         self.add_noise()
+        self.keeper.clipping.release(self.accumulated_iterations)
         if self.step_hook:
             self.step_hook(self)
+        self.keeper.clipping.advance()
         return True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -165,3 +235,33 @@ class FastDPOptimizer(DPOptimizer):
             with torch.enable_grad():
                 closure()
         return self.original_optimizer.step() if self.pre_step() else None
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """As in Opacus: the next step() only accumulates (BatchMemoryManager calls this).
+
+        Raises:
+            StepError: for strategies that must see the whole logical batch before they clip it.
+        """
+        policy = self.keeper.clipping.strategy.threshold
+        if do_skip and policy.same_step:
+            raise StepError(split_refused(type(policy).__name__))
+        super().signal_skip_step(do_skip)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, and what the clipping strategy has to remember, if anything.
+
+        Never the generator, the noise multiplier or anything of raw data.
+        """
+        saved = super().state_dict()
+        state = self.keeper.clipping.state_dict()
+        return saved if state is None else {**saved, STATE: state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict()`, this class's or Opacus'.
+
+        Raises:
+            ArgumentError: if it holds the thresholds of another strategy; nothing is loaded.
+        """
+        inner = dict(state_dict)
+        self.keeper.clipping.load_state_dict(inner.pop(STATE, None))
+        super().load_state_dict(inner)

@@ -10,7 +10,8 @@ from opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fastclip.clipping.thresholds import positive
+from fastclip.clipping import ConstantNoise, NoiseSchedule
+from fastclip.clipping.checks import positive
 from fastclip.errors import ArgumentError, ArgumentTypeError, UnsupportedLayerError
 
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
@@ -147,3 +148,12 @@ def choice(name: str, value: Any, allowed: Iterable[str]) -> None:
     """Refuse a string that is not one of `allowed`."""
     if value not in tuple(allowed):
         raise ArgumentError(f"{name} expects one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def check_schedule(schedule: NoiseSchedule, mechanism: str) -> None:
+    """Refuse a noise schedule that the accountant cannot compose."""
+    if mechanism == "gdp" and not isinstance(schedule, ConstantNoise):
+        raise ArgumentError(
+            f"accountant='gdp' composes constant noise only, got {type(schedule).__name__}; use "
+            "FastPrivacyEngine(accountant='prv') or 'rdp'"
+        )

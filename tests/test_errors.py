@@ -43,7 +43,6 @@ def call(model: nn.Module | None = None, **changes: Any) -> tuple:
         ({"clipping": "per_layer", "max_grad_norm": [1.0, 0.0]}, ValueError, "positive"),
         ({"clipping": "soft"}, ValueError, "clipping expects one of.*'soft'"),
         ({"clipping": 3}, TypeError, "clipping expects a strategy"),
-        ({"clipping": "adaptive"}, ValueError, "grad_sample_mode='hooks'"),
         ({"loss_reduction": "none"}, ValueError, "loss_reduction expects one of 'mean', 'sum'"),
         ({"grad_sample_mode": "hoks"}, ValueError, "grad_sample_mode expects one of 'fast'"),
         ({"batch_first": 1}, TypeError, "batch_first expects True or False"),

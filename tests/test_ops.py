@@ -165,3 +165,18 @@ def test_without_noise_the_sum_is_divided_and_nothing_is_drawn() -> None:
     (gradient,) = ops.noise_finalize([torch.full((2,), 3.0)], [torch.zeros(2)], 0.0, 4.0, generator)
     assert gradient.tolist() == [0.75, 0.75]
     assert torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_noise_scaled_on_the_device(secure: bool) -> None:
+    """A standard deviation that lies in a tensor gives the same noise as the number."""
+    shapes = [torch.zeros(40), torch.zeros(3, 7, dtype=torch.float64), torch.zeros(9).half()]
+    sums = [torch.ones_like(x) for x in shapes]
+    by_kind = [
+        ops.noise_finalize(sums, shapes, std, 4.0, torch.Generator().manual_seed(0), secure=secure)
+        for std in (1.7, torch.tensor(1.7, dtype=torch.float64))
+    ]
+    for number, tensor in zip(*by_kind, strict=True):
+        assert number.dtype == tensor.dtype
+        tol = 1e-3 if number.dtype == torch.half else 1e-6
+        assert torch.allclose(number, tensor, rtol=tol, atol=tol)

@@ -15,7 +15,7 @@ from fastclip.ops.embedding import (
     lookup_sum,
     tied_norm,
 )
-from fastclip.ops.finalize import noise_finalize
+from fastclip.ops.finalize import fill_normal, noise_finalize
 from fastclip.ops.linear import (
     ghost_norm,
     gram,
@@ -36,6 +36,7 @@ __all__ = [
     "drop_zeroed",
     "embedding_norm",
     "embedding_sum",
+    "fill_normal",
     "flatten_lookup",
     "ghost_norm",
     "gram",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def noise_finalize(
-    summed: list[Tensor | None], like: list[Tensor], std: float, divisor: float,
+    summed: list[Tensor | None], like: list[Tensor], std: float | Tensor, divisor: float,
     generator: torch.Generator | None, secure: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """(summed + N(0, std^2)) / divisor for every parameter, in float32, cast to its own type last.
@@ -15,7 +15,8 @@ def noise_finalize(
     Args:
         summed: clipped sums; None where no sample touched the parameter (it still gets noise).
         like: the parameters, for shape, device and destination type.
-        std: standard deviation of the noise on the sum; 0 draws nothing.
+        std: standard deviation of the noise on the sum: a number, of which 0 draws nothing, or a
+            scalar tensor on the device, which is never looked at.
         divisor: public denominator.
         generator: source of the noise, or None for torch's global one.
         secure: guard against floating-point attacks: one draw is thrown away and each value is half
@@ -28,8 +29,11 @@ def noise_finalize(
     for total, parameter in zip(summed, like, strict=True):
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         gradient = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
-        if std > 0:
-            _draw(gradient, std / divisor, generator, secure)
+        if isinstance(std, Tensor):
+            fill_normal(gradient, 1.0, generator, secure)
+            gradient.mul_(std.to(gradient.device, non_blocking=True) / divisor)
+        elif std > 0:
+            fill_normal(gradient, std / divisor, generator, secure)
         else:
             gradient.zero_()
         if total is not None:
@@ -38,8 +42,10 @@ def noise_finalize(
     return gradients
 
 
-def _draw(out: Tensor, std: float, generator: torch.Generator | None, secure: bool) -> None:
-    """Fill `out` with N(0, std^2)."""
+def fill_normal(
+    out: Tensor, std: float, generator: torch.Generator | None = None, secure: bool = False
+) -> None:
+    """Fill `out` with N(0, std^2); `secure` as for `noise_finalize`."""
     if not secure:
         out.normal_(0.0, std, generator=generator)
         return
