@@ -1,0 +1,1 @@
+"""The clipping strategies against the papers that they come from."""
