@@ -2,4 +2,7 @@
 
 from setuptools import find_packages, setup
 
-setup(packages=find_packages(include=["fastclip", "fastclip.*"]))
+setup(
+    packages=[*find_packages(include=["fastclip", "fastclip.*"]), "fastclip.kernels"],
+    package_dir={"fastclip.kernels": "kernels"},
+)

@@ -14,8 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastclip import ops
 from fastclip.accounting import NoiseLevels, remaining, split
+from fastclip.accounting.shares import multiplier
 from fastclip.clipping import Clipping, Thresholds
+from fastclip.clipping.checks import whole
+from fastclip.clipping.policy import LARGEST, SMALLEST
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 from fastclip.noise import NoiseSource
 
@@ -58,7 +62,8 @@ class ClippingState:
 
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> None:
-        self.noise.multiplier = value / self.strategy.noise.factor(self.step)
+        sigma = multiplier("noise_multiplier", value)
+        self.noise.multiplier = sigma / self.strategy.noise.factor(self.step)
 
     @property
     def levels(self) -> NoiseLevels:
@@ -75,7 +80,10 @@ class ClippingState:
 
     def set_groups(self, ids: Tensor, made_up: bool = False) -> None:
         """Groups of the rows of the next backward pass, int64 [b]; see `engine.set_groups`."""
-        if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.is_floating_point():
+        if (
+            not isinstance(ids, Tensor) or ids.dim() != 1 or ids.layout != torch.strided
+            or ids.is_floating_point() or ids.is_complex()
+        ):  # fmt: skip
             got = f"shape {tuple(ids.shape)}, {ids.dtype}" if isinstance(ids, Tensor) else repr(ids)
             raise ArgumentTypeError(
                 f"set_groups expects the group of each row as an int64 tensor [b], got {got}"
@@ -84,14 +92,13 @@ class ClippingState:
         if groups is None:
             return
         ids = ids.detach().to(torch.int64)
-        if ids.device.type == "cpu" and not made_up:
-            wrong = ids[(ids < 0) | (ids >= groups)]
-            if len(wrong):
-                raise ArgumentError(
-                    f"set_groups expects groups from 0 to {groups - 1} (num_groups={groups}), got "
-                    f"{wrong[0].item()}; rows of no group need one of their own"
-                )
-        self._groups = ids.masked_fill((ids < 0) | (ids >= groups), -1)
+        outside = (ids < 0) | (ids >= groups)
+        if ids.device.type == "cpu" and not made_up and bool(outside.any()):
+            raise ArgumentError(
+                f"set_groups expects groups from 0 to {groups - 1} (num_groups={groups}), got "
+                "values outside; rows of no group need one of their own"
+            )
+        self._groups = ids.masked_fill(outside, -1)
 
     def _take_groups(self, rows: int, device: torch.device, made_up: bool) -> Tensor | None:
         """The groups of this pass, used up by it: a stale one must never serve another batch."""
@@ -129,36 +136,45 @@ class ClippingState:
         policy = self.strategy.threshold
         if policy.same_step and not fresh:
             raise StepError(split_refused(type(policy).__name__))
-        norms = norm_sq.sum(0).sqrt()  # [b]
-        groups = self._take_groups(len(norms), norms.device, made_up)
-        self.next = self.next.to(norms.device)
+        device, rows = norm_sq.device, norm_sq.shape[1]
+        groups = self._take_groups(rows, device, made_up)
+        self.next = self.next.to(device)
         if fresh:
             self.current, self._counts, self._drawn = self.next, None, None
-        if policy.count_noise_ratio is not None:
-            counted = norms[:0] if made_up else norms
-            members = groups[:0] if made_up and groups is not None else groups
-            counts = policy.count(counted, self.current, members)
-            self._counts = counts if self._counts is None else self._counts + counts
-            if policy.same_step:
-                self._draw_ahead()
-        layer_norms = norm_sq.sqrt() if policy.per_layer else None
-        scales = self.strategy.scales(norms, self.current, groups, layer_norms, layers)
+        counts = None
+        if policy.count_noise_ratio is not None and not made_up:
+            if self._counts is None:
+                counts = torch.zeros(policy.count_shape, dtype=torch.float64, device=device)
+            else:
+                counts = self._counts.clone()  # a launch that fails leaves the old ones
+        scales, norms = self._scales(norm_sq, groups, layers, counts)
+        self._counts = self._counts if counts is None else counts
+        if policy.same_step:
+            self._draw_ahead(device)
+            scales, _ = self._scales(norm_sq, groups, layers, None)
         return (torch.zeros_like(scales) if made_up else scales), norms
 
-    def _draw_ahead(self) -> None:
-        """Noise on the counts of this batch now, and the thresholds that follow from them."""
-        noisy = self._perturbed()
-        self._drawn = noisy, self.levels.counts or 0.0
-        assert self.expected_batch_size is not None
-        self.current = self.strategy.threshold.move(
-            self.next, noisy, self.expected_batch_size, self.step
-        )
+    def _scales(
+        self, norm_sq: Tensor, groups: Tensor | None, layers: Tensor | None, counts: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return ops.clip_scale(norm_sq, self.strategy, self.current, groups, layers, counts)
 
-    def _perturbed(self) -> Tensor:
+    def _draw_ahead(self, device: torch.device) -> None:
+        """Noise on the counts of this batch now, and the thresholds that follow from them."""
+        assert self.expected_batch_size is not None
+        spent = self.levels.counts or 0.0
+        noisy, self.current = self._stepped(self.expected_batch_size, device)
+        self._drawn = noisy, spent
+
+    def _stepped(self, batch_size: float, device: torch.device) -> tuple[Tensor, Thresholds]:
+        """Noisy counts, and the thresholds they lead to."""
         policy = self.strategy.threshold
-        assert self._counts is not None
+        counts = self._counts
+        if counts is None:  # only made-up rows
+            counts = torch.zeros(policy.count_shape, dtype=torch.float64, device=device)
         std = (self.levels.counts or 0.0) * policy.count_sensitivity
-        return self.noise.perturb(self._counts, std)
+        noise = self.noise.draw(counts, std)
+        return ops.threshold_step(counts, noise, policy, self.next, batch_size, self.step)
 
     # Between passes
 
@@ -177,16 +193,31 @@ class ClippingState:
             accumulated: backward passes of full batches in the step; B counts for each.
         """
         policy = self.strategy.threshold
-        if policy.count_noise_ratio is not None:
-            self.noisy_counts = self._perturbed() if self._drawn is None else self._drawn[0]
-        if not policy.same_step:
-            size = (self.expected_batch_size or 0) * accumulated
-            self.next = policy.move(self.next, self.noisy_counts, size, self.step)
-        self._counts = self._drawn = None
+        size = (self.expected_batch_size or 0) * accumulated
+        if policy.count_noise_ratio is None:
+            self.next = policy.move(self.next, None, size, self.step)
+        elif self._drawn is not None:
+            self.noisy_counts = self._drawn[0]
+        else:
+            device = self.next.threshold.device
+            self.noisy_counts, self.next = self._stepped(size, device)
+        self._counts = self._drawn = self._groups = None
 
     def advance(self) -> None:
         """The real step has been accounted; the schedule goes on."""
         self.step += 1
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """What `release` changes, for `restore` if the step turns out not to be accounted."""
+        return self.next, self.noisy_counts, self._groups
+
+    def restore(self, before: tuple[Any, ...]) -> None:
+        """Undo `release`: nothing of the step is shown, or moves a threshold."""
+        self.next, self.noisy_counts, self._groups = before
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Raw counts and groups are neither copied nor pickled."""
+        return {**self.__dict__, "_counts": None, "_drawn": None, "_groups": None}
 
     # Checkpoints
 
@@ -200,7 +231,8 @@ class ClippingState:
         tensors = dict(self.next.tensors())
         if self.noisy_counts is not None:
             tensors["noisy_counts"] = self.noisy_counts
-        return {"step": self.step} | {name: value.clone() for name, value in tensors.items()}
+        saved: dict[str, Any] = {"strategy": self.strategy.kind, "step": self.step}
+        return saved | {name: value.clone() for name, value in tensors.items()}
 
     def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
         """Continue from `state_dict`; takes effect at the next logical batch.
@@ -208,31 +240,34 @@ class ClippingState:
         Raises:
             ArgumentError: for the state of another strategy. Nothing is changed.
         """
-        if saved is None:
-            return
-        if self.strategy.constant:
-            warnings.warn(
-                "the checkpoint holds thresholds of another strategy, which this constant one does "
-                "not use",
-                stacklevel=3,
-            )
+        if self.strategy.constant or saved is None:
+            if (saved is None) != self.strategy.constant:
+                held = "no" if saved is None else "another strategy's"
+                warnings.warn(
+                    f"the checkpoint holds {held} state of a clipping strategy: "
+                    f"{self.strategy.kind} goes on from where it is",
+                    stacklevel=3,
+                )
             return
         values = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
         counts = values.pop("noisy_counts", None)
-        expected = self.next.tensors()
-        shapes = {name: tuple(value.shape) for name, value in expected.items()}
+        shapes = {name: tuple(value.shape) for name, value in self.next.tensors().items()}
         found = {name: tuple(value.shape) for name, value in values.items()}
-        if found != shapes:
+        kind = saved.get("strategy", self.strategy.kind)
+        if found != shapes or kind != self.strategy.kind:
             raise ArgumentError(
-                f"the checkpoint holds clipping thresholds {found}, this strategy expects {shapes}; "
-                "load it into the strategy it was saved from"
+                f"the checkpoint holds the state of {kind} with {found}, this strategy is "
+                f"{self.strategy.kind} with {shapes}; load it into the strategy it was saved from"
             )
-        if any(not bool(((v > 0) & torch.isfinite(v)).all()) for v in values.values()):
-            raise ArgumentError("the checkpoint's thresholds expect positive finite numbers")
+        if any(not bool(((v >= SMALLEST) & (v <= LARGEST)).all()) for v in values.values()):
+            raise ArgumentError(
+                f"the checkpoint's thresholds expect numbers from {SMALLEST} to {LARGEST}"
+            )
+        step = whole("the checkpoint's step", saved.get("step", 0), 0)
         device = self.next.threshold.device
         self.next = Thresholds(**{n: v.to(device, torch.float64) for n, v in values.items()})
         self.noisy_counts = None if counts is None else counts.to(device)
-        self.step = int(saved["step"])
+        self.step = step
 
 
 def split_refused(policy: str) -> str:

@@ -33,10 +33,10 @@ class NoiseSource:
     def __reduce__(self) -> Any:
         return NoiseSource, (self.multiplier, None, self.secure)
 
-    def perturb(self, counts: Tensor, std: float) -> Tensor:
-        """counts + N(0, std^2), independent for each entry; a copy where std is 0."""
+    def draw(self, like: Tensor, std: float) -> Tensor | None:
+        """N(0, std^2), independent for each entry of `like`; None where std is 0."""
         if not std > 0:
-            return counts.clone()
-        noise = torch.empty_like(counts)
+            return None
+        noise = torch.empty_like(like)
         ops.fill_normal(noise, std, self.generator, self.secure)
-        return counts + noise
+        return noise

@@ -143,7 +143,9 @@ class LayerBackward:
     def plan_linear(self, a: Tensor, g: Tensor, name: str = "weight") -> Choice:
         """The planner's choice for a [b, t, d] and g [b, t, p]."""
         b, t, d = a.shape
-        choice = self._planner.linear(b, t, d, g.shape[2], a.element_size(), self._may_keep(name))
+        choice = self._planner.linear(
+            b, t, d, g.shape[2], a.element_size(), self._may_keep(name), a.device
+        )
         return self._noted(tuple(a.shape), choice)
 
     def plan_conv(
@@ -152,7 +154,7 @@ class LayerBackward:
         """The planner's choice for a convolution over x [b, c, *space]."""
         choice = self._planner.conv(
             x.shape[0], torch.Size(x.shape[2:]).numel(), torch.Size(g.shape[2:]).numel(), geometry,
-            x.element_size(), self._may_keep(name),
+            x.element_size(), self._may_keep(name), x.device,
         )  # fmt: skip
         return self._noted(tuple(x.shape), choice)
 

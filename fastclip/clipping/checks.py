@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 from torch import Tensor
 
 from fastclip.errors import ArgumentError, ArgumentTypeError
@@ -37,7 +39,7 @@ def whole(name: str, value: object, least: int) -> int:
 
 
 def _number(name: str, value: object, expected: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         if isinstance(value, Tensor) and value.dim() == 0:
             return _number(name, value.item(), expected)
         raise ArgumentTypeError(

@@ -66,6 +66,10 @@ class Group(_Groups):
     def same_step(self) -> bool:  # type: ignore[override]
         return self.thresholds == "same_step"
 
+    @property
+    def count_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (2, self.num_groups)
+
     def _spread(self, origin: Tensor) -> Tensor:
         return (2 * origin).repeat(self.num_groups)
 
@@ -112,6 +116,10 @@ class Reweighted(_Groups):
     @property
     def same_step(self) -> bool:  # type: ignore[override]
         return self.thresholds == "same_step"
+
+    @property
+    def count_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (self.num_groups,)
 
     def initial(self, value: float | Sequence[float], parameters: int) -> Thresholds:
         weights = torch.ones(self.num_groups, dtype=torch.float64)

@@ -60,6 +60,8 @@ class ThresholdPolicy:
     """K, where samples belong to groups (engine.set_groups)."""
     count_noise_ratio: float | None = None
     """r = sigma_count / sigma_grad of the count queries; None where nothing is counted."""
+    count_shape: tuple[int, ...] = ()
+    """Shape of the counts."""
     count_sensitivity: float = 1.0
     """L2 distance by which one sample changes the vector of counts."""
     total_steps: int | None = None

@@ -7,13 +7,15 @@ moves with C.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from fastclip.clipping.checks import positive
+from fastclip.clipping.checks import between
+from fastclip.clipping.policy import SMALLEST, threshold
 
 
 class ScaleFunction(Protocol):
@@ -65,7 +67,7 @@ class Tanh(_Clip):
     normalized: bool = False
 
     def __post_init__(self) -> None:
-        positive("eps", self.eps)
+        between("eps", self.eps, SMALLEST / 2, math.inf)
 
     def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:
         return torch.tanh(thresholds / (norms + self.eps))
@@ -79,7 +81,7 @@ class Automatic(_Clip):
     normalized: bool = False
 
     def __post_init__(self) -> None:
-        positive("gamma", self.gamma)
+        between("gamma", self.gamma, SMALLEST / 2, math.inf)
 
     def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:
         return thresholds / (norms + self.gamma)
@@ -93,7 +95,7 @@ class _Global:
     normalized: bool = False
 
     def __post_init__(self) -> None:
-        positive("z", self.cutoff)
+        threshold(self.cutoff, "z")
 
     def sensitivity(self, thresholds: Tensor) -> Tensor:
         return torch.ones_like(thresholds)

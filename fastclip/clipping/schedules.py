@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 from fastclip.clipping.checks import between, positive, whole
@@ -60,7 +61,7 @@ class Stages:
         whole("stages", self.stages, 1)
         whole("total_steps", self.total_steps, self.stages)
         between("length_decay", self.length_decay, 0, 1, closed=True)
-        edges = [0, *self.borders(), self.total_steps]
+        edges = (0, *self.borders(), self.total_steps)
         if any(start == end for start, end in pairwise(edges)):
             raise ArgumentError(
                 f"stages={self.stages} with length_decay={self.length_decay} leaves a stage of "
@@ -70,13 +71,18 @@ class Stages:
 
     def borders(self) -> list[int]:
         """First step of every stage but the first."""
-        lengths = [self.length_decay ** (self.stages - 1 - j) for j in range(self.stages)]
-        ends = [sum(lengths[: j + 1]) / sum(lengths) for j in range(self.stages - 1)]
-        return [round(self.total_steps * end) for end in ends]
+        return list(_borders(self.total_steps, self.stages, self.length_decay))
 
     def at(self, step: int) -> int:
         """Stage of real step `step`, both counted from 0."""
-        return bisect_right(self.borders(), step)
+        return bisect_right(_borders(self.total_steps, self.stages, self.length_decay), step)
+
+
+@lru_cache
+def _borders(total_steps: int, stages: int, length_decay: float) -> tuple[int, ...]:
+    lengths = [length_decay ** (stages - 1 - j) for j in range(stages)]
+    ends = list(accumulate(lengths))
+    return tuple(round(total_steps * end / ends[-1]) for end in ends[:-1])
 
 
 class _InStages:
@@ -84,7 +90,7 @@ class _InStages:
 
     stages: int
 
-    @property
+    @cached_property
     def plan(self) -> Stages:
         raise NotImplementedError
 
@@ -134,7 +140,7 @@ class StagedNoise(_InStages):
         between("noise_decay", self.decay, 0, 1, closed=True)
         self._check()
 
-    @property
+    @cached_property
     def plan(self) -> Stages:
         return Stages(self.total_steps, self.stages, self.length_decay)
 
@@ -147,7 +153,7 @@ class _EqualStages(_InStages):
     total_steps: int
     stages: int
 
-    @property
+    @cached_property
     def plan(self) -> Stages:
         return Stages(self.total_steps, self.stages)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fastclip.clipping.policy import ThresholdPolicy, Thresholds, threshold
+from fastclip.clipping.policy import LARGEST, ThresholdPolicy, Thresholds, threshold
 from fastclip.clipping.scales import Automatic, Hard, ScaleFunction
 from fastclip.clipping.schedules import ConstantNoise, NoiseSchedule
 from fastclip.clipping.thresholds import Constant
@@ -24,9 +24,10 @@ class Clipping:
     """Scale function x threshold policy x noise schedule.
 
     Formal guarantee: for thresholds held fixed over a logical batch, adding or removing one sample
-    changes the sum of scale_i * g_i by at most `sensitivity(state)` in Euclidean norm, in the
-    arithmetic in use (the scales carry a slack for rounding), and the counts by at most
-    `threshold.count_sensitivity`.
+    changes the sum of scale_i * g_i by at most `sensitivity(state)` in Euclidean norm: its own
+    contribution, as computed in the arithmetic in use, has at most that norm (the scales carry a
+    slack for rounding). It changes the counts by at most `threshold.count_sensitivity`. What a sum in
+    float32 rounds away of the others is not part of the guarantee, here as anywhere.
 
     Raises:
         ArgumentError: for a combination that makes no sense, with the reason.
@@ -69,6 +70,13 @@ class Clipping:
                 f"the stages of the threshold and of the noise plan runs of {sorted(plans)} steps; "
                 "give both the same total_steps"
             )
+
+    @property
+    def kind(self) -> str:
+        """Names of its parts: what a checkpoint's state belongs to."""
+        way = getattr(self.threshold, "count_as", "")
+        parts = (self.scale, self.threshold, self.noise)
+        return ", ".join(type(part).__name__ for part in parts) + f" ({way})" * bool(way)
 
     @property
     def constant(self) -> bool:
@@ -120,8 +128,8 @@ class Clipping:
             factor = factor[index] if factor.dim() else factor
             dead = dead | (groups < 0)
         scales = self.scale(norms, thresholds.to(norms.dtype))
-        scales = scales * (factor * (1 - slack(norms.dtype))).to(norms.dtype)
-        return scales.masked_fill(dead, 0)
+        factor = (factor * (1 - slack(norms.dtype))).clamp(max=LARGEST).to(norms.dtype)
+        return (scales.clamp(max=LARGEST) * factor).clamp(max=LARGEST).masked_fill(dead, 0)
 
     def _factor(self, state: Thresholds) -> Tensor:
         """What multiplies the scale function: weights, C of a global function, 1 / S; [k] or []."""

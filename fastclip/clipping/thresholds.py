@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ class StagedThreshold(ThresholdPolicy):
         between("threshold_decay", self.decay, 0, 1, closed=True)
         _ = self.plan  # refuses empty stages
 
-    @property
+    @cached_property
     def plan(self) -> Stages:
         return Stages(self.total_steps, self.stages, self.length_decay)
 
@@ -142,6 +143,10 @@ class Quantile(ThresholdPolicy):
     @property
     def count_sensitivity(self) -> float:  # type: ignore[override]
         return 0.5 if self.centred else 1.0
+
+    @property
+    def count_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return () if self.num_groups is None else (2, self.num_groups)
 
     def _spread(self, origin: Tensor) -> Tensor:
         return origin if self.num_groups is None else origin.repeat(self.num_groups)

@@ -48,7 +48,7 @@ def _concatenate_linear(records: list[LinearRecord], planner: Planner) -> list[L
     a = torch.cat([r.a for r in records], dim=1)
     g = torch.cat([r.g for r in records], dim=1)
     b, t, d = a.shape
-    choice = planner.linear(b, t, d, g.shape[2], a.element_size(), may_keep=False)
+    choice = planner.linear(b, t, d, g.shape[2], a.element_size(), may_keep=False, device=a.device)
     return [LinearRecord(a, g, ghost=choice.ghost, transposed=records[0].transposed)]
 
 

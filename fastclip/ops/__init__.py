@@ -1,5 +1,6 @@
 """The operations of the engine; here their PyTorch reference, which later kernels must equal."""
 
+from fastclip.ops.clip import clip_scale, threshold_step
 from fastclip.ops.conv import (
     ConvGeometry,
     conv_ghost_norm,
@@ -29,6 +30,7 @@ from fastclip.ops.numerics import drop_zeroed, product_slack, row_norm_sq, widen
 
 __all__ = [
     "ConvGeometry",
+    "clip_scale",
     "conv_ghost_norm",
     "conv_norm",
     "conv_per_sample_gradients",
@@ -52,6 +54,7 @@ __all__ = [
     "rms_norm_grads",
     "row_norm_sq",
     "scaled_sum",
+    "threshold_step",
     "tied_norm",
     "widen",
 ]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastclip.ops.dispatch import operation
 from fastclip.ops.linear import gram, gram_product
 from fastclip.ops.numerics import drop_zeroed, product_slack, row_norm_sq, widen
 
@@ -36,6 +37,7 @@ class ConvGeometry:
         return all(k == 1 for k in self.kernel) and not any(self.padding)
 
 
+@operation
 def conv_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     """Squared norm of each sample's weight gradient from the pixel Gram.
 
@@ -61,7 +63,10 @@ def conv_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     if not geometry.is_pointwise:
         patches = _slide(patches, x.shape[2:], out, geometry)
     outputs = gram(g.reshape(b * groups, g.shape[1] // groups, -1).transpose(1, 2))
-    return gram_product(patches, outputs).view(b, groups).sum(1)
+    out_channels, in_channels = geometry.weight_shape[:2]
+    taps = torch.Size(geometry.kernel).numel()
+    norms = gram_product(patches, outputs, taps * in_channels, out_channels // groups)
+    return norms.view(b, groups).sum(1)
 
 
 def _slide(pixels: Tensor, space: Sequence[int], out: Sequence[int], geo: ConvGeometry) -> Tensor:
@@ -116,6 +121,7 @@ def _stride(x: Tensor, stride: tuple[int, ...]) -> Tensor:
     return x[tuple(index)]
 
 
+@operation
 def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     """Squared norm of each sample's weight gradient, [b], by instantiating it a few at a time."""
     rows = max(1, (8 << 20) // max(1, 4 * torch.Size(geometry.weight_shape).numel()))

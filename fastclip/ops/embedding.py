@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastclip.ops.dispatch import operation
 from fastclip.ops.numerics import (
     GRAM_ERROR_FACTOR,
     drop_zeroed,
@@ -24,6 +25,7 @@ def flatten_lookup(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return ids.reshape(-1), sample, g.reshape(b * t, g.shape[-1])
 
 
+@operation
 def lookup_norm(
     ids: Tensor, sample: Tensor, g: Tensor, batch_size: int, num_embeddings: int,
     padding_idx: int | None = None,

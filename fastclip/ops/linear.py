@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastclip.ops.dispatch import operation
 from fastclip.ops.numerics import (
     GRAM_ERROR_FACTOR,
     drop_zeroed,
+    lost_squares,
     product_slack,
     row_norm_sq,
     unit_roundoff,
@@ -24,16 +26,33 @@ def gram(x: Tensor) -> Tensor:
     return torch.bmm(x, x.transpose(1, 2))
 
 
-def gram_product(gram_a: Tensor, gram_g: Tensor) -> Tensor:
+def gram_product(gram_a: Tensor, gram_g: Tensor, d: int, p: int) -> Tensor:
     """sum_{t,s} (a_t.a_s)(g_t.g_s) from two Grams [b, t, t], raised by its rounding bound; [b].
 
     With large, nearly orthogonal terms the sum cancels and can come out far too small, even
-    negative. It is clamped at 0 and raised by c * u * ||A||^2 ||G||^2, so that the norm is never
-    under-estimated (METHODS: Gram norms cancel).
+    negative. It is clamped at 0 and raised by `gram_bound`, so that the norm is never
+    under-estimated (METHODS: Gram norms cancel). d and p are the lengths of the dot products.
     """
-    total = row_dot(gram_a, gram_g)
-    bound = trace(gram_a) * trace(gram_g)
-    return total.clamp_min(0) + GRAM_ERROR_FACTOR * unit_roundoff(total.dtype) * bound
+    t = gram_a.shape[1]
+    bound = gram_bound(trace(gram_a), trace(gram_g), t * d, t * p)
+    return row_dot(gram_a, gram_g).clamp_min(0) + bound
+
+
+def gram_bound(norm_a: Tensor, norm_g: Tensor, a_entries: int, g_entries: int) -> Tensor:
+    """What rounding and underflow can hide of a product of Grams, [b].
+
+    c * u * ||A||^2 ||G||^2, and for squares below the range of the type their number times its
+    smallest number: the Gram of one operand is off by at most that, entry by entry.
+
+    Args:
+        norm_a, norm_g: ||A_b||^2 and ||G_b||^2, [b].
+        a_entries, g_entries: how many numbers A_b and G_b hold.
+    """
+    dtype = norm_a.dtype
+    rounding = GRAM_ERROR_FACTOR * unit_roundoff(dtype) * norm_a * norm_g
+    return (
+        rounding + lost_squares(a_entries, dtype) * norm_g + lost_squares(g_entries, dtype) * norm_a
+    )
 
 
 def row_dot(x: Tensor, y: Tensor) -> Tensor:
@@ -48,6 +67,7 @@ def trace(grams: Tensor) -> Tensor:
     return grams.diagonal(dim1=1, dim2=2).sum(1)
 
 
+@operation
 def ghost_norm(a: Tensor, g: Tensor) -> Tensor:
     """Squared norm of g_b^T a_b through the Grams.
 
@@ -59,10 +79,18 @@ def ghost_norm(a: Tensor, g: Tensor) -> Tensor:
         [b], float32 (float64 for float64 inputs), never below the exact value.
     """
     if a.shape[1] == 1:
-        return row_norm_sq(a) * row_norm_sq(g)
-    return gram_product(gram(a), gram(g))
+        return single_norm(a, g)
+    return gram_product(gram(a), gram(g), a.shape[2], g.shape[2])
 
 
+def single_norm(a: Tensor, g: Tensor) -> Tensor:
+    """||a_b||^2 ||g_b||^2, the squared norm where t = 1; never below it, squares that underflow
+    included: a [b, 1, d], g [b, 1, p] -> [b]."""
+    norm_a = row_norm_sq(a) + lost_squares(a.shape[2], a.dtype)
+    return norm_a * (row_norm_sq(g) + lost_squares(g.shape[2], g.dtype))
+
+
+@operation
 def instantiated_norm(a: Tensor, g: Tensor, keep: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     """Squared norm of g_b^T a_b by computing it, a few samples at a time.
 
@@ -93,6 +121,7 @@ def per_sample_gradients(a: Tensor, g: Tensor) -> Tensor:
     return torch.bmm(widen(g).transpose(1, 2), widen(a))
 
 
+@operation
 def scaled_sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
     """sum_b scale_b g_b^T a_b.
 

@@ -30,6 +30,14 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(accumulation_dtype(dtype)).eps / 2
 
 
+def lost_squares(entries: int, dtype: torch.dtype) -> float:
+    """The most that squares (and products) which underflow can hide of a sum of `entries` terms.
+
+    A sample of tiny inputs and huge output gradients would otherwise have a norm of 0.
+    """
+    return entries * torch.finfo(accumulation_dtype(dtype)).tiny
+
+
 def row_norm_sq(x: Tensor) -> Tensor:
     """Squared Euclidean norm of each row, ||x_b||^2, for x [b, ...]; returns [b].
 

@@ -7,7 +7,7 @@ Three ways to a linear or convolutional layer's norm (KERNELS: One backward pass
   so the ordinary weight gradient is never computed;
 - recompute: the per-sample gradient is computed a few samples at a time for its norm only.
 
-The constants are rates of one machine, measured by `bench`; only their ratios matter.
+The constants are the rates of the device (costs.py); only their ratios matter.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from fastclip.ops import ConvGeometry
+from fastclip.planner.costs import Costs, costs_of
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -37,20 +40,6 @@ class Choice:
         return self.method == "ghost"
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Rates that the cost model divides by (a 2-core AVX2 CPU, float32)."""
-
-    matmul: float = 200e9
-    """Floating-point operations a second of a batched matrix product."""
-    copy: float = 20e9
-    """Bytes a second of an elementwise pass."""
-    kept: float = 4e9
-    """Bytes a second at which a linear layer's fresh per-sample gradients are written, summed."""
-    kept_conv: float = 1.2e9
-    """The same for a convolution with samples as groups."""
-
-
 class Planner:
     """Chooses, remembers what it chose for `engine.plan()`, and keeps to the memory budget.
 
@@ -60,7 +49,7 @@ class Planner:
             book-keeping does, 0 keeps nothing.
         gram_tolerance: relative error of a norm that a Gram's rounding bound may add; above it the
             norm is instantiated (float32 Grams over long sequences).
-        costs: rates of the machine.
+        costs: rates of the machine; those of each tensor's own device if None.
     """
 
     def __init__(
@@ -68,44 +57,64 @@ class Planner:
     ) -> None:
         self.memory_factor = memory_factor
         self.gram_tolerance = gram_tolerance
-        self.costs = costs or Costs()
+        self.costs = costs
 
-    def linear(self, b: int, t: int, d: int, p: int, itemsize: int, may_keep: bool) -> Choice:
+    def rates(self, device: torch.device) -> Costs:
+        """The rates of a device: the user's, the measured or the built-in ones."""
+        return self.costs or costs_of(device.type, device.index)
+
+    def linear(
+        self, b: int, t: int, d: int, p: int, itemsize: int, may_keep: bool,
+        device: torch.device = _CPU,
+    ) -> Choice:  # fmt: skip
         """For a [b, t, d] and g [b, t, p]."""
+        costs = self.rates(device)
         held = b * t * (d + p) * itemsize
         if t == 1:
             return Choice("ghost", 0.0, held)
-        product = 2 * b * t * d * p / self.costs.matmul
+        flops = 2 * b * t * d * p
+        product = flops / costs.matmul
         kept_bytes = b * d * p * _accumulated(itemsize)
-        ghost = 2 * b * t * t * (d + p) / self.costs.matmul + b * t * t * 12 / self.costs.copy
+        ghost = 2 * b * t * t * (d + p) / costs.gram
+        recompute = flops / costs.instantiate
+        if costs.scratch:
+            ghost += b * t * t * 12 / costs.copy
+            recompute += kept_bytes / costs.copy
         options = [
             Choice("ghost", ghost + product, held),
-            Choice("recompute", 2 * product + kept_bytes / self.costs.copy, held),
+            Choice("recompute", recompute + product, held),
         ]
         if may_keep and kept_bytes <= self.memory_factor * held:
-            options.append(Choice("keep", product + kept_bytes / self.costs.kept, kept_bytes))
+            options.append(Choice("keep", product + kept_bytes / costs.kept, kept_bytes))
         return self._cheapest(options, t, itemsize)
 
     def conv(
-        self, b: int, space: int, out: int, geometry: ConvGeometry, itemsize: int, may_keep: bool
-    ) -> Choice:
+        self, b: int, space: int, out: int, geometry: ConvGeometry, itemsize: int, may_keep: bool,
+        device: torch.device = _CPU,
+    ) -> Choice:  # fmt: skip
         """For x with `space` pixels a channel and g with `out` positions."""
+        costs = self.rates(device)
         o, c = geometry.weight_shape[:2]
         c_all = c * geometry.groups
         taps = torch.Size(geometry.kernel).numel()
         pixels = out if geometry.is_pointwise else space
         held = b * (space * c_all + out * o) * itemsize
-        product = 2 * b * out * taps * c * o / self.costs.matmul
+        flops = 2 * b * out * taps * c * o
+        product = flops / costs.matmul
         kept_bytes = b * taps * c * o * _accumulated(itemsize)
-        grams = 2 * b * (pixels**2 * c_all + out**2 * o) / self.costs.matmul
-        shifts = 0 if geometry.is_pointwise else sum(geometry.kernel)
-        passes = b * geometry.groups * (pixels * out * 4 * shifts + out * out * 12)
+        ghost = 2 * b * (pixels**2 * c_all + out**2 * o) / costs.gram
+        recompute = flops / costs.instantiate
+        if costs.scratch:
+            shifts = 0 if geometry.is_pointwise else sum(geometry.kernel)
+            passes = b * geometry.groups * (pixels * out * 4 * shifts + out * out * 12)
+            ghost += passes / costs.copy
+            recompute += kept_bytes / costs.kept_conv
         options = [
-            Choice("ghost", grams + passes / self.costs.copy + product, held),
-            Choice("recompute", 2 * product + kept_bytes / self.costs.kept_conv, held),
+            Choice("ghost", ghost + product, held),
+            Choice("recompute", recompute + product, held),
         ]
         if may_keep and kept_bytes <= self.memory_factor * held:
-            options.append(Choice("keep", product + kept_bytes / self.costs.kept_conv, kept_bytes))
+            options.append(Choice("keep", product + kept_bytes / costs.kept_conv, kept_bytes))
         return self._cheapest(options, out, itemsize)
 
     def _cheapest(self, options: list[Choice], positions: int, itemsize: int) -> Choice:

@@ -1,0 +1,118 @@
+"""`python -m fastclip.doctor`: what this machine can run, which backend serves, and why not another."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from fastclip.ops.dispatch import OPERATIONS, backend_of
+from fastclip.planner.costs import cache_file, device_name
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _nvcc() -> str | None:
+    """Version of the CUDA compiler, if there is one."""
+    path = shutil.which("nvcc")
+    if path is None:
+        return None
+    try:
+        text = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=20
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return "found, but does not answer"
+    release = [line for line in text.splitlines() if "release" in line]
+    return release[0].split("release", 1)[1].split(",")[0].strip() if release else "found"
+
+
+def _devices() -> list[torch.device]:
+    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    return [*gpus, torch.device("cpu")]
+
+
+def examine() -> dict[str, Any]:
+    """Everything the doctor knows, as plain data.
+
+    Returns:
+        versions of what is installed (None where it is not), the devices with their rates' origin,
+        the environment, and for each device and operation the backend and the reason.
+    """
+    devices = []
+    for device in _devices():
+        found: dict[str, Any] = {
+            "device": str(device),
+            "name": device_name(device),
+            "rates": "measured" if cache_file(device_name(device)).exists() else "built in",
+            "operations": {},
+        }
+        if device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(device)
+            found["capability"] = f"{major}.{minor}"
+            found["memory_gib"] = round(
+                torch.cuda.get_device_properties(device).total_memory / 2**30, 1
+            )
+        for name in sorted(OPERATIONS):
+            backend, why = backend_of(name, device)
+            found["operations"][name] = {"backend": backend, "why": why}
+        devices.append(found)
+    packages = ("torch", "opacus", "triton", "transformers", "cryptography")
+    return {
+        "python": platform.python_version(),
+        "versions": {package: _version(package) for package in packages},
+        "cuda_of_torch": torch.version.cuda,
+        "nvcc": _nvcc(),
+        "environment": {
+            name: os.environ.get(name) for name in ("FASTCLIP_BACKEND", "TRITON_INTERPRET")
+        },
+        "devices": devices,
+    }
+
+
+def report(found: dict[str, Any]) -> str:
+    """The examination as text."""
+    versions = ", ".join(f"{k} {v or 'missing'}" for k, v in found["versions"].items())
+    lines = [f"python {found['python']}, {versions}"]
+    lines.append(
+        f"torch built for CUDA: {found['cuda_of_torch'] or 'no'}; nvcc: {found['nvcc'] or 'missing'}"
+    )
+    lines += [f"{name}={value}" for name, value in found["environment"].items() if value]
+    if not any(device["device"].startswith("cuda") for device in found["devices"]):
+        lines.append("no NVIDIA GPU that torch can use: the PyTorch reference serves on the CPU")
+    for device in found["devices"]:
+        more = ""
+        if "capability" in device:
+            more = f", {device['memory_gib']} GiB, sm {device['capability']}"
+        lines.append(
+            f"\n{device['device']}: {device['name']}{more}; planner rates {device['rates']}"
+        )
+        for name, choice in device["operations"].items():
+            lines.append(f"  {name:<22}{choice['backend']:<11}{choice['why']}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the report, or with --json the data."""
+    parser = argparse.ArgumentParser(prog="python -m fastclip.doctor", description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    found = examine()
+    print(json.dumps(found, indent=1) if options.json else report(found))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,163 @@
+"""Which backend computes an operation: the PyTorch reference, Triton, or CUDA C++.
+
+`FASTCLIP_BACKEND` is one of auto (default), reference, triton, cuda. "auto" takes a kernel where
+tensors lie on an NVIDIA GPU and one exists; "triton" asks for it by name, also on the CPU through
+Triton's interpreter (TRITON_INTERPRET=1). A kernel that is missing, or whose first launch fails, is
+replaced by the reference with one warning; an error in its result is never hidden: kernels either
+give what the reference gives or raise.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fastclip.errors import ArgumentError
+
+BACKENDS = ("auto", "reference", "triton", "cuda")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@dataclass
+class _State:
+    requested: str
+    kernels: dict[str, dict[str, Callable[..., Any]]] = field(default_factory=dict)
+    """Backend -> operation -> launcher; filled when a backend is first asked for."""
+    why_not: dict[str, str] = field(default_factory=dict)
+    """Backend, or "backend operation" -> why it cannot be used."""
+    proven: set[str] = field(default_factory=set)
+    """"backend operation" of launches that have worked."""
+
+
+def _from_environment() -> str:
+    name = os.environ.get("FASTCLIP_BACKEND", "auto").strip().lower()
+    if name not in BACKENDS:
+        raise ArgumentError(f"FASTCLIP_BACKEND expects one of {', '.join(BACKENDS)}, got {name!r}")
+    return name
+
+
+_STATE = _State(_from_environment())
+OPERATIONS: dict[str, Callable[..., Any]] = {}
+"""Name -> reference of every operation that may have kernels."""
+
+
+def operation(reference: _Function) -> _Function:
+    """Make a reference the operation of its name: kernels take its place where they can."""
+    name = reference.__name__
+    OPERATIONS[name] = reference
+
+    @functools.wraps(reference)
+    def dispatched(*args: Any, **kwargs: Any) -> Any:
+        if _STATE.requested == "reference":
+            return reference(*args, **kwargs)
+        tensor = next((x for x in args if isinstance(x, Tensor)), None)
+        if tensor is None or (tensor.device.type == "cpu" and _STATE.requested == "auto"):
+            return reference(*args, **kwargs)
+        for backend in _candidates(tensor.device):
+            kernel = _kernel(backend, name)
+            if kernel is not None:
+                done, result = _launch(backend, name, kernel, args, kwargs)
+                if done:
+                    return result
+        return reference(*args, **kwargs)
+
+    dispatched.reference = reference  # type: ignore[attr-defined]
+    return dispatched  # type: ignore[return-value]
+
+
+def _candidates(device: torch.device) -> tuple[str, ...]:
+    """Backends to try for tensors on `device`, in order."""
+    if _STATE.requested in ("triton", "cuda"):
+        return (_STATE.requested,)
+    return ("cuda", "triton") if device.type == "cuda" else ()
+
+
+def _kernel(backend: str, name: str) -> Callable[..., Any] | None:
+    """The launcher, unless it is missing or has failed; says so once."""
+    key = f"{backend} {name}"
+    if key in _STATE.why_not:
+        return None
+    found = _load(backend).get(name)
+    if found is None:
+        reason = _STATE.why_not.get(backend, "no kernel is written")
+        _give_up(key, reason, warn=_STATE.requested == backend)
+    return found
+
+
+def _load(backend: str) -> dict[str, Callable[..., Any]]:
+    if backend not in _STATE.kernels:
+        try:
+            module = {"triton": "fastclip.kernels", "cuda": "fastclip.cuda"}[backend]
+            _STATE.kernels[backend] = dict(importlib.import_module(module).KERNELS)
+        except ImportError as error:
+            _STATE.kernels[backend] = {}
+            _STATE.why_not[backend] = f"it cannot be imported: {error}"
+    return _STATE.kernels[backend]
+
+
+def _launch(
+    backend: str, name: str, kernel: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> tuple[bool, Any]:
+    """(True, result), or (False, None) where the kernel declined or its first launch failed."""
+    key = f"{backend} {name}"
+    try:
+        result = kernel(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if key in _STATE.proven:  # it has worked: this is an error of the call, not of the machine
+            raise
+        _give_up(key, f"its first launch failed: {type(error).__name__}: {error}", warn=True)
+        return False, None
+    if result is NotImplemented:  # a shape or type this kernel does not take
+        return False, None
+    _STATE.proven.add(key)
+    return True, result
+
+
+def _give_up(key: str, reason: str, *, warn: bool) -> None:
+    _STATE.why_not[key] = reason
+    if warn:
+        backend, name = key.split()
+        warnings.warn(
+            f"the {backend} kernel of {name} is not used ({reason}); its PyTorch reference takes "
+            "over. `python -m fastclip.doctor` tells more",
+            stacklevel=5,
+        )
+
+
+def backend_of(name: str, device: torch.device) -> tuple[str, str]:
+    """Which backend an operation will use on `device`, and why: what the doctor prints."""
+    if name not in OPERATIONS:
+        raise ArgumentError(f"expected one of {sorted(OPERATIONS)}, got {name!r}")
+    if _STATE.requested == "reference":
+        return "reference", "FASTCLIP_BACKEND=reference"
+    reasons = []
+    for backend in _candidates(device):
+        key = f"{backend} {name}"
+        if name in _load(backend) and key not in _STATE.why_not:
+            return backend, "launched" if key in _STATE.proven else "available"
+        reason = _STATE.why_not.get(key) or _STATE.why_not.get(backend, "no kernel is written")
+        reasons.append(f"{backend}: {reason}")
+    return "reference", "; ".join(reasons) or f"kernels run on NVIDIA GPUs, not on {device.type}"
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Use one backend inside the block, whatever the environment says (tests, benchmarks)."""
+    if name not in BACKENDS:
+        raise ArgumentError(f"backend expects one of {', '.join(BACKENDS)}, got {name!r}")
+    before, _STATE.requested = _STATE.requested, name
+    try:
+        yield
+    finally:
+        _STATE.requested = before

@@ -1,0 +1,1 @@
+"""Kernels against the float64 reference, through Triton's interpreter where there is no GPU."""

@@ -1,0 +1,104 @@
+"""clip_scale and threshold_step against the strategies' own arithmetic, for every strategy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastclip.clipping import Clipping, Hard, Quantile
+from fastclip.kernels.clip_scale import clip_scale, threshold_step
+from fastclip.ops.clip import clip_scale as reference_scale
+from fastclip.ops.clip import threshold_step as reference_step
+from tests.kernels.oracle import DEVICE
+from tests.strategies import COMBINATIONS, label
+
+LAYERS = 5
+EXTREMES = [0.0, 1e-30, 1e-12, 0.5, 4.0, 1e18, 3e38, float("inf"), float("nan")]
+strategies = pytest.mark.parametrize("strategy", COMBINATIONS, ids=label)
+
+
+def norms_of(b: int) -> torch.Tensor:
+    """Squared norms [l, b], extreme ones first; non-contiguous."""
+    generator = torch.Generator().manual_seed(b)
+    norm_sq = torch.rand(b, LAYERS, generator=generator).square() * 10
+    for i, value in enumerate(EXTREMES[:b]):
+        norm_sq[i] = value
+    return norm_sq.to(DEVICE).T
+
+
+def setting(strategy: Clipping, b: int):
+    """Thresholds after a few moves, groups (one row in none), layers, and counts so far."""
+    policy = strategy.threshold
+    per_layer = policy.per_layer
+    state = strategy.initial([0.3, 1.0, 2.5, 0.7, 0.1, 3.0] if per_layer else 0.7, 6).to(DEVICE)
+    groups = None
+    if policy.num_groups is not None:
+        groups = torch.arange(b, device=DEVICE) % policy.num_groups
+        groups[b // 2 : b // 2 + 1] = -1
+    counts = None
+    if policy.count_noise_ratio is not None:
+        ones = torch.ones(1, device=DEVICE)
+        counts = policy.count(ones, state, None if groups is None else groups[:1] * 0)
+        for step in range(3):
+            state = policy.move(state, counts * 3 + step, 8.0, step)
+    layers = torch.tensor([5, 0, 2, 3, 1], device=DEVICE) if per_layer else None
+    return state, groups, layers, counts
+
+
+@pytest.mark.parametrize("b", [0, 1, 7, 300])
+@strategies
+def test_scales_norms_and_counts(strategy: Clipping, b: int) -> None:
+    norm_sq = norms_of(b)
+    state, groups, layers, counts = setting(strategy, b)
+    theirs = None if counts is None else counts.clone()
+    scales, norms = clip_scale(norm_sq, strategy, state, groups, layers, counts)
+    expected, sizes = reference_scale.reference(norm_sq, strategy, state, groups, layers, theirs)
+    assert (scales.shape, scales.dtype) == (expected.shape, expected.dtype)
+    assert torch.allclose(scales, expected, rtol=2e-6, atol=0)
+    assert torch.allclose(norms, sizes, rtol=1e-6, atol=0, equal_nan=True)
+    if counts is not None:
+        assert torch.equal(counts, theirs)
+    own = norm_sq.sqrt() if strategy.threshold.per_layer else norms
+    parts = (scales * own).nan_to_num(0.0, posinf=0.0).double()
+    size = parts.square().sum(0).sqrt() if parts.dim() == 2 else parts
+    assert (size <= strategy.sensitivity(state)).all()
+
+
+@pytest.mark.parametrize(
+    "strategy", [s for s in COMBINATIONS if s.threshold.count_noise_ratio], ids=label
+)
+def test_thresholds(strategy: Clipping) -> None:
+    state, _, _, counts = setting(strategy, 7)
+    policy = strategy.threshold
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn(counts.shape, dtype=torch.float64, generator=generator).to(DEVICE) * 20
+        for drawn in (noise, None):
+            noisy, moved = threshold_step(counts, drawn, policy, state, 8.0, 3)
+            expected, theirs = reference_step.reference(counts, drawn, policy, state, 8.0, 3)
+            assert torch.equal(noisy, expected)
+            for name, value in theirs.tensors().items():
+                assert torch.allclose(moved.tensors()[name], value, rtol=1e-12, atol=0), name
+
+
+def test_wide_noise_stays_in_range() -> None:
+    policy = Quantile("above", lower=0.5, upper=4.0, learning_rate=5.0)
+    state = policy.initial(1.0, 1).to(DEVICE)
+    for noise, bound in ((1e6, 4.0), (-1e6, 0.5)):
+        counts = torch.tensor(3.0, dtype=torch.float64, device=DEVICE)
+        drawn = torch.full_like(counts, noise)
+        assert threshold_step(counts, drawn, policy, state, 8.0, 0)[1].threshold == bound
+
+
+def test_parts_of_a_user_stay_with_the_reference() -> None:
+    """A subclass may have changed the formula."""
+
+    class Halved(Hard):
+        def __call__(self, norms: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:
+            return super().__call__(norms, thresholds) / 2
+
+    strategy = Clipping(Halved())
+    state = strategy.initial(1.0, LAYERS).to(DEVICE)
+    assert clip_scale(norms_of(7), strategy, state) is NotImplemented
+    double = norms_of(7).double()
+    assert clip_scale(double, Clipping(), Clipping().initial(1.0, LAYERS)) is NotImplemented

@@ -1,0 +1,63 @@
+"""Rates of a device: measured once, kept by its name, loaded by every later process."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastclip import Costs, Planner
+from fastclip.planner import __main__ as command
+from fastclip.planner import costs_of
+from fastclip.planner.costs import cache_file, device_name, measure, save
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    costs_of.cache_clear()
+    yield tmp_path
+    costs_of.cache_clear()
+
+
+def test_measured_rates_are_kept_and_used(home: Path) -> None:
+    assert costs_of("cpu") == Costs()
+    rates = Costs(matmul=1.0, gram=2.0, instantiate=3.0, copy=4.0, scratch=False)
+    path = save(CPU, rates)
+    assert home in path.parents
+    assert costs_of("cpu") == rates
+    assert Planner().rates(CPU) == rates
+    own = Costs(matmul=5.0)
+    assert Planner(costs=own).rates(CPU) == own
+    path.write_text("{broken")
+    costs_of.cache_clear()
+    assert costs_of("cpu") == Costs()
+
+
+def test_measure_finds_positive_rates() -> None:
+    found = asdict(measure(CPU, scale=8))
+    assert found.pop("scratch") is True  # the reference writes Grams
+    assert all(0 < rate < float("inf") for rate in found.values())
+
+
+def test_command(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    assert command.main([]) == 0
+    assert "built in" in capsys.readouterr().out
+    monkeypatch.setattr(command, "measure", lambda device: Costs(matmul=123.0))
+    assert command.main(["--measure"]) == 0
+    assert "(measured)" in capsys.readouterr().out
+    assert cache_file(device_name(CPU)).exists()
+    assert costs_of("cpu").matmul == 123.0
+
+
+def test_fused_kernels_change_the_choice() -> None:
+    """Where nothing passes through memory only the products count."""
+    slow = Planner(costs=Costs(copy=1e9))
+    fused = Planner(costs=Costs(copy=1e9, scratch=False))
+    shape = (8, 54, 100, 100, 4, False)
+    assert slow.linear(*shape).method == "ghost"
+    assert fused.linear(*shape).method == "recompute"
