@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -247,9 +248,8 @@ class BookKeeper:
             fresh=self.batch.fresh,
             made_up=any(forward.made_up for forward in current.forwards),
         )
-        self.monitor.look(self.per_sample_norms)
+        self.batch.broken = True  # until every sum is written: the counts are in already
         factors = scales * unit
-        self.batch.broken = True  # until every sum is written
         while current.entries:
             parameter, entry = current.entries.popitem()
             factor = factors[rows[parameter]] if per_layer else factors
@@ -258,6 +258,7 @@ class BookKeeper:
                 self._accumulate(parameter, record.clipped_sum(factor.to(parameter.device)))
         self.batch.broken = False
         self.batch.pending += 1
+        self.monitor.look(self.per_sample_norms)
 
     def _norms(self, current: BackwardPass, unit: float) -> tuple[Tensor, dict[nn.Parameter, int]]:
         """Squared norms [l, b] of the parameters that took part, in true gradient units."""
@@ -297,3 +298,20 @@ class BookKeeper:
             self.clipping.discard()
             for parameter in self.names:
                 parameter.summed_grad = None  # type: ignore[attr-defined]
+
+    def discard(self) -> None:
+        """Give up the logical batch that is being gathered, with its sums and counts."""
+        self.drop_stale()
+        self.batch.abandon()
+        self.clipping.discard()
+        for parameter in self.names:
+            parameter.summed_grad = None  # type: ignore[attr-defined]
+
+    def retire(self) -> None:
+        """The model is not this book-keeper's any more."""
+        self.guard.disarm()
+        self.batch.retired = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing of raw data is copied or pickled with a model."""
+        return {**self.__dict__, "per_sample_norms": None, "_pass": None, "forward": Forward(None)}

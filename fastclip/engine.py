@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +23,7 @@ from fastclip.accounting import find_noise_multiplier
 from fastclip.bookkeeping import BookKeeper
 from fastclip.clipping import Clipping, ConstantNoise, resolve
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError, UnsupportedLayerError
-from fastclip.loader import mark_made_up_rows, unmark
+from fastclip.loader import mark_made_up_rows, unmark, watch_draws
 from fastclip.module import FastGradSampleHooks, FastGradSampleModule
 from fastclip.optimizer import FastDPOptimizer
 from fastclip.planner import Planner
@@ -153,7 +154,9 @@ class FastPrivacyEngine(PrivacyEngine):
             raise
         if poisson_sampling:
             module.forbid_grad_accumulation()
-        private.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=rate))
+        watch_draws(loader, module.keeper.batch, poisson_sampling)
+        private.attach_step_hook(self._accounting_hook(rate))
+        self._keepers = [keeper for keeper in self._keepers if not keeper.batch.retired]
         self._keepers.append(module.keeper)
         if grad_sample_mode == "ghost":
             return module, private, criterion, loader
@@ -198,7 +201,7 @@ class FastPrivacyEngine(PrivacyEngine):
             )
         noise_multiplier = find_noise_multiplier(
             target_epsilon=target_epsilon, target_delta=target_delta,
-            sample_rate=1 / len(data_loader), epochs=epochs,
+            sample_rate=1 / len(data_loader), steps=math.ceil(epochs * len(data_loader) - 1e-9),
             schedule=clipping.noise if isinstance(clipping, Clipping) else ConstantNoise(),
             accountant=self.accountant.mechanism(), **accounting,
         )  # fmt: skip
@@ -218,22 +221,31 @@ class FastPrivacyEngine(PrivacyEngine):
         """
         return self._require_keepers()[-1].plan_log.plan()
 
-    def set_groups(self, ids: Tensor) -> None:
+    def set_groups(self, ids: Tensor, module: nn.Module | None = None) -> None:
         """Say which group each row of the next backward pass belongs to.
 
         For strategies of groups, before every backward pass, on physical batches as on whole ones;
-        other strategies ignore it, so a training loop may always call it.
+        other strategies ignore it, so a training loop may always call it. Ids that no backward pass
+        has used are forgotten at the next real step.
 
         Args:
             ids: int64 [b], from 0 to num_groups - 1. On an accelerator the values are not looked
                 at: a row outside the range contributes nothing and counts nowhere.
+            module: the private model whose pass comes next, where the engine has several.
 
         Raises:
-            ArgumentError, ArgumentTypeError: for other values, shapes or types.
+            ArgumentError, ArgumentTypeError: for other values, shapes or types, or no such model.
         """
         (plain,), made_up = unmark((ids,))
-        for keeper in self._require_keepers():
-            keeper.clipping.set_groups(plain, made_up)
+        live = [keeper for keeper in self._require_keepers() if not keeper.batch.retired]
+        if module is not None:
+            live = [keeper for keeper in live if keeper is getattr(module, "keeper", None)]
+        if len(live) != 1:
+            raise ArgumentError(
+                f"set_groups expects the private model that it speaks of: {len(live)} models of this "
+                "engine come into question; pass module=, the model that make_private returned"
+            )
+        live[0].clipping.set_groups(plain, made_up)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -242,7 +254,7 @@ class FastPrivacyEngine(PrivacyEngine):
         For adversarial inputs, saliency maps and the like: gradients of the inputs are exact, the
         parameters receive none.
         """
-        keepers = self._require_keepers()
+        keepers = list(self._require_keepers())
         before = [keeper.paused for keeper in keepers]
         for keeper in keepers:
             keeper.paused = True
@@ -274,6 +286,20 @@ class FastPrivacyEngine(PrivacyEngine):
             raise StepError("call make_private first (in the fast mode): there is no model yet")
         return self._keepers
 
+    def _accounting_hook(self, rate: float) -> Callable[[DPOptimizer], None]:
+        """Opacus' hook; a history that it leaves half written by an error is put back."""
+        record = self.accountant.get_optimizer_hook_fn(sample_rate=rate)
+
+        def account(optimizer: DPOptimizer) -> None:
+            before = list(self.accountant.history)
+            try:
+                record(optimizer)
+            except BaseException:
+                self.accountant.history = before
+                raise
+
+        return account
+
     def _prepare_fast_model(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, clipping: Clipping,
         max_grad_norm: float | Sequence[float], batch_first: bool, loss_reduction: str,
@@ -284,8 +310,9 @@ class FastPrivacyEngine(PrivacyEngine):
                 f"the fast mode trains on one device so far, got {type(module).__name__}; pass the "
                 "bare model, or grad_sample_mode='hooks' for distributed training with Opacus' code"
             )
-        if isinstance(module, FastGradSampleModule):
-            module = module.to_standard_module()
+        wrapper = module if isinstance(module, FastGradSampleModule) else None
+        if wrapper is not None:
+            module = wrapper._module
         self.validate(module=module)
         path = {p: name for name, p in module.named_parameters()}
         owned = [p for group in optimizer.param_groups for p in group["params"]]
@@ -294,6 +321,8 @@ class FastPrivacyEngine(PrivacyEngine):
             mean_loss=loss_reduction == "mean", batch_axis=0 if batch_first else 1,
             frozen={p: path[p] for p in owned if not p.requires_grad}, planner=self._planner,
         )  # fmt: skip
+        if wrapper is not None:  # everything is checked: the earlier engine may let go
+            wrapper.to_standard_module()
         kind = FastGradSampleModule if wrap_model else FastGradSampleHooks
         return kind(module, keeper=keeper, batch_first=batch_first, loss_reduction=loss_reduction)
 
@@ -308,5 +337,6 @@ class FastPrivacyEngine(PrivacyEngine):
         )  # fmt: skip
         if rand_on_empty and poisson_sampling:
             mark_made_up_rows(loader)
-        rate = 1 / len(loader)
-        return loader, int(len(loader.dataset) * rate), rate  # type: ignore[arg-type]
+        # N / len, not N * (1 / len), whose rounding can lose a whole sample (49 of 49 batches: B = 0)
+        size = int(len(loader.dataset) / len(loader))  # type: ignore[arg-type]
+        return loader, size, 1 / len(loader)

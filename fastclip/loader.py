@@ -7,12 +7,15 @@ pinning and worker processes, however far ahead batches are drawn.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
+
+from fastclip.logical_batch import LogicalBatch
 
 
 class MadeUpRow(Tensor):
@@ -51,3 +54,27 @@ class _Marking:
             return leaf.as_subclass(MadeUpRow) if isinstance(leaf, Tensor) else leaf
 
         return tree_map(mark, collated)
+
+
+def watch_draws(loader: DataLoader, batch: LogicalBatch, poisson: bool) -> None:
+    """Tell `batch` when an iteration begins and a logical batch is drawn.
+
+    BatchMemoryManager splits what the loader's batch sampler draws, so the sampler is the one place
+    that sees the borders of logical batches. It keeps its type: a subclass of it takes its place.
+    """
+    sampler = loader.batch_sampler
+    if sampler is None:
+        return
+    kind: Any = type(sampler)
+
+    def watched(self: Any) -> Iterator[list[int]]:
+        batch.begin_drawing()
+        for drawn in kind.__iter__(self):
+            batch.draw()
+            yield drawn
+
+    try:
+        sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": watched})
+    except TypeError:  # a type that cannot be replaced: no borders are seen
+        return
+    batch.lockstep = poisson and loader.num_workers == 0

@@ -8,6 +8,16 @@ from __future__ import annotations
 
 from fastclip.errors import StepError
 
+_ABANDONED = (
+    "sums of an unfinished logical batch are held (its loop was left, or one of its physical batches "
+    "was skipped) and the data loader has moved on: a sample of both batches would contribute twice "
+    "to one release. Call optimizer.discard_logical_batch() where a loop is left or a batch skipped"
+)
+_RETIRED = (
+    "the model of this optimizer is not private any more (it was made private again, or cleaned up), "
+    "so its gradients are not clipped for this optimizer; use the optimizer that the last "
+    "make_private returned"
+)
 _BROKEN = (
     "the last backward pass failed halfway through its sums; call optimizer.zero_grad() and run the "
     "logical batch again"
@@ -29,6 +39,42 @@ class LogicalBatch:
         """A backward pass failed while it wrote the sums."""
         self.accumulated = 1
         """Backward passes that the last step consumed."""
+        self.retired = False
+        """The model has been handed back, or to another engine: nothing may be released here."""
+        self.flags: list[bool] = []
+        """Of the physical batches drawn but not yet stepped: True only accumulates."""
+        self.lockstep = False
+        """Batches are used as they are drawn (no worker process draws ahead)."""
+        self._iterations = 0
+        self._drawn = 0
+        self._source: tuple[int, int] | None = None
+        """Where in the data loader's draws the logical batch began."""
+
+    # The data loader's side
+
+    def begin_drawing(self) -> None:
+        """An iteration over the data begins: flags of one that was left are worth nothing."""
+        self._iterations += 1
+        self.flags.clear()
+
+    def draw(self) -> None:
+        """The data loader has drawn a logical batch."""
+        self._drawn += 1
+
+    def signal(self, skip: bool) -> None:
+        """The step of the physical batch that comes next only accumulates, or does not."""
+        if self.lockstep and self._iterations:
+            self.flags.clear()  # of a batch that was drawn and never stepped
+        self.flags.append(skip)
+
+    def _position(self) -> tuple[int, int]:
+        return self._iterations, self._drawn if self.lockstep else 0
+
+    def abandon(self) -> None:
+        """Forget the logical batch that is being gathered: nothing of it is released."""
+        self.pending, self.held, self.released, self.broken = 0, False, False, False
+
+    # The engine's side
 
     @property
     def fresh(self) -> bool:
@@ -39,6 +85,10 @@ class LogicalBatch:
         """A backward pass is about to contribute."""
         if self.broken:
             raise StepError(_BROKEN)
+        if self.fresh:
+            self._source = self._position()
+        elif self.held and self._source != self._position():
+            raise StepError(_ABANDONED)
         if self.pending and not self.accumulation_allowed:
             raise StepError(
                 "Poisson sampling is not compatible with grad accumulation: this is the second "
@@ -49,6 +99,8 @@ class LogicalBatch:
 
     def step(self, *, skip: bool) -> None:
         """step() was called; `skip` if it only accumulates."""
+        if self.retired:
+            raise StepError(_RETIRED)
         if self.broken:
             raise StepError(_BROKEN)
         if self.released:
@@ -75,7 +127,7 @@ class LogicalBatch:
             raise StepError(
                 "zero_grad() came between backward() and step() of a split batch: summed_grad "
                 "already holds this physical batch together with the earlier ones. Call "
-                "optimizer.step() first"
+                "optimizer.step() first, or optimizer.discard_logical_batch() to give it all up"
             )
         if self.held:
             return False

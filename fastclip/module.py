@@ -23,6 +23,12 @@ _FALLBACK = FallbackRule()
 
 def install(model: nn.Module, keeper: BookKeeper) -> None:
     """Intercept every trainable layer of `model`; on an error the model is left as it was."""
+    for path, module in model.named_modules():
+        if ATTRIBUTE in module.__dict__:
+            raise UnsupportedLayerError(
+                f"{path or 'the model'} ({type(module).__name__}) is private already; pass the model "
+                "that make_private returned, or call cleanup() on it first"
+            )
     try:
         _Installer(model, keeper).run()
     except Exception:
@@ -31,11 +37,14 @@ def install(model: nn.Module, keeper: BookKeeper) -> None:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Give every module its own forward back and forget what the engine kept on parameters."""
+    """Give every module its own forward back and forget what the engine kept on parameters.
+
+    The optimizers of the book-keepers involved release nothing any more.
+    """
     for module in model.modules():
         handle = module.__dict__.get(ATTRIBUTE)
         if handle is not None:
-            handle.keeper.guard.disarm()
+            handle.keeper.retire()
             detach(module)
         if RelativeBias.matches(module):
             RelativeBias.detach(module)

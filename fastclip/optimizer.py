@@ -222,11 +222,18 @@ class FastDPOptimizer(DPOptimizer):
         self._is_last_step_skipped = skip
         if skip:
             return False
-        self.add_noise()
-        self.keeper.clipping.release(self.accumulated_iterations)
-        if self.step_hook:
-            self.step_hook(self)
-        self.keeper.clipping.advance()
+        state = self.keeper.clipping
+        before = state.snapshot()
+        try:
+            self.add_noise()
+            state.release(self.accumulated_iterations)
+            if self.step_hook:
+                self.step_hook(self)
+        except BaseException:  # not accounted (a hook failed, Ctrl-C): nothing is released
+            self._drop_gradients()
+            state.restore(before)
+            raise
+        state.advance()
         return True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -235,6 +242,35 @@ class FastDPOptimizer(DPOptimizer):
             with torch.enable_grad():
                 closure()
         return self.original_optimizer.step() if self.pre_step() else None
+
+    def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
+        """Call `fn(self)` in every real step, before the inner step, after the hooks attached before.
+
+        Unlike Opacus' this never replaces the accountant's hook.
+        """
+        self._step_hooks.append(fn)
+
+    @property
+    def step_hook(self) -> Callable[[DPOptimizer], None] | None:
+        """All hooks in one call, as Opacus keeps its only one; None if there is none."""
+        return self._call_step_hooks if self._step_hooks else None
+
+    @step_hook.setter
+    def step_hook(self, fn: Callable[[DPOptimizer], None] | None) -> None:
+        self._step_hooks = [] if fn is None else [fn]
+
+    def _call_step_hooks(self, optimizer: DPOptimizer) -> None:
+        for hook in self._step_hooks:
+            hook(optimizer)
+
+    def discard_logical_batch(self) -> None:
+        """Give up the logical batch that is being gathered: its sums, counts and gradients.
+
+        For where a loop over a BatchMemoryManager is left before its end, or one of its physical
+        batches is skipped. Nothing of it is released, so it costs nothing.
+        """
+        self.keeper.discard()
+        self._drop_gradients()
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """As in Opacus: the next step() only accumulates (BatchMemoryManager calls this).
@@ -245,7 +281,16 @@ class FastDPOptimizer(DPOptimizer):
         policy = self.keeper.clipping.strategy.threshold
         if do_skip and policy.same_step:
             raise StepError(split_refused(type(policy).__name__))
-        super().signal_skip_step(do_skip)
+        self.keeper.batch.signal(do_skip)
+
+    @property
+    def _step_skip_queue(self) -> list[bool]:
+        """Opacus' queue of signals; the book-keeper's logical batch holds it."""
+        return self.keeper.batch.flags
+
+    @_step_skip_queue.setter
+    def _step_skip_queue(self, value: list[bool]) -> None:
+        self.keeper.batch.flags = value
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and what the clipping strategy has to remember, if anything.

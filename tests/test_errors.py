@@ -140,7 +140,7 @@ def test_a_model_in_eval_mode() -> None:
 def test_twice() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     call(model)
-    with pytest.raises(UnsupportedLayerError, match="by fastclip already"):
+    with pytest.raises(UnsupportedLayerError, match="is private already"):
         call(model)
 
 

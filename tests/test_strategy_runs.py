@@ -215,8 +215,8 @@ def test_groups_are_needed_for_every_pass() -> None:
 @pytest.mark.parametrize(
     ("ids", "error", "message"),
     [
-        (torch.tensor([0, 1, 3, 0]), ArgumentError, "groups from 0 to 2.*got 3"),
-        (torch.tensor([0, -1, 1, 0]), ArgumentError, "got -1"),
+        (torch.tensor([0, 1, 3, 0]), ArgumentError, "groups from 0 to 2.*got values outside"),
+        (torch.tensor([0, -1, 1, 0]), ArgumentError, "got values outside"),
         (torch.tensor([0.0, 1, 2, 0]), ArgumentTypeError, "int64"),
         (torch.zeros(4, 1, dtype=torch.int64), ArgumentTypeError, r"\(4, 1\)"),
         ([0, 1, 2, 0], ArgumentTypeError, "int64 tensor"),
@@ -239,6 +239,8 @@ def test_other_strategies_ignore_groups() -> None:
     """So that a training loop may always call set_groups."""
     engine, _, private, optimizer = start("flat")
     engine.set_groups(torch.tensor([7, 7]))
+    with pytest.raises(ArgumentTypeError, match="int64"):
+        engine.set_groups(torch.zeros(4, dtype=torch.complex64))
     one_step(engine, private, optimizer, rows(4))
 
 
@@ -290,7 +292,7 @@ def test_checkpoints_hold_nothing_secret(name: str) -> None:
     assert pickle.dumps(after["state"]) == pickle.dumps(before["state"])
     key = "fastclip_clipping"
     assert (key in after) == (not PRESETS[name].constant)
-    known = {"step", "threshold", "origin", "bound", "weights", "noisy_counts"}
+    known = {"strategy", "step", "threshold", "origin", "bound", "weights", "noisy_counts"}
     assert set(after.get(key, ())) <= known
     for old, new in zip(
         tensors_in(before.get(key, {})), tensors_in(after.get(key, {})), strict=True
@@ -309,16 +311,17 @@ def test_checkpoints_of_other_strategies() -> None:
     adaptive, flat = start(clipping.adaptive()), start("flat")
     train(adaptive, [rows(4)])
     threshold = adaptive[3].max_grad_norm
-    adaptive[3].load_state_dict(flat[3].state_dict())  # missing keys load
+    with pytest.warns(UserWarning, match="no state of a clipping strategy"):
+        adaptive[3].load_state_dict(flat[3].state_dict())  # missing keys load
     assert adaptive[3].max_grad_norm == threshold
-    with pytest.warns(UserWarning, match="another strategy"):
+    with pytest.warns(UserWarning, match="another strategy's state"):
         flat[3].load_state_dict(adaptive[3].state_dict())
     groups = start(clipping.dpsgd_f(3))
     with pytest.raises(ArgumentError, match="strategy it was saved from"):
         groups[3].load_state_dict(adaptive[3].state_dict())
     broken = adaptive[3].state_dict()
     broken["fastclip_clipping"]["threshold"] = torch.tensor(math.nan)
-    with pytest.raises(ArgumentError, match="positive finite"):
+    with pytest.raises(ArgumentError, match="numbers from"):
         adaptive[3].load_state_dict(broken)
     assert adaptive[3].max_grad_norm == threshold
 
