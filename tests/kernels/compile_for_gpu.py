@@ -38,7 +38,7 @@ def compile_launch(
     values.update({k: v for k, v in kw.items() if k in names})
     signature, constants = {}, {}
     for parameter in self.params:
-        value = values[parameter.name] if parameter.name in values else parameter.default
+        value = values.get(parameter.name, parameter.default)
         if parameter.is_constexpr or value is None:
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
