@@ -73,8 +73,14 @@ class NonFiniteMonitor:
         if norms.device.type == "cpu":
             if not bool(torch.isfinite(norms).all()):
                 self._warn()
-        elif self._flag is None:
-            self._flag = torch.isfinite(norms).all().to("cpu", non_blocking=True)
+        elif norms.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            self._look_later(norms)
+
+    def _look_later(self, norms: Tensor) -> None:
+        """A copy to pinned memory, read in a later pass, once the device has written it."""
+        if self._flag is None:
+            self._flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._flag.copy_(torch.isfinite(norms).all(), non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
         elif self._event.query():

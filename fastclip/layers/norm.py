@@ -47,18 +47,27 @@ class LayerNormRule(_NormRule):
             rows, features = call.samples(x), torch.Size(shape).numel()
             b = rows.shape[0]
             t = rows.numel() // (b * features) if b else 0
-            grads = ops.layer_norm_grads(
+            fused = call.needs_input_grad and _same_rows(rows, x)
+            grad, *grads = ops.layer_norm_backward(
                 rows.reshape(b, t, features), call.samples(call.g).reshape(b, t, features),
                 call.samples(mean).reshape(b, t), call.samples(rstd).reshape(b, t),
+                None if weight is None else weight.reshape(features), fused,
             )  # fmt: skip
-            for name, grad in zip(("weight", "bias"), grads, strict=True):
+            for name, own in zip(("weight", "bias"), grads, strict=True):
                 if call.wants(name):
-                    call.record(name, KeptRecord(grad.view(b, *shape)))
+                    call.record(name, KeptRecord(own.view(b, *shape)))
+            if grad is not None:
+                return grad.view(x.shape)
         if not call.needs_input_grad:
             return None
         return torch.ops.aten.native_layer_norm_backward(
             call.g, x, shape, mean, rstd, weight, bias, [True, False, False]
         )[0]
+
+
+def _same_rows(rows: Tensor, x: Tensor) -> bool:
+    """The samples lie in x as they are, so that the gradient of `rows` is that of x."""
+    return rows.shape == x.shape and rows.stride() == x.stride()
 
 
 @register_rule(nn.RMSNorm)
@@ -84,11 +93,14 @@ class RMSNormRule(_NormRule):
             rows, features = call.samples(x), torch.Size(shape).numel()
             b = rows.shape[0]
             t = rows.numel() // (b * features) if b else 0
-            grad = ops.rms_norm_grads(
+            fused = call.needs_input_grad and _same_rows(rows, x)
+            grad, own = ops.rms_norm_backward(
                 rows.reshape(b, t, features), call.samples(call.g).reshape(b, t, features),
-                call.samples(rstd).reshape(b, t),
+                call.samples(rstd).reshape(b, t), weight.reshape(features), fused,
             )  # fmt: skip
-            call.record("weight", KeptRecord(grad.view(b, *shape)))
+            call.record("weight", KeptRecord(own.view(b, *shape)))
+            if grad is not None:
+                return grad.view(x.shape)
         if not call.needs_input_grad:
             return None
         dims = tuple(range(-len(shape), 0))
@@ -131,10 +143,14 @@ class GroupNormRule(_NormRule):
         g = call.g.contiguous()
         if call.wants("weight") or call.wants("bias"):
             shape = (b, c, size)
-            grads = ops.group_norm_grads(x.view(shape), g.view(shape), mean, rstd)
-            for name, grad in zip(("weight", "bias"), grads, strict=True):
+            grad, *grads = ops.group_norm_backward(
+                x.view(shape), g.view(shape), mean, rstd, weight, call.needs_input_grad
+            )
+            for name, own in zip(("weight", "bias"), grads, strict=True):
                 if call.wants(name):
-                    call.record(name, KeptRecord(grad))
+                    call.record(name, KeptRecord(own))
+            if grad is not None:
+                return grad.view(x.shape)
         if not call.needs_input_grad:
             return None
         return torch.ops.aten.native_group_norm_backward(

@@ -26,6 +26,11 @@ from fastclip.ops.linear import (
     scaled_sum,
 )
 from fastclip.ops.norm_affine import group_norm_grads, layer_norm_grads, rms_norm_grads
+from fastclip.ops.norm_backward import (
+    group_norm_backward,
+    layer_norm_backward,
+    rms_norm_backward,
+)
 from fastclip.ops.numerics import drop_zeroed, product_slack, row_norm_sq, widen
 
 __all__ = [
@@ -43,14 +48,17 @@ __all__ = [
     "ghost_norm",
     "gram",
     "gram_product",
+    "group_norm_backward",
     "group_norm_grads",
     "instantiated_norm",
+    "layer_norm_backward",
     "layer_norm_grads",
     "lookup_norm",
     "lookup_sum",
     "noise_finalize",
     "per_sample_gradients",
     "product_slack",
+    "rms_norm_backward",
     "rms_norm_grads",
     "row_norm_sq",
     "scaled_sum",

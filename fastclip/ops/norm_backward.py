@@ -1,0 +1,91 @@
+"""Backward of normalisation layers: gradient of the input, and per-sample affine gradients.
+
+Index letters: b sample, t position (pixel), c channel or feature, k group of channels. A kernel
+gives all results from one read of x and g; here they are PyTorch's own backward, asked for the
+input's gradient only, beside the per-sample reductions of norm_affine.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastclip.ops.dispatch import operation
+from fastclip.ops.norm_affine import group_norm_grads, layer_norm_grads, rms_norm_grads
+from fastclip.ops.numerics import widen
+
+
+@operation
+def layer_norm_backward(
+    x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, need_input: bool
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """LayerNorm: y = (x - mean) * rstd * w + b over c.
+
+    Args:
+        x: input, [b, t, c]. g: gradient of the output, [b, t, c].
+        mean: [b, t]. rstd: [b, t], reciprocal standard deviation.
+        weight: [c], or None for ones.
+        need_input: whether the gradient of x is wanted.
+
+    Returns:
+        The gradient of x in x's type, or None; per-sample weight gradients [b, c]; per-sample bias
+        gradients [b, c].
+    """
+    dw, db = layer_norm_grads(x, g, mean, rstd)
+    if not need_input:
+        return None, dw, db
+    # PyTorch's kernels read statistics and weight as if they were contiguous.
+    mean, rstd = mean.contiguous().unsqueeze(2), rstd.contiguous().unsqueeze(2)
+    dx = torch.ops.aten.native_layer_norm_backward(
+        g, x, [x.shape[2]], mean, rstd, weight, None, [True, False, False]
+    )[0]
+    return dx, dw, db
+
+
+@operation
+def rms_norm_backward(
+    x: Tensor, g: Tensor, rstd: Tensor, weight: Tensor | None, need_input: bool
+) -> tuple[Tensor | None, Tensor]:
+    """RMSNorm: y = x * rstd * w over c, with rstd = (mean of x^2 + eps)^(-1/2), [b, t].
+
+    Arguments as for `layer_norm_backward`.
+
+    Returns:
+        The gradient of x in x's type, or None; per-sample weight gradients [b, c].
+    """
+    dw = rms_norm_grads(x, g, rstd)
+    if not need_input:
+        return None, dw
+    scale = widen(rstd).unsqueeze(2)
+    normalized = widen(x) * scale
+    weighted = widen(g) if weight is None else widen(g) * weight
+    mean = (normalized * weighted).mean(2, keepdim=True)
+    return (scale * (weighted - normalized * mean)).to(x.dtype), dw
+
+
+@operation
+def group_norm_backward(
+    x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, need_input: bool
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """GroupNorm: y = (x - mean) * rstd * w + b, statistics over the c/k channels of a group.
+
+    Args:
+        x: input, [b, c, t]. g: gradient of the output, [b, c, t].
+        mean: [b, k]. rstd: [b, k]; InstanceNorm has one channel a group.
+        weight: [c], or None for ones.
+        need_input: whether the gradient of x is wanted.
+
+    Returns:
+        As `layer_norm_backward`.
+    """
+    # PyTorch's kernels read everything as if it were contiguous.
+    x, g, mean, rstd = x.contiguous(), g.contiguous(), mean.contiguous(), rstd.contiguous()
+    weight = None if weight is None else weight.contiguous()
+    dw, db = group_norm_grads(x, g, mean, rstd)
+    if not need_input:
+        return None, dw, db
+    b, c, t = x.shape
+    dx = torch.ops.aten.native_group_norm_backward(
+        g, x, mean, rstd, weight, b, c, t, mean.shape[1], [True, False, False]
+    )[0]
+    return dx, dw, db
