@@ -4,9 +4,31 @@ from collections.abc import Callable
 from typing import Any
 
 from fastclip.kernels.clip_scale import clip_scale, threshold_step
+from fastclip.kernels.conv_norm import conv_ghost_norm, conv_norm
+from fastclip.kernels.embedding_norm import lookup_norm
+from fastclip.kernels.ghost_norm import ghost_norm
+from fastclip.kernels.instantiated_norm import instantiated_norm
+from fastclip.kernels.norm_affine import (
+    group_norm_backward,
+    layer_norm_backward,
+    rms_norm_backward,
+)
+from fastclip.kernels.scaled_sum import scaled_sum
 
 KERNELS: dict[str, Callable[..., Any]] = {
-    "clip_scale": clip_scale,
-    "threshold_step": threshold_step,
+    launcher.__name__: launcher
+    for launcher in (
+        clip_scale,
+        conv_ghost_norm,
+        conv_norm,
+        ghost_norm,
+        group_norm_backward,
+        instantiated_norm,
+        layer_norm_backward,
+        lookup_norm,
+        rms_norm_backward,
+        scaled_sum,
+        threshold_step,
+    )
 }
 """Operation of fastclip.ops -> launcher."""

@@ -1,0 +1,320 @@
+"""Squared per-sample norms of the weight gradient of Conv2d (Conv1d as height 1), never unfolding.
+
+    W_b[o, (c, kh, kw)] = sum_t g_b[o, t] patch_b[t, (c, kh, kw)],   norm_b = ||W_b||^2
+    patch[t, (c, kh, kw)] = x[c, stride t + dilation (kh, kw) - padding], gathered as it is loaded
+
+Index letters: b sample, k group, o output and c input channel of the group, t output position.
+conv_norm is an implicit GEMM: a program holds a tile of W_b in registers, loops over t, squares and
+sums. x is read o / BLOCK_O times a tap and g once a tile of columns, mostly from the cache. Where c
+is large enough a tile of columns belongs to one tap, so that bounds are tested once a position.
+conv_ghost_norm, for small maps, holds a pair i <= j of tiles of positions of both Grams, patch
+patch^T and g^T g; pairs off the diagonal count twice. Any strides are taken; channels-last maps
+load 16 bytes at a time. A few sums a tile are written; a second launch adds them in fixed order.
+
+Neither result is below the exact value: the bounds are those of fastclip.ops.conv, raised for the
+accumulators of tensor cores as in ghost_norm and instantiated_norm.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastclip.kernels.ghost_norm import (
+    STEP,
+    TILE_SUM,
+    UNIT,
+    multiply,
+    one_sided,
+    ordered_sum,
+    product_mode,
+)
+from fastclip.kernels.runtime import autotuned, runs_on
+from fastclip.ops.conv import ConvGeometry
+from fastclip.ops.numerics import GRAM_ERROR_FACTOR, PRODUCT_ERROR_FACTOR, lost_squares
+
+GHOST_TILE = 32  # the smallest tile of positions that is tried
+MAX_GHOST = 4096  # positions beyond which a Gram is out of the question
+
+
+def _exact_steps(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
+    """Exact float32 products are added STEP at a time, which the bounds count on."""
+    options = {**named, **kwargs}
+    exact = "ieee" in (options["MODE"], options.get("G_MODE"))
+    return [c for c in configs if c.kwargs["BLOCK_K"] == STEP or not exact]
+
+
+def _config(warps: int, stages: int, **sizes: int) -> triton.Config:
+    return triton.Config(sizes, num_warps=warps, num_stages=stages)
+
+
+@triton.jit
+def _pixel(at, dh, dw, h, w, width, sxh, sxw, SH: tl.constexpr, SW: tl.constexpr,  # type: ignore[no-untyped-def]
+           FLAT: tl.constexpr):  # fmt: skip
+    """Offset of the pixel under output positions `at` at a tap's shift, and whether there is one."""
+    if FLAT:  # pointwise: position and pixel are the same
+        return at * sxw, at < w
+    else:
+        ih, iw = (at // width) * SH + dh, (at % width) * SW + dw
+        return ih * sxh + iw * sxw, (ih >= 0) & (ih < h) & (iw >= 0) & (iw < w)
+
+
+@autotuned(
+    [
+        _config(8, 3, BLOCK_K=64), _config(4, 3, BLOCK_K=64), _config(8, 2, BLOCK_K=128),
+        _config(4, 4, BLOCK_K=STEP), _config(8, 3, BLOCK_K=STEP), _config(8, 4, BLOCK_K=STEP),
+    ],
+    key=["c", "o", "sxc", "BUCKET", "BLOCK_O", "BLOCK_N", "KH", "KW", "SH", "MODE"],
+    prune_configs_by={"early_config_prune": _exact_steps},
+)  # fmt: skip
+@triton.jit(do_not_specialize=["out_s"])
+def _tiles(X, G, OUT, c, o, h, w, positions, width, groups, row_tiles, col_tiles, out_s,  # type: ignore[no-untyped-def]
+           sxb, sxc, sxh, sxw, sgb, sgo, sgt, BUCKET: tl.constexpr, KH: tl.constexpr,
+           KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
+           PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, FLAT: tl.constexpr,
+           MODE: tl.constexpr, ONE_TAP: tl.constexpr, BLOCK_O: tl.constexpr,
+           BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Sums of squares of a tile of one sample's and group's W, of its patches and of its g."""
+    pid = tl.program_id(0)
+    col_tile, row_tile = pid % col_tiles, pid // col_tiles % row_tiles
+    of = pid // (col_tiles * row_tiles)
+    b, k = (of // groups).to(tl.int64), (of % groups).to(tl.int64)
+    row = row_tile * BLOCK_O + tl.arange(0, BLOCK_O)
+    if ONE_TAP:
+        tap = col_tile // tl.cdiv(c, BLOCK_N)  # of all columns
+        channel = (col_tile % tl.cdiv(c, BLOCK_N)) * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_column = channel < c
+    else:
+        column = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        channel = column % c
+        is_column = column < c * KH * KW
+        tap = (column // c)[None, :]
+    dh, dw = (tap // KW) * DH - PH, (tap % KW) * DW - PW
+    X += b * sxb + k * c * sxc
+    G += b * sgb + k * o * sgo
+    acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+    squares_x = tl.zeros([BLOCK_N], tl.float32)
+    squares_g = tl.zeros([BLOCK_O], tl.float32)
+    for start in range(0, positions, BLOCK_K):
+        at = start + tl.arange(0, BLOCK_K)
+        offset, seen = _pixel(at[:, None], dh, dw, h, w, width, sxh, sxw, SH, SW, FLAT)
+        seen = seen & (at[:, None] < positions) & is_column[None, :]
+        patch = tl.load(X + (offset + channel[None, :] * sxc), mask=seen, other=0.0)
+        there = (row[:, None] < o) & (at[None, :] < positions)
+        g = tl.load(G + (row[:, None] * sgo + at[None, :] * sgt), mask=there, other=0.0)
+        acc = multiply(g, patch, acc, MODE)
+        if row_tile == 0:  # the first tiles pass over every patch, and over all of g
+            squares_x += tl.sum(patch.to(tl.float32) * patch.to(tl.float32), 0)
+        if col_tile == 0:
+            squares_g += tl.sum(g.to(tl.float32) * g.to(tl.float32), 1)
+    tl.store(OUT + pid, tl.sum(acc * acc))
+    tl.store(OUT + out_s + pid, tl.sum(squares_x))
+    tl.store(OUT + 2 * out_s + pid, tl.sum(squares_g))
+
+
+@triton.jit(do_not_specialize=["out_s"])
+def _finish_tiles(OUT, UNSEEN, NORMS, columns, factor, slack, out_s, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    b = tl.program_id(0).to(tl.int64)
+    at = OUT + b * columns
+    norm = tl.sqrt(ordered_sum(at, columns, 1, BLOCK, False))
+    if UNSEEN is None:
+        size_x = tl.sqrt(ordered_sum(at + out_s, columns, 1, BLOCK, False))
+    else:
+        size_x = tl.load(UNSEEN + b)
+    size_g = tl.sqrt(ordered_sum(at + 2 * out_s, columns, 1, BLOCK, False))
+    norm = norm * factor + slack * size_x * size_g
+    tl.store(NORMS + b, norm * norm)
+
+
+@autotuned(
+    [
+        _config(4, 3, BLOCK_P=64, BLOCK_K=64), _config(8, 3, BLOCK_P=64, BLOCK_K=64),
+        _config(4, 3, BLOCK_P=32, BLOCK_K=64), _config(4, 2, BLOCK_P=32, BLOCK_K=128),
+        _config(4, 3, BLOCK_P=64, BLOCK_K=STEP), _config(4, 3, BLOCK_P=32, BLOCK_K=STEP),
+    ],
+    key=["c", "o", "sxc", "BUCKET", "KH", "KW", "SH", "MODE", "G_MODE"],
+    prune_configs_by={"early_config_prune": _exact_steps},
+    reset_to_zero=["OUT"],
+)  # fmt: skip
+@triton.jit(do_not_specialize=["out_s"])
+def _pairs(X, G, OUT, c, o, h, w, positions, width, groups, room, out_s,  # type: ignore[no-untyped-def]
+           sxb, sxc, sxh, sxw, sgb, sgo, sgt, BUCKET: tl.constexpr, KH: tl.constexpr,
+           KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
+           PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, FLAT: tl.constexpr,
+           MODE: tl.constexpr, G_MODE: tl.constexpr, BLOCK_P: tl.constexpr,
+           BLOCK_K: tl.constexpr):  # fmt: skip
+    """Sums over a pair of tiles of positions of one sample and group; OUT has `room` for each."""
+    tiles = tl.cdiv(positions, BLOCK_P)
+    pair = tl.program_id(0) % (tiles * tiles)
+    i, j = pair // tiles, pair % tiles
+    if i > j:  # the transpose of another; OUT is zero
+        return
+    of = (tl.program_id(0) // (tiles * tiles)).to(tl.int64)
+    X += of // groups * sxb + of % groups * c * sxc
+    G += of // groups * sgb + of % groups * o * sgo
+    p = i * BLOCK_P + tl.arange(0, BLOCK_P)
+    q = j * BLOCK_P + tl.arange(0, BLOCK_P)
+    k_tile = tl.zeros([BLOCK_P, BLOCK_P], tl.float32)
+    h_tile = tl.zeros([BLOCK_P, BLOCK_P], tl.float32)
+    blocks = tl.cdiv(c, BLOCK_K)
+    for step in range(0, blocks * KH * KW):
+        tap = step // blocks
+        dh, dw = (tap // KW) * DH - PH, (tap % KW) * DW - PW
+        channel = (step % blocks) * BLOCK_K + tl.arange(0, BLOCK_K)
+        at_p, seen_p = _pixel(p, dh, dw, h, w, width, sxh, sxw, SH, SW, FLAT)
+        at_q, seen_q = _pixel(q, dh, dw, h, w, width, sxh, sxw, SH, SW, FLAT)
+        mask_p = (seen_p & (p < positions))[:, None] & (channel < c)[None, :]
+        mask_q = (seen_q & (q < positions))[None, :] & (channel < c)[:, None]
+        x_p = tl.load(X + (at_p[:, None] + channel[None, :] * sxc), mask=mask_p, other=0.0)
+        x_q = tl.load(X + (at_q[None, :] + channel[:, None] * sxc), mask=mask_q, other=0.0)
+        k_tile = multiply(x_p, x_q, k_tile, MODE)
+    for start in range(0, o, BLOCK_K):
+        row = start + tl.arange(0, BLOCK_K)
+        mask_p = (p < positions)[:, None] & (row < o)[None, :]
+        mask_q = (q < positions)[None, :] & (row < o)[:, None]
+        g_p = tl.load(G + (p[:, None] * sgt + row[None, :] * sgo), mask=mask_p, other=0.0)
+        g_q = tl.load(G + (q[None, :] * sgt + row[:, None] * sgo), mask=mask_q, other=0.0)
+        h_tile = multiply(g_p, g_q, h_tile, G_MODE)
+    OUT += of * room + pair
+    product, times = k_tile * h_tile, tl.where(i == j, 1.0, 2.0)
+    diagonal = p[:, None] == q[None, :]
+    tl.store(OUT, times * tl.sum(product))
+    tl.store(OUT + out_s, times * tl.sum(tl.abs(product)))
+    tl.store(OUT + 2 * out_s, times * tl.sum(k_tile * k_tile))
+    tl.store(OUT + 3 * out_s, times * tl.sum(h_tile * h_tile))
+    tl.store(OUT + 4 * out_s, tl.sum(tl.where(diagonal, k_tile, 0.0)))
+    tl.store(OUT + 5 * out_s, tl.sum(tl.where(diagonal, h_tile, 0.0)))
+
+
+@triton.jit(do_not_specialize=["out_s"])
+def _finish_pairs(OUT, NORMS, groups, room, c, m, w_k, w_h, lost_k, lost_h, out_s,  # type: ignore[no-untyped-def]
+                  BLOCK: tl.constexpr):  # fmt: skip
+    """The norm of a sample: of its groups, each clamped at 0 and raised by its bound."""
+    norm = tl.full([], 0.0, tl.float32)
+    for k in range(0, groups):
+        at = OUT + (tl.program_id(0).to(tl.int64) * groups + k) * room
+        total = ordered_sum(at, room, 1, BLOCK, False)
+        trace_k = ordered_sum(at + 4 * out_s, room, 1, BLOCK, False)
+        trace_h = ordered_sum(at + 5 * out_s, room, 1, BLOCK, False)
+        bound = c * trace_k * trace_h + lost_k * trace_h + lost_h * trace_k
+        bound += m * ordered_sum(at + out_s, room, 1, BLOCK, False)
+        if w_k > 0:
+            bound += w_k * trace_k * tl.sqrt(ordered_sum(at + 3 * out_s, room, 1, BLOCK, False))
+        if w_h > 0:
+            bound += w_h * trace_h * tl.sqrt(ordered_sum(at + 2 * out_s, room, 1, BLOCK, False))
+        norm += tl.where(total < 0, 0.0, total) + bound  # NaN stays, as with no maximum
+    tl.store(NORMS + tl.program_id(0), norm)
+
+
+def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
+    """As fastclip.ops.conv_norm: x [b, c, *space], g [b, o, *out] of any strides -> [b]."""
+    call = _arguments(x, g, geometry)
+    if call is None:
+        return NotImplemented
+    x, g, sizes, constants = call
+    c, o, h, w, positions, width, groups = sizes
+    b, taps = x.shape[0], constants["KH"] * constants["KW"]
+    norms = torch.zeros(b, device=x.device)
+    if not x.numel() or not g.numel():
+        return norms
+    one_tap = c >= 16 or taps == 1
+    block_o = min(128, max(16, triton.next_power_of_2(o)))
+    columns = c if one_tap else c * taps
+    widest = 128 if c * taps >= 512 else 64  # enough tiles to fill the device where there are few
+    block_n = min(widest, max(16, triton.next_power_of_2(columns)))
+    row_tiles = triton.cdiv(o, block_o)
+    col_tiles = triton.cdiv(columns, block_n) * (taps if one_tap else 1)
+    tiles, mode = groups * row_tiles * col_tiles, product_mode(x, g)
+    out = norms.new_empty(3, b, tiles)
+    _tiles[(b * tiles,)](
+        x, g, out, *sizes, row_tiles, col_tiles, b * tiles, *x.stride(), *g.stride(),
+        ONE_TAP=one_tap, BLOCK_O=block_o, BLOCK_N=block_n, MODE=mode, **constants,
+    )  # fmt: skip
+    unseen = None
+    if not _sees_all(geometry, (h, w), (positions // width, width)):
+        # Pixels in no patch are no part of the gradient, but one that is not finite must still be
+        # noticed, as the reference does.
+        unseen = taps**0.5 * torch.linalg.vector_norm(x, dim=(1, 2, 3), dtype=torch.float32)
+    m, wide = one_sided(positions, mode)
+    _finish_tiles[(b,)](
+        out, unseen, norms, tiles, 1 + UNIT * (m + TILE_SUM / 2),
+        UNIT * (PRODUCT_ERROR_FACTOR + positions * wide), b * tiles, BLOCK=_block(tiles),
+    )  # fmt: skip
+    return norms
+
+
+def conv_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
+    """As fastclip.ops.conv_ghost_norm: x [b, c, *space], g [b, o, *out] of any strides -> [b]."""
+    call = _arguments(x, g, geometry)
+    if call is None or call[2][4] > MAX_GHOST:
+        return NotImplemented
+    x, g, sizes, constants = call
+    c, o, _, _, positions, _, groups = sizes
+    b, features = x.shape[0], c * constants["KH"] * constants["KW"]
+    norms = torch.zeros(b, device=x.device)
+    if not x.numel() or not g.numel():
+        return norms
+    room = triton.cdiv(positions, GHOST_TILE) ** 2
+    out = norms.new_zeros(6, b * groups, room)
+    modes = product_mode(x, x), product_mode(g, g)
+    _pairs[lambda meta: (b * groups * triton.cdiv(positions, meta["BLOCK_P"]) ** 2,)](
+        x, g, out, *sizes, room, out.stride(0), *x.stride(), *g.stride(),
+        MODE=modes[0], G_MODE=modes[1], **constants,
+    )  # fmt: skip
+    (m_k, w_k), (m_h, w_h) = one_sided(features, modes[0]), one_sided(o, modes[1])
+    bounds = (UNIT * n for n in (GRAM_ERROR_FACTOR, m_k + m_h + TILE_SUM, features * w_k, o * w_h))
+    lost = (lost_squares(positions * n, torch.float32) for n in (features, o))
+    _finish_pairs[(b,)](out, norms, groups, room, *bounds, *lost, out.stride(0), BLOCK=_block(room))
+    return norms
+
+
+def _block(columns: int) -> int:
+    return min(1024, max(32, triton.next_power_of_2(columns)))
+
+
+def _arguments(
+    x: Tensor, g: Tensor, geo: ConvGeometry
+) -> tuple[Tensor, Tensor, tuple[int, ...], dict[str, Any]] | None:
+    """x [b, c, h, w], g [b, o, t], the kernels' sizes and constants; None where out of reach."""
+    if len(geo.kernel) > 2 or not runs_on(x, g):
+        return None
+    window = [geo.kernel, geo.stride, geo.padding, geo.dilation]
+    if len(geo.kernel) == 1:
+        x, g = x.unsqueeze(2), g.unsqueeze(2)
+        window = [(neutral, *n) for neutral, n in zip((1, 1, 0, 1), window, strict=True)]
+    (kh, kw), (sh, sw), (ph, pw), (dh, dw) = window
+    (h, w), (height, width) = x.shape[2:], g.shape[2:]
+    g = g.flatten(2)  # a view, unless the pixels of g lie in no regular order
+    flat = (kh, kw, sh, sw, ph, pw) == (1, 1, 1, 1, 0, 0) and x.stride(2) == w * x.stride(3)
+    if flat:
+        x, h, w = x.flatten(2).unsqueeze(2), 1, h * w
+    for y in (x, g):  # offsets inside a sample are 32-bit
+        if sum((n - 1) * s for n, s in zip(y.shape[1:], y.stride()[1:], strict=True)) >= 1 << 31:
+            return None
+    groups, positions = geo.groups, height * width
+    sizes = (x.shape[1] // groups, g.shape[1] // groups, h, w, positions, width, groups)
+    constants = {
+        "BUCKET": triton.next_power_of_2(positions), "FLAT": flat, "KH": kh, "KW": kw, "SH": sh,
+        "SW": sw, "PH": ph, "PW": pw, "DH": dh, "DW": dw,
+    }  # fmt: skip
+    return x, g, sizes, constants
+
+
+def _sees_all(geo: ConvGeometry, space: tuple[int, int], out: tuple[int, int]) -> bool:
+    """Whether every pixel lies in some patch."""
+    dims = len(geo.kernel)
+    window = (space[-dims:], out[-dims:], geo.kernel, geo.stride, geo.padding, geo.dilation)
+    return all(_covers(*one) for one in zip(*window, strict=True))
+
+
+@functools.lru_cache(maxsize=1024)
+def _covers(
+    pixels: int, outputs: int, kernel: int, stride: int, padding: int, dilation: int
+) -> bool:
+    places = (stride * t + dilation * k - padding for t in range(outputs) for k in range(kernel))
+    return len({p for p in places if 0 <= p < pixels}) == pixels

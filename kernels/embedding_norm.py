@@ -1,0 +1,154 @@
+"""Squared per-sample norms of an embedding table's gradient, from sorted look-ups.
+
+    norm_b = sum over the distinct ids v of sample b of || sum of the g[j] that look up v ||^2
+
+Index letters: b sample, j entry, t position, d feature; v id. The entries are sorted by the key
+(sample, id), so that equal keys are neighbours: a run. A program takes ROWS sorted entries and a
+tile of d, reads each row of g once, and knows the whole of every run but its first and last, and of
+every sample but its first and last. What it cannot finish it hands on as two carried rows (partial
+sum of a run, and the squared norms of its sample so far), which are again sorted by key: the next
+launch does the same to them, until one program takes all. So an id repeated n times costs log n
+launches, never a loop over n, and each sample is written once, by one program: no atomics.
+Carried rows are 2 / ROWS of g, in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastclip.kernels.runtime import autotuned, runs_on
+
+ROWS = 32
+MAX_BLOCK = 256
+
+
+@triton.jit
+def _load(source, j, col, FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Key, row and carried norm of sorted entry j; past the end, zeros that lengthen the last run."""
+    KEY, G, ORDER, DONE, n, d, t, padding, sgb, sgt, bits, tiles = source
+    key = tl.load(KEY + tl.minimum(j, n - 1))
+    live = j < n
+    if FIRST:
+        entry = tl.load(ORDER + tl.minimum(j, n - 1)).to(tl.int32)
+        live = live & ((key & ((1 << bits) - 1)) != padding)
+        at = (entry // t).to(tl.int64) * sgb + (entry % t).to(tl.int64) * sgt
+        done = 0.0
+    else:
+        at = j.to(tl.int64) * sgb
+        done = tl.load(DONE + j.to(tl.int64) * tiles + tl.program_id(1), mask=live, other=0.0)
+    row = tl.load(G + at, mask=col < tl.where(live, d, 0), other=0.0)
+    return key, row.to(tl.float32), done
+
+
+@triton.jit
+def _add(state, entry, first, OUT, bits, tiles, FINAL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The state after one more row: key and sum of the open run, sum of the first run once it has
+    ended, two parts of the open sample's squared norm, and the first sample's once it has ended."""
+    last, run, head, squares, norm, head_norm = state
+    key, row, done = entry
+    ends = key != last
+    is_head = ends & (last == first) & (not FINAL)  # it may have begun in an earlier program
+    squares += tl.where(ends & (not is_head), run * run, 0.0)
+    head = tl.where(is_head, run, head)
+    run = tl.where(ends, 0.0, run) + row
+    sample = last >> bits
+    if (key >> bits) != sample:
+        norm += tl.sum(squares)
+        if (sample == (first >> bits)) & (not FINAL):
+            head_norm = norm
+        else:
+            tl.store(OUT + sample * tiles + tl.program_id(1), norm)
+        squares = tl.zeros_like(squares)
+        norm = 0.0
+    return key, run, head, squares, norm + done, head_norm
+
+
+@autotuned([triton.Config({}, num_warps=w) for w in (1, 2, 4)], key=["d", "BLOCK"])
+@triton.jit(do_not_specialize=["n"])
+def _runs(KEY, G, ORDER, DONE, OUT, NEXT_KEY, NEXT, NEXT_DONE, n, d, t, padding,  # type: ignore[no-untyped-def]
+          sgb, sgt, sgd, bits, tiles, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+          FIRST: tl.constexpr, FINAL: tl.constexpr):  # fmt: skip
+    """COUNT sorted rows from program_id(0), BLOCK features from program_id(1)."""
+    chunk, tile = tl.program_id(0), tl.program_id(1)
+    col = tile * BLOCK + tl.arange(0, BLOCK)
+    first = tl.load(KEY + chunk * COUNT)
+    zeros = tl.zeros([BLOCK], tl.float32)
+    zero = tl.full([], 0.0, tl.float32)
+    state = (first, zeros, zeros, zeros, zero, zero)
+    source = (KEY, G + col.to(tl.int64) * sgd, ORDER, DONE, n, d, t, padding, sgb, sgt, bits, tiles)
+    for i in range(0, COUNT, 4):
+        # Four rows are asked for before the first is used: their latencies overlap.
+        j = chunk * COUNT + i
+        e0, e1 = _load(source, j, col, FIRST), _load(source, j + 1, col, FIRST)
+        e2, e3 = _load(source, j + 2, col, FIRST), _load(source, j + 3, col, FIRST)
+        state = _add(state, e0, first, OUT, bits, tiles, FINAL)
+        state = _add(state, e1, first, OUT, bits, tiles, FINAL)
+        state = _add(state, e2, first, OUT, bits, tiles, FINAL)
+        state = _add(state, e3, first, OUT, bits, tiles, FINAL)
+    last, run, head, squares, norm, head_norm = state
+    inside = col < d
+    if FINAL:
+        norm += tl.sum(squares + run * run)
+        tl.store(OUT + (last >> bits) * tiles + tile, norm)
+    else:
+        norm += tl.sum(squares)
+        at = 2 * chunk.to(tl.int64)
+        tl.store(NEXT + at * d + col, head, mask=inside)
+        tl.store(NEXT + (at + 1) * d + col, run, mask=inside)
+        tl.store(NEXT_DONE + at * tiles + tile, head_norm)
+        tl.store(NEXT_DONE + (at + 1) * tiles + tile, norm)
+        tl.store(NEXT_KEY + at, first, mask=tile == 0)
+        tl.store(NEXT_KEY + at + 1, last, mask=tile == 0)
+
+
+def lookup_norm(
+    ids: Tensor, sample: Tensor, g: Tensor, batch_size: int, num_embeddings: int,
+    padding_idx: int | None = None,
+) -> Tensor:  # fmt: skip
+    """As fastclip.ops.lookup_norm: ids [n], sample [n], g [n, d] -> [batch_size]."""
+    return _norms(ids, sample, g.unsqueeze(1), batch_size, num_embeddings, padding_idx)
+
+
+def embedding_norm(ids: Tensor, g: Tensor, padding_idx: int | None = None) -> Tensor:
+    """As fastclip.ops.embedding_norm: ids [b, t], g [b, t, d] of any strides -> [b]."""
+    b, t = ids.shape
+    sample = torch.arange(b, device=ids.device)[:, None].expand(b, t).reshape(-1)
+    return _norms(ids.reshape(-1), sample, g, b, 1 << 31, padding_idx)
+
+
+def _norms(
+    ids: Tensor, sample: Tensor, g: Tensor, b: int, num_embeddings: int, padding_idx: int | None
+) -> Tensor:
+    """g [n / t, t, d]; entry j is g[j // t, j % t]."""
+    t, d = g.shape[1:]
+    n = ids.numel()
+    # A power of two as the base of the key: it is taken apart by shifts, not divisions.
+    bits = max(1, (num_embeddings - 1).bit_length())
+    if not runs_on(g, ids, sample) or n + ROWS >= 1 << 31 or b << bits >= 1 << 63:
+        return NotImplemented
+    if not n or not d:
+        return torch.zeros(b, device=g.device)
+    # Stable: equal keys are added in the order of the entries, bit for bit the same every time.
+    key, order = ((sample << bits) + ids).sort(stable=True)
+    block = min(MAX_BLOCK, triton.next_power_of_2(d))
+    tiles = triton.cdiv(d, block)
+    norms = g.new_zeros(b, tiles, dtype=torch.float32)
+    rows, done, sgb, sgt, sgd = g, norms, *g.stride()
+    while True:
+        chunks = triton.cdiv(n, ROWS)
+        carried = 2 * chunks
+        next_key = key.new_empty(carried)
+        following = g.new_empty(carried, d, dtype=torch.float32)
+        next_done = norms.new_empty(carried, tiles)
+        _runs[(chunks, tiles)](
+            key, rows, order, done, norms, next_key, following, next_done, n, d, t,
+            -1 if padding_idx is None else padding_idx, sgb, sgt, sgd, bits, tiles,
+            COUNT=ROWS, BLOCK=block, FIRST=rows is g, FINAL=chunks == 1,
+        )  # fmt: skip
+        if chunks == 1:
+            return norms.sum(1)
+        key, rows, done, n = next_key, following, next_done, carried
+        sgb, sgt, sgd = d, 0, 1

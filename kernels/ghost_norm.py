@@ -1,0 +1,385 @@
+"""Squared norms of g_b^T a_b through the Grams K = a_b a_b^T, H = g_b g_b^T, in symmetric tiles.
+
+    ||g_b^T a_b||^2 = sum_{t,s} K_ts H_ts
+
+Index letters: b sample, t and s position, d input feature, p output feature. A program takes one
+sample and one pair (i <= j) of tiles of positions: both Gram tiles in registers (loops over d, then
+over p), their product summed, pairs off the diagonal counted twice. Nothing of size t x t is
+written: six sums a pair, which a second launch adds in fixed order (bitwise repeatable); where one
+tile holds every position there is no second launch. With n tiles of positions a and g are read n
+times, from L2 after the first.
+
+The result is never below the exact value. Added are, with u = 2^-24 and m, w of `one_sided`:
+- 2 u ||A||^2 ||G||^2 and what underflow hides, as the reference does: independent errors;
+- m u sum |K_ts H_ts|: errors of one sign. Tensor cores truncate their float32 accumulator (Fasi et
+  al. 2021, Khattak and Mikaitis 2025), and equal terms round alike wherever they are added;
+- w u (d ||A||^2 ||H||_F + p ||G||^2 ||K||_F): truncation inside an entry whose terms cancel (d
+  and p at most `CHUNK`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastclip.kernels.runtime import INTERPRETED, autotuned, precision, runs_on
+from fastclip.ops.numerics import GRAM_ERROR_FACTOR, lost_squares
+
+UNIT = 2.0**-24
+"""u of float32, in which everything accumulates."""
+STEP = 32
+"""Terms of an exact float32 product between two additions to its accumulator."""
+TILE_SUM = 16
+"""Error of one sign, in u, of a tile's own sum: a thread adds up to 64 terms."""
+_STATS = 6  # sums of KH, |KH|, K^2, H^2; traces of K, H
+CHUNK = 4096
+"""Features after which a tile starts a new sum (vocabularies), so that its error stays small."""
+_MOST_USES = 4
+_WIDEN = tl.constexpr(INTERPRETED)  # the interpreter would multiply bfloat16's bits
+
+
+def product_mode(x: Tensor, y: Tensor) -> str:
+    """How x and y are multiplied: "native" (16-bit tensor cores), "ieee" or "tf32x3".
+
+    tf32 rounds by up to 2^-11, which neither a useful bound nor the slack of the scales (2^-20)
+    covers; where the user allows it, three tf32 products that together keep 21 bits take its place.
+    """
+    if x.dtype == y.dtype and x.dtype != torch.float32:
+        return "native"
+    return "tf32x3" if precision(x, y) == "tf32" else "ieee"
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether these kernels can take [b, t, n] tensors: a block's step must fit in 32 bits."""
+    return runs_on(*tensors) and all(max(x.stride()[1:], default=0) < 1 << 24 for x in tensors)
+
+
+def one_sided(n: int, mode: str) -> tuple[float, float]:
+    """(m, w): largest error of one sign, in u, of an accumulated sum of n products.
+
+    m: where the products have one sign, relative to their sum. w: where they cancel, relative to n
+    and to the norms of the factors. A model of the A100 (8 products a step, one guard bit) loses up
+    to 0.22 n and 0.02 n, of the H100 less; float32 products are rounded, `STEP` at a time.
+    """
+    if mode == "native":
+        return n / 4, 1 / 32
+    if mode == "tf32x3":  # 4 products a step, and 2^-21 that no product holds
+        return n / 2 + 8, 1 / 16
+    return (min(n, STEP) + n / STEP) / 4, 0.0
+
+
+@triton.jit
+def multiply(left, right, acc, MODE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """acc + left right, in float32."""
+    if _WIDEN or MODE != "native":
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    if MODE == "ieee":  # a short sum first; by fma, because an addition is fused into the product
+        acc = tl.fma(tl.dot(left, right, input_precision="ieee"), 1.0, acc)
+    elif MODE == "tf32x3":
+        acc = tl.dot(left, right, acc, input_precision="tf32x3")
+    else:
+        acc = tl.dot(left, right, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _gram_tile(  # type: ignore[no-untyped-def]
+    x, y, n, rows_x, rows_y, t_x, t_y, stride_xt, stride_xn, stride_yt, stride_yn,
+    SAME: tl.constexpr, RESTART: tl.constexpr, MODE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """x_i y_j^T over n features, [BLOCK_T, BLOCK_T]; `SAME` where x_i is y_j. A sum of more than
+    `RESTART` features is begun anew after so many."""
+    k = tl.arange(0, BLOCK_K)
+    x_at = x + rows_x[:, None] * stride_xt + k[None, :].to(tl.int64) * stride_xn
+    y_at = y + rows_y[None, :] * stride_yt + k[:, None].to(tl.int64) * stride_yn
+    in_x, in_y = rows_x[:, None] < t_x, rows_y[None, :] < t_y
+    acc = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
+    total = acc
+    for start in range(0, n, BLOCK_K):
+        left = tl.load(x_at, mask=in_x & (k[None, :] < n - start), other=0.0)
+        if SAME:
+            right = tl.trans(left)
+        else:
+            right = tl.load(y_at, mask=in_y & (k[:, None] < n - start), other=0.0)
+        acc = multiply(left, right, acc, MODE)
+        x_at += BLOCK_K * stride_xn
+        y_at += BLOCK_K * stride_yn
+        if RESTART and start % RESTART == RESTART - BLOCK_K:
+            total += acc
+            acc = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
+    return total + acc if RESTART else acc
+
+
+@triton.jit
+def _raised(  # type: ignore[no-untyped-def]
+    total, absolute, kk, hh, trace_k, trace_h, c, m, w_k, w_h, lost_k, lost_h, lost
+):  # fmt: skip
+    """The norm and its bounds (`_bounds`); NaN stays NaN, which tl.maximum would drop."""
+    bound = c * trace_k * trace_h + lost_k * trace_h + lost_h * trace_k + m * absolute
+    norm_h = tl.minimum(tl.sqrt(hh + lost), trace_h)  # the trace where the squares overflow
+    norm_k = tl.minimum(tl.sqrt(kk + lost), trace_k)
+    bound += tl.where(w_k > 0, w_k * trace_k * norm_h, 0.0)
+    bound += tl.where(w_h > 0, w_h * trace_h * norm_k, 0.0)
+    return tl.where(total < 0, 0.0, total) + bound
+
+
+def _usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
+    """Configurations whose tile suits the number of positions and the kinds of product."""
+    options = {**named, **kwargs}
+    bucket, native = options["BUCKET"], options["A_MODE"] == options["G_MODE"] == "native"
+    sizes = (max(16, bucket),) if bucket <= 64 else (64, 128)
+    usable = [c for c in configs if c.kwargs["BLOCK_T"] in sizes]
+    return [c for c in usable if (c.kwargs["BLOCK_K"] > STEP) == native]
+
+
+_CONFIGS = [
+    triton.Config({"BLOCK_T": block_t, "BLOCK_K": block_k}, num_warps=warps, num_stages=stages)
+    for block_t, block_k, warps, stages in (
+        (64, 64, 4, 4), (128, 64, 8, 3), (64, 128, 4, 3), (128, 128, 8, 2),
+        (32, 128, 4, 4), (16, 128, 2, 4),
+        (64, STEP, 4, 3), (64, STEP, 8, 3), (32, STEP, 4, 3), (16, STEP, 2, 3),  # float32
+    )
+]  # fmt: skip
+
+
+@autotuned(
+    _CONFIGS,
+    key=["d", "p", "BUCKET", "A_MODE", "G_MODE"],
+    prune_configs_by={"early_config_prune": _usable},
+)
+@triton.jit
+def _pairs_kernel(  # type: ignore[no-untyped-def]
+    a_x, g_x, a_y, g_y, stats, norms, d, p, t_x, t_y, c, m, w_k, w_h, lost_k, lost_h, lost,
+    a_xb, a_xt, a_xd, g_xb, g_xt, g_xp, a_yb, a_yt, a_yd, g_yb, g_yt, g_yp, stats_s, stats_b,
+    CROSS: tl.constexpr, ALONE: tl.constexpr, A_MODE: tl.constexpr, G_MODE: tl.constexpr,
+    A_RESTART: tl.constexpr, G_RESTART: tl.constexpr, BUCKET: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The sums of one pair of tiles, or the norm itself where a lone use has one tile."""
+    ONE_TILE: tl.constexpr = BUCKET <= BLOCK_T
+    tiles, tiles_y = tl.cdiv(t_x, BLOCK_T), tl.cdiv(t_y, BLOCK_T)
+    pairs = tiles * tiles_y if CROSS else tiles * (tiles + 1) // 2
+    pair = tl.program_id(0) % pairs
+    if CROSS:
+        i, j = pair // tiles_y, pair % tiles_y
+    else:  # pair = j (j + 1) / 2 + i; the square root may be off by one
+        j = ((tl.sqrt(8.0 * pair + 1.0) - 1.0) * 0.5).to(tl.int32)
+        j -= (j * (j + 1) // 2 > pair).to(tl.int32)
+        j += ((j + 1) * (j + 2) // 2 <= pair).to(tl.int32)
+        i = pair - j * (j + 1) // 2
+    b = (tl.program_id(0) // pairs).to(tl.int64)
+    a_x, g_x, a_y, g_y = a_x + b * a_xb, g_x + b * g_xb, a_y + b * a_yb, g_y + b * g_yb
+    local = tl.arange(0, BLOCK_T)
+    rows_x, rows_y = i.to(tl.int64) * BLOCK_T + local, j.to(tl.int64) * BLOCK_T + local
+    if not CROSS and (ONE_TILE or i == j):  # a tile with itself is read once
+        gram_k = _gram_tile(
+            a_x, a_x, d, rows_x, rows_x, t_x, t_x, a_xt, a_xd, a_xt, a_xd, True, A_RESTART, A_MODE,
+            BLOCK_T, BLOCK_K,
+        )  # fmt: skip
+        gram_h = _gram_tile(
+            g_x, g_x, p, rows_x, rows_x, t_x, t_x, g_xt, g_xp, g_xt, g_xp, True, G_RESTART, G_MODE,
+            BLOCK_T, BLOCK_K,
+        )  # fmt: skip
+    else:
+        gram_k = _gram_tile(
+            a_x, a_y, d, rows_x, rows_y, t_x, t_y, a_xt, a_xd, a_yt, a_yd, False, A_RESTART, A_MODE,
+            BLOCK_T, BLOCK_K,
+        )  # fmt: skip
+        gram_h = _gram_tile(
+            g_x, g_y, p, rows_x, rows_y, t_x, t_y, g_xt, g_xp, g_yt, g_yp, False, G_RESTART, G_MODE,
+            BLOCK_T, BLOCK_K,
+        )  # fmt: skip
+    product = gram_k * gram_h
+    total, absolute = tl.sum(product), tl.sum(tl.abs(product))
+    kk, hh = tl.sum(gram_k * gram_k), tl.sum(gram_h * gram_h)
+    diagonal = (local[:, None] == local[None, :]) & (i == j) & (not CROSS)
+    trace_k = tl.sum(tl.where(diagonal, gram_k, 0.0))
+    trace_h = tl.sum(tl.where(diagonal, gram_h, 0.0))
+    if ALONE and ONE_TILE:
+        norm = _raised(
+            total, absolute, kk, hh, trace_k, trace_h, c, m, w_k, w_h, lost_k, lost_h, lost
+        )  # fmt: skip
+        tl.store(norms + b, norm)
+    else:
+        twice = 2.0 if CROSS else tl.where(i == j, 1.0, 2.0)
+        at = stats + b * stats_b + pair
+        tl.store(at, twice * total)
+        tl.store(at + stats_s, twice * absolute)
+        tl.store(at + 2 * stats_s, twice * kk)
+        tl.store(at + 3 * stats_s, twice * hh)
+        tl.store(at + 4 * stats_s, trace_k)
+        tl.store(at + 5 * stats_s, trace_h)
+
+
+@triton.jit
+def ordered_sum(x, n, stride, BLOCK: tl.constexpr, SQUARED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sum of n numbers (of their squares) in fixed order."""
+    local = tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, n, BLOCK):
+        at = start + local.to(tl.int64)
+        value = tl.load(x + at * stride, mask=at < n, other=0.0).to(tl.float32)
+        acc += value * value if SQUARED else value
+    return tl.sum(acc)
+
+
+@triton.jit(do_not_specialize=["columns"])
+def _finish_kernel(  # type: ignore[no-untyped-def]
+    stats, norms, columns, c, m, w_k, w_h, lost_k, lost_h, lost, stats_s, stats_b,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    at = stats + b * stats_b
+    norm = _raised(
+        ordered_sum(at, columns, 1, BLOCK, False),
+        ordered_sum(at + stats_s, columns, 1, BLOCK, False),
+        ordered_sum(at + 2 * stats_s, columns, 1, BLOCK, False),
+        ordered_sum(at + 3 * stats_s, columns, 1, BLOCK, False),
+        ordered_sum(at + 4 * stats_s, columns, 1, BLOCK, False),
+        ordered_sum(at + 5 * stats_s, columns, 1, BLOCK, False),
+        c, m, w_k, w_h, lost_k, lost_h, lost,
+    )  # fmt: skip
+    tl.store(norms + b, norm)
+
+
+@triton.jit
+def _one_position_kernel(  # type: ignore[no-untyped-def]
+    a, g, norms, d, p, lost_a, lost_g, a_b, a_d, g_b, g_p, BLOCK: tl.constexpr
+):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    norm_a = ordered_sum(a + b * a_b, d, a_d, BLOCK, True) + lost_a
+    tl.store(norms + b, norm_a * (ordered_sum(g + b * g_b, p, g_p, BLOCK, True) + lost_g))
+
+
+def one_position_norm(a: Tensor, g: Tensor) -> Tensor:
+    """||a_b||^2 ||g_b||^2 for a [b, 1, d] and g [b, 1, p]: the norm of an outer product, [b]."""
+    b, _, d = a.shape
+    norms = torch.empty(b, dtype=torch.float32, device=a.device)
+    _one_position_kernel[(b,)](
+        a, g, norms, d, g.shape[2], lost_squares(d, a.dtype), lost_squares(g.shape[2], g.dtype),
+        a.stride(0), a.stride(2), g.stride(0), g.stride(2), BLOCK=1024,
+    )  # fmt: skip
+    return norms
+
+
+Use = tuple[Tensor, Tensor]
+"""Input a [b, t, d] and output gradient g [b, t, p] of one use of a parameter."""
+
+
+def _pairs(x: Use, y: Use, block: int) -> int:
+    tiles = triton.cdiv(x[0].shape[1], block)
+    return tiles * triton.cdiv(y[0].shape[1], block) if x is not y else tiles * (tiles + 1) // 2
+
+
+def _room(x: Use, y: Use) -> int:
+    """The most pairs of any usable configuration: up to 64 positions are always one tile."""
+    return _pairs(x, y, 64)
+
+
+def _restart(x: Tensor) -> int:
+    return CHUNK if x.shape[2] > CHUNK else 0
+
+
+def _launch(x: Use, y: Use, stats: Tensor, norms: Tensor, bounds: list[float], alone: bool) -> int:
+    """Sums of every pair of tiles of two uses, or of one (y is x); the number of pairs.
+
+    Args:
+        stats: [6, b, >= _room(x, y)]. norms: [b], filled where a lone use has one pair.
+        bounds: of `_bounds`.
+    """
+    (a_x, g_x), (a_y, g_y) = x, y
+    t_x, t_y, pairs = a_x.shape[1], a_y.shape[1], 0
+
+    def grid(meta: dict[str, Any]) -> tuple[int]:
+        nonlocal pairs
+        pairs = _pairs(x, y, meta["BLOCK_T"])
+        return (a_x.shape[0] * pairs,)
+
+    _pairs_kernel[grid](
+        a_x, g_x, a_y, g_y, stats, norms, a_x.shape[2], g_x.shape[2], t_x, t_y, *bounds,
+        *a_x.stride(), *g_x.stride(), *a_y.stride(), *g_y.stride(), *stats.stride()[:2],
+        CROSS=x is not y, ALONE=alone, BUCKET=triton.next_power_of_2(max(t_x, t_y)),
+        A_MODE=product_mode(a_x, a_y), G_MODE=product_mode(g_x, g_y),
+        A_RESTART=_restart(a_x), G_RESTART=_restart(g_x),
+    )  # fmt: skip
+    return pairs
+
+
+def _bounds(uses: Sequence[Use]) -> list[float]:
+    """The bounds' coefficients in the order of `_raised`, for the coarsest of the products."""
+    t, dtype = sum(a.shape[1] for a, _ in uses), torch.float32
+    sizes = [x.shape[2] for x in uses[0]]
+    errors = []
+    for n, operands in zip(sizes, zip(*uses, strict=True), strict=True):  # inputs, then gradients
+        modes, length = {product_mode(x, y) for x in operands for y in operands}, min(n, CHUNK)
+        m, w = (max(one_sided(length, mode)[k] for mode in modes) for k in (0, 1))
+        errors.append((m + n / CHUNK, w * length))
+    (m_k, w_k), (m_h, w_h) = errors
+    rounding = [UNIT * x for x in (GRAM_ERROR_FACTOR, m_k + m_h + TILE_SUM, w_k, w_h)]
+    return rounding + [lost_squares(t * n, dtype) for n in (*sizes, t)]
+
+
+def ghost_norm_concat(parts: Sequence[Use]) -> Tensor:
+    """Squared norm of sum_k g_k^T a_k over the uses of one parameter, [b].
+
+    The Grams of the concatenation along t: the uses' own terms, and twice their cross terms, with
+    one bound for all (uses may cancel). Nothing is copied, unless there are many uses: each pair of
+    them is a launch.
+
+    Args:
+        parts: the uses; t may differ from use to use.
+    """
+    if not takes(*(x for use in parts for x in use)):
+        return NotImplemented
+    b, _, d = parts[0][0].shape
+    uses = [use for use in parts if use[0].shape[1]]
+    norms = torch.zeros(b, dtype=torch.float32, device=parts[0][0].device)
+    if not (b and d and parts[0][1].shape[2] and uses):
+        return norms
+    if len(uses) == 1 and uses[0][0].shape[1] == 1:
+        return one_position_norm(*uses[0])
+    if len(uses) > _MOST_USES:
+        uses = [(torch.cat([a for a, _ in uses], 1), torch.cat([g for _, g in uses], 1))]
+    pairs = [(x, y) for k, x in enumerate(uses) for y in uses[k:]]
+    columns, alone, bounds = sum(_room(x, y) for x, y in pairs), len(uses) == 1, _bounds(uses)
+    new = norms.new_empty if alone else norms.new_zeros
+    stats, first = new(_STATS, b, columns), 0
+    for x, y in pairs:
+        filled = _launch(x, y, stats[:, :, first:], norms, bounds, alone)
+        first += _room(x, y)
+    if alone and filled == 1:
+        return norms
+    columns = filled if alone else columns
+    _finish_kernel[(b,)](
+        stats, norms, columns, *bounds, *stats.stride()[:2],
+        BLOCK=min(1024, max(32, triton.next_power_of_2(columns))),
+    )  # fmt: skip
+    return norms
+
+
+def ghost_norm(a: Tensor, g: Tensor) -> Tensor:
+    """Squared norm of g_b^T a_b through the Grams: fastclip.ops.ghost_norm."""
+    return ghost_norm_concat([(a, g)])
+
+
+def ghost_cross(a1: Tensor, g1: Tensor, a2: Tensor, g2: Tensor) -> Tensor:
+    """<g1_b^T a1_b, g2_b^T a2_b>, the cross term of two uses of one parameter, [b].
+
+    It has a sign and no bound: `ghost_norm_concat` is the norm. a1 [b, t, d], g1 [b, t, p],
+    a2 [b, s, d], g2 [b, s, p].
+    """
+    if not takes(a1, g1, a2, g2):
+        return NotImplemented
+    norms = torch.zeros(a1.shape[0], dtype=torch.float32, device=a1.device)
+    if not (a1.numel() and g1.numel() and a2.numel() and g2.numel()):
+        return norms
+    x, y = (a1, g1), (a2, g2)
+    stats = norms.new_empty(_STATS, a1.shape[0], _room(x, y))
+    pairs = _launch(x, y, stats, norms, [0.0] * 7, alone=False)
+    return stats[0, :, :pairs].sum(1) / 2

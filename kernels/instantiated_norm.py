@@ -1,0 +1,171 @@
+"""Squared norms of g_b^T a_b by computing it, a tile in registers; stored only where asked for.
+
+    W_pd = sum_t g_tp a_td,   ||W||^2 = sum_{p,d} W_pd^2
+
+Index letters: b sample, t position, d input feature, p output feature. A program takes one sample
+and one tile of W: it loops over t, squares and sums. One number a tile is written and a second
+launch adds them in fixed order (bitwise repeatable); with `keep`, W too. With n_p by n_d tiles, a
+is read n_p times and g n_d times, from L2 after the first; the first row of tiles reads a once
+more and the first column g, for the sizes that the bound needs.
+
+The result is never below the exact value: (||W|| (1 + m u) + (1 + t w) u ||A|| ||G||)^2 with
+u = 2^-24. 1 u ||A|| ||G|| is the reference's `product_slack`; m and w (ghost_norm.one_sided) cover
+the accumulators of tensor cores, which truncate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastclip.kernels.ghost_norm import (
+    STEP,
+    TILE_SUM,
+    UNIT,
+    multiply,
+    one_position_norm,
+    one_sided,
+    ordered_sum,
+    product_mode,
+    takes,
+)
+from fastclip.kernels.runtime import autotuned
+from fastclip.ops.numerics import PRODUCT_ERROR_FACTOR
+
+_STATS = 3  # sums of squares of W, g, a
+_CONFIGS = [
+    triton.Config(
+        {"BLOCK_P": block_p, "BLOCK_D": block_d, "BLOCK_T": block_t},
+        num_warps=warps,
+        num_stages=stages,
+    )
+    for block_p, block_d, block_t, warps, stages in (
+        (64, 64, 64, 4, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3),
+        (64, 128, 64, 4, 3), (128, 64, 64, 4, 3), (16, 128, 64, 4, 4), (128, 16, 64, 4, 4),
+        (64, 64, STEP, 4, 3), (64, 64, STEP, 8, 3), (128, 128, STEP, 8, 3), (16, 64, STEP, 4, 3),
+        (64, 16, STEP, 4, 3),
+    )
+]  # fmt: skip
+
+
+def usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
+    """Configurations whose tile suits a gradient [p, d] and the kind of product."""
+    options = {**named, **kwargs}
+
+    def suits(block: dict[str, int]) -> bool:
+        sides = ((block["BLOCK_P"], options["p"]), (block["BLOCK_D"], options["d"]))
+        fits = (n <= 16 if side == 16 else side <= max(64, 2 * n - 1) for side, n in sides)
+        return all(fits) and (block["BLOCK_T"] > STEP) == (options["MODE"] == "native")
+
+    return [c for c in configs if suits(c.kwargs)]
+
+
+@triton.jit
+def _squares(  # type: ignore[no-untyped-def]
+    x, n, t, stride_n, stride_t, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr
+):  # fmt: skip
+    """Sum of squares of n features (at most BLOCK_N) over all positions."""
+    features, local = tl.arange(0, BLOCK_N).to(tl.int64), tl.arange(0, BLOCK_T).to(tl.int64)
+    at = x + local[:, None] * stride_t + features[None, :] * stride_n
+    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for start in range(0, t, BLOCK_T):
+        inside = (local[:, None] < t - start) & (features[None, :] < n)
+        value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        acc += value * value
+        at += BLOCK_T * stride_t
+    return tl.sum(acc)
+
+
+@autotuned(
+    _CONFIGS,
+    key=["d", "p", "BUCKET", "MODE", "KEEP"],
+    prune_configs_by={"early_config_prune": usable},
+)
+@triton.jit
+def _tiles_kernel(  # type: ignore[no-untyped-def]
+    a, g, stats, grads, d, p, t, a_b, a_t, a_d, g_b, g_t, g_p, stats_s, stats_b,
+    KEEP: tl.constexpr, MODE: tl.constexpr, BUCKET: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    tiles_d = tl.cdiv(d, BLOCK_D)
+    tiles = tl.cdiv(p, BLOCK_P) * tiles_d
+    b, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    i, j = tile // tiles_d, tile % tiles_d
+    local = tl.arange(0, BLOCK_T).to(tl.int64)
+    rows, cols = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
+    left_p, left_d = p - i * BLOCK_P, d - j * BLOCK_D
+    g += b * g_b + (i * BLOCK_P).to(tl.int64) * g_p
+    a += b * a_b + (j * BLOCK_D).to(tl.int64) * a_d
+    g_at = g + rows[:, None].to(tl.int64) * g_p + local[None, :] * g_t
+    a_at = a + local[:, None] * a_t + cols[None, :].to(tl.int64) * a_d
+    acc = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    for start in range(0, t, BLOCK_T):
+        in_g = (rows[:, None] < left_p) & (local[None, :] < t - start)
+        in_a = (local[:, None] < t - start) & (cols[None, :] < left_d)
+        g_tile = tl.load(g_at, mask=in_g, other=0.0)
+        acc = multiply(g_tile, tl.load(a_at, mask=in_a, other=0.0), acc, MODE)
+        g_at += BLOCK_T * g_t
+        a_at += BLOCK_T * a_t
+    at = stats + b * stats_b
+    tl.store(at + tile, tl.sum(acc * acc))
+    if KEEP:
+        to = grads + (b * p + i * BLOCK_P) * d + j * BLOCK_D
+        inside = (rows[:, None] < left_p) & (cols[None, :] < left_d)
+        tl.store(to + rows[:, None].to(tl.int64) * d + cols[None, :], acc, mask=inside)
+    if j == 0:
+        tl.store(at + stats_s + i, _squares(g, left_p, t, g_p, g_t, BLOCK_P, BLOCK_T))
+    if i == 0:
+        tl.store(at + 2 * stats_s + j, _squares(a, left_d, t, a_d, a_t, BLOCK_D, BLOCK_T))
+
+
+@triton.jit
+def _finish_kernel(  # type: ignore[no-untyped-def]
+    stats, norms, tiles_p, tiles_d, factor, slack, stats_s, stats_b, BLOCK: tl.constexpr
+):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    at = stats + b * stats_b
+    norm = tl.sqrt(ordered_sum(at, tiles_p * tiles_d, 1, BLOCK, False))
+    size_g = tl.sqrt(ordered_sum(at + stats_s, tiles_p, 1, BLOCK, False))
+    size_a = tl.sqrt(ordered_sum(at + 2 * stats_s, tiles_d, 1, BLOCK, False))
+    norm = norm * factor + slack * size_a * size_g
+    tl.store(norms + b, norm * norm)
+
+
+def instantiated_norm(a: Tensor, g: Tensor, keep: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    """Squared norm of g_b^T a_b by computing it: fastclip.ops.instantiated_norm.
+
+    Args:
+        a: [b, t, d]. g: [b, t, p]. keep: also return the per-sample gradients [b, p, d], float32.
+    """
+    if not takes(a, g):
+        return NotImplemented
+    (b, t, d), p = a.shape, g.shape[2]
+    norms = torch.zeros(b, dtype=torch.float32, device=a.device)
+    if not (b and t and d and p):
+        return (norms, norms.new_zeros(b, p, d)) if keep else norms
+    if t == 1 and not keep:
+        return one_position_norm(a, g)
+    grads = norms.new_empty(b, p, d) if keep else norms
+    stats = norms.new_empty(_STATS, b, triton.cdiv(p, 64) * triton.cdiv(d, 64))
+    tiles = (0, 0)
+
+    def grid(meta: dict[str, Any]) -> tuple[int]:
+        nonlocal tiles
+        tiles = triton.cdiv(p, meta["BLOCK_P"]), triton.cdiv(d, meta["BLOCK_D"])
+        return (b * tiles[0] * tiles[1],)
+
+    mode = product_mode(a, g)
+    _tiles_kernel[grid](
+        a, g, stats, grads, d, p, t, *a.stride(), *g.stride(), *stats.stride()[:2],
+        KEEP=keep, MODE=mode, BUCKET=triton.next_power_of_2(t),
+    )  # fmt: skip
+    m, w = one_sided(t, mode)
+    _finish_kernel[(b,)](
+        stats, norms, *tiles, 1 + UNIT * (m + TILE_SUM / 2), UNIT * (PRODUCT_ERROR_FACTOR + t * w),
+        *stats.stride()[:2], BLOCK=min(1024, max(32, triton.next_power_of_2(tiles[0] * tiles[1]))),
+    )  # fmt: skip
+    return (norms, grads) if keep else norms

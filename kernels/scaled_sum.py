@@ -1,0 +1,146 @@
+"""Clipped sums of a linear layer: sum_b s_b g_b^T a_b, in one pass over a and g.
+
+    W_pd = sum_b s_b sum_t g_btp a_btd
+
+Index letters: b sample, t position, d input feature, p output feature. A matrix product over the
+positions of all samples: a program takes a tile of W and one of `splits` stretches of (b, t), cut
+so that the GPU is full where W has few tiles. Partial sums are added in fixed order (bitwise
+repeatable). With n_p by n_d tiles, a is read n_p times and g n_d times, from L2 after the first.
+
+A sample's contribution must not exceed its sensitivity, and the scales leave 2^-20 for rounding.
+s_b g_b rounded to bfloat16 (2^-9 a value, alike for equal values) would break it, and so would two
+bfloat16 halves (2^-17). So nothing is rounded before a product:
+- 16-bit operands are multiplied as they are (exactly, on tensor cores), one sample after the other,
+  and each sample's float32 sum is scaled: 1 multiply-add a value of the tile and sample;
+- float32 operands, and fewer than 16 positions (a tile then holds many samples), are scaled in
+  float32 as they are loaded; 16-bit operands are then multiplied as three tf32 products, which
+  keep 21 bits of s_b g_b and all of a_b.
+
+A sample of scale 0 contributes 0 even where its operands are not finite.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastclip.kernels.ghost_norm import STEP, multiply, product_mode, takes
+from fastclip.kernels.instantiated_norm import usable
+from fastclip.kernels.runtime import autotuned, runs_on
+
+_FEW = 16
+"""Positions from which samples are summed one after the other: the shortest native product."""
+_CONFIGS = [
+    triton.Config(
+        {"BLOCK_P": block_p, "BLOCK_D": block_d, "BLOCK_T": block_t},
+        num_warps=warps,
+        num_stages=stages,
+    )
+    for block_p, block_d, block_t, warps, stages in (
+        (64, 64, 64, 4, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (64, 128, 64, 4, 3),
+        (128, 64, 64, 4, 3), (64, 256, 64, 8, 3), (16, 128, 64, 4, 4), (128, 16, 64, 4, 4),
+        (64, 64, STEP, 4, 3), (64, 64, STEP, 8, 3), (128, 128, STEP, 8, 3), (16, 64, STEP, 4, 3),
+        (64, 16, STEP, 4, 3),
+    )
+]  # fmt: skip
+
+
+@autotuned(
+    _CONFIGS,
+    key=["d", "p", "BUCKET", "MODE", "BY_SAMPLE"],
+    prune_configs_by={"early_config_prune": usable},
+)
+@triton.jit(do_not_specialize=["b", "splits"])
+def _tiles_kernel(  # type: ignore[no-untyped-def]
+    a, g, scale, out, d, p, b, t, splits, a_b, a_t, a_d, g_b, g_t, g_p, scale_b, out_s,
+    BY_SAMPLE: tl.constexpr, MODE: tl.constexpr, BUCKET: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    tiles_d = tl.cdiv(d, BLOCK_D)
+    tiles = tl.cdiv(p, BLOCK_P) * tiles_d
+    split, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    i, j = tile // tiles_d, tile % tiles_d
+    local = tl.arange(0, BLOCK_T)
+    rows, cols = i * BLOCK_P + tl.arange(0, BLOCK_P), j * BLOCK_D + tl.arange(0, BLOCK_D)
+    g += rows[:, None].to(tl.int64) * g_p
+    a += cols[None, :].to(tl.int64) * a_d
+    in_p, in_d = rows[:, None] < p, cols[None, :] < d
+    acc = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    if BY_SAMPLE:
+        chunks = tl.cdiv(t, BLOCK_T)  # of a sample
+        share = tl.cdiv(b * chunks, splits)
+        first, stop = split * share, tl.minimum((split + 1) * share, b * chunks)
+        part = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+        for chunk in range(first, stop):
+            sample, t0 = (chunk // chunks).to(tl.int64), chunk % chunks * BLOCK_T
+            at = (t0 + local).to(tl.int64)
+            g_at = g + (sample * g_b + at[None, :] * g_t)
+            a_at = a + (sample * a_b + at[:, None] * a_t)
+            g_tile = tl.load(g_at, mask=in_p & (at[None, :] < t), other=0.0)
+            a_tile = tl.load(a_at, mask=in_d & (at[:, None] < t), other=0.0)
+            part = multiply(g_tile, a_tile, part, MODE)
+            if (t0 + BLOCK_T >= t) | (chunk == stop - 1):
+                factor = tl.load(scale + sample * scale_b).to(tl.float32)
+                acc += tl.where(factor == 0, 0.0, factor * part)
+                part = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    else:
+        share = tl.cdiv(tl.cdiv(b * t, BLOCK_T), splits) * BLOCK_T
+        first, stop = split * share, tl.minimum((split + 1) * share, b * t)
+        for start in range(first, stop, BLOCK_T):
+            row = start + local
+            sample, at = (row // t).to(tl.int64), (row % t).to(tl.int64)
+            factor = tl.load(scale + sample * scale_b, mask=row < stop, other=0.0).to(tl.float32)
+            alive = factor != 0  # the others are not even read
+            g_at = g + (sample * g_b + at * g_t)[None, :]
+            a_at = a + (sample * a_b + at * a_t)[:, None]
+            g_tile = tl.load(g_at, mask=in_p & alive[None, :], other=0.0).to(tl.float32)
+            a_tile = tl.load(a_at, mask=in_d & alive[:, None], other=0.0)
+            acc = multiply(g_tile * factor[None, :], a_tile, acc, MODE)
+    to = out + split.to(tl.int64) * out_s + rows[:, None].to(tl.int64) * d + cols[None, :]
+    tl.store(to, acc, mask=in_p & in_d)
+
+
+def _splits(tiles: int, steps: int, device: torch.device) -> int:
+    """Stretches of (b, t) that give every multiprocessor two programs, of `steps` at most."""
+    cores = 4
+    if device.type == "cuda":
+        cores = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(steps, 2 * cores // tiles))
+
+
+def scaled_sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
+    """sum_b scale_b g_b^T a_b: fastclip.ops.scaled_sum.
+
+    Args:
+        a: [b, t, d]. g: [b, t, p]. scale: [b]; where it is 0, `a` and `g` need not be finite.
+
+    Returns:
+        [p, d], float32.
+    """
+    if not (takes(a, g) and runs_on(a, scale)):
+        return NotImplemented
+    (b, t, d), p = a.shape, g.shape[2]
+    if not (b and t and d and p):
+        return torch.zeros(p, d, dtype=torch.float32, device=a.device)
+    mode = product_mode(a, g)
+    by_sample = mode == "native" and t >= _FEW
+    if mode == "native" and not by_sample:
+        mode = "tf32x3"
+    side = 64 if mode == "ieee" else 128
+    steps = b * triton.cdiv(t, side) if by_sample else triton.cdiv(b * t, 256)
+    tiles = triton.cdiv(p, side) * triton.cdiv(d, side)
+    splits = _splits(tiles, steps, a.device)
+    out = torch.empty(splits, p, d, dtype=torch.float32, device=a.device)
+
+    def grid(meta: dict[str, Any]) -> tuple[int]:
+        return (splits * triton.cdiv(p, meta["BLOCK_P"]) * triton.cdiv(d, meta["BLOCK_D"]),)
+
+    _tiles_kernel[grid](
+        a, g, scale, out, d, p, b, t, splits, *a.stride(), *g.stride(), scale.stride(0), p * d,
+        BY_SAMPLE=by_sample, MODE=mode, BUCKET=triton.next_power_of_2(t),
+    )  # fmt: skip
+    return out[0] if splits == 1 else out.sum(0)

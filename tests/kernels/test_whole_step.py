@@ -1,0 +1,55 @@
+"""Whole steps of the engine on the kernels alone equal the reference's, and every kernel serves."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+from fastclip.ops import dispatch
+from fastclip.ops.dispatch import use_backend
+from tests.kernels.oracle import DEVICE, relative_error
+from tests.oracle import make_private, row_loss, summed
+from tests.test_no_synchronisation import MODELS, STRATEGIES
+
+USED = {
+    "sequence": {"layer_norm_backward", "scaled_sum"},
+    "rows": {"rms_norm_backward", "scaled_sum"},
+    "images": {"group_norm_backward"},
+    "tied text": {"lookup_norm", "layer_norm_backward", "scaled_sum"},
+}
+
+
+def step(model, inputs, strategy, backend: str):
+    """Clipped sums, norms, thresholds and counts of one step."""
+    model = copy.deepcopy(model).to(DEVICE)
+    with use_backend(backend):
+        engine, private, optimizer, _ = make_private(model, clipping=strategy, max_grad_norm=0.5)
+        engine.set_groups(torch.arange(len(inputs), device=DEVICE) % 3)
+        row_loss(private(inputs.to(DEVICE))).mean().backward()
+        sums = summed(dict(model.named_parameters()))
+        optimizer.step()
+    return sums, optimizer
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_kernels_train_like_the_reference(name: str, strategy: str, monkeypatch) -> None:
+    monkeypatch.setattr(dispatch, "_STATE", dispatch._State("auto"))
+    build, make_inputs = MODELS[name]
+    model, inputs = build(), make_inputs()
+    chosen = STRATEGIES[strategy]
+    expected, plain = step(model, inputs, chosen, "reference")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*kernel of.*")
+        found, tuned = step(model, inputs, chosen, "triton")
+    for key, value in expected.items():
+        assert relative_error(found[key], value) <= 1e-5, key
+    assert relative_error(tuned.per_sample_norms, plain.per_sample_norms) <= 1e-5
+    assert torch.allclose(tuned.threshold, plain.threshold, rtol=1e-9)
+    if plain.noisy_counts is not None:
+        assert torch.equal(tuned.noisy_counts, plain.noisy_counts)
+    served = {key.split()[1] for key in dispatch._STATE.proven}
+    assert served >= USED[name] | {"clip_scale"}
