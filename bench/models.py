@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 
 def group_norm(channels: int, groups: int, dtype: torch.dtype | None = None) -> nn.GroupNorm:
@@ -109,6 +109,62 @@ def resnet18(
     return ResNet((2, 2, 2, 2), num_classes, in_channels, width, norm_groups, dtype)
 
 
+class Bottleneck(nn.Module):
+    """1x1, 3x3 (with the stride) and 1x1 convolutions and a shortcut, with GroupNorm.
+
+    He et al. 2016, figure 5 right; the stride on the 3x3 as in torchvision.
+    """
+
+    def __init__(self, c_in: int, width: int, c_out: int, stride: int, norm_groups: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(c_in, width, 1, bias=False)
+        self.norm1 = group_norm(width, norm_groups)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.norm2 = group_norm(width, norm_groups)
+        self.conv3 = nn.Conv2d(width, c_out, 1, bias=False)
+        self.norm3 = group_norm(c_out, norm_groups)
+        self.relu = nn.ReLU()
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or c_in != c_out:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(c_in, c_out, 1, stride, bias=False), group_norm(c_out, norm_groups)
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [b, c_in, h, w]
+        y = self.relu(self.norm1(self.conv1(x)))
+        y = self.relu(self.norm2(self.conv2(y)))
+        y = self.norm3(self.conv3(y))
+        return self.relu(y + self.shortcut(x))  # [b, c_out, h / stride, w / stride]
+
+
+def resnet50(
+    num_classes: int = 1000,
+    blocks: Sequence[int] = (3, 4, 6, 3),
+    width: int = 64,
+    norm_groups: int = 32,
+) -> nn.Sequential:
+    """ResNet-50 for ImageNet with GroupNorm in the place of BatchNorm: 25.6 M parameters.
+
+    Input [b, 3, h, w], output [b, num_classes]; 7x7 stem of stride 2 and max-pooling, stages of
+    4 `width` to 32 `width` channels.
+    """
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, width, 7, 2, padding=3, bias=False),
+        group_norm(width, norm_groups),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, padding=1),
+    ]
+    channels = width
+    for stage, count in enumerate(blocks):
+        inner = width * 2**stage
+        for block in range(count):
+            stride = 2 if stage > 0 and block == 0 else 1
+            layers.append(Bottleneck(channels, inner, 4 * inner, stride, norm_groups))
+            channels = 4 * inner
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes)]
+    return nn.Sequential(*layers, *head)
+
+
 def bert(
     layers: int = 4,
     hidden: int = 256,
@@ -156,3 +212,54 @@ class ExplicitBert(nn.Module):
         positions = torch.arange(t, device=tokens.device).repeat(b, 1)  # [b, t]
         types = torch.zeros_like(tokens)
         return self.bert(tokens, position_ids=positions, token_type_ids=types).logits
+
+
+class ExplicitGpt2(nn.Module):
+    """GPT-2 with its output head tied to the token embedding, positions given for every sample.
+
+    With the defaults GPT-2 small: 12 layers, d = 768, 124 M parameters.
+    """
+
+    def __init__(
+        self, layers: int = 12, hidden: int = 768, heads: int = 12, vocab: int = 50257,
+        max_positions: int = 1024,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.gpt2 = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=vocab,
+                n_positions=max_positions,
+                n_embd=hidden,
+                n_layer=layers,
+                n_head=heads,
+                bos_token_id=vocab - 1,
+                eos_token_id=vocab - 1,
+                use_cache=False,
+                tie_word_embeddings=True,
+            )
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens, int64 [b, t], to logits [b, t, vocab]."""
+        b, t = tokens.shape
+        positions = torch.arange(t, device=tokens.device).repeat(b, 1)  # [b, t]
+        return self.gpt2(tokens, position_ids=positions).logits
+
+
+class SampleMeanCrossEntropy(nn.Module):
+    """Cross-entropy of a language model: the mean over each sample's positions, then over samples.
+
+    A mean over all tokens of a batch would let one sample's length change another's gradient.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduction = "mean"  # Opacus' ghost mode sets "none"
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Logits [b, t, k] and targets [b, t] to a number, or to [b] where reduction is "none"."""
+        loss = nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction="none"
+        )
+        loss = loss.view(targets.shape).mean(1)  # [b]
+        return loss if self.reduction == "none" else loss.mean()

@@ -1,0 +1,128 @@
+"""Draws the microbenchmarks of a bench.gpu result.
+
+    python -m bench.draw bench/results/gpu-CARD.json
+
+One row a case, grouped by operation. Left: the fraction of the measured ceiling (matmul or copy,
+whichever limits the case). Right, on a logarithmic scale: the time of PyTorch's and Opacus' ways over
+fastclip's; to the right of 1, fastclip is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+MOST = 60  # rows a page has room for
+COLOURS = {"arithmetic": "#2f6f9f", "memory": "#c98a2b"}
+MARKS = "osD^vPX*"
+
+
+def chosen(rows: Sequence[Mapping]) -> list[Mapping]:
+    """Timed cases by operation; where there are too many, the first ones of each operation."""
+    timed = [row for row in rows if "seconds" in row and "fraction" in row]
+    groups: dict[str, list[Mapping]] = {}
+    for row in timed:
+        groups.setdefault(row["operation"], []).append(row)
+    each = max(MOST // max(len(groups), 1), 1)
+    return [row for name in sorted(groups) for row in groups[name][:each]]
+
+
+def label(row: Mapping) -> str:
+    """A case without its operation's name."""
+    sizes = " ".join(f"{name}{size}" for name, size in row["shape"].items())
+    other = "  (reference)" if row["backend"] == "reference" else ""
+    return f"{row['model']}  {sizes}  {row['dtype']}{other}"
+
+
+def draw(result: Mapping, path: Path) -> int:
+    """Draw the cases to `path`; how many there are.
+
+    Raises:
+        ValueError: there are none.
+    """
+    rows = chosen(result.get("kernels", {}).get("rows", []))
+    if not rows:
+        raise ValueError("the file holds no timed case with a measured ceiling: nothing to draw")
+    places, names, y = [], {}, 0.0
+    for before, row in zip([None, *rows], rows, strict=False):
+        if before is None or before["operation"] != row["operation"]:
+            y += 1.2
+            names[row["operation"]] = y - 0.9
+        places.append(y)
+        y += 1.0
+    figure, axes = plt.subplots(
+        1, 2, sharey=True, figsize=(13, 1.8 + 0.24 * y), width_ratios=(1, 1), layout="constrained"
+    )
+    _fractions(axes[0], rows, places)
+    _ratios(axes[1], rows, places)
+    axes[0].set_yticks(places, [label(row) for row in rows], fontsize=8)
+    axes[0].set_ylim(y, 0)
+    for name, place in names.items():
+        axes[0].text(-0.01, place, name, transform=axes[0].get_yaxis_transform(), ha="right",
+                     va="center", fontweight="bold", fontsize=9)  # fmt: skip
+    versions = result["versions"]
+    figure.suptitle(
+        f"{result['card']}, torch {versions['torch']}, Triton {versions['triton']}, "
+        f"{result['date'][:10]}"
+    )
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return len(rows)
+
+
+def _fractions(axes: Axes, rows: Sequence[Mapping], places: Sequence[float]) -> None:
+    for bound, colour in COLOURS.items():
+        mine = [(p, row["fraction"]) for p, row in zip(places, rows, strict=True)
+                if row["bound"] == bound]  # fmt: skip
+        if mine:
+            axes.barh(*zip(*mine, strict=True), color=colour, label=f"limited by {bound}")
+    for place, row in zip(places, rows, strict=True):
+        axes.text(row["fraction"] + 0.01, place, f"{1e6 * row['seconds'][1]:,.0f} µs",
+                  va="center", fontsize=7)  # fmt: skip
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xlim(0, max(1.15, 1.15 * max(row["fraction"] for row in rows)))
+    axes.set_xlabel("fraction of the measured ceiling")
+    axes.legend(loc="lower right", fontsize=8)
+
+
+def _ratios(axes: Axes, rows: Sequence[Mapping], places: Sequence[float]) -> None:
+    names = list(dict.fromkeys(name for row in rows for name in row["others"]))
+    for i, name in enumerate(names):
+        mine = [(row["others"][name]["ratio"], p) for p, row in zip(places, rows, strict=True)
+                if "ratio" in row["others"].get(name, {})]  # fmt: skip
+        if mine:
+            axes.scatter(*zip(*mine, strict=True), s=26, marker=MARKS[i % len(MARKS)], label=name)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    for set_formatter in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+        set_formatter(FuncFormatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "125" else ""))
+    axes.grid(axis="x", which="both", alpha=0.25)
+    axes.set_xlabel("time of the other way / fastclip's")
+    if names:
+        axes.legend(loc="best", fontsize=8)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Draw FILE.json to FILE.png beside it, or where --out says."""
+    parser = argparse.ArgumentParser(prog="python -m bench.draw", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("file", type=Path, help="written by bench.gpu")
+    parser.add_argument("--out", type=Path, help="picture to write (beside the file)")
+    options = parser.parse_args(arguments)
+    path = options.out or options.file.with_suffix(".png")
+    count = draw(json.loads(options.file.read_text()), path)
+    print(f"{count} cases drawn to {path}")
+
+
+if __name__ == "__main__":
+    main()

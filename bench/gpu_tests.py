@@ -1,0 +1,169 @@
+"""The kernel tests on the GPU, under a time limit; also the pytest plugin that reports them.
+
+With `-p bench.gpu_tests`, each test's start and end is a line in the file that BENCH_TEST_REPORT
+names, so that a run which is cut off still tells what passed, what failed and what was running. The
+plugin takes each kernel's first configuration (searching among several at every odd shape of a test
+would take many minutes; benchmarks check the tuned kernels), and skips what follows in a process
+whose CUDA context a test has destroyed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from bench import checkout  # noqa: F401  (fastclip.kernels of this checkout)
+from bench.children import Child
+from bench.kernels import tuning
+from bench.processes import ROOT
+
+REPORT = "BENCH_TEST_REPORT"
+TEST_SECONDS = 120
+_SUSPECTS: list[str] = []
+"""Failed tests of this process since the context was last seen alive; emptied when it is."""
+
+
+def gpu_marked(folder: Path) -> list[str]:
+    """Test files outside tests/kernels that mark tests for GPUs."""
+    kernels = folder / "kernels"
+    return sorted(
+        path.relative_to(folder.parent).as_posix()
+        for path in folder.rglob("test_*.py")
+        if kernels not in path.parents and re.search(r"\bmark\.gpu\b", path.read_text())
+    )
+
+
+def run_tests(limit: float, targets: Sequence[str] = ("tests/kernels",)) -> dict:
+    """pytest over `targets` and the tests marked `gpu` elsewhere.
+
+    Returns:
+        "passed", "failed", "skipped", "errors": counts; "failures": the first 40, with the first
+        line of their message; "seconds"; "error" where it did not come to its end.
+    """
+    begin = time.monotonic()
+    parts = [_run([], targets, limit)]
+    if marked := gpu_marked(ROOT / "tests"):
+        left = limit - (time.monotonic() - begin)
+        parts.append(_run(["-m", "gpu"], marked, left))
+    counts = ("passed", "failed", "errors", "skipped")
+    found: dict = {name: sum(part[name] for part in parts) for name in counts}
+    found["failures"] = [failure for part in parts for failure in part["failures"]][:40]
+    if errors := [part["error"] for part in parts if "error" in part]:
+        found["error"] = "; ".join(errors)
+    found["seconds"] = time.monotonic() - begin
+    return found
+
+
+def _run(options: Sequence[str], targets: Sequence[str], limit: float) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report"
+        report.touch()
+        environment = {
+            REPORT: str(report),
+            "TRITON_CACHE_DIR": folder,  # searches under load must not decide what is timed later
+            "TRITON_INTERPRET": None,
+        }
+        arguments = ["-m", "pytest", "-p", "bench.gpu_tests", *options, *_parallel(), *targets]
+        with Child(arguments, environment) as child:
+            in_time = child.wait(limit)
+            end = child.death() if in_time else {"error": "", "detail": ""}
+        found = summarise(report.read_text().splitlines())
+    if not in_time:
+        running = ", ".join(found["running"][:3]) or "none"
+        found["error"] = f"stopped after {limit:.0f} s; running: {running}"
+    elif not found["passed"] + found["failed"] + found["errors"] + found["skipped"]:
+        found["error"] = f"no test ran: {end['error']} {end['detail']}"
+    return found
+
+
+def _parallel() -> list[str]:
+    """Options that spread compilation over the cores, and end a test that hangs."""
+    workers = min(8, (os.cpu_count() or 1) // 2)
+    if workers < 2 or importlib.util.find_spec("xdist") is None:
+        return []
+    options = ["-n", str(workers)]
+    if importlib.util.find_spec("pytest_timeout") is not None:  # it ends the test's process
+        options += ["--timeout", str(TEST_SECONDS), "--timeout-method", "thread"]
+    return options
+
+
+def summarise(lines: Sequence[str]) -> dict:
+    """Counts, failures and unfinished tests from the lines that the plugin wrote."""
+    found: dict = {"passed": 0, "failed": 0, "errors": 0, "skipped": 0, "failures": []}
+    running: dict[str, None] = {}
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:  # cut off
+            continue
+        if "start" in event:
+            running[event["start"]] = None
+            continue
+        running.pop(event["test"], None)
+        found[event["outcome"]] += 1
+        if event["outcome"] in ("failed", "errors"):
+            found["failures"].append({"test": event["test"], "message": event["message"]})
+    found["running"] = list(running)
+    return found
+
+
+# The plugin. Under xdist the controller hears of every test and writes; workers only skip.
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tuning.first_config()
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _write({"start": nodeid})
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    message = _message(report)
+    if report.failed:
+        _SUSPECTS.append(report.nodeid)
+    if report.failed or report.skipped or report.when == "call":
+        outcome = "errors" if report.failed and report.when != "call" else report.outcome
+        _write({"test": report.nodeid, "outcome": outcome, "message": message})
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:
+        _write({"test": report.nodeid, "outcome": "errors", "message": _message(report)})
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip where an earlier test has destroyed this process' CUDA context."""
+    torch = sys.modules.get("torch")
+    if not _SUSPECTS or torch is None or not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        pytest.skip(f"the CUDA context was lost in {_SUSPECTS[0]}")
+    _SUSPECTS.clear()
+
+
+def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """The first line of what went wrong."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash is not None else (report.longreprtext if report.failed else "")
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return (lines[0] if crash is not None else lines[-1])[:300] if lines else ""
+
+
+def _write(event: dict) -> None:
+    path = os.environ.get(REPORT)
+    if path and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(path, "a") as file:
+            file.write(json.dumps(event) + "\n")

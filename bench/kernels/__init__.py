@@ -1,0 +1,1 @@
+"""Microbenchmarks of the kernels: one file an operation, each a list of `Case`s."""
