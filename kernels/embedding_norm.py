@@ -9,7 +9,8 @@ every sample but its first and last. What it cannot finish it hands on as two ca
 sum of a run, and the squared norms of its sample so far), which are again sorted by key: the next
 launch does the same to them, until one program takes all. So an id repeated n times costs log n
 launches, never a loop over n, and each sample is written once, by one program: no atomics.
-Carried rows are 2 / ROWS of g, in float32.
+Carried rows are 2 / ROWS of g. Sums are float64: rows of one id may cancel, and a float32 sum of many
+could then hide more of a norm than the scales' slack covers; the kernel waits for memory anyway.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ def _load(source, j, col, FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
         entry = tl.load(ORDER + tl.minimum(j, n - 1)).to(tl.int32)
         live = live & ((key & ((1 << bits) - 1)) != padding)
         at = (entry // t).to(tl.int64) * sgb + (entry % t).to(tl.int64) * sgt
-        done = 0.0
+        done = tl.full([], 0.0, tl.float64)
     else:
         at = j.to(tl.int64) * sgb
         done = tl.load(DONE + j.to(tl.int64) * tiles + tl.program_id(1), mask=live, other=0.0)
     row = tl.load(G + at, mask=col < tl.where(live, d, 0), other=0.0)
-    return key, row.to(tl.float32), done
+    return key, row.to(tl.float64), done
 
 
 @triton.jit
@@ -62,7 +63,7 @@ def _add(state, entry, first, OUT, bits, tiles, FINAL: tl.constexpr):  # type: i
         else:
             tl.store(OUT + sample * tiles + tl.program_id(1), norm)
         squares = tl.zeros_like(squares)
-        norm = 0.0
+        norm = tl.full([], 0.0, tl.float64)
     return key, run, head, squares, norm + done, head_norm
 
 
@@ -75,8 +76,8 @@ def _runs(KEY, G, ORDER, DONE, OUT, NEXT_KEY, NEXT, NEXT_DONE, n, d, t, padding,
     chunk, tile = tl.program_id(0), tl.program_id(1)
     col = tile * BLOCK + tl.arange(0, BLOCK)
     first = tl.load(KEY + chunk * COUNT)
-    zeros = tl.zeros([BLOCK], tl.float32)
-    zero = tl.full([], 0.0, tl.float32)
+    zeros = tl.zeros([BLOCK], tl.float64)
+    zero = tl.full([], 0.0, tl.float64)
     state = (first, zeros, zeros, zeros, zero, zero)
     source = (KEY, G + col.to(tl.int64) * sgd, ORDER, DONE, n, d, t, padding, sgb, sgt, bits, tiles)
     for i in range(0, COUNT, 4):
@@ -135,13 +136,13 @@ def _norms(
     key, order = ((sample << bits) + ids).sort(stable=True)
     block = min(MAX_BLOCK, triton.next_power_of_2(d))
     tiles = triton.cdiv(d, block)
-    norms = g.new_zeros(b, tiles, dtype=torch.float32)
+    norms = g.new_zeros(b, tiles, dtype=torch.float64)
     rows, done, sgb, sgt, sgd = g, norms, *g.stride()
     while True:
         chunks = triton.cdiv(n, ROWS)
         carried = 2 * chunks
         next_key = key.new_empty(carried)
-        following = g.new_empty(carried, d, dtype=torch.float32)
+        following = g.new_empty(carried, d, dtype=torch.float64)
         next_done = norms.new_empty(carried, tiles)
         _runs[(chunks, tiles)](
             key, rows, order, done, norms, next_key, following, next_done, n, d, t,
@@ -149,6 +150,6 @@ def _norms(
             COUNT=ROWS, BLOCK=block, FIRST=rows is g, FINAL=chunks == 1,
         )  # fmt: skip
         if chunks == 1:
-            return norms.sum(1)
+            return norms.sum(1).float()
         key, rows, done, n = next_key, following, next_done, carried
         sgb, sgt, sgd = d, 0, 1

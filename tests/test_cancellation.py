@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fastclip import ops
 from tests.oracle import make_private, summed
 
 C = 1.0
@@ -168,3 +169,19 @@ def test_table_and_head_that_cancel() -> None:
     ((looked_up * g).sum() + (scores * picked).sum()).backward()
     assert optimizer.per_sample_norms.item() >= true * (1 - ULP)
     assert summed(params)["table"].double().norm().item() <= C
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+def test_many_rows_of_one_id(tiny: bool) -> None:
+    """Rows that nearly cancel, or a large one that swallows a thousand small ones in float32."""
+    if tiny:
+        rows = torch.full((1000, 4), 5.5e-8)
+        rows[0] = 1.0
+    else:
+        rows = torch.full((64, 4), 1e3)
+        rows[1::2] *= -1
+        rows += torch.linspace(0, 1e-2, 256).view(64, 4)
+    ids, sample = torch.full((len(rows),), 7), torch.zeros(len(rows), dtype=torch.int64)
+    found = ops.lookup_norm(ids, sample, rows, 1, 11).double().sqrt().item()
+    exact = rows.double().sum(0).norm().item()
+    assert found >= exact * (1 - 2**-22)

@@ -11,6 +11,7 @@ from torch import Tensor
 from fastclip.ops.dispatch import operation
 from fastclip.ops.numerics import (
     GRAM_ERROR_FACTOR,
+    accumulation_dtype,
     drop_zeroed,
     row_norm_sq,
     unit_roundoff,
@@ -32,6 +33,9 @@ def lookup_norm(
 ) -> Tensor:  # fmt: skip
     """Squared norm of each sample's table gradient: sum over its distinct ids of ||sum of g||^2.
 
+    Sums are float64: rows of one id may cancel, and what a float32 sum of many then hides of the
+    norm is more than the slack of the scales covers.
+
     Args:
         ids: [n] int64. sample: [n] int64, the sample of each entry. g: [n, d].
         batch_size: b. num_embeddings: v, rows of the table.
@@ -40,7 +44,7 @@ def lookup_norm(
     Returns:
         [b].
     """
-    g = widen(g)
+    accumulated, g = accumulation_dtype(g.dtype), g.double()
     key = sample * num_embeddings + ids
     sorted_key, order = key.sort()
     starts = torch.ones_like(sorted_key)
@@ -53,7 +57,7 @@ def lookup_norm(
     if padding_idx is not None:
         row = torch.full_like(segment, -1).scatter_(0, segment, sorted_key % num_embeddings)
         per_segment = per_segment.masked_fill(row == padding_idx, 0)
-    return per_segment.new_zeros(batch_size).index_add_(0, owner, per_segment)
+    return per_segment.new_zeros(batch_size).index_add_(0, owner, per_segment).to(accumulated)
 
 
 def _sum_rows(g: Tensor, index: Tensor, rows: int, skip: int = -1) -> Tensor:
