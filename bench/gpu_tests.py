@@ -71,6 +71,7 @@ def _run(options: Sequence[str], targets: Sequence[str], limit: float) -> dict:
             REPORT: str(report),
             "TRITON_CACHE_DIR": folder,  # searches under load must not decide what is timed later
             "TRITON_INTERPRET": None,
+            "PYTEST_XDIST_WORKER": None,  # of a test run that this one is part of
         }
         arguments = ["-m", "pytest", "-p", "bench.gpu_tests", *options, *_parallel(), *targets]
         with Child(arguments, environment) as child:

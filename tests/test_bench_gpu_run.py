@@ -179,7 +179,8 @@ def test_the_child_that_times_a_step(send: Callable, capsys: pytest.CaptureFixtu
     assert told(capsys)[0]["error"] == "KeyError: 'nothing'"
 
 
-def test_tests_are_counted(tmp_path: Path) -> None:
+def test_tests_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_tests, "gpu_marked", lambda folder: [])
     (tmp_path / "test_toy.py").write_text(
         "import pytest\n"
         "def test_passes(): pass\n"
@@ -198,7 +199,8 @@ def test_tests_are_counted(tmp_path: Path) -> None:
     assert "error" not in found
 
 
-def test_tests_end_at_their_deadline(tmp_path: Path) -> None:
+def test_tests_end_at_their_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_tests, "gpu_marked", lambda folder: [])
     found = gpu_tests.run_tests(0.0, [str(tmp_path)])
     assert found["error"] == "stopped after 0 s; running: none"
     events = [{"start": "a"}, {"start": "b"}, {"test": "a", "outcome": "passed", "message": ""}]

@@ -13,7 +13,10 @@ from fastclip.ops.dispatch import use_backend
 from tests.oracle import make_private, relative_error, row_loss, summed
 from tests.test_no_synchronisation import MODELS, STRATEGIES
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+]
 
 
 def sums_of(model: nn.Module, inputs: torch.Tensor, strategy, backend: str):
