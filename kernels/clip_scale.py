@@ -186,7 +186,7 @@ def clip_scale(
         PER_LAYER=policy.per_layer, GROUPED=grouped,
         PER_GROUP=grouped and state.threshold.dim() == 1, NORMALIZED=scale.normalized,
         BOUNDED=state.bound is not None, WEIGHTED=state.weights is not None and grouped,
-        SUBSET=layers is not None, COUNT=counts is not None, ROOM=1 - 2.0**-20,
+        SUBSET=layers is not None, COUNT=counts is not None, ROOM=1 - 2.0**-18,
         BLOCK_B=block, BLOCK_K=triton.next_power_of_2(num_groups),
         BLOCK_ALL=triton.next_power_of_2(total_layers),
     )  # fmt: skip

@@ -46,7 +46,7 @@ _WIDEN = tl.constexpr(INTERPRETED)  # the interpreter would multiply bfloat16's 
 def product_mode(x: Tensor, y: Tensor) -> str:
     """How x and y are multiplied: "native" (16-bit tensor cores), "ieee" or "tf32x3".
 
-    tf32 rounds by up to 2^-11, which neither a useful bound nor the slack of the scales (2^-20)
+    tf32 rounds by up to 2^-11, which neither a useful bound nor the slack of the scales (2^-18)
     covers; where the user allows it, three tf32 products that together keep 21 bits take its place.
     """
     if x.dtype == y.dtype and x.dtype != torch.float32:

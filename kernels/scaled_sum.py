@@ -7,7 +7,7 @@ positions of all samples: a program takes a tile of W and one of `splits` stretc
 so that the GPU is full where W has few tiles. Partial sums are added in fixed order (bitwise
 repeatable). With n_p by n_d tiles, a is read n_p times and g n_d times, from L2 after the first.
 
-A sample's contribution must not exceed its sensitivity, and the scales leave 2^-20 for rounding.
+A sample's contribution must not exceed its sensitivity, and the scales leave 2^-18 for rounding.
 s_b g_b rounded to bfloat16 (2^-9 a value, alike for equal values) would break it, and so would two
 bfloat16 halves (2^-17). So nothing is rounded before a product:
 - 16-bit operands are multiplied as they are (exactly, on tensor cores), one sample after the other,

@@ -19,6 +19,9 @@ from fastclip.planner import Planner
 
 def joint_norm_sq(records: Sequence[Record], planner: Planner) -> Tensor:
     """Squared norms [b] of the summed gradients that `records` contribute to one parameter."""
+    uses = [(r.a, r.g) for r in records if isinstance(r, LinearRecord)]
+    if len(uses) == len(records) > 1 and _alike(records) and _ghost(uses, planner):
+        return ops.ghost_norm_concat(uses)
     merged = _merge(records, planner)
     if len(merged) == 1:
         return merged[0].norm_sq()
@@ -35,6 +38,20 @@ def joint_norm_sq(records: Sequence[Record], planner: Planner) -> Tensor:
     return ops.row_norm_sq(total)
 
 
+def _alike(records: Sequence[Record]) -> bool:
+    """All transposed or none, and of the same types: they can be laid along t."""
+    linear = [r for r in records if isinstance(r, LinearRecord)]
+    return len({(r.transposed, r.a.dtype, r.g.dtype) for r in linear}) == 1
+
+
+def _ghost(uses: Sequence[tuple[Tensor, Tensor]], planner: Planner) -> bool:
+    """Whether the planner takes Grams for the uses laid along t."""
+    (b, _, d), (_, _, p) = uses[0][0].shape, uses[0][1].shape
+    t, first = sum(a.shape[1] for a, _ in uses), uses[0][0]
+    size = first.element_size()
+    return planner.linear(b, t, d, p, size, may_keep=False, device=first.device).ghost
+
+
 def _merge(records: Sequence[Record], planner: Planner) -> list[Record]:
     linear = [r for r in records if isinstance(r, LinearRecord)]
     lookup = [r for r in records if isinstance(r, LookupRecord)]
@@ -43,7 +60,7 @@ def _merge(records: Sequence[Record], planner: Planner) -> list[Record]:
 
 
 def _concatenate_linear(records: list[LinearRecord], planner: Planner) -> list[LinearRecord]:
-    if len(records) < 2 or len({(r.transposed, r.a.dtype, r.g.dtype) for r in records}) > 1:
+    if len(records) < 2 or not _alike(records):
         return records
     a = torch.cat([r.a for r in records], dim=1)
     g = torch.cat([r.g for r in records], dim=1)

@@ -19,6 +19,7 @@ from fastclip.ops.embedding import (
 from fastclip.ops.finalize import fill_normal, noise_finalize
 from fastclip.ops.linear import (
     ghost_norm,
+    ghost_norm_concat,
     gram,
     gram_product,
     instantiated_norm,
@@ -46,6 +47,7 @@ __all__ = [
     "fill_normal",
     "flatten_lookup",
     "ghost_norm",
+    "ghost_norm_concat",
     "gram",
     "gram_product",
     "group_norm_backward",

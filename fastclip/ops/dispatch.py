@@ -59,7 +59,7 @@ def operation(reference: _Function) -> _Function:
     def dispatched(*args: Any, **kwargs: Any) -> Any:
         if _STATE.requested == "reference":
             return reference(*args, **kwargs)
-        tensor = next((x for x in args if isinstance(x, Tensor)), None)
+        tensor = _first_tensor(args)
         if tensor is None or (tensor.device.type == "cpu" and _STATE.requested == "auto"):
             return reference(*args, **kwargs)
         for backend in _candidates(tensor.device):
@@ -72,6 +72,15 @@ def operation(reference: _Function) -> _Function:
 
     dispatched.reference = reference  # type: ignore[attr-defined]
     return dispatched  # type: ignore[return-value]
+
+
+def _first_tensor(values: Any) -> Tensor | None:
+    """The first tensor among arguments, sequences of tensors included."""
+    for value in values:
+        found = _first_tensor(value) if isinstance(value, (list, tuple)) else value
+        if isinstance(found, Tensor):
+            return found
+    return None
 
 
 def _candidates(device: torch.device) -> tuple[str, ...]:

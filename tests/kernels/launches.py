@@ -38,6 +38,7 @@ def linear_launches(dtype: torch.dtype) -> None:
     for t, d, p in ((128, 768, 3072), (1, 768, 64), (512, 64, 32)):
         a, g = torch.zeros(2, t, d, dtype=dtype), torch.zeros(2, t, p, dtype=dtype)
         KERNELS["ghost_norm"](a, g)
+        KERNELS["ghost_norm_concat"]([(a, g), (a, g)])
         KERNELS["instantiated_norm"](a, g)
         KERNELS["instantiated_norm"](a, g, keep=True)
         KERNELS["scaled_sum"](a, g, torch.ones(2))

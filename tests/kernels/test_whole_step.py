@@ -53,3 +53,16 @@ def test_kernels_train_like_the_reference(name: str, strategy: str, monkeypatch)
         assert torch.equal(tuned.noisy_counts, plain.noisy_counts)
     served = {key.split()[1] for key in dispatch._STATE.proven}
     assert served >= USED[name] | {"clip_scale"}
+
+
+def test_a_layer_used_twice(monkeypatch) -> None:
+    """Its uses are joined in the kernel, cross terms included."""
+    monkeypatch.setattr(dispatch, "_STATE", dispatch._State("auto"))
+    layer = torch.nn.Linear(32, 32)
+    model, inputs = torch.nn.Sequential(layer, torch.nn.Tanh(), layer), torch.randn(4, 3, 32)
+    expected, plain = step(model, inputs, STRATEGIES["flat"], "reference")
+    found, joined = step(model, inputs, STRATEGIES["flat"], "triton")
+    for key, value in expected.items():
+        assert relative_error(found[key], value) <= 1e-5, key
+    assert relative_error(joined.per_sample_norms, plain.per_sample_norms) <= 1e-5
+    assert "triton ghost_norm_concat" in dispatch._STATE.proven
