@@ -33,23 +33,16 @@ from fastclip.kernels.ghost_norm import (
     product_mode,
     takes,
 )
-from fastclip.kernels.runtime import autotuned
+from fastclip.kernels.runtime import autotuned, product_configs
 from fastclip.ops.numerics import PRODUCT_ERROR_FACTOR
 
 _STATS = 3  # sums of squares of W, g, a
-_CONFIGS = [
-    triton.Config(
-        {"BLOCK_P": block_p, "BLOCK_D": block_d, "BLOCK_T": block_t},
-        num_warps=warps,
-        num_stages=stages,
-    )
-    for block_p, block_d, block_t, warps, stages in (
-        (64, 64, 64, 4, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3),
-        (64, 128, 64, 4, 3), (128, 64, 64, 4, 3), (16, 128, 64, 4, 4), (128, 16, 64, 4, 4),
-        (64, 64, STEP, 4, 3), (64, 64, STEP, 8, 3), (128, 128, STEP, 8, 3), (16, 64, STEP, 4, 3),
-        (64, 16, STEP, 4, 3),
-    )
-]  # fmt: skip
+_CONFIGS = product_configs(
+    (64, 64, 64, 4, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3),
+    (64, 128, 64, 4, 3), (128, 64, 64, 4, 3), (16, 128, 64, 4, 4), (128, 16, 64, 4, 4),
+    (64, 64, STEP, 4, 3), (64, 64, STEP, 8, 3), (128, 128, STEP, 8, 3), (16, 64, STEP, 4, 3),
+    (64, 16, STEP, 4, 3),
+)  # fmt: skip
 
 
 def usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:

@@ -52,6 +52,18 @@ def autotuned(configs: Sequence[triton.Config], key: Sequence[str], **options: A
     return first_config
 
 
+def product_configs(*tiles: tuple[int, int, int, int, int]) -> list[triton.Config]:
+    """Configurations of a tiled product g^T a from (block_p, block_d, block_t, warps, stages)."""
+    return [
+        triton.Config(
+            {"BLOCK_P": block_p, "BLOCK_D": block_d, "BLOCK_T": block_t},
+            num_warps=warps,
+            num_stages=stages,
+        )
+        for block_p, block_d, block_t, warps, stages in tiles
+    ]
+
+
 class _FirstConfig:
     """A kernel that is launched with one configuration: autotuning needs a device."""
 

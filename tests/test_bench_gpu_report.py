@@ -74,7 +74,7 @@ def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 
 
 def test_results_hold_no_folder_and_no_nan() -> None:
-    told = {"error": "ValueError: in /root/x/y.py, 5 TFLOP/s of a / b", "loss": float("nan")}
+    told = {"error": "ValueError: in /srv/x/y.py, 5 TFLOP/s of a / b", "loss": float("nan")}
     assert gpu.without_folders([told, 1, True, None]) == [
         {"error": "ValueError: in y.py, 5 TFLOP/s of a / b", "loss": None}, 1, True, None
     ]  # fmt: skip

@@ -59,7 +59,9 @@ def compile_launch(
 
 def compile_tuned(self: Autotuner, *args: Any, **kwargs: Any) -> None:
     """In the place of Autotuner.run: no search, the first configuration or all of them."""
-    for config in self.configs if EVERY else self.configs[:1]:
+    self.nargs = dict(zip(self.arg_names, args, strict=False))
+    configs = self.prune_configs(kwargs)  # what the search would try for these arguments
+    for config in configs if EVERY else configs[:1]:
         self.fn.run(*args, **kwargs, **config.all_kwargs())
 
 
