@@ -14,7 +14,6 @@ from fastclip.accounting import NoiseLevels
 from fastclip.bookkeeping import BookKeeper
 from fastclip.clipping_state import split_refused
 from fastclip.errors import ArgumentError, StepError
-from fastclip.noise import NoiseSource
 
 STATE = "fastclip_clipping"
 """Key of the strategy's state in `FastDPOptimizer.state_dict()`."""
@@ -52,7 +51,7 @@ class FastDPOptimizer(DPOptimizer):
             expected_batch_size=expected_batch_size, loss_reduction=loss_reduction,  # type: ignore[arg-type]
             generator=generator, secure_mode=secure_mode,
         )  # fmt: skip
-        keeper.clipping.noise = NoiseSource(noise_multiplier, generator, secure_mode)  # sigma_1
+        keeper.clipping.noise.multiplier = noise_multiplier  # sigma_1, whatever the first factor is
 
     @property
     def noise_multiplier(self) -> float:
@@ -79,6 +78,15 @@ class FastDPOptimizer(DPOptimizer):
     @generator.setter
     def generator(self, value: torch.Generator | None) -> None:
         self.keeper.clipping.noise.generator = value
+
+    @property
+    def secure_mode(self) -> bool:
+        """All noise is guarded against floating-point attacks, that of the counts too."""
+        return self.keeper.clipping.noise.secure
+
+    @secure_mode.setter
+    def secure_mode(self, value: bool) -> None:
+        self.keeper.clipping.noise.secure = value
 
     @property
     def expected_batch_size(self) -> float | None:

@@ -25,13 +25,18 @@ STEPS = ("same_step", "previous_step")
 class _Groups(ThresholdPolicy):
     num_groups: int
     count_noise_ratio: float = 10.0
+    thresholds: str = "same_step"
     moves = True
 
-    def _check(self, thresholds: str) -> None:
+    def __post_init__(self) -> None:
         whole("num_groups", self.num_groups, 1)
         positive("count_noise_ratio", self.count_noise_ratio)
-        if thresholds not in STEPS:
-            raise ArgumentError(f"thresholds expects one of {STEPS}, got {thresholds!r}")
+        if self.thresholds not in STEPS:
+            raise ArgumentError(f"thresholds expects one of {STEPS}, got {self.thresholds!r}")
+
+    @property
+    def same_step(self) -> bool:  # type: ignore[override]
+        return self.thresholds == "same_step"
 
     def reading(self, state: Thresholds) -> Tensor:
         return state.origin
@@ -49,22 +54,17 @@ class Group(_Groups):
 
     Args:
         num_groups: K. count_noise_ratio: r = sigma_count / sigma_grad.
-        max_ratio: the largest (m_k / b_k) / (m / B).
         thresholds: "same_step" clips a batch at the thresholds of its own counts, as the paper does
             (the logical batch must be one physical batch); "previous_step" at those of the step
             before, the first one at ratio 1.
+        max_ratio: the largest (m_k / b_k) / (m / B).
     """
 
     max_ratio: float = 10.0
-    thresholds: str = "same_step"
 
     def __post_init__(self) -> None:
-        self._check(self.thresholds)
+        super().__post_init__()
         positive("max_ratio", self.max_ratio)
-
-    @property
-    def same_step(self) -> bool:  # type: ignore[override]
-        return self.thresholds == "same_step"
 
     @property
     def count_shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -102,20 +102,15 @@ class Reweighted(_Groups):
 
     Args:
         num_groups: K. count_noise_ratio: r = sigma_count / sigma_grad.
-        max_weight: the largest theta_k.
         thresholds: as for `Group`; in the first step of "previous_step" all weights are 1.
+        max_weight: the largest theta_k.
     """
 
     max_weight: float = 10.0
-    thresholds: str = "same_step"
 
     def __post_init__(self) -> None:
-        self._check(self.thresholds)
+        super().__post_init__()
         positive("max_weight", self.max_weight)
-
-    @property
-    def same_step(self) -> bool:  # type: ignore[override]
-        return self.thresholds == "same_step"
 
     @property
     def count_shape(self) -> tuple[int, ...]:  # type: ignore[override]

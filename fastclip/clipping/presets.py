@@ -115,7 +115,7 @@ def dpsgd_f(
 
     Args: as for `Group`; call `engine.set_groups(ids)` before each backward pass.
     """
-    return Clipping(Hard(), Group(num_groups, count_noise_ratio, max_ratio, thresholds))
+    return Clipping(Hard(), Group(num_groups, count_noise_ratio, thresholds, max_ratio))
 
 
 def naive_reweighting(
@@ -126,7 +126,7 @@ def naive_reweighting(
 
     Args: as for `Reweighted`; call `engine.set_groups(ids)` before each backward pass.
     """
-    return Clipping(Hard(), Reweighted(num_groups, count_noise_ratio, max_weight, thresholds))
+    return Clipping(Hard(), Reweighted(num_groups, count_noise_ratio, thresholds, max_weight))
 
 
 def sad_dpsgd(
