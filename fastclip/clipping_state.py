@@ -21,7 +21,7 @@ from fastclip.clipping import Clipping, Thresholds
 from fastclip.clipping.checks import whole
 from fastclip.clipping.policy import LARGEST, SMALLEST
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
-from fastclip.noise import NoiseSource
+from fastclip.noise import NoiseSource, SeededNoise
 
 
 class ClippingState:
@@ -45,7 +45,10 @@ class ClippingState:
         """Of the last real step."""
         self.step = 0
         """Number of real steps so far."""
-        self.noise = NoiseSource(0.0)
+        self.noise: NoiseSource = SeededNoise()
+        """Source of all noise of the run."""
+        self.first_multiplier = 0.0
+        """sigma_1, of which a schedule takes its share in every step."""
         self.expected_batch_size: float | None = None
         self._counts: Tensor | None = None
         """Raw counts of the logical batch so far. NOT private: never shown, never saved."""
@@ -58,12 +61,12 @@ class ClippingState:
     @property
     def noise_multiplier(self) -> float:
         """Total sigma of the next real step: sigma_1 times the schedule's factor."""
-        return self.noise.multiplier * self.strategy.noise.factor(self.step)
+        return self.first_multiplier * self.strategy.noise.factor(self.step)
 
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> None:
         sigma = multiplier("noise_multiplier", value)
-        self.noise.multiplier = sigma / self.strategy.noise.factor(self.step)
+        self.first_multiplier = sigma / self.strategy.noise.factor(self.step)
 
     @property
     def levels(self) -> NoiseLevels:

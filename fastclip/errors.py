@@ -40,3 +40,7 @@ class ParameterLeakError(FastclipError, RuntimeError, ValueError):
 
 class StepError(FastclipError, ValueError, RuntimeError):
     """A call of step() or zero_grad() that would release or drop gradients wrongly."""
+
+
+class SecureModeError(FastclipError, RuntimeError, ImportError):
+    """Cryptographic noise cannot be drawn here, and no other may take its place."""

@@ -14,12 +14,13 @@ from fastclip.accounting import NoiseLevels
 from fastclip.bookkeeping import BookKeeper
 from fastclip.clipping_state import split_refused
 from fastclip.errors import ArgumentError, StepError
+from fastclip.noise import NoiseSource, OwnsNoise
 
 STATE = "fastclip_clipping"
 """Key of the strategy's state in `FastDPOptimizer.state_dict()`."""
 
 
-class FastDPOptimizer(DPOptimizer):
+class FastDPOptimizer(OwnsNoise, DPOptimizer):
     """An opacus DPOptimizer whose clipping has already happened in the backward pass.
 
     Formal guarantee: each real step releases (sum + N(0, (sigma_grad * S)^2 I)) / B once, where the
@@ -32,7 +33,8 @@ class FastDPOptimizer(DPOptimizer):
         optimizer: the inner optimizer. keeper: book-keeper of the private model.
         noise_multiplier: the total sigma, that of the first step where a schedule changes it.
         expected_batch_size: B. loss_reduction: "mean" divides by B.
-        generator: source of the noise (torch's global one if None). secure_mode: as in Opacus.
+        generator: source of the noise (torch's global one if None).
+        secure_mode: cryptographic noise, in the place of a generator's.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class FastDPOptimizer(DPOptimizer):
             expected_batch_size=expected_batch_size, loss_reduction=loss_reduction,  # type: ignore[arg-type]
             generator=generator, secure_mode=secure_mode,
         )  # fmt: skip
-        keeper.clipping.noise.multiplier = noise_multiplier  # sigma_1, whatever the first factor is
+        keeper.clipping.first_multiplier = (
+            noise_multiplier  # whatever the schedule's first factor is
+        )
 
     @property
     def noise_multiplier(self) -> float:
@@ -71,22 +75,12 @@ class FastDPOptimizer(DPOptimizer):
         return self.keeper.clipping.levels
 
     @property
-    def generator(self) -> torch.Generator | None:
-        """Source of all noise; torch's global one if None."""
-        return self.keeper.clipping.noise.generator
+    def _source(self) -> NoiseSource:
+        return self.keeper.clipping.noise
 
-    @generator.setter
-    def generator(self, value: torch.Generator | None) -> None:
-        self.keeper.clipping.noise.generator = value
-
-    @property
-    def secure_mode(self) -> bool:
-        """All noise is guarded against floating-point attacks, that of the counts too."""
-        return self.keeper.clipping.noise.secure
-
-    @secure_mode.setter
-    def secure_mode(self, value: bool) -> None:
-        self.keeper.clipping.noise.secure = value
+    @_source.setter
+    def _source(self, value: NoiseSource) -> None:
+        self.keeper.clipping.noise = value
 
     @property
     def expected_batch_size(self) -> float | None:
@@ -174,7 +168,7 @@ class FastDPOptimizer(DPOptimizer):
         parameters = self.params
         gradients = ops.noise_finalize(
             [p.summed_grad for p in parameters], parameters, self._noise_std(), self._divisor(),
-            self.generator, secure=self.secure_mode,
+            self.noise_source,
         )  # fmt: skip
         self._drop_gradients()
         for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from scipy import stats
 
 from fastclip import ops
+from fastclip.noise import NoiseSource, SecureNoise, SeededNoise
 from fastclip.ops import ConvGeometry
 from fastclip.planner import Planner
+from tests.noise.laws import assert_standard_normal
 
 SHAPES = [(1, 1, 1, 1), (3, 1, 7, 5), (2, 7, 31, 3), (4, 33, 8, 65), (5, 130, 4, 4), (0, 3, 4, 5)]
 
@@ -142,38 +143,37 @@ def test_planner_refuses_a_gram_that_would_round_too_much() -> None:
     assert planner.linear(1, 8192, 20000, 20000, 8, may_keep=False).method == "ghost"
 
 
-@pytest.mark.parametrize("secure", [False, True])
-def test_noise_has_its_deviation(secure: bool) -> None:
-    """Chi-square at 1e-4 (two-sided) over 100,000 draws; secure noise is another stream."""
+def seeded() -> SeededNoise:
+    return SeededNoise(torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("source", [seeded(), SecureNoise(), SecureNoise(guarded=False)])
+def test_noise_has_its_deviation(source: NoiseSource) -> None:
+    """Kolmogorov-Smirnov, moments and tails of 100,000 draws; a seed gives torch's own stream."""
     like = [torch.zeros(1000, 100), torch.zeros(3, dtype=torch.float16)]
     sums = [torch.full((1000, 100), 8.0), None]
-    generator = torch.Generator().manual_seed(5)
-    noisy, half = ops.noise_finalize(sums, like, 3.0, 4.0, generator, secure=secure)
-    draws = ((noisy.double() - 8.0 / 4.0) / (3.0 / 4.0)).flatten()
-    low, high = stats.chi2.ppf([5e-5, 1 - 5e-5], len(draws))
-    assert low < float(draws.square().sum()) < high
-    assert abs(float(draws.mean())) < 4 / len(draws) ** 0.5
+    noisy, half = ops.noise_finalize(sums, like, 3.0, 4.0, source)
+    assert_standard_normal((noisy.double() - 8.0 / 4.0) / (3.0 / 4.0))
     assert half.dtype == torch.float16
     assert half.any()  # a parameter that no sample touched receives noise too
-    plain = torch.empty(1000, 100).normal_(0, 0.75, generator=generator.manual_seed(5))
-    assert torch.allclose(noisy - 2.0, plain, atol=1e-5) is not secure
+    plain = torch.empty(1000, 100).normal_(0, 0.75, generator=torch.Generator().manual_seed(5))
+    assert torch.allclose(noisy - 2.0, plain, atol=1e-5) is not source.secure
 
 
 def test_without_noise_the_sum_is_divided_and_nothing_is_drawn() -> None:
-    generator = torch.Generator().manual_seed(5)
-    before = generator.get_state()
-    (gradient,) = ops.noise_finalize([torch.full((2,), 3.0)], [torch.zeros(2)], 0.0, 4.0, generator)
+    source = seeded()
+    before = source.generator.get_state()
+    (gradient,) = ops.noise_finalize([torch.full((2,), 3.0)], [torch.zeros(2)], 0.0, 4.0, source)
     assert gradient.tolist() == [0.75, 0.75]
-    assert torch.equal(generator.get_state(), before)
+    assert torch.equal(source.generator.get_state(), before)
 
 
-@pytest.mark.parametrize("secure", [False, True])
-def test_noise_scaled_on_the_device(secure: bool) -> None:
+def test_noise_scaled_on_the_device() -> None:
     """A standard deviation that lies in a tensor gives the same noise as the number."""
     shapes = [torch.zeros(40), torch.zeros(3, 7, dtype=torch.float64), torch.zeros(9).half()]
     sums = [torch.ones_like(x) for x in shapes]
     by_kind = [
-        ops.noise_finalize(sums, shapes, std, 4.0, torch.Generator().manual_seed(0), secure=secure)
+        ops.noise_finalize(sums, shapes, std, 4.0, seeded())
         for std in (1.7, torch.tensor(1.7, dtype=torch.float64))
     ]
     for number, tensor in zip(*by_kind, strict=True):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fastclip import ops
 from fastclip.clipping import Clipping, Group, Quantile, Thresholds
 from fastclip.clipping_state import ClippingState
+from fastclip.noise import SeededNoise
 from tests.strategies import COMBINATIONS, label
 
 LAYERS = 3
@@ -154,7 +155,7 @@ def test_nothing_waits_for_the_device(strategy) -> None:
         assert (scales.device.type, norms.device.type) == ("meta", "meta")
         std = state.gradient_noise() * state.sensitivity()
         gradient = torch.empty(5, device="meta")
-        ops.noise_finalize([gradient], [gradient], std, 4.0, None)
+        ops.noise_finalize([gradient], [gradient], std, 4.0, SeededNoise())
         state.release(1)
         state.advance()
     assert state.next.threshold.device.type == "meta"

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fastclip.errors import ArgumentError
+from fastclip.errors import ArgumentError, FastclipError
 
 BACKENDS = ("auto", "reference", "triton", "cuda")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -120,7 +120,7 @@ def _launch(
     key = f"{backend} {name}"
     try:
         result = kernel(*args, **kwargs)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, FastclipError):
         raise
     except Exception as error:
         if key in _STATE.proven:  # it has worked: this is an error of the call, not of the machine

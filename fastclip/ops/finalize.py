@@ -1,14 +1,23 @@
-"""From clipped sums to the gradient that the optimizer sees."""
+"""From clipped sums to the gradient that the optimizer sees.
+
+A source of noise is a fastclip.noise.NoiseSource; kernels look at its `secure`, `guarded` and
+`generator`, the reference calls its `normal_`.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastclip.ops.dispatch import operation
 
+
+@operation
 def noise_finalize(
     summed: list[Tensor | None], like: list[Tensor], std: float | Tensor, divisor: float,
-    generator: torch.Generator | None, secure: bool = False,
+    source: Any,
 ) -> list[Tensor]:  # fmt: skip
     """(summed + N(0, std^2)) / divisor for every parameter, in float32, cast to its own type last.
 
@@ -18,9 +27,7 @@ def noise_finalize(
         std: standard deviation of the noise on the sum: a number, of which 0 draws nothing, or a
             scalar tensor on the device, which is never looked at.
         divisor: public denominator.
-        generator: source of the noise, or None for torch's global one.
-        secure: guard against floating-point attacks: one draw is thrown away and each value is half
-            the sum of four (Holohan and Braghin 2021, section 5.1, as in Opacus).
+        source: where the noise comes from.
 
     Returns:
         New tensors, one a parameter.
@@ -30,10 +37,10 @@ def noise_finalize(
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         gradient = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
         if isinstance(std, Tensor):
-            fill_normal(gradient, 1.0, generator, secure)
+            source.normal_(gradient)
             gradient.mul_(std.to(gradient.device, non_blocking=True) / divisor)
         elif std > 0:
-            fill_normal(gradient, std / divisor, generator, secure)
+            source.normal_(gradient, std / divisor)
         else:
             gradient.zero_()
         if total is not None:
@@ -42,15 +49,7 @@ def noise_finalize(
     return gradients
 
 
-def fill_normal(
-    out: Tensor, std: float, generator: torch.Generator | None = None, secure: bool = False
-) -> None:
-    """Fill `out` with N(0, std^2); `secure` as for `noise_finalize`."""
-    if not secure:
-        out.normal_(0.0, std, generator=generator)
-        return
-    out.new_empty(1).normal_(generator=generator)
-    out.zero_()
-    for _ in range(4):
-        out.add_(torch.empty_like(out).normal_(0.0, std, generator=generator))
-    out.div_(2)
+@operation
+def fill_normal(out: Tensor, std: float, source: Any) -> None:
+    """Fill `out` with N(0, std^2) of a source of noise."""
+    source.normal_(out, std)
