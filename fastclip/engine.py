@@ -23,11 +23,14 @@ from fastclip.accounting import find_noise_multiplier
 from fastclip.bookkeeping import BookKeeper
 from fastclip.clipping import Clipping, ConstantNoise, resolve
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError, UnsupportedLayerError
+from fastclip.keystream import require_cipher
 from fastclip.loader import mark_made_up_rows, unmark, watch_draws
+from fastclip.materialised import optimizer_class
 from fastclip.module import FastGradSampleHooks, FastGradSampleModule
 from fastclip.optimizer import FastDPOptimizer
 from fastclip.planner import Planner
 from fastclip.report import Plan
+from fastclip.sampling import draw_securely
 
 FAST_MODES = ("fast", "ghost")
 MODES = (*FAST_MODES, "hooks", "functorch", "ew", "ghost_fsdp", "ghost_tp", "no_op")
@@ -49,7 +52,8 @@ class FastPrivacyEngine(PrivacyEngine):
 
     Args:
         accountant: "prv" (default), "rdp" or "gdp", as in Opacus.
-        secure_mode: cryptographically strong noise, as in Opacus.
+        secure_mode: noise of gradients and counts, and sampling, from ChaCha20 under keys of the
+            operating system, guarded against floating-point attacks (docs/secure_mode.md).
         planner: chooses how norms are computed, within its memory budget; `plan()` shows what it
             chose. The default keeps per-sample gradients where they are cheap.
     """
@@ -57,7 +61,13 @@ class FastPrivacyEngine(PrivacyEngine):
     def __init__(
         self, *, accountant: str = "prv", secure_mode: bool = False, planner: Planner | None = None
     ) -> None:
-        super().__init__(accountant=accountant, secure_mode=secure_mode)
+        if secure_mode:
+            require_cipher()
+        with warnings.catch_warnings():
+            if secure_mode:  # Opacus would look for torchcsprng, or warn that it is turned off
+                warnings.filterwarnings("ignore", "Secure RNG turned off")
+            super().__init__(accountant=accountant, secure_mode=False)
+        self.secure_mode = secure_mode
         if planner is not None and not isinstance(planner, Planner):
             raise ArgumentTypeError(
                 f"planner expects a fastclip.Planner or None, got {type(planner).__name__}"
@@ -146,8 +156,7 @@ class FastPrivacyEngine(PrivacyEngine):
             private = FastDPOptimizer(
                 inner, keeper=module.keeper, noise_multiplier=noise_multiplier,
                 expected_batch_size=batch_size, loss_reduction=loss_reduction,
-                generator=self.secure_rng if self.secure_mode else noise_generator,
-                secure_mode=self.secure_mode,
+                generator=noise_generator, secure_mode=self.secure_mode,
             )  # fmt: skip
         except Exception:
             module.cleanup()
@@ -325,6 +334,22 @@ class FastPrivacyEngine(PrivacyEngine):
             wrapper.to_standard_module()
         kind = FastGradSampleModule if wrap_model else FastGradSampleHooks
         return kind(module, keeper=keeper, batch_first=batch_first, loss_reduction=loss_reduction)
+
+    def _prepare_data_loader(self, data_loader: DataLoader, **kwargs: Any) -> DataLoader:
+        """Opacus' loader; in secure mode its rows are drawn from cryptographic randomness."""
+        loader = super()._prepare_data_loader(data_loader, **kwargs)
+        if self.secure_mode:
+            draw_securely(loader)
+        return loader
+
+    def _prepare_optimizer(  # type: ignore[override]
+        self, *, optimizer: torch.optim.Optimizer, clipping: str, distributed: bool,
+        grad_sample_mode: str, noise_generator: torch.Generator | None = None, **kwargs: Any,
+    ) -> DPOptimizer:  # fmt: skip
+        """The optimizer of one of Opacus' own modes."""
+        kind = optimizer_class(clipping, distributed, grad_sample_mode)
+        inner = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
+        return kind(inner, generator=noise_generator, secure_mode=self.secure_mode, **kwargs)
 
     def _prepare_sampling(
         self, data_loader: DataLoader, poisson_sampling: bool, batch_first: bool,

@@ -74,7 +74,7 @@ def watch_draws(loader: DataLoader, batch: LogicalBatch, poisson: bool) -> None:
             yield drawn
 
     try:
-        sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": watched})
+        sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": watched, "unwatched": kind})
     except TypeError:  # a type that cannot be replaced: no borders are seen
         return
     batch.lockstep = poisson and loader.num_workers == 0

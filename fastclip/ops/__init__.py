@@ -1,5 +1,6 @@
 """The operations of the engine; here their PyTorch reference, which later kernels must equal."""
 
+from fastclip.ops.accumulate import clip_accumulate
 from fastclip.ops.clip import clip_scale, threshold_step
 from fastclip.ops.conv import (
     ConvGeometry,
@@ -36,6 +37,7 @@ from fastclip.ops.numerics import drop_zeroed, product_slack, row_norm_sq, widen
 
 __all__ = [
     "ConvGeometry",
+    "clip_accumulate",
     "clip_scale",
     "conv_ghost_norm",
     "conv_norm",

@@ -1,0 +1,69 @@
+"""What one rank of tests/noise/test_ranks.py does, in a process of its own."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
+from opacus.utils.fsdp_utils import FSDP2Wrapper
+from torch import Tensor, distributed, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fastclip import FastPrivacyEngine
+from fastclip.noise import SecureNoise
+
+MODES = ("hooks", "hooks per_layer", "ghost_fsdp")
+WIDTH = 5000
+
+
+def step(mode: str) -> tuple[str, Tensor, list[Tensor]]:
+    """One noisy step with no data in it: the optimizer's type, what moved, and the rows drawn."""
+    torch.manual_seed(0)  # alike on both ranks, as are the weights
+    plain = nn.Sequential(nn.Linear(6, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 3))
+    model = FSDP2Wrapper(plain) if mode == "ghost_fsdp" else DPDDP(plain)
+    engine = FastPrivacyEngine(secure_mode=True)
+    per_layer = "per_layer" in mode
+    data = TensorDataset(torch.randn(64, 6), torch.zeros(64, dtype=torch.int64))
+    model, optimizer, *rest = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        criterion=nn.CrossEntropyLoss(reduction="sum"),
+        data_loader=DataLoader(data, batch_size=8),
+        noise_multiplier=1.0, max_grad_norm=[1.0] * 4 if per_layer else 1.0,
+        clipping="per_layer" if per_layer else "flat", loss_reduction="sum",
+        grad_sample_mode=mode.split()[0],
+    )  # fmt: skip
+    criterion = rest[0] if len(rest) == 2 else nn.CrossEntropyLoss(reduction="sum")
+    before = [whole(p).clone() for p in plain.parameters()]
+    criterion(model(torch.zeros(4, 6)) * 0, torch.zeros(4, dtype=torch.int64)).backward()
+    optimizer.step()
+    moved = [whole(p) - q for p, q in zip(plain.parameters(), before, strict=True)]
+    flat = torch.cat([m.flatten() for m in moved])
+    return type(optimizer).__name__, flat, [torch.as_tensor(r) for r in rest[-1].batch_sampler]
+
+
+def whole(p: Tensor) -> Tensor:
+    """A parameter, gathered from its shards."""
+    p = p.detach()
+    return p.full_tensor() if hasattr(p, "full_tensor") else p
+
+
+def main(rank: int, folder: Path) -> None:
+    """Write what this rank saw to a file."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
+    )
+    torch.manual_seed(0)
+    seen: dict[str, object] = {"source": SecureNoise().normal_(torch.empty(100_000))}
+    for mode in MODES:
+        seen[mode] = step(mode)
+    torch.save(seen, folder / f"{rank}.pt")
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

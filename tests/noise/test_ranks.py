@@ -1,0 +1,53 @@
+"""Secure mode on two ranks (gloo): Opacus' distributed optimizers, and independence between ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.noise.laws import assert_standard_normal, assert_uncorrelated
+from tests.noise.ranks import MODES, WIDTH
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict]:
+    """What the two ranks saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    root = Path(__file__).resolve().parents[2]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.noise.ranks", str(rank), str(folder)],
+            cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        for process in started:
+            said, _ = process.communicate(timeout=300)
+            assert process.returncode == 0, said
+    finally:
+        for process in started:
+            process.kill()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+def test_ranks_draw_noise_of_their_own(ranks: list[dict]) -> None:
+    assert_uncorrelated(ranks[0]["source"], ranks[1]["source"])
+    assert not (ranks[0]["source"] == ranks[1]["source"]).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_adds_noise_once(ranks: list[dict], mode: str) -> None:
+    """Both ranks make the same step; what it adds is one N(0, (sigma C)^2) on every parameter."""
+    (kind, first, rows), (_, second, others) = (rank[mode] for rank in ranks)
+    assert "Materialised" in kind or kind == "ShardedOptimizer"
+    assert torch.equal(first, second)
+    sigma = 2.0 if "per_layer" in mode else 1.0  # of four layers: ||(1, 1, 1, 1)||
+    noise = first / sigma
+    assert_standard_normal(noise)
+    assert_uncorrelated(noise[: 3 * WIDTH], noise[-3 * WIDTH - 3 : -3])  # two weights
+    assert [r.tolist() for r in rows] != [r.tolist() for r in others]

@@ -1,0 +1,119 @@
+"""Rows of secure mode: drawn at the rate that is accounted, and nobody can foresee them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+import torch
+from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler
+from scipy import stats
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from fastclip import sampling
+from fastclip.errors import ArgumentError
+from fastclip.sampling import SecureDistributedSampler, draw_securely, permutation, poisson_sample
+from tests.noise.laws import ALPHA
+
+DATA = TensorDataset(torch.arange(20.0))
+
+
+@pytest.mark.parametrize("rate", [1e-3, 1 / 3, 0.9])
+def test_the_rate(rate: float) -> None:
+    drawn = poisson_sample(200_000, rate)
+    low, high = stats.binom.ppf([ALPHA / 2, 1 - ALPHA / 2], 200_000, rate)
+    assert low <= len(drawn) <= high
+    assert torch.equal(drawn, drawn.unique())
+
+
+@pytest.mark.parametrize("rate", [1e-9, 2**-24, 1 / 3, 0.1 + 0.2, 1 - 2**-53])
+def test_the_rate_is_never_exceeded(rate: float, monkeypatch) -> None:
+    """The share of words that draw a row is floor(rate 2^64) / 2^64: seen at the border."""
+    below = int(Fraction(rate) * 2**64)
+    border = below - 2**63
+    words = torch.tensor([-(2**63), border - 1, border, 2**63 - 1])
+    monkeypatch.setattr(sampling, "random_words", lambda n: words[:n])
+    assert poisson_sample(4, rate).tolist() == [0, 1]
+    assert 0 <= Fraction(rate) - Fraction(below, 2**64) < Fraction(1, 2**64)
+
+
+def test_rates_of_one_and_no_rows() -> None:
+    assert poisson_sample(5, 1.0).tolist() == [0, 1, 2, 3, 4]
+    assert poisson_sample(0, 0.5).tolist() == []
+
+
+def test_rows_are_drawn_independently() -> None:
+    """Of 4 rows at rate 1/2 all 16 subsets are equally likely: chi-square."""
+    counts = Counter(tuple(poisson_sample(4, 0.5).tolist()) for _ in range(8000))
+    assert len(counts) == 16
+    assert stats.chisquare(list(counts.values())).pvalue > ALPHA
+
+
+def test_orders_are_uniform() -> None:
+    counts = Counter(tuple(permutation(4).tolist()) for _ in range(12_000))
+    assert len(counts) == 24
+    assert stats.chisquare(list(counts.values())).pvalue > ALPHA
+
+
+def test_shuffled_loaders_show_every_row_once_whatever_the_seed() -> None:
+    def epoch() -> list[float]:
+        torch.manual_seed(0)
+        loader = DataLoader(DATA, 4, shuffle=True, generator=torch.Generator().manual_seed(0))
+        draw_securely(loader)
+        assert isinstance(loader.batch_sampler.sampler, RandomSampler)
+        return [float(x) for (batch,) in loader for x in batch]
+
+    first, second = epoch(), epoch()
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second
+
+
+def test_samplers_of_other_lengths_and_subsets() -> None:
+    many = DataLoader(DATA, 4, sampler=RandomSampler(DATA, num_samples=50))
+    draw_securely(many)
+    rows = Counter(float(x) for (batch,) in many for x in batch)
+    assert sum(rows.values()) == 50
+    assert set(rows.values()) == {2, 3}
+    subset = DataLoader(DATA, 4, sampler=SubsetRandomSampler([3, 5, 7]))
+    draw_securely(subset)
+    draw_securely(subset)  # a second engine
+    assert sorted(float(x) for (batch,) in subset for x in batch) == [3, 5, 7]
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        WeightedRandomSampler([1.0] * 20, 20),
+        RandomSampler(DATA, replacement=True),
+        BatchSampler(WeightedRandomSampler([1.0] * 20, 20), 4, drop_last=False),
+    ],
+)
+def test_samplers_that_draw_in_a_way_of_their_own_are_refused(sampler) -> None:
+    kind = "batch_sampler" if isinstance(sampler, BatchSampler) else "sampler"
+    with pytest.raises(ArgumentError, match=r"secure_mode=True draws rows by.*RandomSampler"):
+        draw_securely(DataLoader(DATA, **{kind: sampler}))
+
+
+def test_ranks_share_the_rows(monkeypatch) -> None:
+    """Every rank draws from its own share, alike on all ranks, and by its own words."""
+
+    def sampler(rank: int, rate: float) -> SecureDistributedSampler:
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+        plain = DistributedUniformWithReplacementSampler(total_size=20, sample_rate=rate, steps=2)
+        plain.__class__ = SecureDistributedSampler
+        return plain
+
+    everyone = [next(iter(sampler(rank, 1.0))).tolist() for rank in range(3)]
+    assert sorted(row for share in everyone for row in share) == list(range(20))
+    assert [len(share) for share in everyone] == [7, 7, 6]
+    for drawn in sampler(1, 0.5):
+        assert set(drawn.tolist()) <= set(everyone[1])

@@ -1,0 +1,247 @@
+"""`FastPrivacyEngine(secure_mode=True)`, end to end."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from opacus.optimizers import DPOptimizer
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fastclip import FastPrivacyEngine, clipping, gaussian, ops
+from fastclip.errors import ArgumentError, StepError
+from fastclip.noise import SecureNoise, SeededNoise
+from tests.noise.laws import assert_standard_normal, assert_uncorrelated
+
+ADAPTIVE = {
+    "target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "max_clipbound": 10.0,
+    "min_clipbound": 0.01, "unclipped_num_std": 3.0,
+}  # fmt: skip
+MODES = ["fast", "hooks", "functorch", "ew"]
+
+
+def start(secure: bool = True, width: int = 8, **kwargs: Any) -> tuple:
+    """(engine, model, optimizer, loader); noise of multiplier 2 at C = 1 unless told otherwise."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3))
+    data = TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Secure RNG turned off")
+        engine = FastPrivacyEngine(secure_mode=secure, accountant="rdp")
+    options = {"noise_multiplier": 2.0, "max_grad_norm": 1.0} | kwargs
+    private = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=8, shuffle=True), **options,
+    )  # fmt: skip
+    return engine, *private
+
+
+def train(model: nn.Module, optimizer: DPOptimizer, loader: DataLoader) -> None:
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def noise_of_a_step(model: nn.Module, optimizer: DPOptimizer, rows: int = 8) -> Tensor:
+    """Standardised noise of one step, over all parameters: (p.grad B - sum) / (sigma C)."""
+    x, y = torch.randn(rows, 6), torch.randint(0, 3, (rows,))
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    sums = [p.summed_grad for p in optimizer.params]
+    optimizer.pre_step()
+    sums = [p.summed_grad if s is None else s for p, s in zip(optimizer.params, sums, strict=True)]
+    noise = [p.grad * 8 - s for p, s in zip(optimizer.params, sums, strict=True)]
+    return torch.cat([n.flatten() for n in noise]) / 2.0
+
+
+@pytest.mark.parametrize("clip", ["flat", "per_layer", "adaptive"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_trains(mode: str, clip: str, monkeypatch) -> None:
+    """Noise, counts and sampling come from the one source; nothing of torch's generators is used."""
+    drawn: list[int] = []
+    real = gaussian.fill_normal
+
+    def watch(out: Tensor, std: float, bits: Any, *, guarded: bool) -> None:
+        assert guarded
+        drawn.append(out.numel())
+        real(out, std, bits, guarded=guarded)
+
+    extra = ADAPTIVE if clip == "adaptive" else {}
+    norms = {"max_grad_norm": [1.0] * 4} if clip == "per_layer" else {}
+    engine, model, optimizer, loader = start(grad_sample_mode=mode, clipping=clip, **norms, **extra)
+    assert optimizer.secure_mode
+    assert optimizer.generator is None
+    monkeypatch.setattr(gaussian, "fill_normal", watch)
+    state = torch.get_rng_state()
+    batches = list(loader.batch_sampler)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(batches) == 8
+    x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    state = torch.get_rng_state()
+    optimizer.step()
+    assert torch.equal(torch.get_rng_state(), state)
+    sizes = [p.numel() for p in model.parameters()]
+    assert sorted(drawn) == sorted(sizes + ([1] if clip == "adaptive" else []))
+    train(model, optimizer, loader)
+    assert 0 < engine.get_epsilon(1e-5) < 5
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_noise_of_whole_steps(mode: str) -> None:
+    """The law, and independence of tensors and steps, of what the optimizer really adds."""
+    _, model, optimizer, _ = start(width=20_000, grad_sample_mode=mode)
+    first, second = noise_of_a_step(model, optimizer), noise_of_a_step(model, optimizer)
+    assert_standard_normal(torch.cat([first, second]))
+    assert_uncorrelated(first, second)
+    head, tail = first[:60_000], first[120_000 + 20_000 : 120_000 + 20_000 + 60_000]
+    assert_uncorrelated(head, tail)  # two weights
+
+
+def test_no_warning_and_no_torchcsprng() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine = FastPrivacyEngine(secure_mode=True)
+    assert engine.secure_mode
+    with pytest.warns(UserWarning, match="Secure RNG turned off"):
+        assert not FastPrivacyEngine().secure_mode
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_generator_is_refused_as_opacus_refuses_it(mode: str) -> None:
+    with pytest.raises(ValueError, match="Passing seed is prohibited in secure mode"):
+        start(noise_generator=torch.Generator(), grad_sample_mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["fast", "hooks"])
+def test_secure_mode_cannot_be_left(mode: str) -> None:
+    _, model, optimizer, _ = start(grad_sample_mode=mode)
+    source = optimizer.noise_source
+    for change in (
+        lambda: setattr(optimizer, "generator", torch.Generator()),
+        lambda: setattr(optimizer, "secure_mode", False),
+        lambda: setattr(optimizer, "noise_source", SeededNoise()),
+    ):
+        with pytest.raises(ArgumentError, match="secure mode"):
+            change()
+    optimizer.generator = None  # what it is
+    optimizer.secure_mode = True
+    assert optimizer.noise_source is source
+    noise_of_a_step(model, optimizer)
+
+
+def test_secure_mode_can_be_entered() -> None:
+    _, model, optimizer, _ = start(secure=False, noise_generator=torch.Generator())
+    with pytest.raises(ArgumentError, match="Passing seed is prohibited"):
+        optimizer.secure_mode = True
+    assert not optimizer.secure_mode
+    optimizer.generator = None
+    optimizer.secure_mode = True
+    assert isinstance(optimizer.noise_source, SecureNoise)
+    noise_of_a_step(model, optimizer)
+
+
+def test_equal_seeds_repeat_a_run_only_without_secure_mode() -> None:
+    def weights(secure: bool, seed: int) -> Tensor:
+        _, model, optimizer, loader = start(secure)
+        torch.manual_seed(seed)
+        train(model, optimizer, loader)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert torch.equal(weights(False, 1), weights(False, 1))
+    assert not (weights(True, 1) == weights(True, 1)).all()
+
+
+def test_a_restored_checkpoint_continues_no_stream() -> None:
+    """Not through a state_dict, a pickle or a deep copy of the source."""
+    engine, model, optimizer, _ = start(clipping=clipping.adaptive())
+    noise_of_a_step(model, optimizer)
+    file = io.BytesIO()
+    engine.save_checkpoint(path=file, module=model, optimizer=optimizer)
+    streams = []
+    for _ in range(2):
+        other, restored, its, _ = start(clipping=clipping.adaptive())
+        file.seek(0)
+        other.load_checkpoint(path=file, module=restored, optimizer=its)
+        torch.manual_seed(7)
+        streams.append(noise_of_a_step(restored, its))
+    assert not (streams[0] == streams[1]).any()
+    source = optimizer.noise_source
+    copies = [copy.deepcopy(source), copy.copy(source), pickle.loads(pickle.dumps(source))]
+    assert all(kept.secure and kept.guarded for kept in copies)
+    draws = torch.stack([s.normal_(torch.empty(100)) for s in (source, *copies)])
+    assert len(draws.flatten().unique()) == draws.numel()
+
+
+def test_physical_batches_and_both_kinds_of_loaders() -> None:
+    engine, model, optimizer, loader = start()
+    assert isinstance(loader.batch_sampler, UniformWithReplacementSampler)
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=3, optimizer=optimizer
+    ) as it:
+        train(model, optimizer, it)
+    assert engine.accountant.history[0][2] == 8
+    engine, model, optimizer, loader = start(poisson_sampling=False)
+    rows = sum(len(x) for x, _ in loader)
+    assert rows == 64
+    train(model, optimizer, loader)
+
+
+def test_the_same_loader_twice() -> None:
+    """A second make_private of a loader that an engine has prepared already."""
+    engine, model, optimizer, loader = start(poisson_sampling=False)
+    for _ in range(2):
+        model, optimizer, loader = engine.make_private(
+            module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=2.0,
+            max_grad_norm=1.0, poisson_sampling=False,
+        )  # fmt: skip
+    train(model, optimizer, loader)
+
+
+def test_the_seed_of_the_users_loader_does_not_draw_rows() -> None:
+    def rows() -> list[list[int]]:
+        torch.manual_seed(1)
+        model = nn.Linear(2, 2)
+        _, _, loader = FastPrivacyEngine(secure_mode=True).make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(
+                TensorDataset(torch.randn(64, 2)), batch_size=8,
+                generator=torch.Generator().manual_seed(1),
+            ),
+            noise_multiplier=1.0, max_grad_norm=1.0,
+        )  # fmt: skip
+        return list(loader.batch_sampler)
+
+    assert rows() != rows()
+
+
+def test_a_captured_graph_is_refused(monkeypatch) -> None:
+    """A graph would replay one key's noise for ever."""
+    from fastclip import noise
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(StepError, match="cannot be part of a CUDA graph"):
+        noise.refuse_capture(torch.device("cuda"))
+    noise.refuse_capture(torch.device("cpu"))
+
+
+def test_an_error_of_the_source_is_not_hidden_by_another_backend(monkeypatch) -> None:
+    """A kernel that refuses a draw must not be replaced by one that makes it."""
+    from fastclip.ops import dispatch
+
+    def refuses(*args: Any, **kwargs: Any) -> None:
+        raise StepError("captured")
+
+    monkeypatch.setitem(dispatch._STATE.kernels, "cuda", {"fill_normal": refuses})
+    with dispatch.use_backend("cuda"), pytest.raises(StepError, match="captured"):
+        ops.fill_normal(torch.empty(3), 1.0, SecureNoise())
