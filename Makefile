@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(BIN)/python -m pytest -n 2
 
-.PHONY: venv demo test test-all lint bench clean
+.PHONY: venv build demo test test-all lint bench clean
 
 venv: $(STAMP)
 
@@ -16,6 +16,10 @@ $(STAMP): pyproject.toml setup.py
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
+
+# csrc/ into fastclip._C, in place. Without nvcc it says so and goes on; an error is an error.
+build: $(STAMP)
+	FASTCLIP_BUILD=strict $(BIN)/python setup.py build_ext --inplace
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
@@ -35,4 +39,4 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.train
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build fastclip/_C.*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache

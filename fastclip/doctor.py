@@ -39,6 +39,34 @@ def _nvcc() -> str | None:
     return release[0].split("release", 1)[1].split(",")[0].strip() if release else "found"
 
 
+def _core() -> dict[str, Any]:
+    """The CUDA C++ extension: what it is built for and finds on this machine, or why it is not."""
+    try:
+        import fastclip.cuda  # noqa: F401
+        from fastclip import _C
+    except ImportError as error:
+        return {"built": False, "why": str(error)}
+    found = {"built": True, **_C.versions()}
+    try:
+        return {**found, "devices": _C.device_count()}
+    except _C.CudaError as error:
+        return {**found, "devices": 0, "why": str(error)}
+
+
+def _core_line(core: dict[str, Any]) -> str:
+    """The same in one line."""
+    if not core["built"]:
+        return f"CUDA C++ core: {core['why']}"
+
+    def release(version: int) -> str:
+        return f"{version // 1000}.{version % 1000 // 10}"
+
+    driver = f"driver for CUDA {release(core['driver'])}" if core["driver"] else "no NVIDIA driver"
+    line = f"CUDA C++ core: CUDA {release(core['cudart'])}, {', '.join(core['architectures'])}; "
+    line += f"{driver}, {core['devices']} devices"
+    return f"{line} ({core['why']})" if "why" in core else line
+
+
 def _devices() -> list[torch.device]:
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     return [*gpus, torch.device("cpu")]
@@ -75,6 +103,7 @@ def examine() -> dict[str, Any]:
         "versions": {package: _version(package) for package in packages},
         "cuda_of_torch": torch.version.cuda,
         "nvcc": _nvcc(),
+        "core": _core(),
         "environment": {
             name: os.environ.get(name) for name in ("FASTCLIP_BACKEND", "TRITON_INTERPRET")
         },
@@ -89,6 +118,7 @@ def report(found: dict[str, Any]) -> str:
     lines.append(
         f"torch built for CUDA: {found['cuda_of_torch'] or 'no'}; nvcc: {found['nvcc'] or 'missing'}"
     )
+    lines.append(_core_line(found["core"]))
     lines += [f"{name}={value}" for name, value in found["environment"].items() if value]
     if not any(device["device"].startswith("cuda") for device in found["devices"]):
         lines.append("no NVIDIA GPU that torch can use: the PyTorch reference serves on the CPU")

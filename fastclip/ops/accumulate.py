@@ -23,7 +23,7 @@ from fastclip.ops.dispatch import operation
 from fastclip.ops.numerics import accumulation_dtype, row_norm_sq, widen
 
 TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_SCRATCH = 1 << 20  # numbers of a piece that must be copied: widened, made contiguous, or masked
+_SCRATCH = 1 << 20  # numbers of a piece that must be copied: widened, or made contiguous
 _SAFE = (1e-20, 1e36)  # squared norms in which no square of float32 can have been lost
 
 
@@ -57,7 +57,7 @@ def clip_accumulate(
         raise ArgumentError(reason)
     b, device = len(grad_samples[0]), grad_samples[0].device
     norm_sq = torch.stack([_square_norms(g) for g in grad_samples])  # [l, b], float64
-    flat = _number(thresholds) or isinstance(thresholds, Tensor) and not thresholds.dim()
+    flat = not is_per_layer(thresholds)
     if flat:
         norm_sq = norm_sq.sum(0, keepdim=True)
     norms = norm_sq.sqrt().to(norm_dtype(grad_samples))  # [l, b] or [1, b]
@@ -90,13 +90,23 @@ def mismatch(
     if isinstance(thresholds, Tensor):
         fits = thresholds.dim() == 0 or thresholds.shape == (len(grad_samples),)
         return None if fits else f"expected {expected}, got a tensor {list(thresholds.shape)}"
-    values = [thresholds] if _number(thresholds) else list(thresholds)  # type: ignore[arg-type]
-    if not _number(thresholds) and len(values) != len(grad_samples):
+    values = numbers_of(thresholds)
+    if is_per_layer(thresholds) and len(values) != len(grad_samples):
         return f"expected {expected}, got {len(values)}"
     for value in values:
         if not _number(value) or not 0 < value < math.inf:  # type: ignore[operator]
             return f"a threshold expects a positive number, got {value!r}"
     return None
+
+
+def is_per_layer(thresholds: float | Tensor | Sequence[float]) -> bool:
+    """Whether there is one threshold a parameter tensor."""
+    return thresholds.dim() > 0 if isinstance(thresholds, Tensor) else not _number(thresholds)
+
+
+def numbers_of(thresholds: float | Sequence[float]) -> list[float]:
+    """The thresholds that are there: of the whole gradient, or of each parameter tensor."""
+    return [thresholds] if isinstance(thresholds, Real) else list(thresholds)  # type: ignore[arg-type, list-item]
 
 
 def norm_dtype(grad_samples: Sequence[Tensor]) -> torch.dtype:

@@ -1,0 +1,16 @@
+"""CUDA C++ kernels: launchers with the signatures of fastclip.ops, over the module fastclip._C."""
+
+from collections.abc import Callable
+from typing import Any
+
+try:
+    from fastclip import _C  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"fastclip._C is not built ({error}): `make build` with nvcc on PATH builds it"
+    ) from error
+
+from fastclip.cuda import clip, noise
+
+KERNELS: dict[str, Callable[..., Any]] = {**clip.KERNELS, **noise.KERNELS}
+"""Operation of fastclip.ops -> launcher."""

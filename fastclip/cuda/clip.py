@@ -1,0 +1,224 @@
+"""Launchers of the clipping kernels: csrc/clip_accumulate.cu and csrc/clip_scale.cu.
+
+Pointers, sizes, device and stream go to `fastclip._C` as integers; device -1 runs the same source on
+the host. Nothing here looks at a tensor's values.
+
+Index letters: b sample, l parameter tensor, k group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastclip import _C
+from fastclip.errors import ArgumentError
+from fastclip.ops import dispatch
+from fastclip.ops.accumulate import TYPES, is_per_layer, mismatch, norm_dtype, numbers_of, room
+from fastclip.ops.numerics import accumulation_dtype
+
+_CODES = {dtype: code for code, dtype in enumerate(TYPES)}  # the order of Type, clip_values.cuh
+SCALES = {"Hard": 0, "Tanh": 1, "Automatic": 2, "Global": 3, "GlobalAdapt": 4}
+POLICIES = {
+    **dict.fromkeys(("Constant", "PerLayer", "StagedThreshold"), 0),
+    **{"Quantile": 1, "Group": 2, "Reweighted": 3},
+}
+_MODULE = "fastclip.clipping"
+_ROOM = 1 - 2.0**-18  # float32 norms: fastclip.clipping.strategy.slack
+
+
+def _place(device: torch.device) -> dict[str, int]:
+    """Where kernels run: device and its current stream; for CPU tensors the host."""
+    if device.type != "cuda":
+        return {"device": -1, "stream": 0}
+    stream = torch.cuda.current_stream(device)
+    return {"device": stream.device_index, "stream": stream.cuda_stream}
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether its memory is what `data_ptr` says, on a device that kernels run on: no DTensor, no
+    fake tensor, no other GPU than NVIDIA's."""
+    return (
+        x.device.type in ("cpu", "cuda")
+        and not torch.version.hip
+        and x.layout == torch.strided
+        and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+    )
+
+
+def _pointer(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+# ---- clip_accumulate -----------------------------------------------------------------------------
+
+
+def clip_accumulate(
+    grad_samples: Sequence[Tensor], thresholds: float | Tensor | Sequence[float]
+) -> tuple[list[Tensor], Tensor]:
+    """fastclip.ops.clip_accumulate; each gradient is read twice, in one launch each.
+
+    Where the values of a sample lie densely in another order (channels last), so do the sums'.
+    """
+    if reason := mismatch(grad_samples, thresholds):
+        raise ArgumentError(reason)
+    if not all(_is_plain(g) for g in grad_samples):
+        return NotImplemented
+    b, device = len(grad_samples[0]), grad_samples[0].device
+    per_layer = is_per_layer(thresholds)
+    shape = (len(grad_samples), b) if per_layer else (b,)
+    norms = torch.empty(shape, dtype=norm_dtype(grad_samples), device=device)
+    if not b:
+        return [_empty_sum(g).zero_() for g in grad_samples], norms
+    dense = [g if _is_dense(g) else g.contiguous() for g in grad_samples]
+    sums = [_empty_sum(g) for g in dense]
+    rows = [
+        (g.data_ptr(), total.data_ptr(), total.numel(), g.stride(0), _CODES[g.dtype])
+        for g, total in zip(dense, sums, strict=True)
+    ]
+    partial = torch.empty(b * _C.clip_accumulate_chunks(rows), dtype=torch.float64, device=device)
+    scales = torch.empty(shape, dtype=torch.float64, device=device)
+    dropped = torch.zeros(b, dtype=torch.int32, device=device)
+    numbers: list[float] = []
+    on_device = None
+    if isinstance(thresholds, Tensor):
+        on_device = thresholds.to(device, torch.float64, non_blocking=True).contiguous()
+    else:
+        numbers = [float(c) for c in numbers_of(thresholds)]
+    factor, smallest = room(grad_samples)
+    _C.clip_accumulate(
+        rows=rows, b=b, per_layer=per_layer, thresholds=numbers,
+        device_thresholds=_pointer(on_device), wide=norms.dtype == torch.float64, room=factor,
+        smallest=smallest, partial=partial.data_ptr(), norms=norms.data_ptr(),
+        scales=scales.data_ptr(), dropped=dropped.data_ptr(), **_place(device),
+    )  # fmt: skip
+    return sums, norms
+
+
+def _is_dense(g: Tensor) -> bool:
+    """Whether the values of a sample fill one stretch of memory, in whatever order."""
+    if g.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(g.stride()[1:], g.shape[1:], strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _empty_sum(g: Tensor) -> Tensor:
+    """Memory for the sum of g [b, ...], with the strides of a sample where it has one."""
+    dtype = accumulation_dtype(g.dtype)
+    if not len(g) or g.is_contiguous():
+        return torch.empty(g.shape[1:], dtype=dtype, device=g.device)
+    return torch.empty_strided(g.shape[1:], g.stride()[1:], dtype=dtype, device=g.device)
+
+
+# ---- clip_scale and threshold_step ---------------------------------------------------------------
+
+
+def _code(part: Any, codes: dict[str, int]) -> int | None:
+    """Code of one of fastclip's own parts; None for a user's, subclasses included."""
+    kind = type(part)
+    return codes.get(kind.__name__) if kind.__module__.startswith(_MODULE) else None
+
+
+def _is_triton_next(operation: str, device: torch.device) -> bool:
+    """Whether Triton's kernel of the operation is tried after this one, and can be."""
+    if "triton" not in dispatch._candidates(device):  # cuda was asked for by name
+        return False
+    return dispatch._kernel("triton", operation) is not None
+
+
+def _takes(tensors: Sequence[tuple[Tensor | None, torch.dtype]], device: torch.device) -> bool:
+    """Whether the tensors that there are have these types, and lie on this device."""
+    return all(
+        x is None or (x.dtype == dtype and x.device == device and _is_plain(x))
+        for x, dtype in tensors
+    )
+
+
+def clip_scale(
+    norm_sq: Tensor, strategy: Any, state: Any, groups: Tensor | None = None,
+    layers: Tensor | None = None, counts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """fastclip.ops.clip_scale for every strategy of fastclip.clipping's own parts, where Triton's
+    kernel cannot be used."""
+    device, wide, whole = norm_sq.device, torch.float64, torch.int64
+    scale, policy = strategy.scale, strategy.threshold
+    kind, way = _code(scale, SCALES), _code(policy, POLICIES)
+    if kind is None or way is None or _is_triton_next("clip_scale", device):
+        return NotImplemented
+    groups = groups if policy.num_groups is not None else None
+    weights = state.weights if groups is not None else None
+    tensors = [(norm_sq, torch.float32), (groups, whole), (layers, whole), (counts, wide)]
+    tensors += [(x, wide) for x in (state.threshold, state.origin, state.bound, weights)]
+    if not _takes(tensors, device) or not (counts is None or counts.is_contiguous()):
+        return NotImplemented
+    length, b = norm_sq.shape
+    norms = norm_sq.new_empty(b)
+    scales = norm_sq.new_empty((length, b) if policy.per_layer else (b,))
+    if not b:
+        return scales, norms
+    threshold, groups, layers, weights = (
+        None if x is None else x.contiguous() for x in (state.threshold, groups, layers, weights)
+    )
+    assert threshold is not None
+    _C.clip_scale(
+        **_place(device),
+        norm_sq=norm_sq.data_ptr(), threshold=threshold.data_ptr(), origin=_pointer(state.origin),
+        bound=_pointer(state.bound), weights=_pointer(weights), groups=_pointer(groups),
+        layers=_pointer(layers), scales=scales.data_ptr(), norms=norms.data_ptr(),
+        counts=_pointer(counts), stride_l=norm_sq.stride(0), stride_b=norm_sq.stride(1), l=length,
+        b=b, k=policy.num_groups or 1, all=threshold.numel() if policy.per_layer else 1,
+        parameter=float(getattr(scale, "eps", getattr(scale, "gamma", 0.0))),
+        tau=float(getattr(policy, "tau", 1.0)), room=_ROOM, scale=kind, policy=way,
+        per_layer=policy.per_layer, per_group=groups is not None and threshold.dim() == 1,
+        normalized=scale.normalized, below=getattr(policy, "count_as", "") == "below",
+        centred=getattr(policy, "centred", False),
+    )  # fmt: skip
+    return scales, norms
+
+
+def threshold_step(
+    counts: Tensor, noise: Tensor | None, policy: Any, state: Any, batch_size: float, step: int
+) -> tuple[Tensor, Any]:
+    """fastclip.ops.threshold_step for the policies of fastclip.clipping that count, where Triton's
+    kernel cannot be used."""
+    way, device = _code(policy, POLICIES), counts.device
+    if not way or _is_triton_next("threshold_step", device):
+        return NotImplemented
+    tensors = [(x, torch.float64) for x in (counts, noise, state.threshold, state.origin)]
+    if not _takes(tensors, device):
+        return NotImplemented
+    counts, threshold = counts.contiguous(), state.threshold.contiguous()
+    noise = None if noise is None else noise.contiguous()
+    noisy = torch.empty_like(counts)
+    reweighted, quantile = way == POLICIES["Reweighted"], way == POLICIES["Quantile"]
+    moved = torch.empty_like(state.weights if reweighted else threshold)
+    sign = -1.0 if quantile and policy.count_as == "below" else 1.0
+    _C.threshold_step(
+        **_place(device),
+        counts=counts.data_ptr(), noise=_pointer(noise), threshold=threshold.data_ptr(),
+        origin=_pointer(state.origin), noisy=noisy.data_ptr(), moved=moved.data_ptr(),
+        k=policy.num_groups or 1, batch_size=float(batch_size),
+        rate=sign * policy.learning_rate if quantile else 0.0,
+        target=policy.target if quantile else 0.0,
+        shift=0.5 if quantile and policy.centred else 0.0,
+        lower=(policy.lower if quantile else None) or 1e-12,
+        upper=(policy.upper if quantile else None) or 1e30,
+        largest=float(getattr(policy, "max_ratio", getattr(policy, "max_weight", 0.0))),
+        policy=way, two_way=policy.num_groups is not None and not reweighted,
+    )  # fmt: skip
+    return noisy, replace(state, **{"weights" if reweighted else "threshold": moved})
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    launcher.__name__: launcher for launcher in (clip_accumulate, clip_scale, threshold_step)
+}
+"""Operation of fastclip.ops -> launcher."""
