@@ -45,12 +45,16 @@ def fill_normal(out: Tensor, std: float, bits: Bits, *, guarded: bool) -> None:
     terms = GUARD if guarded else 1
     parts = out.view(-1).split(CHUNK // terms)
     pairs = _Pairs(terms * _half(parts[0]), out.dtype, bits)
-    for part in parts:
-        half = _half(part)
-        normals = pairs.draw(terms * half).view(2, terms, half)  # cosines, sines
-        values = normals.sum(1) if guarded else normals
-        torch.mul(values.reshape(-1)[: len(part)], std / math.sqrt(terms), out=part)
-    pairs.erase()
+    try:
+        for part in parts:
+            half = _half(part)
+            normals = pairs.draw(terms * half).view(2, terms, half)  # cosines, sines
+            values = normals.sum(1) if guarded else normals
+            torch.mul(values.reshape(-1)[: len(part)], std / math.sqrt(terms), out=part)
+            if guarded:
+                values.zero_()
+    finally:
+        pairs.erase()
 
 
 def _half(part: Tensor) -> int:
@@ -63,9 +67,9 @@ class _Pairs:
     def __init__(self, size: int, dtype: torch.dtype, bits: Bits) -> None:
         self.bits = bits
         wide = dtype == torch.float64
-        self.words = torch.empty(2 * size, dtype=torch.int64 if wide else torch.int32)
+        self.words = torch.empty(2 * size, dtype=torch.int64 if wide else torch.int32, device="cpu")
         self.unit = 2.0**-63 if wide else 2.0**-31  # of a word without its sign
-        self.buffers = torch.empty(4, size, dtype=dtype)
+        self.buffers = torch.empty(4, size, dtype=dtype, device="cpu")
 
     def draw(self, count: int) -> Tensor:
         """The next `count` pairs, [2, count]: cosines and sines; the next call overwrites them."""

@@ -3,7 +3,7 @@
 Every draw takes a fresh key of 256 bits from the operating system and forgets it when it is done.
 Nothing is kept between draws, so a process that forks, an object that is copied and a checkpoint that
 is restored have no stream to repeat, and no (key, nonce, counter) serves twice. The cipher is that of
-the `cryptography` package (OpenSSL), which refuses to run past the end of its counter.
+the `cryptography` package (OpenSSL).
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def _fill(key: bytearray) -> None:
     """Bytes of the kernel's generator, straight into `key` where the system allows it."""
     try:
         getrandom = ctypes.CDLL(None).getrandom
+        getrandom.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
+        getrandom.restype = ctypes.c_ssize_t
     except (OSError, AttributeError, TypeError):  # not Linux
         key[:] = os.urandom(len(key))  # leaves a copy, which Python frees without erasing
         return

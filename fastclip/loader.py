@@ -66,6 +66,7 @@ def watch_draws(loader: DataLoader, batch: LogicalBatch, poisson: bool) -> None:
     if sampler is None:
         return
     kind: Any = type(sampler)
+    plain = unwatched(sampler)
 
     def watched(self: Any) -> Iterator[list[int]]:
         batch.begin_drawing()
@@ -73,8 +74,23 @@ def watch_draws(loader: DataLoader, batch: LogicalBatch, poisson: bool) -> None:
             batch.draw()
             yield drawn
 
+    def reduce(self: Any, protocol: Any) -> Any:
+        return _rebuild, (plain, self.__dict__)  # a copy reports to nobody
+
+    methods = {"__iter__": watched, "__reduce_ex__": reduce, "unwatched": plain}
     try:
-        sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": watched, "unwatched": kind})
+        sampler.__class__ = type(plain.__name__, (kind,), methods)
     except TypeError:  # a type that cannot be replaced: no borders are seen
         return
     batch.lockstep = poisson and loader.num_workers == 0
+
+
+def unwatched(sampler: Any) -> type:
+    """The type of a sampler, whoever is told of its draws."""
+    return getattr(type(sampler), "unwatched", type(sampler))
+
+
+def _rebuild(kind: Any, state: dict[str, Any]) -> Any:
+    sampler = kind.__new__(kind)
+    sampler.__dict__.update(state)
+    return sampler

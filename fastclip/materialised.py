@@ -8,6 +8,8 @@ mode works in them, too. All else is Opacus' own.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,14 +32,29 @@ from fastclip.noise import OwnsNoise
 class _Noise(OwnsNoise, DPOptimizer):
     """Opacus' `add_noise`, all parameters in one operation."""
 
+    def pre_step(self, closure: Callable[[], float] | None = None) -> Any:
+        """As Opacus; a step that fails releases nothing, and `zero_grad` clears what it had."""
+        try:
+            return super().pre_step(closure)
+        except BaseException:  # not accounted (a hook failed, Ctrl-C)
+            self._is_last_step_skipped = False
+            for p in self.params:
+                p.grad = None
+            raise
+
     def add_noise(self) -> None:
         """`p.grad` = summed gradient + N(0, std^2); `scale_grad` divides."""
-        for p in self.params:
-            _check_processed_flag(p.summed_grad)
+        self._use_up()
         sums = [p.summed_grad for p in self.params]
         gradients = ops.noise_finalize(sums, self.params, self._noise_std(), 1.0, self._source)
         for p, gradient in zip(self.params, gradients, strict=True):
             p.grad = gradient
+
+    def _use_up(self) -> None:
+        """Sums serve one real step. They are marked first: an interrupted one has served, too."""
+        for p in self.params:
+            _check_processed_flag(p.summed_grad)
+        for p in self.params:
             _mark_as_processed(p.summed_grad)
 
     def _noise_std(self) -> float:
@@ -51,6 +68,8 @@ class _Clip(DPOptimizer):
         """Adds the clipped per-sample gradients of this batch to `p.summed_grad`."""
         for p in self.params:
             _check_processed_flag(p.grad_sample)
+            if p.summed_grad is not None:  # of a real step: nothing may be added to them
+                _check_processed_flag(p.summed_grad)
         samples = self.grad_samples
         if len({g.device for g in samples}) > 1:  # a model spread over devices
             super().clip_and_accumulate()
@@ -58,7 +77,10 @@ class _Clip(DPOptimizer):
         sums, norms = ops.clip_accumulate(samples, self._thresholds())
         self._see(norms)
         for p, total in zip(self.params, sums, strict=True):
-            p.summed_grad = total if p.summed_grad is None else p.summed_grad + total
+            if p.summed_grad is None:
+                p.summed_grad = total
+            else:
+                p.summed_grad += total
             _mark_as_processed(p.grad_sample)
 
     def _thresholds(self) -> Any:
@@ -72,7 +94,26 @@ class _PerLayerClip(_Clip):
     max_grad_norms: list[float]
 
     def _thresholds(self) -> Any:
-        return self.max_grad_norms
+        return [float(c) for c in self.max_grad_norms]
+
+    def _noise_std(self) -> float:
+        """Of the thresholds in use: a scheduler may have set `max_grad_norm`, which clips nothing."""
+        return self.noise_multiplier * math.hypot(*self._thresholds())
+
+
+class _FirstRank(DPOptimizer):
+    """Rank 0 adds the noise; the sums of the others are cast as its are."""
+
+    rank: int
+
+    def add_noise(self) -> None:
+        """Noise on rank 0, `p.grad` = summed gradient elsewhere."""
+        if self.rank == 0:
+            super().add_noise()
+            return
+        self._use_up()  # type: ignore[attr-defined]
+        for p in self.params:
+            p.grad = p.summed_grad.to(p.dtype).view_as(p)
 
 
 class MaterialisedDPOptimizer(_Clip, _Noise):
@@ -86,7 +127,8 @@ class MaterialisedPerLayerOptimizer(_PerLayerClip, _Noise, DPPerLayerOptimizer):
 class MaterialisedAdaptiveOptimizer(_Clip, _Noise, AdaClipDPOptimizer):
     """Opacus' adaptive clipping (Andrew et al. 2021), with its own rule for the threshold.
 
-    `clipping=fastclip.clipping.adaptive()` in the fast mode divides by a public batch size instead.
+    It divides by the realised batch size, which is data, and C stays as it is after an empty batch.
+    `clipping=fastclip.clipping.adaptive()` in the fast mode divides by a public size instead.
     """
 
     unclipped_num: Tensor | int
@@ -115,12 +157,12 @@ class MaterialisedAdaptiveOptimizer(_Clip, _Noise, AdaClipDPOptimizer):
             super().update_max_grad_norm()
 
 
-class MaterialisedDistributedOptimizer(_Clip, DistributedDPOptimizer, _Noise):
+class MaterialisedDistributedOptimizer(_FirstRank, _Clip, DistributedDPOptimizer, _Noise):
     """Flat clipping on every rank; rank 0 adds the noise."""
 
 
 class MaterialisedDistributedPerLayerOptimizer(
-    _PerLayerClip, SimpleDistributedPerLayerOptimizer, _Noise
+    _FirstRank, _PerLayerClip, SimpleDistributedPerLayerOptimizer, _Noise
 ):
     """One threshold a parameter tensor on every rank; rank 0 adds the noise."""
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing dynamo
 
 from fastclip import gaussian, ops
 from fastclip.errors import ArgumentError, StepError
@@ -35,7 +36,7 @@ class NoiseSource(ABC):
 
     def draw(self, like: Tensor, std: float) -> Tensor | None:
         """N(0, std^2), independent for each entry of `like`; None where std is 0."""
-        if not std > 0:
+        if not ops.check_std(std):
             return None
         noise = torch.empty_like(like)
         ops.fill_normal(noise, std, self)
@@ -84,25 +85,32 @@ class SecureNoise(NoiseSource):
     def __init__(self, guarded: bool = True) -> None:
         self.guarded = guarded
 
+    @_disable_dynamo
     def normal_(self, out: Tensor, std: float = 1.0) -> Tensor:
         """Drawn on the CPU; where `out` lies on another device, copied to it.
 
         Raises:
             StepError: while a CUDA graph is captured, whose replays would repeat the noise.
             SecureModeError: without the cryptography package.
+            ArgumentError, ArgumentTypeError: for a std or a type that no noise has.
         """
         refuse_capture(out.device)
+        ops.check_floating(out)
+        ops.check_std(std)
         if out.device.type == "cuda":
             _say_that_it_is_slow()
         wide = torch.float64 if out.dtype == torch.float64 else torch.float32
         fits = out.device.type == "cpu" and out.dtype == wide and out.is_contiguous()
-        values = out.detach() if fits else torch.empty(out.shape, dtype=wide)
-        with KeyStream() as bits:
-            gaussian.fill_normal(values, std, bits, guarded=self.guarded)
-        if not fits:
-            with torch.no_grad():
-                out.copy_(values)
-            values.zero_()
+        values = out.detach() if fits else torch.empty(out.shape, dtype=wide, device="cpu")
+        try:
+            with KeyStream() as bits:
+                gaussian.fill_normal(values, std, bits, guarded=self.guarded)
+            if not fits:
+                with torch.no_grad():
+                    out.copy_(values)
+        finally:
+            if not fits:
+                values.zero_()
         return out
 
 
@@ -136,17 +144,17 @@ class OwnsNoise:
         Setting it takes effect from the next draw.
 
         Raises:
-            ArgumentError: where a source that can be seeded would follow a secure one.
+            ArgumentError: where a lesser source would follow a secure one.
         """
         return self._source
 
     @noise_source.setter
     def noise_source(self, value: NoiseSource) -> None:
-        if self._source.secure and not value.secure:
+        if self._source.secure and not (value.secure and value.guarded):
             raise ArgumentError(
-                "the noise of an optimizer in secure mode stays cryptographic, and passing a seed is "
-                "prohibited in secure mode; for reproducible noise call make_private of an engine "
-                "without secure_mode"
+                "the noise of an optimizer in secure mode stays cryptographic and guarded, and "
+                "passing a seed is prohibited in secure mode; for reproducible noise call "
+                "make_private of an engine without secure_mode"
             )
         self._source = value
 

@@ -9,6 +9,7 @@ the rate that is accounted (a float32 uniform has steps of 2^-24, 6% of a rate o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
 
@@ -18,21 +19,31 @@ from opacus.utils.uniform_sampler import (
     UniformWithReplacementSampler,
 )
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing dynamo
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler
 
 from fastclip.errors import ArgumentError
 from fastclip.keystream import KeyStream
+from fastclip.loader import unwatched
+
+CHUNK = 2**20
+"""Rows at a time: 8 MiB of words."""
 
 
-def random_words(n: int) -> Tensor:
-    """Independent uniform int64, [n]."""
-    words = torch.empty(n, dtype=torch.int64)
-    if n:
-        with KeyStream() as bits:
-            bits.fill(words)
-    return words
+@contextmanager
+def random_words(n: int) -> Iterator[Tensor]:
+    """Independent uniform int64, [n], overwritten at the end of the block."""
+    words = torch.empty(n, dtype=torch.int64, device="cpu")
+    try:
+        if n:
+            with KeyStream() as bits:
+                bits.fill(words)
+        yield words
+    finally:
+        words.zero_()
 
 
+@_disable_dynamo
 def poisson_sample(n: int, rate: float) -> Tensor:
     """Indices of the rows drawn, int64: each of `n` rows independently, with probability `rate`.
 
@@ -40,13 +51,19 @@ def poisson_sample(n: int, rate: float) -> Tensor:
     """
     below = int(Fraction(rate) * 2**64)  # exact
     if below >= 2**64:
-        return torch.arange(n)
-    return (random_words(n) < below - 2**63).nonzero().reshape(-1)
+        return torch.arange(n, device="cpu")
+    drawn = [torch.empty(0, dtype=torch.int64, device="cpu")]
+    for start in range(0, n, CHUNK):
+        with random_words(min(CHUNK, n - start)) as words:
+            drawn.append((words < below - 2**63).nonzero().reshape(-1) + start)
+    return torch.cat(drawn)
 
 
+@_disable_dynamo
 def permutation(n: int) -> Tensor:
     """0 to n - 1 in an order drawn uniformly (ties of 64-bit words aside), int64."""
-    return random_words(n).argsort()
+    with random_words(n) as words:
+        return words.argsort()
 
 
 class SecureUniformSampler(UniformWithReplacementSampler):
@@ -61,10 +78,10 @@ class SecureDistributedSampler(DistributedUniformWithReplacementSampler):
     """Opacus' Poisson sampler of one rank's share of the rows; who has which share is public."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        share = torch.arange(self.total_size)
+        share = torch.arange(self.total_size, device="cpu")
         if self.shuffle:
             everywhere_alike = torch.Generator().manual_seed(self.shuffle_seed + self.epoch)
-            share = torch.randperm(self.total_size, generator=everywhere_alike)
+            share = torch.randperm(self.total_size, generator=everywhere_alike, device="cpu")
         share = share[self.rank : self.total_size : self.num_replicas]
         for _ in range(self.num_batches):
             drawn = poisson_sample(len(share), self.sample_rate)
@@ -104,8 +121,8 @@ def draw_securely(loader: DataLoader) -> None:
         ArgumentError: for a sampler that draws in a way of its own.
     """
     outer: Any = loader.batch_sampler
-    sampler = outer.sampler if isinstance(outer, BatchSampler) else outer
-    kind = getattr(type(sampler), "unwatched", type(sampler))
+    sampler = outer.sampler if unwatched(outer) is BatchSampler else outer
+    kind = unwatched(sampler)
     if kind in _SECURE.values():
         return
     secure = _SECURE.get(kind)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from opacus import PrivacyEngine
+from opacus.optimizers import DPOptimizer
 from opacus.schedulers import ExponentialGradClip, StepNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
@@ -240,11 +241,11 @@ def test_ghost_mode_returns_the_criterion() -> None:
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch"])
 def test_modes_of_opacus(mode: str) -> None:
-    """They run Opacus' own code through the same engine."""
+    """Opacus' gradients and noise through the same engine; tests/test_materialised.py has the steps."""
     model, optimizer, _ = train(FastPrivacyEngine(), grad_sample_mode=mode)
-    assert type(optimizer).__module__.startswith("opacus")
+    assert isinstance(optimizer, DPOptimizer)
     theirs, _, _ = train(PrivacyEngine(), grad_sample_mode=mode)
-    assert torch.equal(flat(model), flat(theirs))
+    assert torch.allclose(flat(model), flat(theirs), rtol=1e-5, atol=1e-5)
 
 
 def test_plan_names_every_trainable_layer() -> None:

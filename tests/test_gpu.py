@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from fastclip import clipping
+from fastclip import clipping, ops
+from fastclip.errors import StepError
+from fastclip.noise import SecureNoise, SeededNoise
 from fastclip.ops.dispatch import use_backend
+from tests.noise.laws import assert_standard_normal, assert_uncorrelated
+from tests.noise.test_secure_mode import noise_of_a_step, start
 from tests.oracle import make_private, relative_error, row_loss, summed
 from tests.test_no_synchronisation import MODELS, STRATEGIES
 
@@ -103,3 +107,68 @@ def test_bfloat16_autocast() -> None:
     row_loss(out.float()).mean().backward()
     found = {name: x.cpu() for name, x in summed(dict(model.named_parameters())).items()}
     assert relative_error(found, expected) <= 2e-2
+
+
+def _built() -> bool:
+    from fastclip.ops.dispatch import _load
+
+    return "noise_finalize" in _load("cuda")
+
+
+extension = pytest.mark.skipif(
+    torch.cuda.is_available() and not _built(), reason="the CUDA extension is not built"
+)
+
+
+@extension
+def test_a_secure_step_does_not_synchronise() -> None:
+    """The key is a parameter of the launch: nothing is copied, nothing waited for."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).cuda()
+    _, private, optimizer, _ = make_private(
+        model, clipping=clipping.adaptive(), noise_multiplier=1.0
+    )
+    optimizer.secure_mode = True
+    inputs = torch.randn(16, 64, device="cuda")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        row_loss(private(inputs)).mean().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@extension
+def test_replayed_graphs_draw_new_seeded_noise_and_no_secure_noise() -> None:
+    out = torch.zeros(1000, device="cuda")
+    seeded, secure = SeededNoise(), SecureNoise()
+    for source in (seeded, secure):
+        ops.fill_normal(out, 1.0, source)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.fill_normal(out, 1.0, seeded)
+        with pytest.raises(StepError, match="cannot be part of a CUDA graph"):
+            ops.fill_normal(out, 1.0, secure)
+    draws = []
+    for _ in range(3):
+        graph.replay()
+        draws.append(out.clone())
+    assert not (draws[0] == draws[1]).all()
+    assert not (draws[1] == draws[2]).all()
+
+
+@pytest.mark.parametrize("mode", ["fast", "hooks", "functorch"])
+def test_secure_noise_of_whole_steps(mode: str) -> None:
+    """The law of what the optimizer adds on the GPU, in the fast mode and in Opacus' own."""
+    _, model, optimizer, _ = start(width=20_000, grad_sample_mode=mode)
+    model.cuda()
+    first, second = noise_of_a_step(model, optimizer), noise_of_a_step(model, optimizer)
+    assert_standard_normal(torch.cat([first, second]).cpu())
+    assert_uncorrelated(first.cpu(), second.cpu())

@@ -17,7 +17,7 @@ from fastclip.ops.embedding import (
     lookup_sum,
     tied_norm,
 )
-from fastclip.ops.finalize import fill_normal, noise_finalize
+from fastclip.ops.finalize import check_floating, check_std, fill_normal, noise_finalize
 from fastclip.ops.linear import (
     ghost_norm,
     ghost_norm_concat,
@@ -37,6 +37,8 @@ from fastclip.ops.numerics import drop_zeroed, product_slack, row_norm_sq, widen
 
 __all__ = [
     "ConvGeometry",
+    "check_floating",
+    "check_std",
     "clip_accumulate",
     "clip_scale",
     "conv_ghost_norm",

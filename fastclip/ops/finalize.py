@@ -6,12 +6,38 @@ A source of noise is a fastclip.noise.NoiseSource; kernels look at its `secure`,
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.ops.dispatch import operation
+
+
+def check_std(std: float) -> float:
+    """A standard deviation that can be drawn: less, or NaN, would mean no noise without a word.
+
+    Raises:
+        ArgumentError: unless it is a finite number >= 0.
+    """
+    if not 0 <= std < math.inf:
+        raise ArgumentError(
+            f"the standard deviation of noise expects a finite number >= 0, got {std}: look at "
+            "noise_multiplier and max_grad_norm, and at what schedulers make of them"
+        )
+    return std
+
+
+def check_floating(out: Tensor) -> None:
+    """Noise is real.
+
+    Raises:
+        ArgumentTypeError: for integers and complex numbers.
+    """
+    if not out.is_floating_point():
+        raise ArgumentTypeError(f"noise expects a real floating-point tensor, got {out.dtype}")
 
 
 @operation
@@ -31,9 +57,16 @@ def noise_finalize(
 
     Returns:
         New tensors, one a parameter.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: for a std that is no finite number >= 0, or parameters that
+            are not real.
     """
+    if not isinstance(std, Tensor):
+        check_std(std)
     gradients = []
     for total, parameter in zip(summed, like, strict=True):
+        check_floating(parameter)
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         gradient = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
         if isinstance(std, Tensor):
@@ -52,4 +85,5 @@ def noise_finalize(
 @operation
 def fill_normal(out: Tensor, std: float, source: Any) -> None:
     """Fill `out` with N(0, std^2) of a source of noise."""
-    source.normal_(out, std)
+    check_floating(out)
+    source.normal_(out, check_std(std))

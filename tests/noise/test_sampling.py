@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 from collections import Counter
 from fractions import Fraction
 
@@ -20,6 +22,8 @@ from torch.utils.data import (
 
 from fastclip import sampling
 from fastclip.errors import ArgumentError
+from fastclip.loader import watch_draws
+from fastclip.logical_batch import LogicalBatch
 from fastclip.sampling import SecureDistributedSampler, draw_securely, permutation, poisson_sample
 from tests.noise.laws import ALPHA
 
@@ -40,7 +44,7 @@ def test_the_rate_is_never_exceeded(rate: float, monkeypatch) -> None:
     below = int(Fraction(rate) * 2**64)
     border = below - 2**63
     words = torch.tensor([-(2**63), border - 1, border, 2**63 - 1])
-    monkeypatch.setattr(sampling, "random_words", lambda n: words[:n])
+    monkeypatch.setattr(sampling, "random_words", lambda n: contextlib.nullcontext(words[:n]))
     assert poisson_sample(4, rate).tolist() == [0, 1]
     assert 0 <= Fraction(rate) - Fraction(below, 2**64) < Fraction(1, 2**64)
 
@@ -88,17 +92,25 @@ def test_samplers_of_other_lengths_and_subsets() -> None:
     assert sorted(float(x) for (batch,) in subset for x in batch) == [3, 5, 7]
 
 
+class Bucket(BatchSampler):
+    """Batches by its own draws, whatever its sampler says."""
+
+    def __iter__(self):
+        return iter(torch.randperm(20).view(5, 4).tolist())
+
+
 @pytest.mark.parametrize(
     "sampler",
     [
         WeightedRandomSampler([1.0] * 20, 20),
         RandomSampler(DATA, replacement=True),
+        Bucket(RandomSampler(DATA), 4, drop_last=False),
         BatchSampler(WeightedRandomSampler([1.0] * 20, 20), 4, drop_last=False),
     ],
 )
 def test_samplers_that_draw_in_a_way_of_their_own_are_refused(sampler) -> None:
     kind = "batch_sampler" if isinstance(sampler, BatchSampler) else "sampler"
-    with pytest.raises(ArgumentError, match=r"secure_mode=True draws rows by.*RandomSampler"):
+    with pytest.raises(ArgumentError, match=r"secure_mode=True draws rows by.*(Random|Bucket)"):
         draw_securely(DataLoader(DATA, **{kind: sampler}))
 
 
@@ -117,3 +129,39 @@ def test_ranks_share_the_rows(monkeypatch) -> None:
     assert [len(share) for share in everyone] == [7, 7, 6]
     for drawn in sampler(1, 0.5):
         assert set(drawn.tolist()) <= set(everyone[1])
+    torch.manual_seed(0)
+    first = [drawn.tolist() for _ in range(10) for drawn in sampler(0, 0.5)]
+    torch.manual_seed(0)
+    assert first != [drawn.tolist() for _ in range(10) for drawn in sampler(0, 0.5)]
+
+
+def test_long_lists_of_rows_are_drawn_in_pieces(monkeypatch) -> None:
+    monkeypatch.setattr(sampling, "CHUNK", 7)
+    assert poisson_sample(50, 1 - 2**-50).tolist() == list(range(50))
+    assert sorted({int(i) for _ in range(60) for i in poisson_sample(20, 0.2)}) == list(range(20))
+
+
+def test_words_are_erased() -> None:
+    with sampling.random_words(100) as words:
+        assert words.any()
+    assert not words.any()
+
+
+def test_whatever_the_default_device() -> None:
+    try:
+        torch.set_default_device("meta")
+        drawn, order = poisson_sample(100, 0.5), permutation(10)
+    finally:
+        torch.set_default_device(None)
+    assert drawn.device.type == order.device.type == "cpu"
+
+
+def test_samplers_that_are_watched_are_pickled_plain() -> None:
+    loader = DataLoader(DATA, 4, shuffle=True)
+    draw_securely(loader)
+    for _ in range(3):
+        watch_draws(loader, LogicalBatch(), False)
+        draw_securely(loader)
+    copied = pickle.loads(pickle.dumps(loader.batch_sampler))
+    assert type(copied) is BatchSampler
+    assert sorted(row for batch in copied for row in batch) == list(range(20))

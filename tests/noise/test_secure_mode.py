@@ -53,7 +53,8 @@ def train(model: nn.Module, optimizer: DPOptimizer, loader: DataLoader) -> None:
 
 def noise_of_a_step(model: nn.Module, optimizer: DPOptimizer, rows: int = 8) -> Tensor:
     """Standardised noise of one step, over all parameters: (p.grad B - sum) / (sigma C)."""
-    x, y = torch.randn(rows, 6), torch.randint(0, 3, (rows,))
+    device = optimizer.params[0].device
+    x, y = torch.randn(rows, 6, device=device), torch.randint(0, 3, (rows,), device=device)
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(x), y).backward()
     sums = [p.summed_grad for p in optimizer.params]
@@ -131,6 +132,7 @@ def test_secure_mode_cannot_be_left(mode: str) -> None:
         lambda: setattr(optimizer, "generator", torch.Generator()),
         lambda: setattr(optimizer, "secure_mode", False),
         lambda: setattr(optimizer, "noise_source", SeededNoise()),
+        lambda: setattr(optimizer, "noise_source", SecureNoise(guarded=False)),
     ):
         with pytest.raises(ArgumentError, match="secure mode"):
             change()
@@ -191,16 +193,21 @@ def test_physical_batches_and_both_kinds_of_loaders() -> None:
     ) as it:
         train(model, optimizer, it)
     assert engine.accountant.history[0][2] == 8
-    engine, model, optimizer, loader = start(poisson_sampling=False)
-    rows = sum(len(x) for x, _ in loader)
-    assert rows == 64
-    train(model, optimizer, loader)
+    for mode in ("fast", "hooks"):
+        engine, model, optimizer, loader = start(poisson_sampling=False, grad_sample_mode=mode)
+        torch.manual_seed(0)
+        first = list(loader.batch_sampler)
+        torch.manual_seed(0)
+        second = list(loader.batch_sampler)
+        assert first != second
+        assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(64))  # noqa: RUF017
+        train(model, optimizer, loader)
 
 
 def test_the_same_loader_twice() -> None:
     """A second make_private of a loader that an engine has prepared already."""
     engine, model, optimizer, loader = start(poisson_sampling=False)
-    for _ in range(2):
+    for _ in range(3):
         model, optimizer, loader = engine.make_private(
             module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=2.0,
             max_grad_norm=1.0, poisson_sampling=False,
@@ -233,6 +240,66 @@ def test_a_captured_graph_is_refused(monkeypatch) -> None:
     with pytest.raises(StepError, match="cannot be part of a CUDA graph"):
         noise.refuse_capture(torch.device("cuda"))
     noise.refuse_capture(torch.device("cpu"))
+    asked = []
+    monkeypatch.setattr(noise, "refuse_capture", asked.append)
+    SecureNoise().normal_(torch.empty(3))
+    assert asked == [torch.device("cpu")]
+
+
+@pytest.mark.parametrize("out", [torch.zeros(9).half(), torch.zeros(8, 4)[:, ::2], torch.zeros(5)])
+def test_the_guard_is_on_whatever_is_filled(out: Tensor, monkeypatch) -> None:
+    """Copied or in place; and what was copied from is erased."""
+    seen = []
+
+    def fill(values: Tensor, std: float, bits: Any, *, guarded: bool) -> None:
+        seen.append(values)
+        values.fill_(1.0)
+        assert guarded
+
+    monkeypatch.setattr(gaussian, "fill_normal", fill)
+    SecureNoise().normal_(out)
+    assert len(seen) == 1
+    assert bool((out == 1).all())
+    assert seen[0].data_ptr() == out.data_ptr() or not seen[0].any()
+
+
+@pytest.mark.parametrize("std", [-1.0, float("nan"), float("inf")])
+def test_a_std_that_is_none_is_refused(std: float) -> None:
+    for source in (SecureNoise(), SeededNoise()):
+        for draw in (
+            lambda s: s.draw(torch.zeros(3), std),
+            lambda s: ops.fill_normal(torch.zeros(3), std, s),
+            lambda s: ops.noise_finalize([None], [torch.zeros(3)], std, 1.0, s),
+        ):
+            with pytest.raises(ArgumentError, match="expects a finite number >= 0"):
+                draw(source)
+    with pytest.raises(ArgumentError, match="expects a finite number >= 0"):
+        SecureNoise().normal_(torch.zeros(3), std)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_noise_is_real(dtype: torch.dtype) -> None:
+    out = torch.zeros(3, dtype=dtype)
+    for draw in (
+        lambda: SecureNoise().normal_(out),
+        lambda: ops.fill_normal(out, 1.0, SeededNoise()),
+        lambda: ops.noise_finalize([None], [out], 1.0, 1.0, SecureNoise()),
+    ):
+        with pytest.raises(TypeError, match="real floating-point tensor"):
+            draw()
+
+
+def test_whatever_the_default_device() -> None:
+    _, model, optimizer, loader = start()
+    rows = [torch.randn(8, 6), torch.randint(0, 3, (8,))]
+    try:
+        torch.set_default_device("meta")
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(rows[0]), rows[1]).backward()
+        optimizer.step()
+        assert len(list(loader.batch_sampler)) == 8
+    finally:
+        torch.set_default_device(None)
 
 
 def test_an_error_of_the_source_is_not_hidden_by_another_backend(monkeypatch) -> None:
