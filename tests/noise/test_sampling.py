@@ -92,6 +92,18 @@ def test_samplers_of_other_lengths_and_subsets() -> None:
     assert sorted(float(x) for (batch,) in subset for x in batch) == [3, 5, 7]
 
 
+@pytest.mark.parametrize("kind", [RandomSampler, SubsetRandomSampler])
+def test_orders_do_not_follow_torchs_seed(kind: type) -> None:
+    loader = DataLoader(DATA, 4, sampler=kind(range(20)))
+    draw_securely(loader)
+    orders = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        orders.append([row for batch in loader.batch_sampler for row in batch])
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(20))
+    assert orders[0] != orders[1]
+
+
 class Bucket(BatchSampler):
     """Batches by its own draws, whatever its sampler says."""
 
