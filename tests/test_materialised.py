@@ -120,6 +120,19 @@ def test_sums_of_a_step_serve_once(clip: str) -> None:
             optimizer.step()
 
 
+def test_nothing_is_added_to_released_sums() -> None:
+    """Told at once, not at the end of the logical batch."""
+    _, model, optimizer, _ = start(FastPrivacyEngine)
+    x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+    backward(model, x, y)
+    optimizer.step()
+    model.zero_grad()
+    backward(model, x, y)
+    optimizer.signal_skip_step(True)
+    with pytest.raises(ValueError, match="Gradients haven't been cleared"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("when", ["hook", "noise"])
 def test_a_failed_step_leaves_nothing_behind(when: str, monkeypatch) -> None:
     """After zero_grad the next batch is alone in its sum, and nothing of the failed one is released."""

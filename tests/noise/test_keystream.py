@@ -81,6 +81,7 @@ def test_a_stream_at_its_end_goes_on_under_another_key(monkeypatch) -> None:
     with KeyStream() as stream:
         for row in out:
             stream.fill(row)
+    assert stream._cipher is None  # gone with its copy of the key
     raw = bytes(out.view(torch.uint8).flatten().tolist())
     assert raw == chacha20(KEY, 2) + chacha20(other, 1)
 
