@@ -22,7 +22,7 @@ from fastclip import _C
 from fastclip.errors import ArgumentError
 from fastclip.keystream import fresh_key
 from fastclip.noise import refuse_capture
-from fastclip.ops.finalize import check_floating, check_std
+from fastclip.ops.finalize import check_std
 
 _SCALARS = {  # the order of Scalar, csrc/noise.cuh
     torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3,
