@@ -112,7 +112,10 @@ def test_missing_kernels(state) -> None:
     double = made_up()
     with use_backend("triton"), pytest.warns(UserWarning, match="no kernel is written"):
         assert double(torch.ones(1)).item() == 2.0
-    with use_backend("cuda"), pytest.warns(UserWarning, match="no kernel is written|cannot be imported"):
+    with (
+        use_backend("cuda"),
+        pytest.warns(UserWarning, match="no kernel is written|cannot be imported"),
+    ):
         assert double(torch.ones(1)).item() == 2.0
 
 
