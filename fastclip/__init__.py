@@ -1,7 +1,8 @@
 """fastclip: exact per-sample gradient clipping in one backward pass, for DP training in PyTorch."""
 
-from fastclip import clipping, errors
+from fastclip import clipping, errors, losses
 from fastclip.engine import FastPrivacyEngine
+from fastclip.grad_scaler import GradScaler
 from fastclip.layers import register_rule
 from fastclip.optimizer import FastDPOptimizer
 from fastclip.planner import Costs, Planner
@@ -11,8 +12,10 @@ __all__ = [
     "Costs",
     "FastDPOptimizer",
     "FastPrivacyEngine",
+    "GradScaler",
     "Planner",
     "clipping",
     "errors",
+    "losses",
     "register_rule",
 ]

@@ -24,6 +24,7 @@ from fastclip.guards import LeakGuard, NonFiniteMonitor
 from fastclip.layers import Record, joint_norm_sq
 from fastclip.layout import BatchLayout
 from fastclip.logical_batch import LogicalBatch
+from fastclip.loss_scale import running_scale
 from fastclip.planner import Planner
 from fastclip.report import PlanLog
 from fastclip.validation import check_batch_norm
@@ -41,6 +42,8 @@ class Forward:
     """A backward pass has taken its contributions; a second one would clip each part alone."""
     row_order: Tensor | None = None
     """Inside a packed recurrent layer: the sample of each row."""
+    trains: bool = field(default_factory=torch.is_grad_enabled)
+    """It builds a graph, though parts of it may not (reentrant checkpoints run without)."""
 
 
 @dataclass
@@ -59,6 +62,7 @@ class BackwardPass:
     task: int
     forwards: list[Forward] = field(default_factory=list)
     entries: dict[nn.Parameter, Entry] = field(default_factory=dict)
+    loss_scale: float = 1.0
 
     @property
     def batch_size(self) -> int | None:
@@ -167,7 +171,7 @@ class BookKeeper:
         """Hook on the model's output: the gradient has reached it."""
         task = torch._C._current_graph_task_id()
         if self._pass is None or self._pass.task != task:
-            self._pass = BackwardPass(task)
+            self._pass = BackwardPass(task, loss_scale=running_scale())
             Variable._execution_engine.queue_callback(self.close_pass)
         if forward not in self._pass.forwards:
             self._pass.forwards.append(forward)
@@ -239,7 +243,8 @@ class BookKeeper:
 
     def _close(self, current: BackwardPass) -> None:
         batch_size = current.batch_size or 0
-        unit = float(batch_size) if self.mean_loss else 1.0  # the mean's 1/b, multiplied back
+        # The mean's 1/b, multiplied back, and the scale of the loss, which ends here.
+        unit = (float(batch_size) if self.mean_loss else 1.0) / current.loss_scale
         norm_sq, rows = self._norms(current, unit)
         per_layer = self.clipping.strategy.threshold.per_layer
         scales, self.per_sample_norms = self.clipping.clip(

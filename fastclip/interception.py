@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing dynamo
 
 from fastclip.bookkeeping import BookKeeper
 from fastclip.errors import UnsupportedLayerError
@@ -55,6 +56,11 @@ class Handle:
         for scope in self.scopes:
             inner = _Bound(scope, self, module, inner)
         return inner(*args, **kwargs)
+
+    @property
+    def only_opens(self) -> bool:
+        """The model's own forward, around which nothing is done but to open the pass."""
+        return self.rule is None and len(self.scopes) == 1 and hasattr(self.scopes[0], "enter")
 
     @staticmethod
     def _plain(module: nn.Module) -> Callable:
@@ -107,10 +113,28 @@ class _Bound:
         return scope.run(handle, module, inner, args, kwargs)
 
 
+@_disable_dynamo
 def private_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of every intercepted module."""
+    """The forward of every intercepted module; torch.compile breaks its graph around it."""
     handle: Handle = getattr(self, ATTRIBUTE)
     return handle.call(self, args, kwargs)
+
+
+@partial(_disable_dynamo, recursive=False)
+def private_root_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a root that only opens the pass: its own code may be compiled.
+
+    This frame is run as it is, and what it calls, but for the model's forward, is not traced.
+    """
+    handle: Handle = getattr(self, ATTRIBUTE)
+    scope = handle.scopes[0]
+    plain = MethodType(type(self).forward, self)
+    entered = scope.enter(handle, self, plain, args, kwargs)  # type: ignore[attr-defined]
+    try:
+        out = plain(*entered.args, **entered.kwargs)
+    finally:
+        entered.leave()
+    return entered.opening(out)
 
 
 def attach(module: nn.Module, handle: Handle) -> None:
@@ -121,8 +145,9 @@ def attach(module: nn.Module, handle: Handle) -> None:
             f"{handle.path or 'the model'} ({type(module).__name__}) has had its forward replaced "
             f"by {owner} already; pass the original model"
         )
+    forward = private_root_forward if handle.only_opens else private_forward
     module.__dict__[ATTRIBUTE] = handle
-    module.__dict__["forward"] = MethodType(private_forward, module)
+    module.__dict__["forward"] = MethodType(forward, module)
 
 
 def detach(module: nn.Module) -> None:

@@ -22,18 +22,38 @@ _FALLBACK = FallbackRule()
 
 
 def install(model: nn.Module, keeper: BookKeeper) -> None:
-    """Intercept every trainable layer of `model`; on an error the model is left as it was."""
+    """Intercept every trainable layer of `model`; on an error the model is left as it was.
+
+    A compiled model stays compiled, in the regions between its private layers.
+    """
     for path, module in model.named_modules():
         if ATTRIBUTE in module.__dict__:
             raise UnsupportedLayerError(
                 f"{path or 'the model'} ({type(module).__name__}) is private already; pass the model "
                 "that make_private returned, or call cleanup() on it first"
             )
+        if _is_compiled(module) and getattr(module.dynamo_ctx, "fullgraph", False):
+            raise UnsupportedLayerError(
+                f"{path or 'the model'} is compiled with fullgraph=True, but private layers run "
+                "between compiled regions, which are parts of it; omit fullgraph"
+            )
     try:
-        _Installer(model, keeper).run()
+        _Installer(_uncompiled(model), keeper).run()
     except Exception:
         uninstall(model)
         raise
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    """The model in torch.compile's wrapper; what is compiled are the parts between its layers."""
+    while _is_compiled(model):
+        model = model._orig_mod  # type: ignore[assignment]
+    return model
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether this is torch.compile's wrapper (known by name: dynamo need not be imported)."""
+    return type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
 
 
 def uninstall(model: nn.Module) -> None:

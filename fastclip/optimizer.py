@@ -245,6 +245,15 @@ class FastDPOptimizer(OwnsNoise, DPOptimizer):
                 closure()
         return self.original_optimizer.step() if self.pre_step() else None
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch.amp.GradScaler asks for this in its step(), which would skip steps on overflow."""
+        raise StepError(
+            "torch.amp.GradScaler scaled the loss, but not the threshold at which it was clipped, and "
+            "would skip steps on overflow, which tells something about raw gradients; use "
+            "fastclip.GradScaler in its place, or bfloat16 without a scaler"
+        )
+
     def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
         """Call `fn(self)` in every real step, before the inner step, after the hooks attached before.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +70,7 @@ class Runs:
         args, kwargs = tree_unflatten(few, structure)
         self.layout.probe = probe
         try:
-            with _undisturbed(self.model):
+            with _undisturbed(self.model), _uncompiled():
                 return self.forward(*args, **kwargs)
         finally:
             self.layout.probe = None
@@ -79,6 +80,13 @@ class Runs:
         probes = [Probe(rows, expand) for rows in SIZES]
         outputs = [self.once(cuts, probe) for probe in probes]
         return [probe.shapes for probe in probes], outputs
+
+
+def _uncompiled() -> AbstractContextManager:
+    """Compiled parts of the model run as they were written: nothing is compiled for 2 or 3 rows."""
+    if "torch._dynamo" not in sys.modules:  # nothing can be compiled, and the import is slow
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 @contextmanager

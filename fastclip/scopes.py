@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import PackedSequence
 
 from fastclip import ops
+from fastclip.bookkeeping import BookKeeper, Forward
 from fastclip.errors import FastclipError, GraphError, UnsupportedLayerError
 from fastclip.inputs import batch_sizes_of, tensors_of
 from fastclip.interception import ATTRIBUTE, Handle
@@ -28,9 +31,21 @@ class RootScope:
     def run(
         self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
     ) -> Any:
+        entered = self.enter(handle, module, inner, args, kwargs)
+        try:
+            out = inner(*entered.args, **entered.kwargs)
+        finally:
+            entered.leave()
+        return entered.opening(out)
+
+    @_disable_dynamo
+    def enter(
+        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+    ) -> RootCall:
+        """Everything before the model's forward; on its first training call, `inner` is probed."""
         keeper = handle.keeper
         if keeper.layout.probe:
-            return inner(*args, **kwargs)
+            return RootCall(args, kwargs)
         (args, kwargs), made_up = unmark((args, kwargs))
         outermost = not keeper.depth and torch.is_grad_enabled()
         if outermost and torch._C._current_graph_task_id() != -1:
@@ -44,14 +59,37 @@ class RootScope:
         if outermost:
             keeper.layout.learn(module, inner, args, kwargs)
         batch = keeper.layout.batch_size(args, kwargs)
-        with keeper.root_forward(batch, made_up) as forward:
-            if not outermost:
-                return inner(*args, **kwargs)
+        if outermost:
             keeper.check_unchanged()
             keeper.guard.arm(keeper.names)
-            out = inner(*args, **kwargs)
-        if forward.recording:
-            hook = partial(keeper.open_pass, forward)
+        return RootCall(args, kwargs, keeper, keeper.root_forward(batch, made_up), outermost)
+
+
+class RootCall:
+    """One call of the model's own forward; without a book-keeper it is only passed on.
+
+    Its methods stay outside the code that torch.compile makes of the model.
+    """
+
+    def __init__(
+        self, args: tuple, kwargs: dict, keeper: BookKeeper | None = None,
+        inside: AbstractContextManager[Forward] | None = None, opens: bool = False,
+    ) -> None:  # fmt: skip
+        self.args, self.kwargs = args, kwargs
+        self._keeper, self._opens = keeper, opens
+        self._inside = inside or nullcontext(Forward(None))
+        self._forward = self._inside.__enter__()
+
+    @_disable_dynamo
+    def leave(self) -> None:
+        """The model's forward has returned, or failed."""
+        self._inside.__exit__(None, None, None)
+
+    @_disable_dynamo
+    def opening(self, out: Any) -> Any:
+        """The model's output, whose gradient opens the backward pass."""
+        if self._keeper is not None and self._opens and self._forward.recording:
+            hook = partial(self._keeper.open_pass, self._forward)
             for tensor in tensors_of(out):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(hook)
@@ -175,16 +213,22 @@ class RelativeBias:
         module.__dict__.pop(cls.method, None)
 
 
+@_disable_dynamo
 def _private_bias(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     plain = MethodType(type(self).compute_bias, self)  # type: ignore[attr-defined]
     table = self.relative_attention_bias
     handle: Handle | None = table.__dict__.get(ATTRIBUTE)  # type: ignore[union-attr]
     if handle is None:
         return plain(*args, **kwargs)
-    if not torch.is_grad_enabled() or handle.keeper.layout.probe:
+    keeper = handle.keeper
+    if not torch.is_grad_enabled() or keeper.layout.probe:
         with handle.bypassed():
-            return plain(*args, **kwargs)
-    forward, _ = handle.keeper.layer_forward()
+            out = plain(*args, **kwargs)
+        if keeper.layout.probe or not (keeper.depth and keeper.forward.trains):
+            return out
+        # Inside a reentrant checkpoint: the recomputation will return one bias a sample.
+        return out.expand(keeper.forward.batch_size or 1, *out.shape[1:])
+    forward, _ = keeper.layer_forward()
     seen: list[Tensor] = []
     hook = table.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))  # type: ignore
     try:

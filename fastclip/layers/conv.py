@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastclip import ops
 from fastclip.layers.records import ConvRecord, KeptRecord
-from fastclip.layers.rule import LayerRule, register_rule
+from fastclip.layers.rule import LayerRule, autocast_operand, register_rule
 
 if TYPE_CHECKING:
     from fastclip.private_layer import LayerBackward
@@ -29,7 +29,7 @@ class ConvRule(LayerRule):
 
     def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
         x, _ = super().prepare(module, args, kwargs)
-        x, padding = pad_explicitly(module, x)
+        x, padding = pad_explicitly(module, autocast_operand(x))
         geometry = ops.ConvGeometry(
             tuple(module.weight.shape), _tuple(module.stride), padding,
             _tuple(module.dilation), int(module.groups),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -40,7 +43,7 @@ class FallbackRule(LayerRule):
         others = (*args[1:], *kwargs.values())
         if not args or not isinstance(args[0], Tensor) or _any_tensor(others):
             raise TypeError("its forward must take one tensor, first, and no other")
-        return args[0], (args[1:], kwargs)
+        return args[0], (args[1:], kwargs, _autocast(args[0].device.type))
 
     def forward(
         self, module: Any, x: Tensor, extra: Any
@@ -69,7 +72,7 @@ class FallbackRule(LayerRule):
 
     def backward(self, call: LayerBackward) -> Tensor | None:
         (x,) = call.saved
-        module, (args, kwargs) = call.module, call.extra
+        module, (args, kwargs, autocast) = call.module, call.extra
         parameters = {name: p.detach() for name, p in module.named_parameters()}
         trained = {name: p for name, p in parameters.items() if call.wants(name)}
         differentiable = x.is_floating_point()
@@ -84,7 +87,8 @@ class FallbackRule(LayerRule):
             return vjp(lambda own: run(own, row), trained)[1](g)
 
         try:
-            results = vmap(gradients)(x, call.g)
+            with autocast():  # that of the forward pass, which is computed again
+                results = vmap(gradients)(x, call.g)
         except Exception as error:
             raise UnsupportedLayerError(
                 f"{call.path} ({type(module).__name__}) has no per-sample rule, and vmap of its "
@@ -93,6 +97,14 @@ class FallbackRule(LayerRule):
         for name in trained:
             call.record(name, KeptRecord(ops.widen(results[0][name])))
         return results[1] if differentiable and call.needs_input_grad else None
+
+
+def _autocast(device: str) -> Callable[[], AbstractContextManager]:
+    """Brings back the autocast state of now; without its cache, which a transform must not fill."""
+    if not torch.is_autocast_enabled(device):
+        return nullcontext
+    dtype = torch.get_autocast_dtype(device)
+    return partial(torch.autocast, device, dtype=dtype, cache_enabled=False)
 
 
 def _any_tensor(values: Any) -> bool:

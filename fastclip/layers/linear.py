@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastclip import ops
 from fastclip.layers.records import KeptRecord, LinearRecord, Record
-from fastclip.layers.rule import LayerRule, register_rule
+from fastclip.layers.rule import LayerRule, autocast_operand, register_rule
 
 if TYPE_CHECKING:
     from fastclip.private_layer import LayerBackward
@@ -22,6 +22,10 @@ class LinearRule(LayerRule):
 
     name = "linear"
     transposed = False
+
+    def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
+        x, extra = super().prepare(module, args, kwargs)
+        return autocast_operand(x), extra
 
     def forward(
         self, module: Any, x: Tensor, extra: Any

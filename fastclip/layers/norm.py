@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 
 def _autocast_to_float(x: Tensor) -> Tensor:
-    # torch's autocast runs these layers in float32; the kernels called here are below it.
-    return x.float() if torch.is_autocast_enabled(x.device.type) else x
+    # torch's autocast runs these layers in float32, except on CPUs, where they keep the type of
+    # their input; the kernels called here are below it.
+    casts = x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type)
+    return x.float() if casts else x
 
 
 class _NormRule(LayerRule):
@@ -116,13 +118,16 @@ class GroupNormRule(_NormRule):
     """GroupNorm over x [b, c, *space]."""
 
     name = "group_norm"
+    keeps_format = True
+    """On a CPU, channels-last in gives channels-last out, as in torch."""
 
     def axis(self, module: Any) -> int | None:
         return 0
 
     def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
         x, _ = super().prepare(module, args, kwargs)
-        return x.contiguous(), self.num_groups(module)
+        last = x.device.type == "cpu" and x.is_contiguous(memory_format=torch.channels_last)
+        return x if last and self.keeps_format else x.contiguous(), self.num_groups(module)
 
     def num_groups(self, module: Any) -> int:
         return int(module.num_groups)
@@ -140,7 +145,7 @@ class GroupNormRule(_NormRule):
         x, mean, rstd, weight = call.saved
         b, c = x.shape[:2]
         size = torch.Size(x.shape[2:]).numel()
-        g = call.g.contiguous()
+        x, g = x.contiguous(), call.g.contiguous()
         if call.wants("weight") or call.wants("bias"):
             shape = (b, c, size)
             grad, *grads = ops.group_norm_backward(
@@ -163,6 +168,7 @@ class InstanceNormRule(GroupNormRule):
     """InstanceNorm without running statistics: GroupNorm with one channel a group."""
 
     name = "instance_norm"
+    keeps_format = False
 
     def num_groups(self, module: Any) -> int:
         return int(module.num_features)

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -55,6 +56,20 @@ class LayerRule(ABC):
     def axis(self, module: Any) -> int | None:
         """The axis of the input that holds the samples where the layer prescribes it, else None."""
         return None
+
+
+def autocast_operand(x: Tensor) -> Tensor:
+    """`x` in the type in which torch's autocast, if it is on, multiplies it.
+
+    For the `prepare` of layers that are products: what is then saved for the backward pass is what
+    was multiplied, as large as torch would save it, and of the type of the output's gradient.
+    """
+    device = x.device.type
+    if x.dtype == torch.float64 or not x.is_floating_point():
+        return x
+    if not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 Matcher = str | type

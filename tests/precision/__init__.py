@@ -1,0 +1,1 @@
+"""Mixed precision, loss scaling, checkpointing, compilation: exact, to the rounding of each."""
