@@ -23,6 +23,7 @@ from fastclip.accounting import find_noise_multiplier
 from fastclip.bookkeeping import BookKeeper
 from fastclip.clipping import Clipping, ConstantNoise, resolve
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError, UnsupportedLayerError
+from fastclip.explanation import Explanation, Setup, explain
 from fastclip.keystream import require_cipher
 from fastclip.loader import mark_made_up_rows, unmark, watch_draws
 from fastclip.materialised import optimizer_class
@@ -102,7 +103,7 @@ class FastPrivacyEngine(PrivacyEngine):
                 (whose keywords of Opacus are taken, too).
             noise_generator: source of the noise, for reproducible runs.
             grad_sample_mode: "fast"; "ghost" is the same and returns the criterion too; Opacus'
-                own modes ("hooks", "functorch", "ew", ...) run Opacus' own code.
+                own modes ("hooks", "functorch", "ew", ...) take their gradients from Opacus' code.
             wrap_model: False intercepts the model in place and returns a handle with `cleanup()`.
             rand_on_empty: an empty batch becomes one made-up row, which contributes nothing.
 
@@ -120,7 +121,7 @@ class FastPrivacyEngine(PrivacyEngine):
         if grad_sample_mode not in FAST_MODES:
             if isinstance(clipping, Clipping):
                 raise ArgumentError(
-                    f"grad_sample_mode={grad_sample_mode!r} runs Opacus' own clipping, which takes "
+                    f"grad_sample_mode={grad_sample_mode!r} clips as Opacus does, which takes "
                     "'flat', 'per_layer' or 'adaptive'; strategies of fastclip.clipping run in the "
                     "fast mode: omit grad_sample_mode"
                 )
@@ -229,6 +230,32 @@ class FastPrivacyEngine(PrivacyEngine):
         Shapes and methods are those of the last backward pass of the last model made private.
         """
         return self._require_keepers()[-1].plan_log.plan()
+
+    def explain(
+        self, *, module: nn.Module, optimizer: torch.optim.Optimizer | None = None,
+        data_loader: DataLoader | None = None, criterion: Any = None, delta: float | None = None,
+        poisson_sampling: bool = True, loss_reduction: str = "mean",
+    ) -> Explanation:  # fmt: skip
+        """What `make_private` would do with these arguments; print it before training.
+
+        It names what is trained and frozen, layers without a rule of their own, whatever would be
+        refused, and known traps: rows not drawn by Poisson sampling, a last incomplete batch, delta
+        larger than 1 / N, losses that couple samples, noise that can be foreseen. Nothing is
+        changed, and no data is looked at.
+
+        Args:
+            module: the model, before `make_private`. The rest: as for `make_private`, as far as known.
+            delta: that of the epsilon to be stated.
+
+        Returns:
+            An Explanation, with `rows`, `frozen`, `slow`, `refused` and `traps`.
+        """
+        return explain(
+            Setup(
+                module, optimizer, data_loader, criterion, delta, poisson_sampling, loss_reduction,
+                self.secure_mode,
+            )
+        )  # fmt: skip
 
     def set_groups(self, ids: Tensor, module: nn.Module | None = None) -> None:
         """Say which group each row of the next backward pass belongs to.

@@ -1,0 +1,124 @@
+"""engine.explain: rules and frozen layers as make_private finds them, and every trap by its name."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from transformers import BertConfig, BertForSequenceClassification
+
+from fastclip import FastPrivacyEngine
+from fastclip.errors import ArgumentError
+from tests.oracle import make_private
+
+
+class Scale(nn.Module):
+    """A layer without a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def engine(secure: bool = True) -> FastPrivacyEngine:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return FastPrivacyEngine(secure_mode=secure)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+def loader(rows: int = 64, **kwargs) -> DataLoader:
+    return DataLoader(TensorDataset(torch.zeros(rows, 6)), batch_size=8, **kwargs)
+
+
+def test_what_is_trained_frozen_and_slow() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Scale(), nn.ReLU(), nn.Linear(6, 3))
+    model[0].requires_grad_(False)
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    found = engine().explain(module=model, optimizer=sgd(model), data_loader=loader(), delta=1e-5)
+    assert [(row.path, row.rule) for row in found.rows] == [("1", "vmap"), ("3", "linear")]
+    assert found.trained == 6 + 21
+    assert found.frozen == {"0": 42}
+    assert found.slow == ("1",)
+    assert not found.refused
+    assert not found.traps
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    text = str(found)
+    for part in ("trained: 27 parameters in 2 layers", "frozen: 42 parameters in 1 layer", "- 1\n"):
+        assert part in text
+
+
+def test_the_rows_are_the_plans() -> None:
+    """What explain says of BERT, tied and frozen parts included, is what make_private does."""
+    config = BertConfig(
+        vocab_size=50, hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=16, max_position_embeddings=12,
+    )  # fmt: skip
+    model = BertForSequenceClassification(config)
+    model.bert.embeddings.requires_grad_(False)
+    found = engine().explain(module=model, optimizer=sgd(model))
+    made, *_ = make_private(model)
+    plan = [(row.path, row.rule) for row in made.plan().rows]
+    assert [(row.path, row.rule) for row in found.rows] == plan
+    assert found.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_everything_refused_is_told_at_once() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Sequential(nn.LSTM(3, 4)))
+    found = engine().explain(module=model)
+    first, second = found.refused
+    assert first.startswith("1 (BatchNorm2d): ")
+    assert second.startswith("2.0 (LSTM): ")
+    assert "get_compatible_module" in first
+
+
+TRAPS = {
+    "seed": ({}, r"generator that can be seeded.*secure_mode=True"),
+    "delta": ({"delta": 0.1}, r"delta = 0.1 is larger than 1 / N = 0.016"),
+    "order": ({"poisson_sampling": False}, "poisson_sampling=False: epsilon is computed for Poisson"),
+    "last batch": (
+        {"poisson_sampling": False, "data_loader": loader(60)}, "the last batch has 4 rows.*expected 7"
+    ),
+    "batch size": ({"data_loader": loader(61)}, "expected batch size is 7, not 8: 61 rows in 8"),
+    "drop_last": ({"data_loader": loader(drop_last=True)}, "drop_last=True has no meaning"),
+    "no batch": ({"data_loader": loader(5, drop_last=True)}, "the data loader has no batch"),
+    "sampler": (
+        {"data_loader": loader(sampler=WeightedRandomSampler([1.0] * 64, 64))},
+        "takes the place of the loader's WeightedRandomSampler",
+    ),
+    "weights": (
+        {"criterion": nn.CrossEntropyLoss(weight=torch.ones(3))}, "divides by the weights of the batch"
+    ),
+    "reduction": ({"criterion": nn.CrossEntropyLoss(reduction="sum")}, "pass loss_reduction='sum'"),
+    "optimizer": (
+        {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)},
+        r"2 trainable parameters are not in the optimizer \(weight, ...\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_every_trap_is_named(name: str) -> None:
+    arguments, message = TRAPS[name]
+    model = nn.Linear(6, 3)
+    clean = {"module": model, "optimizer": sgd(model), "data_loader": loader(), "delta": 1e-5}
+    assert not engine().explain(**clean, criterion=nn.CrossEntropyLoss()).traps
+    found = engine(secure=name != "seed").explain(**{**clean, **arguments})
+    assert any(re.search(message, trap) for trap in found.traps), found.traps
+
+
+def test_a_private_model_has_a_plan_instead() -> None:
+    made, private, *_ = make_private(nn.Linear(6, 3))
+    with pytest.raises(ArgumentError, match=r"before make_private; engine.plan\(\)"):
+        made.explain(module=private)
