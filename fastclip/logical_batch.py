@@ -13,6 +13,11 @@ _ABANDONED = (
     "was skipped) and the data loader has moved on: a sample of both batches would contribute twice "
     "to one release. Call optimizer.discard_logical_batch() where a loop is left or a batch skipped"
 )
+_AHEAD = (
+    "a physical batch was drawn before the one before it was stepped, so it is not known which of them "
+    "ends the logical batch: either one was skipped (call optimizer.discard_logical_batch() there), or "
+    "another library draws ahead (prepare the loader with Accelerate before BatchMemoryManager)"
+)
 _RETIRED = (
     "the model of this optimizer is not private any more (it was made private again, or cleaned up), "
     "so its gradients are not clipped for this optimizer; use the optimizer that the last "
@@ -47,6 +52,8 @@ class LogicalBatch:
         """Batches are used as they are drawn (no worker process draws ahead)."""
         self._iterations = 0
         self._drawn = 0
+        self._ahead = False
+        """A physical batch was drawn while another waited for its step."""
         self._source: tuple[int, int] | None = None
         """Where in the data loader's draws the logical batch began."""
 
@@ -56,6 +63,7 @@ class LogicalBatch:
         """An iteration over the data begins: flags of one that was left are worth nothing."""
         self._iterations += 1
         self.flags.clear()
+        self._ahead = False
 
     def draw(self) -> None:
         """The data loader has drawn a logical batch."""
@@ -63,8 +71,9 @@ class LogicalBatch:
 
     def signal(self, skip: bool) -> None:
         """The step of the physical batch that comes next only accumulates, or does not."""
-        if self.lockstep and self._iterations:
+        if self.lockstep and self._iterations and self.flags:
             self.flags.clear()  # of a batch that was drawn and never stepped
+            self._ahead = True
         self.flags.append(skip)
 
     def _position(self) -> tuple[int, int]:
@@ -73,6 +82,9 @@ class LogicalBatch:
     def abandon(self) -> None:
         """Forget the logical batch that is being gathered: nothing of it is released."""
         self.pending, self.held, self.released, self.broken = 0, False, False, False
+        if self.lockstep:  # the flag of the batch in hand; with workers others wait behind it
+            self.flags.clear()
+            self._ahead = False
 
     # The engine's side
 
@@ -85,6 +97,8 @@ class LogicalBatch:
         """A backward pass is about to contribute."""
         if self.broken:
             raise StepError(_BROKEN)
+        if self._ahead:
+            raise StepError(_AHEAD)
         if self.fresh:
             self._source = self._position()
         elif self.held and self._source != self._position():

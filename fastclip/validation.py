@@ -35,6 +35,12 @@ def check_module(model: nn.Module) -> None:
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             _check_embedding(where, module)
+        merged = module.__dict__.get("merged_adapters")  # PEFT's
+        if merged and any(p.requires_grad for p in module.parameters()):
+            raise UnsupportedLayerError(
+                f"{where}: its adapters {merged} are merged into the frozen weight, so they would be "
+                "trained on noise alone; call model.unmerge_adapter() first"
+            )
         if not _trained(module):
             continue
         if type(module) in _REPLACEABLE:
@@ -94,6 +100,11 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentTypeError(
             f"optimizer expects a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    if type(optimizer).__name__ == "AcceleratedOptimizer":
+        raise ArgumentError(
+            "make_private expects the optimizer before Accelerate has prepared it (a prepared one skips "
+            "or scales steps that are accounted); call make_private first, then accelerator.prepare"
         )
     own = set(model.parameters())
     foreign = sum(p not in own for group in optimizer.param_groups for p in group["params"])

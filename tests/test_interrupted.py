@@ -111,6 +111,26 @@ def test_skipping_physical_batches(seed: int) -> None:
     assert refused  # a skipped last part is noticed at the next logical batch
 
 
+def test_physical_batches_drawn_ahead() -> None:
+    """A library that draws one batch ahead mixes the signals up: refused, and never twice."""
+    net, model, optimizer, loader = one_hot_run()
+
+    def ahead() -> None:
+        for _ in range(4):
+            with physical(loader, optimizer, size=1) as parts:
+                drawn = iter(parts)
+                waiting = next(drawn, None)
+                while waiting is not None:
+                    (x,) = waiting
+                    waiting = next(drawn, None)
+                    one_pass(model, optimizer, x)
+                    assert shares(net) <= 1.001
+
+    with pytest.raises(StepError, match="draws ahead"):
+        ahead()
+    assert shares(net) <= 1.001
+
+
 def test_joining_poisson_batches_by_hand() -> None:
     """Each of them is a sample of its own: together they are no sample of rate q."""
     net, model, optimizer, loader = one_hot_run()

@@ -1,0 +1,124 @@
+"""What a Trainer is told about privacy, and which of its own arguments cannot be private."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fastclip.errors import ArgumentError, ArgumentTypeError
+
+_ONE_PROCESS = "train on one device: start one process, with one GPU in CUDA_VISIBLE_DEVICES"
+
+
+@dataclass
+class PrivacyArguments:
+    """The arguments of `make_private`, beside a Trainer's TrainingArguments.
+
+    Attributes:
+        per_sample_max_grad_norm: C, the (first) threshold of every row's own gradient. Not the
+            TrainingArguments' max_grad_norm, which would clip the noisy mean.
+        target_delta: delta of the epsilon that is logged, and of the budget; below 1 / rows.
+        noise_multiplier: sigma, if the noise is given.
+        target_epsilon: the budget of the whole run, if the noise is to be found; give either.
+        clipping: a strategy of fastclip.clipping (a Clipping), or "flat", "per_layer", "adaptive".
+        accountant: "prv", "rdp" or "gdp".
+        secure_mode: noise and sampling from ChaCha20 (docs/secure_mode.md).
+        poisson_sampling: draw every row independently, as the accountant assumes.
+        group_column: the column that holds each row's group, for strategies of groups.
+    """
+
+    per_sample_max_grad_norm: float
+    target_delta: float
+    noise_multiplier: float | None = None
+    target_epsilon: float | None = None
+    clipping: str = "flat"  # or a Clipping; HfArgumentParser would parse a union as the latter
+    accountant: str = "prv"
+    secure_mode: bool = False
+    poisson_sampling: bool = True
+    group_column: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.noise_multiplier is None) == (self.target_epsilon is None):
+            raise ArgumentError(
+                "PrivacyArguments expects either noise_multiplier or target_epsilon, got "
+                f"noise_multiplier={self.noise_multiplier}, target_epsilon={self.target_epsilon}"
+            )
+        if not 0 < self.target_delta < 1:
+            raise ArgumentError(
+                f"target_delta expects a number between 0 and 1, got {self.target_delta!r}"
+            )
+
+
+def check_training_arguments(args: Any, privacy: Any) -> None:
+    """Refuse what a Trainer may be asked for and cannot do privately.
+
+    Raises:
+        ArgumentError: naming the argument, why, and the way out.
+    """
+    if not isinstance(privacy, PrivacyArguments):
+        raise ArgumentTypeError(
+            f"privacy expects fastclip.integrations.huggingface.PrivacyArguments, got "
+            f"{type(privacy).__name__}"
+        )
+    if args.max_grad_norm not in (None, 0, 1.0):  # 1.0: the default, which says nothing
+        raise ArgumentError(
+            f"TrainingArguments(max_grad_norm={args.max_grad_norm}) would clip the noisy mean of "
+            "the gradients, not the rows' own; the threshold of each row is "
+            "PrivacyArguments(per_sample_max_grad_norm=...): leave max_grad_norm at its default"
+        )
+    for name, (refused, way_out) in _refusals(args, privacy).items():
+        if refused:
+            raise ArgumentError(f"TrainingArguments({name}) is not private: {way_out}")
+
+
+def _refusals(args: Any, privacy: PrivacyArguments) -> dict[str, tuple[bool, str]]:
+    """Argument -> whether it is set, and what to do instead."""
+
+    def of(name: str) -> Any:
+        """Not every version of transformers has every argument."""
+        return getattr(args, name, None)
+
+    sampling = of("train_sampling_strategy") or "random"
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    return {
+        "fp16=True": (
+            bool(of("fp16")),
+            "its loss scaler skips steps on overflow, which tells something about raw gradients; "
+            "use bf16=True",
+        ),
+        "deepspeed": (bool(of("deepspeed")), f"it takes the gradients over; {_ONE_PROCESS}"),
+        "fsdp": (bool(of("fsdp")), f"it shards the parameters; {_ONE_PROCESS}"),
+        "parallelism_config": (bool(of("parallelism_config")), _ONE_PROCESS),
+        "world_size > 1": (args.world_size > 1, _ONE_PROCESS),
+        "n_gpu > 1": (args.n_gpu > 1, f"DataParallel replicates the model; {_ONE_PROCESS}"),
+        "auto_find_batch_size=True": (
+            bool(of("auto_find_batch_size")),
+            "it would start again with another logical batch after steps were released; choose "
+            "per_device_train_batch_size",
+        ),
+        f"train_sampling_strategy={sampling!r}": (
+            sampling != "random" or bool(of("group_by_length")),
+            "rows must be drawn at random, whatever their length; leave it at 'random'",
+        ),
+        "dataloader_drop_last=True": (
+            bool(of("dataloader_drop_last")) and privacy.poisson_sampling,
+            "Poisson sampling draws every row independently and has no last batch to drop; leave it "
+            "False",
+        ),
+        "neftune_noise_alpha": (
+            of("neftune_noise_alpha") is not None,
+            "it scales a row's noise by the length that the batch was padded to; omit it",
+        ),
+        "use_liger_kernel=True": (
+            bool(of("use_liger_kernel")),
+            "its fused kernels bypass the layers whose gradients are clipped; omit it",
+        ),
+        "torch_compile=True": (
+            bool(of("torch_compile")),
+            "a compiled model hides the layers whose gradients are clipped; omit it",
+        ),
+        f"optim={optimizer!r}": (
+            "layerwise" in optimizer or "lomo" in optimizer,
+            "it steps inside the backward pass, before noise is added; use 'adamw_torch'",
+        ),
+    }

@@ -1,0 +1,298 @@
+"""transformers.Trainer with differential privacy: docs/huggingface.md.
+
+A logical batch is what the Trainer's loop sees as one batch, so one optimizer step, one scheduler
+step, one global_step and one log entry belong to each release. It is cut into physical batches
+inside `training_step`. The model stays itself (`wrap_model=False`), so checkpoints, `save_pretrained`
+and PEFT see the plain model; when `train()` returns, its layers are ordinary again.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from fastclip.clipping import Clipping
+from fastclip.engine import FastPrivacyEngine
+from fastclip.errors import ArgumentError
+from fastclip.integrations.adapters import check_adapters
+from fastclip.integrations.arguments import PrivacyArguments, check_training_arguments
+from fastclip.integrations.physical import LogicalBatchData, SplitCollate
+from fastclip.integrations.trainer_loss import RowLossTrainer
+from fastclip.optimizer import FastDPOptimizer
+
+__all__ = ["PrivacyArguments", "PrivateTrainer"]
+
+ACCOUNTANT_NAME = "privacy_accountant.json"
+"""File of a checkpoint that holds what was spent."""
+
+
+class PrivateTrainer(RowLossTrainer):
+    """A transformers.Trainer whose training is differentially private, row by row.
+
+    Example:
+        >>> trainer = PrivateTrainer(
+        ...     model=model, args=TrainingArguments("out", per_device_train_batch_size=32,
+        ...                                         gradient_accumulation_steps=16),
+        ...     train_dataset=dataset, eval_dataset=held_out,
+        ...     privacy=PrivacyArguments(per_sample_max_grad_norm=1.0, target_epsilon=3.0,
+        ...                              target_delta=1e-5))
+        >>> trainer.train()
+
+    The expected logical batch is per_device_train_batch_size * gradient_accumulation_steps rows, drawn
+    by Poisson sampling; physical batches hold at most per_device_train_batch_size of them.
+    `trainer.args` is a copy in which the logical batch is the batch and nothing is accumulated.
+
+    Args:
+        privacy: what make_private takes. noise_generator: for reproducible runs; without it noise comes
+            from a generator seeded by the operating system, never from TrainingArguments.seed, which
+            is 42 by default and known. Batches are drawn the same way unless data_seed is set.
+        engine: to share an accountant; a new one if None.
+        Everything else as transformers.Trainer. compute_loss_func may return one loss a row, [b].
+
+    Raises:
+        fastclip.errors.*: for arguments, losses and adapters that cannot be private.
+
+    Formal guarantee: `engine.get_epsilon` composes every step taken, those before a checkpoint that
+    was resumed included. The unit is one row of `train_dataset`.
+    """
+
+    def __init__(
+        self, model: Any = None, args: TrainingArguments | None = None, *rest: Any,
+        privacy: PrivacyArguments, noise_generator: torch.Generator | None = None,
+        engine: FastPrivacyEngine | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        args = TrainingArguments("tmp_trainer") if args is None else copy.copy(args)
+        check_training_arguments(args, privacy)
+        self.privacy = privacy
+        self.physical_batch_size: int | None = args.per_device_train_batch_size
+        strategy: Any = privacy.clipping
+        if isinstance(strategy, Clipping) and strategy.threshold.same_step:
+            if args.gradient_accumulation_steps > 1:
+                raise ArgumentError(
+                    "a strategy with thresholds='same_step' needs the whole logical batch at once; use "
+                    "thresholds='previous_step', or gradient_accumulation_steps=1"
+                )
+            self.physical_batch_size = None
+        args.per_device_train_batch_size *= args.gradient_accumulation_steps
+        args.gradient_accumulation_steps = 1
+        args.max_grad_norm = 0.0
+        self.engine = engine or FastPrivacyEngine(
+            accountant=privacy.accountant, secure_mode=privacy.secure_mode
+        )
+        self._noise_generator = noise_generator
+        self._sampling = torch.Generator()
+        self._sampling.seed()
+        self._handle: Any = None
+        self._resumed: str | None = None
+        super().__init__(model, args, *rest, **kwargs)
+        self.add_callback(_Releases(self))
+
+    # Before training
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As `Trainer.train`; a resumed run goes on with what the checkpoint's run has spent."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
+        self._resumed = resume_from_checkpoint or None  # type: ignore[assignment]
+        self._private, self._loss_checked = True, False
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._private = False
+            if self._handle is not None:
+                self._handle.cleanup()
+                self.model.__dict__.pop("_original_forward", None)  # Accelerate's, for bf16
+                self._handle = None
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: every trial spends, and so does choosing the best."""
+        raise ArgumentError(
+            "hyperparameter_search looks at private data in every trial; python -m fastclip.accounting "
+            "--trials prices such a search, each trial being a PrivateTrainer of its own"
+        )
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The loader of logical batches; within `train()` the private one."""
+        if isinstance(self.train_dataset, IterableDataset):
+            raise ArgumentError(
+                "an IterableDataset cannot be sampled row by row; pass a train_dataset with a length"
+            )
+        prepared = super().get_train_dataloader()  # Accelerate's would draw one batch ahead
+        kept = (
+            "collate_fn", "num_workers", "pin_memory", "worker_init_fn", "multiprocessing_context",
+            "prefetch_factor", "persistent_workers",
+        )  # fmt: skip
+        loader = DataLoader(
+            prepared.dataset, batch_size=self._train_batch_size, generator=self._sampling,
+            shuffle=not self.privacy.poisson_sampling, drop_last=self.args.dataloader_drop_last,
+            **{name: getattr(prepared, name) for name in kept},
+        )  # fmt: skip
+        return self._make_private(loader) if self._private else loader
+
+    def _make_private(self, loader: DataLoader) -> DataLoader:
+        model: Any = self.model
+        check_adapters(model)
+        steps = self.args.max_steps
+        if self._resumed:
+            self.engine.accountant.history = []
+        self.create_optimizer()
+        arguments: dict[str, Any] = {
+            "module": model.train(), "optimizer": _innermost(self.optimizer),
+            "data_loader": loader, "max_grad_norm": self.privacy.per_sample_max_grad_norm,
+            "clipping": self.privacy.clipping, "poisson_sampling": self.privacy.poisson_sampling,
+            "noise_generator": self._generator(), "wrap_model": False,
+        }  # fmt: skip
+        if self.privacy.target_epsilon is None:
+            made = self.engine.make_private(
+                noise_multiplier=self.privacy.noise_multiplier,  # type: ignore[arg-type]
+                **arguments,
+            )
+        else:
+            epochs = steps / len(loader) if steps > 0 else self.args.num_train_epochs
+            made = self.engine.make_private_with_epsilon(
+                target_epsilon=self.privacy.target_epsilon,
+                target_delta=self.privacy.target_delta,
+                epochs=epochs,  # type: ignore[arg-type]
+                **arguments,
+            )
+        self._handle, self.optimizer, private = made
+        private.collate_fn = SplitCollate(
+            loader.collate_fn, loader.dataset, self.physical_batch_size
+        )
+        if self._resumed:
+            self._load_accountant(self._resumed)
+        return private
+
+    def _generator(self) -> torch.Generator | None:
+        if self.engine.secure_mode or self._noise_generator is not None:
+            return self._noise_generator
+        generator = torch.Generator(device=self.args.device)
+        generator.seed()  # a checkpoint's rng_state.pth holds the global generators', not this one's
+        return generator
+
+    # A step
+
+    @property
+    def dp_optimizer(self) -> FastDPOptimizer:
+        """The private optimizer, without Accelerate's wrapper."""
+        optimizer: Any = self.optimizer
+        while optimizer is not None and not isinstance(optimizer, FastDPOptimizer):
+            optimizer = getattr(optimizer, "optimizer", None)
+        if optimizer is None:
+            raise ArgumentError("there is no private optimizer before train() has begun")
+        return optimizer
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward and backward passes of one logical batch; the loop's optimizer step releases it.
+
+        Returns:
+            The mean of its rows' losses (not private); 0 for an empty batch.
+        """
+        optimizer, batches = self.dp_optimizer, inputs
+        optimizer.zero_grad()
+        total = torch.zeros((), device=self.args.device)
+        for number, (batch, rows) in enumerate(zip(batches, batches.sizes, strict=True), start=1):
+            more = number < len(batches)
+            optimizer.signal_skip_step(more)
+            loss = super().training_step(model, batch)  # no num_items_in_batch: it couples rows
+            if rows:
+                total += loss.as_subclass(Tensor) * rows
+            if more:
+                optimizer.step()
+                optimizer.zero_grad()
+        return total / max(sum(batches.sizes), 1)
+
+    # What the Trainer does with a batch, for all physical batches of a logical one
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Of all physical batches."""
+        parts = inputs if isinstance(inputs, LogicalBatchData) else [inputs]
+        return sum(super(PrivateTrainer, self).floating_point_ops(part) for part in parts)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        for part in inputs if isinstance(inputs, LogicalBatchData) else [inputs]:
+            super()._track_num_input_tokens(part)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        inputs = super()._prepare_inputs(inputs)
+        groups = inputs.pop(self.privacy.group_column or "", None)
+        if groups is not None and self._private and self.model.training:  # type: ignore[union-attr]
+            self.engine.set_groups(groups)
+        return inputs
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        columns: Any = self._signature_columns
+        if self.privacy.group_column and self.privacy.group_column not in columns:
+            columns.append(self.privacy.group_column)
+
+    # After a step
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Adds `epsilon`; leaves out `grad_norm`, which is computed before there is a gradient."""
+        logs.pop("grad_norm", None)
+        if self._private and ("loss" in logs or "train_loss" in logs):
+            logs["epsilon"] = self.epsilon()
+        super().log(logs, *args, **kwargs)
+
+    def epsilon(self) -> float:
+        """Spent so far, at `privacy.target_delta`; infinite where a step had no noise."""
+        history = self.engine.accountant.history
+        if not history:
+            return 0.0
+        if any(sigma == 0 for sigma, _, _ in history):
+            return math.inf
+        return float(self.engine.get_epsilon(self.privacy.target_delta))
+
+    def _load_accountant(self, checkpoint: str) -> None:
+        path = os.path.join(checkpoint, ACCOUNTANT_NAME)
+        if not os.path.isfile(path):
+            raise ArgumentError(
+                f"{checkpoint} holds no {ACCOUNTANT_NAME}, so what its run has spent is not known; "
+                "resume from a checkpoint of a PrivateTrainer, or load its model and train anew"
+            )
+        with open(path, encoding="utf-8") as file:
+            saved = json.load(file)
+        history = [tuple(entry) for entry in saved["history"]]
+        self.engine.accountant.load_state_dict({**saved, "history": history})
+
+
+class _Releases(TrainerCallback):
+    """Saves what was spent with every checkpoint; seeds every epoch's draws if data_seed is set."""
+
+    def __init__(self, trainer: PrivateTrainer) -> None:
+        self.trainer = trainer
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """As Accelerate does, so that a resumed epoch skips the batches that were drawn before."""
+        if args.data_seed is not None:
+            self.trainer._sampling.manual_seed(args.data_seed + int(state.epoch or 0))
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Beside the optimizer's state, whose steps it prices."""
+        path = os.path.join(args.output_dir, f"checkpoint-{state.global_step}", ACCOUNTANT_NAME)
+        saved = self.trainer.engine.accountant.state_dict()
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(saved, file)
+
+
+def _innermost(optimizer: Any) -> torch.optim.Optimizer:
+    """The user's optimizer: of an earlier train(), without Accelerate's and the engine's wrappers."""
+    while True:
+        inner = getattr(optimizer, "original_optimizer", None) or getattr(
+            optimizer, "optimizer", None
+        )
+        if inner is None:
+            return optimizer
+        optimizer = inner

@@ -1,0 +1,192 @@
+"""PyTorch Lightning with differential privacy, by the route of opacus.lightning.
+
+    class Classifier(LightningModule):
+        def configure_optimizers(self):
+            optimizer = torch.optim.Adam(self.parameters())
+            return make_private(self, optimizer, self.engine, noise_multiplier=1.0, max_grad_norm=1.0)
+
+    engine = FastPrivacyEngine()
+    trainer = Trainer(callbacks=[PrivacyCallback(engine, delta=1e-5)])
+    trainer.fit(Classifier(engine), DPLightningDataModule(data))
+
+The engine must not be a part of the module's hyperparameters. One batch is one release:
+`accumulate_grad_batches` is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from opacus.data_loader import DPDataLoader
+from torch.utils.data import DataLoader
+
+from fastclip.engine import FastPrivacyEngine
+from fastclip.errors import ArgumentError, ArgumentTypeError
+from fastclip.optimizer import FastDPOptimizer
+
+try:
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule
+except ImportError:  # the older name of the same library, with types of its own
+    from pytorch_lightning import Callback, LightningDataModule, LightningModule  # type: ignore
+
+
+class DPLightningDataModule(LightningDataModule):
+    """A data module whose training batches are Poisson samples, as Opacus' class of this name.
+
+    Once `make_private` has been called its training loader is the one that the engine watches.
+
+    Args:
+        datamodule: the ordinary one; everything but its training loader is passed through.
+        generator: of the sampling; that of the loader if None.
+    """
+
+    def __init__(
+        self, datamodule: LightningDataModule, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__()
+        self.datamodule, self.generator = datamodule, generator
+        self.private_loader: DataLoader | None = None
+
+    def prepare_data(self) -> None:
+        self.datamodule.prepare_data()
+
+    def setup(self, stage: str | None = None) -> None:
+        self.datamodule.setup(stage)  # type: ignore[arg-type]
+
+    def train_dataloader(self) -> DataLoader:
+        """The training loader, drawing every row independently."""
+        if self.private_loader is not None:
+            return self.private_loader
+        loader = self.datamodule.train_dataloader()
+        return DPDataLoader.from_data_loader(loader, generator=self.generator)
+
+    def val_dataloader(self) -> Any:
+        return self.datamodule.val_dataloader()
+
+    def test_dataloader(self) -> Any:
+        return self.datamodule.test_dataloader()
+
+    def predict_dataloader(self) -> Any:
+        return self.datamodule.predict_dataloader()
+
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> Any:
+        return self.datamodule.transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return self.datamodule.on_before_batch_transfer(batch, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return self.datamodule.on_after_batch_transfer(batch, dataloader_idx)
+
+
+def make_private(
+    module: LightningModule, optimizer: torch.optim.Optimizer, engine: FastPrivacyEngine,
+    **arguments: Any,
+) -> FastDPOptimizer:  # fmt: skip
+    """The private optimizer, to be returned from `configure_optimizers`.
+
+    The module stays itself, and its trainer gets the loader that the engine watches: Lightning asks
+    for it only after `configure_optimizers`.
+
+    Args:
+        module: attached to a trainer that fits it to a DPLightningDataModule.
+        optimizer: over the module's parameters.
+        arguments: as of `FastPrivacyEngine.make_private`, or, with target_epsilon, of
+            `make_private_with_epsilon`, whose `epochs` are the trainer's if not given.
+
+    Raises:
+        fastclip.errors.*: for trainers that cannot be private, and as `make_private`.
+    """
+    trainer: Any = module.trainer
+    _check_trainer(trainer)
+    earlier = module.__dict__.pop("_fastclip_handle", None)
+    if earlier is not None:
+        earlier.cleanup()
+    data = trainer.datamodule
+    if not isinstance(data, DPLightningDataModule):
+        raise ArgumentTypeError(
+            "Lightning draws from its own data loader unless trainer.fit gets a "
+            f"DPLightningDataModule, got {type(data).__name__}; pass "
+            "datamodule=fastclip.integrations.lightning.DPLightningDataModule(your_datamodule)"
+        )
+    data.private_loader = None
+    loader = data.train_dataloader()
+    make: Callable[..., tuple] = engine.make_private
+    if "target_epsilon" in arguments:
+        make = engine.make_private_with_epsilon
+        arguments.setdefault("epochs", _epochs(trainer, len(loader)))
+    handle, private, data.private_loader = make(
+        module=module.train(), optimizer=optimizer, data_loader=loader, wrap_model=False,
+        **arguments,
+    )  # fmt: skip
+    module.__dict__["_fastclip_handle"] = handle
+    return private
+
+
+class PrivacyCallback(Callback):
+    """Logs epsilon after every epoch, and keeps what was spent in the trainer's checkpoints.
+
+    When training ends the module's layers are ordinary again.
+
+    Args:
+        engine: the one that made the module private. delta: of the epsilon that is logged.
+    """
+
+    def __init__(self, engine: FastPrivacyEngine, delta: float) -> None:
+        self.engine, self.delta = engine, delta
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        history = self.engine.accountant.history
+        noisy = history and all(sigma > 0 for sigma, _, _ in history)
+        epsilon = self.engine.get_epsilon(self.delta) if noisy else math.inf if history else 0.0
+        pl_module.log("epsilon", epsilon, prog_bar=True)
+
+    def on_fit_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        handle = pl_module.__dict__.pop("_fastclip_handle", None)
+        if handle is not None:
+            handle.cleanup()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was spent."""
+        return dict(self.engine.accountant.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.engine.accountant.load_state_dict(state_dict)
+
+
+def _epochs(trainer: Any, steps_an_epoch: int) -> float:
+    if trainer.max_steps is not None and trainer.max_steps > 0:
+        return trainer.max_steps / steps_an_epoch
+    if trainer.max_epochs is None or trainer.max_epochs < 1:
+        raise ArgumentError("target_epsilon needs the length of the run: Trainer(max_epochs=...)")
+    return trainer.max_epochs
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Refuse what would couple, scale or skip gradients."""
+    if trainer.world_size > 1:
+        raise ArgumentError(
+            f"the fast mode trains on one device so far, got {trainer.world_size}; use "
+            "Trainer(devices=1)"
+        )
+    if str(trainer.precision).startswith("16"):
+        raise ArgumentError(
+            f"Trainer(precision={trainer.precision!r}) scales the loss and skips steps on overflow, "
+            "which tells something about raw gradients; use precision='bf16-mixed'"
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ArgumentError(
+            "accumulate_grad_batches joins several Poisson samples in one step, where a row may be "
+            "in each; leave it at 1 and make the batch larger"
+        )
+    if trainer.gradient_clip_val:
+        raise ArgumentError(
+            "gradient_clip_val would clip the mean of the batch, before there is any; each row's "
+            "threshold is max_grad_norm: omit gradient_clip_val"
+        )

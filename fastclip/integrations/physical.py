@@ -1,0 +1,60 @@
+"""A logical batch as the data loader hands it over: physical batches, collated one by one.
+
+Each physical batch is padded to its own longest row. That length depends on the other rows of the
+batch, but a row's loss must not: padded positions are left out of attention by the attention mask,
+and of the loss by their label -100.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from fastclip.loader import MadeUpRow
+
+
+class LogicalBatchData(list):
+    """The physical batches of one logical batch, in order. Attributes: sizes, their rows."""
+
+    def __init__(self, batches: list[Any], sizes: list[int]) -> None:
+        super().__init__(batches)
+        self.sizes = sizes
+
+
+class SplitCollate:
+    """Collates a logical batch into physical ones of at most `rows` rows each.
+
+    They are cut as Opacus' BatchMemoryManager cuts them: as equal as can be. An empty logical batch
+    (Poisson sampling draws one at times) becomes one physical batch of a row that is marked as made
+    up: it contributes exactly nothing, and the model need not bear an input without rows.
+
+    Args:
+        collate: the user's data collator. dataset: gives the made-up row its shape.
+        rows: most rows of a physical batch; None never splits.
+    """
+
+    def __init__(self, collate: Callable[[list], Any], dataset: Any, rows: int | None) -> None:
+        self.collate, self.dataset, self.rows = collate, dataset, rows
+
+    def __call__(self, drawn: list[Any]) -> LogicalBatchData:
+        if not drawn:
+            return LogicalBatchData([self._made_up()], [0])
+        parts = -(-len(drawn) // (self.rows or len(drawn)))
+        cuts = [part.tolist() for part in np.array_split(np.arange(len(drawn)), parts)]
+        batches = [self.collate([drawn[i] for i in cut]) for cut in cuts]
+        return LogicalBatchData(batches, [len(cut) for cut in cuts])
+
+    def _made_up(self) -> Any:
+        batch = self.collate([self.dataset[0]])
+        batch = (
+            dict(batch) if isinstance(batch, Mapping) else batch
+        )  # tree_map opens no BatchEncoding
+
+        def mark(leaf: Any) -> Any:
+            return leaf.as_subclass(MadeUpRow) if isinstance(leaf, Tensor) else leaf
+
+        return tree_map(mark, batch)

@@ -1,0 +1,1 @@
+"""fastclip inside transformers, PEFT, Accelerate and Lightning; skipped where these are missing."""

@@ -1,0 +1,121 @@
+"""What is frozen is neither touched nor kept; what cannot be right is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fastclip.errors import ArgumentError
+from fastclip.integrations import bias_only, head_only
+from tests.integrations.adapters import batch, lora, peft
+from tests.integrations.tiny import CLASSES, bert, furthest, trainer, weights
+from tests.oracle import Batch, backward, make_private
+from tests.refusal import refused
+
+
+def classify(output, labels: torch.Tensor) -> torch.Tensor:
+    """Each row's own cross entropy, [b]."""
+    return nn.functional.cross_entropy(output.logits, labels, reduction="none")
+
+
+def test_lora_with_a_trainer(tmp_path: Path) -> None:
+    """Base weights stay as they were, bit for bit; the checkpoint is an ordinary adapter."""
+    model = lora()
+    before = weights(model)
+    run = trainer(tmp_path, model, 4, 2, arguments={"save_strategy": "epoch"})
+    run.train()
+    after = weights(model)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    for name in after:
+        assert torch.equal(after[name], before[name]) == (name not in trained), name
+    loaded = peft.PeftModel.from_pretrained(bert(), tmp_path / "checkpoint-6")
+    assert furthest(weights(loaded), after) == 0
+    tokens = {"input_ids": torch.tensor([[5, 6, 7]])}
+    merged = model.eval()(**tokens).logits
+    torch.testing.assert_close(model.merge_and_unload()(**tokens).logits, merged)
+
+
+def test_lora_resumes(tmp_path: Path) -> None:
+    saving = {"save_strategy": "epoch"}
+    trainer(tmp_path, lora(), arguments=saving).train()
+    run = trainer(tmp_path, lora(), arguments=saving)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert sum(steps for _, _, steps in run.engine.accountant.history) == 6
+
+
+def test_merged_adapters_are_refused(tmp_path: Path) -> None:
+    """Their matrices would be trained on noise alone."""
+    model = lora()
+    model.merge_adapter()
+    with refused("unmerge_adapter"):
+        trainer(tmp_path, model).train()
+    with refused("unmerge_adapter"):
+        make_private(model)
+    model.unmerge_adapter()
+    trainer(tmp_path, model).train()
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_dora": True}, {"target_modules": ["word_embeddings"]}, {"ia3": True}]
+)
+def test_adapters_without_a_rule_are_refused_by_name(options: dict) -> None:
+    """DoRA and adapters that keep their matrices outside of layers."""
+    if options.pop("ia3", False):
+        told = {"target_modules": ["query"], "feedforward_modules": [], "task_type": "SEQ_CLS"}
+        model = peft.get_peft_model(bert(), peft.IA3Config(**told)).train()
+    else:
+        model = lora(**options)
+    with refused(r"bert\..*register_rule"):
+        _, private, _, _ = make_private(model)
+        backward(private, batch(), classify)
+
+
+def saved_bytes(model: nn.Module, example: Batch) -> int:
+    """What one forward pass leaves for the backward pass, parameters apart."""
+    own = {p.data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        if x.data_ptr() not in own:
+            kept[x.data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        classify(model(**example.kwargs), example.target).mean().backward()
+    return sum(kept.values())
+
+
+def test_biases_need_no_inputs_of_layers() -> None:
+    """No more than ordinary bias-only training keeps, and less than training the weights."""
+    ordinary = saved_bytes(bias_only(bert()).train(), batch())
+    found = {}
+    for name, model in {"biases": bias_only(bert()), "all": bert()}.items():
+        _, private, _, _ = make_private(model.train())
+        backward(private, batch(), classify)  # the first pass looks at how the model is built
+        private.zero_grad()
+        found[name] = saved_bytes(private, batch())
+    assert found["biases"] <= ordinary
+    assert found["biases"] < 0.8 * found["all"]
+
+
+def test_a_frozen_backbone_costs_nothing() -> None:
+    """Nothing below the head is intercepted, or kept for the backward pass."""
+    model = head_only(bert().train(), "classifier")
+    engine, private, _, _ = make_private(model)
+    backward(private, batch(), classify)
+    assert [row.path for row in engine.plan().rows] == ["classifier"]
+    frozen = [m for name, m in model.named_modules() if name and name != "classifier"]
+    assert not any("forward" in m.__dict__ for m in frozen)
+    private.zero_grad()
+    head_inputs = 4 * 16 * 4  # four rows of the pooled output
+    assert saved_bytes(private, batch()) <= head_inputs + 4 * CLASSES * 4 * 4 + 64
+
+
+def test_helpers_name_what_there_is() -> None:
+    with pytest.raises(ArgumentError, match="its modules are bert, classifier"):
+        head_only(bert(), "head")
+    with pytest.raises(ArgumentError, match="no bias"):
+        bias_only(nn.Sequential(nn.Linear(2, 2, bias=False)))

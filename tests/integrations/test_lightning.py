@@ -1,0 +1,153 @@
+"""Lightning: the same weights as a hand-written loop, through Lightning's own closures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from opacus.data_loader import DPDataLoader
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fastclip import FastPrivacyEngine, sampling
+from fastclip.errors import ArgumentTypeError
+from tests.integrations.tiny import furthest, weights
+from tests.refusal import refused
+
+pytest.importorskip("lightning", reason="lightning is not installed")
+integration = pytest.importorskip("fastclip.integrations.lightning")
+pl = pytest.importorskip("lightning.pytorch")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice about workers and loggers
+
+
+class Data(pl.LightningDataModule):
+    """48 rows of 6 numbers."""
+
+    def train_dataloader(self) -> DataLoader:
+        generator = torch.Generator().manual_seed(1)
+        x, y = torch.randn(48, 6, generator=generator), torch.arange(48) % 3
+        return DataLoader(TensorDataset(x, y), 12, generator=torch.Generator().manual_seed(2))
+
+    def val_dataloader(self) -> DataLoader:
+        return self.train_dataloader()
+
+
+class Classifier(pl.LightningModule):
+    """A network whose optimizer is private."""
+
+    def __init__(self, engine: FastPrivacyEngine, **arguments) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.engine, self.arguments = engine, arguments or {"noise_multiplier": 1.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def training_step(self, batch, index: int) -> torch.Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch, index: int) -> None:
+        self.log("validation", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        told = dict(self.arguments)
+        if not self.engine.secure_mode:
+            told["noise_generator"] = torch.Generator().manual_seed(3)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        return integration.make_private(self, optimizer, self.engine, max_grad_norm=1.0, **told)
+
+
+def fit(engine: FastPrivacyEngine, arguments: dict | None = None, data=None, **options):
+    """A trained module and its trainer."""
+    told = {
+        "max_epochs": 2, "accelerator": "cpu", "logger": False, "enable_progress_bar": False,
+        "enable_checkpointing": False, "enable_model_summary": False, "num_sanity_val_steps": 0,
+    }  # fmt: skip
+    module = Classifier(engine, **(arguments or {}))
+    trainer = pl.Trainer(
+        callbacks=[integration.PrivacyCallback(engine, delta=1e-3)], **(told | options)
+    )
+    trainer.fit(module, datamodule=data or integration.DPLightningDataModule(Data()))
+    return module, trainer
+
+
+def by_hand(engine: FastPrivacyEngine) -> nn.Module:
+    model = Classifier(engine)
+    private, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        data_loader=Data().train_dataloader(), noise_multiplier=1.0, max_grad_norm=1.0,
+        noise_generator=torch.Generator().manual_seed(3),
+    )  # fmt: skip
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(private(x), y).backward()
+            optimizer.step()
+    return model
+
+
+def test_lightning_is_the_loop_by_hand() -> None:
+    engine, other = FastPrivacyEngine(accountant="rdp"), FastPrivacyEngine(accountant="rdp")
+    module, trainer = fit(engine)
+    expected = by_hand(other)
+    assert furthest(weights(module), weights(expected)) < 1e-6
+    assert engine.accountant.history == other.accountant.history == [(1.0, 0.25, 8)]
+    assert float(trainer.callback_metrics["epsilon"]) == pytest.approx(engine.get_epsilon(1e-3))
+    assert not any("forward" in m.__dict__ for m in module.modules())
+
+
+def test_the_data_module_draws_poisson_samples() -> None:
+    loader = integration.DPLightningDataModule(Data()).train_dataloader()
+    assert isinstance(loader, DPDataLoader)
+    assert len({len(batch[0]) for batch in loader}) > 1
+
+
+def test_a_budget_is_kept() -> None:
+    engine = FastPrivacyEngine(accountant="rdp")
+    fit(engine, {"target_epsilon": 5.0, "target_delta": 1e-3})
+    assert 4.9 <= engine.get_epsilon(1e-3) <= 5.0
+
+
+def test_the_trainer_draws_what_the_engine_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first batch on: every epoch's iterator is one of the secure sampler."""
+    drawn = []
+    sample = sampling.poisson_sample
+    monkeypatch.setattr(sampling, "poisson_sample", lambda *a: drawn.append(1) or sample(*a))
+    fit(FastPrivacyEngine(accountant="rdp", secure_mode=True))
+    assert len(drawn) == 8
+
+
+def test_data_of_another_kind_are_refused() -> None:
+    """Their loader would shuffle, while the engine accounts for Poisson samples."""
+    with pytest.raises(ArgumentTypeError, match=r"DPLightningDataModule\(your_datamodule\)"):
+        fit(FastPrivacyEngine(), data=Data())
+
+
+def test_what_was_spent_is_in_the_checkpoint(tmp_path: Path) -> None:
+    _, trainer = fit(FastPrivacyEngine(accountant="rdp"))
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    engine = FastPrivacyEngine(accountant="rdp")
+    module, more = Classifier(engine), pl.Trainer(
+        max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        callbacks=[integration.PrivacyCallback(engine, delta=1e-3)],
+    )  # fmt: skip
+    data = integration.DPLightningDataModule(Data())
+    more.fit(module, datamodule=data, ckpt_path=tmp_path / "saved.ckpt", weights_only=False)
+    assert engine.accountant.history == [(1.0, 0.25, 12)]
+
+
+@pytest.mark.parametrize(
+    ("options", "way_out"),
+    [
+        ({"accumulate_grad_batches": 2}, "leave it at 1"),
+        ({"gradient_clip_val": 1.0}, "max_grad_norm"),
+    ],
+)
+def test_trainers_that_cannot_be_private(options: dict, way_out: str) -> None:
+    with refused(way_out):
+        fit(FastPrivacyEngine(), **options)
