@@ -1,6 +1,6 @@
 // Norms, scales and clipped sums of materialised per-sample gradients, of all parameters together.
 //
-//     n_b^2 = sum_l ||g_lb||^2     s_b = min(1, C / n_b) (1 - slack)     S_l = sum_b s_b g_lb
+//     n_b^2 = sum_l ||g_lb||^2     s_b = min(1, C (1 - slack) / n_b)     S_l = sum_b s_b g_lb
 //
 // Three steps: partial squared norms, one for a chunk of one sample's gradient of one parameter;
 // norms and scales from them; the weighted sums. Each gradient is read twice, the least that is
@@ -163,10 +163,10 @@ FASTCLIP_HD double scale_share(const ScaleArguments& a, int64_t block, int threa
   return sum;
 }
 
-// min(1, C / n) (1 - slack), in the arithmetic of fastclip.clipping's Hard: the same bits.
+// min(1, limit / n), in the arithmetic of fastclip.clipping's Hard: the same bits.
 template <class A>
-FASTCLIP_HD A hard_scale(A n, A threshold, A room, A smallest) {
-  const A scale = threshold / (n > threshold ? n : threshold) * room;
+FASTCLIP_HD A hard_scale(A n, A limit, A smallest) {
+  const A scale = limit / (n > limit ? n : limit);
   return scale < smallest ? A(0) : scale;
 }
 
@@ -175,15 +175,16 @@ FASTCLIP_HD void write_scale(const ScaleArguments& a, int64_t block, double tota
   const int64_t row = a.begin + block / a.b, sample = block % a.b, at = row * a.b + sample;
   const double threshold =
       a.thresholds == nullptr ? a.rows[block / a.b].threshold : a.thresholds[row];
+  const double limit = threshold * a.room;
   const double n = a.wide ? sqrt(total) : static_cast<double>(static_cast<float>(sqrt(total)));
   const bool finite = n - n == 0;
   if (a.wide) {
     static_cast<double*>(a.norms)[at] = n;
-    a.scales[at] = hard_scale(n, threshold, a.room, a.smallest);
+    a.scales[at] = hard_scale(n, limit, a.smallest);
   } else {
     static_cast<float*>(a.norms)[at] = static_cast<float>(n);
-    a.scales[at] = hard_scale(static_cast<float>(n), static_cast<float>(threshold),
-                              static_cast<float>(a.room), static_cast<float>(a.smallest));
+    a.scales[at] = hard_scale(static_cast<float>(n), static_cast<float>(limit),
+                              static_cast<float>(a.smallest));
   }
   if (!finite) {
 #ifdef __CUDA_ARCH__

@@ -81,6 +81,7 @@ void clip_scale(int device, uintptr_t stream, const pybind11::kwargs& values) {
   FASTCLIP_GET(parameter);
   FASTCLIP_GET(tau);
   FASTCLIP_GET(room);
+  FASTCLIP_GET(within);
   FASTCLIP_GET(scale);
   FASTCLIP_GET(policy);
   FASTCLIP_GET(per_layer);

@@ -35,7 +35,8 @@ struct ClipArguments {
   int64_t all;     // thresholds of a per-layer policy
   double parameter;  // eps or gamma
   double tau;
-  double room;     // 1 - slack
+  double room;     // 1 - slack, or 1 where the thresholds keep the room
+  double within;   // what thresholds are multiplied by before norms are clipped at them
   Scale scale;
   Policy policy;
   bool per_layer, per_group, normalized, below, centred;
@@ -117,11 +118,11 @@ FASTCLIP_HD void clip_sample(const ClipArguments& a, int64_t b) {
     for (int64_t l = 0; l < a.l; ++l) {
       const double size = sqrt(static_cast<double>(own[l * a.stride_l]));
       const double limit = a.threshold[a.layers == nullptr ? l : a.layers[l]];
-      const double scale = alive ? fmin(scale_of(a, size, limit) * factor, kLargest) : 0;
+      const double scale = alive ? fmin(scale_of(a, size, limit * a.within) * factor, kLargest) : 0;
       a.scales[l * a.b + b] = static_cast<float>(scale);
     }
   } else {
-    const double scale = alive ? fmin(scale_of(a, n, c) * factor, kLargest) : 0;
+    const double scale = alive ? fmin(scale_of(a, n, c * a.within) * factor, kLargest) : 0;
     a.scales[b] = static_cast<float>(scale);
   }
   if (a.counts != nullptr) count_sample(a, n, c, grouped, belongs, group);

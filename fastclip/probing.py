@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils._pytree import tree_unflatten
 
 from fastclip.errors import BatchSizeError, UnsupportedLayerError
@@ -151,8 +151,16 @@ def same(first: Any, second: Any) -> bool:
     """Whether two outputs of a model agree within rounding."""
     return all(
         a.shape == b.shape and _close(a, b)
-        for a, b in zip(tensors_of(first), tensors_of(second), strict=True)
+        for a, b in zip(_by_row(first), _by_row(second), strict=True)
     )
+
+
+def _by_row(output: Any) -> Iterator[Tensor]:
+    """The tensors of an output; a PackedSequence padded, for its data has no axis of samples."""
+    for leaf in flatten(output)[0]:
+        leaf = pad_packed_sequence(leaf)[0] if isinstance(leaf, PackedSequence) else leaf
+        if isinstance(leaf, Tensor):
+            yield leaf
 
 
 def _close(first: Tensor, second: Tensor) -> bool:
@@ -161,7 +169,7 @@ def _close(first: Tensor, second: Tensor) -> bool:
 
 def check_apart(plain: list[Any], other: Any, row: int, what: str) -> None:
     """This row of the outputs must not have changed when only the other row's input did."""
-    triples = zip(tensors_of(plain[0]), tensors_of(plain[1]), tensors_of(other), strict=False)
+    triples = zip(_by_row(plain[0]), _by_row(plain[1]), _by_row(other), strict=False)
     for two, three, changed in triples:
         axis = _changed_axis(tuple(two.shape), tuple(three.shape))
         if axis < 0 or two.dim() != changed.dim():

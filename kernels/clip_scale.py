@@ -1,6 +1,6 @@
 """Norms to scales and counts in one launch; noisy counts to thresholds in another.
 
-For sample b, n_b = sqrt(sum_l norm_sq[l, b]), scale_b = w_k s(n_b; C_k) (1 - slack), k its group, and
+For sample b, n_b = sqrt(sum_l norm_sq[l, b]), scale_b = w_k s(n_b; C_k), less the strategy's room for rounding, k its group, and
 one 1 added to the counts of the policy. Arithmetic is float64 (a few thousand numbers), norms are
 compared with thresholds in float32, as the reference does. Counts are whole or half numbers, whose
 atomic sums are exact, so the result does not depend on the order of the programs.
@@ -26,6 +26,7 @@ POLICIES = {
     **{"Quantile": 1, "Group": 2, "Reweighted": 3},
 }
 _MODULE = "fastclip.clipping"
+_ROOM = 1 - 2.0**-18  # for rounding: fastclip.clipping.strategy.slack of float32
 _MOST_GROUPS = 1024
 _MOST_LAYERS = 16384
 
@@ -69,6 +70,7 @@ def _clip_kernel(
     BELOW: tl.constexpr, CENTRED: tl.constexpr, PER_LAYER: tl.constexpr, GROUPED: tl.constexpr,
     PER_GROUP: tl.constexpr, NORMALIZED: tl.constexpr, BOUNDED: tl.constexpr,
     WEIGHTED: tl.constexpr, SUBSET: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr,
+    ROOM_WITHIN: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_ALL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -118,13 +120,16 @@ def _clip_kernel(
             own = tl.load(norm_sq + layer * stride_l + b * stride_b, mask=inside, other=0.0)
             own = tl.sqrt(own.to(tl.float64))
             c_own = tl.load(threshold + place) + tl.zeros((BLOCK_B,), tl.float64)
+            c_own *= tl.full((1,), ROOM_WITHIN, tl.float64)
             value = tl.minimum(
                 tl.where(alive, _scale(own, c_own, KIND, PARAMETER) * factor, 0.0), 1e30
             )
             tl.store(scales + layer * B + b, value.to(tl.float32), mask=inside)
     else:
         n = n32.to(tl.float64)
-        value = tl.minimum(tl.where(alive, _scale(n, c, KIND, PARAMETER) * factor, 0.0), 1e30)
+        limit = c * tl.full((1,), ROOM_WITHIN, tl.float64)
+        value = tl.where(alive, _scale(n, limit, KIND, PARAMETER) * factor, 0.0)
+        value = tl.minimum(value, 1e30)
         tl.store(scales + b, value.to(tl.float32), mask=inside)
 
     if COUNT:
@@ -186,7 +191,9 @@ def clip_scale(
         PER_LAYER=policy.per_layer, GROUPED=grouped,
         PER_GROUP=grouped and state.threshold.dim() == 1, NORMALIZED=scale.normalized,
         BOUNDED=state.bound is not None, WEIGHTED=state.weights is not None and grouped,
-        SUBSET=layers is not None, COUNT=counts is not None, ROOM=1 - 2.0**-18,
+        SUBSET=layers is not None, COUNT=counts is not None,
+        ROOM=1.0 if strategy.room_within else _ROOM,
+        ROOM_WITHIN=_ROOM if strategy.room_within else 1.0,
         BLOCK_B=block, BLOCK_K=triton.next_power_of_2(num_groups),
         BLOCK_ALL=triton.next_power_of_2(total_layers),
     )  # fmt: skip

@@ -72,7 +72,8 @@ def by_loops(
                 total += part
                 absolute += part.abs()
         sums.append(total)
-        sizes.append(float(total.norm() + absolute.norm() / 10) or 1.0)
+        # clipped samples are 2^-18 smaller, the others are not: half of what went in makes 5e-6
+        sizes.append(float(total.norm() + absolute.norm() / 2) or 1.0)
     return sums, norms[0] if flat else norms, sizes
 
 
@@ -198,7 +199,7 @@ class ClipContract:
         g[1] = 1e-3
         (total,), norms = self.clip([g], 1.0)
         assert norms[0] == math.inf
-        assert torch.allclose(total, g[1] * (1 - 2.0**-18), rtol=1e-6)
+        assert torch.equal(total, g[1])
 
     @settings(
         max_examples=150, deadline=None, suppress_health_check=[HealthCheck.differing_executors]

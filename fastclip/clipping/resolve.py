@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fastclip.clipping.checks import positive
@@ -57,15 +58,22 @@ def resolve(
         )
     if "unclipped_num_std" in known:
         known["unclipped_num_std"] = _ratio(known["unclipped_num_std"], noise_multiplier)
-    return _BY_NAME[clipping](**{ADAPTIVE_KEYWORDS[name]: value for name, value in known.items()})
+    strategy = _BY_NAME[clipping](
+        **{ADAPTIVE_KEYWORDS[name]: value for name, value in known.items()}
+    )
+    if not known:
+        return strategy
+    # Opacus' keywords mean a count of +1/2 and -1/2 (Andrew et al. 2021, Theorem 1).
+    return replace(strategy, threshold=replace(strategy.threshold, centred=True))
 
 
 def _ratio(count_noise: object, noise_multiplier: float) -> float:
-    """r = sigma_count / sigma_grad for Opacus' absolute sigma_count, so that Lemma 3.1 gives sigma."""
+    """r = sigma_count / sigma_grad for the standard deviation of a count of sensitivity 1/2, so that
+    Lemma 3.1 gives sigma: sigma_grad is that of Andrew et al., Theorem 1."""
     std = positive("unclipped_num_std", count_noise)
-    if std <= noise_multiplier:
+    if 2 * std <= noise_multiplier:
         raise ArgumentError(
-            f"unclipped_num_std expects more than noise_multiplier={noise_multiplier}, got {std}: "
-            "the noise of the counts alone would spend the whole budget"
+            f"unclipped_num_std expects more than noise_multiplier / 2 = {noise_multiplier / 2}, got "
+            f"{std}: the noise of the counts alone would spend the whole budget"
         )
-    return math.sqrt((std / noise_multiplier) ** 2 - 1) if noise_multiplier else 10.0
+    return math.sqrt((2 * std / noise_multiplier) ** 2 - 1) if noise_multiplier else 10.0

@@ -127,9 +127,22 @@ class Clipping:
             thresholds = thresholds[index] if thresholds.dim() else thresholds  # [b]
             factor = factor[index] if factor.dim() else factor
             dead = dead | (groups < 0)
+        room = 1 - slack(norms.dtype)
+        if self.room_within:
+            thresholds = thresholds * room
+        else:
+            factor = factor * room
         scales = self.scale(norms, thresholds.to(norms.dtype))
-        factor = (factor * (1 - slack(norms.dtype))).clamp(max=LARGEST).to(norms.dtype)
+        factor = factor.clamp(max=LARGEST).to(norms.dtype)
         return (scales.clamp(max=LARGEST) * factor).clamp(max=LARGEST).masked_fill(dead, 0)
+
+    @property
+    def room_within(self) -> bool:
+        """Room for rounding is kept by a lower threshold, C (1 - slack), not by smaller scales.
+
+        So a sample within it enters as it is, with scale 1: without clipping nothing changes.
+        """
+        return type(self.scale) is Hard and not self.scale.normalized
 
     def _factor(self, state: Thresholds) -> Tensor:
         """What multiplies the scale function: weights, C of a global function, 1 / S; [k] or []."""

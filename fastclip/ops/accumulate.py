@@ -129,14 +129,14 @@ def room(grad_samples: Sequence[Tensor]) -> tuple[float, float]:
 
 
 def hard_scales(norms: Tensor, thresholds: Tensor, bounds: tuple[float, float]) -> Tensor:
-    """min(1, C / n) (1 - slack), 0 for a sample of which any norm is not finite.
+    """min(1, C (1 - slack) / n), 0 for a sample of which any norm is not finite.
 
     Args:
         norms: [l, b]. thresholds: [l] or a scalar. bounds: see `room`.
     """
-    limit = thresholds.to(norms.dtype)
+    limit = (thresholds * bounds[0]).to(norms.dtype)
     limit = limit[:, None] if limit.dim() else limit
-    scales = limit / norms.maximum(limit) * bounds[0]
+    scales = limit / norms.maximum(limit)
     dead = ~torch.isfinite(norms).all(0)  # [b]
     return scales.masked_fill(dead | (scales < bounds[1]), 0)
 
