@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(BIN)/python -m pytest -n 2
 
-.PHONY: venv build demo test test-all lint bench clean
+@@ demo test test-all lint bench clean
 
 venv: $(STAMP)
 
@@ -25,10 +25,14 @@ demo: $(STAMP)
 	$(BIN)/python -m examples.demo
 
 test: $(STAMP)
-	$(TESTS) -m "not slow"
+	$(TESTS) -m "not slow and not conformance"
 
 test-all: $(STAMP)
-	$(TESTS)
+	$(TESTS) -m "not conformance"
+
+# Opacus' own test suite on this engine: about 5 minutes.
+conformance: $(STAMP)
+	$(BIN)/python -m tests.conformance
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

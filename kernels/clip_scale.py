@@ -1,9 +1,10 @@
 """Norms to scales and counts in one launch; noisy counts to thresholds in another.
 
-For sample b, n_b = sqrt(sum_l norm_sq[l, b]), scale_b = w_k s(n_b; C_k), less the strategy's room for rounding, k its group, and
-one 1 added to the counts of the policy. Arithmetic is float64 (a few thousand numbers), norms are
-compared with thresholds in float32, as the reference does. Counts are whole or half numbers, whose
-atomic sums are exact, so the result does not depend on the order of the programs.
+For sample b, n_b = sqrt(sum_l norm_sq[l, b]), scale_b = w_k s(n_b; C_k), less the strategy's room for
+rounding, k its group, and one 1 added to the counts of the policy. Arithmetic is float64 (a few
+thousand numbers), norms are compared with thresholds in float32, as the reference does. Counts are
+whole or half numbers, whose atomic sums are exact, so the result does not depend on the order of the
+programs.
 
 Index letters: b sample, l parameter tensor, k group.
 """

@@ -1,0 +1,111 @@
+"""What the fast mode puts in the place of Opacus' parts, for tests that build the parts by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from opacus.data_loader import CollateFnWithEmpty, DPDataLoader
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fastclip.bookkeeping import BookKeeper
+from fastclip.clipping import dp_sgd
+from fastclip.loader import mark_made_up_rows, watch_draws
+from fastclip.logical_batch import LogicalBatch
+from fastclip.module import FastGradSampleHooks, FastGradSampleModule
+from fastclip.optimizer import FastDPOptimizer
+from fastclip.sampling import draw_securely
+from fastclip.validation import check_module
+
+
+class Loader(DPDataLoader):
+    """Opacus' loader as make_private leaves it: its sampler tells when a batch is drawn."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if options.get("rand_on_empty"):
+            mark_made_up_rows(self)
+        watch_draws(self, LogicalBatch(), poisson=True)
+
+
+class Collate(CollateFnWithEmpty):
+    """Opacus' collate function as make_private leaves it: a row that it makes up is marked."""
+
+    def __call__(self, batch: list[Any]) -> Any:
+        loader: Any = SimpleNamespace(collate_fn=super().__call__)
+        if self.rand_on_empty:
+            mark_made_up_rows(loader)
+        return loader.collate_fn(batch)
+
+
+def wrap_collate(*, collate_fn: Any, **options: Any) -> Collate:
+    """Opacus' wrap_collate_with_empty for `Collate`."""
+    return Collate(collate_fn, **options)
+
+
+def watched_sampler(**options: Any) -> Any:
+    """Opacus' Poisson sampler as make_private leaves it."""
+    loader: Any = SimpleNamespace(
+        batch_sampler=UniformWithReplacementSampler(**options), num_workers=0
+    )
+    watch_draws(loader, LogicalBatch(), poisson=True)
+    return loader.batch_sampler
+
+
+def secure_sampler(**options: Any) -> Any:
+    """Opacus' Poisson sampler as make_private leaves it in secure mode."""
+    loader: Any = SimpleNamespace(batch_sampler=UniformWithReplacementSampler(**options))
+    draw_securely(loader)
+    return loader.batch_sampler
+
+
+class Module(FastGradSampleModule):
+    """The private model, without an engine; C is 1 until an `optimizer` says otherwise."""
+
+    newest: BookKeeper
+
+    def __init__(
+        self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean",
+        strict: bool = True,
+    ) -> None:  # fmt: skip
+        keeper = _keeper(m, batch_first, loss_reduction)
+        super().__init__(m, keeper=keeper, batch_first=batch_first, loss_reduction=loss_reduction)
+        Module.newest = keeper
+
+
+class Hooks(FastGradSampleHooks):
+    """The handle of wrap_model=False, without an engine."""
+
+    def __init__(
+        self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean",
+        strict: bool = True,
+    ) -> None:  # fmt: skip
+        keeper = _keeper(m, batch_first, loss_reduction)
+        super().__init__(m, keeper=keeper, batch_first=batch_first, loss_reduction=loss_reduction)
+
+
+def _keeper(m: nn.Module, batch_first: bool, loss_reduction: str) -> BookKeeper:
+    check_module(m)
+    names = {p: name for name, p in m.named_parameters() if p.requires_grad}
+    axis = 0 if batch_first else 1
+    return BookKeeper(names, dp_sgd(), 1.0, mean_loss=loss_reduction == "mean", batch_axis=axis)
+
+
+def optimizer(optimizer: Optimizer, max_grad_norm: float, **options: Any) -> FastDPOptimizer:
+    """The private optimizer of the newest `Module`."""
+    private = FastDPOptimizer(optimizer, keeper=Module.newest, **options)
+    private.max_grad_norm = max_grad_norm
+    return private
+
+
+def embedding_norms(
+    layer: nn.Embedding, activations: list[Tensor], backprops: Tensor
+) -> dict[nn.Parameter, Tensor]:
+    """Norms of the gradients of an embedding's samples, as Opacus' norm sampler returns them."""
+    private = Module(layer, loss_reduction="sum")
+    private(activations[0]).backward(backprops)
+    norms = private.keeper.per_sample_norms
+    assert norms is not None
+    return {layer.weight: norms}
