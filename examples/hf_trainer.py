@@ -79,7 +79,6 @@ def train(folder: str, epochs: float, physical: int) -> PrivateTrainer:
             eval_strategy="epoch",
             save_strategy="no",
             report_to=[],
-            disable_tqdm=True,
             dataloader_pin_memory=torch.cuda.is_available(),
         ),
         train_dataset=rows(train_set),

@@ -13,6 +13,13 @@ hf_trainer = pytest.importorskip("examples.hf_trainer")
 clinicalbert = pytest.importorskip("examples.clinicalbert")
 
 
+def test_hf_trainer_starts(tmp_path: Path) -> None:
+    """Two releases of 512 rows in physical batches, within the budget of the whole run."""
+    run = hf_trainer.train(str(tmp_path), epochs=0.3, physical=128)
+    assert sum(steps for _, _, steps in run.engine.accountant.history) == run.state.global_step > 0
+    assert 0 < run.epsilon() <= 8
+
+
 @pytest.mark.slow
 def test_hf_trainer(tmp_path: Path) -> None:
     """It learns more than the commonest class, within its budget."""
