@@ -9,7 +9,7 @@ next one. All state of the engine that is not the optimizer's lives in one BookK
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -238,7 +238,10 @@ class BookKeeper:
             return
         for forward in current.forwards:
             forward.finished = True
-        with torch.no_grad():
+        with torch.no_grad(), ExitStack() as stack:
+            for device in {parameter.device.type for parameter in current.entries}:
+                # The caller's autocast (a backward pass inside its block) is not for norms and sums.
+                stack.enter_context(torch.autocast(device, enabled=False))
             self._close(current)
 
     def _close(self, current: BackwardPass) -> None:

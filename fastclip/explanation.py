@@ -50,7 +50,7 @@ class Explanation:
     frozen: dict[str, int]
     """Paths of frozen layers, and their parameters."""
     refused: tuple[str, ...]
-    """Why make_private would refuse, one sentence each."""
+    """Why make_private would refuse, one sentence each; or why that cannot be told."""
     traps: tuple[str, ...]
     """What would be trained, but not as one might think."""
 
@@ -116,8 +116,18 @@ def _dry_run(model: nn.Module, trained: set[str]) -> tuple[tuple[PlanRow, ...], 
         memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    bare = copy.deepcopy(model, memo)
     refused = []
+    if not model.training:
+        refused.append(
+            "the model is in eval mode, and make_private expects training mode: model.train()"
+        )
+    try:
+        bare = copy.deepcopy(model, memo)
+    except Exception as error:
+        return (), (
+            *refused,
+            f"the model cannot be copied, so its layers were not looked at: {error}",
+        )
     for path, module in bare.named_modules():
         alone = copy.copy(module)
         alone._modules = {}

@@ -15,8 +15,9 @@ _ABANDONED = (
 )
 _AHEAD = (
     "a physical batch was drawn before the one before it was stepped, so it is not known which of them "
-    "ends the logical batch: either one was skipped (call optimizer.discard_logical_batch() there), or "
-    "another library draws ahead (prepare the loader with Accelerate before BatchMemoryManager)"
+    "ends the logical batch: leave the loop. Where a batch is skipped, call "
+    "optimizer.discard_logical_batch() before the next one is drawn; where another library draws ahead, "
+    "prepare the loader with Accelerate before BatchMemoryManager"
 )
 _RETIRED = (
     "the model of this optimizer is not private any more (it was made private again, or cleaned up), "
@@ -82,9 +83,12 @@ class LogicalBatch:
     def abandon(self) -> None:
         """Forget the logical batch that is being gathered: nothing of it is released."""
         self.pending, self.held, self.released, self.broken = 0, False, False, False
-        if self.lockstep:  # the flag of the batch in hand; with workers others wait behind it
-            self.flags.clear()
-            self._ahead = False
+        if self.lockstep and not self._ahead:
+            self.flags.clear()  # of the batch in hand
+        elif (
+            self.flags
+        ):  # which of those drawn they belong to cannot be told: the loop must be left
+            self._ahead = True
 
     # The engine's side
 

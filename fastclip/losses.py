@@ -57,6 +57,8 @@ def per_sample_cross_entropy(
     b, classes = len(labels), logits.shape[-1]
     if not logits.dtype.itemsize >= 4:
         logits = logits.float()
+    if weight is not None:
+        weight = weight.to(logits)
     losses = F.cross_entropy(
         logits.reshape(-1, classes), labels.reshape(-1).long(), weight, ignore_index=ignore_index,
         reduction="none", label_smoothing=label_smoothing,

@@ -38,6 +38,11 @@ def paired(t: int, n: int, big: float, tiny: float) -> torch.Tensor:
     return (half + tiny * torch.randn(1, t // 2, 2, n)).reshape(1, t, n)
 
 
+def nearly_parallel(t: int, n: int, tiny: float) -> torch.Tensor:
+    """[1, t, n]: one random vector, a little different at each position."""
+    return 3 * torch.randn(1, 1, n) + tiny * torch.randn(1, t, n)
+
+
 CONSTRUCTIONS = {
     "constant": lambda t, d, p: (nearly_constant(t, d, 1e3, 1e-2), alternating(t, p, 1e2)),
     "constant-mild": lambda t, d, p: (nearly_constant(t, d, 10.0, 1e-3), alternating(t, p, 1.0)),
@@ -79,6 +84,21 @@ def test_linear_norm(construction: str, t: int, d: int, p: int) -> None:
 def test_linear_contribution(construction: str, t: int, d: int, p: int) -> None:
     model, a, g, _ = linear_case(construction, t, d, p)
     assert norms_and_contribution(model, a, g)[1] <= C
+
+
+@pytest.mark.parametrize("tiny", [1e-1, 1e-2, 1e-3])
+@pytest.mark.parametrize(("t", "n"), [(2, 64), (2, 256), (6, 64), (18, 64), (6, 768)])
+def test_nearly_parallel_positions(t: int, n: int, tiny: float) -> None:
+    """Where all roundings of a Gram are alike, and what they are of cancels: 40 draws each."""
+    fading = 1 - tiny * torch.arange(t)[None, :, None]
+    signs = torch.ones(t)
+    signs[t // 2 :] = -1
+    for seed in range(40):
+        torch.manual_seed(seed)
+        a = nearly_parallel(t, n, tiny)
+        g = 10 * torch.randn(1, 1, n) * signs[None, :, None] * fading
+        true = torch.einsum("btp,btd->bpd", g.double(), a.double()).norm().item()
+        assert ops.ghost_norm(a, g).double().sqrt().item() >= true * (1 - ULP)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import warnings
 
 import pytest
@@ -81,6 +82,19 @@ def test_everything_refused_is_told_at_once() -> None:
     assert first.startswith("1 (BatchNorm2d): ")
     assert second.startswith("2.0 (LSTM): ")
     assert "get_compatible_module" in first
+
+
+def test_a_model_in_eval_mode() -> None:
+    (why,) = engine().explain(module=nn.Linear(6, 3).eval()).refused
+    assert "model.train()" in why
+
+
+def test_a_model_that_cannot_be_copied() -> None:
+    model = nn.Linear(6, 3)
+    model.lock = threading.Lock()
+    found = engine().explain(module=model, data_loader=loader(), delta=0.1)
+    assert "cannot be copied" in found.refused[0]
+    assert any("delta" in trap for trap in found.traps)
 
 
 TRAPS = {

@@ -131,6 +131,33 @@ def test_physical_batches_drawn_ahead() -> None:
     assert shares(net) <= 1.001
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_discarding_does_not_unlock_a_loop_that_draws_ahead(workers: int) -> None:
+    """Which flag belongs to which batch cannot be told any more: not in this loop, but in the next."""
+    torch.manual_seed(0)
+    net, model, optimizer, loader = one_hot_run(workers=workers, batch_size=2)
+    released = 0
+    for _ in range(3):
+        with physical(loader, optimizer, size=1) as parts:
+            drawn = iter(parts)
+            waiting = next(drawn, None)
+            while waiting is not None:
+                (x,) = waiting
+                if workers:  # they draw ahead themselves; this one is skipped and given up
+                    optimizer.discard_logical_batch()
+                waiting = next(drawn, None)
+                try:
+                    one_pass(model, optimizer, x)
+                    released += 1
+                except StepError:
+                    optimizer.discard_logical_batch()
+                assert shares(net) <= 1.001
+    with physical(loader, optimizer, size=1) as parts:  # an ordinary loop goes on
+        for (x,) in parts:
+            one_pass(model, optimizer, x)
+            assert shares(net) <= 1.001
+
+
 def test_joining_poisson_batches_by_hand() -> None:
     """Each of them is a sample of its own: together they are no sample of rate q."""
     net, model, optimizer, loader = one_hot_run()

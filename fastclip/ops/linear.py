@@ -9,6 +9,8 @@ from torch import Tensor
 
 from fastclip.ops.dispatch import operation
 from fastclip.ops.numerics import (
+    CANCELLATION,
+    CANCELLED_ERROR_FACTOR,
     GRAM_ERROR_FACTOR,
     drop_zeroed,
     lost_squares,
@@ -36,25 +38,31 @@ def gram_product(gram_a: Tensor, gram_g: Tensor, d: int, p: int) -> Tensor:
     under-estimated (METHODS: Gram norms cancel). d and p are the lengths of the dot products.
     """
     t = gram_a.shape[1]
-    bound = gram_bound(trace(gram_a), trace(gram_g), t * d, t * p)
     total = row_dot(gram_a, gram_g).clamp_min(0)
+    bound = gram_bound(total, t, trace(gram_a), trace(gram_g), t * d, t * p)
     # Terms of one sign round alike: the products of long rows come out low by up to (d + p) / 45 u
     # (measured: 650 u at 29184), where a sum of both signs errs by a few u of `bound`.
     return total * (1 + (d + p) / 32 * unit_roundoff(total.dtype)) + bound
 
 
-def gram_bound(norm_a: Tensor, norm_g: Tensor, a_entries: int, g_entries: int) -> Tensor:
+def gram_bound(
+    total: Tensor, t: int, norm_a: Tensor, norm_g: Tensor, a_entries: int, g_entries: int
+) -> Tensor:
     """What rounding and underflow can hide of a product of Grams, [b].
 
-    c * u * ||A||^2 ||G||^2, and for squares below the range of the type their number times its
+    c * u * ||A||^2 ||G||^2, where c grows with how much of that has cancelled, and for squares below the range of the type their number times its
     smallest number: the Gram of one operand is off by at most that, entry by entry.
 
     Args:
-        norm_a, norm_g: ||A_b||^2 and ||G_b||^2, [b].
+        total: the product, as computed, of Grams [b, t, t]. norm_a, norm_g: ||A_b||^2 and ||G_b||^2, [b].
         a_entries, g_entries: how many numbers A_b and G_b hold.
     """
     dtype = norm_a.dtype
-    rounding = GRAM_ERROR_FACTOR * unit_roundoff(dtype) * norm_a * norm_g
+    product = norm_a * norm_g
+    left = CANCELLATION * t * (total / product)  # NaN where both are 0 or inf: no share of c then
+    cancelled = (1 / (1 + left)).nan_to_num(0.0)
+    c = GRAM_ERROR_FACTOR + (CANCELLED_ERROR_FACTOR - GRAM_ERROR_FACTOR) * cancelled
+    rounding = c * unit_roundoff(dtype) * product
     return (
         rounding + lost_squares(a_entries, dtype) * norm_g + lost_squares(g_entries, dtype) * norm_a
     )

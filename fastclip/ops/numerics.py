@@ -10,7 +10,13 @@ from torch import Tensor
 
 _ROW_CHUNK = 1024
 GRAM_ERROR_FACTOR = 2.0
-"""c of a Gram norm's rounding bound c * u * ||A||^2 * ||G||^2 (0.75 is the most that was measured)."""
+"""c of a Gram norm's rounding bound c * u * ||A||^2 * ||G||^2, where little cancels."""
+CANCELLED_ERROR_FACTOR = 6.0
+"""The same where nearly all cancels: 3.98 is the most that was measured, at two nearly parallel
+positions of 64 features (256: 1.5, 2048: 2.3)."""
+CANCELLATION = 30.0
+"""||A||^2 ||G||^2 over t times the squared norm, at which c is halfway between the two. Of t unrelated
+positions it is about 1, and a bound of c = 6 would raise their norms by 3 u t for nothing."""
 PRODUCT_ERROR_FACTOR = 1.0
 """c of a product's rounding bound c * u * ||A|| * ||G|| (0.006 is the most that was measured)."""
 
