@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(BIN)/python -m pytest -n 2
 
-@@ demo test test-all lint bench clean
+.PHONY: venv build demo test test-all conformance lint bench clean
 
 venv: $(STAMP)
 
