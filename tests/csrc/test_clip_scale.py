@@ -12,10 +12,9 @@ from fastclip.cuda.clip import clip_scale, threshold_step
 from fastclip.ops import dispatch
 from fastclip.ops.clip import clip_scale as reference_scale
 from fastclip.ops.clip import threshold_step as reference_step
+from tests.clip_cases import LAYERS, norms_of, setting
 from tests.strategies import COMBINATIONS, label
 
-LAYERS = 5
-EXTREMES = [0.0, 1e-30, 1e-12, 0.5, 4.0, 1e18, 3e38, float("inf"), float("nan")]
 ALL = [  # every combination, and parameters that are felt
     *COMBINATIONS,
     Clipping(Tanh(eps=0.3)),
@@ -38,35 +37,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """Where the kernels run, asked for by name: elsewhere Triton's go first."""
     with dispatch.use_backend("cuda"):
         yield request.param
-
-
-def norms_of(b: int, device: str) -> torch.Tensor:
-    """Squared norms [l, b], extreme ones first; non-contiguous."""
-    generator = torch.Generator().manual_seed(b)
-    norm_sq = torch.rand(b, LAYERS, generator=generator).square() * 10
-    for i, value in enumerate(EXTREMES[:b]):
-        norm_sq[i] = value
-    return norm_sq.to(device).T
-
-
-def setting(strategy: Clipping, b: int, device: str):
-    """Thresholds after a few moves, groups (one row in none), layers, and counts so far."""
-    policy = strategy.threshold
-    per_layer = policy.per_layer
-    state = strategy.initial([0.3, 1.0, 2.5, 0.7, 0.1, 3.0] if per_layer else 0.7, 6)
-    state = state.to(torch.device(device))
-    groups = None
-    if policy.num_groups is not None:
-        groups = torch.arange(b, device=device) % policy.num_groups
-        groups[b // 2 : b // 2 + 1] = -1
-    counts = None
-    if policy.count_noise_ratio is not None:
-        ones = torch.ones(1, device=device)
-        counts = policy.count(ones, state, None if groups is None else groups[:1] * 0)
-        for step in range(3):
-            state = policy.move(state, counts * 3 + step, 8.0, step)
-    layers = torch.tensor([5, 0, 2, 3, 1], device=device) if per_layer else None
-    return state, groups, layers, counts
 
 
 @pytest.mark.parametrize("b", [0, 1, 7, 300])

@@ -9,47 +9,18 @@ from fastclip.clipping import Clipping, Hard, Quantile
 from fastclip.kernels.clip_scale import clip_scale, threshold_step
 from fastclip.ops.clip import clip_scale as reference_scale
 from fastclip.ops.clip import threshold_step as reference_step
+from tests.clip_cases import LAYERS, norms_of, setting
 from tests.kernels.oracle import DEVICE
 from tests.strategies import COMBINATIONS, label
 
-LAYERS = 5
-EXTREMES = [0.0, 1e-30, 1e-12, 0.5, 4.0, 1e18, 3e38, float("inf"), float("nan")]
 strategies = pytest.mark.parametrize("strategy", COMBINATIONS, ids=label)
-
-
-def norms_of(b: int) -> torch.Tensor:
-    """Squared norms [l, b], extreme ones first; non-contiguous."""
-    generator = torch.Generator().manual_seed(b)
-    norm_sq = torch.rand(b, LAYERS, generator=generator).square() * 10
-    for i, value in enumerate(EXTREMES[:b]):
-        norm_sq[i] = value
-    return norm_sq.to(DEVICE).T
-
-
-def setting(strategy: Clipping, b: int):
-    """Thresholds after a few moves, groups (one row in none), layers, and counts so far."""
-    policy = strategy.threshold
-    per_layer = policy.per_layer
-    state = strategy.initial([0.3, 1.0, 2.5, 0.7, 0.1, 3.0] if per_layer else 0.7, 6).to(DEVICE)
-    groups = None
-    if policy.num_groups is not None:
-        groups = torch.arange(b, device=DEVICE) % policy.num_groups
-        groups[b // 2 : b // 2 + 1] = -1
-    counts = None
-    if policy.count_noise_ratio is not None:
-        ones = torch.ones(1, device=DEVICE)
-        counts = policy.count(ones, state, None if groups is None else groups[:1] * 0)
-        for step in range(3):
-            state = policy.move(state, counts * 3 + step, 8.0, step)
-    layers = torch.tensor([5, 0, 2, 3, 1], device=DEVICE) if per_layer else None
-    return state, groups, layers, counts
 
 
 @pytest.mark.parametrize("b", [0, 1, 7, 300])
 @strategies
 def test_scales_norms_and_counts(strategy: Clipping, b: int) -> None:
-    norm_sq = norms_of(b)
-    state, groups, layers, counts = setting(strategy, b)
+    norm_sq = norms_of(b, DEVICE)
+    state, groups, layers, counts = setting(strategy, b, DEVICE)
     theirs = None if counts is None else counts.clone()
     scales, norms = clip_scale(norm_sq, strategy, state, groups, layers, counts)
     expected, sizes = reference_scale.reference(norm_sq, strategy, state, groups, layers, theirs)
@@ -68,7 +39,7 @@ def test_scales_norms_and_counts(strategy: Clipping, b: int) -> None:
     "strategy", [s for s in COMBINATIONS if s.threshold.count_noise_ratio], ids=label
 )
 def test_thresholds(strategy: Clipping) -> None:
-    state, _, _, counts = setting(strategy, 7)
+    state, _, _, counts = setting(strategy, 7, DEVICE)
     policy = strategy.threshold
     for seed in range(6):
         generator = torch.Generator().manual_seed(seed)
@@ -99,6 +70,6 @@ def test_parts_of_a_user_stay_with_the_reference() -> None:
 
     strategy = Clipping(Halved())
     state = strategy.initial(1.0, LAYERS).to(DEVICE)
-    assert clip_scale(norms_of(7), strategy, state) is NotImplemented
-    double = norms_of(7).double()
+    assert clip_scale(norms_of(7, DEVICE), strategy, state) is NotImplemented
+    double = norms_of(7, DEVICE).double()
     assert clip_scale(double, Clipping(), Clipping().initial(1.0, LAYERS)) is NotImplemented
