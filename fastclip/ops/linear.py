@@ -50,11 +50,13 @@ def gram_bound(
 ) -> Tensor:
     """What rounding and underflow can hide of a product of Grams, [b].
 
-    c * u * ||A||^2 ||G||^2, where c grows with how much of that has cancelled, and for squares below the range of the type their number times its
-    smallest number: the Gram of one operand is off by at most that, entry by entry.
+    c * u * ||A||^2 ||G||^2, where c grows with how much of that has cancelled, and for squares below
+    the range of the type their number times its smallest number: the Gram of one operand is off by at
+    most that, entry by entry.
 
     Args:
-        total: the product, as computed, of Grams [b, t, t]. norm_a, norm_g: ||A_b||^2 and ||G_b||^2, [b].
+        total: the product, as computed, of Grams [b, t, t].
+        norm_a, norm_g: ||A_b||^2 and ||G_b||^2, [b].
         a_entries, g_entries: how many numbers A_b and G_b hold.
     """
     dtype = norm_a.dtype
