@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from fastclip.clipping.checks import positive
 from fastclip.clipping.presets import adaptive, dp_sgd, per_layer
 from fastclip.clipping.strategy import Clipping
+from fastclip.clipping.thresholds import Quantile
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
 _BY_NAME = {"flat": dp_sgd, "per_layer": per_layer, "adaptive": adaptive}
@@ -64,7 +65,8 @@ def resolve(
     if not known:
         return strategy
     # Opacus' keywords mean a count of +1/2 and -1/2 (Andrew et al. 2021, Theorem 1).
-    return replace(strategy, threshold=replace(strategy.threshold, centred=True))
+    counted = replace(cast(Quantile, strategy.threshold), centred=True)
+    return replace(strategy, threshold=counted)
 
 
 def _ratio(count_noise: object, noise_multiplier: float) -> float:
