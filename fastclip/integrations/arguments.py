@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
 from fastclip.errors import ArgumentError, ArgumentTypeError
+from fastclip.explanation import Setup, explain
 
 _ONE_PROCESS = "train on one device: start one process, with one GPU in CUDA_VISIBLE_DEVICES"
 
@@ -71,6 +77,48 @@ def check_training_arguments(args: Any, privacy: Any) -> None:
             raise ArgumentError(f"TrainingArguments({name}) is not private: {way_out}")
 
 
+def check_still_private(trainer: Any) -> None:
+    """Refuse what was changed after the arguments were checked: by hand, a callback, the environment.
+
+    Raises:
+        ArgumentError: with the way out.
+    """
+    args = trainer.args
+    if args.gradient_accumulation_steps != 1:
+        raise ArgumentError(
+            f"trainer.args.gradient_accumulation_steps was set to {args.gradient_accumulation_steps}, "
+            "which would join several Poisson samples in one step; pass it to TrainingArguments before "
+            "the trainer is made"
+        )
+    if args.max_grad_norm:
+        raise ArgumentError(
+            f"trainer.args.max_grad_norm was set to {args.max_grad_norm}, which would clip the noisy "
+            "mean; leave it, the threshold of each row is per_sample_max_grad_norm"
+        )
+    if trainer.accelerator.mixed_precision == "fp16":
+        raise ArgumentError(
+            "Accelerate was told to use fp16 (ACCELERATE_MIXED_PRECISION, or accelerate's own "
+            "configuration), whose loss scaler looks at raw gradients; unset it, or use bf16"
+        )
+
+
+def loader_traps(loader: DataLoader, privacy: PrivacyArguments) -> Iterator[str]:
+    """What `engine.explain` would say of the data loader and of delta."""
+    setup = Setup(
+        nn.Identity(), data_loader=loader, delta=privacy.target_delta, secure_mode=True,
+        poisson_sampling=privacy.poisson_sampling,
+    )  # fmt: skip
+    return iter(explain(setup).traps)
+
+
+def repeats_noise(generator: torch.Generator | None) -> bool:
+    """A generator at the very start of its sequence."""
+    if generator is None:
+        return False
+    start = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+    return torch.equal(start.get_state(), generator.get_state())
+
+
 def _refusals(args: Any, privacy: PrivacyArguments) -> dict[str, tuple[bool, str]]:
     """Argument -> whether it is set, and what to do instead."""
 
@@ -104,6 +152,10 @@ def _refusals(args: Any, privacy: PrivacyArguments) -> dict[str, tuple[bool, str
             bool(of("dataloader_drop_last")) and privacy.poisson_sampling,
             "Poisson sampling draws every row independently and has no last batch to drop; leave it "
             "False",
+        ),
+        "ignore_data_skip=True, data_seed=...": (
+            bool(of("ignore_data_skip")) and of("data_seed") is not None,
+            "a resumed epoch would begin with the very batches that were drawn before; omit either",
         ),
         "neftune_noise_alpha": (
             of("neftune_noise_alpha") is not None,

@@ -9,30 +9,39 @@ and PEFT see the plain model; when `train()` returns, its layers are ordinary ag
 from __future__ import annotations
 
 import copy
-import json
 import math
-import os
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from fastclip.clipping import Clipping
 from fastclip.engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError
 from fastclip.integrations.adapters import check_adapters
-from fastclip.integrations.arguments import PrivacyArguments, check_training_arguments
+from fastclip.integrations.arguments import (
+    PrivacyArguments,
+    check_still_private,
+    check_training_arguments,
+    loader_traps,
+    repeats_noise,
+)
+from fastclip.integrations.checkpoints import (
+    ACCOUNTANT_NAME,
+    Releases,
+    Resumed,
+    read_checkpoint,
+)
 from fastclip.integrations.physical import LogicalBatchData, SplitCollate
+from fastclip.integrations.row_losses import Checked
 from fastclip.integrations.trainer_loss import RowLossTrainer
 from fastclip.optimizer import FastDPOptimizer
 
-__all__ = ["PrivacyArguments", "PrivateTrainer"]
-
-ACCOUNTANT_NAME = "privacy_accountant.json"
-"""File of a checkpoint that holds what was spent."""
+__all__ = ["ACCOUNTANT_NAME", "PrivacyArguments", "PrivateTrainer"]
 
 
 class PrivateTrainer(RowLossTrainer):
@@ -89,12 +98,15 @@ class PrivateTrainer(RowLossTrainer):
             accountant=privacy.accountant, secure_mode=privacy.secure_mode
         )
         self._noise_generator = noise_generator
-        self._sampling = torch.Generator()
-        self._sampling.seed()
+        self.sampling_generator = torch.Generator()
+        self.sampling_generator.seed()
+        self.run_number = -1  # the first train() is run 0
+        self.mechanism = (0.0, 0.0)  # sigma and q of this run's first step
         self._handle: Any = None
-        self._resumed: str | None = None
+        self._resumed: Resumed | None = None
         super().__init__(model, args, *rest, **kwargs)
-        self.add_callback(_Releases(self))
+        check_still_private(self)
+        self.add_callback(Releases(self))
 
     # Before training
 
@@ -104,8 +116,18 @@ class PrivateTrainer(RowLossTrainer):
         """As `Trainer.train`; a resumed run goes on with what the checkpoint's run has spent."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
-        self._resumed = resume_from_checkpoint or None  # type: ignore[assignment]
-        self._private, self._loss_checked = True, False
+        self._resumed = None
+        if resume_from_checkpoint and resume_from_checkpoint is not True:
+            self._resumed = read_checkpoint(str(resume_from_checkpoint), self.engine.accountant)
+            if repeats_noise(self._noise_generator):
+                warnings.warn(
+                    "noise_generator is at the start of its sequence, so a resumed run would add the "
+                    "noise of the first steps again if that run had this seed; restore the generator's "
+                    "state yourself (set_state), or seed it differently",
+                    stacklevel=2,
+                )
+        self.run_number = self._resumed.run if self._resumed else self.run_number + 1
+        self._private, self._checked = True, Checked()
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -134,7 +156,7 @@ class PrivateTrainer(RowLossTrainer):
             "prefetch_factor", "persistent_workers",
         )  # fmt: skip
         loader = DataLoader(
-            prepared.dataset, batch_size=self._train_batch_size, generator=self._sampling,
+            prepared.dataset, batch_size=self._train_batch_size, generator=self.sampling_generator,
             shuffle=not self.privacy.poisson_sampling, drop_last=self.args.dataloader_drop_last,
             **{name: getattr(prepared, name) for name in kept},
         )  # fmt: skip
@@ -144,8 +166,8 @@ class PrivateTrainer(RowLossTrainer):
         model: Any = self.model
         check_adapters(model)
         steps = self.args.max_steps
-        if self._resumed:
-            self.engine.accountant.history = []
+        for trap in loader_traps(loader, self.privacy):
+            warnings.warn(trap, stacklevel=2)
         self.create_optimizer()
         arguments: dict[str, Any] = {
             "module": model.train(), "optimizer": _innermost(self.optimizer),
@@ -170,8 +192,11 @@ class PrivateTrainer(RowLossTrainer):
         private.collate_fn = SplitCollate(
             loader.collate_fn, loader.dataset, self.physical_batch_size
         )
+        self.mechanism = (self.dp_optimizer.noise_multiplier, 1 / len(loader))
         if self._resumed:
-            self._load_accountant(self._resumed)
+            if self.privacy.target_epsilon is not None:
+                self._resumed.check_budget(*self.mechanism)
+            self._resumed.load(self.engine.accountant)
         return private
 
     def _generator(self) -> torch.Generator | None:
@@ -199,6 +224,7 @@ class PrivateTrainer(RowLossTrainer):
         Returns:
             The mean of its rows' losses (not private); 0 for an empty batch.
         """
+        check_still_private(self)
         optimizer, batches = self.dp_optimizer, inputs
         optimizer.zero_grad()
         total = torch.zeros((), device=self.args.device)
@@ -254,37 +280,6 @@ class PrivateTrainer(RowLossTrainer):
         if any(sigma == 0 for sigma, _, _ in history):
             return math.inf
         return float(self.engine.get_epsilon(self.privacy.target_delta))
-
-    def _load_accountant(self, checkpoint: str) -> None:
-        path = os.path.join(checkpoint, ACCOUNTANT_NAME)
-        if not os.path.isfile(path):
-            raise ArgumentError(
-                f"{checkpoint} holds no {ACCOUNTANT_NAME}, so what its run has spent is not known; "
-                "resume from a checkpoint of a PrivateTrainer, or load its model and train anew"
-            )
-        with open(path, encoding="utf-8") as file:
-            saved = json.load(file)
-        history = [tuple(entry) for entry in saved["history"]]
-        self.engine.accountant.load_state_dict({**saved, "history": history})
-
-
-class _Releases(TrainerCallback):
-    """Saves what was spent with every checkpoint; seeds every epoch's draws if data_seed is set."""
-
-    def __init__(self, trainer: PrivateTrainer) -> None:
-        self.trainer = trainer
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """As Accelerate does, so that a resumed epoch skips the batches that were drawn before."""
-        if args.data_seed is not None:
-            self.trainer._sampling.manual_seed(args.data_seed + int(state.epoch or 0))
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Beside the optimizer's state, whose steps it prices."""
-        path = os.path.join(args.output_dir, f"checkpoint-{state.global_step}", ACCOUNTANT_NAME)
-        saved = self.trainer.engine.accountant.state_dict()
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(saved, file)
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:

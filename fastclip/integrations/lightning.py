@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 
 from fastclip.engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError, ArgumentTypeError
+from fastclip.integrations.spent import load_spent, spent_state
 from fastclip.optimizer import FastDPOptimizer
 
 try:
@@ -153,11 +154,11 @@ class PrivacyCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """What was spent."""
-        return dict(self.engine.accountant.state_dict())
+        return spent_state(self.engine.accountant)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
-        self.engine.accountant.load_state_dict(state_dict)
+        """Go on from there; what this engine has spent since is kept (a Tuner restores its start)."""
+        load_spent(self.engine.accountant, state_dict, "the checkpoint")
 
 
 def _epochs(trainer: Any, steps_an_epoch: int) -> float:

@@ -12,9 +12,16 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from fastclip.errors import ArgumentError
 from fastclip.loader import MadeUpRow
+
+_OF_ROWS = (
+    "labels", "label", "label_ids", "input_ids", "attention_mask", "token_type_ids", "inputs_embeds",
+    "decoder_input_ids", "pixel_values", "input_values", "input_features",
+)  # fmt: skip
+"""Inputs of transformers' models whose first dimension is the rows."""
 
 
 class LogicalBatchData(list):
@@ -45,11 +52,23 @@ class SplitCollate:
             return LogicalBatchData([self._made_up()], [0])
         parts = -(-len(drawn) // (self.rows or len(drawn)))
         cuts = [part.tolist() for part in np.array_split(np.arange(len(drawn)), parts)]
-        batches = [self.collate([drawn[i] for i in cut]) for cut in cuts]
+        batches = [self._collated([drawn[i] for i in cut]) for cut in cuts]
         return LogicalBatchData(batches, [len(cut) for cut in cuts])
 
+    def _collated(self, drawn: list[Any]) -> Any:
+        batch = self.collate(drawn)
+        for found in _row_counts(batch):
+            if found != len(drawn):
+                raise ArgumentError(
+                    f"the collator returned {found} rows for {len(drawn)} rows of the data set, but one "
+                    "row of the data set must stay one row of the batch, for each is clipped as one: "
+                    "join, pack or cut rows into chunks before training, so that what privacy protects "
+                    "is a row of train_dataset"
+                )
+        return batch
+
     def _made_up(self) -> Any:
-        batch = self.collate([self.dataset[0]])
+        batch = self._collated([self.dataset[0]])
         batch = (
             dict(batch) if isinstance(batch, Mapping) else batch
         )  # tree_map opens no BatchEncoding
@@ -58,3 +77,14 @@ class SplitCollate:
             return leaf.as_subclass(MadeUpRow) if isinstance(leaf, Tensor) else leaf
 
         return tree_map(mark, batch)
+
+
+def _row_counts(batch: Any) -> list[int]:
+    """How many rows a collated batch says that it has."""
+    if not isinstance(batch, Mapping):
+        return [
+            len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()
+        ][:1]
+    tensors = {n: v for n, v in batch.items() if isinstance(v, Tensor) and v.dim()}
+    counts = [len(tensors[name]) for name in _OF_ROWS if name in tensors]
+    return counts or [len(v) for v in tensors.values()][:1]

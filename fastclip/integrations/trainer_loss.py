@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +13,15 @@ from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fastclip.errors import ArgumentError
-from fastclip.integrations.row_losses import WAY_OUT, check_uncoupled, rows_of, take
+from fastclip.integrations.row_losses import (
+    WAY_OUT,
+    Checked,
+    check_function,
+    check_uncoupled,
+    rows_of,
+    take,
+    telling,
+)
 from fastclip.losses import per_sample_cross_entropy
 
 _CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification")
@@ -19,14 +29,25 @@ _TOKEN_LOSSES = ("ForTokenClassification", "ForMaskedLM", "ForCausalLM")
 
 
 class RowLossTrainer(Trainer):
-    """Computes row by row what is a cross entropy, and checks once that any other loss keeps rows apart.
+    """Computes row by row what is a cross entropy, and checks that any other loss keeps rows apart.
 
     Evaluation, and everything outside of private training, is the Trainer's own.
+
+    Raises:
+        ArgumentError: for a subclass with a compute_loss of its own.
     """
 
     _private = False
     """Inside a private train()."""
-    _loss_checked = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if type(self).compute_loss is not RowLossTrainer.compute_loss:
+            raise ArgumentError(
+                f"{type(self).__name__} overrides compute_loss, so that nothing would check that its "
+                f"loss keeps rows apart; {WAY_OUT}"
+            )
+        self._checked = Checked()
+        super().__init__(*args, **kwargs)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
@@ -35,7 +56,7 @@ class RowLossTrainer(Trainer):
         """The mean of the rows' own losses while training; the Trainer's own loss elsewhere."""
         if not self._private or not model.training:
             return super().compute_loss(model, inputs, return_outputs)
-        if not self._loss_checked and rows_of(inputs) > 1:
+        if self.compute_loss_func is None and self._checked.due(inputs):
             self._check_loss(model, inputs)
         loss, outputs = self._training_loss(model, inputs)
         return (loss, outputs) if return_outputs else loss
@@ -46,12 +67,12 @@ class RowLossTrainer(Trainer):
         if self.compute_loss_func is not None:
             inputs.pop("labels", None)
             outputs = model(**inputs)
-            losses = self.compute_loss_func(outputs, labels, num_items_in_batch=None)
-            if losses.dim() > 1:  # a mean over padded positions would divide by the longest row
-                raise ArgumentError(
-                    f"compute_loss_func expects to return one loss a row, [b], or their mean, got "
-                    f"{list(losses.shape)}; average inside each row first"
-                )
+            given = {**inputs, "labels": labels}
+            rows = rows_of(given)
+            losses = self._own_losses(outputs, labels, rows)
+            if self._private and model.training and self._checked.due(given):
+                check_function(lambda o, y: self._own_losses(o, y, None), outputs, given)
+                self._checked.done(given)
             return losses.mean(), outputs
         if not self._has_row_loss(labels):
             if self.label_smoother is not None:
@@ -70,6 +91,16 @@ class RowLossTrainer(Trainer):
             label_smoothing=self.args.label_smoothing_factor,
         )  # fmt: skip
         return losses.mean(), outputs
+
+    def _own_losses(self, outputs: Any, labels: Any, rows: int | None) -> Tensor:
+        losses = self.compute_loss_func(outputs, labels, num_items_in_batch=None)  # type: ignore[misc]
+        # a mean over all positions, padded ones included, would divide by the longest row
+        if losses.dim() and rows is not None and losses.shape != (rows,):
+            raise ArgumentError(
+                f"compute_loss_func expects to return one loss a row, [{rows}], or their mean, got "
+                f"{list(losses.shape)}; average inside each row first"
+            )
+        return losses
 
     def _has_row_loss(self, labels: Any) -> bool:
         """The model's loss is a cross entropy that can be computed row by row from its logits."""
@@ -95,27 +126,56 @@ class RowLossTrainer(Trainer):
         return getattr(getattr(self._plain_model(), "config", None), name, None)
 
     def _check_loss(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """Once: the loss keeps rows apart, and on one row it is the model's own."""
-        self._loss_checked = True
-        tolerance = 0.03 if self.args.bf16 else 1e-4
-        labels = inputs.get("labels")
-        if self._loss_type() == "ForQuestionAnswering" and self.compute_loss_func is None:
+        """The loss keeps rows apart, and on one row it is the model's own."""
+        if self._loss_type() == "ForQuestionAnswering":
             raise ArgumentError(
                 f"the loss of question answering averages over the answers inside the batch; {WAY_OUT}"
             )
+        few = telling(inputs)
+        smoothed = self.label_smoother is not None
         model.eval()
         try:
-            check_uncoupled(lambda batch: self._training_loss(model, batch)[0], inputs, tolerance)
-            smoothed = self.label_smoother is not None or self.compute_loss_func is not None
-            if not smoothed and self._has_row_loss(labels):
-                one = take(inputs, [0])
-                with torch.no_grad():
-                    own = float(super().compute_loss(model, dict(one)))  # type: ignore[arg-type]
-                    ours = float(self._training_loss(model, one)[0])
-                if math.isfinite(own) and not abs(own - ours) <= tolerance * max(1.0, abs(own)):
-                    raise ArgumentError(
-                        f"{type(self._plain_model()).__name__} computes a loss of its own ({own:.6g} on "
-                        f"one row, where cross entropy is {ours:.6g}); {WAY_OUT}"
-                    )
+            with _plain_forward(model):
+                check_uncoupled(
+                    lambda batch: self._loss_and_logits(model, batch), few, _rounding(model)
+                )
+                if not smoothed and self._has_row_loss(inputs.get("labels")):
+                    self._check_own_loss(model, take(inputs, [0]))
         finally:
             model.train()
+        self._checked.done(few)
+
+    def _loss_and_logits(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Any]:
+        loss, outputs = self._training_loss(model, batch)
+        logits = outputs.get("logits") if isinstance(outputs, dict) else None
+        return loss, logits
+
+    @torch.no_grad()
+    def _check_own_loss(self, model: nn.Module, one: dict[str, Any]) -> None:
+        own = float(super().compute_loss(model, dict(one)))  # type: ignore[arg-type]
+        ours = float(self._training_loss(model, one)[0])
+        if math.isfinite(own) and not abs(own - ours) <= _rounding(model) * max(1.0, abs(own)):
+            raise ArgumentError(
+                f"{type(self._plain_model()).__name__} computes a loss of its own ({own:.6g} on "
+                f"one row, where cross entropy is {ours:.6g}); {WAY_OUT}"
+            )
+
+
+def _rounding(model: nn.Module) -> float:
+    """Relative, of a loss; TF32 of a GPU included."""
+    half = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+    return 0.03 if half else 1e-3
+
+
+@contextmanager
+def _plain_forward(model: nn.Module) -> Iterator[None]:
+    """Without the engine's layers, which would record a backward pass, and without autocast."""
+    taken = {}
+    for module in model.modules():
+        if "forward" in module.__dict__ and "_hf_hook" not in module.__dict__:
+            taken[module] = module.__dict__.pop("forward")
+    try:
+        yield
+    finally:
+        for module, forward in taken.items():
+            module.__dict__["forward"] = forward

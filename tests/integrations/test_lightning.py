@@ -141,6 +141,43 @@ def test_what_was_spent_is_in_the_checkpoint(tmp_path: Path) -> None:
     assert engine.accountant.history == [(1.0, 0.25, 12)]
 
 
+def unfitted(engine: FastPrivacyEngine, epochs: int = 2):
+    return pl.Trainer(
+        max_epochs=epochs, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        callbacks=[integration.PrivacyCallback(engine, delta=1e-3)],
+    )  # fmt: skip
+
+
+def test_a_checkpoint_that_is_resumed_twice_is_spent_twice(tmp_path: Path) -> None:
+    """8 steps, then 4 and 4 more from there: a load never lowers what one engine recorded."""
+    engine = FastPrivacyEngine(accountant="rdp")
+    _, trainer = fit(engine)
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    for total in (12, 16):
+        data = integration.DPLightningDataModule(Data())
+        unfitted(engine, 3).fit(
+            Classifier(engine), datamodule=data, ckpt_path=tmp_path / "saved.ckpt",
+            weights_only=False,
+        )  # fmt: skip
+        assert engine.accountant.history == [(1.0, 0.25, total)]
+
+
+def test_what_a_tuner_releases_is_accounted(tmp_path: Path, monkeypatch) -> None:
+    """It restores the state from before its trials, the callback's included."""
+    from lightning.pytorch.tuner import Tuner
+
+    monkeypatch.chdir(tmp_path)  # where it keeps that state
+    engine = FastPrivacyEngine(accountant="rdp")
+    module, trainer = Classifier(engine), unfitted(engine)
+    module.learning_rate = 0.5
+    data = integration.DPLightningDataModule(Data())
+    Tuner(trainer).lr_find(module, datamodule=data, num_training=6, update_attr=False)
+    assert engine.accountant.history == [(1.0, 0.25, 6)]
+    trainer.fit(module, datamodule=data)
+    assert engine.accountant.history == [(1.0, 0.25, 14)]
+
+
 @pytest.mark.parametrize(
     ("options", "way_out"),
     [

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastclip.integrations.row_losses import check_uncoupled
+from fastclip.integrations.row_losses import check_uncoupled, telling
 from fastclip.losses import per_sample_cross_entropy
 from tests.refusal import refused
 
@@ -45,9 +45,9 @@ def mean_of_tokens(batch: dict) -> torch.Tensor:
 def test_a_mean_over_tokens_is_found_out() -> None:
     batch = {"logits": torch.randn(3, 4, 5), "labels": torch.randint(0, 5, (3, 4))}
     with refused("couples rows"):
-        check_uncoupled(mean_of_tokens, batch, 1e-4)
+        check_uncoupled(mean_of_tokens, telling(batch))
     check_uncoupled(
-        lambda b: per_sample_cross_entropy(b["logits"], b["labels"]).mean(), batch, 1e-4
+        lambda b: per_sample_cross_entropy(b["logits"], b["labels"]).mean(), telling(batch)
     )
 
 
@@ -55,5 +55,5 @@ def test_a_row_without_labels_is_no_reason_to_refuse() -> None:
     labels = torch.tensor([[-100, -100], [1, 2]])
     batch = {"logits": torch.randn(2, 2, 5), "labels": labels}
     check_uncoupled(
-        lambda b: per_sample_cross_entropy(b["logits"], b["labels"]).mean(), batch, 1e-4
+        lambda b: per_sample_cross_entropy(b["logits"], b["labels"]).mean(), telling(batch)
     )

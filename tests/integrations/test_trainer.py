@@ -146,7 +146,8 @@ def test_the_spent_budget_is_in_the_checkpoint(tmp_path: Path) -> None:
     run = trainer(tmp_path, arguments={"save_strategy": "epoch"})
     run.train()
     saved = json.loads((tmp_path / "checkpoint-3" / "privacy_accountant.json").read_text())
-    assert saved == {"history": [[1.0, pytest.approx(1 / 3), 3]], "mechanism": "rdp"}
+    assert saved["history"] == [[1.0, pytest.approx(1 / 3), 3]]
+    assert saved["mechanism"] == "rdp"
 
 
 def test_an_empty_batch_is_a_step_of_noise(tmp_path: Path) -> None:

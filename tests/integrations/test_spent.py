@@ -1,0 +1,202 @@
+"""A checkpoint's history and one's own: what is accounted never becomes less."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from opacus.accountants import create_accountant
+
+from fastclip.integrations.spent import load_spent, spent_state
+from tests.integrations.test_trainer import STEPS
+from tests.integrations.tiny import NOISE_SEED, bert, hf, pad, trainer
+from tests.refusal import refused
+
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+
+
+def taken(run) -> int:
+    return sum(steps for _, _, steps in run.engine.accountant.history)
+
+
+A, B = (1.0, 0.1), (2.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("own", "saved", "merged"),
+    [
+        ([], [(*A, 3)], [(*A, 3)]),
+        ([(*A, 3)], [], [(*A, 3)]),
+        ([(*A, 5)], [(*A, 3)], [(*A, 5)]),
+        ([(*A, 3)], [(*A, 2), (*A, 3)], [(*A, 5)]),
+        ([(*A, 3)], [(*A, 3), (*B, 1)], [(*A, 3), (*B, 1)]),
+        ([(*A, 3), (*B, 2)], [(*A, 3), (*B, 1)], [(*A, 3), (*B, 2)]),
+        ([(*A, 3)], [(*B, 2)], [(*A, 3), (*B, 2)]),
+    ],
+)
+def test_histories_are_joined(own: list, saved: list, merged: list) -> None:
+    accountant = create_accountant("rdp")
+    accountant.history = list(own)
+    load_spent(accountant, {"history": saved, "mechanism": "rdp"}, "it")
+    assert accountant.history == merged
+
+
+def test_the_history_of_another_run_is_added() -> None:
+    """Both took the same steps, but not the same ones."""
+    mine, theirs = create_accountant("rdp"), create_accountant("rdp")
+    mine.history, theirs.history = [(*A, 3)], [(*A, 2)]
+    load_spent(mine, spent_state(theirs), "it")
+    assert mine.history == [(*A, 5)]
+
+
+@pytest.mark.parametrize(
+    ("saved", "way_out"),
+    [
+        (None, "another checkpoint"),
+        ({"mechanism": "rdp"}, "another checkpoint"),
+        ({"mechanism": "rdp", "history": [[1.0]]}, "another checkpoint"),
+        ({"mechanism": "prv", "history": []}, "accountant='prv'"),
+    ],
+)
+def test_a_damaged_history_changes_nothing(saved, way_out: str) -> None:
+    accountant = create_accountant("rdp")
+    accountant.history = [(*A, 3)]
+    with refused(way_out):
+        load_spent(accountant, saved, "it")
+    assert accountant.history == [(*A, 3)]
+
+
+def test_gdp_composes_one_mechanism_only() -> None:
+    accountant = create_accountant("gdp")
+    accountant.history = [(*A, 3)]
+    with refused("accountant='prv'"):
+        load_spent(accountant, {"history": [(*B, 2)], "mechanism": "gdp"}, "it")
+    assert accountant.history == [(*A, 3)]
+
+
+def test_resuming_the_same_trainer_adds_up(tmp_path: Path) -> None:
+    run = trainer(tmp_path, arguments=SAVING)
+    run.train()
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert taken(run) == STEPS + STEPS - 2
+
+
+@pytest.mark.parametrize("form", [str, Path])
+def test_resuming_under_a_shared_engine_adds_up(tmp_path: Path, form) -> None:
+    """The checkpoint's steps, those of the other trainer, and those that follow."""
+    trainer(tmp_path / "a", arguments=SAVING).train()
+    other = trainer(tmp_path / "b")
+    other.train()
+    run = trainer(tmp_path / "a", arguments=SAVING, engine=other.engine)
+    run.train(resume_from_checkpoint=form(tmp_path / "a" / "checkpoint-2"))
+    assert taken(run) == STEPS + 2 + STEPS - 2
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_a_resume_that_fails_forgets_nothing(tmp_path: Path, text: str | None) -> None:
+    run = trainer(tmp_path, arguments=SAVING)
+    run.train()
+    spent = run.epsilon()
+    path = tmp_path / "checkpoint-4" / "privacy_accountant.json"
+    path.unlink() if text is None else path.write_text(text)
+    with refused("resume from a"):
+        run.train(resume_from_checkpoint=str(path.parent))
+    assert run.epsilon() == spent > 0
+
+
+def test_a_budget_for_another_length_is_not_resumed(tmp_path: Path) -> None:
+    budget = {"target_epsilon": 6.0}
+    trainer(tmp_path, privacy=budget, arguments=SAVING).train()
+    saved = json.loads((tmp_path / "checkpoint-2" / "privacy_accountant.json").read_text())
+    longer = trainer(tmp_path, privacy=budget, arguments={"num_train_epochs": 8})
+    with refused("pass noise_multiplier="):
+        longer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert longer.engine.accountant.history == []
+    same = trainer(tmp_path, privacy=budget, arguments=SAVING)
+    same.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert 5.9 <= same.epsilon() <= 6.0
+    told = {"noise_multiplier": saved["noise_multiplier"]}
+    longer = trainer(tmp_path, privacy=told, arguments={"num_train_epochs": 3})
+    longer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert longer.epsilon() > 6.0
+
+
+def test_a_generator_that_starts_again_is_warned_of(tmp_path: Path) -> None:
+    trainer(tmp_path, arguments=SAVING).train()
+    folder = str(tmp_path / "checkpoint-2")
+    with pytest.warns(UserWarning, match="restore the generator's state"):
+        trainer(tmp_path).train(resume_from_checkpoint=folder)
+    further = torch.Generator().manual_seed(NOISE_SEED)
+    torch.rand(3, generator=further)
+    for generator in (further, None):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="noise_generator")
+            trainer(tmp_path, noise_generator=generator).train(resume_from_checkpoint=folder)
+
+
+class Draws:
+    """A collator that keeps what was drawn."""
+
+    def __init__(self) -> None:
+        self.drawn: list = []
+
+    def __call__(self, drawn: list) -> dict:
+        self.drawn.append([row["input_ids"] for row in drawn])
+        return pad(drawn)
+
+
+def test_a_second_run_draws_batches_of_its_own(tmp_path: Path) -> None:
+    """With data_seed too; and a checkpoint of it goes on with its draws."""
+    draws = Draws()
+    run = trainer(tmp_path, bert(), data_collator=draws, arguments=SAVING)
+    run.train()
+    first, draws.drawn = draws.drawn[-STEPS:], []
+    run.train()
+    second, draws.drawn = draws.drawn[-STEPS:], []
+    assert not any(batch in first for batch in second)
+    again = trainer(tmp_path, bert(), data_collator=draws)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert draws.drawn[-2:] == second[-2:]
+
+
+def test_skipping_no_data_would_repeat_draws(tmp_path: Path) -> None:
+    with refused("omit either"):
+        trainer(tmp_path, arguments={"ignore_data_skip": True})
+    trainer(tmp_path, arguments={"ignore_data_skip": True, "data_seed": None})
+
+
+def test_the_environment_and_later_changes_are_checked(tmp_path: Path, monkeypatch) -> None:
+    class Change(hf.TrainerCallback):
+        def __init__(self, **changes) -> None:
+            self.changes = changes
+
+        def on_step_begin(self, args, state, control, **kwargs) -> None:
+            vars(args).update(self.changes)
+
+    for changes, way_out in (
+        ({"gradient_accumulation_steps": 2}, "before the trainer is made"),
+        ({"max_grad_norm": 1.0}, "per_sample_max_grad_norm"),
+    ):
+        run = trainer(tmp_path)
+        run.add_callback(Change(**changes))
+        with refused(way_out):
+            run.train()
+        assert run.engine.accountant.history == []
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with refused("ACCELERATE_MIXED_PRECISION"):
+        trainer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("told", "trap"),
+    [
+        ({"target_delta": 0.5}, "larger than 1 / N"),
+        ({"poisson_sampling": False}, "another mechanism"),
+    ],
+)
+def test_traps_are_warned_of(tmp_path: Path, told: dict, trap: str) -> None:
+    with pytest.warns(UserWarning, match=trap):
+        trainer(tmp_path, privacy=told, arguments={"max_steps": 1}).train()
