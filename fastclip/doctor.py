@@ -42,7 +42,7 @@ def _nvcc() -> str | None:
 def _core() -> dict[str, Any]:
     """The CUDA C++ extension: what it is built for and finds on this machine, or why it is not."""
     try:
-        import fastclip.cuda  # noqa: F401
+        import fastclip.cuda  # noqa: F401  (its error says why not)
         from fastclip import _C
     except ImportError as error:
         return {"built": False, "why": str(error)}

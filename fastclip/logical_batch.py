@@ -85,9 +85,7 @@ class LogicalBatch:
         self.pending, self.held, self.released, self.broken = 0, False, False, False
         if self.lockstep and not self._ahead:
             self.flags.clear()  # of the batch in hand
-        elif (
-            self.flags
-        ):  # which of those drawn they belong to cannot be told: the loop must be left
+        elif self.flags:  # of which batch they are cannot be told any more: the loop must be left
             self._ahead = True
 
     # The engine's side

@@ -53,9 +53,8 @@ class FastDPOptimizer(OwnsNoise, DPOptimizer):
             expected_batch_size=expected_batch_size, loss_reduction=loss_reduction,  # type: ignore[arg-type]
             generator=generator, secure_mode=secure_mode,
         )  # fmt: skip
-        keeper.clipping.first_multiplier = (
-            noise_multiplier  # whatever the schedule's first factor is
-        )
+        # sigma_1, whatever the schedule's first factor is
+        keeper.clipping.first_multiplier = noise_multiplier
 
     @property
     def noise_multiplier(self) -> float:

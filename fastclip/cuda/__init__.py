@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 try:
-    from fastclip import _C  # noqa: F401
+    from fastclip import _C  # noqa: F401  (is it there?)
 except ImportError as error:
     raise ImportError(
         f"fastclip._C is not built ({error}): `make build` with nvcc on PATH builds it"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastclip import _C
+from fastclip.cuda.memory import is_plain, place, pointer
 from fastclip.errors import ArgumentError
 from fastclip.ops import dispatch
 from fastclip.ops.accumulate import TYPES, is_per_layer, mismatch, norm_dtype, numbers_of, room
@@ -31,29 +32,6 @@ _MODULE = "fastclip.clipping"
 _ROOM = 1 - 2.0**-18  # float32 norms: fastclip.clipping.strategy.slack
 
 
-def _place(device: torch.device) -> dict[str, int]:
-    """Where kernels run: device and its current stream; for CPU tensors the host."""
-    if device.type != "cuda":
-        return {"device": -1, "stream": 0}
-    stream = torch.cuda.current_stream(device)
-    return {"device": stream.device_index, "stream": stream.cuda_stream}
-
-
-def _is_plain(x: Tensor) -> bool:
-    """Whether its memory is what `data_ptr` says, on a device that kernels run on: no DTensor, no
-    fake tensor, no other GPU than NVIDIA's."""
-    return (
-        x.device.type in ("cpu", "cuda")
-        and not torch.version.hip
-        and x.layout == torch.strided
-        and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
-    )
-
-
-def _pointer(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
 # ---- clip_accumulate -----------------------------------------------------------------------------
 
 
@@ -66,7 +44,7 @@ def clip_accumulate(
     """
     if reason := mismatch(grad_samples, thresholds):
         raise ArgumentError(reason)
-    if not all(_is_plain(g) for g in grad_samples):
+    if not all(is_plain(g) for g in grad_samples):
         return NotImplemented
     b, device = len(grad_samples[0]), grad_samples[0].device
     per_layer = is_per_layer(thresholds)
@@ -92,9 +70,9 @@ def clip_accumulate(
     factor, smallest = room(grad_samples)
     _C.clip_accumulate(
         rows=rows, b=b, per_layer=per_layer, thresholds=numbers,
-        device_thresholds=_pointer(on_device), wide=norms.dtype == torch.float64, room=factor,
+        device_thresholds=pointer(on_device), wide=norms.dtype == torch.float64, room=factor,
         smallest=smallest, partial=partial.data_ptr(), norms=norms.data_ptr(),
-        scales=scales.data_ptr(), dropped=dropped.data_ptr(), **_place(device),
+        scales=scales.data_ptr(), dropped=dropped.data_ptr(), **place(device),
     )  # fmt: skip
     return sums, norms
 
@@ -138,7 +116,7 @@ def _is_triton_next(operation: str, device: torch.device) -> bool:
 def _takes(tensors: Sequence[tuple[Tensor | None, torch.dtype]], device: torch.device) -> bool:
     """Whether the tensors that there are have these types, and lie on this device."""
     return all(
-        x is None or (x.dtype == dtype and x.device == device and _is_plain(x))
+        x is None or (x.dtype == dtype and x.device == device and is_plain(x))
         for x, dtype in tensors
     )
 
@@ -170,11 +148,11 @@ def clip_scale(
     )
     assert threshold is not None
     _C.clip_scale(
-        **_place(device),
-        norm_sq=norm_sq.data_ptr(), threshold=threshold.data_ptr(), origin=_pointer(state.origin),
-        bound=_pointer(state.bound), weights=_pointer(weights), groups=_pointer(groups),
-        layers=_pointer(layers), scales=scales.data_ptr(), norms=norms.data_ptr(),
-        counts=_pointer(counts), stride_l=norm_sq.stride(0), stride_b=norm_sq.stride(1), l=length,
+        **place(device),
+        norm_sq=norm_sq.data_ptr(), threshold=threshold.data_ptr(), origin=pointer(state.origin),
+        bound=pointer(state.bound), weights=pointer(weights), groups=pointer(groups),
+        layers=pointer(layers), scales=scales.data_ptr(), norms=norms.data_ptr(),
+        counts=pointer(counts), stride_l=norm_sq.stride(0), stride_b=norm_sq.stride(1), l=length,
         b=b, k=policy.num_groups or 1, all=threshold.numel() if policy.per_layer else 1,
         parameter=float(getattr(scale, "eps", getattr(scale, "gamma", 0.0))),
         tau=float(getattr(policy, "tau", 1.0)), room=1.0 if strategy.room_within else _ROOM,
@@ -204,9 +182,9 @@ def threshold_step(
     moved = torch.empty_like(state.weights if reweighted else threshold)
     sign = -1.0 if quantile and policy.count_as == "below" else 1.0
     _C.threshold_step(
-        **_place(device),
-        counts=counts.data_ptr(), noise=_pointer(noise), threshold=threshold.data_ptr(),
-        origin=_pointer(state.origin), noisy=noisy.data_ptr(), moved=moved.data_ptr(),
+        **place(device),
+        counts=counts.data_ptr(), noise=pointer(noise), threshold=threshold.data_ptr(),
+        origin=pointer(state.origin), noisy=noisy.data_ptr(), moved=moved.data_ptr(),
         k=policy.num_groups or 1, batch_size=float(batch_size),
         rate=sign * policy.learning_rate if quantile else 0.0,
         target=policy.target if quantile else 0.0,

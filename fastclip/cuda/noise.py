@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fastclip import _C
+from fastclip.cuda.memory import is_plain, place, pointer
 from fastclip.errors import ArgumentError
 from fastclip.keystream import fresh_key
 from fastclip.noise import refuse_capture
@@ -72,19 +73,10 @@ def fill_normal(out: Tensor, std: float, source: Any) -> None:
 def _takes(tensors: Iterable[Tensor | None], device: torch.device, source: Any) -> bool:
     """Whether the kernels can read and write these tensors and draw from the source."""
     generator = source.generator
-    if device.type not in ("cpu", "cuda") or torch.version.hip:
-        return False
     if generator is not None and not source.secure and not _is_on(generator.device, device):
         return False
     return all(
-        x is None
-        or (
-            x.device == device
-            and x.dtype in _SCALARS
-            and x.layout == torch.strided
-            and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__  # no DTensor, no fake
-        )
-        for x in tensors
+        x is None or (x.device == device and x.dtype in _SCALARS and is_plain(x)) for x in tensors
     )
 
 
@@ -115,28 +107,25 @@ def _draw(
     """outs = (totals + N(0, std^2)) / divisor: one call of the extension, on the current stream."""
     device = outs[0].device
     rows = [
-        (0 if total is None else total.data_ptr(), out.data_ptr(), out.numel(), _SCALARS[out.dtype])
+        (pointer(total), out.data_ptr(), out.numel(), _SCALARS[out.dtype])
         for total, out in zip(totals, outs, strict=True)
     ]
-    place = {"device": -1, "stream": 0}
-    if device.type == "cuda":
-        stream = torch.cuda.current_stream(device)
-        place = {"device": stream.device_index, "stream": stream.cuda_stream}
+    here = place(device)
     on_device = None
     if isinstance(std, Tensor):
         if std.numel() != 1:
             raise ArgumentError(f"std expects a scalar tensor, got the shape {list(std.shape)}")
         on_device = std.detach().to(device, torch.float64, non_blocking=True)
     elif check_std(std) == 0:
-        _C.noise_silent(rows=rows, divisor=divisor, **place)
+        _C.noise_silent(rows=rows, divisor=divisor, **here)
         return
     scale = {
         "rows": rows,
         "std": 0.0 if isinstance(std, Tensor) else std,
-        "device_std": 0 if on_device is None else on_device.data_ptr(),
+        "device_std": pointer(on_device),
         "divisor": divisor,
         "guarded": source.guarded,
-        **place,
+        **here,
     }
     if not source.secure:
         seed = torch.empty(2, dtype=torch.int64, device=device).random_(generator=source.generator)

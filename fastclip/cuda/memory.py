@@ -1,0 +1,30 @@
+"""Where tensors lie, as fastclip._C takes it: addresses, device and stream as integers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def place(device: torch.device) -> dict[str, int]:
+    """Where kernels run: device and its current stream; for CPU tensors the host."""
+    if device.type != "cuda":
+        return {"device": -1, "stream": 0}
+    stream = torch.cuda.current_stream(device)
+    return {"device": stream.device_index, "stream": stream.cuda_stream}
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether its memory is what `data_ptr` says, on a device that kernels run on: no DTensor, no
+    fake tensor, no other GPU than NVIDIA's."""
+    return (
+        x.device.type in ("cpu", "cuda")
+        and not torch.version.hip
+        and x.layout == torch.strided
+        and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+    )
+
+
+def pointer(x: Tensor | None) -> int:
+    """Its address; 0 for none."""
+    return 0 if x is None else x.data_ptr()
