@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from fastclip.calls import Calls, Forward
 from fastclip.clipping import Clipping
 from fastclip.clipping_state import ClippingState
 from fastclip.errors import GraphError, StepError
@@ -28,22 +29,6 @@ from fastclip.loss_scale import running_scale
 from fastclip.planner import Planner
 from fastclip.report import PlanLog
 from fastclip.validation import check_batch_norm
-
-
-@dataclass(eq=False)
-class Forward:
-    """One forward pass of the model; private layers stamp their graph with it."""
-
-    batch_size: int | None
-    recording: bool = True
-    made_up: bool = False
-    """The batch was empty and its one row invented (rand_on_empty): it contributes nothing."""
-    finished: bool = False
-    """A backward pass has taken its contributions; a second one would clip each part alone."""
-    row_order: Tensor | None = None
-    """Inside a packed recurrent layer: the sample of each row."""
-    trains: bool = field(default_factory=torch.is_grad_enabled)
-    """It builds a graph, though parts of it may not (reentrant checkpoints run without)."""
 
 
 @dataclass
@@ -93,7 +78,7 @@ class BookKeeper:
         self.clipping = ClippingState(clipping, max_grad_norm, len(names))
         self.mean_loss = mean_loss
         self.batch = LogicalBatch()
-        self.layout = BatchLayout(batch_axis)
+        self.calls = Calls(batch_axis, names)
         self.planner = planner or Planner()
         self.plan_log = PlanLog()
         self.guard = LeakGuard()
@@ -109,7 +94,9 @@ class BookKeeper:
     # Forward
 
     @contextmanager
-    def root_forward(self, batch_size: int | None, made_up: bool) -> Iterator[Forward]:
+    def root_forward(
+        self, batch_size: int | None, made_up: bool, layout: BatchLayout | None = None
+    ) -> Iterator[Forward]:
         """The model's own forward runs inside; nested calls share the outermost one's Forward."""
         self.drop_stale()
         previous = self.forward
@@ -118,7 +105,7 @@ class BookKeeper:
             if recompute is not None:
                 self.forward = recompute
             else:
-                self.forward = Forward(batch_size, not self.paused, made_up)
+                self.forward = Forward(batch_size, not self.paused, made_up, layout=layout)
         self.depth += 1
         try:
             yield self.forward
@@ -127,17 +114,27 @@ class BookKeeper:
             if recompute is not None and not self.depth:
                 self.forward = previous
 
-    def layer_forward(self) -> tuple[Forward, bool]:
-        """The Forward of a layer's call, and whether its output must open the pass itself."""
+    def layer_forward(self, path: str) -> tuple[Forward, bool]:
+        """The Forward of a layer's call, and whether its output must open the pass itself.
+
+        Raises:
+            BatchSizeError: where the samples are in a method of the model cannot be told.
+        """
         if self.depth:
             return self.forward, False
         recompute = self._recomputing()
         if recompute is not None:
             return recompute, False
-        if self.forward.finished or self.forward.batch_size is not None:
+        called = self.calls.outermost
+        if called is None:  # by itself: its input's rows are the samples
+            if self.forward.finished or self.forward.batch_size is not None:
+                self.drop_stale()
+                self.forward = Forward(None, not self.paused)
+            return self.forward, True
+        if called.forward is None:
             self.drop_stale()
-            self.forward = Forward(None, not self.paused)
-        return self.forward, True
+            called.forward = self.calls.first_reached(called, path, not self.paused)
+        return called.forward, True
 
     def _recomputing(self) -> Forward | None:
         """The Forward that a running backward pass recomputes (checkpointing), if one does."""

@@ -112,3 +112,14 @@ def take_rows(leaf: Any, axis: int, rows: list[int]) -> Any:
         shape[axis] = len(rows)
         return leaf.new_zeros(shape)
     return leaf.index_select(axis, torch.tensor(rows, device=leaf.device))
+
+
+def join_rows(first: Any, second: Any, axis: int) -> Any:
+    """The rows of one input, then those of the other."""
+    if not isinstance(first, PackedSequence):
+        return torch.cat([first, second], axis)
+    (one, n), (other, m) = (pad_packed_sequence(leaf) for leaf in (first, second))
+    padded = one.new_zeros(max(len(one), len(other)), one.shape[1] + other.shape[1], *one.shape[2:])
+    padded[: len(one), : one.shape[1]] = one
+    padded[: len(other), one.shape[1] :] = other
+    return pack_padded_sequence(padded, torch.cat([n, m]), enforce_sorted=False)

@@ -24,6 +24,7 @@ from fastclip.layers import LayerRule
 from fastclip.layers.fallback import HOW_TO_REGISTER, FallbackRule
 from fastclip.loader import unmark
 from fastclip.private_layer import Call, PrivateLayer
+from fastclip.probing import Probe
 
 ATTRIBUTE = "_fastclip"
 
@@ -45,6 +46,8 @@ class Handle:
         self.keeper = keeper
         self.rule: LayerRule | None = None
         self.scopes: list[Scope] = []
+        self.originals: dict[str, nn.Parameter | None] = {}
+        """The parameters that are expanded while the module runs."""
         self.bypass = False
         """Run the module as it was (while a rule calls it from inside)."""
 
@@ -71,19 +74,21 @@ class Handle:
         assert rule is not None
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            layout = self.keeper.layout
-            if layout.probe:
-                args, kwargs = self._observed(args, kwargs, rule.counts_rows)
+            probe = self.keeper.calls.probe
+            if probe:
+                args, kwargs = self._observed(probe, args, kwargs, rule.counts_rows)
                 out = self._plain(module)(*args, **kwargs)
-                return layout.observed_output(self.path, out)
+                return probe.layout.observed_output(probe, self.path, rule.axis(module), out)
             if torch.is_grad_enabled():
                 return apply_rule(self, module, args, kwargs)
             return self._plain(module)(*args, **kwargs)
 
         return forward
 
-    def _observed(self, args: tuple, kwargs: dict, counts_rows: bool) -> tuple[tuple, dict]:
-        observe = partial(self.keeper.layout.observe, self.path, counts_rows=counts_rows)
+    def _observed(
+        self, probe: Probe, args: tuple, kwargs: dict, counts_rows: bool
+    ) -> tuple[tuple, dict]:
+        observe = partial(probe.layout.observe, probe, self.path, counts_rows=counts_rows)
         if args:
             return (observe(args[0]), *args[1:]), kwargs
         first = {name: observe(kwargs[name]) for name in list(kwargs)[:1]}
@@ -160,7 +165,7 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
     """Run a layer through its rule, recorded for the backward pass."""
     rule, keeper = handle.rule, handle.keeper
     assert rule is not None
-    forward, opens = keeper.layer_forward()
+    forward, opens = keeper.layer_forward(handle.path)
     try:
         x, extra = rule.prepare(module, args, kwargs)
     except TypeError as error:
@@ -168,8 +173,8 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
     if forward.row_order is not None or rule.counts_rows:
         axis = 0
     else:
-        fixed = rule.axis(module)
-        axis, x = keeper.layout.locate(handle.path, x, forward.batch_size, fixed)
+        layout = keeper.calls.layout_with(handle.path, forward)
+        axis, x = layout.locate(handle.path, x, forward.batch_size, rule.axis(module))
     if opens:
         keeper.check_unchanged()
         keeper.guard.arm(keeper.names)

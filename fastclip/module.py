@@ -10,6 +10,7 @@ from opacus.layers.dp_rnn import DPRNNBase, RNNLinear
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from fastclip import entries
 from fastclip.bookkeeping import BookKeeper
 from fastclip.errors import UnsupportedLayerError
 from fastclip.interception import ATTRIBUTE, Handle, attach, detach
@@ -62,6 +63,7 @@ def uninstall(model: nn.Module) -> None:
     The optimizers of the book-keepers involved release nothing any more.
     """
     for module in model.modules():
+        entries.detach(module)
         handle = module.__dict__.get(ATTRIBUTE)
         if handle is not None:
             handle.keeper.retire()
@@ -94,6 +96,10 @@ class _Installer:
         self._handle("", self.model).scopes.append(RootScope())
         for module, handle in self.handles.items():
             attach(module, handle)
+        entries.attach_methods(self.model, self.keeper)
+        for path, module in self.model.named_modules():
+            if self._is_part(module, inside_fallback):
+                entries.attach_part(path, module, self.keeper)
         missing = [name for p, name in self.keeper.names.items() if p not in self.owners]
         if missing:
             raise UnsupportedLayerError(f"no layer answers for parameters {missing}; freeze them")
@@ -102,6 +108,12 @@ class _Installer:
         for parameter, uses in self.owners.items():
             if uses > 1:
                 self.keeper.mark_shared(parameter)
+
+    def _is_part(self, module: nn.Module, inside_fallback: set[nn.Module]) -> bool:
+        """Runs private layers, and is none: called by itself, it may do anything to their rows."""
+        if module in self.handles or module in inside_fallback or "forward" in vars(module):
+            return False
+        return any(below in self.handles for below in module.modules())
 
     def _layer(self, path: str, module: nn.Module, inside_fallback: set[nn.Module]) -> None:
         handle = self._handle(path, module)
@@ -175,6 +187,15 @@ class FastGradSampleModule(AbstractGradSampleModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapper has not is the model's own: `model.config`, `model.encode`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_module":  # not there yet
+                raise
+            return getattr(self._module, name)
 
     def forbid_grad_accumulation(self) -> None:
         self.keeper.batch.accumulation_allowed = False

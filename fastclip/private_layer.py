@@ -10,7 +10,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from fastclip import ops
-from fastclip.bookkeeping import Forward
+from fastclip.calls import Forward
 from fastclip.layers import Record
 from fastclip.planner import Choice
 

@@ -1,183 +1,187 @@
-"""Runs of a model on a few rows, and what their shapes and values say about its samples."""
+"""Runs of a model on a few rows of its inputs, whose values say what becomes of its samples."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_unflatten
 
-from fastclip.errors import BatchSizeError, UnsupportedLayerError
-from fastclip.inputs import Cuts, flatten, rows_of, take_rows, tensors_of
+from fastclip.inputs import Cuts, flatten, join_rows, rows_of, take_rows
+from fastclip.probe_state import drew_since, generators_now, undisturbed
 
-UNBATCHED, UNCLEAR = -1, -2
-SIZES = (2, 3)
+if TYPE_CHECKING:
+    from fastclip.layout import BatchLayout
+
+MOST_ROWS = 8
+_LOOKED_AT = 64
+"""Rows of a batch among which distinct ones are looked for."""
+
 Shapes = dict[str, list[tuple[int, ...]]]
 
 
 @dataclass
 class Probe:
-    """One run of the model on a few rows, without gradients."""
+    """One run of the model on a few rows: layers show it their inputs, and run as they were."""
 
+    layout: BatchLayout
     rows: int
     expand: bool = False
     """Expand inputs and parameters without samples, as training does."""
-    disturb: int | None = None
-    """Change this row of what has been expanded, to see where it goes."""
+    disturbed: frozenset[int] = frozenset()
+    """Change these rows of what has been expanded, to see where they go."""
+    differentiable: bool = False
     shapes: Shapes = field(default_factory=dict)
+    seen: dict[str, list[Tensor]] = field(default_factory=dict)
+    """The inputs of every layer, in the order of its calls."""
+    sources: list[tuple[str, int, Tensor]] = field(default_factory=list)
+    """What gradients are asked for: name, axis of the samples, tensor."""
+    broadcasts: bool = False
+    """A parameter of shape [1, ...] was met, which training expands."""
+    trusted: bool = False
+    """Inside a layer that is known to keep account of its rows."""
+    draws: bool = False
+    """Random numbers were drawn."""
 
     def expanded(self, value: Tensor) -> Tensor:
         """What an expanded input or parameter becomes in this run; value is [rows, ...]."""
-        if self.disturb is None or not value.is_floating_point():
+        if not self.disturbed or not value.is_floating_point():
             return value
         value = value.clone()
-        row = value[self.disturb]
-        row += torch.linspace(-1, 1, row.numel(), dtype=row.dtype).to(row.device).view(row.shape)
+        for i in self.disturbed:
+            row = value[i]
+            row += torch.linspace(-1, 1, row.numel(), dtype=row.dtype, device=row.device).view(
+                row.shape
+            )
         return value
+
+    def source(self, name: str, axis: int, value: Any) -> None:
+        """Gradients of `value` will be asked for."""
+        asked = self.differentiable and not self.trusted
+        if asked and isinstance(value, Tensor) and value.requires_grad:
+            self.sources.append((name, axis, value))
 
 
 class Runs:
-    """Runs of a model on a few rows of its inputs."""
+    """Runs of one call of the model (or of one of its methods) on a few of its rows.
+
+    Args:
+        layout: what is being learnt. model: whose state is put back after every run.
+        forward: what is run. args, kwargs: of the real call.
+        private: the trained parameters. watch: tells the model's layers which probe runs.
+    """
 
     def __init__(
-        self, layout: Any, model: nn.Module, forward: Callable[..., Any], args: tuple,
-        kwargs: dict,
+        self, layout: BatchLayout, model: nn.Module, forward: Callable[..., Any], args: tuple,
+        kwargs: dict, private: Iterable[nn.Parameter], watch: Callable[[Probe | None], None],
     ) -> None:  # fmt: skip
         self.layout, self.model, self.forward = layout, model, forward
         self.args, self.kwargs = args, kwargs
+        self.private, self._watch = private, watch
         self.last_error = ""
+        self.trial = 0
+        """Which seeds are used."""
+        self._leaves, self._structure = flatten((args, kwargs))
+        self._cuts: Cuts = ()
+        self._pool: list[Any] = []
+
+    def cut(self, cuts: Cuts, real: list[int] | None = None, synthetic: bool = False) -> int:
+        """Take rows from the inputs cut this way; returns how many there are to choose from.
+
+        Args:
+            real: numbers of the rows that may be run; the first (or a row of zeros) if None.
+            synthetic: add a row made of the first one's values in another order.
+        """
+        self._cuts = cuts
+        self._pool = [
+            leaf if axis is None else take_rows(leaf, axis, real or [0])
+            for leaf, axis in zip(self._leaves, cuts, strict=True)
+        ]
+        if synthetic:
+            self._pool = [
+                leaf if axis is None else join_rows(leaf, _another(leaf, axis), axis)
+                for leaf, axis in zip(self._pool, cuts, strict=True)
+            ]
+        return len(real or [0]) + synthetic
+
+    def distinct(self, cuts: Cuts) -> list[int]:
+        """Numbers of rows of the real inputs that differ from one another, at most MOST_ROWS."""
+        cut = [(x, a) for x, a in zip(self._leaves, cuts, strict=True) if a is not None]
+        found: list[int] = []
+        for i in range(min(self.rows(cuts), _LOOKED_AT)):
+            if all(_differ(cut, i, j) for j in found):
+                found.append(i)
+            if len(found) == MOST_ROWS:
+                break
+        return found
 
     def rows(self, cuts: Cuts) -> int:
         """Number of samples in the real inputs, cut this way."""
-        leaves, _ = flatten((self.args, self.kwargs))
-        found = (rows_of(x, a) for x, a in zip(leaves, cuts, strict=True) if a is not None)
+        found = (rows_of(x, a) for x, a in zip(self._leaves, cuts, strict=True) if a is not None)
         return next(rows for rows in found if rows is not None)
 
-    def once(self, cuts: Cuts, probe: Probe, rows: list[int] | None = None) -> Any:
-        """The output on these rows; on copies of the first if not given."""
-        leaves, structure = flatten((self.args, self.kwargs))
-        rows = rows or [0] * probe.rows
-        few = [
-            leaf if axis is None else take_rows(leaf, axis, rows)
-            for leaf, axis in zip(leaves, cuts, strict=True)
-        ]
-        args, kwargs = tree_unflatten(few, structure)
-        self.layout.probe = probe
+    def once(
+        self, probe: Probe, rows: list[int], seed: int = 0,
+        then: Callable[[Any], None] | None = None,
+    ) -> Any:  # fmt: skip
+        """The output on these rows of those that `cut` took.
+
+        Args:
+            then: is called with it while the probe still runs: a backward pass may compute parts of
+                the model again.
+        """
+        leaves = []
+        for number, (leaf, axis) in enumerate(zip(self._pool, self._cuts, strict=True)):
+            few = leaf if axis is None else take_rows(leaf, axis, rows)
+            numbers = isinstance(few, Tensor) and few.is_floating_point()
+            if probe.differentiable and axis is not None and numbers:
+                few = few.detach().clone().requires_grad_()
+                probe.source(f"input {number}", axis, few)
+                few = few.clone()  # which the model may change in place
+            leaves.append(few)
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        # not the hooks of a checkpoint that surrounds the model
+        own = saved_tensors_hooks(_itself, _itself)
+        graph = own if probe.differentiable else torch.no_grad()
+        self._watch(probe)
         try:
-            with _undisturbed(self.model), _uncompiled():
-                return self.forward(*args, **kwargs)
+            with undisturbed(self.model, seed + 1000 * self.trial), graph:
+                before = generators_now()
+                out = self.forward(*args, **kwargs)
+                probe.draws = drew_since(before)
+                if then is not None:
+                    then(out)
+                return out
         finally:
-            self.layout.probe = None
-
-    def both(self, cuts: Cuts, expand: bool = False) -> tuple[list[Shapes], list[Any]]:
-        """Shapes of the layers' inputs, and outputs, on 2 and on 3 rows."""
-        probes = [Probe(rows, expand) for rows in SIZES]
-        outputs = [self.once(cuts, probe) for probe in probes]
-        return [probe.shapes for probe in probes], outputs
+            self._watch(None)
 
 
-def _uncompiled() -> AbstractContextManager:
-    """Compiled parts of the model run as they were written: nothing is compiled for 2 or 3 rows."""
-    if "torch._dynamo" not in sys.modules:  # nothing can be compiled, and the import is slow
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Without gradients or dropout; generators are as before afterwards, and buffers must be."""
-    cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    saved = [(name, b, b._version, b.clone()) for name, b in model.named_buffers()]
-    dropout = [(m, m.p) for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
-    try:
-        for module, _ in dropout:
-            module.p = 0.0
-        with torch.no_grad(), torch.random.fork_rng(devices=cuda):
-            yield
-    finally:
-        for module, probability in dropout:
-            module.p = probability
-        changed = [name for name, buffer, version, _ in saved if buffer._version != version]
-        for _, buffer, version, value in saved:
-            if buffer._version != version:
-                buffer.copy_(value)
-    replaced = [name for name, buffer, _, _ in saved if model.get_buffer(name) is not buffer]
-    if changed or replaced:
-        raise UnsupportedLayerError(
-            f"buffers {[*changed, *replaced]} change in the forward pass: what they learn from the "
-            "batch is not private; freeze them (eval mode) or remove them"
-        )
+def _differ(cut: list[tuple[Any, int]], i: int, j: int) -> bool:
+    for leaf, axis in cut:
+        one, other = (take_rows(leaf, axis, [n]) for n in (i, j))
+        if isinstance(leaf, PackedSequence):
+            one, other = one.data, other.data
+        if one.shape != other.shape or not torch.equal(one, other):
+            return True
+    return False
 
 
-def followed(first: Shapes, second: Shapes) -> dict[str, int]:
-    """The axis that followed the number of rows, by path; UNBATCHED if none did, or UNCLEAR."""
-    axes = {}
-    for path, shapes in first.items():
-        others = second.get(path, [])
-        found = {_changed_axis(a, b) for a, b in zip(shapes, others, strict=False)}
-        clear = len(found) == 1 and len(shapes) == len(others)
-        axes[path] = found.pop() if clear else UNCLEAR
-    return axes
-
-
-def _changed_axis(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    """The one axis that went from 2 to 3 rows; UNBATCHED if none did; else UNCLEAR."""
-    if len(first) != len(second):
-        return UNCLEAR
-    changed = [i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
-    if not changed:
-        return UNBATCHED
-    if len(changed) == 1 and (first[changed[0]], second[changed[0]]) == SIZES:
-        return changed[0]
-    return UNCLEAR
-
-
-def rows_come_out(outputs: list[Any], axis: int) -> bool:
-    """An output has its samples along axis 0 or the model's own; or none has any (a loss)."""
-    if any(isinstance(leaf, PackedSequence) for leaf in flatten(outputs[0])[0]):
-        return True
-    pairs = list(zip(tensors_of(outputs[0]), tensors_of(outputs[1]), strict=False))
-    axes = {_changed_axis(tuple(a.shape), tuple(b.shape)) for a, b in pairs}
-    return bool(axes & {0, axis}) or all(a.dim() == 0 for a, _ in pairs)
-
-
-def same(first: Any, second: Any) -> bool:
-    """Whether two outputs of a model agree within rounding."""
-    return all(
-        a.shape == b.shape and _close(a, b)
-        for a, b in zip(_by_row(first), _by_row(second), strict=True)
-    )
-
-
-def _by_row(output: Any) -> Iterator[Tensor]:
-    """The tensors of an output; a PackedSequence padded, for its data has no axis of samples."""
-    for leaf in flatten(output)[0]:
-        leaf = pad_packed_sequence(leaf)[0] if isinstance(leaf, PackedSequence) else leaf
-        if isinstance(leaf, Tensor):
-            yield leaf
-
-
-def _close(first: Tensor, second: Tensor) -> bool:
-    return torch.allclose(first, second, rtol=1e-2, atol=1e-3, equal_nan=True)
-
-
-def check_apart(plain: list[Any], other: Any, row: int, what: str) -> None:
-    """This row of the outputs must not have changed when only the other row's input did."""
-    triples = zip(_by_row(plain[0]), _by_row(plain[1]), _by_row(other), strict=False)
-    for two, three, changed in triples:
-        axis = _changed_axis(tuple(two.shape), tuple(three.shape))
-        if axis < 0 or two.dim() != changed.dim():
-            continue
-        # Another row may be longer and pad this one: what both have must agree.
-        sizes = [slice(min(n, m)) for n, m in zip(two.shape, changed.shape, strict=True)]
-        if not _close(two[tuple(sizes)].select(axis, row), changed[tuple(sizes)].select(axis, row)):
-            raise BatchSizeError(
-                f"{what}: one sample's output depends on another sample's row, so no per-sample "
-                "gradient exists; let every row of the batch be computed from itself alone"
-            )
+def _another(rows: Any, axis: int) -> Any:
+    """A row [1 along axis] with the first one's values in another order, so that it is as valid."""
+    first = take_rows(rows, axis, [0])
+    if isinstance(first, PackedSequence):
+        return first
+    other = first.flip([d for d in range(first.dim()) if d != axis])
+    if first.is_floating_point() and torch.equal(other, first):
+        ramp = torch.linspace(0, 1, first.numel(), dtype=first.dtype, device=first.device)
+        other = first + ramp.view(first.shape) + 0.5
+    return other

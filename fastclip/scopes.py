@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import PackedSequence
 
 from fastclip import ops
-from fastclip.bookkeeping import BookKeeper, Forward
+from fastclip.bookkeeping import BookKeeper
+from fastclip.calls import FORWARD, Entered, Forward
 from fastclip.errors import FastclipError, GraphError, UnsupportedLayerError
 from fastclip.inputs import batch_sizes_of, tensors_of
 from fastclip.interception import ATTRIBUTE, Handle
@@ -44,7 +45,7 @@ class RootScope:
     ) -> RootCall:
         """Everything before the model's forward; on its first training call, `inner` is probed."""
         keeper = handle.keeper
-        if keeper.layout.probe:
+        if keeper.calls.probe:
             return RootCall(args, kwargs)
         (args, kwargs), made_up = unmark((args, kwargs))
         outermost = not keeper.depth and torch.is_grad_enabled()
@@ -56,13 +57,16 @@ class RootScope:
                     "checkpoint parts of the model"
                 )
             outermost = False  # a recomputation: what it adds belongs to the running pass
-        if outermost:
-            keeper.layout.learn(module, inner, args, kwargs)
-        batch = keeper.layout.batch_size(args, kwargs)
+        layout = keeper.calls.layout_of(FORWARD)
+        called = Entered(FORWARD, module, inner, args, kwargs)
         if outermost:
             keeper.check_unchanged()
+            if layout.due(module, args, kwargs):
+                keeper.calls.learn(layout, called)
             keeper.guard.arm(keeper.names)
-        return RootCall(args, kwargs, keeper, keeper.root_forward(batch, made_up), outermost)
+        batch = layout.batch_size(args, kwargs)
+        inside = keeper.root_forward(batch, made_up, layout)
+        return RootCall(args, kwargs, keeper, inside, called if outermost else None)
 
 
 class RootCall:
@@ -73,22 +77,27 @@ class RootCall:
 
     def __init__(
         self, args: tuple, kwargs: dict, keeper: BookKeeper | None = None,
-        inside: AbstractContextManager[Forward] | None = None, opens: bool = False,
+        inside: AbstractContextManager[Forward] | None = None, called: Entered | None = None,
     ) -> None:  # fmt: skip
         self.args, self.kwargs = args, kwargs
-        self._keeper, self._opens = keeper, opens
+        self._keeper, self._called = keeper, called
         self._inside = inside or nullcontext(Forward(None))
         self._forward = self._inside.__enter__()
+        if keeper is not None and called is not None:
+            called.forward = self._forward
+            keeper.calls.begin(called)
 
     @_disable_dynamo
     def leave(self) -> None:
         """The model's forward has returned, or failed."""
         self._inside.__exit__(None, None, None)
+        if self._keeper is not None and self._called is not None:
+            self._keeper.calls.end()
 
     @_disable_dynamo
     def opening(self, out: Any) -> Any:
         """The model's output, whose gradient opens the backward pass."""
-        if self._keeper is not None and self._opens and self._forward.recording:
+        if self._keeper is not None and self._called is not None and self._forward.recording:
             hook = partial(self._keeper.open_pass, self._forward)
             for tensor in tensors_of(out):
                 if tensor.grad_fn is not None:
@@ -109,22 +118,33 @@ class RawParameterScope:
     def run(
         self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
     ) -> Any:
-        keeper = handle.keeper
-        probe = keeper.layout.probe
+        keeper, probe = handle.keeper, handle.keeper.calls.probe
+        if probe:
+            probe.broadcasts = True
         if not torch.is_grad_enabled() and not (probe and probe.expand):
             return inner(*args, **kwargs)
-        forward = keeper.forward if probe else keeper.layer_forward()[0]
+        if probe and not probe.expand:
+            return inner(*args, **kwargs)
+        table: dict[str, Any] = module._parameters
+        # a probe may run inside this very call, when the table holds expansions
+        outer = handle.originals
+        originals = outer or {name: table[name] for name in self.names}
+        before = {name: table[name] for name in self.names}
+        forward = keeper.forward if probe else keeper.layer_forward(handle.path)[0]
         batch = probe.rows if probe else forward.batch_size
         batch = batch or next(iter(batch_sizes_of(args, kwargs, 0)), None)
-        originals = {name: module._parameters[name] for name in self.names}
-        table: dict[str, Any] = module._parameters
         try:
+            handle.originals = originals
             for name, parameter in originals.items():
                 if parameter is None or not parameter.requires_grad or batch is None:
                     continue
                 if probe:
                     rows = parameter.detach().expand(batch, *parameter.shape[1:])
-                    table[name] = probe.expanded(rows)
+                    if probe.differentiable:
+                        rows = rows.clone().requires_grad_()
+                        probe.source(f"{handle.path}.{name}".lstrip("."), 0, rows)
+                        rows = rows.clone()  # which the model may change in place
+                    table[name] = probe.expanded(rows)  # type: ignore[assignment]
                 else:
                     call = Call(handle, module, forward, 0, batch, (name,))
                     table[name] = _ExpandParameter.apply(call, parameter)
@@ -138,7 +158,8 @@ class RawParameterScope:
                 "by broadcasting or .expand(batch, ...), not .repeat(batch, ...), or register a rule"
             ) from error
         finally:
-            table.update(originals)
+            handle.originals = outer
+            table.update(before)
 
 
 class _ExpandParameter(Function):
@@ -171,9 +192,15 @@ class RecurrentScope:
     ) -> Any:
         x = args[0] if args else kwargs.get("input")
         keeper = handle.keeper
-        if keeper.layout.probe or not isinstance(x, PackedSequence):
+        if not isinstance(x, PackedSequence):
             return inner(*args, **kwargs)
-        forward, _ = keeper.layer_forward()
+        if keeper.calls.probe:  # its rows are sorted by length, and `row_order` says how
+            outside, keeper.calls.probe.trusted = keeper.calls.probe.trusted, True
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                keeper.calls.probe.trusted = outside
+        forward, _ = keeper.layer_forward(handle.path)
         rows = int(x.batch_sizes[0])
         order = x.sorted_indices
         if order is None:
@@ -221,14 +248,14 @@ def _private_bias(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     if handle is None:
         return plain(*args, **kwargs)
     keeper = handle.keeper
-    if not torch.is_grad_enabled() or keeper.layout.probe:
+    if not torch.is_grad_enabled() or keeper.calls.probe:
         with handle.bypassed():
             out = plain(*args, **kwargs)
-        if keeper.layout.probe or not (keeper.depth and keeper.forward.trains):
+        if keeper.calls.probe or not (keeper.depth and keeper.forward.trains):
             return out
         # Inside a reentrant checkpoint: the recomputation will return one bias a sample.
         return out.expand(keeper.forward.batch_size or 1, *out.shape[1:])
-    forward, _ = keeper.layer_forward()
+    forward, _ = keeper.layer_forward(handle.path)
     seen: list[Tensor] = []
     hook = table.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))  # type: ignore
     try:

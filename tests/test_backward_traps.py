@@ -140,6 +140,7 @@ class Fragile(nn.Module):
 def test_exception_in_backward(clear: bool, poisson: bool) -> None:
     FailOnce.armed = False
     case = Case(Fragile(), poisson_sampling=poisson)
+    case.private(rows(4))  # a model that is known by then: its first look asks for gradients, too
     FailOnce.armed = True
     with pytest.raises(ArithmeticError, match="on purpose"):
         backward(case.private, 7.0 * rows(4))  # other data, another batch size

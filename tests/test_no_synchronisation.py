@@ -70,7 +70,7 @@ def test_a_step_looks_at_no_value(
     engine, private, optimizer, _ = make_private(
         model, clipping=STRATEGIES[strategy], noise_multiplier=1.0
     )
-    private.keeper.layout = here.keeper.layout
+    private.keeper.calls.layouts = here.keeper.calls.layouts
     for _ in range(3):
         optimizer.zero_grad()
         engine.set_groups(torch.empty(4, dtype=torch.int64, device="meta"))

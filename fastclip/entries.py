@@ -1,0 +1,77 @@
+"""Calls by which a training loop reaches private layers past the model's own forward.
+
+Whatever computes with private layers is run on a few rows before it trains (fastclip.learning): the
+model's forward when it begins; another method of the model, or a part of it that is called by itself,
+when it first reaches a private layer, for most methods compute nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch._compile import _disable_dynamo
+
+if TYPE_CHECKING:
+    from fastclip.bookkeeping import BookKeeper
+
+_PART = "_fastclip_part"
+
+
+class Method:
+    """A bound method of the model other than `forward`, whose calls are known while they run."""
+
+    def __init__(self, model: nn.Module, name: str, keeper: BookKeeper) -> None:
+        self.model, self.name, self.keeper = model, name, keeper
+        functools.update_wrapper(self, getattr(type(model), name))
+
+    @functools.partial(_disable_dynamo, recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plain = MethodType(getattr(type(self.model), self.name), self.model)
+        if self.keeper.depth:
+            return plain(*args, **kwargs)
+        with self.keeper.calls.inside(self.name, self.model, plain, args, kwargs):
+            return plain(*args, **kwargs)
+
+
+def attach_methods(model: nn.Module, keeper: BookKeeper) -> None:
+    """Let the book-keeper know of calls of the model's own methods."""
+    for name in _methods(model):
+        model.__dict__[name] = Method(model, name, keeper)
+
+
+def attach_part(path: str, module: nn.Module, keeper: BookKeeper) -> None:
+    """Let the book-keeper know of calls of a module that holds private layers."""
+    module.__dict__[_PART] = (path, keeper)
+    module.__dict__["forward"] = MethodType(_part_forward, module)
+
+
+def detach(module: nn.Module) -> None:
+    """Undo `attach_methods` and `attach_part`."""
+    for name in [n for n, value in vars(module).items() if isinstance(value, Method)]:
+        del module.__dict__[name]
+    if module.__dict__.pop(_PART, None) is not None:
+        module.__dict__.pop("forward", None)
+
+
+@functools.partial(_disable_dynamo, recursive=False)
+def _part_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    path, keeper = self.__dict__[_PART]
+    plain = MethodType(type(self).forward, self)
+    if keeper.depth:
+        return plain(*args, **kwargs)
+    with keeper.calls.inside(f"{path}()", self, plain, args, kwargs):
+        return plain(*args, **kwargs)
+
+
+def _methods(model: nn.Module) -> Iterator[str]:
+    """Public methods that torch's own modules do not have."""
+    for name in dir(type(model)):
+        if name.startswith("_") or name in vars(model) or hasattr(nn.Module, name):
+            continue
+        held = (vars(base)[name] for base in type(model).__mro__ if name in vars(base))
+        if isinstance(next(held, None), FunctionType):  # not static, not of the class
+            yield name

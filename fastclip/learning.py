@@ -1,0 +1,295 @@
+"""Runs on a few rows: the first find the samples, the others hold rows against each other.
+
+The axis of a layer's input that goes from 2 to 3 where the model's input does holds the samples, and an
+input that does not change has none: it is expanded, and so are parameters of shape [1, ...], as training
+will expand them; the model must still compute the same. Then rows are changed, and gradients asked for
+(fastclip.independence). That makes 8 forward passes and 2 backward passes of at most 8 rows; 2 more
+forward passes each time that something is expanded, and where random numbers are drawn.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import cycle, islice
+from typing import Any
+
+from fastclip.errors import BatchSizeError, FastclipError
+from fastclip.independence import (
+    UNBATCHED,
+    axes_of_outputs,
+    check_influence,
+    check_values,
+    extreme_rows,
+    finite,
+    followed,
+    rows_come_out,
+    same,
+)
+from fastclip.inputs import Cuts, flatten, ways_to_cut
+from fastclip.layout import BatchLayout
+from fastclip.probe_state import stirred
+from fastclip.probing import Probe, Runs, Shapes
+from fastclip.watch import Watch
+
+_MOST_CUTS = 64
+_TRIALS = 8
+"""Seeds under which a layer that runs by chance is looked for."""
+_SPLIT = frozenset({0, 3, 5, 6})
+"""Rows to change: neighbours, halves, strides of two, and rows in reverse lie on either side."""
+_FEWEST = 5
+"""Rows that are run at least, for that."""
+_SMALLEST = 2
+"""Rows that are held against a batch of nothing else."""
+_SEEDS = (2, 3, 4)
+"""Of the runs whose gradients are looked at; one is enough where nothing is drawn."""
+
+
+class _Unstable(Exception):
+    """The model's outputs are not finite once its parameters are stirred."""
+
+
+class _NotFound(BatchSizeError):
+    """No way of cutting the inputs gives rows of output."""
+
+
+def learn(layout: BatchLayout, run: Runs, path: str | None = None) -> None:
+    """Note where the samples of this call are, and that its rows are apart.
+
+    Generators, buffers, attributes and parameters are as before afterwards. Inputs that cannot be cut
+    are accepted only where a layer is seen to count its samples itself (EmbeddingBag over the flat ids
+    of all bags).
+
+    Args:
+        layout: what is known so far. run: the call.
+        path: a layer that has just been reached and must be among those seen.
+
+    Raises:
+        BatchSizeError: the samples are not to be found, or the model couples them.
+    """
+    if not layout.known:  # nothing of an earlier refusal is left
+        layout.forget()
+    learner = _Learner(layout, run)
+    try:
+        for run.trial in range(_TRIALS):
+            learner.look()
+            layout.known = True
+            if path is None or layout.knows(path):
+                layout.watch = layout.watch or Watch(run.model)
+                layout.tried = max(layout.tried, layout.batch_size(run.args, run.kwargs) or 0)
+                return
+    except BaseException:
+        layout.known = False
+        raise
+    layout.known = False
+    raise BatchSizeError(
+        f"{path}: this layer runs with this batch, but not with a few rows of it, so where its "
+        "samples lie is not known; let the model use the same layers for any number of rows"
+    )
+
+
+class _Learner:
+    def __init__(self, layout: BatchLayout, run: Runs) -> None:
+        self.layout, self.run = layout, run
+
+    def look(self) -> None:
+        """Once, with parameters that say something; or as they are, if the model needs that."""
+        try:
+            with stirred(self.run.private):
+                self._learn(unstable=_Unstable)
+        except (_Unstable, _NotFound):
+            self._learn(unstable=None)
+
+    def _learn(self, unstable: type[Exception] | None) -> None:
+        found = self._first_run()
+        if found is None and not self.layout.flat:
+            raise _NotFound(
+                "cannot tell which axis of the model's inputs holds the samples: no way of cutting "
+                "them to 2 and to 3 rows gives as many rows of output. Pass tensors with one row a "
+                f"sample along axis {self.layout.axis} (a list of tensors: stack or pad them), and let "
+                f"the model take any number of rows{self.run.last_error}"
+            )
+        if found is None:
+            return
+        cuts, probes, outputs = found
+        if unstable and not all(map(finite, outputs)):
+            raise unstable
+        try:
+            self._find(cuts, probes, outputs)
+        except Exception:
+            if not self.layout.flat:
+                raise
+            self.layout.axes, self.layout.expand = (
+                {},
+                {},
+            )  # ids of all bags in one row: not to be cut
+
+    def _first_run(self) -> tuple[Cuts, list[Probe], list[Any]] | None:
+        """The first way to cut the inputs with which rows go in and come out."""
+        for cuts in islice(
+            ways_to_cut(self.run.args, self.run.kwargs, self.layout.axis), _MOST_CUTS
+        ):
+            self.run.cut(cuts)
+            try:
+                probes, outputs = self._both()
+            except FastclipError:
+                raise
+            except Exception as error:  # this way does not fit the model
+                self.run.last_error = f" ({type(error).__name__}: {error})"
+                continue
+            layers = any(axis >= 0 for axis in _followed(probes).values())
+            if layers and rows_come_out(outputs, self.layout.axis):
+                return cuts, probes, outputs
+        return None
+
+    def _both(self, expand: bool = False) -> tuple[list[Probe], list[Any]]:
+        """Runs on 2 and on 3 copies of the first row."""
+        probes = [Probe(self.layout, rows, expand) for rows in (2, 3)]
+        return probes, [self.run.once(probe, [0] * probe.rows) for probe in probes]
+
+    def _find(self, cuts: Cuts, probes: list[Probe], outputs: list[Any]) -> None:
+        plain = outputs[0]
+        axes = _followed(probes)
+        self.layout.axes = self._joined(axes)
+        self.layout.expand = {
+            **self.layout.expand,
+            **{
+                p: probes[0].shapes[p][0] != (1,)
+                for p in _unbatched(axes) if p in self.layout.integer and p not in self.layout.expand
+            },
+        }  # fmt: skip
+        while probes[0].broadcasts or _unbatched(axes):
+            try:
+                probes, outputs = self._both(expand=True)
+                problem = "" if same(plain, outputs[0]) else "computes something else"
+            except FastclipError:
+                raise
+            except Exception as error:
+                problem = f"fails ({type(error).__name__}: {error})"
+            if problem:
+                if not self._reconsider(probes[0].shapes):
+                    raise BatchSizeError(
+                        f"{self._expanded_names()}: used without a batch dimension, and the model "
+                        f"{problem} once there is one row a sample; add them by broadcasting over a "
+                        "leading batch dimension, or register a rule"
+                    )
+                continue
+            axes = _followed(probes)
+            self.layout.axes = self._joined(axes)
+            remaining = [path for path in _unbatched(axes) if path not in self.layout.expand]
+            if not remaining:
+                break
+            # The first in call order alone: later layers may follow from it.
+            self.layout.expand[remaining[0]] = False
+        self._hold_apart(cuts, probes, outputs)
+        number = next(i for i, axis in enumerate(cuts) if axis == self.layout.axis)
+        self.layout.told_by = number, flatten((self.run.args, self.run.kwargs))[1]
+
+    def _hold_apart(self, cuts: Cuts, probes: list[Probe], outputs: list[Any]) -> None:
+        """No row follows from another one, nor from how many there are."""
+        expand, of_outputs = probes[0].expand, axes_of_outputs(outputs)
+        real = self.run.distinct(cuts)
+        attempts = [(real, False, False), (real[:2], False, True)]  # rows may have to be in order
+        if len(real) < 2:  # a row made up of the first one's values, if the model can take it
+            attempts = [(real, True, False), (real, False, False)]
+        for number, (rows, synthetic, ordered) in enumerate(attempts, 1):
+            try:
+                self._compare(cuts, rows, synthetic, ordered, expand, of_outputs)
+                break
+            except FastclipError:
+                raise
+            except Exception as error:
+                if number == len(attempts):
+                    raise BatchSizeError(
+                        "the model fails on a few rows of its own input, so that they cannot be held "
+                        f"against each other ({type(error).__name__}: {error}); let it take any "
+                        "number of rows"
+                    ) from error
+        if not any(probe.draws for probe in probes):
+            check_values(
+                probes[0], probes[1], (outputs[0], outputs[1]), [0], self.layout.axes, of_outputs,
+                other_size=True,
+            )  # fmt: skip
+        self.layout.compared = max(self.layout.compared, len(real))
+
+    def _compare(
+        self, cuts: Cuts, real: list[int], synthetic: bool, ordered: bool, expand: bool,
+        of_outputs: list[int],
+    ) -> None:  # fmt: skip
+        choice = self.run.cut(cuts, real or None, synthetic)
+        if ordered:
+            rows, group = [0, 0, 1, 1], frozenset({2, 3})
+        else:
+            rows, group = _spread(choice)
+        count = len(rows)
+        groups = [group, frozenset(range(count)) - group]
+        if choice > 1:
+            self._disturb(rows, groups, expand, of_outputs)
+        for seed in _SEEDS:
+            probe = Probe(self.layout, count, expand, differentiable=True)
+            then = partial(self._check_influence, probe, of_outputs, groups)
+            self.run.once(probe, rows, seed, then)
+            if not probe.draws:
+                return
+
+    def _disturb(
+        self, rows: list[int], groups: list[frozenset[int]], expand: bool, of_outputs: list[int]
+    ) -> None:
+        """Rows are changed, all to one, so that nothing of what they held is left; others must stay."""
+        axes, count = self.layout.axes, len(rows)
+        base = Probe(self.layout, count, expand)
+        out = self.run.once(base, rows, seed=1)
+        small = [frozenset({row}) for row in extreme_rows(base, axes)[:_SMALLEST]]
+        for kept in (*groups, *small):
+            changed = frozenset(range(count)) - kept
+            other = [rows[min(kept)] if i in changed else row for i, row in enumerate(rows)]
+            probe = Probe(self.layout, count, expand, disturbed=changed)
+            found = self.run.once(probe, other, seed=1)
+            check_values(base, probe, (out, found), sorted(kept), axes, of_outputs)
+
+    @staticmethod
+    def _check_influence(
+        probe: Probe, of_outputs: list[int], groups: list[frozenset[int]], out: Any
+    ) -> None:
+        check_influence(list(probe.sources), out, of_outputs, groups, probe.rows)
+
+    def _joined(self, axes: dict[str, int]) -> dict[str, int]:
+        """What is known of the layers with what this probe has seen of them.
+
+        Raises:
+            BatchSizeError: they contradict each other.
+        """
+        for path, axis in axes.items():
+            if self.layout.known and self.layout.axes.get(path, axis) != axis:
+                raise BatchSizeError(
+                    f"{path}: its samples lay along axis {self.layout.axes[path]} of its input "
+                    f"before, and now along {axis}; keep them along one axis"
+                )
+        return {**self.layout.axes, **axes}
+
+    def _reconsider(self, shapes: Shapes) -> bool:
+        """Ids of shape [1] are a batch of one or a length of one: try the other; False if tried."""
+        single = [p for p, ids in self.layout.expand.items() if not ids and shapes.get(p) == [(1,)]]
+        for path in single:
+            self.layout.expand[path] = True
+        return bool(single)
+
+    def _expanded_names(self) -> str:
+        return ", ".join(sorted(self.layout.expand)) or "parameters of shape [1, ...]"
+
+
+def _spread(choice: int) -> tuple[list[int], frozenset[int]]:
+    """Positions for so many rows, and which of them to change: the others hold other rows."""
+    count = max(choice, _FEWEST)
+    group = _SPLIT & set(range(count))
+    inside, outside = (cycle(range(first, max(choice, first + 1), 2)) for first in (0, 1))
+    if choice == 1:
+        outside = cycle([0])
+    return [next(inside if i in group else outside) for i in range(count)], group
+
+
+def _followed(probes: list[Probe]) -> dict[str, int]:
+    return followed(probes[0].shapes, probes[1].shapes)
+
+
+def _unbatched(axes: dict[str, int]) -> list[str]:
+    return [path for path, axis in axes.items() if axis == UNBATCHED]

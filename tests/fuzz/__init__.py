@@ -1,0 +1,1 @@
+"""Random networks: trained exactly, or refused."""
