@@ -1,0 +1,157 @@
+"""Resumed runs keep their budget, whatever was changed in between, or are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastclip import FastPrivacyEngine, clipping
+from tests.integrations import test_lightning as lightning
+from tests.integrations.test_spent import SAVING, STEPS, taken
+from tests.integrations.tiny import trainer
+from tests.refusal import refused
+
+TARGET = 6.0
+BUDGET = {"target_epsilon": TARGET, "target_delta": 1e-3}
+STAGED = {"clipping": clipping.sad_dpsgd(STEPS, stages=3, noise_decay=0.5, length_decay=0.5)}
+MODEL_ONLY = {**SAVING, "save_only_model": True}
+
+
+def resume(folder: Path, step: int = 2, **told):
+    run = trainer(folder, noise_generator=None, **told)
+    run.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+    return run
+
+
+@pytest.mark.parametrize("strategy", [{}, STAGED])
+def test_a_resumed_run_keeps_its_budget(tmp_path: Path, strategy: dict) -> None:
+    trainer(tmp_path, privacy=BUDGET | strategy, arguments=SAVING).train()
+    run = resume(tmp_path, privacy=BUDGET | strategy, arguments=SAVING)
+    assert TARGET - 0.1 <= run.epsilon() <= TARGET
+    assert taken(run) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"arguments": {"num_train_epochs": 4}}),
+        ({}, {"arguments": {"max_steps": STEPS + 1}}),
+        ({}, {"physical": 4}),
+        ({"target_epsilon": 2 * TARGET}, {}),
+        ({}, {"privacy": {"target_epsilon": TARGET / 2}}),
+    ],
+)
+def test_a_run_that_would_exceed_it_is_refused(tmp_path: Path, before: dict, after: dict) -> None:
+    trainer(tmp_path, privacy=BUDGET | before, arguments=SAVING).train()
+    told = {"privacy": BUDGET | after.get("privacy", {})}
+    told |= {name: value for name, value in after.items() if name != "privacy"}
+    with refused("epsilon to .*pass noise_multiplier="):
+        resume(tmp_path, **told)
+
+
+def test_a_run_that_spends_less_goes_on(tmp_path: Path) -> None:
+    """Shorter than planned, or under a larger budget: nothing to refuse."""
+    trainer(tmp_path, privacy=BUDGET, arguments=SAVING).train()
+    assert resume(tmp_path, privacy=BUDGET, arguments={"num_train_epochs": 1}).epsilon() <= TARGET
+    larger = {"target_epsilon": 8.0, "target_delta": 1e-3}
+    assert TARGET < resume(tmp_path, privacy=larger).epsilon() <= 8.0
+
+
+def test_a_ledger_that_holds_more_than_the_checkpoint_counts(tmp_path: Path) -> None:
+    """The same trainer set back: the steps since then were taken."""
+    run = trainer(tmp_path, privacy=BUDGET, arguments=SAVING)
+    run.train()
+    with pytest.warns(UserWarning, match="nothing of the budget is spent"), refused("epsilon to"):
+        run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert taken(run) == STEPS
+
+
+@pytest.mark.parametrize("privacy", [BUDGET, {"noise_multiplier": 1.0}])
+def test_stages_and_thresholds_do_not_begin_again(tmp_path: Path, privacy: dict) -> None:
+    """A checkpoint of the model alone does not hold them."""
+    trainer(tmp_path, privacy=privacy | STAGED, arguments=MODEL_ONLY).train()
+    with refused("save_only_model"):
+        resume(tmp_path, privacy=privacy | STAGED)
+    with refused("another strategy"):
+        resume(tmp_path, privacy=privacy | {"clipping": "adaptive"})
+
+
+def test_a_constant_strategy_needs_nothing_but_the_ledger(tmp_path: Path) -> None:
+    trainer(tmp_path, privacy=BUDGET, arguments=MODEL_ONLY).train()
+    run = resume(tmp_path, privacy=BUDGET)
+    assert taken(run) == STEPS
+    assert run.epsilon() <= TARGET
+
+
+def test_two_resumed_runs_are_joined_by_name(tmp_path: Path) -> None:
+    """What a third trainer loads of both counts the trunk once and both branches."""
+    trainer(tmp_path / "trunk", arguments=SAVING).train()
+    runs = [resume(tmp_path / "trunk", arguments=SAVING) for _ in range(2)]
+    engine = FastPrivacyEngine(accountant="rdp")
+    for run in runs:
+        engine.accountant.load_state_dict(json.loads(json.dumps(run.engine.accountant.state_dict())))
+    assert sum(n for *_, n in engine.accountant.history) == 2 + 2 * (STEPS - 2)
+
+
+# Lightning
+
+
+def lit(folder: Path, engine: FastPrivacyEngine, told: dict, epochs: int, resumed=None, **options):
+    callbacks = [lightning.integration.PrivacyCallback(engine, delta=1e-3)]
+    fitter = lightning.pl.Trainer(
+        max_epochs=epochs, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        **({"callbacks": callbacks} | options),
+    )  # fmt: skip
+    data = lightning.integration.DPLightningDataModule(lightning.Data())
+    model = lightning.Classifier(engine, **told)
+    fitter.fit(model, datamodule=data, ckpt_path=resumed, weights_only=False if resumed else None)
+    fitter.save_checkpoint(folder / "saved.ckpt")
+    return folder / "saved.ckpt"
+
+
+def rdp() -> FastPrivacyEngine:
+    return FastPrivacyEngine(accountant="rdp")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("without", ["before", "after", "other engine"])
+def test_lightning_without_a_ledger_is_refused(tmp_path: Path, without: str) -> None:
+    engine, told = rdp(), {"noise_multiplier": 1.0}
+    path = lit(tmp_path, rdp(), told, 2, **({"callbacks": []} if without == "before" else {}))
+    options = {"callbacks": []} if without == "after" else {}
+    if without == "other engine":
+        options = {"callbacks": [lightning.integration.PrivacyCallback(rdp(), delta=1e-3)]}
+    with refused("what its run has spent is not known"):
+        lit(tmp_path, engine, told, 3, path, **options)
+    assert engine.accountant.history == []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("epochs", "after", "fits"),
+    [
+        (2, {}, True),
+        (4, {}, False),
+        (4, {"epochs": 2}, False),
+        (2, {"target_epsilon": 5.0}, False),
+        (4, {"noise_multiplier": 1.0}, True),
+    ],
+)
+def test_lightning_keeps_its_budget(tmp_path: Path, epochs: int, after: dict, fits: bool) -> None:
+    """Cut after one of two epochs, and gone on with."""
+    engine = rdp()
+    path = lit(tmp_path, rdp(), BUDGET | {"epochs": 2}, 1)
+    told = after if "noise_multiplier" in after else BUDGET | after
+    if not fits:
+        with refused("epsilon to .*pass noise_multiplier="):
+            lit(tmp_path, engine, told, epochs, path)
+        assert sum(n for *_, n in engine.accountant.history) == 4
+        return
+    lit(tmp_path, engine, told, epochs, path)
+    assert sum(n for *_, n in engine.accountant.history) == 4 * epochs
+    if "target_epsilon" in told:
+        assert TARGET - 0.1 <= engine.get_epsilon(1e-3) <= TARGET
