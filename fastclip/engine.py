@@ -189,7 +189,8 @@ class FastPrivacyEngine(AccountedEngine):
         """`make_private` with the noise multiplier that a privacy budget affords.
 
         Args:
-            target_epsilon, target_delta: the budget, spent after `epochs` passes over the data.
+            target_epsilon, target_delta: the budget, spent after `epochs` passes over the data; a
+                guarantee as of `get_epsilon`, for Poisson sampling.
             epochs: number of passes (1 / q steps each). A noise schedule is composed over all of
                 them, and the noise multiplier found is that of its first step.
             **kwargs: options of the accountant ("epsilon_tolerance", "alphas", "eps_error", ...);

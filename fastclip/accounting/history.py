@@ -53,8 +53,10 @@ def epsilon(history: History, delta: float, accountant: str = "prv", **options: 
     """Epsilon of a history at `delta`, by one of Opacus' accountants.
 
     Formal guarantee: the run is (epsilon, delta)-DP for neighbours that differ by one added or
-    removed sample. "prv" is at most 2 * `eps_error` (0.01) above the tight value, "rdp" a
-    looser upper bound; "gdp" is an approximation that can be too small.
+    removed sample, if every batch is a Poisson sample of its public rate q (where q and B follow
+    from the number of samples: neighbours in which one is zeroed out). "prv" is at most
+    2 * `eps_error` (0.01) above the tight value, "rdp" a looser upper bound; "gdp" is an
+    approximation that can be too small.
 
     Args:
         history: (noise multiplier, sample rate, steps) entries.

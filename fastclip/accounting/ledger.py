@@ -12,6 +12,7 @@ from opacus.accountants import IAccountant
 from fastclip.accounting.history import refuse_changing_noise
 from fastclip.accounting.segments import (
     KEY,
+    Entry,
     Segments,
     joined,
     new_name,
@@ -30,6 +31,7 @@ class Ledger(IAccountant):
     assigns `history` speaks for it: names that do not fit it any more are dropped.
     """
 
+    history: list[Entry]
     _others: Segments
     _name: str
     _process: int
@@ -109,7 +111,7 @@ class Ledger(IAccountant):
 def keep_ledger(accountant: IAccountant) -> Ledger:
     """The accountant itself, which from now on keeps the names of its steps."""
     if not isinstance(accountant, Ledger):
-        accountant.__class__ = _kept(type(accountant))
+        accountant.__class__ = _kept(type(accountant))  # type: ignore[arg-type]
         accountant._begin({})  # type: ignore[attr-defined]
     return accountant  # type: ignore[return-value]
 
@@ -120,7 +122,7 @@ def _kept(kind: type[IAccountant]) -> type[IAccountant]:
 
 
 def _restored(kind: type[IAccountant], state: dict[str, Any]) -> IAccountant:
-    copy = object.__new__(_kept(kind))
+    copy = object.__new__(_kept(kind))  # type: ignore[arg-type]
     copy.__dict__.update(state)
     copy._begin(state["_others"])  # type: ignore[attr-defined]
     return copy

@@ -24,6 +24,7 @@ import torch
 from opacus.data_loader import DPDataLoader
 from torch.utils.data import DataLoader
 
+from fastclip.clipping.checks import between
 from fastclip.engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.integrations.budget import Budget
@@ -146,7 +147,7 @@ class PrivacyCallback(Callback):
     """
 
     def __init__(self, engine: FastPrivacyEngine, delta: float) -> None:
-        self.engine, self.delta = engine, delta
+        self.engine, self.delta = engine, between("delta", delta, 0, 1)
         self.loaded = False
         """The checkpoint that is resumed has said what its run has spent."""
 

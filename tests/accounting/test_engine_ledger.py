@@ -196,7 +196,5 @@ def test_epsilon_of_nothing_and_without_noise(accountant: str) -> None:
 @pytest.mark.parametrize("delta", [0, 1, -1e-5, 2.0, math.nan, math.inf, "1e-5", None, True])
 def test_a_delta_that_is_none(delta) -> None:
     engine = FastPrivacyEngine(accountant="rdp")
-    with pytest.raises(
-        (ArgumentError, ArgumentTypeError), match="delta expects a number in"
-    ):
+    with pytest.raises((ArgumentError, ArgumentTypeError), match="delta expects a number in"):
         engine.get_epsilon(delta)
