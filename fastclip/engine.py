@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from opacus import PrivacyEngine
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 from fastclip import validation
+from fastclip.accounted_engine import AccountedEngine
 from fastclip.accounting import find_noise_multiplier
 from fastclip.bookkeeping import BookKeeper
 from fastclip.clipping import Clipping, ConstantNoise, resolve
@@ -37,7 +37,7 @@ FAST_MODES = ("fast", "ghost")
 MODES = (*FAST_MODES, "hooks", "functorch", "ew", "ghost_fsdp", "ghost_tp", "no_op")
 
 
-class FastPrivacyEngine(PrivacyEngine):
+class FastPrivacyEngine(AccountedEngine):
     """Drop-in for `opacus.PrivacyEngine`: same calls, same guarantee, one ordinary backward pass.
 
     Example:
@@ -114,7 +114,10 @@ class FastPrivacyEngine(PrivacyEngine):
             fastclip.errors.*: naming the module or keyword and the way out. Nothing is changed.
 
         Formal guarantee: every real step of the optimizer is a Gaussian mechanism with noise
-        multiplier sigma on a Poisson sample of rate q; `get_epsilon` composes the steps taken.
+        multiplier sigma on a Poisson sample of rate q; `get_epsilon` composes the steps taken. It
+        holds for poisson_sampling=True, and for neighbours that differ in one row that was added or
+        removed, where q and the expected batch size B are public (where they follow from the number
+        of rows: one row zeroed out).
         """
         validation.choice("grad_sample_mode", grad_sample_mode, MODES)
         criterion = nn.CrossEntropyLoss() if criterion is None else criterion
@@ -125,7 +128,7 @@ class FastPrivacyEngine(PrivacyEngine):
                     "'flat', 'per_layer' or 'adaptive'; strategies of fastclip.clipping run in the "
                     "fast mode: omit grad_sample_mode"
                 )
-            return super().make_private(
+            made = super().make_private(
                 module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,
                 noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm,  # type: ignore[arg-type]
                 batch_first=batch_first, loss_reduction=loss_reduction,
@@ -133,6 +136,8 @@ class FastPrivacyEngine(PrivacyEngine):
                 noise_generator=noise_generator, grad_sample_mode=grad_sample_mode,
                 wrap_model=wrap_model, rand_on_empty=rand_on_empty, **kwargs,
             )  # fmt: skip
+            made[1].account_with(self._accounting_hook(1 / len(made[-1])))  # type: ignore[attr-defined]
+            return made
         validation.check_arguments(
             module=module, data_loader=data_loader, noise_multiplier=noise_multiplier,
             loss_reduction=loss_reduction, noise_generator=noise_generator,
@@ -165,7 +170,7 @@ class FastPrivacyEngine(PrivacyEngine):
         if poisson_sampling:
             module.forbid_grad_accumulation()
         watch_draws(loader, module.keeper.batch, poisson_sampling)
-        private.attach_step_hook(self._accounting_hook(rate))
+        private.account_with(self._accounting_hook(rate))
         self._keepers = [keeper for keeper in self._keepers if not keeper.batch.retired]
         self._keepers.append(module.keeper)
         if grad_sample_mode == "ghost":
@@ -184,7 +189,8 @@ class FastPrivacyEngine(PrivacyEngine):
         """`make_private` with the noise multiplier that a privacy budget affords.
 
         Args:
-            target_epsilon, target_delta: the budget, spent after `epochs` passes over the data.
+            target_epsilon, target_delta: the budget, spent after `epochs` passes over the data; a
+                guarantee as of `get_epsilon`, for Poisson sampling.
             epochs: number of passes (1 / q steps each). A noise schedule is composed over all of
                 them, and the noise multiplier found is that of its first step.
             **kwargs: options of the accountant ("epsilon_tolerance", "alphas", "eps_error", ...);
@@ -323,16 +329,10 @@ class FastPrivacyEngine(PrivacyEngine):
         return self._keepers
 
     def _accounting_hook(self, rate: float) -> Callable[[DPOptimizer], None]:
-        """Opacus' hook; a history that it leaves half written by an error is put back."""
-        record = self.accountant.get_optimizer_hook_fn(sample_rate=rate)
+        """Opacus' hook, of whichever accountant the engine has when a step is taken."""
 
         def account(optimizer: DPOptimizer) -> None:
-            before = list(self.accountant.history)
-            try:
-                record(optimizer)
-            except BaseException:
-                self.accountant.history = before
-                raise
+            self.accountant.get_optimizer_hook_fn(sample_rate=rate)(optimizer)
 
         return account
 

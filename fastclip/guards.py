@@ -1,4 +1,4 @@
-"""Watches over what must not happen silently: leaked gradients and samples that are not finite."""
+"""Watches over leaked gradients and, where asked for, over samples that are not finite."""
 
 from __future__ import annotations
 
@@ -56,19 +56,25 @@ def _refuse(name: str, gradient: Tensor | None) -> None:
 
 
 class NonFiniteMonitor:
-    """Warns once that a sample's gradient was not finite; on a GPU it never waits to know."""
+    """Warns once that a sample's gradient was not finite; on a GPU it never waits to know.
+
+    Only where it is enabled: the warning looks at one row's data, so it is for debugging and not
+    private.
+    """
 
     def __init__(self) -> None:
+        self.enabled = False
         self._warned = False
         self._flag: Tensor | None = None
         self._event: Any = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NonFiniteMonitor:
-        return NonFiniteMonitor()
+    def __reduce__(self) -> Any:
+        """A copy has seen nothing."""
+        return NonFiniteMonitor, ()
 
     def look(self, norms: Tensor) -> None:
         """Note the norms [b] of a backward pass."""
-        if self._warned:
+        if self._warned or not self.enabled:
             return
         if norms.device.type == "cpu":
             if not bool(torch.isfinite(norms).all()):
@@ -92,6 +98,6 @@ class NonFiniteMonitor:
         self._warned = True
         warnings.warn(
             "a sample's gradient is not finite (NaN or inf); it contributes exactly zero and "
-            "training goes on. This warning is given once",
+            "training goes on. This warning is given once; it is not private",
             stacklevel=2,
         )

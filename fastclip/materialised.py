@@ -27,9 +27,10 @@ from torch import Tensor
 
 from fastclip import ops
 from fastclip.noise import OwnsNoise
+from fastclip.step_hooks import KeepsAccount
 
 
-class _Noise(OwnsNoise, DPOptimizer):
+class _Noise(KeepsAccount, OwnsNoise, DPOptimizer):
     """Opacus' `add_noise`, all parameters in one operation."""
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -167,7 +168,7 @@ class MaterialisedDistributedPerLayerOptimizer(
     """One threshold a parameter tensor on every rank; rank 0 adds the noise."""
 
 
-class ShardedOptimizer(OwnsNoise, FSDPOptimizerFastGradientClipping):
+class ShardedOptimizer(KeepsAccount, OwnsNoise, FSDPOptimizerFastGradientClipping):
     """Opacus' optimizer of "ghost_fsdp"; in secure mode its noise is drawn here."""
 
     def add_noise(self) -> None:

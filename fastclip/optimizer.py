@@ -15,19 +15,21 @@ from fastclip.bookkeeping import BookKeeper
 from fastclip.clipping_state import split_refused
 from fastclip.errors import ArgumentError, StepError
 from fastclip.noise import NoiseSource, OwnsNoise
+from fastclip.step_hooks import KeepsAccount
 
 STATE = "fastclip_clipping"
 """Key of the strategy's state in `FastDPOptimizer.state_dict()`."""
 
 
-class FastDPOptimizer(OwnsNoise, DPOptimizer):
+class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
     """An opacus DPOptimizer whose clipping has already happened in the backward pass.
 
     Formal guarantee: each real step releases (sum + N(0, (sigma_grad * S)^2 I)) / B once, where the
     sum has L2 sensitivity S, recorded when it was clipped, and B is public; and, for strategies that
     count, the counts with noise sigma_count times their sensitivity. Together they cost what one
     Gaussian mechanism of noise multiplier sigma costs: 1 / sigma^2 = 1 / sigma_grad^2 +
-    1 / sigma_count^2 (Zhao et al. 2025, Lemma 3.1).
+    1 / sigma_count^2 (Zhao et al. 2025, Lemma 3.1). Neighbours differ in one row that was added or
+    removed; what sampling adds holds for Poisson sampling alone (see `make_private`).
 
     Args:
         optimizer: the inner optimizer. keeper: book-keeper of the private model.
@@ -136,6 +138,18 @@ class FastDPOptimizer(OwnsNoise, DPOptimizer):
     def per_sample_norms(self) -> Tensor | None:
         """Raw norms [physical batch] of the last backward. For debugging; NOT private."""
         return self.keeper.per_sample_norms
+
+    @property
+    def warn_of_non_finite(self) -> bool:
+        """Warn once, in a backward pass, if a sample's gradient is not finite; False.
+
+        For debugging; NOT private: the warning tells something about one row.
+        """
+        return self.keeper.monitor.enabled
+
+    @warn_of_non_finite.setter
+    def warn_of_non_finite(self, value: bool) -> None:
+        self.keeper.monitor.enabled = value
 
     @property
     def noisy_counts(self) -> Tensor | None:
@@ -252,26 +266,6 @@ class FastDPOptimizer(OwnsNoise, DPOptimizer):
             "would skip steps on overflow, which tells something about raw gradients; use "
             "fastclip.GradScaler in its place, or bfloat16 without a scaler"
         )
-
-    def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
-        """Call `fn(self)` in every real step, before the inner step, after the hooks attached before.
-
-        Unlike Opacus' this never replaces the accountant's hook.
-        """
-        self._step_hooks.append(fn)
-
-    @property
-    def step_hook(self) -> Callable[[DPOptimizer], None] | None:
-        """All hooks in one call, as Opacus keeps its only one; None if there is none."""
-        return self._call_step_hooks if self._step_hooks else None
-
-    @step_hook.setter
-    def step_hook(self, fn: Callable[[DPOptimizer], None] | None) -> None:
-        self._step_hooks = [] if fn is None else [fn]
-
-    def _call_step_hooks(self, optimizer: DPOptimizer) -> None:
-        for hook in self._step_hooks:
-            hook(optimizer)
 
     def discard_logical_batch(self) -> None:
         """Give up the logical batch that is being gathered: its sums, counts and gradients.

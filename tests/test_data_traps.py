@@ -112,10 +112,11 @@ NETWORKS = {
 }
 
 
+@pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("network", NETWORKS)
-def test_a_sample_that_is_not_finite(network: str, bad: str) -> None:
-    """It contributes exactly zero; the others are exact; one warning for all of training."""
+def test_a_sample_that_is_not_finite(network: str, bad: str, told: bool) -> None:
+    """It contributes exactly zero; the others are exact; one warning, and only for who asks for it."""
     make, shape = NETWORKS[network]
     model, x = make(), torch.randn(shape, dtype=torch.float64)
     good = [0, 2, 3, 4]
@@ -125,6 +126,8 @@ def test_a_sample_that_is_not_finite(network: str, bad: str) -> None:
     x[1].view(-1)[0] = BAD[bad]
     params = dict(model.named_parameters())
     _, private, optimizer, _ = make_private(model, max_grad_norm=C, lr=0.0)
+    if told:
+        optimizer.warn_of_non_finite = True
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -133,7 +136,8 @@ def test_a_sample_that_is_not_finite(network: str, bad: str) -> None:
             assert_sums(summed(params), expected, 1e-10)
             optimizer.step()
     about = [w for w in caught if "finite" in str(w.message).lower()]
-    assert len(about) == 1
+    assert len(about) == told
+    assert all("not private" in str(w.message) for w in about)
 
 
 def test_only_bad_samples() -> None:

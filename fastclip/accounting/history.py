@@ -7,20 +7,19 @@ it: each step is a Poisson-subsampled Gaussian mechanism, and the entries compos
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from itertools import groupby
 from typing import Any
 
 from opacus.accountants import IAccountant, RDPAccountant, create_accountant
 
 from fastclip.accounting.rdp import quiet_orders
+from fastclip.accounting.segments import Entry, runs
 from fastclip.accounting.shares import multiplier
 from fastclip.clipping.checks import between, whole
 from fastclip.clipping.schedules import NoiseSchedule
 from fastclip.errors import ArgumentError
 
-Entry = tuple[float, float, int]
 History = Sequence[Entry]
 
 # Most points on which PRV may discretise a privacy loss: about 2 GB in all.
@@ -46,16 +45,18 @@ def history(
     """
     sigma = multiplier("noise_multiplier", noise_multiplier)
     rate = between("sample_rate", sample_rate, 0, 1, closed=True)
-    runs = schedule.runs(whole("steps", steps, 0))
-    return _merged((sigma * factor, rate, length) for factor, length in runs)
+    stages = schedule.runs(whole("steps", steps, 0))
+    return runs((sigma * factor, rate, length) for factor, length in stages)
 
 
 def epsilon(history: History, delta: float, accountant: str = "prv", **options: Any) -> float:
     """Epsilon of a history at `delta`, by one of Opacus' accountants.
 
     Formal guarantee: the run is (epsilon, delta)-DP for neighbours that differ by one added or
-    removed sample. "prv" is at most 2 * `eps_error` (0.01) above the tight value, "rdp" a
-    looser upper bound; "gdp" is an approximation that can be too small.
+    removed sample, if every batch is a Poisson sample of its public rate q (where q and B follow
+    from the number of samples: neighbours in which one is zeroed out). "prv" is at most
+    2 * `eps_error` (0.01) above the tight value, "rdp" a looser upper bound; "gdp" is an
+    approximation that can be too small.
 
     Args:
         history: (noise multiplier, sample rate, steps) entries.
@@ -70,14 +71,20 @@ def epsilon(history: History, delta: float, accountant: str = "prv", **options: 
         ArgumentError: for an unknown accountant, a history it cannot compose, or a failure of its
             numerics.
     """
-    delta = between("delta", delta, 0, 1)
     book = open_accountant(accountant)
-    entries = _merged(history)
+    book.history = runs(history)
+    return spent(book, delta, **options)
+
+
+def spent(book: IAccountant, delta: float, **options: Any) -> float:
+    """Epsilon of what an accountant has recorded; guarantee, arguments and errors as of `epsilon`."""
+    delta = between("delta", delta, 0, 1)
+    accountant, entries = book.mechanism(), runs(book.history)
     if not entries:
         return 0.0
     if any(sigma == 0 for sigma, _, _ in entries):
         return math.inf
-    book.history = entries
+    book.history = entries  # "gdp" reads the last one only
     if accountant == "gdp":
         refuse_changing_noise(entries)
     if accountant == "prv":
@@ -86,12 +93,12 @@ def epsilon(history: History, delta: float, accountant: str = "prv", **options: 
     advice = quiet_orders() if accountant == "prv" else nullcontext()
     try:
         with advice:
-            spent = float(book.get_epsilon(delta=delta, **options))
+            found = float(book.get_epsilon(delta=delta, **options))
     except (ArithmeticError, RuntimeError, ValueError) as error:
         raise _numerics(accountant, entries, f"failed with {error}") from error
-    if math.isnan(spent):
+    if math.isnan(found):
         raise _numerics(accountant, entries, "found no number")
-    return max(spent, 0.0)  # PRV goes below 0 where delta alone already covers the run
+    return max(found, 0.0)  # PRV goes below 0 where delta alone already covers the run
 
 
 def open_accountant(name: str) -> IAccountant:
@@ -117,14 +124,6 @@ def refuse_changing_noise(entries: Sequence[Entry]) -> None:
             "accountant='gdp' composes only a constant noise multiplier and sample rate, got "
             f"{len(entries)} different ones: use accountant='rdp' or 'prv'"
         )
-
-
-def _merged(entries: Iterable[Entry]) -> list[Entry]:
-    """Adjacent entries of equal sigma and q as one."""
-    return [
-        (sigma, rate, sum(length for _, _, length in group))
-        for (sigma, rate), group in groupby(entries, key=lambda entry: entry[:2])
-    ]
 
 
 def _refuse_huge_mesh(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainerCallback
 
+from fastclip.accounting.segments import read_segments
 from fastclip.errors import ArgumentError
-from fastclip.integrations.spent import load_spent, read_spent, spent_state
+from fastclip.integrations.budget import Budget
 
 ACCOUNTANT_NAME = "privacy_accountant.json"
 """File of a checkpoint that holds what was spent."""
@@ -29,26 +29,31 @@ class Resumed:
     run: int
     """Which of its trainer's runs the checkpoint belongs to."""
 
-    def load(self, accountant: Any) -> None:
-        """Go on from there."""
-        load_spent(accountant, self.saved, self.folder)
+    def check(self, trainer: Any, steps: int) -> None:
+        """Refuse to go on where the budget would be exceeded, or the strategy begin again.
 
-    def check_budget(self, sigma: float, rate: float) -> None:
-        """Refuse noise that was found for another length than the checkpoint's run had.
+        Args:
+            trainer: about to take its first step. steps: those to come.
 
         Raises:
             ArgumentError: with the way out.
         """
-        if "noise_multiplier" not in self.saved:
-            return
-        before, q = self.saved["noise_multiplier"], self.saved["sample_rate"]
-        if not (math.isclose(sigma, before, rel_tol=1e-9) and math.isclose(rate, q, rel_tol=1e-9)):
+        optimizer, accountant = trainer.dp_optimizer, trainer.engine.accountant
+        state, done = optimizer.keeper.clipping, trainer.state.global_step
+        if not state.strategy.constant and state.step != done:
             raise ArgumentError(
-                f"{self.folder} was trained with noise_multiplier={before:.6g} at a sampling rate of "
-                f"{q:.6g}, but target_epsilon gives {sigma:.6g} at {rate:.6g} as if nothing had been "
-                "spent, so the budget would be exceeded; resume with the batch, the epochs and the "
-                f"target of that run, or pass noise_multiplier={before!r} and watch epsilon"
+                f"{self.folder} holds no state of {state.strategy.kind} after {done} steps "
+                "(save_only_model=True, or another strategy), so its thresholds and noise would begin "
+                "again; resume from a checkpoint with the optimizer's state, or load its model and "
+                "train anew under this engine"
             )
+        if trainer.privacy.target_epsilon is not None:
+            before = self.saved.get("noise_multiplier", "the run's")
+            Budget(trainer.privacy.target_epsilon, trainer.privacy.target_delta).check(
+                accountant, optimizer, trainer.mechanism[1], steps,
+                "resume with the batch, the epochs and the target of that run, or pass "
+                f"noise_multiplier={before} and watch epsilon",
+            )  # fmt: skip
 
 
 def read_checkpoint(folder: str, accountant: Any) -> Resumed:
@@ -67,16 +72,21 @@ def read_checkpoint(folder: str, accountant: Any) -> Resumed:
         try:
             saved = json.load(file)
         except ValueError:
-            saved = None  # which read_spent refuses
-    read_spent(saved, accountant, path)
+            saved = None  # which is refused
+    read_segments(saved, accountant.mechanism(), path)
     return Resumed(folder, saved, int(saved.get("run", 0)))
 
 
 class Releases(TrainerCallback):
-    """Saves what was spent with every checkpoint; seeds every epoch's draws if data_seed is set."""
+    """Saves what was spent with every checkpoint, checks a resumed run, seeds the epochs' draws."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Everything is loaded, and nothing has been released."""
+        if self.trainer.resumed is not None:
+            self.trainer.resumed.check(self.trainer, state.max_steps - state.global_step)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """As Accelerate does, so that a resumed epoch skips the batches that were drawn before."""
@@ -89,7 +99,7 @@ class Releases(TrainerCallback):
         path = os.path.join(args.output_dir, f"checkpoint-{state.global_step}", ACCOUNTANT_NAME)
         trainer = self.trainer
         saved = {
-            **spent_state(trainer.engine.accountant), "run": trainer.run_number,
+            **trainer.engine.accountant.state_dict(), "run": trainer.run_number,
             "noise_multiplier": trainer.mechanism[0], "sample_rate": trainer.mechanism[1],
         }  # fmt: skip
         with open(path, "w", encoding="utf-8") as file:

@@ -9,7 +9,6 @@ and PEFT see the plain model; when `train()` returns, its layers are ordinary ag
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from typing import Any
 
@@ -71,7 +70,8 @@ class PrivateTrainer(RowLossTrainer):
         fastclip.errors.*: for arguments, losses and adapters that cannot be private.
 
     Formal guarantee: `engine.get_epsilon` composes every step taken, those before a checkpoint that
-    was resumed included. The unit is one row of `train_dataset`.
+    was resumed included. The unit is one row of `train_dataset`; neighbours differ in one that was
+    added or removed, and rows are drawn by Poisson sampling (see `FastPrivacyEngine.get_epsilon`).
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class PrivateTrainer(RowLossTrainer):
         self.run_number = -1  # the first train() is run 0
         self.mechanism = (0.0, 0.0)  # sigma and q of this run's first step
         self._handle: Any = None
-        self._resumed: Resumed | None = None
+        self.resumed: Resumed | None = None  # what this run goes on from
         super().__init__(model, args, *rest, **kwargs)
         check_still_private(self)
         self.add_callback(Releases(self))
@@ -116,9 +116,9 @@ class PrivateTrainer(RowLossTrainer):
         """As `Trainer.train`; a resumed run goes on with what the checkpoint's run has spent."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
-        self._resumed = None
+        self.resumed = None
         if resume_from_checkpoint and resume_from_checkpoint is not True:
-            self._resumed = read_checkpoint(str(resume_from_checkpoint), self.engine.accountant)
+            self.resumed = read_checkpoint(str(resume_from_checkpoint), self.engine.accountant)
             if repeats_noise(self._noise_generator):
                 warnings.warn(
                     "noise_generator is at the start of its sequence, so a resumed run would add the "
@@ -126,7 +126,7 @@ class PrivateTrainer(RowLossTrainer):
                     "state yourself (set_state), or seed it differently",
                     stacklevel=2,
                 )
-        self.run_number = self._resumed.run if self._resumed else self.run_number + 1
+        self.run_number = self.resumed.run if self.resumed else self.run_number + 1
         self._private, self._checked = True, Checked()
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -193,10 +193,8 @@ class PrivateTrainer(RowLossTrainer):
             loader.collate_fn, loader.dataset, self.physical_batch_size
         )
         self.mechanism = (self.dp_optimizer.noise_multiplier, 1 / len(loader))
-        if self._resumed:
-            if self.privacy.target_epsilon is not None:
-                self._resumed.check_budget(*self.mechanism)
-            self._resumed.load(self.engine.accountant)
+        if self.resumed:
+            self.engine.accountant.load_state_dict(self.resumed.saved)
         return private
 
     def _generator(self) -> torch.Generator | None:
@@ -274,12 +272,7 @@ class PrivateTrainer(RowLossTrainer):
 
     def epsilon(self) -> float:
         """Spent so far, at `privacy.target_delta`; infinite where a step had no noise."""
-        history = self.engine.accountant.history
-        if not history:
-            return 0.0
-        if any(sigma == 0 for sigma, _, _ in history):
-            return math.inf
-        return float(self.engine.get_epsilon(self.privacy.target_delta))
+        return self.engine.get_epsilon(self.privacy.target_delta)
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:

@@ -15,6 +15,7 @@ The engine must not be a part of the module's hyperparameters. One batch is one 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,9 +24,10 @@ import torch
 from opacus.data_loader import DPDataLoader
 from torch.utils.data import DataLoader
 
+from fastclip.clipping.checks import between
 from fastclip.engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError, ArgumentTypeError
-from fastclip.integrations.spent import load_spent, spent_state
+from fastclip.integrations.budget import Budget
 from fastclip.optimizer import FastDPOptimizer
 
 try:
@@ -101,10 +103,12 @@ def make_private(
             `make_private_with_epsilon`, whose `epochs` are the trainer's if not given.
 
     Raises:
-        fastclip.errors.*: for trainers that cannot be private, and as `make_private`.
+        fastclip.errors.*: for trainers that cannot be private, checkpoints that do not say what
+            their run has spent, and as `make_private`.
     """
     trainer: Any = module.trainer
     _check_trainer(trainer)
+    _check_resumed(trainer, engine)
     earlier = module.__dict__.pop("_fastclip_handle", None)
     if earlier is not None:
         earlier.cleanup()
@@ -118,14 +122,18 @@ def make_private(
     data.private_loader = None
     loader = data.train_dataloader()
     make: Callable[..., tuple] = engine.make_private
+    module.__dict__.pop("_fastclip_budget", None)
     if "target_epsilon" in arguments:
         make = engine.make_private_with_epsilon
-        arguments.setdefault("epochs", _epochs(trainer, len(loader)))
+        if "epochs" not in arguments:
+            arguments["epochs"] = _epochs(trainer, len(loader))
     handle, private, data.private_loader = make(
         module=module.train(), optimizer=optimizer, data_loader=loader, wrap_model=False,
         **arguments,
     )  # fmt: skip
     module.__dict__["_fastclip_handle"] = handle
+    if "target_epsilon" in arguments:
+        module.__dict__["_fastclip_budget"] = _budget(engine, arguments)
     return private
 
 
@@ -139,13 +147,32 @@ class PrivacyCallback(Callback):
     """
 
     def __init__(self, engine: FastPrivacyEngine, delta: float) -> None:
-        self.engine, self.delta = engine, delta
+        self.engine, self.delta = engine, between("delta", delta, 0, 1)
+        self.loaded = False
+        """The checkpoint that is resumed has said what its run has spent."""
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Before a checkpoint is read."""
+        self.loaded = False
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Refuses to go on from a checkpoint where target_epsilon would be exceeded."""
+        budget, epochs = pl_module.__dict__.get("_fastclip_budget", (None, 0))
+        if budget is None or not self.loaded:
+            return
+        private = (o for o in trainer.optimizers if isinstance(o, FastDPOptimizer))
+        optimizer = next(o for o in private if not o.keeper.batch.retired)
+        an_epoch, steps = len(trainer.datamodule.private_loader), trainer.estimated_stepping_batches
+        if math.isinf(steps):
+            steps = math.ceil(epochs * an_epoch)
+        budget.check(
+            self.engine.accountant, optimizer, 1 / an_epoch, max(steps - trainer.global_step, 0),
+            "resume with the batch, the length and the target of that run, or pass noise_multiplier= "
+            "and watch epsilon",
+        )  # fmt: skip
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        history = self.engine.accountant.history
-        noisy = history and all(sigma > 0 for sigma, _, _ in history)
-        epsilon = self.engine.get_epsilon(self.delta) if noisy else math.inf if history else 0.0
-        pl_module.log("epsilon", epsilon, prog_bar=True)
+        pl_module.log("epsilon", self.engine.get_epsilon(self.delta), prog_bar=True)
 
     def on_fit_end(self, trainer: Any, pl_module: LightningModule) -> None:
         handle = pl_module.__dict__.pop("_fastclip_handle", None)
@@ -154,11 +181,32 @@ class PrivacyCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """What was spent."""
-        return spent_state(self.engine.accountant)
+        return dict(self.engine.accountant.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there; what this engine has spent since is kept (a Tuner restores its start)."""
-        load_spent(self.engine.accountant, state_dict, "the checkpoint")
+        self.engine.accountant.load_state_dict(state_dict)
+        self.loaded = True
+
+
+def _budget(engine: FastPrivacyEngine, arguments: dict[str, Any]) -> tuple[Budget, float]:
+    """What was asked for, and the epochs in which it is to be spent."""
+    options = inspect.signature(engine.accountant.get_epsilon).parameters.keys() & arguments.keys()
+    told = {name: arguments[name] for name in options}
+    budget = Budget(arguments["target_epsilon"], arguments["target_delta"], told)
+    return budget, arguments["epochs"]
+
+
+def _check_resumed(trainer: Any, engine: FastPrivacyEngine) -> None:
+    """Refuse a checkpoint whose spending is not known, or not loaded into this engine."""
+    callbacks = [c for c in trainer.callbacks if isinstance(c, PrivacyCallback)]
+    if trainer.ckpt_path is None or any(c.engine is engine and c.loaded for c in callbacks):
+        return
+    raise ArgumentError(
+        f"{trainer.ckpt_path} holds nothing of a PrivacyCallback of this trainer and engine, so what "
+        "its run has spent is not known; train and resume with Trainer(callbacks=[PrivacyCallback("
+        "engine, delta)]), or load its model and train anew"
+    )
 
 
 def _epochs(trainer: Any, steps_an_epoch: int) -> float:

@@ -1,16 +1,13 @@
-"""A checkpoint's history and one's own: what is accounted never becomes less."""
+"""Resumed trainers: what is accounted never becomes less."""
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from opacus.accountants import create_accountant
 
-from fastclip.integrations.spent import load_spent, spent_state
 from tests.integrations.test_trainer import STEPS
 from tests.integrations.tiny import NOISE_SEED, bert, hf, pad, trainer
 from tests.refusal import refused
@@ -20,61 +17,6 @@ SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 def taken(run) -> int:
     return sum(steps for _, _, steps in run.engine.accountant.history)
-
-
-A, B = (1.0, 0.1), (2.0, 0.1)
-
-
-@pytest.mark.parametrize(
-    ("own", "saved", "merged"),
-    [
-        ([], [(*A, 3)], [(*A, 3)]),
-        ([(*A, 3)], [], [(*A, 3)]),
-        ([(*A, 5)], [(*A, 3)], [(*A, 5)]),
-        ([(*A, 3)], [(*A, 2), (*A, 3)], [(*A, 5)]),
-        ([(*A, 3)], [(*A, 3), (*B, 1)], [(*A, 3), (*B, 1)]),
-        ([(*A, 3), (*B, 2)], [(*A, 3), (*B, 1)], [(*A, 3), (*B, 2)]),
-        ([(*A, 3)], [(*B, 2)], [(*A, 3), (*B, 2)]),
-    ],
-)
-def test_histories_are_joined(own: list, saved: list, merged: list) -> None:
-    accountant = create_accountant("rdp")
-    accountant.history = list(own)
-    load_spent(accountant, {"history": saved, "mechanism": "rdp"}, "it")
-    assert accountant.history == merged
-
-
-def test_the_history_of_another_run_is_added() -> None:
-    """Both took the same steps, but not the same ones."""
-    mine, theirs = create_accountant("rdp"), create_accountant("rdp")
-    mine.history, theirs.history = [(*A, 3)], [(*A, 2)]
-    load_spent(mine, spent_state(theirs), "it")
-    assert mine.history == [(*A, 5)]
-
-
-@pytest.mark.parametrize(
-    ("saved", "way_out"),
-    [
-        (None, "another checkpoint"),
-        ({"mechanism": "rdp"}, "another checkpoint"),
-        ({"mechanism": "rdp", "history": [[1.0]]}, "another checkpoint"),
-        ({"mechanism": "prv", "history": []}, "accountant='prv'"),
-    ],
-)
-def test_a_damaged_history_changes_nothing(saved, way_out: str) -> None:
-    accountant = create_accountant("rdp")
-    accountant.history = [(*A, 3)]
-    with refused(way_out):
-        load_spent(accountant, saved, "it")
-    assert accountant.history == [(*A, 3)]
-
-
-def test_gdp_composes_one_mechanism_only() -> None:
-    accountant = create_accountant("gdp")
-    accountant.history = [(*A, 3)]
-    with refused("accountant='prv'"):
-        load_spent(accountant, {"history": [(*B, 2)], "mechanism": "gdp"}, "it")
-    assert accountant.history == [(*A, 3)]
 
 
 def test_resuming_the_same_trainer_adds_up(tmp_path: Path) -> None:
@@ -105,23 +47,6 @@ def test_a_resume_that_fails_forgets_nothing(tmp_path: Path, text: str | None) -
     with refused("resume from a"):
         run.train(resume_from_checkpoint=str(path.parent))
     assert run.epsilon() == spent > 0
-
-
-def test_a_budget_for_another_length_is_not_resumed(tmp_path: Path) -> None:
-    budget = {"target_epsilon": 6.0}
-    trainer(tmp_path, privacy=budget, arguments=SAVING).train()
-    saved = json.loads((tmp_path / "checkpoint-2" / "privacy_accountant.json").read_text())
-    longer = trainer(tmp_path, privacy=budget, arguments={"num_train_epochs": 8})
-    with refused("pass noise_multiplier="):
-        longer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert longer.engine.accountant.history == []
-    same = trainer(tmp_path, privacy=budget, arguments=SAVING)
-    same.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert 5.9 <= same.epsilon() <= 6.0
-    told = {"noise_multiplier": saved["noise_multiplier"]}
-    longer = trainer(tmp_path, privacy=told, arguments={"num_train_epochs": 3})
-    longer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert longer.epsilon() > 6.0
 
 
 def test_a_generator_that_starts_again_is_warned_of(tmp_path: Path) -> None:

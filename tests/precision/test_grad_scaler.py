@@ -128,8 +128,7 @@ def test_overflowing_samples_contribute_zero() -> None:
     params = dict(model.named_parameters())
     _, private, optimizer, _ = make_private(model, max_grad_norm=C, loss_reduction="sum")
     scaler, before = GradScaler(init_scale=scale), copy.deepcopy(params)
-    with pytest.warns(UserWarning, match="not finite"):
-        scaler.scale(losses(private, x, weights).sum()).backward()
+    scaler.scale(losses(private, x, weights).sum()).backward()
     found = torch.isfinite(optimizer.per_sample_norms)
     assert found.tolist() == [True, False, True, False]
     assert_sums(summed(params), clipped_sum(finite, C), 1e-3)
@@ -146,8 +145,7 @@ def test_all_samples_overflow() -> None:
     scaler = GradScaler(init_scale=2.0**32)
     with torch.autocast("cpu", dtype=torch.float16):
         loss = row_loss(private(torch.randn(4, 6))).float().mean()
-    with pytest.warns(UserWarning, match="not finite"):
-        scaler.scale(loss).backward()
+    scaler.scale(loss).backward()
     assert all(not p.summed_grad.any() for p in model.parameters())
     scaler.step(optimizer)
     assert all(torch.isfinite(p).all() and p.grad.any() for p in model.parameters())

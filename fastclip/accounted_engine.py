@@ -1,0 +1,121 @@
+"""opacus.PrivacyEngine whose accountant never forgets: not by a checkpoint, a copy or a replacement."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from opacus import PrivacyEngine
+from opacus.accountants import IAccountant
+from torch import nn
+
+from fastclip.accounting.history import spent
+from fastclip.accounting.ledger import Ledger, keep_ledger
+from fastclip.errors import ArgumentError, ArgumentTypeError
+
+_ACCOUNTANT = "privacy_accountant_state_dict"
+
+
+class AccountedEngine(PrivacyEngine):
+    """The part of FastPrivacyEngine that accounts."""
+
+    _accountant: Ledger | None = None
+
+    @property
+    def accountant(self) -> Ledger:
+        """Opacus' accountant of every step that was taken under this engine.
+
+        Another one that is assigned takes over what was recorded so far, beside its own steps (an
+        empty one of another mechanism accounts for the same run); steps go to it from now on.
+        """
+        assert self._accountant is not None
+        return self._accountant
+
+    @accountant.setter
+    def accountant(self, value: IAccountant) -> None:
+        if not isinstance(value, IAccountant):
+            raise ArgumentTypeError(
+                f"accountant expects an accountant of Opacus, got {type(value).__name__}; take one of "
+                "opacus.accountants.create_accountant"
+            )
+        new = keep_ledger(value)
+        if self._accountant is not None and self._accountant is not new:
+            new.join(self._accountant.segments())
+        self._accountant = new
+
+    def get_epsilon(self, delta: float) -> float:
+        """The (epsilon, delta) that all steps taken so far have spent.
+
+        Formal guarantee: for batches drawn by Poisson sampling, and neighbours that differ in one row
+        that was added or removed, where q and B are public (where they follow from the number of
+        rows: one row zeroed out). Without Poisson sampling the number is no guarantee.
+
+        Args:
+            delta: in (0, 1), smaller than 1 / rows.
+
+        Returns:
+            epsilon; 0 before the first step, inf if a step had no noise.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: for another delta, or a failure of the accountant's
+                numerics.
+        """
+        return spent(self.accountant, delta)
+
+    def load_checkpoint(
+        self, *, path: Any, module: nn.Module, optimizer: Any = None, noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None, module_load_dict_kwargs: dict[str, Any] | None = None,
+        torch_load_kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Go on from `save_checkpoint`, Opacus' own files included.
+
+        What this engine has recorded itself stays: a model that is set back in the middle of a run
+        has been seen further on. Steps of the same run count once, all others are added.
+
+        Args:
+            As in Opacus; objects that are given get the state that the file holds for them.
+
+        Returns:
+            The rest of the file.
+
+        Raises:
+            ArgumentError: if the file does not say what its run has spent, or was accounted by
+                another mechanism; nothing is loaded.
+        """
+        saved = torch.load(path, **(torch_load_kwargs or {}), weights_only=False)
+        if not isinstance(saved, dict) or _ACCOUNTANT not in saved:
+            raise ArgumentError(
+                f"the checkpoint holds no {_ACCOUNTANT}, so what its run has spent is not known; load "
+                "one that engine.save_checkpoint wrote"
+            )
+        # First: a module that fails halfway has got some of the weights.
+        self.accountant.load_state_dict(saved[_ACCOUNTANT])
+        module.load_state_dict(saved["module_state_dict"], **(module_load_dict_kwargs or {}))
+        state = saved.pop("optimizer_state_dict", {})
+        if optimizer is not None and state:
+            optimizer.load_state_dict(state)
+        elif optimizer is not None or state:
+            held, given = "a" if state else "no", "none" if optimizer is None else "one"
+            warnings.warn(
+                f"the checkpoint holds {held} state of an optimizer and load_checkpoint got {given}: "
+                "momentum, thresholds and noise schedules go on from where they are",
+                stacklevel=2,
+            )
+        for scheduler, key in (
+            (noise_scheduler, "noise_scheduler_state_dict"),
+            (grad_clip_scheduler, "grad_clip_scheduler_state_dict"),
+        ):
+            state = saved.pop(key, {})
+            if scheduler is not None and state:
+                scheduler.load_state_dict(state)
+        return saved
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AccountedEngine:
+        """A copy goes on in the same ledger, where copied optimizers record, too."""
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        if self._accountant is not None:
+            memo[id(self._accountant)] = self._accountant
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin

@@ -1,0 +1,128 @@
+"""Opacus' accountants that never forget: loading, copying and joining only ever add steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from opacus.accountants import IAccountant
+
+from fastclip.accounting.history import refuse_changing_noise
+from fastclip.accounting.segments import (
+    KEY,
+    Entry,
+    Segments,
+    joined,
+    new_name,
+    read_segments,
+    remainder,
+    runs,
+    union,
+)
+
+
+class Ledger(IAccountant):
+    """What `keep_ledger` adds to an accountant: names of its steps (fastclip.accounting.segments).
+
+    `history` stays Opacus' list and is what epsilon is computed from. It begins with the steps of
+    other segments (loaded, joined, from before a copy); what follows them was recorded here. Who
+    assigns `history` speaks for it: names that do not fit it any more are dropped.
+    """
+
+    history: list[Entry]
+    _others: Segments
+    _name: str
+    _process: int
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """As Opacus; a history that it leaves half written by an error is put back."""
+        if self._process != os.getpid():  # a fork: its parent goes on under the same name
+            self._begin(self.segments())
+        before = list(self.history)
+        try:
+            super().step(*args, **kwargs)  # type: ignore[safe-super]
+        except BaseException:
+            self.history = before
+            raise
+
+    def segments(self) -> Segments:
+        """Every step under the name of the segment that recorded it."""
+        history = runs(self.history)
+        own = remainder(history, joined(self._others))
+        if own is None:  # assigned by hand
+            self._begin({})
+            own = history
+        return {**self._others, self._name: own} if own else dict(self._others)
+
+    def join(self, others: Segments) -> None:
+        """Count these, too; what is known already counts once.
+
+        Raises:
+            ArgumentError: if this accountant cannot compose them; it is then as it was.
+        """
+        merged = self._with(others)
+        self.history = joined(merged)
+        self._begin(merged)
+
+    def state_dict(self, destination: Any = None) -> Any:
+        """As Opacus, and the names of the steps."""
+        state = super().state_dict(destination)
+        state[KEY] = self.segments()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`, without forgetting what was recorded here.
+
+        A checkpoint of the same run adds what is not known yet; steps of another run, of a fork of
+        this one, or without names (plain Opacus) are added whole.
+
+        Raises:
+            ArgumentError: for a damaged state, that of another mechanism, or a union that this
+                accountant cannot compose; it is then as it was.
+        """
+        merged = self._with(read_segments(state_dict, self.mechanism(), "the accountant's state"))
+        before = self.history
+        try:  # whatever else an accountant of the user's own keeps
+            super().load_state_dict({**state_dict, "history": joined(merged)})
+        except BaseException:
+            self.history = before
+            raise
+        self._begin(merged)
+
+    def _with(self, others: Segments) -> Segments:
+        merged = union(self.segments(), others)
+        if self.mechanism() == "gdp":
+            refuse_changing_noise(joined(merged))
+        return merged
+
+    def _begin(self, others: Segments) -> None:
+        """What is recorded from now on has a name of its own."""
+        self._others, self._name, self._process = others, new_name(), os.getpid()
+
+    def __reduce__(self) -> Any:
+        """A copy, in this process or another, is a fork: its steps are not those of the original."""
+        kind = next(base for base in type(self).__mro__ if not issubclass(base, Ledger))
+        state = {**self.__dict__, "history": list(self.history), "_others": self.segments()}
+        return _restored, (kind, state)
+
+
+def keep_ledger(accountant: IAccountant) -> Ledger:
+    """The accountant itself, which from now on keeps the names of its steps."""
+    if not isinstance(accountant, Ledger):
+        accountant.__class__ = _kept(type(accountant))  # type: ignore[arg-type]
+        accountant._begin({})  # type: ignore[attr-defined]
+    return accountant  # type: ignore[return-value]
+
+
+@cache
+def _kept(kind: type[IAccountant]) -> type[IAccountant]:
+    return type(kind.__name__, (Ledger, kind), {"__doc__": kind.__doc__})
+
+
+def _restored(kind: type[IAccountant], state: dict[str, Any]) -> IAccountant:
+    copy = object.__new__(_kept(kind))  # type: ignore[arg-type]
+    copy.__dict__.update(state)
+    copy._begin(state["_others"])  # type: ignore[attr-defined]
+    return copy

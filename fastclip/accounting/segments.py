@@ -1,0 +1,111 @@
+"""Who has taken which steps: histories under names, so that no step is forgotten or counted twice.
+
+A history alone cannot tell the steps of one run from equal steps of another. A segment is what one
+accountant recorded in one process, under a random name; it only grows. Two ledgers are joined by
+name: of one segment the longer state is kept, different segments add up.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import chain, groupby
+from typing import Any
+
+from fastclip.errors import ArgumentError
+
+Entry = tuple[float, float, int]
+"""(noise multiplier, sampling rate, steps), as Opacus' accountants keep it."""
+Segments = dict[str, list[Entry]]
+"""Name -> what was recorded under it, in the order in which it was first seen."""
+
+KEY = "segments"
+"""Of an accountant's state."""
+
+
+def new_name() -> str:
+    """That nothing else bears; never of a generator that a script seeds."""
+    return os.urandom(8).hex()
+
+
+def runs(entries: Iterable[Entry]) -> list[Entry]:
+    """Adjacent entries of equal noise and rate as one, as step() keeps them."""
+    return [
+        (sigma, rate, sum(steps for _, _, steps in same))
+        for (sigma, rate), same in groupby(entries, key=lambda entry: entry[:2])
+    ]
+
+
+def joined(segments: Segments) -> list[Entry]:
+    """All of them as one history."""
+    return runs(chain.from_iterable(segments.values()))
+
+
+def remainder(longer: list[Entry], shorter: list[Entry]) -> list[Entry] | None:
+    """What `longer` has beyond `shorter`; None if it does not begin with it. Both are `runs`."""
+    if not shorter:
+        return longer
+    last = len(shorter) - 1
+    sigma, rate, steps = shorter[last]
+    if longer[:last] != shorter[:last] or len(longer) <= last:
+        return None
+    if longer[last][:2] != (sigma, rate) or longer[last][2] < steps:
+        return None
+    more = longer[last][2] - steps
+    return [(sigma, rate, more)] * bool(more) + longer[last + 1 :]
+
+
+def union(own: Segments, others: Segments) -> Segments:
+    """Every step of either. One name with two stories (tampered, or a copied memory) is two runs."""
+    merged = dict(own)
+    for name, entries in others.items():
+        known = merged.get(name, [])
+        if remainder(entries, known) is not None:
+            merged[name] = entries
+        elif remainder(known, entries) is None:
+            merged[new_name()] = entries
+    return merged
+
+
+def read_segments(saved: Any, mechanism: str, place: str) -> Segments:
+    """The segments of an accountant's state.
+
+    A history without names (of plain Opacus, or changed by hand) gets a new one: it is not known to
+    be of any run, so it will be added.
+
+    Args:
+        saved: what state_dict() returned, perhaps by way of JSON.
+        mechanism: of the accountant that reads it. place: where it comes from, for messages.
+
+    Raises:
+        ArgumentError: if it is damaged, or of another accountant.
+    """
+    try:
+        found, history = saved["mechanism"], _entries(saved["history"])
+        named = {str(name): _entries(part) for name, part in (saved.get(KEY) or {}).items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"{place} is damaged, so what its run has spent is not known ({error!r}); resume from "
+            "another checkpoint"
+        ) from None
+    if found != mechanism:
+        raise ArgumentError(
+            f"{place} was accounted by {found!r}, this run by {mechanism!r}; resume with "
+            f"accountant={found!r}"
+        )
+    if _totals(joined(named)) == _totals(history):
+        return named
+    return {new_name(): history}
+
+
+def _entries(history: Any) -> list[Entry]:
+    entries = [(float(sigma), float(rate), int(steps)) for sigma, rate, steps in history]
+    return runs(entry for entry in entries if entry[2])
+
+
+def _totals(history: Iterable[Entry]) -> Mapping[tuple[float, float], int]:
+    totals: Counter[tuple[float, float]] = Counter()
+    for sigma, rate, steps in history:
+        totals[sigma, rate] += steps
+    return totals

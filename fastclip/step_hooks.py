@@ -1,0 +1,56 @@
+"""Hooks of a real step: the accountant's comes first and stays, whatever hooks come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from opacus.optimizers import DPOptimizer
+
+Hook = Callable[[DPOptimizer], None]
+
+
+class KeepsAccount:
+    """An optimizer of which no real step goes unrecorded.
+
+    Opacus keeps one hook, the accountant's, which `attach_step_hook` and `step_hook = fn` replace.
+    """
+
+    _account: Hook | None = None
+    _in_hooks = False
+    _step_hooks: list[Hook]
+
+    def account_with(self, fn: Hook) -> None:
+        """Record every real step with `fn`; make_private calls this, in the place of earlier hooks."""
+        self._account, self._step_hooks = fn, []
+
+    def attach_step_hook(self, fn: Hook) -> None:
+        """Call `fn(self)` in every real step, before the inner step, after the hooks attached before.
+
+        Unlike Opacus' this never replaces the accountant's hook.
+        """
+        self._step_hooks.append(fn)
+
+    @property
+    def step_hook(self) -> Hook | None:
+        """All hooks of now in one call, as Opacus keeps its only one; None if there is none.
+
+        Setting it replaces all but the accountant's, which also comes first where the new hook calls
+        what was read here; it records a step once.
+        """
+        hooks = tuple(self._step_hooks)
+        return partial(self._call_hooks, hooks) if hooks or self._account else None
+
+    @step_hook.setter
+    def step_hook(self, fn: Hook | None) -> None:
+        self._step_hooks = [] if fn is None else [fn]
+
+    def _call_hooks(self, hooks: tuple[Hook, ...], optimizer: DPOptimizer) -> None:
+        outermost, self._in_hooks = not self._in_hooks, True
+        try:
+            if outermost and self._account is not None:
+                self._account(optimizer)
+            for hook in hooks:
+                hook(optimizer)
+        finally:
+            self._in_hooks = not outermost
