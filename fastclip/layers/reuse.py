@@ -9,6 +9,7 @@ gives its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,13 +43,13 @@ def _instantiated(records: Sequence[Record]) -> Tensor:
     The records' sums are taken one by one: where large ones cancel, what is left of them may be
     rounding, of each by its size.
     """
-    total = torch.zeros(())
-    hidden = torch.zeros(())
+    total: Any = 0
+    hidden: Any = 0
     for record in records:
         own = record.per_sample()
-        total = total.to(own) + own
+        total = total + own
         lost = 2 * len(records) * ops.unit_roundoff(own.dtype) * ops.row_norm_sq(own).sqrt()
-        hidden = hidden.to(lost) + lost
+        hidden = hidden + lost
         slack = record.slack()
         hidden = hidden if slack is None else hidden + slack
     return (ops.row_norm_sq(total).sqrt() + hidden).square()
