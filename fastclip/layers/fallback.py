@@ -48,6 +48,9 @@ class FallbackRule(LayerRule):
     def __init__(self) -> None:
         self._independence = Independence()
 
+    def __reduce__(self) -> Any:
+        return FallbackRule, ()  # what has been compared is of modules that live
+
     def axis(self, module: Any) -> int | None:
         return 0
 
@@ -83,9 +86,9 @@ class FallbackRule(LayerRule):
                 "than its argument and its own parameters, and would get none; pass it through "
                 "the model's layers, make its layer a child of this module, or detach it"
             )
-        out = out.detach()
         with torch.no_grad(), nothing_left_behind(module):
-            self._independence.check(module, x, out, extra, list(foreigners.found.values()))
+            self._independence.check(module, x, extra, list(foreigners.found.values()))
+        out = out.detach()
         return out, (x, out.clone() if out.device.type == "cpu" else None)
 
     def backward(self, call: LayerBackward) -> Tensor | None:
@@ -106,12 +109,13 @@ class FallbackRule(LayerRule):
         try:
             with autocast(), nothing_left_behind(module):  # as in forward, computed again
                 alone, results = vmap(gradients)(x, call.g)
+                apart = out is None or rows_agree(alone, out)  # on a GPU it would wait
         except Exception as error:
             raise UnsupportedLayerError(
                 f"{call.path} ({type(module).__name__}) has no per-sample rule, and vmap of its "
                 f"backward failed ({type(error).__name__}: {error}); {HOW_TO_REGISTER}"
             ) from error
-        if out is not None and not rows_agree(alone, out, x):  # not on a GPU: it would wait
+        if not apart:
             raise UnsupportedLayerError(
                 f"{call.path} ({type(module).__name__}): its output for one sample depends on the "
                 f"other samples of the batch, or has changed since the forward pass; "

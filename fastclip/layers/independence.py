@@ -39,14 +39,12 @@ class Independence:
     def __init__(self) -> None:
         self._seen: WeakKeyDictionary[nn.Module, _Seen] = WeakKeyDictionary()
 
-    def check(
-        self, module: nn.Module, x: Tensor, out: Tensor, extra: Any, foreign: list[Tensor]
-    ) -> None:
+    def check(self, module: nn.Module, x: Tensor, extra: Any, foreign: list[Tensor]) -> None:
         """Compare, if this call has anything new.
 
         Args:
-            x: input, [b, ...]. out: the module's output for it. extra: the call's other arguments
-                and its autocast. foreign: tensors that the call met beside its own.
+            x: input, [b, ...]. extra: the call's other arguments and its autocast.
+            foreign: tensors that the call met beside its own.
 
         Raises:
             TypeError: a row depends on other rows.
@@ -58,68 +56,72 @@ class Independence:
             seen = _Seen(training=training)
         if x.shape[0] < 2 or (x.shape[0] <= seen.rows and not new):
             return
-        parameters = {name: p.detach() for name, p in module.named_parameters()}
-        if not rows_agree(_alone(module, parameters, x, extra), out, x):
-            raise TypeError(_DEPENDS)
-        self._check_moved(module, {n: _moved(p) for n, p in parameters.items()}, x, extra)
+        tensors = {n: t.detach() for n, t in (*module.named_parameters(), *module.named_buffers())}
+        parameters = dict(module.named_parameters())
+        moved = {n: _moved(t) if n in parameters else t for n, t in tensors.items()}
+        for values in (tensors, moved):
+            if not _apart(module, values, x, extra):
+                raise TypeError("its output for one sample depends on the others of the batch")
         rows = x.shape[0] if bool((x != x[:1]).any()) else 1
-        self._seen[module] = _Seen(
-            max(rows, seen.rows), training, [(ref(t), t._version) for t in foreign]
-        )
-
-    def _check_moved(
-        self, module: nn.Module, parameters: dict[str, Tensor], x: Tensor, extra: Any
-    ) -> None:
-        args, kwargs, autocast = extra
-        try:
-            with autocast():
-                together = plain_forward(module, parameters, x, args, kwargs)
-            alone = _alone(module, parameters, x, extra)
-        except Exception:
-            return  # these weights may mean nothing to the module
-        if not rows_agree(alone, together, x):
-            raise TypeError(_DEPENDS)
+        known = [(ref(tensor), tensor._version) for tensor in foreign]
+        self._seen[module] = _Seen(max(rows, seen.rows), training, known)
 
 
-_DEPENDS = "its output for one sample depends on the other samples of the batch"
-
-
-def _alone(module: nn.Module, parameters: dict[str, Tensor], x: Tensor, extra: Any) -> Tensor:
-    """The output for each row of x by itself, [b, ...]."""
+def _apart(module: nn.Module, values: dict[str, Tensor], x: Tensor, extra: Any) -> bool:
+    """Whether each row of x by itself gives its row of the output, in float64 where that can be."""
     args, kwargs, autocast = extra
 
-    def run(row: Tensor) -> Tensor:
-        return plain_forward(module, parameters, row[None], args, kwargs)[0]
+    def outputs(values: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        def run(x: Tensor) -> Tensor:
+            return plain_forward(module, values, x, args, kwargs)
+
+        return vmap(lambda row: run(row[None])[0])(x), run(x)
 
     try:
+        with torch.autocast(x.device.type, enabled=False):
+            return rows_agree(*outputs({n: _double(t) for n, t in values.items()}, _double(x)))
+    except Exception as error:  # a type that is written down in the module
+        wide_error = error
+    try:
         with autocast():
-            return vmap(run)(x)
+            return rows_agree(*outputs(values, x))
     except Exception as error:
         raise TypeError(
-            f"it has no rule of its own, and vmap of its forward failed "
-            f"({type(error).__name__}: {error})"
-        ) from error
+            f"vmap of its forward failed ({type(error).__name__}: {error})"
+        ) from wide_error
+
+
+def _double(value: Tensor) -> Tensor:
+    return value.double() if value.is_floating_point() else value
 
 
 def _moved(parameter: Tensor) -> Tensor:
-    """Other weights of the same size, none of them 0."""
+    """Other weights of about the same size, none of them 0."""
     if not parameter.is_floating_point():
         return parameter
     wave = torch.arange(1, parameter.numel() + 1, device=parameter.device).sin()
-    size = parameter.float().square().mean().sqrt().clamp(min=0.1)
+    size = parameter.float().square().mean().sqrt()
+    size = size.masked_fill(size < 1e-3, 0.1)
     return parameter + (wave * size).to(parameter.dtype).view(parameter.shape)
 
 
-def rows_agree(alone: Tensor, together: Tensor, x: Tensor) -> bool:
-    """Whether two outputs are equal within the rounding of the types in use."""
+def rows_agree(alone: Tensor, together: Tensor) -> bool:
+    """Whether two outputs are equal within the rounding of the types in use.
+
+    A module may compute in float32 inside whatever its tensors are, and in TF32 or bfloat16 on a
+    GPU.
+    """
     if alone.shape != together.shape:
         return False
     device = together.device.type
-    types = [t.dtype for t in (alone, together, x) if t.is_floating_point()]
+    coarsest = torch.finfo(torch.float32).eps
+    if together.is_floating_point():
+        coarsest = max(coarsest, torch.finfo(together.dtype).eps)
+    if device == "cuda" and together.dtype == torch.float32:
+        coarsest = 2.0**-10
     if torch.is_autocast_enabled(device):
-        types.append(torch.get_autocast_dtype(device))
-    eps = max((torch.finfo(dtype).eps for dtype in types), default=0.0)
-    tolerance = eps * (16 if eps > 1e-4 else 512)
+        coarsest = max(coarsest, torch.finfo(torch.get_autocast_dtype(device)).eps)
+    tolerance = coarsest * (16 if coarsest > 1e-4 else 1024)
     size = together.abs().nan_to_num(0, 0, 0).amax() if together.numel() else together.sum()
     close = torch.isclose(alone, together, rtol=tolerance, atol=0, equal_nan=True)
     return bool((close | ((alone - together).abs() <= tolerance * size)).all())
