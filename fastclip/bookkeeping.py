@@ -222,11 +222,12 @@ class BookKeeper:
             return
         self.mark_shared(parameter)
         entry.norm_sq = None
-        merged = entry.records[-1].merge(record)
-        if merged is None:
-            entry.records.append(record)
-        else:
-            entry.records[-1] = merged
+        for i, held in enumerate(entry.records):
+            merged = held.merge(record)
+            if merged is not None:
+                entry.records[i] = merged
+                return
+        entry.records.append(record)
 
     def close_pass(self) -> None:
         """End of the backward pass: norms to scales, records to clipped sums, records freed."""

@@ -19,6 +19,7 @@ from fastclip.accounting import NoiseLevels, remaining, split
 from fastclip.accounting.shares import multiplier
 from fastclip.clipping import Clipping, Thresholds
 from fastclip.clipping.checks import whole
+from fastclip.clipping.contract import check_contract
 from fastclip.clipping.policy import LARGEST, SMALLEST
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 from fastclip.noise import NoiseSource, SeededNoise
@@ -39,6 +40,7 @@ class ClippingState:
         self.strategy = strategy
         self.next = strategy.initial(max_grad_norm, parameters)
         """Thresholds of the next logical batch."""
+        check_contract(strategy, self.next)
         self.current = self.next
         """Those at which the current (or last) logical batch is clipped."""
         self.noisy_counts: Tensor | None = None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fastclip.errors import ParameterLeakError
+from fastclip.errors import ParameterLeakError, UnsupportedLayerError
 
 
 class LeakGuard:
@@ -52,6 +52,26 @@ def _refuse(name: str, gradient: Tensor | None) -> None:
             f"parameter {name!r} was used outside its module's forward (for example "
             "F.linear(x, module.weight)), so its gradient would be unclipped; call the module "
             "itself, or freeze the parameter"
+        )
+
+
+def check_hooks(name: str, parameter: nn.Parameter) -> None:
+    """Refuse gradient hooks on a private parameter, which would never run.
+
+    Autograd computes no gradient of it: a mask or a clamp set as a hook would be left out silently.
+
+    Raises:
+        UnsupportedLayerError: naming the parameter.
+    """
+    hooks = [*(parameter._backward_hooks or {}).values()]
+    hooks += (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+    foreign = any(getattr(hook, "func", None) is not _refuse for hook in hooks)
+    if foreign and parameter.requires_grad:
+        raise UnsupportedLayerError(
+            f"parameter {name!r} has a hook on its gradient (register_hook or "
+            "register_post_accumulate_grad_hook), which would not run: its per-sample gradients are "
+            "clipped without one; remove the hook, and do its work on the parameter after "
+            "optimizer.step(), or in the forward pass"
         )
 
 

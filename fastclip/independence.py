@@ -187,7 +187,7 @@ def check_influence(
 
 
 def _reaches_others(gradient: Tensor, axis: int, group: frozenset[int], count: int) -> bool:
-    if gradient.dim() <= axis or gradient.shape[axis] != count:
+    if gradient.dim() <= axis or gradient.shape[axis] != count or not gradient.numel():
         return False
     others = torch.tensor([i for i in range(count) if i not in group], device=gradient.device)
     size = gradient.detach().nan_to_num(0.0, 0.0, 0.0).abs()

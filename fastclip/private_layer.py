@@ -11,7 +11,10 @@ from torch.autograd.function import once_differentiable
 
 from fastclip import ops
 from fastclip.calls import Forward
-from fastclip.layers import Record
+from fastclip.errors import GraphError
+from fastclip.guards import check_hooks
+from fastclip.layers import FallbackRule, Record
+from fastclip.layers.rule import check_customised
 from fastclip.planner import Choice
 
 if TYPE_CHECKING:
@@ -37,6 +40,8 @@ class PrivateLayer(Function):
     def forward(ctx: Any, call: Call, x: Tensor, *parameters: Tensor) -> Tensor:
         rule = call.handle.rule
         assert rule is not None
+        if not isinstance(rule, FallbackRule):
+            check_customised(call.module)
         with call.handle.bypassed():
             out, saved = rule.forward(call.module, x, call.extra)
         ctx.set_materialize_grads(False)
@@ -77,11 +82,14 @@ def wanted_parameters(ctx: Any, call: Call, first_edge: int) -> dict[str, nn.Par
     keeper = call.handle.keeper
     parameters = call.handle.parameters(call.module)
     edges = dict(zip(call.names, ctx.next_functions[first_edge:], strict=True))
-    return {
+    wanted = {
         name: parameter
         for name, parameter in parameters.items()
         if parameter in keeper.names and name in edges and _will_run(edges[name][0])
     }
+    for name, parameter in wanted.items():
+        check_hooks(f"{call.handle.path}.{name}".lstrip("."), parameter)
+    return wanted
 
 
 def _will_run(node: Any) -> bool:
@@ -89,8 +97,13 @@ def _will_run(node: Any) -> bool:
         return False
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return False  # torch.autograd.grad: it asks for tensors, not for p.grad
+    except RuntimeError as error:
+        if "autograd.grad" in str(error):
+            return False  # it asks for tensors, not for p.grad
+        raise GraphError(
+            "torch does not say whether a parameter takes part in the backward pass "
+            f"({error}), so it might be left untrained; use loss.backward()"
+        ) from error
 
 
 class LayerBackward:

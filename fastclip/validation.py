@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from fastclip.clipping import ConstantNoise, NoiseSchedule
 from fastclip.clipping.checks import positive
 from fastclip.errors import ArgumentError, ArgumentTypeError, UnsupportedLayerError
+from fastclip.guards import check_hooks
 
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 _REPLACEABLE = {nn.LSTM: DPLSTM, nn.GRU: DPGRU, nn.RNN: DPRNN}
@@ -25,6 +26,8 @@ def check_module(model: nn.Module) -> None:
     Raises:
         UnsupportedLayerError: naming the module's path and the way out.
     """
+    for name, parameter in model.named_parameters():
+        check_hooks(name, parameter)
     for path, module in model.named_modules():
         where = f"{path or 'the model'} ({type(module).__name__})"
         check_batch_norm(path, module)

@@ -69,14 +69,14 @@ class ConvRule(LayerRule):
 
 def pad_explicitly(module: nn.Conv2d, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Apply whatever padding is not a symmetric number of zeros; return the rest as numbers."""
-    dims = len(module.kernel_size)
+    dims = module.weight.dim() - 2
     if module.padding_mode != "zeros":
         mode = module.padding_mode
         return F.pad(x, module._reversed_padding_repeated_twice, mode=mode), (0,) * dims
     if module.padding == "valid":
         return x, (0,) * dims
     if module.padding == "same":
-        total = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        total = [d * (k - 1) for d, k in zip(module.dilation, module.weight.shape[2:], strict=True)]
         if any(n % 2 for n in total):
             sides = [side for n in reversed(total) for side in (n // 2, n - n // 2)]
             return F.pad(x, sides), (0,) * dims

@@ -17,16 +17,33 @@ if TYPE_CHECKING:
     from fastclip.private_layer import LayerBackward
 
 
+def _check_options(module: Any) -> None:
+    """Refuse what make_private refuses where it has been set since: no rule computes it."""
+    options = [n for n in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, n)]
+    if options:
+        raise TypeError(f"{', '.join(options)} cannot be private; leave them off")
+
+
+def _padding(module: Any) -> int | None:
+    """The row without a gradient, counted from the first as torch's functions do."""
+    padding, rows = module.padding_idx, module.weight.shape[0]
+    return padding + rows if padding is not None and padding < 0 else padding
+
+
 @register_rule(nn.Embedding)
 class EmbeddingRule(LayerRule):
     """Rows of a table, for ids of any shape."""
 
     name = "embedding"
 
+    def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
+        _check_options(module)
+        return super().prepare(module, args, kwargs)[0], _padding(module)
+
     def forward(
         self, module: Any, x: Tensor, extra: Any
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        return F.embedding(x, module.weight, module.padding_idx), (x,)
+        return F.embedding(x, module.weight, extra), (x,)
 
     def backward(self, call: LayerBackward) -> Tensor | None:
         if call.wants("weight"):
@@ -35,9 +52,8 @@ class EmbeddingRule(LayerRule):
             b = ids.shape[0]
             t = ids.numel() // b if b else 0
             record = LookupRecord.from_dense(
-                ids.reshape(b, t), g.reshape(b, t, g.shape[-1]),
-                module.num_embeddings, module.padding_idx,
-            )  # fmt: skip
+                ids.reshape(b, t), g.reshape(b, t, g.shape[-1]), len(module.weight), call.extra
+            )
             call.record("weight", record)
         return None
 
@@ -50,7 +66,9 @@ class EmbeddingBagRule(LayerRule):
     counts_rows = True
 
     def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
-        return self._prepare(*args, **kwargs)
+        _check_options(module)
+        x, extra = self._prepare(*args, **kwargs)
+        return x, (*extra, _padding(module))
 
     @staticmethod
     def _prepare(
@@ -62,6 +80,8 @@ class EmbeddingBagRule(LayerRule):
                 "detach them, or use nn.Embedding and a weighted sum"
             )
         if input.dim() == 2:
+            if offsets is not None:
+                raise TypeError("it takes offsets with ids of one dimension only")
             b, t = input.shape
             offsets = torch.arange(0, b * t, max(t, 1), device=input.device)[:b]
             if t == 0:
@@ -73,25 +93,25 @@ class EmbeddingBagRule(LayerRule):
     def forward(
         self, module: Any, x: Tensor, extra: Any
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        offsets, weights, may_include_last = extra
+        offsets, weights, may_include_last, padding = extra
         mode = {"sum": 0, "mean": 1, "max": 2}[module.mode]  # type: ignore[index]
         include_last = bool(module.include_last_offset) and may_include_last
         out, _, _, max_indices = torch.embedding_bag(
-            module.weight, x, offsets, False, mode, False, weights, include_last, module.padding_idx
+            module.weight, x, offsets, False, mode, False, weights, include_last, padding
         )
         return out, (x, _bag_of_entry(len(x), offsets, out.shape[0]), max_indices)
 
     def backward(self, call: LayerBackward) -> Tensor | None:
         if not call.wants("weight"):
             return None
-        module, g = call.module, call.g
+        module, g, padding = call.module, call.g, call.extra[3]
         ids, bag, max_indices = call.saved
         b = g.shape[0]
-        counted = torch.ones_like(ids) if module.padding_idx is None else ids != module.padding_idx
+        counted = torch.ones_like(ids) if padding is None else ids != padding
         sizes = torch.zeros(b, device=g.device).index_add_(0, bag, counted.to(torch.float32))
         if module.mode == "max":
             g = g.masked_fill((sizes == 0)[:, None], 0)
-            call.record("weight", MaxBagRecord(max_indices, g, module.num_embeddings))
+            call.record("weight", MaxBagRecord(max_indices, g, len(module.weight)))
             return None
         per_entry = ops.widen(g)[bag]
         weights = call.extra[1]
@@ -100,8 +120,8 @@ class EmbeddingBagRule(LayerRule):
         if module.mode == "mean":
             per_entry = per_entry / sizes[bag].clamp_min(1).to(per_entry.dtype)[:, None]
         record = LookupRecord(
-            ids, bag, per_entry, batch_size=b, num_embeddings=module.num_embeddings,
-            padding_idx=module.padding_idx,
+            ids, bag, per_entry, batch_size=b, num_embeddings=len(module.weight),
+            padding_idx=padding,
         )  # fmt: skip
         call.record("weight", record)
         return None

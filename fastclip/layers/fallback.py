@@ -6,15 +6,22 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
+from torch import Tensor
+from torch.func import vjp, vmap
 from torch.utils._pytree import tree_leaves
 
 from fastclip import ops
-from fastclip.errors import UnsupportedLayerError
+from fastclip.errors import ParameterLeakError, UnsupportedLayerError
+from fastclip.layers.functional import (
+    Foreigners,
+    foreign_leaf,
+    nothing_left_behind,
+    plain_forward,
+    where_from,
+)
+from fastclip.layers.independence import Independence, rows_agree
 from fastclip.layers.records import KeptRecord
 from fastclip.layers.rule import LayerRule
 
@@ -28,13 +35,21 @@ HOW_TO_REGISTER = (
 
 
 class FallbackRule(LayerRule):
-    """Exact but slow: the forward pass is computed again inside the backward pass."""
+    """Exact but slow: the forward pass is computed again inside the backward pass.
+
+    The module's own forward runs once, in the hooks that are on it, over stand-ins for its
+    parameters and its input: whatever else its output depends on shows in the graph or in the
+    operations, and is refused or checked, since vmap would drop its gradient or take its first row
+    for all.
+    """
 
     name = "vmap"
 
     def __init__(self) -> None:
-        self._verified: WeakSet[nn.Module] = WeakSet()
-        """Modules whose output for one sample has been seen not to depend on the others."""
+        self._independence = Independence()
+
+    def __reduce__(self) -> Any:
+        return FallbackRule, ()  # what has been compared is of modules that live
 
     def axis(self, module: Any) -> int | None:
         return 0
@@ -48,30 +63,36 @@ class FallbackRule(LayerRule):
     def forward(
         self, module: Any, x: Tensor, extra: Any
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        args, kwargs, autocast = extra
+        stand_ins = {name: _stand_in(p, module) for name, p in module.named_parameters()}
+        argument = _stand_in(x, module)
+        inside = argument.clone()  # no leaf: a change in place is noticed below
         before = _random_states()
-        versions = {name: buffer._version for name, buffer in module.named_buffers()}
-        out = module(x, *extra[0], **extra[1])
+        buffers = {name: (b, b._version) for name, b in module.named_buffers()}
+        foreigners = Foreigners(module, inside, *stand_ins.values())
+        with torch.enable_grad(), autocast(), foreigners:
+            out = plain_forward(module, stand_ins, inside, args, kwargs)
         if any(not torch.equal(a, b) for a, b in zip(before, _random_states(), strict=True)):
             raise TypeError("it draws random numbers in forward, which a second pass cannot repeat")
-        if any(buffer._version != versions[name] for name, buffer in module.named_buffers()):
+        if any(b is not buffers[n][0] or b._version != buffers[n][1] for n, b in _buffers(module)):
             raise TypeError("it changes its buffers in forward, so samples depend on each other")
+        if inside._version:
+            raise TypeError("it changes its input in place, which a second pass would do again")
         if not isinstance(out, Tensor) or out.dim() == 0 or out.shape[0] != x.shape[0]:
             raise TypeError("its output must be one tensor with one row a sample")
-        if x.shape[0] > 1 and module not in self._verified:
-            self._verify_independence(module, x, out, extra)
-        return out, (x,)
-
-    def _verify_independence(self, module: Any, x: Tensor, out: Tensor, extra: Any) -> None:
-        """Once a module: the first sample alone must give the first row of the output."""
-        alone = module(x[:1], *extra[0], **extra[1])
-        if alone.shape != out[:1].shape or not torch.allclose(
-            alone, out[:1], rtol=1e-2, atol=1e-4, equal_nan=True
-        ):
-            raise TypeError("its output for one sample depends on the other samples of the batch")
-        self._verified.add(module)
+        if foreign_leaf(out, [argument, *stand_ins.values()]) is not None:
+            raise TypeError(
+                f"{where_from(module)} that requires a gradient reaches its forward by another way "
+                "than its argument and its own parameters, and would get none; pass it through "
+                "the model's layers, make its layer a child of this module, or detach it"
+            )
+        with torch.no_grad(), nothing_left_behind(module):
+            self._independence.check(module, x, extra, list(foreigners.found.values()))
+        out = out.detach()
+        return out, (x, out.clone() if out.device.type == "cpu" else None)
 
     def backward(self, call: LayerBackward) -> Tensor | None:
-        (x,) = call.saved
+        x, out = call.saved
         module, (args, kwargs, autocast) = call.module, call.extra
         parameters = {name: p.detach() for name, p in module.named_parameters()}
         trained = {name: p for name, p in parameters.items() if call.wants(name)}
@@ -79,24 +100,51 @@ class FallbackRule(LayerRule):
 
         def gradients(row: Tensor, g: Tensor) -> Any:
             def run(own: dict[str, Tensor], row: Tensor) -> Tensor:
-                merged = {**parameters, **own}
-                return functional_call(module, merged, (row[None], *args), kwargs)[0]
+                return plain_forward(module, {**parameters, **own}, row[None], args, kwargs)[0]
 
-            if differentiable:
-                return vjp(run, trained, row)[1](g)
-            return vjp(lambda own: run(own, row), trained)[1](g)
+            inputs = (trained, row) if differentiable else (trained,)
+            value, pull, *_ = vjp(lambda own, x=row: run(own, x), *inputs)
+            return value, pull(g)
 
         try:
-            with autocast():  # that of the forward pass, which is computed again
-                results = vmap(gradients)(x, call.g)
+            with autocast(), nothing_left_behind(module):  # as in forward, computed again
+                alone, results = vmap(gradients)(x, call.g)
+                apart = out is None or rows_agree(alone, out)  # on a GPU it would wait
         except Exception as error:
             raise UnsupportedLayerError(
                 f"{call.path} ({type(module).__name__}) has no per-sample rule, and vmap of its "
                 f"backward failed ({type(error).__name__}: {error}); {HOW_TO_REGISTER}"
             ) from error
+        if not apart:
+            raise UnsupportedLayerError(
+                f"{call.path} ({type(module).__name__}): its output for one sample depends on the "
+                f"other samples of the batch, or has changed since the forward pass; "
+                f"{HOW_TO_REGISTER}"
+            )
         for name in trained:
             call.record(name, KeptRecord(ops.widen(results[0][name])))
         return results[1] if differentiable and call.needs_input_grad else None
+
+
+def _stand_in(value: Tensor, module: Any) -> Tensor:
+    """A leaf of the same numbers, whose gradient would be that of something kept aside."""
+    if not value.is_floating_point():
+        return value.detach()
+    leaf = value.detach().requires_grad_()
+    leaf.register_hook(partial(_refuse, type(module).__name__))
+    return leaf
+
+
+def _refuse(module: str, gradient: Tensor) -> None:
+    raise ParameterLeakError(
+        f"a tensor that a {module} set aside in its forward (an attribute, a list) is part of the "
+        "loss, but only what the module returns has a per-sample gradient; return it as part of "
+        f"the output, detach it, or {HOW_TO_REGISTER}"
+    )
+
+
+def _buffers(module: Any) -> list[tuple[str, Tensor]]:
+    return list(module.named_buffers())
 
 
 def _autocast(device: str) -> Callable[[], AbstractContextManager]:

@@ -127,9 +127,9 @@ class GroupNormRule(_NormRule):
     def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
         x, _ = super().prepare(module, args, kwargs)
         last = x.device.type == "cpu" and x.is_contiguous(memory_format=torch.channels_last)
-        return x if last and self.keeps_format else x.contiguous(), self.num_groups(module)
+        return x if last and self.keeps_format else x.contiguous(), self.num_groups(module, x)
 
-    def num_groups(self, module: Any) -> int:
+    def num_groups(self, module: Any, x: Tensor) -> int:
         return int(module.num_groups)
 
     def forward(
@@ -170,5 +170,5 @@ class InstanceNormRule(GroupNormRule):
     name = "instance_norm"
     keeps_format = False
 
-    def num_groups(self, module: Any) -> int:
-        return int(module.num_features)
+    def num_groups(self, module: Any, x: Tensor) -> int:
+        return x.shape[1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
 from fastclip import ops
@@ -52,6 +53,10 @@ class Record(ABC):
     def per_sample(self) -> Tensor:
         """The gradients themselves, [b, *parameter shape]."""
 
+    def slack(self) -> Tensor | None:
+        """What rounding can hide of the norms of `per_sample`, [b]; None for gradients as given."""
+        return None
+
 
 class KeptRecord(Record):
     """Per-sample gradients that were computed outright, [b, *parameter shape]."""
@@ -59,20 +64,19 @@ class KeptRecord(Record):
     def __init__(self, gradients: Tensor, slack: Tensor | None = None) -> None:
         super().__init__(gradients)
         self.gradients = gradients
-        self.slack = slack
-        """[b], what rounding can hide of each norm."""
+        self._slack = slack
 
     def merge(self, other: Record) -> Record | None:
         if isinstance(other, KeptRecord):
-            slack = self.slack if other.slack is None else other.slack
-            if self.slack is not None and other.slack is not None:
-                slack = self.slack + other.slack
+            slack = self._slack if other._slack is None else other._slack
+            if self._slack is not None and other._slack is not None:
+                slack = self._slack + other._slack
             return KeptRecord(self.gradients + other.gradients, slack)
         return None
 
     def norm_sq(self) -> Tensor:
         norm_sq = ops.row_norm_sq(self.gradients)
-        return norm_sq if self.slack is None else (norm_sq.sqrt() + self.slack).square()
+        return norm_sq if self._slack is None else (norm_sq.sqrt() + self._slack).square()
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
         (gradients,) = ops.drop_zeroed(scale, self.gradients)
@@ -81,6 +85,9 @@ class KeptRecord(Record):
 
     def per_sample(self) -> Tensor:
         return self.gradients
+
+    def slack(self) -> Tensor | None:
+        return self._slack
 
 
 class LinearRecord(Record):
@@ -108,6 +115,9 @@ class LinearRecord(Record):
         pair = (self.g, self.a) if self.transposed else (self.a, self.g)
         return ops.per_sample_gradients(*pair)
 
+    def slack(self) -> Tensor | None:
+        return ops.product_slack(self.a, self.g)
+
 
 class ConvRecord(Record):
     """A convolution over x [b, c, *space] with output gradient g [b, o, *out]."""
@@ -125,6 +135,9 @@ class ConvRecord(Record):
 
     def per_sample(self) -> Tensor:
         return ops.conv_per_sample_gradients(self.x, self.g, self.geometry)
+
+    def slack(self) -> Tensor | None:
+        return ops.product_slack(self.x, self.g, torch.Size(self.geometry.kernel).numel())
 
 
 class LookupRecord(Record):
@@ -152,10 +165,35 @@ class LookupRecord(Record):
             padding_idx=padding_idx, per_sample_count=ids.shape[1],
         )  # fmt: skip
 
+    def merge(self, other: Record) -> Record | None:
+        """The entries of both: uses of one table may cancel, and are summed before any rounding."""
+        if not isinstance(other, LookupRecord) or other.batch_size != self.batch_size:
+            return None
+        padding = self.padding_idx
+        if padding == other.padding_idx:
+            g, added = self.g, other.g
+        else:  # without either's padding, none is left to skip
+            g, added, padding = self._without_padding(), other._without_padding(), None
+        counts = (self.per_sample_count, other.per_sample_count)
+        if None in counts or not self.batch_size:
+            return LookupRecord(
+                torch.cat([self.ids, other.ids]), torch.cat([self.sample, other.sample]),
+                torch.cat([g, added]), batch_size=self.batch_size,
+                num_embeddings=self.num_embeddings, padding_idx=padding,
+            )  # fmt: skip
+        b = self.batch_size
+        ids = torch.cat([self.ids.view(b, -1), other.ids.view(b, -1)], dim=1)
+        rows = torch.cat([g.view(b, -1, g.shape[1]), added.view(b, -1, g.shape[1])], dim=1)
+        return LookupRecord.from_dense(ids, rows, self.num_embeddings, padding)
+
     def norm_sq(self) -> Tensor:
-        return ops.lookup_norm(
+        norm_sq = ops.lookup_norm(
             self.ids, self.sample, self.g, self.batch_size, self.num_embeddings, self.padding_idx
         )
+        return (norm_sq.sqrt() + self.slack()).square()
+
+    def slack(self) -> Tensor:
+        return ops.lookup_slack(self.sample, self.g, self.batch_size)
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
         return ops.lookup_sum(
@@ -163,10 +201,10 @@ class LookupRecord(Record):
         )
 
     def per_sample(self) -> Tensor:
-        g = self._without_padding()
-        table = g.new_zeros(self.batch_size * self.num_embeddings, g.shape[1])
-        table.index_add_(0, self.sample * self.num_embeddings + self.ids, g)
-        return table.view(self.batch_size, self.num_embeddings, -1)
+        b, v = self.batch_size, self.num_embeddings
+        rows, one = self.sample * v + self.ids, torch.ones(b, device=self.g.device)
+        table = ops.lookup_sum(rows, self.sample, self._without_padding(), one, b * v)
+        return table.view(b, v, -1)
 
     def dense(self) -> tuple[Tensor, Tensor] | None:
         """(ids [b, t], g [b, t, d] with padding rows zeroed), or None where samples are ragged."""

@@ -1,13 +1,15 @@
 """A parameter used more than once: a sample's gradient is the sum over the uses.
 
-Cross terms count, so norms cannot be added. Linear uses are concatenated along t, look-ups along
-n, a table tied to an output head takes the gathered cross product, and anything else is
-instantiated and added. Clipped sums are linear in the gradients: each record gives its own.
+Cross terms count, so norms cannot be added. Linear uses are concatenated along t (look-ups and kept
+gradients are one record by now), a table tied to an output head takes the gathered cross product,
+and anything else is instantiated and added. Clipped sums are linear in the gradients: each record
+gives its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +34,25 @@ def joint_norm_sq(records: Sequence[Record], planner: Planner) -> Tensor:
             if dense is not None and not head.transposed:
                 separate = head.norm_sq() + table.norm_sq()
                 return ops.tied_norm(*dense, head.a, head.g, separate)
-    total = merged[0].per_sample()
-    for record in merged[1:]:
-        total = total + record.per_sample()
-    return ops.row_norm_sq(total)
+    return _instantiated(merged)
+
+
+def _instantiated(records: Sequence[Record]) -> Tensor:
+    """The gradients themselves, added, and what rounding can hide of their sum.
+
+    The records' sums are taken one by one: where large ones cancel, what is left of them may be
+    rounding, of each by its size.
+    """
+    total: Any = 0
+    hidden: Any = 0
+    for record in records:
+        own = record.per_sample()
+        total = total + own
+        lost = 2 * len(records) * ops.unit_roundoff(own.dtype) * ops.row_norm_sq(own).sqrt()
+        hidden = hidden + lost
+        slack = record.slack()
+        hidden = hidden if slack is None else hidden + slack
+    return (ops.row_norm_sq(total).sqrt() + hidden).square()
 
 
 def _alike(records: Sequence[Record]) -> bool:
@@ -56,7 +73,7 @@ def _merge(records: Sequence[Record], planner: Planner) -> list[Record]:
     linear = [r for r in records if isinstance(r, LinearRecord)]
     lookup = [r for r in records if isinstance(r, LookupRecord)]
     rest = [r for r in records if not isinstance(r, (LinearRecord, LookupRecord))]
-    return [*_concatenate_linear(linear, planner), *_concatenate_lookups(lookup), *rest]
+    return [*_concatenate_linear(linear, planner), *lookup, *rest]
 
 
 def _concatenate_linear(records: list[LinearRecord], planner: Planner) -> list[LinearRecord]:
@@ -67,21 +84,3 @@ def _concatenate_linear(records: list[LinearRecord], planner: Planner) -> list[L
     b, t, d = a.shape
     choice = planner.linear(b, t, d, g.shape[2], a.element_size(), may_keep=False, device=a.device)
     return [LinearRecord(a, g, ghost=choice.ghost, transposed=records[0].transposed)]
-
-
-def _concatenate_lookups(records: list[LookupRecord]) -> list[LookupRecord]:
-    if len(records) < 2 or len({r.padding_idx for r in records}) > 1:
-        return records
-    first = records[0]
-    dense = [pair for pair in (r.dense() for r in records) if pair is not None]
-    if len(dense) == len(records):
-        ids = torch.cat([ids for ids, _ in dense], dim=1)
-        g = torch.cat([g for _, g in dense], dim=1)
-        return [LookupRecord.from_dense(ids, g, first.num_embeddings, first.padding_idx)]
-    return [
-        LookupRecord(
-            torch.cat([r.ids for r in records]), torch.cat([r.sample for r in records]),
-            torch.cat([r.g for r in records]), batch_size=first.batch_size,
-            num_embeddings=first.num_embeddings, padding_idx=first.padding_idx,
-        )
-    ]  # fmt: skip

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.parametrize import is_parametrized
 
+from fastclip.layers.customised import Originals, customised, originals
+
 if TYPE_CHECKING:
     from fastclip.private_layer import LayerBackward
 
@@ -74,6 +76,8 @@ def autocast_operand(x: Tensor) -> Tensor:
 
 Matcher = str | type
 _RULES: dict[Matcher, LayerRule] = {}
+_ORIGINALS: dict[type, Originals] = {}
+"""What each class did when its rule was registered, or first found by name."""
 R = TypeVar("R", bound=type[LayerRule])
 
 
@@ -81,8 +85,8 @@ def register_rule(*types: Matcher) -> Callable[[R], R]:
     """Class decorator: use this rule for these module types.
 
     A type may be given as its qualified name ("package.module.Class"), so that a library need not
-    be installed to have a rule. A rule matches the exact type, and subclasses that do not override
-    `forward`.
+    be installed to have a rule. A rule matches the exact type, and subclasses that override neither
+    `forward` nor a method or attribute that it may go through.
 
     Example:
         >>> @register_rule(MyScale)
@@ -94,18 +98,39 @@ def register_rule(*types: Matcher) -> Callable[[R], R]:
     def decorate(rule: R) -> R:
         for matcher in types:
             _RULES[matcher] = rule()
+            if isinstance(matcher, type):
+                _ORIGINALS[matcher] = originals(matcher)
         return rule
 
     return decorate
 
 
 def find_rule(module: Any) -> LayerRule | None:
-    """The rule of `module`, or None."""
+    """The rule of `module`, or None where it has none or does anything in a way of its own."""
+    cls, rule = _matching(module)
+    own = {name for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+    if cls is None or rule is None or not own <= set(rule.parameter_names):
+        return None
+    return None if is_parametrized(module) or customised(module, cls, _ORIGINALS[cls]) else rule
+
+
+def check_customised(module: Any) -> None:
+    """Raise if a module that has a rule has been given methods of its own since."""
+    cls, _ = _matching(module)
+    changed = [] if cls is None else customised(module, cls, _ORIGINALS[cls])
+    if changed:
+        raise TypeError(
+            f"{', '.join(changed)} have been replaced since make_private, which chose the rule of "
+            f"the original {type(module).__name__}; call make_private after the change"
+        )
+
+
+def _matching(module: Any) -> tuple[type | None, LayerRule | None]:
+    """The first class of `module` that has a rule, and the rule."""
     for cls in type(module).__mro__:
         rule = _RULES.get(cls) or _RULES.get(f"{cls.__module__}.{cls.__qualname__}")
         if rule is not None:
-            overridden = type(module).forward is not getattr(cls, "forward", None)
-            own = {name for name, p in module.named_parameters(recurse=False) if p.requires_grad}
-            known = own <= set(rule.parameter_names) and not is_parametrized(module)
-            return rule if known and not overridden else None
-    return None
+            if cls not in _ORIGINALS:
+                _ORIGINALS[cls] = originals(cls)
+            return cls, rule
+    return None, None

@@ -14,6 +14,7 @@ from fastclip.ops.embedding import (
     embedding_sum,
     flatten_lookup,
     lookup_norm,
+    lookup_slack,
     lookup_sum,
     tied_norm,
 )
@@ -33,7 +34,13 @@ from fastclip.ops.norm_backward import (
     layer_norm_backward,
     rms_norm_backward,
 )
-from fastclip.ops.numerics import drop_zeroed, product_slack, row_norm_sq, widen
+from fastclip.ops.numerics import (
+    drop_zeroed,
+    product_slack,
+    row_norm_sq,
+    unit_roundoff,
+    widen,
+)
 
 __all__ = [
     "ConvGeometry",
@@ -60,6 +67,7 @@ __all__ = [
     "layer_norm_backward",
     "layer_norm_grads",
     "lookup_norm",
+    "lookup_slack",
     "lookup_sum",
     "noise_finalize",
     "per_sample_gradients",
@@ -70,5 +78,6 @@ __all__ = [
     "scaled_sum",
     "threshold_step",
     "tied_norm",
+    "unit_roundoff",
     "widen",
 ]

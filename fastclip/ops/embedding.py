@@ -47,10 +47,7 @@ def lookup_norm(
     accumulated, g = accumulation_dtype(g.dtype), g.double()
     key = sample * num_embeddings + ids
     sorted_key, order = key.sort()
-    starts = torch.ones_like(sorted_key)
-    starts[1:] = (sorted_key[1:] != sorted_key[:-1]).to(starts.dtype)
-    segment = starts.cumsum(0) - 1  # [n], of the sorted entries
-    segment_of = torch.empty_like(segment).scatter_(0, order, segment)  # [n], of the entries
+    segment, segment_of = _segments(sorted_key, order)
     sums = _sum_rows(g, segment_of, len(g))
     per_segment = row_norm_sq(sums)  # [n], zero beyond the last segment
     owner = torch.zeros_like(segment).scatter_(0, segment, sorted_key // num_embeddings)
@@ -69,11 +66,43 @@ def lookup_sum(
     ids: Tensor, sample: Tensor, g: Tensor, scale: Tensor, num_embeddings: int,
     padding_idx: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Clipped sum of the table's gradients, [v, d]; scale is [b]."""
+    """Clipped sum of the table's gradients, [v, d]; scale is [b].
+
+    Sums are float64, as those of the norm, and are rounded once: what float32 would keep of rows
+    that cancel is more than the norm tells of.
+    """
+    accumulated = accumulation_dtype(g.dtype)
     per_entry = scale[sample]
-    (g,) = drop_zeroed(per_entry, widen(g))
+    (g,) = drop_zeroed(per_entry, g.double())
     weighted = g * per_entry.to(g.dtype)[:, None]
-    return _sum_rows(weighted, ids, num_embeddings, -1 if padding_idx is None else padding_idx)
+    skip = -1 if padding_idx is None else padding_idx
+    if num_embeddings <= len(ids):
+        return _sum_rows(weighted, ids, num_embeddings, skip).to(accumulated)
+    # Of a large table few rows are looked up: the others are never in memory as float64.
+    sorted_ids, order = ids.sort()
+    segment, segment_of = _segments(sorted_ids, order)
+    sums = _sum_rows(weighted, segment_of, len(ids)).to(accumulated)
+    owner = torch.zeros_like(segment).scatter_(0, segment, sorted_ids)
+    return _sum_rows(sums, owner, num_embeddings, skip)
+
+
+def lookup_slack(sample: Tensor, g: Tensor, batch_size: int) -> Tensor:
+    """What the order of float64 sums can hide of the norm of each sample's table gradient, [b].
+
+    Two sums of n rows, in different orders, are each off by up to n u sum |g_j|.
+    """
+    size = torch.zeros(batch_size, dtype=torch.float64, device=g.device)
+    size.index_add_(0, sample, row_norm_sq(g).double())
+    n = g.shape[0]
+    return (2 * unit_roundoff(torch.float64) * n**1.5 * size.sqrt()).to(accumulation_dtype(g.dtype))
+
+
+def _segments(sorted_key: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """The run of equal keys that an entry belongs to: of the sorted entries, and of the entries."""
+    starts = torch.ones_like(sorted_key)
+    starts[1:] = (sorted_key[1:] != sorted_key[:-1]).to(starts.dtype)
+    segment = starts.cumsum(0) - 1
+    return segment, torch.empty_like(segment).scatter_(0, order, segment)
 
 
 def embedding_norm(ids: Tensor, g: Tensor, padding_idx: int | None = None) -> Tensor:

@@ -1,0 +1,66 @@
+"""Whether a module still computes what its rule was written for.
+
+torch's layers can be customised without a `forward` of one's own: by overriding a method that it
+goes through (`_conv_forward`), by a property in the place of a weight, or for one module alone, by
+an attribute. A rule does not see any of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+_HARMLESS = {
+    "_fill_padding_idx_with_zero",
+    "_load_from_state_dict",
+    "_save_to_state_dict",
+    "extra_repr",
+    "from_pretrained",
+    "reset_parameters",
+    "reset_running_stats",
+}
+"""Methods of torch's layers that no forward pass goes through."""
+_ACCESS = ("__getattr__", "__getattribute__")
+
+Originals = dict[str, Any]
+
+
+def originals(cls: type) -> Originals:
+    """What the forward pass of `cls` may go through: its methods, and how attributes are found."""
+    names = {
+        name
+        for base in _own_bases(cls)
+        for name, value in vars(base).items()
+        if not name.startswith("__") and name not in _HARMLESS and _is_code(value)
+    }
+    return {name: getattr(cls, name) for name in (*sorted(names | {"forward"}), *_ACCESS)}
+
+
+def customised(module: Any, cls: type, known: Originals) -> list[str]:
+    """Names of what `module` does otherwise than `cls` did when its rule was registered.
+
+    Args:
+        module: of the class `cls`, or of a subclass. known: `originals(cls)` at that time.
+    """
+    own = type(module)
+    found = [name for name, value in known.items() if getattr(own, name, None) is not value]
+    found += [name for name in known if name in module.__dict__ and name != "forward"]
+    return found if own is cls else [*found, *_shadows(own, cls)]
+
+
+def _shadows(own: type, cls: type) -> tuple[str, ...]:
+    """Attributes of the layer, its weights among them, that a subclass has defined as its own."""
+    data = {name for base in _own_bases(cls) for name in vars(base).get("__annotations__", ())}
+    data.update({"weight", "bias"}, getattr(cls, "__constants__", ()))
+    subclasses = own.__mro__[: own.__mro__.index(cls)]
+    return tuple(sorted(data & {name for base in subclasses for name in vars(base)}))
+
+
+def _own_bases(cls: type) -> list[type]:
+    return [base for base in cls.__mro__ if base not in nn.Module.__mro__]
+
+
+def _is_code(value: Any) -> bool:
+    """A method or a property; a class method is made anew whenever it is looked up."""
+    return not isinstance(value, classmethod) and (callable(value) or hasattr(value, "__get__"))
