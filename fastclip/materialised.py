@@ -72,7 +72,8 @@ class _Clip(DPOptimizer):
                 _check_processed_flag(p.summed_grad)
         samples = self.grad_samples
         if len({g.device for g in samples}) > 1:  # a model spread over devices
-            super().clip_and_accumulate()
+            with ops.full_float32():
+                super().clip_and_accumulate()
             return
         sums, norms = ops.clip_accumulate(samples, self._thresholds())
         self._see(norms)

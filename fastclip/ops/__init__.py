@@ -34,6 +34,7 @@ from fastclip.ops.norm_backward import (
     rms_norm_backward,
 )
 from fastclip.ops.numerics import drop_zeroed, product_slack, row_norm_sq, widen
+from fastclip.ops.precision import full_float32, in_full_float32
 
 __all__ = [
     "ConvGeometry",
@@ -50,12 +51,14 @@ __all__ = [
     "embedding_sum",
     "fill_normal",
     "flatten_lookup",
+    "full_float32",
     "ghost_norm",
     "ghost_norm_concat",
     "gram",
     "gram_product",
     "group_norm_backward",
     "group_norm_grads",
+    "in_full_float32",
     "instantiated_norm",
     "layer_norm_backward",
     "layer_norm_grads",
