@@ -148,7 +148,9 @@ class MaterialisedAdaptiveOptimizer(_Clip, _Noise, AdaClipDPOptimizer):
     def add_noise(self) -> None:
         """Noise on the gradients, then on the count."""
         super().add_noise()
-        count = torch.as_tensor(self.unclipped_num, dtype=torch.float64)
+        seen = self.unclipped_num  # an int where no batch came
+        where = seen.device if isinstance(seen, Tensor) else self.params[0].device
+        count = torch.as_tensor(seen, dtype=torch.float64, device=where)
         noise = self._source.draw(count, self.unclipped_num_std)
         self.unclipped_num = count if noise is None else count + noise
 

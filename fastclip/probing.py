@@ -38,7 +38,8 @@ class Probe:
             return value
         value = value.clone()
         row = value[self.disturb]
-        row += torch.linspace(-1, 1, row.numel(), dtype=row.dtype).to(row.device).view(row.shape)
+        steps = torch.linspace(-1, 1, row.numel(), dtype=row.dtype, device="cpu")
+        row += steps.to(row.device).view(row.shape)
         return value
 
 

@@ -96,7 +96,9 @@ class Tuned(Launched):
         """The configurations that suit the arguments of a launch, the best guess first."""
         if self.prune is None:
             return self.configs
-        return self.prune(self.configs, dict(zip(self.kernel.arg_names, args, strict=False)), **kwargs)
+        return self.prune(
+            self.configs, dict(zip(self.kernel.arg_names, args, strict=False)), **kwargs
+        )
 
     def run(self, grid: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """One launch, which a search may precede."""
@@ -113,9 +115,7 @@ class Tuned(Launched):
         self.kernel[grid](*args, **kwargs, **options)
 
 
-def _search(
-    kernel: Any, configs: list[triton.Config], key: list[str], prune: Prune | None
-) -> Any:
+def _search(kernel: Any, configs: list[triton.Config], key: list[str], prune: Prune | None) -> Any:
     """triton.autotune of the kernel."""
     options = {} if prune is None else {"prune_configs_by": {"early_config_prune": prune}}
     try:

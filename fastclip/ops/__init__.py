@@ -18,6 +18,7 @@ from fastclip.ops.embedding import (
     tied_norm,
 )
 from fastclip.ops.finalize import check_floating, check_std, fill_normal, noise_finalize
+from fastclip.ops.index import index_on
 from fastclip.ops.linear import (
     ghost_norm,
     ghost_norm_concat,
@@ -59,6 +60,7 @@ __all__ = [
     "group_norm_backward",
     "group_norm_grads",
     "in_full_float32",
+    "index_on",
     "instantiated_norm",
     "layer_norm_backward",
     "layer_norm_grads",

@@ -25,7 +25,14 @@ from tests.kernels.oracle import DEVICE, normal, relative_error
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the autotuner runs every configuration")
 HALF, SINGLE = torch.bfloat16, torch.float32
-NAMES = ("conv_norm", "embedding_norm", "ghost_norm", "instantiated_norm", "norm_affine", "scaled_sum")
+NAMES = (
+    "conv_norm",
+    "embedding_norm",
+    "ghost_norm",
+    "instantiated_norm",
+    "norm_affine",
+    "scaled_sum",
+)
 MODULES = {name: import_module(f"fastclip.kernels.{name}") for name in NAMES}
 Order = Callable[[list[triton.Config]], list[triton.Config]]
 
@@ -89,9 +96,7 @@ def exact(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 @pytest.mark.parametrize("lengths", [(100,), (70, 66), (65, 3, 66), (65, 2, 1, 3)], ids=str)
-def test_uses_of_one_parameter(
-    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uses_of_one_parameter(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two to four uses share their sums; tiles of 64 and of 128 positions leave unlike numbers."""
     parts = uses(*lengths, dtype=HALF)
     check(monkeypatch, lambda: ghost_norm_concat(parts), [exact(parts)], 1e-3)
@@ -165,9 +170,7 @@ def test_no_tuned_kernel_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("kernel", tuned_kernels().values(), ids=tuned_kernels())
-def test_the_same_configuration_everywhere(
-    kernel: Tuned, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_configuration_everywhere(kernel: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch is told to be deterministic no search chooses: the first that suits is taken."""
 
     class NoSearch:
