@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from fastclip import ops
 from fastclip.calls import Calls, Forward
 from fastclip.clipping import Clipping
 from fastclip.clipping_state import ClippingState
@@ -284,8 +285,7 @@ class BookKeeper:
     def _layers(self, current: BackwardPass, device: torch.device) -> Tensor:
         """Places of the pass's parameters in the order of all private ones."""
         order = {parameter: i for i, parameter in enumerate(self.names)}
-        places = [order[parameter] for parameter in current.entries]
-        return torch.tensor(places).to(device, non_blocking=True)
+        return ops.index_on(tuple(order[parameter] for parameter in current.entries), device)
 
     @staticmethod
     def _accumulate(parameter: nn.Parameter, clipped: Tensor) -> None:

@@ -111,7 +111,7 @@ class ClippingState:
             return None
         groups, self._groups = self._groups, None
         if made_up or not rows:
-            return torch.full((rows,), -1, device=device)
+            return torch.full((rows,), -1, dtype=torch.int64, device=device)
         name = type(self.strategy.threshold).__name__
         if groups is None:
             raise StepError(

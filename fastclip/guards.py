@@ -105,10 +105,10 @@ class NonFiniteMonitor:
     def _look_later(self, norms: Tensor) -> None:
         """A copy to pinned memory, read in a later pass, once the device has written it."""
         if self._flag is None:
-            self._flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._flag = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
             self._flag.copy_(torch.isfinite(norms).all(), non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(norms.device))
         elif self._event.query():
             if not bool(self._flag):
                 self._warn()

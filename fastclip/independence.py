@@ -175,7 +175,7 @@ def check_influence(
         weights = []
         for x, axis in pairs:
             drawn = torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu")
-            others = torch.tensor([i for i in range(count) if i not in group])
+            others = torch.tensor([i for i in range(count) if i not in group], device="cpu")
             weights.append(drawn.index_fill_(axis, others, 0.0).to(x.device, x.dtype))
         found = torch.autograd.grad(
             [x for x, _ in pairs], [x for _, _, x in sources], weights, retain_graph=True,

@@ -103,7 +103,7 @@ def take_rows(leaf: Any, axis: int, rows: list[int]) -> Any:
     """These rows of an input along `axis`; zeros where it has none."""
     if isinstance(leaf, PackedSequence):
         padded, lengths = pad_packed_sequence(leaf)
-        index = torch.tensor(rows)
+        index = torch.tensor(rows, dtype=torch.int64, device="cpu")
         return pack_padded_sequence(
             padded[:, index.to(padded.device)], lengths[index], enforce_sorted=False
         )
@@ -111,7 +111,7 @@ def take_rows(leaf: Any, axis: int, rows: list[int]) -> Any:
         shape = list(leaf.shape)
         shape[axis] = len(rows)
         return leaf.new_zeros(shape)
-    return leaf.index_select(axis, torch.tensor(rows, device=leaf.device))
+    return leaf.index_select(axis, torch.tensor(rows, dtype=torch.int64, device=leaf.device))
 
 
 def join_rows(first: Any, second: Any, axis: int) -> Any:

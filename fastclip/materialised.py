@@ -73,7 +73,8 @@ class _Clip(DPOptimizer):
                 _check_processed_flag(p.summed_grad)
         samples = self.grad_samples
         if len({g.device for g in samples}) > 1:  # a model spread over devices
-            super().clip_and_accumulate()
+            with ops.full_float32():
+                super().clip_and_accumulate()
             return
         sums, norms = ops.clip_accumulate(samples, self._thresholds())
         self._see(norms)
@@ -148,7 +149,9 @@ class MaterialisedAdaptiveOptimizer(_Clip, _Noise, AdaClipDPOptimizer):
     def add_noise(self) -> None:
         """Noise on the gradients, then on the count."""
         super().add_noise()
-        count = torch.as_tensor(self.unclipped_num, dtype=torch.float64)
+        seen = self.unclipped_num  # an int where no batch came
+        where = seen.device if isinstance(seen, Tensor) else self.params[0].device
+        count = torch.as_tensor(seen, dtype=torch.float64, device=where)
         noise = self._source.draw(count, self.unclipped_num_std)
         self.unclipped_num = count if noise is None else count + noise
 

@@ -55,9 +55,8 @@ class Probe:
         value = value.clone()
         for i in self.disturbed:
             row = value[i]
-            row += torch.linspace(-1, 1, row.numel(), dtype=row.dtype, device=row.device).view(
-                row.shape
-            )
+            steps = torch.linspace(-1, 1, row.numel(), dtype=row.dtype, device=row.device)
+            row += steps.view(row.shape)
         return value
 
     def source(self, name: str, axis: int, value: Any) -> None:

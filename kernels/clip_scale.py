@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastclip.kernels.runtime import runs_on
+from fastclip.kernels.runtime import launched, runs_on
 
 SCALES = {"Hard": 0, "Tanh": 1, "Automatic": 2, "Global": 3, "GlobalAdapt": 4}
 POLICIES = {
@@ -63,7 +63,7 @@ def _scale(n, c, KIND: tl.constexpr, PARAMETER: tl.constexpr):
     return value
 
 
-@triton.jit(do_not_specialize=["L", "B"])
+@launched(do_not_specialize=["L", "B"])
 def _clip_kernel(
     norm_sq, threshold, origin, bound, weights, groups, layers, scales, norms, counts,
     stride_l, stride_b, L, B, K, ALL,
@@ -201,7 +201,7 @@ def clip_scale(
     return scales, norms
 
 
-@triton.jit
+@launched
 def _step_kernel(
     counts, noise, threshold, origin, noisy, moved, K,
     POLICY: tl.constexpr, GROUPED: tl.constexpr, NOISE: tl.constexpr,

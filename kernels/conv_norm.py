@@ -32,9 +32,10 @@ from fastclip.kernels.ghost_norm import (
     multiply,
     one_sided,
     ordered_sum,
+    pair_of,
     product_mode,
 )
-from fastclip.kernels.runtime import autotuned, runs_on
+from fastclip.kernels.runtime import autotuned, launched, runs_on
 from fastclip.ops.conv import ConvGeometry
 from fastclip.ops.numerics import GRAM_ERROR_FACTOR, PRODUCT_ERROR_FACTOR, lost_squares
 
@@ -70,9 +71,9 @@ def _pixel(at, dh, dw, h, w, width, sxh, sxw, SH: tl.constexpr, SW: tl.constexpr
         _config(4, 4, BLOCK_K=STEP), _config(8, 3, BLOCK_K=STEP), _config(8, 4, BLOCK_K=STEP),
     ],
     key=["c", "o", "sxc", "BUCKET", "BLOCK_O", "BLOCK_N", "KH", "KW", "SH", "MODE"],
-    prune_configs_by={"early_config_prune": _exact_steps},
+    prune=_exact_steps,
 )  # fmt: skip
-@triton.jit(do_not_specialize=["out_s"])
+@launched(do_not_specialize=["out_s"])
 def _tiles(X, G, OUT, c, o, h, w, positions, width, groups, row_tiles, col_tiles, out_s,  # type: ignore[no-untyped-def]
            sxb, sxc, sxh, sxw, sgb, sgo, sgt, BUCKET: tl.constexpr, KH: tl.constexpr,
            KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
@@ -117,7 +118,7 @@ def _tiles(X, G, OUT, c, o, h, w, positions, width, groups, row_tiles, col_tiles
     tl.store(OUT + 2 * out_s + pid, tl.sum(squares_g))
 
 
-@triton.jit(do_not_specialize=["out_s"])
+@launched(do_not_specialize=["out_s"])
 def _finish_tiles(OUT, UNSEEN, NORMS, columns, factor, slack, out_s, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     b = tl.program_id(0).to(tl.int64)
     at = OUT + b * columns
@@ -138,10 +139,9 @@ def _finish_tiles(OUT, UNSEEN, NORMS, columns, factor, slack, out_s, BLOCK: tl.c
         _config(4, 3, BLOCK_P=64, BLOCK_K=STEP), _config(4, 3, BLOCK_P=32, BLOCK_K=STEP),
     ],
     key=["c", "o", "sxc", "BUCKET", "KH", "KW", "SH", "MODE", "G_MODE"],
-    prune_configs_by={"early_config_prune": _exact_steps},
-    reset_to_zero=["OUT"],
+    prune=_exact_steps,
 )  # fmt: skip
-@triton.jit(do_not_specialize=["out_s"])
+@launched(do_not_specialize=["out_s"])
 def _pairs(X, G, OUT, c, o, h, w, positions, width, groups, room, out_s,  # type: ignore[no-untyped-def]
            sxb, sxc, sxh, sxw, sgb, sgo, sgt, BUCKET: tl.constexpr, KH: tl.constexpr,
            KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
@@ -150,11 +150,10 @@ def _pairs(X, G, OUT, c, o, h, w, positions, width, groups, room, out_s,  # type
            BLOCK_K: tl.constexpr):  # fmt: skip
     """Sums over a pair of tiles of positions of one sample and group; OUT has `room` for each."""
     tiles = tl.cdiv(positions, BLOCK_P)
-    pair = tl.program_id(0) % (tiles * tiles)
-    i, j = pair // tiles, pair % tiles
-    if i > j:  # the transpose of another; OUT is zero
-        return
-    of = (tl.program_id(0) // (tiles * tiles)).to(tl.int64)
+    pairs = tiles * (tiles + 1) // 2
+    pair = tl.program_id(0) % pairs
+    i, j = pair_of(pair)
+    of = (tl.program_id(0) // pairs).to(tl.int64)
     X += of // groups * sxb + of % groups * c * sxc
     G += of // groups * sgb + of % groups * o * sgo
     p = i * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -191,22 +190,23 @@ def _pairs(X, G, OUT, c, o, h, w, positions, width, groups, room, out_s,  # type
     tl.store(OUT + 5 * out_s, tl.sum(tl.where(diagonal, h_tile, 0.0)))
 
 
-@triton.jit(do_not_specialize=["out_s"])
-def _finish_pairs(OUT, NORMS, groups, room, c, m, w_k, w_h, lost_k, lost_h, out_s,  # type: ignore[no-untyped-def]
+@launched(do_not_specialize=["out_s"])
+def _finish_pairs(OUT, NORMS, groups, pairs, room, c, m, w_k, w_h, lost_k, lost_h, out_s,  # type: ignore[no-untyped-def]
                   BLOCK: tl.constexpr):  # fmt: skip
-    """The norm of a sample: of its groups, each clamped at 0 and raised by its bound."""
+    """The norm of a sample: of its groups, each clamped at 0 and raised by its bound. Of a group's
+    `room` the first `pairs` were written."""
     norm = tl.full([], 0.0, tl.float32)
     for k in range(0, groups):
         at = OUT + (tl.program_id(0).to(tl.int64) * groups + k) * room
-        total = ordered_sum(at, room, 1, BLOCK, False)
-        trace_k = ordered_sum(at + 4 * out_s, room, 1, BLOCK, False)
-        trace_h = ordered_sum(at + 5 * out_s, room, 1, BLOCK, False)
+        total = ordered_sum(at, pairs, 1, BLOCK, False)
+        trace_k = ordered_sum(at + 4 * out_s, pairs, 1, BLOCK, False)
+        trace_h = ordered_sum(at + 5 * out_s, pairs, 1, BLOCK, False)
         bound = c * trace_k * trace_h + lost_k * trace_h + lost_h * trace_k
-        bound += m * ordered_sum(at + out_s, room, 1, BLOCK, False)
+        bound += m * ordered_sum(at + out_s, pairs, 1, BLOCK, False)
         if w_k > 0:
-            bound += w_k * trace_k * tl.sqrt(ordered_sum(at + 3 * out_s, room, 1, BLOCK, False))
+            bound += w_k * trace_k * tl.sqrt(ordered_sum(at + 3 * out_s, pairs, 1, BLOCK, False))
         if w_h > 0:
-            bound += w_h * trace_h * tl.sqrt(ordered_sum(at + 2 * out_s, room, 1, BLOCK, False))
+            bound += w_h * trace_h * tl.sqrt(ordered_sum(at + 2 * out_s, pairs, 1, BLOCK, False))
         norm += tl.where(total < 0, 0.0, total) + bound  # NaN stays, as with no maximum
     tl.store(NORMS + tl.program_id(0), norm)
 
@@ -219,7 +219,7 @@ def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     x, g, sizes, constants = call
     c, o, h, w, positions, width, groups = sizes
     b, taps = x.shape[0], constants["KH"] * constants["KW"]
-    norms = torch.zeros(b, device=x.device)
+    norms = torch.zeros(b, dtype=torch.float32, device=x.device)
     if not x.numel() or not g.numel():
         return norms
     one_tap = c >= 16 or taps == 1
@@ -256,21 +256,34 @@ def conv_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     x, g, sizes, constants = call
     c, o, _, _, positions, _, groups = sizes
     b, features = x.shape[0], c * constants["KH"] * constants["KW"]
-    norms = torch.zeros(b, device=x.device)
+    norms = torch.zeros(b, dtype=torch.float32, device=x.device)
     if not x.numel() or not g.numel():
         return norms
-    room = triton.cdiv(positions, GHOST_TILE) ** 2
-    out = norms.new_zeros(6, b * groups, room)
+    room, pairs = _pairs_of_tiles(positions, GHOST_TILE), 0
+    out = norms.new_empty(6, b * groups, room)
     modes = product_mode(x, x), product_mode(g, g)
-    _pairs[lambda meta: (b * groups * triton.cdiv(positions, meta["BLOCK_P"]) ** 2,)](
+
+    def grid(meta: dict[str, Any]) -> tuple[int]:
+        nonlocal pairs
+        pairs = _pairs_of_tiles(positions, meta["BLOCK_P"])
+        return (b * groups * pairs,)
+
+    _pairs[grid](
         x, g, out, *sizes, room, out.stride(0), *x.stride(), *g.stride(),
         MODE=modes[0], G_MODE=modes[1], **constants,
     )  # fmt: skip
     (m_k, w_k), (m_h, w_h) = one_sided(features, modes[0]), one_sided(o, modes[1])
     bounds = (UNIT * n for n in (GRAM_ERROR_FACTOR, m_k + m_h + TILE_SUM, features * w_k, o * w_h))
     lost = (lost_squares(positions * n, torch.float32) for n in (features, o))
-    _finish_pairs[(b,)](out, norms, groups, room, *bounds, *lost, out.stride(0), BLOCK=_block(room))
+    _finish_pairs[(b,)](
+        out, norms, groups, pairs, room, *bounds, *lost, out.stride(0), BLOCK=_block(pairs)
+    )
     return norms
+
+
+def _pairs_of_tiles(positions: int, block: int) -> int:
+    tiles = triton.cdiv(positions, block)
+    return tiles * (tiles + 1) // 2
 
 
 def _block(columns: int) -> int:

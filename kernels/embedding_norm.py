@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastclip.kernels.runtime import autotuned, runs_on
+from fastclip.kernels.runtime import autotuned, launched, runs_on
 
 ROWS = 32
 MAX_BLOCK = 256
@@ -68,7 +68,7 @@ def _add(state, entry, first, OUT, bits, tiles, FINAL: tl.constexpr):  # type: i
 
 
 @autotuned([triton.Config({}, num_warps=w) for w in (1, 2, 4)], key=["d", "BLOCK"])
-@triton.jit(do_not_specialize=["n"])
+@launched(do_not_specialize=["n"])
 def _runs(KEY, G, ORDER, DONE, OUT, NEXT_KEY, NEXT, NEXT_DONE, n, d, t, padding,  # type: ignore[no-untyped-def]
           sgb, sgt, sgd, bits, tiles, COUNT: tl.constexpr, BLOCK: tl.constexpr,
           FIRST: tl.constexpr, FINAL: tl.constexpr):  # fmt: skip
@@ -131,8 +131,8 @@ def _norms(
     if not runs_on(g, ids, sample) or n + ROWS >= 1 << 31 or b << bits >= 1 << 63:
         return NotImplemented
     if not n or not d:
-        return torch.zeros(b, device=g.device)
-    # Stable: equal keys are added in the order of the entries, bit for bit the same every time.
+        return torch.zeros(b, dtype=torch.float32, device=g.device)
+    # Stable: equal keys are added in the order of the entries, the same every time.
     key, order = ((sample << bits) + ids).sort(stable=True)
     block = min(MAX_BLOCK, triton.next_power_of_2(d))
     tiles = triton.cdiv(d, block)

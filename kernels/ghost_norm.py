@@ -5,9 +5,9 @@
 Index letters: b sample, t and s position, d input feature, p output feature. A program takes one
 sample and one pair (i <= j) of tiles of positions: both Gram tiles in registers (loops over d, then
 over p), their product summed, pairs off the diagonal counted twice. Nothing of size t x t is
-written: six sums a pair, which a second launch adds in fixed order (bitwise repeatable); where one
-tile holds every position there is no second launch. With n tiles of positions a and g are read n
-times, from L2 after the first.
+written: six sums a pair, which a second launch adds in fixed order (one configuration, one
+result: `runtime.autotuned`); where one tile holds every position there is no second launch. With n
+tiles of positions a and g are read n times, from L2 after the first.
 
 The result is never below the exact value. Added are, with u = 2^-24 and m, w of `one_sided`:
 - 2 u ||A||^2 ||G||^2 and what underflow hides, as the reference does: independent errors;
@@ -27,8 +27,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastclip.kernels.runtime import INTERPRETED, autotuned, precision, runs_on
+from fastclip.kernels.runtime import INTERPRETED, autotuned, launched, runs_on
 from fastclip.ops.numerics import GRAM_ERROR_FACTOR, lost_squares
+from fastclip.ops.precision import user_allows_tf32
 
 UNIT = 2.0**-24
 """u of float32, in which everything accumulates."""
@@ -51,7 +52,8 @@ def product_mode(x: Tensor, y: Tensor) -> str:
     """
     if x.dtype == y.dtype and x.dtype != torch.float32:
         return "native"
-    return "tf32x3" if precision(x, y) == "tf32" else "ieee"
+    with_float32 = torch.float32 in (x.dtype, y.dtype)
+    return "tf32x3" if with_float32 and user_allows_tf32() else "ieee"
 
 
 def takes(*tensors: Tensor) -> bool:
@@ -117,6 +119,15 @@ def _gram_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def pair_of(pair):  # type: ignore[no-untyped-def]
+    """(i, j), i <= j, of pair = j (j + 1) / 2 + i; the square root may be off by one."""
+    j = ((tl.sqrt(8.0 * pair + 1.0) - 1.0) * 0.5).to(tl.int32)
+    j -= (j * (j + 1) // 2 > pair).to(tl.int32)
+    j += ((j + 1) * (j + 2) // 2 <= pair).to(tl.int32)
+    return pair - j * (j + 1) // 2, j
+
+
+@triton.jit
 def _raised(  # type: ignore[no-untyped-def]
     total, absolute, kk, hh, trace_k, trace_h, c, m, w_k, w_h, lost_k, lost_h, lost
 ):  # fmt: skip
@@ -151,9 +162,9 @@ _CONFIGS = [
 @autotuned(
     _CONFIGS,
     key=["d", "p", "BUCKET", "A_MODE", "G_MODE"],
-    prune_configs_by={"early_config_prune": _usable},
+    prune=_usable,
 )
-@triton.jit
+@launched
 def _pairs_kernel(  # type: ignore[no-untyped-def]
     a_x, g_x, a_y, g_y, stats, norms, d, p, t_x, t_y, c, m, w_k, w_h, lost_k, lost_h, lost,
     a_xb, a_xt, a_xd, g_xb, g_xt, g_xp, a_yb, a_yt, a_yd, g_yb, g_yt, g_yp, stats_s, stats_b,
@@ -168,11 +179,8 @@ def _pairs_kernel(  # type: ignore[no-untyped-def]
     pair = tl.program_id(0) % pairs
     if CROSS:
         i, j = pair // tiles_y, pair % tiles_y
-    else:  # pair = j (j + 1) / 2 + i; the square root may be off by one
-        j = ((tl.sqrt(8.0 * pair + 1.0) - 1.0) * 0.5).to(tl.int32)
-        j -= (j * (j + 1) // 2 > pair).to(tl.int32)
-        j += ((j + 1) * (j + 2) // 2 <= pair).to(tl.int32)
-        i = pair - j * (j + 1) // 2
+    else:
+        i, j = pair_of(pair)
     b = (tl.program_id(0) // pairs).to(tl.int64)
     a_x, g_x, a_y, g_y = a_x + b * a_xb, g_x + b * g_xb, a_y + b * a_yb, g_y + b * g_yb
     local = tl.arange(0, BLOCK_T)
@@ -229,7 +237,7 @@ def ordered_sum(x, n, stride, BLOCK: tl.constexpr, SQUARED: tl.constexpr):  # ty
     return tl.sum(acc)
 
 
-@triton.jit(do_not_specialize=["columns"])
+@launched(do_not_specialize=["columns"])
 def _finish_kernel(  # type: ignore[no-untyped-def]
     stats, norms, columns, c, m, w_k, w_h, lost_k, lost_h, lost, stats_s, stats_b,
     BLOCK: tl.constexpr,
@@ -248,7 +256,7 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
     tl.store(norms + b, norm)
 
 
-@triton.jit
+@launched
 def _one_position_kernel(  # type: ignore[no-untyped-def]
     a, g, norms, d, p, lost_a, lost_g, a_b, a_d, g_b, g_p, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -347,15 +355,14 @@ def ghost_norm_concat(parts: Sequence[Use]) -> Tensor:
     if len(uses) > _MOST_USES:
         uses = [(torch.cat([a for a, _ in uses], 1), torch.cat([g for _, g in uses], 1))]
     pairs = [(x, y) for k, x in enumerate(uses) for y in uses[k:]]
-    columns, alone, bounds = sum(_room(x, y) for x, y in pairs), len(uses) == 1, _bounds(uses)
-    new = norms.new_empty if alone else norms.new_zeros
-    stats, first = new(_STATS, b, columns), 0
+    alone, bounds = len(uses) == 1, _bounds(uses)
+    # A launch begins where the configuration of the one before it ended: what a trial of smaller
+    # tiles wrote beyond is written over, or lies beyond the columns that are added.
+    stats, columns = norms.new_empty(_STATS, b, sum(_room(x, y) for x, y in pairs)), 0
     for x, y in pairs:
-        filled = _launch(x, y, stats[:, :, first:], norms, bounds, alone)
-        first += _room(x, y)
-    if alone and filled == 1:
+        columns += _launch(x, y, stats[:, :, columns:], norms, bounds, alone)
+    if alone and columns == 1:
         return norms
-    columns = filled if alone else columns
     _finish_kernel[(b,)](
         stats, norms, columns, *bounds, *stats.stride()[:2],
         BLOCK=min(1024, max(32, triton.next_power_of_2(columns))),

@@ -4,9 +4,9 @@
 
 Index letters: b sample, t position, d input feature, p output feature. A program takes one sample
 and one tile of W: it loops over t, squares and sums. One number a tile is written and a second
-launch adds them in fixed order (bitwise repeatable); with `keep`, W too. With n_p by n_d tiles, a
-is read n_p times and g n_d times, from L2 after the first; the first row of tiles reads a once
-more and the first column g, for the sizes that the bound needs.
+launch adds them in fixed order (one configuration, one result: `runtime.autotuned`); with `keep`, W
+too. With n_p by n_d tiles, a is read n_p times and g n_d times, from L2 after the first; the first
+row of tiles reads a once more and the first column g, for the sizes that the bound needs.
 
 The result is never below the exact value: (||W|| (1 + m u) + (1 + t w) u ||A|| ||G||)^2 with
 u = 2^-24. 1 u ||A|| ||G|| is the reference's `product_slack`; m and w (ghost_norm.one_sided) cover
@@ -33,7 +33,7 @@ from fastclip.kernels.ghost_norm import (
     product_mode,
     takes,
 )
-from fastclip.kernels.runtime import autotuned, product_configs
+from fastclip.kernels.runtime import autotuned, launched, product_configs
 from fastclip.ops.numerics import PRODUCT_ERROR_FACTOR
 
 _STATS = 3  # sums of squares of W, g, a
@@ -76,9 +76,9 @@ def _squares(  # type: ignore[no-untyped-def]
 @autotuned(
     _CONFIGS,
     key=["d", "p", "BUCKET", "MODE", "KEEP"],
-    prune_configs_by={"early_config_prune": usable},
+    prune=usable,
 )
-@triton.jit
+@launched
 def _tiles_kernel(  # type: ignore[no-untyped-def]
     a, g, stats, grads, d, p, t, a_b, a_t, a_d, g_b, g_t, g_p, stats_s, stats_b,
     KEEP: tl.constexpr, MODE: tl.constexpr, BUCKET: tl.constexpr,
@@ -115,7 +115,7 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
         tl.store(at + 2 * stats_s + j, _squares(a, left_d, t, a_d, a_t, BLOCK_D, BLOCK_T))
 
 
-@triton.jit
+@launched
 def _finish_kernel(  # type: ignore[no-untyped-def]
     stats, norms, tiles_p, tiles_d, factor, slack, stats_s, stats_b, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastclip.kernels.runtime import autotuned, runs_on
+from fastclip.kernels.runtime import autotuned, launched, runs_on
 
 MAX_FEATURES = 8192  # of a position: its x, g, dw and db are held in registers
 MAX_GROUP = 1 << 20  # elements of a group: one program goes through them
@@ -33,7 +33,7 @@ def _configs(*sizes: tuple[int, int]) -> list[triton.Config]:
     _configs((2048, 4), (1024, 4), (4096, 8), (2048, 8), (4096, 4), (1024, 2)),
     key=["c", "IS_LAYER", "NEED_INPUT"],
 )
-@triton.jit(do_not_specialize=["chunks", "rows"])
+@launched(do_not_specialize=["chunks", "rows"])
 def _rows(X, G, MEAN, RSTD, W, DX, DW, DB, t, c, chunks, rows,  # type: ignore[no-untyped-def]
           sxb, sxt, sxc, sgb, sgt, sgc, smb, smt, srb, srt, sdb, sdt, sdc, sw,
           C2: tl.constexpr, IS_LAYER: tl.constexpr, HAS_WEIGHT: tl.constexpr,
@@ -108,7 +108,7 @@ def _store(DX, channel, position, channels, t, dx, sdc, sdt):  # type: ignore[no
     _configs((4096, 8), (4096, 4), (2048, 4), (8192, 8), (8192, 16), (1024, 2)),
     key=["channels", "C2", "T2", "NEED_INPUT"],
 )
-@triton.jit
+@launched
 def _groups(X, G, MEAN, RSTD, W, DX, DW, DB, t, channels, groups,  # type: ignore[no-untyped-def]
             sxb, sxc, sxt, sgb, sgc, sgt, smb, smk, srb, srk, sdb, sdc, sdt, sw,
             C2: tl.constexpr, T2: tl.constexpr, HAS_WEIGHT: tl.constexpr,

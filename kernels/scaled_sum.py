@@ -4,8 +4,9 @@
 
 Index letters: b sample, t position, d input feature, p output feature. A matrix product over the
 positions of all samples: a program takes a tile of W and one of `splits` stretches of (b, t), cut
-so that the GPU is full where W has few tiles. Partial sums are added in fixed order (bitwise
-repeatable). With n_p by n_d tiles, a is read n_p times and g n_d times, from L2 after the first.
+so that the GPU is full where W has few tiles. Partial sums are added in fixed order (one
+configuration and GPU, one result: `runtime.autotuned`). With n_p by n_d tiles, a is read n_p times
+and g n_d times, from L2 after the first.
 
 A sample's contribution must not exceed its sensitivity, and the scales leave 2^-18 for rounding.
 s_b g_b rounded to bfloat16 (2^-9 a value, alike for equal values) would break it, and so would two
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from fastclip.kernels.ghost_norm import STEP, multiply, product_mode, takes
 from fastclip.kernels.instantiated_norm import usable
-from fastclip.kernels.runtime import autotuned, product_configs, runs_on
+from fastclip.kernels.runtime import autotuned, launched, product_configs, runs_on
 
 _FEW = 16
 """Positions from which samples are summed one after the other: the shortest native product."""
@@ -45,9 +46,9 @@ _CONFIGS = product_configs(
 @autotuned(
     _CONFIGS,
     key=["d", "p", "BUCKET", "MODE", "BY_SAMPLE"],
-    prune_configs_by={"early_config_prune": usable},
+    prune=usable,
 )
-@triton.jit(do_not_specialize=["b", "splits"])
+@launched(do_not_specialize=["b", "splits"])
 def _tiles_kernel(  # type: ignore[no-untyped-def]
     a, g, scale, out, d, p, b, t, splits, a_b, a_t, a_d, g_b, g_t, g_p, scale_b, out_s,
     BY_SAMPLE: tl.constexpr, MODE: tl.constexpr, BUCKET: tl.constexpr,

@@ -200,7 +200,7 @@ def test_more_rows_than_before() -> None:
     """The first two of at least five rows are mixed: two rows alone are not."""
     use: Use = lambda m, h: (
         torch.cat([h[:2].mean(0, True).expand(2, -1, -1), h[2:]]) if len(h) > 4 else h
-    )  # noqa: E731, E501
+    )
     private, optimizer = make_private(Hidden(use, "nothing"))[1:3]
     with refused("computed from itself alone"):
         for b in (2, 3, 8):

@@ -117,7 +117,7 @@ class Reweighted(_Groups):
         return (self.num_groups,)
 
     def initial(self, value: float | Sequence[float], parameters: int) -> Thresholds:
-        weights = torch.ones(self.num_groups, dtype=torch.float64)
+        weights = torch.ones(self.num_groups, dtype=torch.float64, device="cpu")
         return replace(super().initial(value, parameters), weights=weights)
 
     def count(self, norms: Tensor, state: Thresholds, groups: Tensor | None) -> Tensor:

@@ -73,7 +73,7 @@ class ThresholdPolicy:
 
     def initial(self, value: float | Sequence[float], parameters: int) -> Thresholds:
         """The state at the first step, from make_private's max_grad_norm (or z)."""
-        origin = torch.tensor(threshold(value), dtype=torch.float64)
+        origin = torch.tensor(threshold(value), dtype=torch.float64, device="cpu")
         return Thresholds(self._spread(origin), origin)
 
     def _spread(self, origin: Tensor) -> Tensor:

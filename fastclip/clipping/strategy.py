@@ -87,7 +87,7 @@ class Clipping:
         """The state at the first step, for a number of parameter tensors."""
         if self.scale.cutoff is None:
             return self.threshold.initial(max_grad_norm, parameters)
-        bound = torch.tensor(threshold(max_grad_norm), dtype=torch.float64)
+        bound = torch.tensor(threshold(max_grad_norm), dtype=torch.float64, device="cpu")
         return replace(self.threshold.initial(self.scale.cutoff, parameters), bound=bound)
 
     def rescaled(self, state: Thresholds, max_grad_norm: float | Sequence[float]) -> Thresholds:

@@ -37,7 +37,8 @@ class PerLayer(ThresholdPolicy):
                 f"clipping='per_layer' expects {parameters} thresholds in max_grad_norm, one a "
                 f"trainable parameter tensor of the optimizer, got {len(value)}"
             )
-        thresholds = torch.tensor([threshold(one) for one in value], dtype=torch.float64)
+        numbers = [threshold(one) for one in value]
+        thresholds = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         return Thresholds(thresholds, thresholds)
 
     def rescaled(self, state: Thresholds, value: float | Sequence[float]) -> Thresholds:

@@ -225,7 +225,7 @@ class PrivateTrainer(RowLossTrainer):
         check_still_private(self)
         optimizer, batches = self.dp_optimizer, inputs
         optimizer.zero_grad()
-        total = torch.zeros((), device=self.args.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.args.device)
         for number, (batch, rows) in enumerate(zip(batches, batches.sizes, strict=True), start=1):
             more = number < len(batches)
             optimizer.signal_skip_step(more)

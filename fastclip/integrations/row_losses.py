@@ -166,14 +166,16 @@ def check_function(
     values, shape = tree_flatten(outputs)
     values = [v.detach().as_subclass(Tensor) if isinstance(v, Tensor) else v for v in values]
     places = [i for i, v in enumerate(values) if _differentiable(v)]
-    few = telling({"rows": torch.arange(size), **inputs}, most=size)
+    few = telling({"rows": torch.arange(size, device="cpu"), **inputs}, most=size)
     chosen, labels = few["rows"].tolist(), few.get("labels")
     generator = torch.Generator().manual_seed(0)
     for synthetic in (True, False):  # a loss of probabilities may not take any number
         leaves = list(values)
         for i in places:
-            drawn = torch.randn(values[i].shape, generator=generator).to(values[i].device)
-            leaves[i] = drawn if synthetic else values[i].float()
+            drawn = torch.randn(
+                values[i].shape, generator=generator, dtype=torch.float32, device="cpu"
+            )
+            leaves[i] = drawn.to(values[i].device) if synthetic else values[i].float()
 
         def gradients(
             rows: list[int], labels: Any, leaves: list[Any] = leaves

@@ -108,7 +108,8 @@ class EmbeddingBagRule(LayerRule):
         ids, bag, max_indices = call.saved
         b = g.shape[0]
         counted = torch.ones_like(ids) if padding is None else ids != padding
-        sizes = torch.zeros(b, device=g.device).index_add_(0, bag, counted.to(torch.float32))
+        sizes = torch.zeros(b, dtype=torch.float32, device=g.device)
+        sizes.index_add_(0, bag, counted.to(torch.float32))
         if module.mode == "max":
             g = g.masked_fill((sizes == 0)[:, None], 0)
             call.record("weight", MaxBagRecord(max_indices, g, len(module.weight)))

@@ -78,6 +78,7 @@ class KeptRecord(Record):
         norm_sq = ops.row_norm_sq(self.gradients)
         return norm_sq if self._slack is None else (norm_sq.sqrt() + self._slack).square()
 
+    @ops.in_full_float32
     def clipped_sum(self, scale: Tensor) -> Tensor:
         (gradients,) = ops.drop_zeroed(scale, self.gradients)
         flat = gradients.reshape(len(scale), -1) if len(scale) else gradients.flatten(1)

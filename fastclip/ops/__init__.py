@@ -19,6 +19,7 @@ from fastclip.ops.embedding import (
     tied_norm,
 )
 from fastclip.ops.finalize import check_floating, check_std, fill_normal, noise_finalize
+from fastclip.ops.index import index_on
 from fastclip.ops.linear import (
     ghost_norm,
     ghost_norm_concat,
@@ -41,6 +42,7 @@ from fastclip.ops.numerics import (
     unit_roundoff,
     widen,
 )
+from fastclip.ops.precision import full_float32, in_full_float32
 
 __all__ = [
     "ConvGeometry",
@@ -57,12 +59,15 @@ __all__ = [
     "embedding_sum",
     "fill_normal",
     "flatten_lookup",
+    "full_float32",
     "ghost_norm",
     "ghost_norm_concat",
     "gram",
     "gram_product",
     "group_norm_backward",
     "group_norm_grads",
+    "in_full_float32",
+    "index_on",
     "instantiated_norm",
     "layer_norm_backward",
     "layer_norm_grads",

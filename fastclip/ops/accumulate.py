@@ -21,6 +21,7 @@ from torch import Tensor
 from fastclip.errors import ArgumentError
 from fastclip.ops.dispatch import operation
 from fastclip.ops.numerics import accumulation_dtype, row_norm_sq, widen
+from fastclip.ops.precision import in_full_float32
 
 TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _SCRATCH = 1 << 20  # numbers of a piece that must be copied: widened, or made contiguous
@@ -28,6 +29,7 @@ _SAFE = (1e-20, 1e36)  # squared norms in which no square of float32 can have be
 
 
 @operation
+@in_full_float32
 def clip_accumulate(
     grad_samples: Sequence[Tensor], thresholds: float | Tensor | Sequence[float]
 ) -> tuple[list[Tensor], Tensor]:
@@ -61,8 +63,10 @@ def clip_accumulate(
     if flat:
         norm_sq = norm_sq.sum(0, keepdim=True)
     norms = norm_sq.sqrt().to(norm_dtype(grad_samples))  # [l, b] or [1, b]
-    bounds = torch.as_tensor(thresholds, dtype=torch.float64)
-    scales = hard_scales(norms, bounds.to(device, non_blocking=True), room(grad_samples))
+    if not isinstance(thresholds, Tensor):
+        thresholds = torch.tensor(thresholds, dtype=torch.float64, device="cpu")
+    bounds = thresholds.to(device, torch.float64, non_blocking=True)
+    scales = hard_scales(norms, bounds, room(grad_samples))
     sums = [
         _weighted_sum(g, scale)
         for g, scale in zip(grad_samples, scales.expand(len(grad_samples), b), strict=True)

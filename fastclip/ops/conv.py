@@ -16,6 +16,7 @@ from torch import Tensor
 from fastclip.ops.dispatch import operation
 from fastclip.ops.linear import gram, gram_product
 from fastclip.ops.numerics import drop_zeroed, product_slack, row_norm_sq, widen
+from fastclip.ops.precision import in_full_float32
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class ConvGeometry:
 
 
 @operation
+@in_full_float32
 def conv_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     """Squared norm of each sample's weight gradient from the pixel Gram.
 
@@ -97,6 +99,7 @@ def _slide(pixels: Tensor, space: Sequence[int], out: Sequence[int], geo: ConvGe
     return grams.reshape(-1, positions, positions)
 
 
+@in_full_float32
 def conv_per_sample_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     """Every sample's weight gradient, [b, *weight_shape]: a convolution, samples as groups."""
     x, g = widen(x), widen(g)
@@ -122,6 +125,7 @@ def _stride(x: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 
 @operation
+@in_full_float32
 def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     """Squared norm of each sample's weight gradient, [b], by instantiating it a few at a time."""
     rows = max(1, (8 << 20) // max(1, 4 * torch.Size(geometry.weight_shape).numel()))
@@ -135,6 +139,7 @@ def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     return (torch.cat(parts).sqrt() + slack).square()
 
 
+@in_full_float32
 def conv_sum(x: Tensor, g: Tensor, scale: Tensor, geometry: ConvGeometry) -> Tensor:
     """sum_b scale_b times the weight gradient of sample b, of weight_shape; scale is [b]."""
     x, g = drop_zeroed(scale, widen(x), widen(g))

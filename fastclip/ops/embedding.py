@@ -17,6 +17,7 @@ from fastclip.ops.numerics import (
     unit_roundoff,
     widen,
 )
+from fastclip.ops.precision import in_full_float32
 
 
 def flatten_lookup(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,6 +121,7 @@ def embedding_sum(
     return lookup_sum(flat_ids, sample, flat_g, scale, num_embeddings, padding_idx)
 
 
+@in_full_float32
 def tied_norm(ids: Tensor, g_rows: Tensor, a: Tensor, g: Tensor, separate: Tensor) -> Tensor:
     """Squared norm [b] of the summed gradients of a table used as embedding and as output head.
 

@@ -19,17 +19,20 @@ from fastclip.ops.numerics import (
     unit_roundoff,
     widen,
 )
+from fastclip.ops.precision import in_full_float32
 
 _SCRATCH_BYTES = 8 << 20
 _SHORT = 4096  # entries up to which a batched dot product beats a product and a sum
 
 
+@in_full_float32
 def gram(x: Tensor) -> Tensor:
     """Gram matrix of the positions of each sample: x [b, t, d] -> [b, t, t]."""
     x = widen(x)
     return torch.bmm(x, x.transpose(1, 2))
 
 
+@in_full_float32
 def gram_product(gram_a: Tensor, gram_g: Tensor, d: int, p: int) -> Tensor:
     """sum_{t,s} (a_t.a_s)(g_t.g_s) from two Grams [b, t, t], raised by its rounding bound; [b].
 
@@ -83,6 +86,7 @@ def trace(grams: Tensor) -> Tensor:
 
 
 @operation
+@in_full_float32
 def ghost_norm(a: Tensor, g: Tensor) -> Tensor:
     """Squared norm of g_b^T a_b through the Grams.
 
@@ -120,6 +124,7 @@ def single_norm(a: Tensor, g: Tensor) -> Tensor:
 
 
 @operation
+@in_full_float32
 def instantiated_norm(a: Tensor, g: Tensor, keep: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     """Squared norm of g_b^T a_b by computing it, a few samples at a time.
 
@@ -145,12 +150,14 @@ def instantiated_norm(a: Tensor, g: Tensor, keep: bool = False) -> Tensor | tupl
     return (norms.sqrt() + product_slack(a, g)).square()
 
 
+@in_full_float32
 def per_sample_gradients(a: Tensor, g: Tensor) -> Tensor:
     """g_b^T a_b for a [b, t, d] and g [b, t, p]: [b, p, d], in the accumulation type."""
     return torch.bmm(widen(g).transpose(1, 2), widen(a))
 
 
 @operation
+@in_full_float32
 def scaled_sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
     """sum_b scale_b g_b^T a_b.
 

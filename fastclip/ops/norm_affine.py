@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from fastclip.ops.numerics import widen
+from fastclip.ops.precision import in_full_float32
 
 
+@in_full_float32
 def layer_norm_grads(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """Weight and bias gradients of LayerNorm.
 
@@ -28,11 +30,13 @@ def layer_norm_grads(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[
     return scaled - sums[:, 0], sums[:, 1]
 
 
+@in_full_float32
 def rms_norm_grads(x: Tensor, g: Tensor, rstd: Tensor) -> Tensor:
     """Weight gradient of RMSNorm for x, g [b, t, c] and rstd [b, t]: [b, c]."""
     return torch.bmm(widen(rstd)[:, None], widen(g) * widen(x))[:, 0]
 
 
+@in_full_float32
 def group_norm_grads(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """Weight and bias gradients of GroupNorm (InstanceNorm: one channel a group).
 

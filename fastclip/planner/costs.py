@@ -99,11 +99,11 @@ def measure(device: torch.device, scale: int | None = None) -> Costs:
     dtype = torch.bfloat16 if gpu else torch.float32
     a = torch.randn(b, t, width, device=device, dtype=dtype)
     g = torch.randn(b, t, width, device=device, dtype=dtype)
-    ones = torch.ones(b, device=device)
+    ones = torch.ones(b, device=device, dtype=torch.float32)
     flops, size = 2 * b * t * width**2, 4 * b * width**2
     channels, side = (64, 32) if scale is None else (4, 8)
-    x = torch.randn(b, channels, side, side, device=device)
-    y = torch.randn(b, channels, side, side, device=device)
+    x = torch.randn(b, channels, side, side, device=device, dtype=torch.float32)
+    y = torch.randn(b, channels, side, side, device=device, dtype=torch.float32)
     geometry = ops.ConvGeometry((channels, channels, 3, 3), (1, 1), (1, 1), (1, 1), 1)
     conv_flops = 2 * b * side**2 * 9 * channels**2
     plain = flops / _seconds(lambda: ops.scaled_sum(a, g, ones), device)
