@@ -21,12 +21,14 @@ from fastclip import ops
 from fastclip.calls import Calls, Forward
 from fastclip.clipping import Clipping
 from fastclip.clipping_state import ClippingState
+from fastclip.criterion import SeenLoss, check_loss, running_loss
 from fastclip.errors import GraphError, StepError
 from fastclip.guards import LeakGuard, NonFiniteMonitor
 from fastclip.layers import Record, joint_norm_sq
 from fastclip.layout import BatchLayout
 from fastclip.logical_batch import LogicalBatch
 from fastclip.loss_scale import running_scale
+from fastclip.one_process import check_one_process
 from fastclip.planner import Planner
 from fastclip.report import PlanLog
 from fastclip.validation import check_batch_norm
@@ -48,6 +50,7 @@ class BackwardPass:
     task: int
     forwards: list[Forward] = field(default_factory=list)
     entries: dict[nn.Parameter, Entry] = field(default_factory=dict)
+    loss: SeenLoss | None = None
     loss_scale: float = 1.0
 
     @property
@@ -149,6 +152,7 @@ class BookKeeper:
         A parameter that was unfrozen would get plain gradients; a frozen BatchNorm that
         `model.train()` put back into training mode would couple the samples.
         """
+        check_one_process()
         for path, module in self.batch_norms:
             check_batch_norm(path, module)
         thawed = [name for parameter, name in self.frozen.items() if parameter.requires_grad]
@@ -169,8 +173,10 @@ class BookKeeper:
         """Hook on the model's output: the gradient has reached it."""
         task = torch._C._current_graph_task_id()
         if self._pass is None or self._pass.task != task:
-            self._pass = BackwardPass(task, loss_scale=running_scale())
+            check_one_process()
+            self._pass = BackwardPass(task, loss=running_loss())
             Variable._execution_engine.queue_callback(self.close_pass)
+        self._pass.loss_scale = running_scale()
         if forward not in self._pass.forwards:
             self._pass.forwards.append(forward)
 
@@ -245,6 +251,7 @@ class BookKeeper:
 
     def _close(self, current: BackwardPass) -> None:
         batch_size = current.batch_size or 0
+        check_loss(current.loss, "mean" if self.mean_loss else "sum", batch_size)
         # The mean's 1/b, multiplied back, and the scale of the loss, which ends here.
         unit = (float(batch_size) if self.mean_loss else 1.0) / current.loss_scale
         norm_sq, rows = self._norms(current, unit)

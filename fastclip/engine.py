@@ -10,11 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
-from torch.distributed._composable.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 from fastclip import validation
@@ -22,12 +19,14 @@ from fastclip.accounted_engine import AccountedEngine
 from fastclip.accounting import find_noise_multiplier
 from fastclip.bookkeeping import BookKeeper
 from fastclip.clipping import Clipping, ConstantNoise, resolve
-from fastclip.errors import ArgumentError, ArgumentTypeError, StepError, UnsupportedLayerError
+from fastclip.criterion import check_coupling, check_criterion
+from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 from fastclip.explanation import Explanation, Setup, explain
 from fastclip.keystream import require_cipher
 from fastclip.loader import mark_made_up_rows, unmark, watch_draws
 from fastclip.materialised import optimizer_class
 from fastclip.module import FastGradSampleHooks, FastGradSampleModule
+from fastclip.one_process import check_not_distributed
 from fastclip.optimizer import FastDPOptimizer
 from fastclip.planner import Planner
 from fastclip.report import Plan
@@ -89,7 +88,8 @@ class FastPrivacyEngine(AccountedEngine):
 
         Args:
             module: the model, in training mode. optimizer: over this model's parameters.
-            criterion: loss; returned (unchanged) only where grad_sample_mode is "ghost".
+            criterion: loss, whose reduction must be `loss_reduction`; returned (unchanged) only
+                where grad_sample_mode is "ghost".
             data_loader: its length sets the sampling rate q = 1 / len(data_loader).
             noise_multiplier: sigma, standard deviation of the noise over the sensitivity: the total
                 that the accountant sees, of which count queries take their share; of the first step
@@ -120,7 +120,13 @@ class FastPrivacyEngine(AccountedEngine):
         of rows: one row zeroed out).
         """
         validation.choice("grad_sample_mode", grad_sample_mode, MODES)
-        criterion = nn.CrossEntropyLoss() if criterion is None else criterion
+        validation.choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        if criterion is None:
+            criterion = nn.CrossEntropyLoss(reduction=loss_reduction)
+        check_criterion(criterion, loss_reduction)
+        if grad_sample_mode not in ("ghost_fsdp", "ghost_tp"):  # which take the losses row by row
+            check_coupling(criterion)
+        validation.check_inner_step(optimizer)
         if grad_sample_mode not in FAST_MODES:
             if isinstance(clipping, Clipping):
                 raise ArgumentError(
@@ -140,7 +146,7 @@ class FastPrivacyEngine(AccountedEngine):
             return made
         validation.check_arguments(
             module=module, data_loader=data_loader, noise_multiplier=noise_multiplier,
-            loss_reduction=loss_reduction, noise_generator=noise_generator,
+            noise_generator=noise_generator,
             flags={
                 "batch_first": batch_first, "poisson_sampling": poisson_sampling,
                 "wrap_model": wrap_model, "rand_on_empty": rand_on_empty,
@@ -323,6 +329,10 @@ class FastPrivacyEngine(AccountedEngine):
         validation.check_module(module)
         super().validate(module=module, optimizer=optimizer, data_loader=data_loader)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the ledger as it stands, and no model: what was released goes on elsewhere."""
+        return {**self.__dict__, "_keepers": []}
+
     def _require_keepers(self) -> list[BookKeeper]:
         if not self._keepers:
             raise StepError("call make_private first (in the fast mode): there is no model yet")
@@ -341,11 +351,7 @@ class FastPrivacyEngine(AccountedEngine):
         max_grad_norm: float | Sequence[float], batch_first: bool, loss_reduction: str,
         wrap_model: bool,
     ) -> FastGradSampleModule | FastGradSampleHooks:  # fmt: skip
-        if isinstance(module, (DDP, DPDDP, FSDPModule)):
-            raise UnsupportedLayerError(
-                f"the fast mode trains on one device so far, got {type(module).__name__}; pass the "
-                "bare model, or grad_sample_mode='hooks' for distributed training with Opacus' code"
-            )
+        check_not_distributed(module)
         wrapper = module if isinstance(module, FastGradSampleModule) else None
         if wrapper is not None:
             module = wrapper._module

@@ -7,22 +7,25 @@ memory (the meta device).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from fastclip.bookkeeping import BookKeeper
 from fastclip.clipping import dp_sgd
-from fastclip.errors import ArgumentError
+from fastclip.criterion import check_coupling, check_criterion
+from fastclip.errors import ArgumentError, FastclipError
 from fastclip.interception import ATTRIBUTE
 from fastclip.layers.fallback import FallbackRule
 from fastclip.module import FastGradSampleModule
+from fastclip.one_process import check_not_distributed
 from fastclip.report import PlanRow
-from fastclip.validation import check_module
+from fastclip.validation import check_inner_step, check_module
 
 
 @dataclass(frozen=True)
@@ -93,13 +96,14 @@ def explain(setup: Setup) -> Explanation:
     owned = _optimized(setup)
     trained = {p: n for n, p in setup.module.named_parameters() if p.requires_grad and p in owned}
     rows, refused = _dry_run(setup.module, set(trained.values()))
+    refused = (*_refused_around(setup), *refused)
     frozen = {}
     for path, module in setup.module.named_modules():
         still = [p for p in module.parameters(recurse=False) if p not in trained]
         if still:
-            frozen[path] = sum(p.numel() for p in still)
+            frozen[path] = sum(_size(p) for p in still)
     return Explanation(
-        rows, sum(p.numel() for p in trained), frozen, refused, tuple(_traps(setup, owned))
+        rows, sum(_size(p) for p in trained), frozen, refused, tuple(_traps(setup, owned))
     )
 
 
@@ -109,26 +113,33 @@ def _optimized(setup: Setup) -> set[nn.Parameter]:
     return {p for group in setup.optimizer.param_groups for p in group["params"]}
 
 
+def _size(parameter: nn.Parameter) -> int:
+    return 0 if is_lazy(parameter) else parameter.numel()
+
+
+def _refused_around(setup: Setup) -> Iterator[str]:
+    """What make_private would refuse for other reasons than the model's layers."""
+    checks: list[Callable[[], None]] = [lambda: check_not_distributed(setup.module)]
+    if setup.optimizer is not None:
+        checks.append(lambda: check_inner_step(setup.optimizer))
+    if setup.criterion is not None:
+        checks.append(lambda: check_criterion(setup.criterion, setup.loss_reduction))
+        checks.append(lambda: check_coupling(setup.criterion))
+    for check in checks:
+        try:
+            check()
+        except FastclipError as error:
+            yield str(error)
+
+
 def _dry_run(model: nn.Module, trained: set[str]) -> tuple[tuple[PlanRow, ...], tuple[str, ...]]:
     """The layers' rules, and what make_private would refuse."""
-    memo: dict[int, Any] = {}
-    for p in model.parameters():
-        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     refused = []
     if not model.training:
         refused.append(
             "the model is in eval mode, and make_private expects training mode: model.train()"
         )
-    try:
-        bare = copy.deepcopy(model, memo)
-    except Exception as error:
-        return (), (
-            *refused,
-            f"the model cannot be copied, so its layers were not looked at: {error}",
-        )
-    for path, module in bare.named_modules():
+    for path, module in model.named_modules():
         alone = copy.copy(module)
         alone._modules = {}
         try:
@@ -137,6 +148,15 @@ def _dry_run(model: nn.Module, trained: set[str]) -> tuple[tuple[PlanRow, ...], 
             refused.append(str(error).replace("the model", path, 1) if path else str(error))
     if refused:
         return (), tuple(refused)
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    try:
+        bare = copy.deepcopy(model, memo)
+    except Exception as error:
+        return (), (f"the model cannot be copied, so its layers were not looked at: {error}",)
     names = {p: n for n, p in bare.named_parameters() if n in trained}
     for p in bare.parameters():
         p.requires_grad_(p in names)
@@ -160,27 +180,8 @@ def _traps(setup: Setup, owned: set[nn.Parameter]) -> Iterator[str]:
             "noise comes from a generator that can be seeded: fine for experiments; use "
             "FastPrivacyEngine(secure_mode=True) for a model that leaves your hands"
         )
-    yield from _loss_traps(setup)
     if setup.data_loader is not None:
         yield from _loader_traps(setup, setup.data_loader)
-
-
-def _loss_traps(setup: Setup) -> Iterator[str]:
-    loss = setup.criterion
-    if not isinstance(loss, nn.Module):
-        return
-    reduction = getattr(loss, "reduction", None)
-    name = type(loss).__name__
-    if getattr(loss, "weight", None) is not None and reduction == "mean":
-        yield (
-            f"{name}(weight=...) with a mean divides by the weights of the batch, so each sample's "
-            "gradient depends on the others; use fastclip.losses.per_sample_cross_entropy"
-        )
-    if reduction in ("mean", "sum") and reduction != setup.loss_reduction:
-        yield (
-            f"{name} is a {reduction} over the batch, but loss_reduction={setup.loss_reduction!r}: "
-            f"gradients are off by the batch size; pass loss_reduction={reduction!r}"
-        )
 
 
 def _loader_traps(setup: Setup, loader: DataLoader) -> Iterator[str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from fastclip.errors import ArgumentError, ArgumentTypeError, GraphError
-from fastclip.loss_scale import ScaledLoss
+from fastclip.loss_scale import ScaledLoss, is_scaled
 from fastclip.optimizer import FastDPOptimizer
 
 _DYNAMIC = ("growth_factor", "backoff_factor", "growth_interval")
@@ -78,7 +78,9 @@ class GradScaler:
     def scale(self, outputs: Tensor | Iterable[Tensor]) -> Any:
         """The loss times the scale, for `.backward()`; a list or tuple of losses, each.
 
-        Scale the whole loss, last: what is added to it afterwards is not scaled.
+        Scale the whole loss, last. Scaled losses may be added to each other and divided by a number;
+        an unscaled loss of the same model that is added to them, or differentiated in the same call,
+        is refused in the backward pass.
 
         Raises:
             GraphError: for a loss that is scaled already.
@@ -87,7 +89,7 @@ class GradScaler:
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            if type(outputs.grad_fn) is ScaledLoss._backward_cls:  # type: ignore[attr-defined]
+            if is_scaled(outputs.grad_fn):
                 raise GraphError("this loss is scaled already: call scaler.scale once, on the sum")
             return ScaledLoss.apply(outputs, self._scale)
         if isinstance(outputs, (list, tuple)):

@@ -4,6 +4,9 @@ A scaled loss multiplies the gradient by its scale where the backward pass enter
 reaches the model, and notes the scale under the id of the running pass. The book-keeper asks for it
 there: nothing has to be told twice, and a pass of an unscaled loss has scale 1. Notes are kept by pass,
 not by thread: the passes of CUDA devices run on threads of their own.
+
+One pass has one scale. A note that comes after the book-keeper has asked, a part of the loss that
+reaches the model past the scaled ones, and a loss that is scaled within a scaled one are refused.
 """
 
 from __future__ import annotations
@@ -16,9 +19,12 @@ from torch import Tensor
 from torch.autograd import Function, Variable
 
 from fastclip.errors import GraphError
+from fastclip.loss_graph import Node, reached_without, running_roots
 
 _running: dict[int, float] = {}
 """The scale of each backward pass under way, by its id."""
+
+_WAY_OUT = "add the losses, and scale the sum once: scaler.scale(a + b).backward()"
 
 
 class ScaledLoss(Function):
@@ -31,25 +37,59 @@ class ScaledLoss(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        _note(ctx.scale)
+        _set_scale(ctx.scale)
+        _check_scaled_once(ctx)
         return (gradient * ctx.scale).to(ctx.dtype), None
 
 
-def _note(scale: float) -> None:
+def is_scaled(node: Node) -> bool:
+    """Whether a node of the graph is that of a scaled loss."""
+    return type(node) is ScaledLoss._backward_cls  # type: ignore[attr-defined]
+
+
+def running_scale() -> float:
+    """The scale of the loss whose backward pass has reached a model's output; 1 where it has none.
+
+    Raises:
+        GraphError: where a part of the loss reaches this output without the scale.
+    """
+    scale = _running.get(torch._C._current_graph_task_id())
+    if scale is None:
+        _set_scale(1.0)
+        return 1.0
+    roots = running_roots()
+    if scale != 1.0 and roots is not None:
+        unscaled, _ = reached_without(roots.nodes, is_scaled)
+        if torch._C._current_autograd_node() in unscaled:
+            raise GraphError(
+                f"a part of the loss reached the private model without the scale {scale} of the rest, "
+                f"so its gradients have no one unit: {_WAY_OUT}"
+            )
+    return scale
+
+
+def _set_scale(scale: float) -> None:
     task = torch._C._current_graph_task_id()
     if task not in _running:
         Variable._execution_engine.queue_callback(partial(_forget, task))
     if _running.setdefault(task, scale) != scale:
         raise GraphError(
             f"one backward pass holds losses of the scales {_running.pop(task)} and {scale}, so its "
-            "gradients have no one unit: add the losses, and scale the sum once"
+            f"gradients have no one unit: {_WAY_OUT}"
+        )
+
+
+def _check_scaled_once(node: Node) -> None:
+    roots = running_roots()
+    if roots is None or node in roots.nodes:
+        return
+    _, outermost = reached_without(roots.nodes, is_scaled)
+    if node not in outermost:
+        raise GraphError(
+            "a loss that is scaled already is part of one that was scaled again, so its gradients "
+            f"have no one unit: {_WAY_OUT}"
         )
 
 
 def _forget(task: int) -> None:
     _running.pop(task, None)
-
-
-def running_scale() -> float:
-    """The scale of the loss whose backward pass is running; 1 where it has none."""
-    return _running.get(torch._C._current_graph_task_id(), 1.0)

@@ -16,6 +16,7 @@ from fastclip.errors import UnsupportedLayerError
 from fastclip.interception import ATTRIBUTE, Handle, attach, detach
 from fastclip.layers import FallbackRule, find_rule
 from fastclip.layers.fallback import HOW_TO_REGISTER
+from fastclip.one_process import refuse_replicas
 from fastclip.scopes import RawParameterScope, RecurrentScope, RelativeBias, RootScope
 from fastclip.validation import is_batch_norm
 
@@ -207,6 +208,9 @@ class FastGradSampleModule(AbstractGradSampleModule):
         """Clear `p.grad` and, unless a split batch is being gathered, `p.summed_grad`."""
         self.keeper.zero_grad()
         nn.Module.zero_grad(self, set_to_none)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        refuse_replicas()
 
     def remove_hooks(self) -> None:
         uninstall(self._module)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing dynamo
 
 from fastclip import gaussian, ops
+from fastclip.copies import NotCopied
 from fastclip.errors import ArgumentError, StepError
 from fastclip.keystream import KeyStream
 
@@ -132,7 +133,7 @@ def _say_that_it_is_slow() -> None:
     )
 
 
-class OwnsNoise:
+class OwnsNoise(NotCopied):
     """An optimizer whose noise comes from a source; `generator` and `secure_mode` are Opacus' names."""
 
     _source: NoiseSource = SeededNoise()

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from fastclip import ops
 from fastclip.calls import Forward
+from fastclip.double_backward import differentiable_once
 from fastclip.errors import GraphError
 from fastclip.guards import check_hooks
 from fastclip.layers import FallbackRule, Record
@@ -51,7 +51,7 @@ class PrivateLayer(Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         nothing = (None,) * (2 + len(call.names))

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import PackedSequence
 
 from fastclip import ops
 from fastclip.bookkeeping import BookKeeper
 from fastclip.calls import FORWARD, Entered, Forward
+from fastclip.double_backward import differentiable_once
 from fastclip.errors import FastclipError, GraphError, UnsupportedLayerError
 from fastclip.inputs import batch_sizes_of, tensors_of
 from fastclip.interception import ATTRIBUTE, Handle
@@ -170,7 +170,7 @@ class _ExpandParameter(Function):
         return parameter.expand(call.extra, *parameter.shape[1:])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, g: Tensor | None) -> tuple[None, None]:
         call: Call = ctx.call
         if g is not None:

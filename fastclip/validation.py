@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN
+from opacus.optimizers import DPOptimizer
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from fastclip.clipping import ConstantNoise, NoiseSchedule
@@ -30,6 +33,7 @@ def check_module(model: nn.Module) -> None:
         check_hooks(name, parameter)
     for path, module in model.named_modules():
         where = f"{path or 'the model'} ({type(module).__name__})"
+        _check_parameters(where, module)
         check_batch_norm(path, module)
         if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
             raise UnsupportedLayerError(
@@ -60,6 +64,22 @@ def check_module(model: nn.Module) -> None:
             raise UnsupportedLayerError(
                 f"{where}: scripted modules cannot be intercepted; pass the original nn.Module"
             )
+
+
+def _check_parameters(where: str, module: nn.Module) -> None:
+    held = dict(module.named_parameters(recurse=False))
+    lazy = [name for name, p in held.items() if is_lazy(p)]
+    if lazy:
+        raise UnsupportedLayerError(
+            f"{where}: its parameters {lazy} have no shape before its first forward pass; run the "
+            "model once before make_private, on inputs of the right shape (zeros will do)"
+        )
+    odd = {n: p.dtype for n, p in held.items() if p.requires_grad and not p.is_floating_point()}
+    if odd:
+        raise UnsupportedLayerError(
+            f"{where}: parameters {odd} are not real numbers, whose norms and noise are not those of "
+            "the engine; hold real and imaginary parts as real parameters, or freeze them"
+        )
 
 
 def is_batch_norm(module: nn.Module) -> bool:
@@ -99,11 +119,7 @@ def _trained(module: nn.Module) -> bool:
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> None:
-    """Refuse an optimizer of another model, or something that is no optimizer."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ArgumentTypeError(
-            f"optimizer expects a torch.optim.Optimizer, got {type(optimizer).__name__}"
-        )
+    """Refuse an optimizer of another model, or one that Accelerate has prepared."""
     if type(optimizer).__name__ == "AcceleratedOptimizer":
         raise ArgumentError(
             "make_private expects the optimizer before Accelerate has prepared it (a prepared one skips "
@@ -119,9 +135,35 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
         )
 
 
+def check_inner_step(optimizer: Any) -> None:
+    """Refuse what is no optimizer, and one whose step cannot be taken from one noisy gradient.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: naming what it asks for, and the way out.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentTypeError(
+            f"optimizer expects a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    kind = type(optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer)
+    if issubclass(kind, torch.optim.SparseAdam):
+        raise ArgumentError(
+            "SparseAdam expects sparse gradients, but noise makes every gradient dense; use Adam"
+        )
+    step = list(inspect.signature(kind.step).parameters.values())[1:]
+    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    asked = [p.name for p in step if p.default is p.empty and p.kind in plain]
+    if asked:
+        raise ArgumentError(
+            f"{kind.__name__}.step expects {asked}: it computes the loss again within a step, as often "
+            "as it likes, but a private step releases one noisy gradient; use an optimizer whose "
+            "step() takes one gradient, such as SGD or Adam"
+        )
+
+
 def check_arguments(
-    *, module: Any, data_loader: Any, noise_multiplier: Any, loss_reduction: Any,
-    flags: dict[str, Any], noise_generator: Any,
+    *, module: Any, data_loader: Any, noise_multiplier: Any, flags: dict[str, Any],
+    noise_generator: Any,
 ) -> None:  # fmt: skip
     """Types and ranges of make_private's keywords (max_grad_norm is the strategy's to check)."""
     if not isinstance(module, nn.Module):
@@ -139,7 +181,6 @@ def check_arguments(
         raise ArgumentError(
             f"noise_multiplier expects a finite number >= 0, got {noise_multiplier!r}"
         )
-    choice("loss_reduction", loss_reduction, ("mean", "sum"))
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise ArgumentTypeError(f"{name} expects True or False, got {value!r}")

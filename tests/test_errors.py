@@ -99,6 +99,17 @@ class WithBuffer(nn.Module):
         return self.drop(x * self.gain)
 
 
+class Turned(nn.Module):
+    """A complex parameter beside a real layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angle = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.angle).real
+
+
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
@@ -112,6 +123,12 @@ class WithBuffer(nn.Module):
         (nn.Embedding(4, 4, scale_grad_by_freq=True), "scale_grad_by_freq is not private"),
         (nn.EmbeddingBag(4, 4, sparse=True), "sparse is not private"),
         (WithBuffer(), r"1 \(WithBuffer\).*dropout 'drop'"),
+        (
+            nn.LazyLinear(4),
+            r"1 \(LazyLinear\): its parameters \['weight', 'bias'\].*run the model once",
+        ),
+        (nn.LazyBatchNorm1d(), r"1 \(LazyBatchNorm1d\): its parameters"),
+        (Turned(), r"1 \(Turned\): parameters \{'angle': torch.complex64\} are not real numbers"),
         (nn.ParameterList([nn.Parameter(torch.ones(3))]), r"1 \(ParameterList\).*no forward"),
     ],
 )
@@ -130,6 +147,22 @@ def test_get_compatible_module_is_the_way_out() -> None:
     _, private, optimizer, _ = make_private(fixed)
     row_loss(private(torch.randn(2, 3, 5, 5))).mean().backward()
     optimizer.step()
+
+
+def test_a_lazy_model_that_ran_once() -> None:
+    """Its optimizer may be older than its shapes."""
+    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedLayerError, match="run the model once"):
+        call(model, optimizer=optimizer)
+    model(torch.zeros(1, 4))
+    private, optimizer, _ = call(model, optimizer=optimizer, poisson_sampling=False)
+    row_loss(private(torch.randn(2, 4))).mean().backward()
+    optimizer.step()
+
+
+def test_a_complex_parameter_that_is_frozen() -> None:
+    call(nn.Sequential(nn.Linear(4, 4), Turned().requires_grad_(False)))
 
 
 def test_a_model_in_eval_mode() -> None:

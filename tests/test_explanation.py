@@ -84,6 +84,26 @@ def test_everything_refused_is_told_at_once() -> None:
     assert "get_compatible_module" in first
 
 
+REFUSED = {
+    "weights": (
+        {"criterion": nn.CrossEntropyLoss(weight=torch.ones(3))}, "divides by the weights of the batch"
+    ),
+    "reduction": ({"criterion": nn.CrossEntropyLoss(reduction="sum")}, "pass loss_reduction='sum'"),
+    "lazy": ({"module": nn.Sequential(nn.LazyLinear(3))}, r"0 \(LazyLinear\).*run the model once"),
+    "optimizer": ({"optimizer": torch.optim.LBFGS([nn.Parameter(torch.ones(1))])}, "LBFGS.step expects"),
+    "devices": ({"module": nn.DataParallel(nn.Linear(6, 3))}, "pass the model that it wraps"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_around_the_layers(name: str) -> None:
+    arguments, message = REFUSED[name]
+    found = engine().explain(**{"module": nn.Linear(6, 3), **arguments})
+    assert any(re.search(message, why) for why in found.refused), found.refused
+    assert message.split()[0] not in "".join(found.traps)
+    assert "refused:" in str(found)
+
+
 def test_a_model_in_eval_mode() -> None:
     (why,) = engine().explain(module=nn.Linear(6, 3).eval()).refused
     assert "model.train()" in why
@@ -111,10 +131,6 @@ TRAPS = {
         {"data_loader": loader(sampler=WeightedRandomSampler([1.0] * 64, 64))},
         "takes the place of the loader's WeightedRandomSampler",
     ),
-    "weights": (
-        {"criterion": nn.CrossEntropyLoss(weight=torch.ones(3))}, "divides by the weights of the batch"
-    ),
-    "reduction": ({"criterion": nn.CrossEntropyLoss(reduction="sum")}, "pass loss_reduction='sum'"),
     "optimizer": (
         {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)},
         r"2 trainable parameters are not in the optimizer \(weight, ...\)",

@@ -198,9 +198,11 @@ def test_a_branch_that_comes_later(state: str) -> None:
 
 def test_more_rows_than_before() -> None:
     """The first two of at least five rows are mixed: two rows alone are not."""
-    use: Use = lambda m, h: (
-        torch.cat([h[:2].mean(0, True).expand(2, -1, -1), h[2:]]) if len(h) > 4 else h
-    )
+
+    def use(m: nn.Module, h: Tensor) -> Tensor:
+        two = h[:2].mean(0, True).expand(2, -1, -1)
+        return torch.cat([two, h[2:]]) if len(h) > 4 else h
+
     private, optimizer = make_private(Hidden(use, "nothing"))[1:3]
     with refused("computed from itself alone"):
         for b in (2, 3, 8):
