@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from opacus import PrivacyEngine
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
@@ -26,9 +25,10 @@ from fastclip.errors import ArgumentError, ArgumentTypeError, StepError, Unsuppo
 from fastclip.explanation import Explanation, Setup, explain
 from fastclip.keystream import require_cipher
 from fastclip.loader import mark_made_up_rows, unmark, watch_draws
-from fastclip.materialised import optimizer_class
 from fastclip.module import FastGradSampleHooks, FastGradSampleModule
+from fastclip.opacus_modes import OpacusModes
 from fastclip.optimizer import FastDPOptimizer
+from fastclip.ownership import check_free
 from fastclip.planner import Planner
 from fastclip.report import Plan
 from fastclip.sampling import draw_securely
@@ -37,7 +37,7 @@ FAST_MODES = ("fast", "ghost")
 MODES = (*FAST_MODES, "hooks", "functorch", "ew", "ghost_fsdp", "ghost_tp", "no_op")
 
 
-class FastPrivacyEngine(PrivacyEngine):
+class FastPrivacyEngine(OpacusModes):
     """Drop-in for `opacus.PrivacyEngine`: same calls, same guarantee, one ordinary backward pass.
 
     Example:
@@ -125,11 +125,11 @@ class FastPrivacyEngine(PrivacyEngine):
                     "'flat', 'per_layer' or 'adaptive'; strategies of fastclip.clipping run in the "
                     "fast mode: omit grad_sample_mode"
                 )
-            return super().make_private(
+            return self._make_private_by_opacus(
                 module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,
-                noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm,  # type: ignore[arg-type]
+                noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm,
                 batch_first=batch_first, loss_reduction=loss_reduction,
-                poisson_sampling=poisson_sampling, clipping=clipping,  # type: ignore[arg-type]
+                poisson_sampling=poisson_sampling, clipping=clipping,
                 noise_generator=noise_generator, grad_sample_mode=grad_sample_mode,
                 wrap_model=wrap_model, rand_on_empty=rand_on_empty, **kwargs,
             )  # fmt: skip
@@ -357,8 +357,9 @@ class FastPrivacyEngine(PrivacyEngine):
             mean_loss=loss_reduction == "mean", batch_axis=0 if batch_first else 1,
             frozen={p: path[p] for p in owned if not p.requires_grad}, planner=self._planner,
         )  # fmt: skip
-        if wrapper is not None:  # everything is checked: the earlier engine may let go
-            wrapper.to_standard_module()
+        if wrapper is not None:
+            check_free(module, keeper.names, again=wrapper)
+            wrapper.to_standard_module()  # everything is checked: the earlier engine may let go
         kind = FastGradSampleModule if wrap_model else FastGradSampleHooks
         return kind(module, keeper=keeper, batch_first=batch_first, loss_reduction=loss_reduction)
 
@@ -368,15 +369,6 @@ class FastPrivacyEngine(PrivacyEngine):
         if self.secure_mode:
             draw_securely(loader)
         return loader
-
-    def _prepare_optimizer(  # type: ignore[override]
-        self, *, optimizer: torch.optim.Optimizer, clipping: str, distributed: bool,
-        grad_sample_mode: str, noise_generator: torch.Generator | None = None, **kwargs: Any,
-    ) -> DPOptimizer:  # fmt: skip
-        """The optimizer of one of Opacus' own modes."""
-        kind = optimizer_class(clipping, distributed, grad_sample_mode)
-        inner = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
-        return kind(inner, generator=noise_generator, secure_mode=self.secure_mode, **kwargs)
 
     def _prepare_sampling(
         self, data_loader: DataLoader, poisson_sampling: bool, batch_first: bool,
