@@ -57,10 +57,10 @@ class RootScope:
                 )
             outermost = False  # a recomputation: what it adds belongs to the running pass
         if outermost:
+            keeper.check_unchanged()
             keeper.layout.learn(module, inner, args, kwargs)
         batch = keeper.layout.batch_size(args, kwargs)
         if outermost:
-            keeper.check_unchanged()
             keeper.guard.arm(keeper.names)
         return RootCall(args, kwargs, keeper, keeper.root_forward(batch, made_up), outermost)
 
