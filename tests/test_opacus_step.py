@@ -1,0 +1,398 @@
+"""Opacus' modes: what is not released does not reach the inner step, and C is one a logical batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from opacus.schedulers import ExponentialGradClip
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fastclip
+from fastclip import FastPrivacyEngine, ops
+from fastclip.errors import ArgumentTypeError, StepError
+from fastclip.materialised import clip_apart
+from fastclip.noise import NoiseSource
+from tests.oracle import clipped_sum, norms, per_sample_gradients, relative_error, row_loss
+from tests.refusal import refused
+
+D, B, C = 5, 4, 1e-3
+MODES = ("hooks", "functorch", "ew")
+ALL = ("fast", *MODES)
+
+
+def start(mode: str = "hooks", **kwargs: Any) -> tuple:
+    """(net, private model, optimizer, loader): noise 0 and C = 1e-3 unless told otherwise."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, 2))
+    data = TensorDataset(torch.randn(32, D))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Secure RNG turned off")
+        engine = FastPrivacyEngine(accountant="rdp")
+    options = {"noise_multiplier": 0.0, "max_grad_norm": C, "poisson_sampling": False}
+    model, optimizer, loader = engine.make_private(
+        module=net, optimizer=torch.optim.SGD(net.parameters(), lr=1.0),
+        data_loader=DataLoader(data, batch_size=B), grad_sample_mode=mode, **options | kwargs,
+    )  # fmt: skip
+    return net, model, optimizer, loader
+
+
+def rows(seed: int = 1) -> Tensor:
+    return torch.randn(B, D, generator=torch.Generator().manual_seed(seed))
+
+
+def backward(model: nn.Module, x: Tensor | None = None) -> None:
+    (1e3 * row_loss(model(rows() if x is None else x)).mean()).backward()
+
+
+def gradients(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Per-sample gradients of `backward`'s loss, from a twin without hooks."""
+    twin = nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, 2))
+    twin.load_state_dict(net.state_dict())
+    return per_sample_gradients(twin, x, lambda y, _: 1e3 * row_loss(y))
+
+
+def weights(net: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def moved(net: nn.Module, before: list[Tensor]) -> list[float]:
+    return [float((p.detach() - q).norm()) for p, q in zip(net.parameters(), before, strict=True)]
+
+
+class Recorder(NoiseSource):
+    """Draws zeros, and says for which standard deviation."""
+
+    secure = False
+
+    def __init__(self) -> None:
+        self.stds: list[float] = []
+
+    def normal_(self, out: Tensor, std: float = 1.0) -> Tensor:
+        self.stds.append(std)
+        return out.zero_()
+
+
+@pytest.mark.parametrize("frozen", [[0], [1, 2], [0, 1, 2, 3]])
+@pytest.mark.parametrize("mode", ALL)
+def test_frozen_between_backward_and_step(mode: str, frozen: list[int]) -> None:
+    """Raw gradients of norms up to 668 lay in p.grad; none of them is stepped on."""
+    net, model, optimizer, _ = start(mode)
+    before = weights(net)
+    backward(model)
+    parameters = list(net.parameters())
+    for i in frozen:
+        parameters[i].requires_grad_(False)
+    if len(frozen) < 4:
+        optimizer.step()
+    else:
+        optimizer.step()
+        assert all(p.grad is None for p in parameters)
+    distances = moved(net, before)
+    assert all(distances[i] == 0 for i in frozen)
+    assert sum(d**2 for d in distances) ** 0.5 <= C * (1 + 1e-5)  # B samples of at most C, over B
+    for p in parameters:
+        p.requires_grad_(True)
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.step()
+    assert all(d > 0 for d in moved(net, before))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_closure_that_freezes(mode: str) -> None:
+    net, model, optimizer, _ = start(mode)
+    before = weights(net)
+
+    def closure() -> None:
+        optimizer.zero_grad()
+        backward(model)
+        net[0].requires_grad_(False)
+
+    optimizer.step(closure)
+    assert moved(net, before)[:2] == [0, 0]
+    assert 0 < moved(net, before)[2] <= C * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_for_a_while_nothing_is_left_behind(mode: str) -> None:
+    """Sums and samples of a batch that was released without the parameter do not join the next."""
+    net, model, optimizer, _ = start(mode)
+    weight = net[0].weight
+    optimizer.signal_skip_step(True)
+    backward(model, rows(1))
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.signal_skip_step(False)
+    backward(model, rows(2))
+    weight.requires_grad_(False)
+    optimizer.step()
+    optimizer.zero_grad()
+    weight.requires_grad_(True)
+    x = rows(3)
+    reference = gradients(net, x)
+    backward(model, x)
+    optimizer.step()
+    expected = clipped_sum(reference, C)["0.weight"]
+    assert relative_error(weight.summed_grad, expected) < 1e-4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_unfrozen_between_backward_and_step(mode: str) -> None:
+    """It has no per-sample gradients of this batch: Opacus' error, and nothing is released."""
+    net, model, optimizer, _ = start(mode)
+    net[0].weight.requires_grad_(False)
+    backward(model)
+    net[0].weight.requires_grad_(True)
+    before = weights(net)
+    with pytest.raises(ValueError, match=r"[Pp]er sample gradient"):
+        optimizer.step()
+    assert moved(net, before) == [0] * 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_param_group_that_comes_later(mode: str) -> None:
+    """A frozen one with a gradient of its own, and one of another private model."""
+    net, model, optimizer, _ = start(mode)
+    extra = nn.Parameter(torch.zeros(3), requires_grad=False)
+    extra.grad = torch.full((3,), 668.0)
+    optimizer.add_param_group({"params": [extra]})
+    backward(model)
+    optimizer.step()
+    assert not extra.any()
+    optimizer.zero_grad()
+    other, elsewhere, _, _ = start(mode)
+    optimizer.add_param_group({"params": list(other[0].parameters())})
+    backward(model)
+    backward(elsewhere, rows(7))
+    with refused("do not belong to its private model", StepError):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_inner_step_called_directly(mode: str, dropped: bool) -> None:
+    """The script goes on with the optimizer that it gave to make_private."""
+    net, model, optimizer, _ = start(mode)
+    inner = optimizer.original_optimizer
+    before = weights(net)
+    backward(model)
+    if dropped:
+        del optimizer
+    with refused("the optimizer that make_private returned", StepError):
+        inner.step()
+    assert moved(net, before) == [0] * 4
+    model.cleanup()
+    backward(net)
+    inner.step()  # training without privacy, as asked for
+    assert max(moved(net, before)) > 1
+
+
+def test_pre_step_then_the_inner_step() -> None:
+    """What Opacus' own distributed optimizers do; once a release."""
+    net, model, optimizer, _ = start()
+    before = weights(net)
+    backward(model)
+    assert optimizer.pre_step()
+    optimizer.original_optimizer.step()
+    assert 0 < max(moved(net, before)) <= C
+    with refused("make_private returned", StepError):
+        optimizer.original_optimizer.step()
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.signal_skip_step(True)
+    assert not optimizer.pre_step()
+    with refused("make_private returned", StepError):
+        optimizer.original_optimizer.step()
+
+
+def set_list_in_place(optimizer: Any, factor: float) -> None:
+    for i in range(len(optimizer.max_grad_norms)):
+        optimizer.max_grad_norms[i] *= factor
+
+
+def set_number(optimizer: Any, factor: float) -> None:
+    optimizer.max_grad_norm = optimizer.max_grad_norm * factor
+
+
+def schedule(optimizer: Any, factor: float) -> None:
+    ExponentialGradClip(optimizer, gamma=factor).step()
+
+
+LATER: list[tuple[str, Callable]] = [
+    ("flat", set_number), ("flat", schedule), ("per_layer", set_list_in_place),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("factor", [0.01, 10.0])
+@pytest.mark.parametrize(("clip", "change"), LATER)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_threshold_set_between_physical_batches(
+    mode: str, clip: str, change: Callable, factor: float
+) -> None:
+    """Both halves are clipped at the old C, the noise is scaled for it; the next batch has the new."""
+    threshold: Any = C if clip == "flat" else [C] * 4
+    net, model, optimizer, _ = start(
+        mode, noise_multiplier=1.0, max_grad_norm=threshold, clipping=clip
+    )
+    source = optimizer.noise_source = Recorder()
+    sensitivity = C if clip == "flat" else 2 * C
+    reference = {seed: gradients(net, rows(seed)) for seed in (1, 2, 3)}
+
+    def clipped(seed: int, bound: float) -> Tensor:
+        grads = reference[seed]
+        if clip == "flat":
+            sums = clipped_sum(grads, bound)
+        else:
+            sums = {n: clipped_sum({n: g}, bound)[n] for n, g in grads.items()}
+        return torch.cat([s.flatten() for s in sums.values()])
+
+    def summed() -> Tensor:
+        return torch.cat([p.summed_grad.flatten().double() for p in net.parameters()])
+
+    optimizer.signal_skip_step(True)
+    backward(model, rows(1))
+    optimizer.step()
+    change(optimizer, factor)
+    optimizer.zero_grad()
+    optimizer.signal_skip_step(False)
+    backward(model, rows(2))
+    optimizer.pre_step()
+    assert relative_error(summed(), clipped(1, C) + clipped(2, C)) < 1e-4
+    assert source.stds == pytest.approx([sensitivity] * 4)
+    source.stds.clear()
+    optimizer.zero_grad()
+    backward(model, rows(3))
+    optimizer.pre_step()
+    assert relative_error(summed(), clipped(3, C * factor)) < 1e-4
+    assert source.stds == pytest.approx([sensitivity * factor] * 4)
+
+
+def test_noise_multiplier_may_change_at_any_time() -> None:
+    """It is no threshold: the step that is recorded has it."""
+    _, model, optimizer, _ = start(noise_multiplier=1.0)
+    source = optimizer.noise_source = Recorder()
+    optimizer.signal_skip_step(True)
+    backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.noise_multiplier = 3.0
+    backward(model)
+    optimizer.step()
+    assert source.stds == pytest.approx([3 * C] * 4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_poisson_batches_are_not_joined(mode: str) -> None:
+    """A sample may be in both: 2 C for noise of C."""
+    _, model, optimizer, loader = start(mode, poisson_sampling=True)
+    with refused("discard_logical_batch", StepError):
+        for (x,) in loader:
+            optimizer.signal_skip_step(True)
+            optimizer.zero_grad()
+            backward(model, x)
+            optimizer.step()
+    optimizer.discard_logical_batch()
+    optimizer.zero_grad()
+    for (x,) in loader:
+        optimizer.zero_grad()
+        backward(model, x)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loop_that_is_left_in_the_middle(mode: str) -> None:
+    """Of a logical batch: the next epoch is not added to it, nor are its flags misread."""
+    net, model, optimizer, loader = start(mode, poisson_sampling=True)
+
+    def epoch(last: int | None) -> None:
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=1, optimizer=optimizer
+        ) as batches:
+            for i, (x,) in enumerate(batches):
+                optimizer.zero_grad()
+                backward(model, x)
+                optimizer.step()
+                if i == last:
+                    return
+
+    epoch(0)
+    with refused("discard_logical_batch", StepError):
+        epoch(None)
+    optimizer.discard_logical_batch()
+    assert all(p.summed_grad is None for p in net.parameters())
+    epoch(None)
+
+
+def test_a_physical_batch_is_summed_once() -> None:
+    _, model, optimizer, _ = start()
+    backward(model)
+    optimizer.signal_skip_step(True)
+    optimizer.step()
+    with pytest.raises(ValueError, match="haven't been cleared"):
+        optimizer.step()
+
+
+SCALERS = {
+    "torch.amp": lambda: torch.amp.GradScaler("cpu"),
+    "torch.amp, unscaled before": lambda: torch.amp.GradScaler("cpu"),
+    "torch.cuda.amp": lambda: torch.cuda.amp.GradScaler(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*GradScaler.*")
+@pytest.mark.parametrize("kind", SCALERS)
+@pytest.mark.parametrize("mode", ALL)
+def test_torchs_grad_scaler_is_refused(mode: str, kind: str) -> None:
+    """In every mode: it skips steps by raw gradients. Off, it only calls step()."""
+    net, model, optimizer, _ = start(mode)
+    scaler = SCALERS[kind]()
+    before = weights(net)
+    scaler.scale(row_loss(model(rows())).mean()).backward()
+    if "unscaled" in kind and mode != "fast":  # nothing to unscale there
+        scaler.unscale_(optimizer)
+    if scaler.is_enabled():
+        with refused("bfloat16", StepError):
+            scaler.step(optimizer)
+        assert moved(net, before) == [0] * 4
+    optimizer.zero_grad()
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    off.scale(row_loss(model(rows())).mean()).backward()
+    off.step(optimizer)
+    assert max(moved(net, before)) > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_our_grad_scaler_is_for_the_fast_mode(mode: str) -> None:
+    net, model, optimizer, _ = start(mode)
+    scaler = fastclip.GradScaler()
+    before = weights(net)
+    scaler.scale(row_loss(model(rows())).mean()).backward()
+    for call in (scaler.unscale_, scaler.step):
+        with pytest.raises(ArgumentTypeError, match=r"fast mode.*or in bfloat16"):
+            call(optimizer)
+    assert moved(net, before) == [0] * 4
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("thresholds", [2.0, [0.5, 1.0, 3.0, 0.1]])
+def test_a_model_spread_over_devices(thresholds: float | list[float], bad: bool) -> None:
+    """Device by device, with the others' norm beside: as if all lay together."""
+    torch.manual_seed(0)
+    samples = [torch.randn(7, *shape) for shape in ((3, 2), (4,), (2, 2), (5,))]
+    if bad:
+        samples[2][3] = float("nan")
+    expected, reference = ops.clip_accumulate(samples, thresholds)
+    sums, found = clip_apart(samples, thresholds, [[1, 3], [0, 2]])
+    assert torch.allclose(found, reference, rtol=1e-6, equal_nan=True)
+    for mine, other in zip(sums, expected, strict=True):
+        if not bad or isinstance(thresholds, float):
+            assert torch.allclose(mine, other, rtol=1e-5, atol=1e-6)
+        assert torch.isfinite(mine).all()
+    total = norms({str(i): g.nan_to_num().double() for i, g in enumerate(samples)})
+    assert (total > 2).any()
