@@ -158,7 +158,7 @@ def test_unfrozen_between_backward_and_step(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_param_group_that_comes_later(mode: str) -> None:
     """A frozen one with a gradient of its own, and one of another private model."""
-    net, model, optimizer, _ = start(mode)
+    _, model, optimizer, _ = start(mode)
     extra = nn.Parameter(torch.zeros(3), requires_grad=False)
     extra.grad = torch.full((3,), 668.0)
     optimizer.add_param_group({"params": [extra]})
