@@ -30,7 +30,6 @@ from fastclip.accounting.shares import remaining
 from fastclip.errors import ArgumentError
 from fastclip.opacus_step import OpacusStep
 from fastclip.sharded import ShardedOptimizer
-from fastclip.sums import ClippedSums
 
 
 class _Clip(OpacusStep):
@@ -40,6 +39,7 @@ class _Clip(OpacusStep):
         """Adds the clipped per-sample gradients of this batch to the sums (`p.summed_grad`)."""
         for p in self.params:
             _check_processed_flag(p.grad_sample)
+            _check_processed_flag(self.sums.take(p))  # of a real step: nothing may be added to it
         sums, norms = self._clip(self.grad_samples)
         self.batch.broken = True
         self._see(norms)
@@ -61,10 +61,19 @@ class _Clip(OpacusStep):
 
     def add_noise(self) -> None:
         """`p.grad` = summed gradient + N(0, std^2); `scale_grad` divides."""
-        sums = [self.sums.take(p) for p in self.params]
+        sums = self._use_up()
         gradients = ops.noise_finalize(sums, self.params, self._noise_std(), 1.0, self._source)
         for p, gradient in zip(self.params, gradients, strict=True):
             p.grad = gradient
+
+    def _use_up(self) -> list[Tensor | None]:
+        """The sums, which serve one real step. They are marked first: an interrupted one counts."""
+        sums = [self.sums.take(p) for p in self.params]
+        for total in sums:
+            _check_processed_flag(total)
+        for total in sums:
+            _mark_as_processed(total)
+        return sums
 
 
 class _PerLayerClip(_Clip):
@@ -82,16 +91,13 @@ class _FirstRank(DPOptimizer):
     """Rank 0 adds the noise; the sums of the others are cast as its are."""
 
     rank: int
-    sums: ClippedSums
 
     def add_noise(self) -> None:
         """Noise on rank 0, `p.grad` = summed gradient elsewhere."""
         if self.rank == 0:
             super().add_noise()
             return
-        for p in self.params:
-            total = self.sums.take(p)
-            assert total is not None
+        for p, total in zip(self.params, self._use_up(), strict=True):  # type: ignore[attr-defined]
             p.grad = total.to(p.dtype).view_as(p)
 
 

@@ -1,4 +1,4 @@
-"""Opacus' "ghost_fsdp" under our engine, on one rank: what its model clips at, its noise is scaled for."""
+"""Opacus' "ghost_fsdp" on one rank: its noise is scaled for what its model clips at."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import torch
 from opacus.schedulers import ExponentialGradClip
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils.data import DataLoader, TensorDataset
 
 import fastclip
@@ -329,6 +330,21 @@ def test_a_loop_that_is_left_in_the_middle(mode: str) -> None:
     epoch(None)
 
 
+def test_the_parts_of_a_step_called_by_hand() -> None:
+    """As Opacus' parts do: a sum is released once, and nothing is added to it afterwards."""
+    net, model, optimizer, _ = start()
+    backward(model)
+    optimizer.clip_and_accumulate()
+    optimizer.add_noise()
+    assert 0 < float(torch.cat([p.grad.flatten() for p in net.parameters()]).norm()) <= B * C
+    with pytest.raises(ValueError, match="haven't been cleared"):
+        optimizer.add_noise()
+    model.zero_grad()
+    backward(model)
+    with pytest.raises(ValueError, match="haven't been cleared"):
+        optimizer.clip_and_accumulate()
+
+
 def test_a_physical_batch_is_summed_once() -> None:
     _, model, optimizer, _ = start()
     backward(model)
@@ -341,7 +357,8 @@ def test_a_physical_batch_is_summed_once() -> None:
 SCALERS = {
     "torch.amp": lambda: torch.amp.GradScaler("cpu"),
     "torch.amp, unscaled before": lambda: torch.amp.GradScaler("cpu"),
-    "torch.cuda.amp": lambda: torch.cuda.amp.GradScaler(),
+    "torch.cuda.amp": lambda: torch.cuda.amp.GradScaler(),  # off where there is no GPU
+    "sharded": lambda: ShardedGradScaler("cpu"),
 }
 
 
