@@ -219,7 +219,8 @@ class FastDPOptimizer(OwnsNoise, DPOptimizer):
                 f"{unknown} of the optimizer's trainable parameters were not in it when make_private "
                 "was called, so their gradients are not clipped; call make_private again"
             )
-        check_alone(self.keeper.names)
+        if not self.keeper.batch.retired:
+            check_alone(self.keeper.names)
         skip = self._check_skip_next_step()
         self.keeper.batch.step(skip=skip)
         self._is_last_step_skipped = skip

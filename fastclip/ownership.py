@@ -34,10 +34,11 @@ def claim(model: nn.Module, keeper: BookKeeper) -> None:
 
 
 def claim_for_opacus(wrapper: AbstractGradSampleHooks, batch: LogicalBatch) -> None:
-    """`wrapper` has a new optimizer; the one that it had before releases nothing any more."""
-    before = _OPACUS.get(wrapper)
-    if before is not None:
-        before.retired = True
+    """`wrapper` has a new optimizer; those that its parameters had before release nothing any more."""
+    mine = {p for p in wrapper._module.parameters() if p.requires_grad}
+    for other, before in list(_OPACUS.items()):
+        if other is wrapper or not mine.isdisjoint(other._module.parameters()):
+            before.retired = True
     _OPACUS[wrapper] = batch
 
 

@@ -32,7 +32,9 @@ class ClippedSums:
         clipped = clipped.view(parameter.shape)
         total = self.take(parameter)
         if total is None:
-            total = clipped
+            # A part of a larger buffer would change its version together with the other parts.
+            own = clipped.untyped_storage().nbytes() == clipped.nbytes
+            total = clipped if own else clipped.clone()
         else:
             total.add_(clipped)
         self._held[parameter] = total, total._version

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine
 from fastclip.errors import StepError, UnsupportedLayerError
+from fastclip.sums import ClippedSums
 from tests.oracle import per_sample_gradients, relative_error, row_loss
 from tests.refusal import refused
 
@@ -194,6 +195,27 @@ def test_made_private_again(mode: str) -> None:
     second.step()
 
 
+@pytest.mark.parametrize("second", MODES)
+@pytest.mark.parametrize("first", MODES)
+def test_after_cleanup_in_another_mode(first: str, second: str) -> None:
+    """The same inner optimizer goes on; the private one of before releases nothing any more."""
+    net = model()
+    _, held, earlier = private(net, first)
+    backward(held)
+    earlier.step()
+    earlier.zero_grad()
+    held.cleanup()
+    _, again, optimizer = private(net, second, optimizer=earlier)
+    assert optimizer.original_optimizer is earlier.original_optimizer
+    before = [p.detach().clone() for p in net.parameters()]
+    backward(again)
+    with pytest.raises(ValueError, match=r"not private any more|not initialized"):
+        earlier.step()
+    assert all(torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True))
+    optimizer.step()
+    assert not all(torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True))
+
+
 def test_two_optimizers_of_one_model() -> None:
     """One for each half: the second make_private retires the first, which says so."""
     net = model()
@@ -286,3 +308,16 @@ def test_a_pickled_model_is_no_way_around() -> None:
     backward(held, rows=1)
     optimizer.step()
     assert (net.layer.weight - before).norm() * 4 <= 1 + 1e-5
+
+
+def test_sums_that_are_parts_of_one_buffer() -> None:
+    """As a rule may return them for weight and bias: adding to one is no change of the other."""
+    buffer = torch.arange(6.0)
+    first, second = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))
+    sums = ClippedSums()
+    for _ in range(3):
+        sums.add(first, buffer[:4])
+        sums.add(second, buffer[4:])
+    assert torch.equal(sums.take(first), 3 * buffer[:4].view(2, 2))
+    assert torch.equal(sums.take(second), 3 * buffer[4:])
+    assert torch.equal(buffer, torch.arange(6.0))
