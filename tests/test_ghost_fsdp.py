@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine
 from fastclip.errors import StepError
+from tests.opacus_runs import Recorder
 from tests.oracle import norms, per_sample_gradients, relative_error
 from tests.refusal import refused
-from tests.test_opacus_step import Recorder
 
 D, B, C = 5, 4, 1e-2
 

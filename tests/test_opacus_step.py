@@ -1,82 +1,19 @@
-"""Opacus' modes: what is not released does not reach the inner step, and C is one a logical batch."""
+"""Opacus' modes: what is not released does not reach the inner step."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from opacus.schedulers import ExponentialGradClip
-from opacus.utils.batch_memory_manager import BatchMemoryManager
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.utils.data import DataLoader, TensorDataset
 
 import fastclip
-from fastclip import FastPrivacyEngine, ops
+from fastclip import ops
 from fastclip.errors import ArgumentTypeError, StepError
 from fastclip.materialised import clip_apart
-from fastclip.noise import NoiseSource
-from tests.oracle import clipped_sum, norms, per_sample_gradients, relative_error, row_loss
+from tests.opacus_runs import ALL, MODES, B, C, backward, gradients, moved, rows, start, weights
+from tests.oracle import clipped_sum, norms, relative_error, row_loss
 from tests.refusal import refused
-
-D, B, C = 5, 4, 1e-3
-MODES = ("hooks", "functorch", "ew")
-ALL = ("fast", *MODES)
-
-
-def start(mode: str = "hooks", **kwargs: Any) -> tuple:
-    """(net, private model, optimizer, loader): noise 0 and C = 1e-3 unless told otherwise."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, 2))
-    data = TensorDataset(torch.randn(32, D))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Secure RNG turned off")
-        engine = FastPrivacyEngine(accountant="rdp")
-    options = {"noise_multiplier": 0.0, "max_grad_norm": C, "poisson_sampling": False}
-    model, optimizer, loader = engine.make_private(
-        module=net, optimizer=torch.optim.SGD(net.parameters(), lr=1.0),
-        data_loader=DataLoader(data, batch_size=B), grad_sample_mode=mode, **options | kwargs,
-    )  # fmt: skip
-    return net, model, optimizer, loader
-
-
-def rows(seed: int = 1) -> Tensor:
-    return torch.randn(B, D, generator=torch.Generator().manual_seed(seed))
-
-
-def backward(model: nn.Module, x: Tensor | None = None) -> None:
-    (1e3 * row_loss(model(rows() if x is None else x)).mean()).backward()
-
-
-def gradients(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Per-sample gradients of `backward`'s loss, from a twin without hooks."""
-    twin = nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, 2))
-    twin.load_state_dict(net.state_dict())
-    return per_sample_gradients(twin, x, lambda y, _: 1e3 * row_loss(y))
-
-
-def weights(net: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in net.parameters()]
-
-
-def moved(net: nn.Module, before: list[Tensor]) -> list[float]:
-    return [float((p.detach() - q).norm()) for p, q in zip(net.parameters(), before, strict=True)]
-
-
-class Recorder(NoiseSource):
-    """Draws zeros, and says for which standard deviation."""
-
-    secure = False
-
-    def __init__(self) -> None:
-        self.stds: list[float] = []
-
-    def normal_(self, out: Tensor, std: float = 1.0) -> Tensor:
-        self.stds.append(std)
-        return out.zero_()
 
 
 @pytest.mark.parametrize("frozen", [[0], [1, 2], [0, 1, 2, 3]])
@@ -210,124 +147,6 @@ def test_pre_step_then_the_inner_step() -> None:
     assert not optimizer.pre_step()
     with refused("make_private returned", StepError):
         optimizer.original_optimizer.step()
-
-
-def set_list_in_place(optimizer: Any, factor: float) -> None:
-    for i in range(len(optimizer.max_grad_norms)):
-        optimizer.max_grad_norms[i] *= factor
-
-
-def set_number(optimizer: Any, factor: float) -> None:
-    optimizer.max_grad_norm = optimizer.max_grad_norm * factor
-
-
-def schedule(optimizer: Any, factor: float) -> None:
-    ExponentialGradClip(optimizer, gamma=factor).step()
-
-
-LATER: list[tuple[str, Callable]] = [
-    ("flat", set_number), ("flat", schedule), ("per_layer", set_list_in_place),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("factor", [0.01, 10.0])
-@pytest.mark.parametrize(("clip", "change"), LATER)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_threshold_set_between_physical_batches(
-    mode: str, clip: str, change: Callable, factor: float
-) -> None:
-    """Both halves are clipped at the old C, the noise is scaled for it; the next batch has the new."""
-    threshold: Any = C if clip == "flat" else [C] * 4
-    net, model, optimizer, _ = start(
-        mode, noise_multiplier=1.0, max_grad_norm=threshold, clipping=clip
-    )
-    source = optimizer.noise_source = Recorder()
-    sensitivity = C if clip == "flat" else 2 * C
-    reference = {seed: gradients(net, rows(seed)) for seed in (1, 2, 3)}
-
-    def clipped(seed: int, bound: float) -> Tensor:
-        grads = reference[seed]
-        if clip == "flat":
-            sums = clipped_sum(grads, bound)
-        else:
-            sums = {n: clipped_sum({n: g}, bound)[n] for n, g in grads.items()}
-        return torch.cat([s.flatten() for s in sums.values()])
-
-    def summed() -> Tensor:
-        return torch.cat([p.summed_grad.flatten().double() for p in net.parameters()])
-
-    optimizer.signal_skip_step(True)
-    backward(model, rows(1))
-    optimizer.step()
-    change(optimizer, factor)
-    optimizer.zero_grad()
-    optimizer.signal_skip_step(False)
-    backward(model, rows(2))
-    optimizer.pre_step()
-    assert relative_error(summed(), clipped(1, C) + clipped(2, C)) < 1e-4
-    assert source.stds == pytest.approx([sensitivity] * 4)
-    source.stds.clear()
-    optimizer.zero_grad()
-    backward(model, rows(3))
-    optimizer.pre_step()
-    assert relative_error(summed(), clipped(3, C * factor)) < 1e-4
-    assert source.stds == pytest.approx([sensitivity * factor] * 4)
-
-
-def test_noise_multiplier_may_change_at_any_time() -> None:
-    """It is no threshold: the step that is recorded has it."""
-    _, model, optimizer, _ = start(noise_multiplier=1.0)
-    source = optimizer.noise_source = Recorder()
-    optimizer.signal_skip_step(True)
-    backward(model)
-    optimizer.step()
-    optimizer.zero_grad()
-    optimizer.noise_multiplier = 3.0
-    backward(model)
-    optimizer.step()
-    assert source.stds == pytest.approx([3 * C] * 4)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_poisson_batches_are_not_joined(mode: str) -> None:
-    """A sample may be in both: 2 C for noise of C."""
-    _, model, optimizer, loader = start(mode, poisson_sampling=True)
-    with refused("discard_logical_batch", StepError):
-        for (x,) in loader:
-            optimizer.signal_skip_step(True)
-            optimizer.zero_grad()
-            backward(model, x)
-            optimizer.step()
-    optimizer.discard_logical_batch()
-    optimizer.zero_grad()
-    for (x,) in loader:
-        optimizer.zero_grad()
-        backward(model, x)
-        optimizer.step()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_loop_that_is_left_in_the_middle(mode: str) -> None:
-    """Of a logical batch: the next epoch is not added to it, nor are its flags misread."""
-    net, model, optimizer, loader = start(mode, poisson_sampling=True)
-
-    def epoch(last: int | None) -> None:
-        with BatchMemoryManager(
-            data_loader=loader, max_physical_batch_size=1, optimizer=optimizer
-        ) as batches:
-            for i, (x,) in enumerate(batches):
-                optimizer.zero_grad()
-                backward(model, x)
-                optimizer.step()
-                if i == last:
-                    return
-
-    epoch(0)
-    with refused("discard_logical_batch", StepError):
-        epoch(None)
-    optimizer.discard_logical_batch()
-    assert all(p.summed_grad is None for p in net.parameters())
-    epoch(None)
 
 
 def test_the_parts_of_a_step_called_by_hand() -> None:
