@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from opacus import PrivacyEngine
 from opacus.accountants import IAccountant
+from opacus.optimizers import DPOptimizer
 from torch import nn
 
 from fastclip.accounting.history import spent
@@ -63,6 +65,14 @@ class AccountedEngine(PrivacyEngine):
                 numerics.
         """
         return spent(self.accountant, delta)
+
+    def _accounting_hook(self, rate: float) -> Callable[[DPOptimizer], None]:
+        """Opacus' hook, of whichever accountant the engine has when a step is taken."""
+
+        def account(optimizer: DPOptimizer) -> None:
+            self.accountant.get_optimizer_hook_fn(sample_rate=rate)(optimizer)
+
+        return account
 
     def load_checkpoint(
         self, *, path: Any, module: nn.Module, optimizer: Any = None, noise_scheduler: Any = None,

@@ -23,7 +23,7 @@ from fastclip.clipping import Clipping
 from fastclip.clipping_state import ClippingState
 from fastclip.criterion import SeenLoss, check_loss, running_loss
 from fastclip.errors import GraphError, StepError
-from fastclip.guards import LeakGuard, NonFiniteMonitor
+from fastclip.guards import LeakGuard, NonFiniteMonitor, check_alone
 from fastclip.layers import Record, joint_norm_sq
 from fastclip.layout import BatchLayout
 from fastclip.logical_batch import LogicalBatch
@@ -31,6 +31,7 @@ from fastclip.loss_scale import running_scale
 from fastclip.one_process import check_one_process
 from fastclip.planner import Planner
 from fastclip.report import PlanLog
+from fastclip.sums import ClippedSums
 from fastclip.validation import check_batch_norm
 
 
@@ -83,6 +84,7 @@ class BookKeeper:
         self.mean_loss = mean_loss
         self.batch = LogicalBatch()
         self.calls = Calls(batch_axis, names)
+        self.sums = ClippedSums()
         self.planner = planner or Planner()
         self.plan_log = PlanLog()
         self.guard = LeakGuard()
@@ -150,9 +152,11 @@ class BookKeeper:
         """Refuse what has become private business since make_private looked.
 
         A parameter that was unfrozen would get plain gradients; a frozen BatchNorm that
-        `model.train()` put back into training mode would couple the samples.
+        `model.train()` put back into training mode would couple the samples; another engine that
+        took hold of the parameters would release its own share of every sample.
         """
         check_one_process()
+        check_alone(self.names)
         for path, module in self.batch_norms:
             check_batch_norm(path, module)
         thawed = [name for parameter, name in self.frozen.items() if parameter.requires_grad]
@@ -269,7 +273,7 @@ class BookKeeper:
             factor = factors[rows[parameter]] if per_layer else factors
             for record in entry.records:
                 record.check_unmodified()
-                self._accumulate(parameter, record.clipped_sum(factor.to(parameter.device)))
+                self.sums.add(parameter, record.clipped_sum(factor.to(parameter.device)))
         self.batch.broken = False
         self.batch.pending += 1
         self.monitor.look(self.per_sample_norms)
@@ -294,14 +298,6 @@ class BookKeeper:
         order = {parameter: i for i, parameter in enumerate(self.names)}
         return ops.index_on(tuple(order[parameter] for parameter in current.entries), device)
 
-    @staticmethod
-    def _accumulate(parameter: nn.Parameter, clipped: Tensor) -> None:
-        summed = getattr(parameter, "summed_grad", None)
-        if summed is None:
-            parameter.summed_grad = clipped.view(parameter.shape)  # type: ignore[attr-defined]
-        else:
-            summed.add_(clipped.view(parameter.shape))
-
     # Step
 
     def zero_grad(self) -> None:
@@ -309,22 +305,27 @@ class BookKeeper:
         self.drop_stale()
         if self.batch.zero_grad():
             self.clipping.discard()
-            for parameter in self.names:
-                parameter.summed_grad = None  # type: ignore[attr-defined]
+            self.sums.clear(self.names)
 
     def discard(self) -> None:
         """Give up the logical batch that is being gathered, with its sums and counts."""
         self.drop_stale()
         self.batch.abandon()
         self.clipping.discard()
-        for parameter in self.names:
-            parameter.summed_grad = None  # type: ignore[attr-defined]
+        self.sums.clear(self.names)
 
     def retire(self) -> None:
         """The model is not this book-keeper's any more."""
-        self.guard.disarm()
-        self.batch.retired = True
+        if not self.batch.retired:
+            self.guard.disarm()
+            self.batch.retired = True
+            self.sums.clear(self.names)
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing of raw data is copied or pickled with a model."""
         return {**self.__dict__, "per_sample_norms": None, "_pass": None, "forward": Forward(None)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has no sums, so nothing of a logical batch is pending in it."""
+        self.__dict__.update(state)
+        self.batch.abandon()

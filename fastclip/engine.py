@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fastclip import validation
-from fastclip.accounted_engine import AccountedEngine
 from fastclip.accounting import find_noise_multiplier
 from fastclip.bookkeeping import BookKeeper
 from fastclip.clipping import Clipping, ConstantNoise, resolve
@@ -24,10 +23,11 @@ from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 from fastclip.explanation import Explanation, Setup, explain
 from fastclip.keystream import require_cipher
 from fastclip.loader import mark_made_up_rows, unmark, watch_draws
-from fastclip.materialised import optimizer_class
 from fastclip.module import FastGradSampleHooks, FastGradSampleModule
 from fastclip.one_process import check_not_distributed
+from fastclip.opacus_modes import OpacusModes
 from fastclip.optimizer import FastDPOptimizer
+from fastclip.ownership import check_free
 from fastclip.planner import Planner
 from fastclip.report import Plan
 from fastclip.sampling import draw_securely
@@ -36,7 +36,7 @@ FAST_MODES = ("fast", "ghost")
 MODES = (*FAST_MODES, "hooks", "functorch", "ew", "ghost_fsdp", "ghost_tp", "no_op")
 
 
-class FastPrivacyEngine(AccountedEngine):
+class FastPrivacyEngine(OpacusModes):
     """Drop-in for `opacus.PrivacyEngine`: same calls, same guarantee, one ordinary backward pass.
 
     Example:
@@ -134,16 +134,14 @@ class FastPrivacyEngine(AccountedEngine):
                     "'flat', 'per_layer' or 'adaptive'; strategies of fastclip.clipping run in the "
                     "fast mode: omit grad_sample_mode"
                 )
-            made = super().make_private(
+            return self._make_private_by_opacus(
                 module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,
-                noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm,  # type: ignore[arg-type]
+                noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm,
                 batch_first=batch_first, loss_reduction=loss_reduction,
-                poisson_sampling=poisson_sampling, clipping=clipping,  # type: ignore[arg-type]
+                poisson_sampling=poisson_sampling, clipping=clipping,
                 noise_generator=noise_generator, grad_sample_mode=grad_sample_mode,
                 wrap_model=wrap_model, rand_on_empty=rand_on_empty, **kwargs,
             )  # fmt: skip
-            made[1].account_with(self._accounting_hook(1 / len(made[-1])))  # type: ignore[attr-defined]
-            return made
         validation.check_arguments(
             module=module, data_loader=data_loader, noise_multiplier=noise_multiplier,
             noise_generator=noise_generator,
@@ -338,14 +336,6 @@ class FastPrivacyEngine(AccountedEngine):
             raise StepError("call make_private first (in the fast mode): there is no model yet")
         return self._keepers
 
-    def _accounting_hook(self, rate: float) -> Callable[[DPOptimizer], None]:
-        """Opacus' hook, of whichever accountant the engine has when a step is taken."""
-
-        def account(optimizer: DPOptimizer) -> None:
-            self.accountant.get_optimizer_hook_fn(sample_rate=rate)(optimizer)
-
-        return account
-
     def _prepare_fast_model(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, clipping: Clipping,
         max_grad_norm: float | Sequence[float], batch_first: bool, loss_reduction: str,
@@ -363,8 +353,9 @@ class FastPrivacyEngine(AccountedEngine):
             mean_loss=loss_reduction == "mean", batch_axis=0 if batch_first else 1,
             frozen={p: path[p] for p in owned if not p.requires_grad}, planner=self._planner,
         )  # fmt: skip
-        if wrapper is not None:  # everything is checked: the earlier engine may let go
-            wrapper.to_standard_module()
+        if wrapper is not None:
+            check_free(module, keeper.names, again=wrapper)
+            wrapper.to_standard_module()  # everything is checked: the earlier engine may let go
         kind = FastGradSampleModule if wrap_model else FastGradSampleHooks
         return kind(module, keeper=keeper, batch_first=batch_first, loss_reduction=loss_reduction)
 
@@ -374,15 +365,6 @@ class FastPrivacyEngine(AccountedEngine):
         if self.secure_mode:
             draw_securely(loader)
         return loader
-
-    def _prepare_optimizer(  # type: ignore[override]
-        self, *, optimizer: torch.optim.Optimizer, clipping: str, distributed: bool,
-        grad_sample_mode: str, noise_generator: torch.Generator | None = None, **kwargs: Any,
-    ) -> DPOptimizer:  # fmt: skip
-        """The optimizer of one of Opacus' own modes."""
-        kind = optimizer_class(clipping, distributed, grad_sample_mode)
-        inner = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
-        return kind(inner, generator=noise_generator, secure_mode=self.secure_mode, **kwargs)
 
     def _prepare_sampling(
         self, data_loader: DataLoader, poisson_sampling: bool, batch_first: bool,

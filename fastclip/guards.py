@@ -1,4 +1,4 @@
-"""Watches over leaked gradients and, where asked for, over samples that are not finite."""
+"""Watches over leaked gradients, second engines and, where asked for, values that are not finite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fastclip.errors import ParameterLeakError, UnsupportedLayerError
+from fastclip.errors import ParameterLeakError, StepError, UnsupportedLayerError
 
 
 class LeakGuard:
@@ -73,6 +73,24 @@ def check_hooks(name: str, parameter: nn.Parameter) -> None:
             "clipped without one; remove the hook, and do its work on the parameter after "
             "optimizer.step(), or in the forward pass"
         )
+
+
+OPACUS_MARK = "_forward_counter"
+"""Opacus keeps it on every trainable parameter from make_private until cleanup()."""
+
+
+def check_alone(names: Mapping[nn.Parameter, str]) -> None:
+    """Refuse parameters that another engine has taken hold of since make_private.
+
+    Opacus' own engine cannot be stopped from doing so, but leaves its marks on the parameters.
+    """
+    for p, name in names.items():
+        if OPACUS_MARK in p.__dict__ or p.__dict__.get("grad_sample") is not None:
+            raise StepError(
+                f"parameter {name!r} was made private by another engine (Opacus') while this one "
+                "still clips it, so that every sample would be released twice; call cleanup() on what "
+                "one of the two make_private calls returned before the other trains"
+            )
 
 
 class NonFiniteMonitor:

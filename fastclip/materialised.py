@@ -3,13 +3,13 @@
 The modes "hooks", "functorch" and "ew" leave `p.grad_sample` [b, ...] on every parameter. Here their
 clipping is one operation over all parameters (fastclip.ops.clip_accumulate), exact where Opacus
 divides by the norm plus 1e-6, and their noise comes from a fastclip.noise.NoiseSource, so that secure
-mode works in them, too. All else is Opacus' own.
+mode works in them, too. Everything around them is fastclip.opacus_step's; all else is Opacus' own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,81 +26,65 @@ from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processe
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.noise import OwnsNoise
-from fastclip.step_hooks import KeepsAccount
+from fastclip.accounting.shares import remaining
+from fastclip.errors import ArgumentError
+from fastclip.opacus_step import OpacusStep
+from fastclip.sharded import ShardedOptimizer
 
 
-class _Noise(KeepsAccount, OwnsNoise, DPOptimizer):
-    """Opacus' `add_noise`, all parameters in one operation."""
+class _Clip(OpacusStep):
+    """Opacus' `clip_and_accumulate` and `add_noise`, all parameters in one operation."""
 
-    def pre_step(self, closure: Callable[[], float] | None = None) -> Any:
-        """As Opacus; a step that fails releases nothing, and `zero_grad` clears what it had."""
-        try:
-            return super().pre_step(closure)
-        except BaseException:  # not accounted (a hook failed, Ctrl-C)
-            self._is_last_step_skipped = False
-            for p in self.params:
-                p.grad = None
-            raise
+    def clip_and_accumulate(self) -> None:
+        """Adds the clipped per-sample gradients of this batch to the sums (`p.summed_grad`)."""
+        for p in self.params:
+            _check_processed_flag(p.grad_sample)
+            _check_processed_flag(self.sums.take(p))  # of a real step: nothing may be added to it
+        sums, norms = self._clip(self.grad_samples)
+        self.batch.broken = True
+        self._see(norms)
+        for p, total in zip(self.params, sums, strict=True):
+            self.sums.add(p, total)
+            _mark_as_processed(p.grad_sample)
+        self.batch.broken = False
+
+    def _clip(self, samples: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """Clipped sums, and norms [b] (of layers, [l, b])."""
+        devices = [g.device for g in samples]
+        if len(set(devices)) == 1:
+            return ops.clip_accumulate(samples, self._in_use())
+        places = [[i for i, d in enumerate(devices) if d == device] for device in set(devices)]
+        return clip_apart(samples, self._in_use(), places)
+
+    def _see(self, norms: Tensor) -> None:
+        """What a strategy counts."""
 
     def add_noise(self) -> None:
         """`p.grad` = summed gradient + N(0, std^2); `scale_grad` divides."""
-        self._use_up()
-        sums = [p.summed_grad for p in self.params]
+        sums = self._use_up()
         gradients = ops.noise_finalize(sums, self.params, self._noise_std(), 1.0, self._source)
         for p, gradient in zip(self.params, gradients, strict=True):
             p.grad = gradient
 
-    def _use_up(self) -> None:
-        """Sums serve one real step. They are marked first: an interrupted one has served, too."""
-        for p in self.params:
-            _check_processed_flag(p.summed_grad)
-        for p in self.params:
-            _mark_as_processed(p.summed_grad)
-
-    def _noise_std(self) -> float:
-        return self.noise_multiplier * float(self.max_grad_norm)
-
-
-class _Clip(DPOptimizer):
-    """Opacus' `clip_and_accumulate`, all parameters in one operation."""
-
-    def clip_and_accumulate(self) -> None:
-        """Adds the clipped per-sample gradients of this batch to `p.summed_grad`."""
-        for p in self.params:
-            _check_processed_flag(p.grad_sample)
-            if p.summed_grad is not None:  # of a real step: nothing may be added to them
-                _check_processed_flag(p.summed_grad)
-        samples = self.grad_samples
-        if len({g.device for g in samples}) > 1:  # a model spread over devices
-            with ops.full_float32():
-                super().clip_and_accumulate()
-            return
-        sums, norms = ops.clip_accumulate(samples, self._thresholds())
-        self._see(norms)
-        for p, total in zip(self.params, sums, strict=True):
-            if p.summed_grad is None:
-                p.summed_grad = total
-            else:
-                p.summed_grad += total
-            _mark_as_processed(p.grad_sample)
-
-    def _thresholds(self) -> Any:
-        return self.max_grad_norm
-
-    def _see(self, norms: Tensor) -> None:
-        """What a strategy counts."""
+    def _use_up(self) -> list[Tensor | None]:
+        """The sums, which serve one real step. They are marked first: an interrupted one counts."""
+        sums = [self.sums.take(p) for p in self.params]
+        for total in sums:
+            _check_processed_flag(total)
+        for total in sums:
+            _mark_as_processed(total)
+        return sums
 
 
 class _PerLayerClip(_Clip):
     max_grad_norms: list[float]
 
     def _thresholds(self) -> Any:
+        """Those in use: a scheduler may have set `max_grad_norm`, which clips nothing."""
         return [float(c) for c in self.max_grad_norms]
 
     def _noise_std(self) -> float:
-        """Of the thresholds in use: a scheduler may have set `max_grad_norm`, which clips nothing."""
-        return self.noise_multiplier * math.hypot(*self._thresholds())
+        return self.noise_multiplier * math.hypot(*self._in_use())
 
 
 class _FirstRank(DPOptimizer):
@@ -113,79 +97,98 @@ class _FirstRank(DPOptimizer):
         if self.rank == 0:
             super().add_noise()
             return
-        self._use_up()  # type: ignore[attr-defined]
-        for p in self.params:
-            p.grad = p.summed_grad.to(p.dtype).view_as(p)
+        for p, total in zip(self.params, self._use_up(), strict=True):  # type: ignore[attr-defined]
+            p.grad = total.to(p.dtype).view_as(p)
 
 
-class MaterialisedDPOptimizer(_Clip, _Noise):
+class MaterialisedDPOptimizer(_Clip):
     """Flat clipping."""
 
 
-class MaterialisedPerLayerOptimizer(_PerLayerClip, _Noise, DPPerLayerOptimizer):
+class MaterialisedPerLayerOptimizer(_PerLayerClip, DPPerLayerOptimizer):
     """One threshold a parameter tensor."""
 
 
-class MaterialisedAdaptiveOptimizer(_Clip, _Noise, AdaClipDPOptimizer):
-    """Opacus' adaptive clipping (Andrew et al. 2021), with its own rule for the threshold.
+class MaterialisedAdaptiveOptimizer(_Clip, AdaClipDPOptimizer):
+    """C follows a quantile of the norms (Andrew et al. 2021), with Opacus' keywords and rule.
 
-    It divides by the realised batch size, which is data, and C stays as it is after an empty batch.
-    `clipping=fastclip.clipping.adaptive()` in the fast mode divides by a public size instead.
+    Formal guarantee: a sample counts +1/2 or -1/2, so that the noisy count is a Gaussian mechanism of
+    multiplier 2 `unclipped_num_std`, and together with the gradients one of `noise_multiplier`
+    (Theorem 1 there). Fractions are of the public expected batch size, and counts of physical
+    batches add up. After a step `unclipped_num` and `sample_size` are the noisy number of samples
+    within C and the public number that it is taken of.
     """
 
-    unclipped_num: Tensor | int
+    def __init__(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> None:
+        super().__init__(optimizer, **kwargs)
+        self._count: Tensor | None = None
+        """Of the logical batch so far. NOT private."""
+        if not self.expected_batch_size:
+            raise ArgumentError(
+                "adaptive clipping expects expected_batch_size > 0, the public denominator of its "
+                f"fractions, got {self.expected_batch_size!r}"
+            )
 
     def _see(self, norms: Tensor) -> None:
-        self.sample_size += len(norms)
-        self.unclipped_num += (norms <= self.max_grad_norm).sum()
+        count = (norms <= self._in_use()).to(torch.float64).sub(0.5).sum()
+        self._count = count if self._count is None else self._count + count
 
     def _noise_std(self) -> float:
         """Theorem 1 of the paper: the counts' share is taken from sigma."""
-        sigma = self.noise_multiplier
-        if sigma:
-            sigma = (sigma**-2 - (2 * self.unclipped_num_std) ** -2) ** -0.5
-        return sigma * float(self.max_grad_norm)
+        return remaining(self.noise_multiplier, 2 * self.unclipped_num_std) * self._in_use()
 
-    def add_noise(self) -> None:
-        """Noise on the gradients, then on the count."""
-        super().add_noise()
-        seen = self.unclipped_num  # an int where no batch came
-        where = seen.device if isinstance(seen, Tensor) else self.params[0].device
-        count = torch.as_tensor(seen, dtype=torch.float64, device=where)
-        noise = self._source.draw(count, self.unclipped_num_std)
-        self.unclipped_num = count if noise is None else count + noise
+    def _move_threshold(self) -> None:
+        """Noise on the count, once a real step, and Opacus' rule for C."""
+        assert self._count is not None
+        noise = self._source.draw(self._count, self.unclipped_num_std)
+        noisy = self._count if noise is None else self._count + noise
+        self.sample_size = self.expected_batch_size * self.accumulated_iterations
+        self.unclipped_num = noisy + self.sample_size / 2
+        self.update_max_grad_norm()
 
-    def update_max_grad_norm(self) -> None:
-        """Opacus' rule; after an empty batch, of which it would make NaN, C stays."""
-        if self.sample_size:
-            super().update_max_grad_norm()
+    def _forget(self) -> None:
+        super()._forget()
+        self._count, self.sample_size, self.unclipped_num = None, 0, 0
 
 
-class MaterialisedDistributedOptimizer(_FirstRank, _Clip, DistributedDPOptimizer, _Noise):
+class MaterialisedDistributedOptimizer(_FirstRank, _Clip, DistributedDPOptimizer):
     """Flat clipping on every rank; rank 0 adds the noise."""
 
 
 class MaterialisedDistributedPerLayerOptimizer(
-    _FirstRank, _PerLayerClip, SimpleDistributedPerLayerOptimizer, _Noise
+    _FirstRank, _PerLayerClip, SimpleDistributedPerLayerOptimizer
 ):
     """One threshold a parameter tensor on every rank; rank 0 adds the noise."""
 
 
-class ShardedOptimizer(KeepsAccount, OwnsNoise, FSDPOptimizerFastGradientClipping):
-    """Opacus' optimizer of "ghost_fsdp"; in secure mode its noise is drawn here."""
+def clip_apart(
+    samples: Sequence[Tensor], thresholds: float | Sequence[float], places: Sequence[Sequence[int]]
+) -> tuple[list[Tensor], Tensor]:
+    """`ops.clip_accumulate` of a model spread over devices: what the others hold enters as a norm.
 
-    def add_noise(self) -> None:
-        """As Opacus: every rank draws for the whole parameter and keeps its shard."""
-        if not self.secure_mode:
-            super().add_noise()
-            return
-        std = self.noise_multiplier * float(self.max_grad_norm)
-        share = 1 / self.world_size if self.loss_reduction == "mean" else 1.0
-        for p in self.params:
-            total = self.grad_state[p]["summed_grad"]
-            whole = torch.empty(p.grad.shape, dtype=p.grad.dtype, device=p.grad.device)
-            noise = self._source.draw(whole, std * share)
-            p.grad = (total if noise is None else total + noise).view_as(p)
+    Args:
+        places: for each device, which of the samples lie there.
+    """
+    sums: list[Any] = [None] * len(samples)
+    home = samples[0].device
+    if isinstance(thresholds, Sequence):
+        norms: list[Any] = [None] * len(samples)
+        for indices in places:
+            found = ops.clip_accumulate(
+                [samples[i] for i in indices], [thresholds[i] for i in indices]
+            )
+            for i, total, norm in zip(indices, *found, strict=True):
+                sums[i], norms[i] = total, norm.to(home)
+        return sums, torch.stack(norms)
+    parts = [ops.clip_accumulate([samples[i] for i in p], thresholds)[1] for p in places]
+    squares = torch.stack([part.to(home, torch.float64).square() for part in parts])  # [devices, b]
+    for k, indices in enumerate(places):
+        here = [samples[i] for i in indices]
+        rest = torch.cat([squares[:k], squares[k + 1 :]]).sum(0).sqrt()[:, None]
+        totals, _ = ops.clip_accumulate([*here, rest.to(parts[k])], thresholds)
+        for i, total in zip(indices, totals[:-1], strict=True):
+            sums[i] = total
+    return sums, squares.sum(0).sqrt().to(parts[0].dtype)
 
 
 _OURS: dict[type, type] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from opacus.grad_sample import AbstractGradSampleModule
-from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
+from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS, AbstractGradSampleHooks
 from opacus.layers.dp_rnn import DPRNNBase, RNNLinear
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -17,6 +17,7 @@ from fastclip.interception import ATTRIBUTE, Handle, attach, detach
 from fastclip.layers import FallbackRule, find_rule
 from fastclip.layers.fallback import HOW_TO_REGISTER
 from fastclip.one_process import refuse_replicas
+from fastclip.ownership import check_free, claim
 from fastclip.scopes import RawParameterScope, RecurrentScope, RelativeBias, RootScope
 from fastclip.validation import is_batch_norm
 
@@ -28,12 +29,8 @@ def install(model: nn.Module, keeper: BookKeeper) -> None:
 
     A compiled model stays compiled, in the regions between its private layers.
     """
+    check_free(model, keeper.names)
     for path, module in model.named_modules():
-        if ATTRIBUTE in module.__dict__:
-            raise UnsupportedLayerError(
-                f"{path or 'the model'} ({type(module).__name__}) is private already; pass the model "
-                "that make_private returned, or call cleanup() on it first"
-            )
         if _is_compiled(module) and getattr(module.dynamo_ctx, "fullgraph", False):
             raise UnsupportedLayerError(
                 f"{path or 'the model'} is compiled with fullgraph=True, but private layers run "
@@ -44,6 +41,7 @@ def install(model: nn.Module, keeper: BookKeeper) -> None:
     except Exception:
         uninstall(model)
         raise
+    claim(model, keeper)
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:
@@ -243,5 +241,7 @@ def _attach(
     owner.loss_reduction = loss_reduction
     owner.grad_accumulation_hook = None
     for parameter in m.parameters():
+        for name in OPACUS_PARAM_MONKEYPATCH_ATTRS:  # of an engine that is gone without cleanup()
+            parameter.__dict__.pop(name, None)
         if parameter.requires_grad:
             parameter.grad_sample = None  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from fastclip.accounting import NoiseLevels
 from fastclip.bookkeeping import BookKeeper
 from fastclip.clipping_state import split_refused
 from fastclip.errors import ArgumentError, StepError
+from fastclip.guards import check_alone
 from fastclip.noise import NoiseSource, OwnsNoise
 from fastclip.step_hooks import KeepsAccount
 
@@ -179,10 +180,10 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
     def add_noise(self) -> None:
         """Replace `p.grad` by the noisy sum over the public denominator, exactly once a step."""
         parameters = self.params
+        sums = [self.keeper.sums.take(p) for p in parameters]
         gradients = ops.noise_finalize(
-            [p.summed_grad for p in parameters], parameters, self._noise_std(), self._divisor(),
-            self.noise_source,
-        )  # fmt: skip
+            sums, parameters, self._noise_std(), self._divisor(), self.noise_source
+        )
         self._drop_gradients()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -232,6 +233,8 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
                 f"{unknown} of the optimizer's trainable parameters were not in it when make_private "
                 "was called, so their gradients are not clipped; call make_private again"
             )
+        if not self.keeper.batch.retired:
+            check_alone(self.keeper.names)
         skip = self._check_skip_next_step()
         self.keeper.batch.step(skip=skip)
         self._is_last_step_skipped = skip

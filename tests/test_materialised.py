@@ -94,10 +94,13 @@ def trained(kind: type[PrivacyEngine], clip: str, mode: str, way: str) -> list[T
 
 
 @pytest.mark.parametrize("way", ["plain", "physical batches", "two backward passes", "schedulers"])
-@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("clip", ["flat", "per_layer"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_step_is_opacus(mode: str, clip: str, way: str) -> None:
-    """To 1e-5: the scales keep 2^-18 for rounding, Opacus adds 1e-6 to norms."""
+    """To 1e-5: the scales keep 2^-18 for rounding, Opacus adds 1e-6 to norms.
+
+    Not so "adaptive", which Opacus accounts wrongly: tests/test_adaptive_opacus.py.
+    """
     if mode == "ew" and way == "two backward passes":
         pytest.skip("Opacus' ew mode takes one backward pass a step")
     ours, theirs = (trained(kind, clip, mode, way) for kind in (FastPrivacyEngine, PrivacyEngine))
@@ -228,13 +231,6 @@ def test_counts_are_of_samples_within_the_threshold() -> None:
     assert 0 < within < 8
     optimizer.pre_step()
     assert float(optimizer.unclipped_num) == pytest.approx(within, abs=1e-6)
-
-
-def test_an_empty_batch_does_not_break_adaptive_clipping() -> None:
-    _, model, optimizer, _ = start(FastPrivacyEngine, "adaptive")
-    nn.functional.cross_entropy(model(torch.zeros(0, 6)), torch.zeros(0).long()).backward()
-    optimizer.step()
-    assert float(optimizer.max_grad_norm) == 1.0
 
 
 def test_noise_of_layers_follows_the_thresholds_in_use() -> None:

@@ -1,0 +1,59 @@
+"""make_private of Opacus' own modes: Opacus' code, with what fastclip guards around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
+from opacus.optimizers import DPOptimizer
+from torch import nn
+
+from fastclip.accounted_engine import AccountedEngine
+from fastclip.loader import watch_draws
+from fastclip.materialised import optimizer_class
+from fastclip.ownership import check_free
+
+
+class OpacusModes(AccountedEngine):
+    """The part of the engine that serves "hooks", "functorch", "ew", "ghost_fsdp", ..."""
+
+    _new: AbstractGradSampleHooks | None = None
+    """What the make_private under way has wrapped."""
+
+    def _make_private_by_opacus(
+        self, *, module: nn.Module, wrap_model: bool, poisson_sampling: bool, **kwargs: Any
+    ) -> tuple:
+        """One of Opacus' own modes; on an error the model is left as it was."""
+        if isinstance(module, nn.Module):
+            trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
+            check_free(module, trained, again=module if wrap_model else None)
+        try:
+            made = super().make_private(
+                module=module, wrap_model=wrap_model, poisson_sampling=poisson_sampling, **kwargs
+            )
+        except Exception:
+            if self._new is not None:
+                self._new.cleanup()
+            raise
+        finally:
+            self._new = None
+        wrapper, optimizer, loader = made[0], made[1], made[-1]
+        optimizer.bind(wrapper)
+        optimizer.account_with(self._accounting_hook(1 / len(loader)))
+        watch_draws(loader, optimizer.batch, poisson_sampling)
+        return made
+
+    def _prepare_model(self, module: nn.Module, **kwargs: Any) -> Any:
+        wrapper = super()._prepare_model(module, **kwargs)
+        self._new = None if wrapper is module else wrapper
+        return wrapper
+
+    def _prepare_optimizer(  # type: ignore[override]
+        self, *, optimizer: torch.optim.Optimizer, clipping: str, distributed: bool,
+        grad_sample_mode: str, noise_generator: torch.Generator | None = None, **kwargs: Any,
+    ) -> DPOptimizer:  # fmt: skip
+        """The optimizer of one of Opacus' own modes."""
+        kind = optimizer_class(clipping, distributed, grad_sample_mode)
+        inner = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
+        return kind(inner, generator=noise_generator, secure_mode=self.secure_mode, **kwargs)

@@ -1,0 +1,66 @@
+"""The clipped sums of a logical batch: they belong to the one who clipped, not to the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastclip.errors import StepError
+
+
+class ClippedSums:
+    """What one engine has summed since its last real step, by parameter.
+
+    `p.summed_grad` shows a sum and is never read back: another engine of the same parameter, or a
+    caller, could put something in its place that nobody has clipped. A copy is born empty: raw sums
+    are neither copied nor pickled with a model.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[nn.Parameter, tuple[Tensor, int]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ClippedSums:
+        return ClippedSums()
+
+    def __reduce__(self) -> Any:
+        return ClippedSums, ()
+
+    def add(self, parameter: nn.Parameter, clipped: Tensor) -> None:
+        """Add a clipped sum of one backward pass, of as many elements as the parameter."""
+        clipped = clipped.view(parameter.shape)
+        total = self.take(parameter)
+        if total is None:
+            # A part of a larger buffer would change its version together with the other parts.
+            own = clipped.untyped_storage().nbytes() == clipped.nbytes
+            total = clipped if own else clipped.clone()
+        else:
+            total.add_(clipped)
+        self._held[parameter] = total, total._version
+        parameter.summed_grad = total  # type: ignore[attr-defined]
+
+    def take(self, parameter: nn.Parameter) -> Tensor | None:
+        """The sum of this parameter; None where no sample has touched it.
+
+        Raises:
+            StepError: if `p.summed_grad` is not what was summed, as far as this can be seen.
+        """
+        total, version = self._held.get(parameter, (None, 0))
+        shown = parameter.__dict__.get("summed_grad")
+        if shown is not total or (total is not None and total._version != version):
+            raise StepError(
+                f"p.summed_grad of a parameter of shape {tuple(parameter.shape)} was set or changed "
+                "since its samples were clipped and summed: it is there to be read; change p.grad after "
+                "the noise (optimizer.pre_step() or a step hook), and call optimizer.zero_grad() now"
+            )
+        return total
+
+    def clear(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Forget all sums, and show none on these parameters."""
+        for parameter in (*parameters, *self._held):
+            parameter.summed_grad = None  # type: ignore[attr-defined]
+        self._held.clear()
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
