@@ -36,8 +36,6 @@ class Forward:
 
     batch_size: int | None
     recording: bool = True
-    made_up: bool = False
-    """The batch was empty and its one row invented (rand_on_empty): it contributes nothing."""
     finished: bool = False
     """A backward pass has taken its contributions; a second one would clip each part alone."""
     row_order: Tensor | None = None
@@ -109,7 +107,7 @@ class BookKeeper:
     # Forward
 
     @contextmanager
-    def root_forward(self, batch_size: int | None, made_up: bool) -> Iterator[Forward]:
+    def root_forward(self, batch_size: int | None) -> Iterator[Forward]:
         """The model's own forward runs inside; nested calls share the outermost one's Forward."""
         self.drop_stale()
         previous = self.forward
@@ -118,7 +116,7 @@ class BookKeeper:
             if recompute is not None:
                 self.forward = recompute
             else:
-                self.forward = Forward(batch_size, not self.paused, made_up)
+                self.forward = Forward(batch_size, not self.paused)
         self.depth += 1
         try:
             yield self.forward
@@ -245,7 +243,8 @@ class BookKeeper:
             self._close(current)
 
     def _close(self, current: BackwardPass) -> None:
-        batch_size = current.batch_size or 0
+        batch_size, calls = current.batch_size or 0, len(current.forwards)
+        drawn = self.batch.find(batch_size)
         # The mean's 1/b, multiplied back, and the scale of the loss, which ends here.
         unit = (float(batch_size) if self.mean_loss else 1.0) / current.loss_scale
         norm_sq, rows = self._norms(current, unit)
@@ -254,7 +253,7 @@ class BookKeeper:
             norm_sq,
             self._layers(current, norm_sq.device) if per_layer else None,
             fresh=self.batch.fresh,
-            made_up=any(forward.made_up for forward in current.forwards),
+            made_up=not drawn,
         )
         self.batch.broken = True  # until every sum is written: the counts are in already
         factors = scales * unit
@@ -265,7 +264,7 @@ class BookKeeper:
                 record.check_unmodified()
                 self._accumulate(parameter, record.clipped_sum(factor.to(parameter.device)))
         self.batch.broken = False
-        self.batch.pending += 1
+        self.batch.end_pass(batch_size, calls)
         self.monitor.look(self.per_sample_norms)
 
     def _norms(self, current: BackwardPass, unit: float) -> tuple[Tensor, dict[nn.Parameter, int]]:

@@ -16,24 +16,33 @@ from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 from torch.distributed._composable.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from fastclip import validation
 from fastclip.accounting import find_noise_multiplier
 from fastclip.bookkeeping import BookKeeper
 from fastclip.clipping import Clipping, ConstantNoise, resolve
+from fastclip.draws import Draws
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError, UnsupportedLayerError
 from fastclip.explanation import Explanation, Setup, explain
 from fastclip.keystream import require_cipher
-from fastclip.loader import mark_made_up_rows, unmark, watch_draws
-from fastclip.materialised import optimizer_class
+from fastclip.loader import watch_draws
+from fastclip.materialised import MaterialisedDraws, optimizer_class
 from fastclip.module import FastGradSampleHooks, FastGradSampleModule
 from fastclip.optimizer import FastDPOptimizer
 from fastclip.planner import Planner
 from fastclip.report import Plan
-from fastclip.sampling import draw_securely
+from fastclip.samplers import (
+    check_loader,
+    check_order,
+    check_poisson,
+    draws_independently,
+    set_steps,
+)
+from fastclip.sampling import check_secure, draw_securely
 
 FAST_MODES = ("fast", "ghost")
+MATERIALISED_MODES = ("hooks", "functorch", "ew")
 MODES = (*FAST_MODES, "hooks", "functorch", "ew", "ghost_fsdp", "ghost_tp", "no_op")
 
 
@@ -119,13 +128,18 @@ class FastPrivacyEngine(PrivacyEngine):
         validation.choice("grad_sample_mode", grad_sample_mode, MODES)
         criterion = nn.CrossEntropyLoss() if criterion is None else criterion
         if grad_sample_mode not in FAST_MODES:
+            if rand_on_empty and grad_sample_mode not in MATERIALISED_MODES:
+                raise ArgumentError(
+                    f"rand_on_empty=True in grad_sample_mode={grad_sample_mode!r} would train on "
+                    "made-up rows; omit it, or use the fast mode, where they contribute nothing"
+                )
             if isinstance(clipping, Clipping):
                 raise ArgumentError(
                     f"grad_sample_mode={grad_sample_mode!r} clips as Opacus does, which takes "
                     "'flat', 'per_layer' or 'adaptive'; strategies of fastclip.clipping run in the "
                     "fast mode: omit grad_sample_mode"
                 )
-            return super().make_private(
+            made = super().make_private(
                 module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,
                 noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm,  # type: ignore[arg-type]
                 batch_first=batch_first, loss_reduction=loss_reduction,
@@ -133,6 +147,10 @@ class FastPrivacyEngine(PrivacyEngine):
                 noise_generator=noise_generator, grad_sample_mode=grad_sample_mode,
                 wrap_model=wrap_model, rand_on_empty=rand_on_empty, **kwargs,
             )  # fmt: skip
+            if isinstance(made[1], MaterialisedDraws):
+                draws = self._watched(made[-1], poisson_sampling, rand_on_empty, required=False)
+                made[1].draws = draws
+            return made
         validation.check_arguments(
             module=module, data_loader=data_loader, noise_multiplier=noise_multiplier,
             loss_reduction=loss_reduction, noise_generator=noise_generator,
@@ -154,6 +172,9 @@ class FastPrivacyEngine(PrivacyEngine):
             loader, batch_size, rate = self._prepare_sampling(
                 data_loader, poisson_sampling, batch_first, rand_on_empty
             )
+            draws = self._watched(
+                loader, poisson_sampling, rand_on_empty, required=poisson_sampling
+            )
             private = FastDPOptimizer(
                 inner, keeper=module.keeper, noise_multiplier=noise_multiplier,
                 expected_batch_size=batch_size, loss_reduction=loss_reduction,
@@ -164,7 +185,7 @@ class FastPrivacyEngine(PrivacyEngine):
             raise
         if poisson_sampling:
             module.forbid_grad_accumulation()
-        watch_draws(loader, module.keeper.batch, poisson_sampling)
+        module.keeper.batch.draws = draws
         private.attach_step_hook(self._accounting_hook(rate))
         self._keepers = [keeper for keeper in self._keepers if not keeper.batch.retired]
         self._keepers.append(module.keeper)
@@ -199,6 +220,7 @@ class FastPrivacyEngine(PrivacyEngine):
                 "data_loader expects a torch.utils.data.DataLoader, got "
                 f"{type(data_loader).__name__}"
             )
+        check_loader(data_loader)
         validation.check_budget(target_epsilon, target_delta, epochs)
         known = {"epsilon_tolerance", *inspect.signature(self.accountant.get_epsilon).parameters}
         accounting = {name: value for name, value in kwargs.items() if name in known}
@@ -272,7 +294,6 @@ class FastPrivacyEngine(PrivacyEngine):
         Raises:
             ArgumentError, ArgumentTypeError: for other values, shapes or types, or no such model.
         """
-        (plain,), made_up = unmark((ids,))
         live = [keeper for keeper in self._require_keepers() if not keeper.batch.retired]
         if module is not None:
             live = [keeper for keeper in live if keeper is getattr(module, "keeper", None)]
@@ -281,7 +302,8 @@ class FastPrivacyEngine(PrivacyEngine):
                 f"set_groups expects the private model that it speaks of: {len(live)} models of this "
                 "engine come into question; pass module=, the model that make_private returned"
             )
-        live[0].clipping.set_groups(plain, made_up)
+        draws = live[0].batch.draws
+        live[0].clipping.set_groups(ids, draws is not None and draws.empty_in_hand)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -327,6 +349,12 @@ class FastPrivacyEngine(PrivacyEngine):
         record = self.accountant.get_optimizer_hook_fn(sample_rate=rate)
 
         def account(optimizer: DPOptimizer) -> None:
+            joined = optimizer.accumulated_iterations
+            if joined * rate > 1 + 1e-9:
+                raise StepError(
+                    f"this step joins {joined} batches, more than the {round(1 / rate)} of one pass "
+                    "over the data, so rows are in it twice; call optimizer.step() more often"
+                )
             before = list(self.accountant.history)
             try:
                 record(optimizer)
@@ -362,12 +390,45 @@ class FastPrivacyEngine(PrivacyEngine):
         kind = FastGradSampleModule if wrap_model else FastGradSampleHooks
         return kind(module, keeper=keeper, batch_first=batch_first, loss_reduction=loss_reduction)
 
-    def _prepare_data_loader(self, data_loader: DataLoader, **kwargs: Any) -> DataLoader:
-        """Opacus' loader; in secure mode its rows are drawn from cryptographic randomness."""
-        loader = super()._prepare_data_loader(data_loader, **kwargs)
+    def _prepare_data_loader(  # type: ignore[override]
+        self, data_loader: DataLoader, *, poisson_sampling: bool, distributed: bool,
+        batch_first: bool = True, rand_on_empty: bool = False,
+    ) -> DataLoader:  # fmt: skip
+        """Opacus' loader, of as many batches as the given one.
+
+        In secure mode its rows are drawn from cryptographic randomness.
+        """
+        if poisson_sampling:
+            check_poisson(data_loader, distributed)
+        else:
+            check_order(data_loader)
+            if self.secure_mode:
+                check_secure(data_loader)
+        loader = super()._prepare_data_loader(
+            data_loader, poisson_sampling=poisson_sampling, distributed=distributed,
+            batch_first=batch_first, rand_on_empty=rand_on_empty,
+        )  # fmt: skip
+        if poisson_sampling:
+            set_steps(loader, len(data_loader))
         if self.secure_mode:
             draw_securely(loader)
         return loader
+
+    @staticmethod
+    def _watched(
+        loader: DataLoader, poisson_sampling: bool, rand_on_empty: bool, *, required: bool
+    ) -> Draws:
+        """The draws of a prepared loader, which tells of them from now on.
+
+        Args:
+            required: train on nothing else, though the loader was never iterated.
+        """
+        distinct = None if poisson_sampling else check_order(loader)
+        independent = poisson_sampling or draws_independently(loader)
+        draws = Draws(independent=independent, required=required, makes_up=rand_on_empty)
+        if not isinstance(loader.dataset, IterableDataset):  # whose rows no sampler chooses
+            watch_draws(loader, draws, distinct)
+        return draws
 
     def _prepare_optimizer(  # type: ignore[override]
         self, *, optimizer: torch.optim.Optimizer, clipping: str, distributed: bool,
@@ -387,8 +448,6 @@ class FastPrivacyEngine(PrivacyEngine):
             data_loader, distributed=False, poisson_sampling=poisson_sampling,
             batch_first=batch_first, rand_on_empty=rand_on_empty,
         )  # fmt: skip
-        if rand_on_empty and poisson_sampling:
-            mark_made_up_rows(loader)
         # N / len, not N * (1 / len), whose rounding can lose a whole sample (49 of 49 batches: B = 0)
         size = int(len(loader.dataset) / len(loader))  # type: ignore[arg-type]
         return loader, size, 1 / len(loader)

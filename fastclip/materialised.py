@@ -26,6 +26,7 @@ from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processe
 from torch import Tensor
 
 from fastclip import ops
+from fastclip.materialised_draws import MaterialisedDraws
 from fastclip.noise import OwnsNoise
 
 
@@ -61,7 +62,7 @@ class _Noise(OwnsNoise, DPOptimizer):
         return self.noise_multiplier * float(self.max_grad_norm)
 
 
-class _Clip(DPOptimizer):
+class _Clip(MaterialisedDraws):
     """Opacus' `clip_and_accumulate`, all parameters in one operation."""
 
     def clip_and_accumulate(self) -> None:
@@ -70,6 +71,7 @@ class _Clip(DPOptimizer):
             _check_processed_flag(p.grad_sample)
             if p.summed_grad is not None:  # of a real step: nothing may be added to them
                 _check_processed_flag(p.summed_grad)
+        self._check_draws()
         samples = self.grad_samples
         if len({g.device for g in samples}) > 1:  # a model spread over devices
             super().clip_and_accumulate()

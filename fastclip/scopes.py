@@ -21,7 +21,6 @@ from fastclip.errors import FastclipError, GraphError, UnsupportedLayerError
 from fastclip.inputs import batch_sizes_of, tensors_of
 from fastclip.interception import ATTRIBUTE, Handle
 from fastclip.layers import KeptRecord
-from fastclip.loader import unmark
 from fastclip.private_layer import Call, PrivateLayer, wanted_parameters
 
 
@@ -46,7 +45,6 @@ class RootScope:
         keeper = handle.keeper
         if keeper.layout.probe:
             return RootCall(args, kwargs)
-        (args, kwargs), made_up = unmark((args, kwargs))
         outermost = not keeper.depth and torch.is_grad_enabled()
         if outermost and torch._C._current_graph_task_id() != -1:
             if not keeper.running:
@@ -62,7 +60,7 @@ class RootScope:
         if outermost:
             keeper.check_unchanged()
             keeper.guard.arm(keeper.names)
-        return RootCall(args, kwargs, keeper, keeper.root_forward(batch, made_up), outermost)
+        return RootCall(args, kwargs, keeper, keeper.root_forward(batch), outermost)
 
 
 class RootCall:
