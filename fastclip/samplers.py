@@ -91,8 +91,8 @@ def check_poisson(data_loader: DataLoader, distributed: bool) -> None:
     if kind not in _ALL_ROWS:
         raise ArgumentError(
             f"poisson_sampling=True draws from all {rows} rows of the data set, in the place of the "
-            f"data loader's {kind.__name__}, so that rows it leaves out would be trained on{_HELD_OUT}, or "
-            "pass poisson_sampling=False"
+            f"data loader's {kind.__name__}, so that rows it leaves out would be trained on"
+            f"{_HELD_OUT}, or pass poisson_sampling=False"
         )
     if len(sampler.data_source) != rows:
         raise ArgumentError(
