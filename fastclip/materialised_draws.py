@@ -33,6 +33,15 @@ class MaterialisedDraws(DPOptimizer):
                 p.grad_sample = self._get_flat_grad_sample(p)[:0]
         self._joined = self.draws.joined
 
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """As in Opacus; what a splitting sampler says while it draws is kept with its batch."""
+        if self.draws is None or not self.draws.announce(do_skip):
+            super().signal_skip_step(do_skip)
+
+    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
+        announced = None if self.draws is None else self.draws.announced
+        return super()._check_skip_next_step(pop_next) if announced is None else announced
+
     def _use_up(self) -> None:
         """A release uses the draws up, too."""
         super()._use_up()  # type: ignore[misc]
