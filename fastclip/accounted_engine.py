@@ -15,7 +15,7 @@ from torch import nn
 
 from fastclip.accounting.history import spent
 from fastclip.accounting.ledger import Ledger, keep_ledger
-from fastclip.errors import ArgumentError, ArgumentTypeError
+from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 
 _ACCOUNTANT = "privacy_accountant_state_dict"
 
@@ -70,6 +70,12 @@ class AccountedEngine(PrivacyEngine):
         """Opacus' hook, of whichever accountant the engine has when a step is taken."""
 
         def account(optimizer: DPOptimizer) -> None:
+            joined = optimizer.accumulated_iterations
+            if joined * rate > 1 + 1e-9:
+                raise StepError(
+                    f"this step joins {joined} batches, more than the {round(1 / rate)} of one pass "
+                    "over the data, so rows are in it twice; call optimizer.step() more often"
+                )
             self.accountant.get_optimizer_hook_fn(sample_rate=rate)(optimizer)
 
         return account

@@ -101,7 +101,7 @@ class BookKeeper:
 
     @contextmanager
     def root_forward(
-        self, batch_size: int | None, made_up: bool, layout: BatchLayout | None = None
+        self, batch_size: int | None, layout: BatchLayout | None = None
     ) -> Iterator[Forward]:
         """The model's own forward runs inside; nested calls share the outermost one's Forward."""
         self.drop_stale()
@@ -111,7 +111,7 @@ class BookKeeper:
             if recompute is not None:
                 self.forward = recompute
             else:
-                self.forward = Forward(batch_size, not self.paused, made_up, layout=layout)
+                self.forward = Forward(batch_size, not self.paused, layout=layout)
         self.depth += 1
         try:
             yield self.forward
@@ -254,8 +254,9 @@ class BookKeeper:
             self._close(current)
 
     def _close(self, current: BackwardPass) -> None:
-        batch_size = current.batch_size or 0
+        batch_size, calls = current.batch_size or 0, len(current.forwards)
         check_loss(current.loss, "mean" if self.mean_loss else "sum", batch_size)
+        drawn = self.batch.find(batch_size)
         # The mean's 1/b, multiplied back, and the scale of the loss, which ends here.
         unit = (float(batch_size) if self.mean_loss else 1.0) / current.loss_scale
         norm_sq, rows = self._norms(current, unit)
@@ -264,7 +265,7 @@ class BookKeeper:
             norm_sq,
             self._layers(current, norm_sq.device) if per_layer else None,
             fresh=self.batch.fresh,
-            made_up=any(forward.made_up for forward in current.forwards),
+            made_up=not drawn,
         )
         self.batch.broken = True  # until every sum is written: the counts are in already
         factors = scales * unit
@@ -275,7 +276,7 @@ class BookKeeper:
                 record.check_unmodified()
                 self.sums.add(parameter, record.clipped_sum(factor.to(parameter.device)))
         self.batch.broken = False
-        self.batch.pending += 1
+        self.batch.end_pass(batch_size, calls)
         self.monitor.look(self.per_sample_norms)
 
     def _norms(self, current: BackwardPass, unit: float) -> tuple[Tensor, dict[nn.Parameter, int]]:

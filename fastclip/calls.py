@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from fastclip.layout import BatchLayout
 from fastclip.learning import learn
-from fastclip.loader import unmark
 from fastclip.probing import Probe, Runs
 
 FORWARD = "forward"
@@ -25,8 +24,6 @@ class Forward:
 
     batch_size: int | None
     recording: bool = True
-    made_up: bool = False
-    """The batch was empty and its one row invented (rand_on_empty): it contributes nothing."""
     finished: bool = False
     """A backward pass has taken its contributions; a second one would clip each part alone."""
     layout: BatchLayout | None = None
@@ -100,12 +97,11 @@ class Calls:
         Raises:
             BatchSizeError: where its samples are cannot be told, or it couples them.
         """
-        (called.args, called.kwargs), made_up = unmark((called.args, called.kwargs))
         layout = self.layout_of(called.name)
         if layout.due(called.model, called.args, called.kwargs):
             self.learn(layout, called, path)
         size = layout.batch_size(called.args, called.kwargs)
-        return Forward(size, recording, made_up, layout=layout)
+        return Forward(size, recording, layout=layout)
 
     def layout_of(self, name: str) -> BatchLayout:
         """What is known of the samples' places in calls of this method."""

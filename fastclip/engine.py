@@ -22,7 +22,6 @@ from fastclip.criterion import check_coupling, check_criterion
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 from fastclip.explanation import Explanation, Setup, explain
 from fastclip.keystream import require_cipher
-from fastclip.loader import mark_made_up_rows, unmark, watch_draws
 from fastclip.module import FastGradSampleHooks, FastGradSampleModule
 from fastclip.one_process import check_not_distributed
 from fastclip.opacus_modes import OpacusModes
@@ -30,9 +29,12 @@ from fastclip.optimizer import FastDPOptimizer
 from fastclip.ownership import check_free
 from fastclip.planner import Planner
 from fastclip.report import Plan
-from fastclip.sampling import draw_securely
+from fastclip.samplers import (
+    check_loader,
+)
 
 FAST_MODES = ("fast", "ghost")
+MATERIALISED_MODES = ("hooks", "functorch", "ew")
 MODES = (*FAST_MODES, "hooks", "functorch", "ew", "ghost_fsdp", "ghost_tp", "no_op")
 
 
@@ -128,6 +130,11 @@ class FastPrivacyEngine(OpacusModes):
             check_coupling(criterion)
         validation.check_inner_step(optimizer)
         if grad_sample_mode not in FAST_MODES:
+            if rand_on_empty and grad_sample_mode not in MATERIALISED_MODES:
+                raise ArgumentError(
+                    f"rand_on_empty=True in grad_sample_mode={grad_sample_mode!r} would train on "
+                    "made-up rows; omit it, or use the fast mode, where they contribute nothing"
+                )
             if isinstance(clipping, Clipping):
                 raise ArgumentError(
                     f"grad_sample_mode={grad_sample_mode!r} clips as Opacus does, which takes "
@@ -163,6 +170,9 @@ class FastPrivacyEngine(OpacusModes):
             loader, batch_size, rate = self._prepare_sampling(
                 data_loader, poisson_sampling, batch_first, rand_on_empty
             )
+            draws = self._watched(
+                loader, poisson_sampling, rand_on_empty, required=poisson_sampling
+            )
             private = FastDPOptimizer(
                 inner, keeper=module.keeper, noise_multiplier=noise_multiplier,
                 expected_batch_size=batch_size, loss_reduction=loss_reduction,
@@ -173,7 +183,7 @@ class FastPrivacyEngine(OpacusModes):
             raise
         if poisson_sampling:
             module.forbid_grad_accumulation()
-        watch_draws(loader, module.keeper.batch, poisson_sampling)
+        module.keeper.batch.draws = draws
         private.account_with(self._accounting_hook(rate))
         self._keepers = [keeper for keeper in self._keepers if not keeper.batch.retired]
         self._keepers.append(module.keeper)
@@ -209,6 +219,7 @@ class FastPrivacyEngine(OpacusModes):
                 "data_loader expects a torch.utils.data.DataLoader, got "
                 f"{type(data_loader).__name__}"
             )
+        check_loader(data_loader)
         validation.check_budget(target_epsilon, target_delta, epochs)
         known = {"epsilon_tolerance", *inspect.signature(self.accountant.get_epsilon).parameters}
         accounting = {name: value for name, value in kwargs.items() if name in known}
@@ -282,7 +293,6 @@ class FastPrivacyEngine(OpacusModes):
         Raises:
             ArgumentError, ArgumentTypeError: for other values, shapes or types, or no such model.
         """
-        (plain,), made_up = unmark((ids,))
         live = [keeper for keeper in self._require_keepers() if not keeper.batch.retired]
         if module is not None:
             live = [keeper for keeper in live if keeper is getattr(module, "keeper", None)]
@@ -291,7 +301,8 @@ class FastPrivacyEngine(OpacusModes):
                 f"set_groups expects the private model that it speaks of: {len(live)} models of this "
                 "engine come into question; pass module=, the model that make_private returned"
             )
-        live[0].clipping.set_groups(plain, made_up)
+        draws = live[0].batch.draws
+        live[0].clipping.set_groups(ids, draws is not None and draws.empty_in_hand)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -358,25 +369,3 @@ class FastPrivacyEngine(OpacusModes):
             wrapper.to_standard_module()  # everything is checked: the earlier engine may let go
         kind = FastGradSampleModule if wrap_model else FastGradSampleHooks
         return kind(module, keeper=keeper, batch_first=batch_first, loss_reduction=loss_reduction)
-
-    def _prepare_data_loader(self, data_loader: DataLoader, **kwargs: Any) -> DataLoader:
-        """Opacus' loader; in secure mode its rows are drawn from cryptographic randomness."""
-        loader = super()._prepare_data_loader(data_loader, **kwargs)
-        if self.secure_mode:
-            draw_securely(loader)
-        return loader
-
-    def _prepare_sampling(
-        self, data_loader: DataLoader, poisson_sampling: bool, batch_first: bool,
-        rand_on_empty: bool,
-    ) -> tuple[DataLoader, int, float]:  # fmt: skip
-        """The loader, the public expected batch size B = int(N q), and the sampling rate q."""
-        loader = self._prepare_data_loader(
-            data_loader, distributed=False, poisson_sampling=poisson_sampling,
-            batch_first=batch_first, rand_on_empty=rand_on_empty,
-        )  # fmt: skip
-        if rand_on_empty and poisson_sampling:
-            mark_made_up_rows(loader)
-        # N / len, not N * (1 / len), whose rounding can lose a whole sample (49 of 49 batches: B = 0)
-        size = int(len(loader.dataset) / len(loader))  # type: ignore[arg-type]
-        return loader, size, 1 / len(loader)

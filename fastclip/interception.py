@@ -22,7 +22,6 @@ from fastclip.bookkeeping import BookKeeper
 from fastclip.errors import UnsupportedLayerError
 from fastclip.layers import LayerRule
 from fastclip.layers.fallback import HOW_TO_REGISTER, FallbackRule
-from fastclip.loader import unmark
 from fastclip.private_layer import Call, PrivateLayer
 from fastclip.probing import Probe
 
@@ -178,7 +177,6 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
     if opens:
         keeper.check_unchanged()
         keeper.guard.arm(keeper.names)
-        x, forward.made_up = unmark(x)
     parameters = handle.parameters(module)
     _check_parameters(handle, module, parameters)
     call = Call(handle, module, forward, axis, extra, tuple(parameters))

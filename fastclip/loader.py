@@ -1,8 +1,7 @@
-"""An empty Poisson batch that the data loader replaces by one made-up row (rand_on_empty=True).
+"""A data loader whose batch sampler tells of its draws, whoever iterates over it.
 
-Such a row would differ between neighbouring data sets by up to 2C, so it must contribute nothing.
-The batch itself carries the mark: its tensors are of a subclass that survives `.to(device)`,
-pinning and worker processes, however far ahead batches are drawn.
+BatchMemoryManager and Accelerate build loaders of their own around the batch sampler, so the sampler
+is the one place that sees every draw.
 """
 
 from __future__ import annotations
@@ -10,79 +9,78 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
-from fastclip.logical_batch import LogicalBatch
-
-
-class MadeUpRow(Tensor):
-    """A tensor of a made-up batch; what is computed from it is one, too."""
+from fastclip.distinct import Distinct
+from fastclip.draws import Draws
+from fastclip.iteration import Iteration
 
 
-def mark_made_up_rows(loader: DataLoader) -> None:
-    """Make `loader` mark the batches that it makes up."""
-    loader.collate_fn = _Marking(loader.collate_fn)
+def watch_draws(loader: DataLoader, draws: Draws, distinct: Distinct | None = None) -> None:
+    """Tell `draws` of what the batch sampler of `loader` draws.
 
+    The sampler keeps its type: a subclass of it takes its place.
 
-def unmark(inputs: Any) -> tuple[Any, bool]:
-    """A model's inputs as ordinary tensors, and whether they were made up."""
-    found = False
-
-    def plain(leaf: Any) -> Any:
-        nonlocal found
-        if not isinstance(leaf, MadeUpRow):
-            return leaf
-        found = True
-        return leaf.as_subclass(torch.Tensor)
-
-    return tree_map(plain, inputs), found
-
-
-class _Marking:
-    def __init__(self, collate: Any) -> None:
-        self.collate = collate
-
-    def __call__(self, batch: list[Any]) -> Any:
-        collated = self.collate(batch)
-        if batch:
-            return collated
-
-        def mark(leaf: Any) -> Any:
-            return leaf.as_subclass(MadeUpRow) if isinstance(leaf, Tensor) else leaf
-
-        return tree_map(mark, collated)
-
-
-def watch_draws(loader: DataLoader, batch: LogicalBatch, poisson: bool) -> None:
-    """Tell `batch` when an iteration begins and a logical batch is drawn.
-
-    BatchMemoryManager splits what the loader's batch sampler draws, so the sampler is the one place
-    that sees the borders of logical batches. It keeps its type: a subclass of it takes its place.
+    Args:
+        distinct: refuses rows drawn twice in one pass; None where the sampler cannot draw them.
     """
-    sampler = loader.batch_sampler
-    if sampler is None:
-        return
+    sampler: Any = loader.batch_sampler
+    try:
+        _watch(sampler, draws, distinct)
+    except TypeError:  # a list of batches, or another type that cannot be replaced
+        sampler = _Around(sampler)
+        _watch(sampler, draws, distinct)
+        object.__setattr__(loader, "batch_sampler", sampler)
+
+
+def _watch(sampler: Any, draws: Draws, distinct: Distinct | None) -> None:
     kind: Any = type(sampler)
     plain = unwatched(sampler)
 
-    def watched(self: Any) -> Iterator[list[int]]:
-        batch.begin_drawing()
-        for drawn in kind.__iter__(self):
-            batch.draw()
-            yield drawn
+    def watched(self: Any) -> _Watched:
+        return _Watched(kind.__iter__(self), draws, distinct)
 
     def reduce(self: Any, protocol: Any) -> Any:
         return _rebuild, (plain, self.__dict__)  # a copy reports to nobody
 
     methods = {"__iter__": watched, "__reduce_ex__": reduce, "unwatched": plain}
-    try:
-        sampler.__class__ = type(plain.__name__, (kind,), methods)
-    except TypeError:  # a type that cannot be replaced: no borders are seen
-        return
-    batch.lockstep = poisson and loader.num_workers == 0
+    sampler.__class__ = type(plain.__name__, (kind,), methods)
+
+
+class _Watched:
+    """Iterator over a sampler that tells of each draw, and of being asked when there is none left."""
+
+    def __init__(self, rows: Iterator[Any], draws: Draws, distinct: Distinct | None) -> None:
+        self._rows, self._draws = rows, draws
+        self._distinct = None if distinct is None else distinct.one_pass()
+        self._iteration = Iteration()
+
+    def __iter__(self) -> _Watched:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            drawn = next(self._rows)
+        except StopIteration:
+            self._draws.exhausted(self._iteration)
+            raise
+        if self._distinct is not None:
+            self._distinct.check(drawn)
+        self._draws.drawn(self._iteration, len(drawn))
+        return drawn
+
+
+class _Around(Sampler):
+    """Batches of a sampler that is no torch Sampler."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
 
 
 def unwatched(sampler: Any) -> type:

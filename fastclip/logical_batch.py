@@ -6,19 +6,10 @@ steps, BatchMemoryManager), whose sums stay until the real step; no gradient is 
 
 from __future__ import annotations
 
+from fastclip.draws import Draws
 from fastclip.errors import StepError
+from fastclip.iteration import PhysicalBatch
 
-_ABANDONED = (
-    "sums of an unfinished logical batch are held (its loop was left, or one of its physical batches "
-    "was skipped) and the data loader has moved on: a sample of both batches would contribute twice "
-    "to one release. Call optimizer.discard_logical_batch() where a loop is left or a batch skipped"
-)
-_AHEAD = (
-    "a physical batch was drawn before the one before it was stepped, so it is not known which of them "
-    "ends the logical batch: leave the loop. Where a batch is skipped, call "
-    "optimizer.discard_logical_batch() before the next one is drawn; where another library draws ahead, "
-    "prepare the loader with Accelerate before BatchMemoryManager"
-)
 _RETIRED = (
     "the model of this optimizer is not private any more (it was made private again, or cleaned up), "
     "so its gradients are not clipped for this optimizer; use the optimizer that the last "
@@ -48,45 +39,34 @@ class LogicalBatch:
         self.retired = False
         """The model has been handed back, or to another engine: nothing may be released here."""
         self.flags: list[bool] = []
-        """Of the physical batches drawn but not yet stepped: True only accumulates."""
-        self.lockstep = False
-        """Batches are used as they are drawn (no worker process draws ahead)."""
-        self._iterations = 0
-        self._drawn = 0
-        self._ahead = False
-        """A physical batch was drawn while another waited for its step."""
-        self._source: tuple[int, int] | None = None
-        """Where in the data loader's draws the logical batch began."""
-
-    # The data loader's side
-
-    def begin_drawing(self) -> None:
-        """An iteration over the data begins: flags of one that was left are worth nothing."""
-        self._iterations += 1
-        self.flags.clear()
-        self._ahead = False
-
-    def draw(self) -> None:
-        """The data loader has drawn a logical batch."""
-        self._drawn += 1
+        """Of steps to come, as the training loop signals them: True only accumulates."""
+        self.draws: Draws | None = None
+        """Of the data loader; None where there is none."""
+        self._found: PhysicalBatch | None = None
 
     def signal(self, skip: bool) -> None:
-        """The step of the physical batch that comes next only accumulates, or does not."""
-        if self.lockstep and self._iterations and self.flags:
-            self.flags.clear()  # of a batch that was drawn and never stepped
-            self._ahead = True
-        self.flags.append(skip)
+        """The step of the physical batch that comes next only accumulates, or does not.
 
-    def _position(self) -> tuple[int, int]:
-        return self._iterations, self._drawn if self.lockstep else 0
+        BatchMemoryManager's sampler says so while a loader draws that batch, which keeps it.
+        """
+        if self.draws is None or not self.draws.announce(skip):
+            self.flags.append(skip)
+
+    def next_skip(self, *, pop: bool = True) -> bool:
+        """Whether the next step only accumulates."""
+        announced = None if self.draws is None else self.draws.announced
+        if announced is not None:
+            return announced
+        if not self.flags:
+            return False
+        return self.flags.pop(0) if pop else self.flags[0]
 
     def abandon(self) -> None:
         """Forget the logical batch that is being gathered: nothing of it is released."""
         self.pending, self.held, self.released, self.broken = 0, False, False, False
-        if self.lockstep and not self._ahead:
-            self.flags.clear()  # of the batch in hand
-        elif self.flags:  # of which batch they are cannot be told any more: the loop must be left
-            self._ahead = True
+        self.flags.clear()
+        if self.draws is not None:
+            self.draws.give_up(forget=True)
 
     # The engine's side
 
@@ -99,12 +79,6 @@ class LogicalBatch:
         """A backward pass is about to contribute."""
         if self.broken:
             raise StepError(_BROKEN)
-        if self._ahead:
-            raise StepError(_AHEAD)
-        if self.fresh:
-            self._source = self._position()
-        elif self.held and self._source != self._position():
-            raise StepError(_ABANDONED)
         if self.pending and not self.accumulation_allowed:
             raise StepError(
                 "Poisson sampling is not compatible with grad accumulation: this is the second "
@@ -112,6 +86,33 @@ class LogicalBatch:
                 "Call optimizer.step() after every forward/backward pass, use BatchMemoryManager "
                 "for large batches, or wrap passes that must not train in engine.paused()"
             )
+
+    def find(self, rows: int) -> bool:
+        """The pass holds `rows` rows, of the batch in hand; False if it is empty and they made up.
+
+        Raises:
+            StepError, BatchSizeError: the data loader did not draw them.
+        """
+        self._found = None if self.draws is None else self.draws.find(rows)
+        return self._found is None or self._found.draw.size > 0
+
+    def end_pass(self, rows: int, calls: int) -> None:
+        """The pass has contributed, through `calls` calls of the model."""
+        if self.draws is not None and self._found is not None:
+            self.draws.use(self._found, rows, calls)
+        self._found = None
+        self.pending += 1
+
+    def contribute(self, passes: list[int]) -> bool:
+        """Passes over so many rows each have been made since the last step; False: made up."""
+        real = self.draws is None or self.draws.contribute(passes)
+        self.pending += max(1, len(passes))
+        return real
+
+    @property
+    def joined(self) -> int:
+        """Batches that the logical batch consists of: draws, or backward passes where more."""
+        return max(self.pending, 0 if self.draws is None else self.draws.joined)
 
     def step(self, *, skip: bool) -> None:
         """step() was called; `skip` if it only accumulates."""
@@ -129,7 +130,11 @@ class LogicalBatch:
                 "Per sample gradient is not initialized: step() came without a backward pass of "
                 "the private model; call loss.backward() first, also for an empty batch"
             )
-        self.accumulated, self.pending = self.pending, 0
+        if self.draws is not None and not skip:
+            self.draws.check_release()
+        self.accumulated, self.pending = self.joined, 0
+        if self.draws is not None and not skip:
+            self.draws.release()
         self.held, self.released = skip, not skip
 
     def zero_grad(self) -> bool:
@@ -147,5 +152,7 @@ class LogicalBatch:
             )
         if self.held:
             return False
+        if self.draws is not None and not self.released:
+            self.draws.give_up(forget=False)
         self.pending, self.released, self.broken = 0, False, False
         return True

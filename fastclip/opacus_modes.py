@@ -9,29 +9,30 @@ from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from opacus.optimizers import DPOptimizer
 from torch import nn
 
-from fastclip.accounted_engine import AccountedEngine
-from fastclip.loader import watch_draws
+from fastclip.drawing_engine import DrawingEngine
 from fastclip.materialised import optimizer_class
 from fastclip.ownership import check_free
 
 
-class OpacusModes(AccountedEngine):
+class OpacusModes(DrawingEngine):
     """The part of the engine that serves "hooks", "functorch", "ew", "ghost_fsdp", ..."""
 
     _new: AbstractGradSampleHooks | None = None
     """What the make_private under way has wrapped."""
 
     def _make_private_by_opacus(
-        self, *, module: nn.Module, wrap_model: bool, poisson_sampling: bool, **kwargs: Any
-    ) -> tuple:
+        self, *, module: nn.Module, wrap_model: bool, poisson_sampling: bool,
+        rand_on_empty: bool, **kwargs: Any,
+    ) -> tuple:  # fmt: skip
         """One of Opacus' own modes; on an error the model is left as it was."""
         if isinstance(module, nn.Module):
             trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
             check_free(module, trained, again=module if wrap_model else None)
         try:
             made = super().make_private(
-                module=module, wrap_model=wrap_model, poisson_sampling=poisson_sampling, **kwargs
-            )
+                module=module, wrap_model=wrap_model, poisson_sampling=poisson_sampling,
+                rand_on_empty=rand_on_empty, **kwargs,
+            )  # fmt: skip
         except Exception:
             if self._new is not None:
                 self._new.cleanup()
@@ -41,7 +42,9 @@ class OpacusModes(AccountedEngine):
         wrapper, optimizer, loader = made[0], made[1], made[-1]
         optimizer.bind(wrapper)
         optimizer.account_with(self._accounting_hook(1 / len(loader)))
-        watch_draws(loader, optimizer.batch, poisson_sampling)
+        optimizer.batch.draws = self._watched(
+            loader, poisson_sampling, rand_on_empty, required=False
+        )
         return made
 
     def _prepare_model(self, module: nn.Module, **kwargs: Any) -> Any:

@@ -59,6 +59,10 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
         """As in Opacus: the next step() only accumulates (BatchMemoryManager calls this)."""
         self.batch.signal(do_skip)
 
+    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
+        """Whether the next step only accumulates."""
+        return self.batch.next_skip(pop=pop_next)
+
     @property
     def _step_skip_queue(self) -> list[bool]:
         return self.batch.flags
@@ -109,9 +113,10 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
             self._check_known(released)
         if released:
             self._check_ready()
-            skip = self._check_skip_next_step()
             self.batch.begin_pass()
-            self.batch.pending = self.accumulated_iterations
+            if not self.batch.contribute(self._rows()):
+                self._drop_samples()
+            skip = self._check_skip_next_step()
             self.batch.step(skip=skip)
             self._is_last_step_skipped = skip
             if self._clipped_at is None:
@@ -147,6 +152,21 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
         for p in self.params:
             if getattr(p, "grad_sample", None) is None:
                 self._get_flat_grad_sample(p)
+
+    def _rows(self) -> list[int]:
+        """Rows of each backward pass since the last step."""
+        held = self.params[0].grad_sample
+        return [len(part) for part in (held if isinstance(held, list) else [held])]
+
+    def _drop_samples(self) -> None:
+        """The draw was empty, and what there is was made up."""
+        for p in self.params:
+            p.grad_sample = self._get_flat_grad_sample(p)[:0]
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """Batches that this step consumes, those of skipped steps among them."""
+        return max(super().accumulated_iterations, self.batch.accumulated)
 
     def _move_threshold(self) -> None:
         """What a strategy does after a real step."""

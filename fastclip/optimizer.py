@@ -171,8 +171,9 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
 
     @property
     def accumulated_iterations(self) -> int:
-        """Backward passes that the current (or last) step consumes: scales the sampling rate."""
-        return self.keeper.batch.pending or self.keeper.batch.accumulated
+        """Batches that the current (or last) step consumes: scales the sampling rate."""
+        batch = self.keeper.batch
+        return batch.joined if batch.pending else batch.accumulated
 
     def clip_and_accumulate(self) -> None:
         """Nothing to do: the backward pass has clipped and summed."""
@@ -289,6 +290,10 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         if do_skip and policy.same_step:
             raise StepError(split_refused(type(policy).__name__))
         self.keeper.batch.signal(do_skip)
+
+    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
+        """Whether the next step only accumulates."""
+        return self.keeper.batch.next_skip(pop=pop_next)
 
     @property
     def _step_skip_queue(self) -> list[bool]:

@@ -20,7 +20,13 @@ from opacus.utils.uniform_sampler import (
 )
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing dynamo
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 
 from fastclip.errors import ArgumentError
 from fastclip.keystream import KeyStream
@@ -120,16 +126,29 @@ def draw_securely(loader: DataLoader) -> None:
     Raises:
         ArgumentError: for a sampler that draws in a way of its own.
     """
+    sampler, secure = check_secure(loader)
+    if secure is not None:
+        sampler.__class__ = secure
+
+
+def check_secure(loader: DataLoader) -> tuple[Any, type | None]:
+    """The sampler of `loader` that draws, and the type to draw securely with; None if it does.
+
+    Raises:
+        ArgumentError: for a sampler that draws in a way of its own, or not at all.
+    """
     outer: Any = loader.batch_sampler
     sampler = outer.sampler if unwatched(outer) is BatchSampler else outer
     kind = unwatched(sampler)
     if kind in _SECURE.values():
-        return
+        return sampler, None
     secure = _SECURE.get(kind)
     if secure is None or getattr(sampler, "replacement", False):
+        fixed = " (shuffle=False), whose order anyone can foresee"
         raise ArgumentError(
             "secure_mode=True draws rows by Poisson sampling, or in a random order without "
             f"replacement, got a data loader with {kind.__name__}"
-            f"{' with replacement' if secure else ''}; pass poisson_sampling=True"
+            f"{' with replacement' if secure else ''}{fixed if kind is SequentialSampler else ''}; "
+            "pass poisson_sampling=True, or a data loader with shuffle=True"
         )
-    sampler.__class__ = secure
+    return sampler, secure

@@ -22,7 +22,6 @@ from fastclip.errors import FastclipError, GraphError, UnsupportedLayerError
 from fastclip.inputs import batch_sizes_of, tensors_of
 from fastclip.interception import ATTRIBUTE, Handle
 from fastclip.layers import KeptRecord
-from fastclip.loader import unmark
 from fastclip.private_layer import Call, PrivateLayer, wanted_parameters
 
 
@@ -47,7 +46,6 @@ class RootScope:
         keeper = handle.keeper
         if keeper.calls.probe:
             return RootCall(args, kwargs)
-        (args, kwargs), made_up = unmark((args, kwargs))
         outermost = not keeper.depth and torch.is_grad_enabled()
         if outermost and torch._C._current_graph_task_id() != -1:
             if not keeper.running:
@@ -65,7 +63,7 @@ class RootScope:
                 keeper.calls.learn(layout, called)
             keeper.guard.arm(keeper.names)
         batch = layout.batch_size(args, kwargs)
-        inside = keeper.root_forward(batch, made_up, layout)
+        inside = keeper.root_forward(batch, layout)
         return RootCall(args, kwargs, keeper, inside, called if outermost else None)
 
 

@@ -61,6 +61,10 @@ class ShardedOptimizer(OpacusStep, FSDPOptimizerFastGradientClipping):
             )
         self._norms = norms
 
+    def _rows(self) -> list[int]:
+        """Of the pass whose norms the model keeps."""
+        return [] if self._norms is None else [len(self._norms)]
+
     def clip_and_accumulate(self) -> None:
         """Add the clipped gradients of this physical batch to the sums."""
         for p in self.params:

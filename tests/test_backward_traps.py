@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
 
 from fastclip.errors import ParameterLeakError
 from tests.networks import mlp, rows
@@ -40,8 +41,10 @@ class Case:
         self.C = norms(grads).median().item()
         self.norms, self.expected = norms(grads), clipped_sum(grads, self.C)
         self.params = dict(self.model.named_parameters())
-        made = make_private(self.model, max_grad_norm=self.C, **kwargs)
+        everything = {"dataset": TensorDataset(self.x), "batch_size": len(self.x)}
+        made = make_private(self.model, max_grad_norm=self.C, **(everything | kwargs))
         self.engine, self.private, self.optimizer, self.loader = made
+        next(iter(self.loader))  # at q = 1 Poisson sampling draws all of x
 
     def nothing_written(self) -> bool:
         """No sum and no gradient on any parameter."""

@@ -125,7 +125,7 @@ def test_an_empty_first_batch_with_positions() -> None:
 def test_a_failure_between_the_sums(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half-written sums cannot be added to: the sample would count twice."""
     model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3)).double()
-    _, private, optimizer, _ = make_private(model, poisson_sampling=True)
+    _, private, optimizer, _ = make_private(model)
     x = 10 * torch.randn(1, D).double()
     if held:
         optimizer.signal_skip_step(True)

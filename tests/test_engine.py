@@ -32,10 +32,8 @@ def data() -> TensorDataset:
     return TensorDataset(torch.randn(ROWS, WIDTH), torch.randint(CLASSES, (ROWS,)))
 
 
-def train(
-    engine: PrivacyEngine, epochs: int = 2, physical: int | None = None, **kwargs: Any
-) -> Any:
-    """A short private run with every generator seeded; returns (model, optimizer, engine)."""
+def prepared(engine: PrivacyEngine, **kwargs: Any) -> Any:
+    """(model, optimizer, loader) with every generator seeded."""
     model = network()
     kwargs.setdefault("noise_multiplier", 0.8)
     model, optimizer, *_, loader = engine.make_private(
@@ -46,6 +44,14 @@ def train(
         noise_generator=torch.Generator().manual_seed(4),
         **kwargs,
     )
+    return model, optimizer, loader
+
+
+def train(
+    engine: PrivacyEngine, epochs: int = 2, physical: int | None = None, **kwargs: Any
+) -> Any:
+    """A short private run; returns (model, optimizer, engine)."""
+    model, optimizer, loader = prepared(engine, **kwargs)
     criterion = nn.CrossEntropyLoss(reduction=kwargs.get("loss_reduction", "mean"))
     with BatchMemoryManager(
         data_loader=loader, max_physical_batch_size=physical or ROWS, optimizer=optimizer
@@ -188,29 +194,35 @@ def test_to_standard_module() -> None:
 def test_checkpoint() -> None:
     """Saved and loaded, a run goes on bit for bit once its generators are restored.
 
-    What the engine that loads it has recorded is kept: its own 4 steps, the file's 8, one more.
+    What the engine that loads it has recorded is kept: its own 4 steps, the file's 8, 4 more.
     """
 
-    def one_more(model: Any, optimizer: Any) -> torch.Tensor:
-        optimizer.generator.manual_seed(9)
-        optimizer.zero_grad()
-        row_loss(model(data().tensors[0])).mean().backward()
-        optimizer.step()
+    def epoch(model: Any, optimizer: Any, loader: Any, seed: int) -> torch.Tensor:
+        optimizer.generator.manual_seed(seed)
+        for x, _ in loader:
+            optimizer.zero_grad()
+            row_loss(model(x)).mean().backward()
+            optimizer.step()
         return flat(model)
 
-    model, optimizer, engine = train(FastPrivacyEngine(), poisson_sampling=False)
+    engine = FastPrivacyEngine()
+    model, optimizer, loader = prepared(engine, poisson_sampling=False)
+    epoch(model, optimizer, loader, 8)
+    epoch(model, optimizer, loader, 8)
     file = io.BytesIO()
     engine.save_checkpoint(path=file, module=model, optimizer=optimizer)
-    straight = one_more(model, optimizer)
+    straight = epoch(model, optimizer, loader, 9)
     file.seek(0)
     stored = torch.load(file, weights_only=False)["optimizer_state_dict"]
     assert set(stored) == {"state", "param_groups"}  # no generator, no noise multiplier
     file.seek(0)
-    other, other_optimizer, resumed = train(FastPrivacyEngine(), epochs=1, poisson_sampling=False)
+    resumed = FastPrivacyEngine()
+    other, other_optimizer, loader = prepared(resumed, poisson_sampling=False)
+    epoch(other, other_optimizer, loader, 7)
     resumed.load_checkpoint(path=file, module=other, optimizer=other_optimizer)
-    assert torch.equal(one_more(other, other_optimizer), straight)
-    assert engine.accountant.history == [(0.8, 0.25, 9)]
-    assert resumed.accountant.history == [(0.8, 0.25, 13)]
+    assert torch.equal(epoch(other, other_optimizer, loader, 9), straight)
+    assert engine.accountant.history == [(0.8, 0.25, 12)]
+    assert resumed.accountant.history == [(0.8, 0.25, 16)]
 
 
 def test_schedulers() -> None:
@@ -236,7 +248,7 @@ def test_ghost_mode_returns_the_criterion() -> None:
     private, optimizer, returned, _ = FastPrivacyEngine().make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), criterion=criterion,
         data_loader=DataLoader(data(), batch_size=6), noise_multiplier=1.0, max_grad_norm=1.0,
-        grad_sample_mode="ghost",
+        grad_sample_mode="ghost", poisson_sampling=False,
     )  # fmt: skip
     assert returned is criterion
     returned(private(torch.randn(4, WIDTH)), torch.randn(4, CLASSES)).backward()
@@ -273,6 +285,7 @@ def test_the_planner_is_the_users(factor: float) -> None:
     private, optimizer, _ = engine.make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         data_loader=DataLoader(data(), batch_size=6), noise_multiplier=0.0, max_grad_norm=1.0,
+        poisson_sampling=False,
     )  # fmt: skip
     row_loss(private(x)).mean().backward()
     assert (engine.plan().rows[0].method == "keep") is (factor > 0)

@@ -94,7 +94,10 @@ def test_step_without_backward() -> None:
 
 def test_accumulation_under_poisson_sampling() -> None:
     """A second pass may hold the same samples: each would contribute up to 2C."""
-    engine, private, _, _ = make_private(mlp(), poisson_sampling=True)
+    engine, private, _, loader = make_private(
+        mlp(), poisson_sampling=True, dataset=TensorDataset(rows(4))
+    )
+    next(iter(loader))  # all of them, at q = 1
     backward(private, rows(4))
     with refused("BatchMemoryManager|optimizer.step"):
         backward(private, rows(4))

@@ -192,7 +192,7 @@ def test_made_up_rows_are_not_counted() -> None:
         engine.set_groups(ids)
         row_loss(private(x)).mean().backward()
         optimizer.step()
-        sizes.append((type(x) is torch.Tensor) * len(x))
+        sizes.append(0 if bool(((x == 0) | (x == 1)).all()) else len(x))
         assert optimizer.noisy_counts.sum().item() == sizes[-1]
     assert 0 in sizes
 

@@ -231,7 +231,7 @@ class PrivateTrainer(RowLossTrainer):
             optimizer.signal_skip_step(more)
             loss = super().training_step(model, batch)  # no num_items_in_batch: it couples rows
             if rows:
-                total += loss.as_subclass(Tensor) * rows
+                total += loss * rows
             if more:
                 optimizer.step()
                 optimizer.zero_grad()

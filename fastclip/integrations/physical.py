@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from fastclip.errors import ArgumentError
-from fastclip.loader import MadeUpRow
 
 _OF_ROWS = (
     "labels", "label", "label_ids", "input_ids", "attention_mask", "token_type_ids", "inputs_embeds",
@@ -36,8 +35,9 @@ class SplitCollate:
     """Collates a logical batch into physical ones of at most `rows` rows each.
 
     They are cut as Opacus' BatchMemoryManager cuts them: as equal as can be. An empty logical batch
-    (Poisson sampling draws one at times) becomes one physical batch of a row that is marked as made
-    up: it contributes exactly nothing, and the model need not bear an input without rows.
+    (Poisson sampling draws one at times) becomes one physical batch of a made-up row: the engine
+    knows that the draw was empty, so it contributes exactly nothing, and the model need not bear an
+    input without rows.
 
     Args:
         collate: the user's data collator. dataset: gives the made-up row its shape.
@@ -68,15 +68,7 @@ class SplitCollate:
         return batch
 
     def _made_up(self) -> Any:
-        batch = self._collated([self.dataset[0]])
-        batch = (
-            dict(batch) if isinstance(batch, Mapping) else batch
-        )  # tree_map opens no BatchEncoding
-
-        def mark(leaf: Any) -> Any:
-            return leaf.as_subclass(MadeUpRow) if isinstance(leaf, Tensor) else leaf
-
-        return tree_map(mark, batch)
+        return self._collated([self.dataset[0]])
 
 
 def _row_counts(batch: Any) -> list[int]:

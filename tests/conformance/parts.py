@@ -5,15 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from opacus.data_loader import CollateFnWithEmpty, DPDataLoader
+from opacus.data_loader import DPDataLoader
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fastclip.bookkeeping import BookKeeper
 from fastclip.clipping import dp_sgd
-from fastclip.loader import mark_made_up_rows, watch_draws
-from fastclip.logical_batch import LogicalBatch
+from fastclip.draws import Draws
+from fastclip.loader import watch_draws
 from fastclip.module import FastGradSampleHooks, FastGradSampleModule
 from fastclip.optimizer import FastDPOptimizer
 from fastclip.sampling import draw_securely
@@ -25,32 +25,13 @@ class Loader(DPDataLoader):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        if options.get("rand_on_empty"):
-            mark_made_up_rows(self)
-        watch_draws(self, LogicalBatch(), poisson=True)
-
-
-class Collate(CollateFnWithEmpty):
-    """Opacus' collate function as make_private leaves it: a row that it makes up is marked."""
-
-    def __call__(self, batch: list[Any]) -> Any:
-        loader: Any = SimpleNamespace(collate_fn=super().__call__)
-        if self.rand_on_empty:
-            mark_made_up_rows(loader)
-        return loader.collate_fn(batch)
-
-
-def wrap_collate(*, collate_fn: Any, **options: Any) -> Collate:
-    """Opacus' wrap_collate_with_empty for `Collate`."""
-    return Collate(collate_fn, **options)
+        watch_draws(self, Draws(independent=True, required=True))
 
 
 def watched_sampler(**options: Any) -> Any:
     """Opacus' Poisson sampler as make_private leaves it."""
-    loader: Any = SimpleNamespace(
-        batch_sampler=UniformWithReplacementSampler(**options), num_workers=0
-    )
-    watch_draws(loader, LogicalBatch(), poisson=True)
+    loader: Any = SimpleNamespace(batch_sampler=UniformWithReplacementSampler(**options))
+    watch_draws(loader, Draws(independent=True, required=True))
     return loader.batch_sampler
 
 

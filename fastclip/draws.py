@@ -1,0 +1,308 @@
+"""Which of the data loader's draws a backward pass trains on, and how many rows it holds.
+
+Epsilon is stated for the rows that the loader draws: each contributes once to the one release of its
+draw. So the loader's sampler tells of every draw as it is made (fastclip.loader), and the rows that a
+backward pass credits are held against it. Loader workers draw ahead, so a batch is told by its place:
+the DataLoader's iterator knows the place of the batch that it draws and how many it has handed out.
+
+A batch that was handed out and not used was skipped by the loop, or waits in a prefetcher
+(Accelerate's, a list); the numbers of rows, and the order of draws and uses, tell which.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from fastclip.errors import BatchSizeError, StepError
+from fastclip.iteration import Draw, Iteration, PhysicalBatch, place_of, reading
+
+_ANOTHER = (
+    "sums of an unfinished logical batch are held (its loop was left, or one of its physical batches "
+    "was skipped), and this batch is another draw of the data loader: a sample of both would contribute "
+    "twice to one release. Call optimizer.discard_logical_batch() where a loop is left or a batch "
+    "skipped, and let every draw be a step of its own (BatchMemoryManager splits large ones)"
+)
+_BORDER = (
+    "batches of two passes over the data loader are accumulated for one step: a sample of both would "
+    "contribute twice to one release. Call optimizer.step() at the end of each pass, or leave the last "
+    "batches out with optimizer.discard_logical_batch()"
+)
+_AHEAD = (
+    "a physical batch was drawn before the one before it was stepped, so it is not known which of them "
+    "ends the logical batch: leave the loop. Where a batch is skipped, call "
+    "optimizer.discard_logical_batch() before the next one is drawn; where another library draws ahead, "
+    "prepare the loader with Accelerate before BatchMemoryManager"
+)
+_UNDRAWN = (
+    "a backward pass came without a batch of the data loader that make_private returned: its batches "
+    "have all been used, or this one comes from another loader, whose draws epsilon does not speak of. "
+    "Iterate over the returned loader and use each of its batches once; wrap passes that must not "
+    "train in engine.paused()"
+)
+_UNCLEAR = (
+    "several batches have been drawn ahead, one of them is empty (rand_on_empty=True made a row up for "
+    "it), and it cannot be told whether that row is the one of this backward pass; draw the next batch "
+    "after the step, or set rand_on_empty=False"
+)
+
+
+class Draws:
+    """The draws of one data loader that one private model is trained on.
+
+    Args:
+        independent: draws are independent samples (Poisson), so that no two may be joined.
+        required: a backward pass without a draw is refused; else only once the loader was iterated.
+        makes_up: an empty draw is handed out as one made-up row.
+    """
+
+    def __init__(self, *, independent: bool, required: bool, makes_up: bool = False) -> None:
+        self.independent, self.required, self.makes_up = independent, required, makes_up
+        self._watching = required
+        self._waiting: list[PhysicalBatch] = []
+        """Drawn and not used, in order."""
+        self._used: list[PhysicalBatch] = []
+        """What the logical batch that is being gathered consists of."""
+        self._newest: PhysicalBatch | None = None
+        self._lags: bool | None = None
+        """Batches are handed out before the ones before them are used; None: not known yet."""
+        self._last_out: PhysicalBatch | None = None
+        self._locked = False
+        """Which physical batch is in hand cannot be told any more in this iteration."""
+
+    def __reduce__(self) -> Any:
+        """A copy hears of no draws: loaders tell the original."""
+        return _copied, (self.independent, self.required, self.makes_up)
+
+    # The data loader's side
+
+    def drawn(self, iteration: Iteration, size: int) -> None:
+        """The batch sampler has drawn `size` rows."""
+        if not iteration.drawn:
+            self._begin(iteration)
+        who = reading()
+        if who is not None:
+            iteration.reader, iteration.kept = weakref.ref(who), who
+        place = iteration.drawn if who is None else place_of(who)
+        iteration.drawn += 1
+        iteration.look()
+        # A draw that a sampler around this one passed over, or whose rows could not be read.
+        passed = [
+            b for b in self._waiting if b.draw.iteration is iteration and b.place == place
+        ]  # fmt: skip
+        self._waiting = [b for b in self._waiting if b not in passed]
+        self._add(PhysicalBatch(Draw(size, iteration), place))
+
+    def exhausted(self, iteration: Iteration) -> None:
+        """The batch sampler was asked for a draw and had none."""
+        iteration.over = True
+        iteration.look()
+
+    def announce(self, skip: bool) -> bool:
+        """A splitting sampler draws a part of the newest draw; False where no loader is drawing."""
+        who, newest = reading(), self._newest
+        if who is None or newest is None:
+            return False
+        iteration = newest.draw.iteration
+        if iteration.reader is None or iteration.reader() is not who:
+            return False
+        iteration.look()
+        if newest.place == place_of(who) and newest.skip is None:
+            newest.skip = skip
+        else:
+            self._add(PhysicalBatch(newest.draw, place_of(who), skip))
+        return True
+
+    def _begin(self, iteration: Iteration) -> None:
+        who = reading()
+        out = self._out()
+        self._waiting = [
+            b for b in self._waiting
+            if b not in out or (self._lags is not False and b.skip is None)
+        ]  # fmt: skip
+        for batch in self._waiting:
+            earlier = batch.draw.iteration
+            if who is not None and earlier.reader is not None and earlier.reader() is who:
+                earlier.reader = earlier.kept = None  # of worker processes that stay for this pass
+        self._watching, self._lags, self._locked = True, None, False
+
+    def _add(self, batch: PhysicalBatch) -> None:
+        self._waiting.append(batch)
+        self._newest = batch
+
+    def _out(self) -> list[PhysicalBatch]:
+        """Handed out and not used, in order; those that never will be are forgotten."""
+        out = [b for b in self._waiting if b.place < b.draw.iteration.look()]
+        for batch in self._waiting:
+            batch.draw.iteration.kept = None
+        self._waiting = [b for b in self._waiting if b in out or _alive(b.draw.iteration)]
+        return out
+
+    # The engine's side
+
+    @property
+    def empty_in_hand(self) -> bool:
+        """The batch in hand may be an empty draw."""
+        return any(not b.draw.size for b in self._out())
+
+    @property
+    def joined(self) -> int:
+        """Draws that the logical batch consists of."""
+        return len({id(b.draw) for b in self._used})
+
+    @property
+    def announced(self) -> bool | None:
+        """Whether the step of the batch used last only accumulates, as its sampler said."""
+        return self._used[-1].skip if self._used else None
+
+    def find(self, rows: int) -> PhysicalBatch | None:
+        """The batch that a backward pass over `rows` rows trains on; None where none is known.
+
+        Raises:
+            StepError: no draw may be it, or it may not be joined with what is held.
+            BatchSizeError: more rows than were drawn.
+        """
+        if not self._watching:
+            return None
+        out = self._out()
+        batch = self._part_of_the_last(out, rows) or self._choose(out, rows)
+        others = [b for b in self._used if b.draw is not batch.draw]
+        if others:
+            if self.independent or batch.skip is not None or others[-1].skip is not None:
+                raise StepError(_ANOTHER)
+            if any(b.draw.iteration is not batch.draw.iteration for b in others):
+                raise StepError(_BORDER)
+        return batch
+
+    def use(self, batch: PhysicalBatch, rows: int, calls: int = 1) -> bool:
+        """`rows` rows of `batch` contribute; False if it is an empty draw, so that none may.
+
+        Args:
+            calls: of the model under the one loss.
+        """
+        out = self._out()
+        if batch in out:
+            self._last_out = out[-1]
+            gone = out[: out.index(batch) + 1]
+            self._waiting = [b for b in self._waiting if b not in gone]
+        if not self._used or self._used[-1] is not batch:
+            self._used.append(batch)
+        batch.draw.credited += rows if batch.draw.size else 0
+        batch.draw.called_twice |= calls > 1
+        return batch.draw.size > 0
+
+    def contribute(self, parts: list[int]) -> bool:
+        """Rows of batches that were gathered before this step, in order; False as in `use`."""
+        real = True
+        if len(parts) > 1:  # they waited for this
+            self._lags = True
+            self._waiting = self._waiting[-len(parts) :] if self._used == [] else self._waiting
+        for rows in parts:
+            batch = self.find(rows)
+            real = real and (batch is None or self.use(batch, rows))
+        return real
+
+    def check_release(self) -> None:
+        """Refuse halves of a batch that were added under one loss as if they were the same samples.
+
+        Raises:
+            BatchSizeError: several calls of the model held fewer rows than were drawn.
+        """
+        for batch in self._used:
+            draw = batch.draw
+            if draw.called_twice and draw.credited < draw.size:
+                raise BatchSizeError(
+                    f"the calls of the model under one loss were given {draw.credited} rows for "
+                    f"{draw.size} that the data loader drew, and rows of several calls are credited as "
+                    "the same samples: pass every call the whole batch, its rows in the same order "
+                    "(BatchMemoryManager splits large batches; leave out rows in the data set, not in "
+                    "collate_fn)"
+                )
+
+    def release(self) -> None:
+        """A real step has used up the logical batch."""
+        self._used.clear()
+
+    def give_up(self, *, forget: bool) -> None:
+        """Nothing of the logical batch that is being gathered is released.
+
+        Args:
+            forget: the batch in hand is given up, too; else its backward pass may be run again.
+        """
+        back = [] if forget else list(dict.fromkeys(self._used))
+        for batch in self._used:
+            batch.draw.credited, batch.draw.called_twice = 0, False
+        self._used.clear()
+        out = self._out()
+        if any(b.skip is not None for b in (*out, *back)):
+            back = [] if out else back[-1:]
+        if not forget:
+            self._waiting = [*back, *self._waiting]
+        elif len(out) > 1 and any(b.skip is not None for b in out) and self._lags is not False:
+            self._locked = True
+        else:
+            self._waiting = [b for b in self._waiting if b not in out or b.skip is None]
+
+    def _part_of_the_last(self, out: list[PhysicalBatch], rows: int) -> PhysicalBatch | None:
+        """The batch used last, if this is another part of it."""
+        last = self._used[-1] if self._used else None
+        if last is None or not last.fits(rows):
+            return None
+        if out and (self._lags is False or any(b.skip is not None for b in out)):
+            return None
+        return last
+
+    def _choose(self, out: list[PhysicalBatch], rows: int) -> PhysicalBatch:
+        if not out:
+            raise self._too_many(self._used[-1], rows) if self._used else StepError(_UNDRAWN)
+        first, last = out[0], out[-1]
+        if len(out) == 1:
+            iteration = first.draw.iteration
+            if not iteration.over or any(
+                b.draw.iteration is iteration for b in self._waiting if b is not first
+            ):
+                self._lags = False
+        elif last is self._last_out:
+            self._lags = True  # nothing was handed out since the last backward pass
+        if self._locked or (
+            len(out) > 1 and self._lags is not False and any(b.skip is not None for b in out)
+        ):
+            raise StepError(_AHEAD)
+        exact = [b for b in out if self._holds(b, rows)]
+        if exact and self._lags is None and bool(exact[0].draw.size) != bool(exact[-1].draw.size):
+            raise StepError(_UNCLEAR)
+        possible = exact or [b for b in out if b.fits(rows)]
+        if last.skip is not None:
+            possible = [last] if last.fits(rows) else []
+        if not possible:
+            raise self._too_many(last if self._lags is False else first, rows)
+        batch = possible[-1] if self._lags is False else possible[0]
+        if exact and len(out) > 1 and last.skip is None:
+            if exact == [last]:
+                self._lags = False
+            elif last not in exact:
+                self._lags = True
+        return batch
+
+    def _holds(self, batch: PhysicalBatch, rows: int) -> bool:
+        if batch.draw.size:
+            return rows == batch.room
+        return rows == 0 or (self.makes_up and rows == 1)
+
+    @staticmethod
+    def _too_many(batch: PhysicalBatch, rows: int) -> BatchSizeError:
+        return BatchSizeError(
+            f"expected at most {batch.room} samples in this backward pass, for the data loader drew "
+            f"{batch.draw.size} rows ({batch.draw.credited} of them have contributed to this step), got "
+            f"{rows}: a row of the data set must stay one row of the batch, for each is clipped as one. "
+            "Use each batch once, and let neither the data set nor collate_fn make several rows of one "
+            "(average the losses of its views inside the model's row instead)"
+        )
+
+
+def _alive(iteration: Iteration) -> bool:
+    return iteration.reader is not None and iteration.reader() is not None
+
+
+def _copied(independent: bool, required: bool, makes_up: bool) -> Draws:
+    return Draws(independent=independent, required=required, makes_up=makes_up)
