@@ -46,6 +46,9 @@ _UNCLEAR = (
     "after the step, or set rand_on_empty=False"
 )
 
+_MOST = 2**16
+"""Batches that may wait."""
+
 
 class Draws:
     """The draws of one data loader that one private model is trained on.
@@ -64,6 +67,7 @@ class Draws:
         self._used: list[PhysicalBatch] = []
         """What the logical batch that is being gathered consists of."""
         self._newest: PhysicalBatch | None = None
+        self._largest = 0
         self._lags: bool | None = None
         """Batches are handed out before the ones before them are used; None: not known yet."""
         self._last_out: PhysicalBatch | None = None
@@ -86,11 +90,10 @@ class Draws:
         place = iteration.drawn if who is None else place_of(who)
         iteration.drawn += 1
         iteration.look()
-        # A draw that a sampler around this one passed over, or whose rows could not be read.
-        passed = [
-            b for b in self._waiting if b.draw.iteration is iteration and b.place == place
-        ]  # fmt: skip
-        self._waiting = [b for b in self._waiting if b not in passed]
+        last = self._waiting[-1] if self._waiting else None
+        if last is not None and last.draw.iteration is iteration and last.place == place:
+            self._waiting.pop()  # a sampler around this one passed it over, or reading it failed
+        self._largest = max(self._largest, size)
         self._add(PhysicalBatch(Draw(size, iteration), place))
 
     def exhausted(self, iteration: Iteration) -> None:
@@ -114,12 +117,14 @@ class Draws:
         return True
 
     def _begin(self, iteration: Iteration) -> None:
-        who = reading()
-        out = self._out()
+        who, out = reading(), {id(b) for b in self._out()}
+        before = None if self._newest is None else self._newest.draw.iteration
         self._waiting = [
-            b for b in self._waiting
-            if b not in out or (self._lags is not False and b.skip is None)
-        ]  # fmt: skip
+            b
+            for b in self._waiting
+            if id(b) not in out
+            or (self._lags is not False and b.skip is None and b.draw.iteration is before)
+        ]
         for batch in self._waiting:
             earlier = batch.draw.iteration
             if who is not None and earlier.reader is not None and earlier.reader() is who:
@@ -128,14 +133,22 @@ class Draws:
 
     def _add(self, batch: PhysicalBatch) -> None:
         self._waiting.append(batch)
+        if len(self._waiting) > _MOST:  # a loop that trains elsewhere, such as a captured graph
+            del self._waiting[: _MOST // 2]
         self._newest = batch
 
     def _out(self) -> list[PhysicalBatch]:
         """Handed out and not used, in order; those that never will be are forgotten."""
-        out = [b for b in self._waiting if b.place < b.draw.iteration.look()]
+        out, waiting = [], []
         for batch in self._waiting:
-            batch.draw.iteration.kept = None
-        self._waiting = [b for b in self._waiting if b in out or _alive(b.draw.iteration)]
+            iteration = batch.draw.iteration
+            handed = batch.place < iteration.look()
+            if handed:
+                out.append(batch)
+            if handed or _alive(iteration):
+                waiting.append(batch)
+            iteration.kept = None
+        self._waiting = waiting
         return out
 
     # The engine's side
@@ -254,7 +267,7 @@ class Draws:
 
     def _choose(self, out: list[PhysicalBatch], rows: int) -> PhysicalBatch:
         if not out:
-            raise self._too_many(self._used[-1], rows) if self._used else StepError(_UNDRAWN)
+            return self._again(rows)
         first, last = out[0], out[-1]
         if len(out) == 1:
             iteration = first.draw.iteration
@@ -282,6 +295,17 @@ class Draws:
                 self._lags = False
             elif last not in exact:
                 self._lags = True
+        return batch
+
+    def _again(self, rows: int) -> PhysicalBatch:
+        """A batch of an earlier pass, which without Poisson sampling the next one may repeat."""
+        if self._used:
+            raise self._too_many(self._used[-1], rows)
+        if self.independent:
+            raise StepError(_UNDRAWN)
+        batch = PhysicalBatch(Draw(self._largest, Iteration()), 0)
+        if not batch.fits(rows):
+            raise self._too_many(batch, rows)
         return batch
 
     def _holds(self, batch: PhysicalBatch, rows: int) -> bool:

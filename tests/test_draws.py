@@ -174,16 +174,42 @@ def test_another_loader_than_the_one_that_was_returned(iterated: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", ["fast", "hooks"])
-@pytest.mark.parametrize("poisson", [True, False])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_batch_that_is_used_again(workers: int, poisson: bool, mode: str) -> None:
+def test_a_batch_that_is_used_again(workers: int, mode: str) -> None:
     """Two releases of one draw are not two independent draws."""
-    run = start(poisson=poisson, num_workers=workers, mode=mode)
+    run = start(num_workers=workers, mode=mode)
     x = next(iter(run.loader))
     run.one_pass(x)
     with refused("use each of its batches once", StepError):
         run.one_pass(x)
     assert run.steps == 1
+
+
+@pytest.mark.parametrize("mode", ["fast", "hooks"])
+def test_batches_that_are_kept(mode: str) -> None:
+    """Without Poisson sampling a list of the batches is an order like another; no batch is two."""
+    run = start(poisson=False, mode=mode)
+    batches = list(run.loader)
+    for _ in range(3):
+        for x in batches:
+            run.one_pass(x)
+    assert run.engine.accountant.history == [(0.0, pytest.approx(1 / 3), 9)]
+    with refused("a row of the data set must stay one row", BatchSizeError):
+        run.one_pass(torch.cat(batches))
+    run.optimizer.zero_grad()
+    with refused("two passes|at most 0 samples|Use each batch once"):
+        for _ in range(2):
+            run.model(batches[0]).mean().backward()
+        run.optimizer.step()
+    assert run.steps == 9
+
+
+def test_loops_that_only_look_leave_nothing_behind() -> None:
+    run = start(1)
+    for _ in range(20):
+        for _ in run.loader:
+            pass
+    assert len(run.optimizer.keeper.batch.draws._waiting) <= 2 * N
 
 
 def test_a_step_that_was_given_up_may_be_repeated() -> None:
