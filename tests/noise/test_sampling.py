@@ -21,9 +21,9 @@ from torch.utils.data import (
 )
 
 from fastclip import sampling
+from fastclip.draws import Draws
 from fastclip.errors import ArgumentError
 from fastclip.loader import watch_draws
-from fastclip.logical_batch import LogicalBatch
 from fastclip.sampling import SecureDistributedSampler, draw_securely, permutation, poisson_sample
 from tests.noise.laws import ALPHA
 
@@ -172,7 +172,7 @@ def test_samplers_that_are_watched_are_pickled_plain() -> None:
     loader = DataLoader(DATA, 4, shuffle=True)
     draw_securely(loader)
     for _ in range(3):
-        watch_draws(loader, LogicalBatch(), False)
+        watch_draws(loader, Draws(independent=False, required=False))
         draw_securely(loader)
     copied = pickle.loads(pickle.dumps(loader.batch_sampler))
     assert type(copied) is BatchSampler
