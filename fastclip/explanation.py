@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 
 from fastclip.bookkeeping import BookKeeper
 from fastclip.clipping import dp_sgd
@@ -25,6 +25,7 @@ from fastclip.layers.fallback import FallbackRule
 from fastclip.module import FastGradSampleModule
 from fastclip.one_process import check_not_distributed
 from fastclip.report import PlanRow
+from fastclip.samplers import check_order, check_poisson
 from fastclip.validation import check_inner_step, check_module
 
 
@@ -119,12 +120,17 @@ def _size(parameter: nn.Parameter) -> int:
 
 def _refused_around(setup: Setup) -> Iterator[str]:
     """What make_private would refuse for other reasons than the model's layers."""
-    checks: list[Callable[[], None]] = [lambda: check_not_distributed(setup.module)]
+    checks: list[Callable[[], Any]] = [lambda: check_not_distributed(setup.module)]
     if setup.optimizer is not None:
         checks.append(lambda: check_inner_step(setup.optimizer))
     if setup.criterion is not None:
         checks.append(lambda: check_criterion(setup.criterion, setup.loss_reduction))
         checks.append(lambda: check_coupling(setup.criterion))
+    loader = setup.data_loader
+    if loader is not None and setup.poisson_sampling:
+        checks.append(lambda: check_poisson(loader, distributed=False))
+    elif loader is not None:
+        checks.append(lambda: check_order(loader))
     for check in checks:
         try:
             check()
@@ -212,9 +218,4 @@ def _loader_traps(setup: Setup, loader: DataLoader) -> Iterator[str]:
         yield (
             f"the expected batch size is {int(rows / batches)}, not {loader.batch_size}: {rows} rows in "
             f"{batches} batches"
-        )
-    if type(loader.sampler) not in (RandomSampler, SequentialSampler):
-        yield (
-            f"Poisson sampling takes the place of the loader's {type(loader.sampler).__name__}: every "
-            "row is drawn with the same probability"
         )

@@ -127,10 +127,6 @@ TRAPS = {
     "batch size": ({"data_loader": loader(61)}, "expected batch size is 7, not 8: 61 rows in 8"),
     "drop_last": ({"data_loader": loader(drop_last=True)}, "drop_last=True has no meaning"),
     "no batch": ({"data_loader": loader(5, drop_last=True)}, "the data loader has no batch"),
-    "sampler": (
-        {"data_loader": loader(sampler=WeightedRandomSampler([1.0] * 64, 64))},
-        "takes the place of the loader's WeightedRandomSampler",
-    ),
     "optimizer": (
         {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)},
         r"2 trainable parameters are not in the optimizer \(weight, ...\)",
@@ -146,6 +142,14 @@ def test_every_trap_is_named(name: str) -> None:
     assert not engine().explain(**clean, criterion=nn.CrossEntropyLoss()).traps
     found = engine(secure=name != "seed").explain(**{**clean, **arguments})
     assert any(re.search(message, trap) for trap in found.traps), found.traps
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+def test_loaders_that_would_be_refused(poisson: bool) -> None:
+    weighted = loader(sampler=WeightedRandomSampler([1.0] * 64, 64))
+    found = engine().explain(module=nn.Linear(6, 3), data_loader=weighted, poisson_sampling=poisson)
+    assert any("WeightedRandomSampler" in reason for reason in found.refused)
+    assert not engine().explain(module=nn.Linear(6, 3), data_loader=loader()).refused
 
 
 def test_a_private_model_has_a_plan_instead() -> None:

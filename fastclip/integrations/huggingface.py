@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from fastclip.clipping import Clipping
@@ -149,6 +149,11 @@ class PrivateTrainer(RowLossTrainer):
         if isinstance(self.train_dataset, IterableDataset):
             raise ArgumentError(
                 "an IterableDataset cannot be sampled row by row; pass a train_dataset with a length"
+            )
+        if type(self)._get_train_sampler is not Trainer._get_train_sampler:
+            raise ArgumentError(
+                f"{type(self).__name__} overrides _get_train_sampler, but batches are drawn from all "
+                "rows of train_dataset: pass the rows to train on as train_dataset"
             )
         prepared = super().get_train_dataloader()  # Accelerate's would draw one batch ahead
         kept = (

@@ -29,6 +29,7 @@ from fastclip.engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.integrations.budget import Budget
 from fastclip.optimizer import FastDPOptimizer
+from fastclip.samplers import check_poisson, set_steps
 
 try:
     from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -64,7 +65,10 @@ class DPLightningDataModule(LightningDataModule):
         if self.private_loader is not None:
             return self.private_loader
         loader = self.datamodule.train_dataloader()
-        return DPDataLoader.from_data_loader(loader, generator=self.generator)
+        check_poisson(loader, distributed=False)
+        private = DPDataLoader.from_data_loader(loader, generator=self.generator)
+        set_steps(private, len(loader))
+        return private
 
     def val_dataloader(self) -> Any:
         return self.datamodule.val_dataloader()

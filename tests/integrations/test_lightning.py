@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from opacus.data_loader import DPDataLoader
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from fastclip import FastPrivacyEngine, sampling
 from fastclip.errors import ArgumentTypeError
@@ -104,6 +104,22 @@ def test_the_data_module_draws_poisson_samples() -> None:
     loader = integration.DPLightningDataModule(Data()).train_dataloader()
     assert isinstance(loader, DPDataLoader)
     assert len({len(batch[0]) for batch in loader}) > 1
+
+
+def test_the_data_module_draws_from_all_rows_in_as_many_steps() -> None:
+    class Held(pl.LightningDataModule):
+        def __init__(self, rows: int, sampler=None) -> None:
+            super().__init__()
+            self.rows, self.sampler = rows, sampler
+
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader(TensorDataset(torch.zeros(self.rows, 6)), 2, sampler=self.sampler)
+
+    for batches in (49, 93, 99, 105):
+        module = integration.DPLightningDataModule(Held(2 * batches))
+        assert len(module.train_dataloader()) == batches
+    with refused("torch.utils.data.Subset"):
+        integration.DPLightningDataModule(Held(8, SubsetRandomSampler([1]))).train_dataloader()
 
 
 def test_a_budget_is_kept() -> None:

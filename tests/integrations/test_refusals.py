@@ -182,6 +182,15 @@ def test_data_without_a_length(tmp_path: Path) -> None:
         trainer(tmp_path, train_dataset=Stream(), arguments={"max_steps": 2}).train()
 
 
+def test_a_sampler_of_the_users_own(tmp_path: Path) -> None:
+    """It would choose some rows, and all are drawn from."""
+    run = trainer(tmp_path, arguments={"max_steps": 2})
+    chosen = type("Chosen", (type(run),), {"_get_train_sampler": lambda self, data=None: None})
+    run.__class__ = chosen
+    with refused("overrides _get_train_sampler.*train_dataset"):
+        run.train()
+
+
 def test_a_checkpoint_of_an_ordinary_trainer(tmp_path: Path) -> None:
     run = trainer(tmp_path, arguments={"save_strategy": "epoch"})
     run.train()
