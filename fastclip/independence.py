@@ -121,7 +121,7 @@ def _rows_agree(
     # Another row may be longer and pad this one: what both have must agree.
     sizes = [slice(min(n, m)) for n, m in zip(one.shape, other.shape, strict=True)]
     sizes[axis] = slice(None)
-    index = torch.tensor(kept, device=one.device)
+    index = torch.tensor(kept, dtype=torch.int64, device=one.device)
     first, second = (x[tuple(sizes)].index_select(axis, index) for x in (one, other))
     return _close(first, second, allowed)
 
@@ -175,7 +175,7 @@ def check_influence(
         weights = []
         for x, axis in pairs:
             drawn = torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu")
-            others = torch.tensor([i for i in range(count) if i not in group], device="cpu")
+            others = _others(group, count, drawn.device)
             weights.append(drawn.index_fill_(axis, others, 0.0).to(x.device, x.dtype))
         found = torch.autograd.grad(
             [x for x, _ in pairs], [x for _, _, x in sources], weights, retain_graph=True,
@@ -189,10 +189,15 @@ def check_influence(
 def _reaches_others(gradient: Tensor, axis: int, group: frozenset[int], count: int) -> bool:
     if gradient.dim() <= axis or gradient.shape[axis] != count or not gradient.numel():
         return False
-    others = torch.tensor([i for i in range(count) if i not in group], device=gradient.device)
+    others = _others(group, count, gradient.device)
     size = gradient.detach().nan_to_num(0.0, 0.0, 0.0).abs()
     allowed = _GRADIENTS.get(size.dtype, 1e-4)
     return bool(size.index_select(axis, others).max() > allowed * size.max())
+
+
+def _others(group: frozenset[int], count: int, device: torch.device) -> Tensor:
+    rows = [i for i in range(count) if i not in group]
+    return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
 def coupled(where: str, other_size: bool = False) -> BatchSizeError:

@@ -6,7 +6,7 @@ that states too small a one would train without its guarantee and without an err
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ def _states(strategy: Clipping, initial: Thresholds) -> Iterator[Thresholds]:
         counts = None
         if policy.count_noise_ratio is not None:
             size = torch.Size(policy.count_shape).numel()
-            wave = (torch.arange(1, size + 1, dtype=torch.float64) * (step + 1)).sin()
+            wave = (_numbers(range(1, size + 1)) * (step + 1)).sin()
             counts = (wave * factor * _BATCH).view(policy.count_shape)
         state = policy.move(state, counts, _BATCH, step)
         yield state
@@ -102,16 +102,23 @@ def _check_scales(strategy: Clipping, state: Thresholds, dtype: torch.dtype) -> 
         )
 
 
+def _numbers(values: Iterable[float]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float64, device="cpu")
+
+
 def _norms(
     strategy: Clipping, state: Thresholds, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """Norms of the layers' gradients, [l, b] (of the whole one [1, b]), and the groups [b]."""
     info = torch.finfo(dtype)
     special = [0.0, 5e-324, 1e-45, info.tiny, info.max, 1e154, float("inf"), float("nan")]
-    absolute = torch.tensor(special, dtype=torch.float64)
-    absolute = torch.cat([absolute, torch.logspace(-40, 40, 161, dtype=torch.float64)])
-    near = 2.0 ** -torch.arange(1, 30, dtype=torch.float64)
-    around = torch.cat([1 - near, torch.ones(1), 1 + near, torch.linspace(0.05, 8, 160)])
+    absolute = _numbers(special)
+    absolute = torch.cat(
+        [absolute, torch.logspace(-40, 40, 161, dtype=torch.float64, device="cpu")]
+    )
+    near = 2.0 ** -_numbers(range(1, 30))
+    beside = torch.linspace(0.05, 8, 160, dtype=torch.float64, device="cpu")
+    around = torch.cat([1 - near, _numbers([1]), 1 + near, beside])
     thresholds = state.threshold.reshape(-1, 1)  # [k or l, 1]
     rows = len(thresholds)
     norms = torch.cat([absolute.expand(rows, -1), thresholds * around], dim=1)  # [k or l, n]
@@ -122,7 +129,7 @@ def _norms(
     count = strategy.threshold.num_groups
     if count is None:
         return norms.reshape(1, -1).to(dtype), None
-    groups = torch.arange(count).repeat_interleave(norms.shape[1])
+    groups = torch.arange(count, dtype=torch.int64, device="cpu").repeat_interleave(norms.shape[1])
     return norms.expand(count, -1).reshape(1, -1).to(dtype), groups
 
 
@@ -131,13 +138,14 @@ def _check_counts(strategy: Clipping, state: Thresholds, group: int) -> None:
     limit = float(state.threshold.flatten()[0]) * float(getattr(policy, "tau", 1.0))
     factors = (0.0, 1e-6, 0.5, 1 - 1e-6, 1.0, 1 + 1e-6, 2.0, 1e6, float("inf"), float("nan"))
     values = [limit * f for f in (factors if group < _MANY else factors[2::3])]
-    others = torch.tensor([0.1, 0.3, 0.9, 1.1, 3.0], dtype=torch.float64) * limit
+    others = _numbers([0.1, 0.3, 0.9, 1.1, 3.0]) * limit
     grouped = policy.num_groups is not None
-    theirs = torch.arange(5) % (policy.num_groups or 1) if grouped else None
+    five = torch.arange(5, dtype=torch.int64, device="cpu")
+    theirs = five % (policy.num_groups or 1) if grouped else None
     without = policy.count(others, state, theirs)
     for value in values:
-        norms = torch.cat([others, torch.tensor([value], dtype=torch.float64)])
-        members = None if theirs is None else torch.cat([theirs, torch.tensor([group])])
+        norms = torch.cat([others, _numbers([value])])
+        members = None if theirs is None else torch.cat([theirs, five.new_tensor([group])])
         change = float(torch.linalg.vector_norm(policy.count(norms, state, members) - without))
         if not change <= policy.count_sensitivity * (1 + 1e-9):
             raise ArgumentError(

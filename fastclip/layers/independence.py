@@ -99,7 +99,9 @@ def _moved(parameter: Tensor) -> Tensor:
     """Other weights of about the same size, none of them 0."""
     if not parameter.is_floating_point():
         return parameter
-    wave = torch.arange(1, parameter.numel() + 1, device=parameter.device).sin()
+    wave = torch.arange(
+        1, parameter.numel() + 1, dtype=torch.float32, device=parameter.device
+    ).sin()
     size = parameter.float().square().mean().sqrt()
     size = size.masked_fill(size < 1e-3, 0.1)
     return parameter + (wave * size).to(parameter.dtype).view(parameter.shape)

@@ -203,7 +203,7 @@ class LookupRecord(Record):
 
     def per_sample(self) -> Tensor:
         b, v = self.batch_size, self.num_embeddings
-        rows, one = self.sample * v + self.ids, torch.ones(b, device=self.g.device)
+        rows, one = self.sample * v + self.ids, self.g.new_ones(b, dtype=torch.float32)
         table = ops.lookup_sum(rows, self.sample, self._without_padding(), one, b * v)
         return table.view(b, v, -1)
 

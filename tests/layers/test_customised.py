@@ -43,6 +43,10 @@ class Halved(nn.Linear):
             raise AttributeError
         return self._parameters["weight"] / 2 + 0.1
 
+    def reset_parameters(self):
+        nn.init.normal_(self._parameters["weight"])  # torch's would fill what the property makes
+        nn.init.zeros_(self.bias)
+
 
 class Watched(nn.Linear):
     """Hands out its weight otherwise than nn.Module does."""

@@ -264,7 +264,7 @@ def test_coupled_where_rows_differ() -> None:
     private = make_private(model)[1]
     backward(private, torch.zeros(4, 6))
     private.zero_grad()
-    with refused("depends on the other"):
+    with refused("depends on (the|an)other"):
         backward(private, torch.randn(4, 6))
 
 
