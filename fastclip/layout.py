@@ -36,6 +36,8 @@ class BatchLayout:
         """The state in which the model was looked at."""
         self.axes: dict[str, int] = {}
         """By a layer's path; UNBATCHED: its input has no samples; UNCLEAR: it has no one axis."""
+        self.met: set[str] = set()
+        """Modules whose parameters of shape [1, ...] a probe has expanded."""
         self.told_by: tuple[int, TreeSpec] | None = None
         """The input whose size along `axis` is that of the batch: its number, among these inputs."""
         self.flat = False
@@ -46,7 +48,7 @@ class BatchLayout:
 
     def forget(self) -> None:
         """Nothing is known of the layers."""
-        self.axes, self.expand, self.integer = {}, {}, set()
+        self.axes, self.expand, self.integer, self.met = {}, {}, set(), set()
 
     def batch_size(self, args: tuple, kwargs: dict) -> int | None:
         """Number of samples in the model's inputs."""
@@ -59,7 +61,7 @@ class BatchLayout:
 
     def knows(self, path: str) -> bool:
         """A probe has seen this layer (or cannot see any: inputs that cannot be cut)."""
-        return path in self.axes or (self.known and self.flat)
+        return path in self.axes or path in self.met or (self.known and self.flat)
 
     def due(self, model: nn.Module, args: tuple, kwargs: dict) -> bool:
         """Whether the model must be run on a few rows before this call; to be asked once a call.

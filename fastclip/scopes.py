@@ -119,16 +119,19 @@ class RawParameterScope:
         keeper, probe = handle.keeper, handle.keeper.calls.probe
         if probe:
             probe.broadcasts = True
+            probe.layout.met.add(handle.path)
         if not torch.is_grad_enabled() and not (probe and probe.expand):
             return inner(*args, **kwargs)
         if probe and not probe.expand:
             return inner(*args, **kwargs)
+        forward = keeper.forward if probe else keeper.layer_forward(handle.path)[0]
+        if not probe:
+            keeper.calls.layout_with(handle.path, forward)
         table: dict[str, Any] = module._parameters
         # a probe may run inside this very call, when the table holds expansions
         outer = handle.originals
         originals = outer or {name: table[name] for name in self.names}
         before = {name: table[name] for name in self.names}
-        forward = keeper.forward if probe else keeper.layer_forward(handle.path)[0]
         batch = probe.rows if probe else forward.batch_size
         batch = batch or next(iter(batch_sizes_of(args, kwargs, 0)), None)
         try:

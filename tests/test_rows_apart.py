@@ -246,6 +246,49 @@ def test_a_position_table_reached_late(rank: int, t: int, seen: bool) -> None:
     assert_sums(summed(params), expected, 1e-10)
 
 
+class LateParameter(nn.Module):
+    """A raw parameter in a branch that nothing announces."""
+
+    switched: list[int] = []
+
+    def __init__(self, use: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.branch, self.head = Bias(use), nn.Linear(D, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.branch(x) if self.switched else x).mean(1)
+
+
+class Bias(nn.Module):
+    def __init__(self, use: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.raw, self.use = nn.Parameter(torch.randn(1, T, D)), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + self.use(self.raw))
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_parameter_reached_late(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its first row's expansion alone no row but the first would be credited."""
+    monkeypatch.setattr(LateParameter, "switched", [1])
+    model = LateParameter((lambda p: p) if apart else (lambda p: p[0])).double()
+    x = torch.randn(B, T, D).double()
+    expected = clipped_sum(per_sample_gradients(model, x), 1.0)
+    LateParameter.switched.clear()
+    params = dict(model.named_parameters())
+    private, optimizer = make_private(model, lr=0.0)[1:3]
+    step(private, optimizer, x)
+    LateParameter.switched.append(1)
+    optimizer.zero_grad()
+    if not apart:
+        with refused("computed from itself alone"):
+            private(x)
+        return
+    backward(private, x)
+    assert_sums(summed(params), expected, 1e-10)
+
+
 def _plain(model: LatePositions) -> LatePositions:
     twin = LatePositions(model.rank).double()
     twin.load_state_dict(model.state_dict())
