@@ -22,7 +22,7 @@ from fastclip.calls import Calls, Forward
 from fastclip.clipping import Clipping
 from fastclip.clipping_state import ClippingState
 from fastclip.criterion import SeenLoss, check_loss, running_loss
-from fastclip.errors import GraphError, StepError
+from fastclip.errors import GraphError, StepError, where
 from fastclip.guards import LeakGuard, NonFiniteMonitor, check_alone
 from fastclip.layers import Record, joint_norm_sq
 from fastclip.layout import BatchLayout
@@ -199,6 +199,7 @@ class BookKeeper:
 
     def admit(self, path: str, forward: Forward, rows: int) -> None:
         """Check that a layer's contribution may enter the running pass."""
+        path = where(path)
         if self._pass is None:
             raise GraphError(
                 f"the backward pass reached {path} without passing through the output of the "

@@ -422,3 +422,29 @@ def test_shared_ids_and_a_late_branch_with_packed_rows() -> None:
     model = LatePositions(1).double()
     model.on = True
     check_exact(model, Batch((torch.randn(5, 5, D),)), dtype=torch.float64, C=0.05)
+
+
+class WantsPlainInputs(nn.Module):
+    """Does to its input what cannot be done to one whose gradient is asked for."""
+
+    def __init__(self, how: str, use: Use) -> None:
+        super().__init__()
+        self.how, self.inner = how, Hidden(use, "nothing")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "numpy":
+            assert x.numpy().ndim == 3
+        if self.how == "requires_grad":  # as transformers' Wav2Vec2 does
+            x.requires_grad = True
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("how", ["numpy", "requires_grad"])
+def test_models_that_want_plain_inputs(how: str) -> None:
+    """They train; what is coupled behind their first layer is still refused."""
+    private, optimizer = make_private(WantsPlainInputs(how, lambda m, h: m.second(h)))[1:3]
+    for _ in range(2):
+        step(private, optimizer, torch.randn(B, T, D))
+    coupled = make_private(WantsPlainInputs(how, lambda m, h: h - 3e-5 * h.mean(0)))[1]
+    with refused("from itself alone"):
+        coupled(torch.randn(B, T, D))
