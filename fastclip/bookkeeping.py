@@ -131,15 +131,14 @@ class BookKeeper:
         recompute = self._recomputing()
         if recompute is not None:
             return recompute, False
-        called = self.calls.outermost
-        if called is None:  # by itself: its input's rows are the samples
+        if self.calls.outermost is not None and self.calls.outermost.forward is None:
+            self.drop_stale()
+        called = self.calls.reached(path, not self.paused)
+        if called is None or called.forward is None:  # by itself: its input's rows are the samples
             if self.forward.finished or self.forward.batch_size is not None:
                 self.drop_stale()
                 self.forward = Forward(None, not self.paused)
             return self.forward, True
-        if called.forward is None:
-            self.drop_stale()
-            called.forward = self.calls.first_reached(called, path, not self.paused)
         return called.forward, True
 
     def _recomputing(self) -> Forward | None:

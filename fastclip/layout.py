@@ -28,6 +28,8 @@ class BatchLayout:
     def __init__(self, axis: int) -> None:
         self.axis = axis
         self.known = False
+        self.drives = False
+        """The method trains by itself, so it is not run for a look."""
         self.compared = 0
         """Number of distinct rows that were held against each other."""
         self.tried = 0
