@@ -29,6 +29,7 @@ from fastclip.layout import BatchLayout
 from fastclip.logical_batch import LogicalBatch
 from fastclip.loss_scale import running_scale
 from fastclip.one_process import check_one_process
+from fastclip.ops import full_float32
 from fastclip.planner import Planner
 from fastclip.report import PlanLog
 from fastclip.sums import ClippedSums
@@ -247,7 +248,8 @@ class BookKeeper:
             return
         for forward in current.forwards:
             forward.finished = True
-        with torch.no_grad(), ExitStack() as stack:
+        # The settings of float32 products are raised once for all norms and sums of the pass.
+        with torch.no_grad(), full_float32(), ExitStack() as stack:
             for device in {parameter.device.type for parameter in current.entries}:
                 # The caller's autocast (a backward pass inside its block) is not for norms and sums.
                 stack.enter_context(torch.autocast(device, enabled=False))
