@@ -22,13 +22,14 @@ from fastclip.calls import Calls, Forward
 from fastclip.clipping import Clipping
 from fastclip.clipping_state import ClippingState
 from fastclip.criterion import SeenLoss, check_loss, running_loss
-from fastclip.errors import GraphError, StepError
+from fastclip.errors import GraphError, StepError, where
 from fastclip.guards import LeakGuard, NonFiniteMonitor, check_alone
 from fastclip.layers import Record, joint_norm_sq
 from fastclip.layout import BatchLayout
 from fastclip.logical_batch import LogicalBatch
 from fastclip.loss_scale import running_scale
 from fastclip.one_process import check_one_process
+from fastclip.ops import full_float32
 from fastclip.planner import Planner
 from fastclip.report import PlanLog
 from fastclip.sums import ClippedSums
@@ -131,15 +132,14 @@ class BookKeeper:
         recompute = self._recomputing()
         if recompute is not None:
             return recompute, False
-        called = self.calls.outermost
-        if called is None:  # by itself: its input's rows are the samples
+        if self.calls.outermost is not None and self.calls.outermost.forward is None:
+            self.drop_stale()
+        called = self.calls.reached(path, not self.paused)
+        if called is None or called.forward is None:  # by itself: its input's rows are the samples
             if self.forward.finished or self.forward.batch_size is not None:
                 self.drop_stale()
                 self.forward = Forward(None, not self.paused)
             return self.forward, True
-        if called.forward is None:
-            self.drop_stale()
-            called.forward = self.calls.first_reached(called, path, not self.paused)
         return called.forward, True
 
     def _recomputing(self) -> Forward | None:
@@ -199,6 +199,7 @@ class BookKeeper:
 
     def admit(self, path: str, forward: Forward, rows: int) -> None:
         """Check that a layer's contribution may enter the running pass."""
+        path = where(path)
         if self._pass is None:
             raise GraphError(
                 f"the backward pass reached {path} without passing through the output of the "
@@ -247,7 +248,8 @@ class BookKeeper:
             return
         for forward in current.forwards:
             forward.finished = True
-        with torch.no_grad(), ExitStack() as stack:
+        # The settings of float32 products are raised once for all norms and sums of the pass.
+        with torch.no_grad(), full_float32(), ExitStack() as stack:
             for device in {parameter.device.type for parameter in current.entries}:
                 # The caller's autocast (a backward pass inside its block) is not for norms and sums.
                 stack.enter_context(torch.autocast(device, enabled=False))

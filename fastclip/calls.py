@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fastclip.inputs import batch_sizes_of
 from fastclip.layout import BatchLayout
 from fastclip.learning import learn
+from fastclip.probe_state import Trains, no_training
 from fastclip.probing import Probe, Runs
 
 FORWARD = "forward"
@@ -44,6 +46,8 @@ class Entered:
     args: tuple
     kwargs: dict
     forward: Forward | None = None
+    drives: bool = False
+    """It is a loop that trains, not a computation over one batch: what it calls is looked at."""
 
 
 class Calls:
@@ -67,7 +71,7 @@ class Calls:
     @property
     def outermost(self) -> Entered | None:
         """The call that private layers belong to, if one runs: what it does before is seen."""
-        return self._running[0] if self._running else None
+        return next((called for called in self._running if not called.drives), None)
 
     def begin(self, called: Entered) -> None:
         """A call begins."""
@@ -85,23 +89,33 @@ class Calls:
         if self.probe or not torch.is_grad_enabled():
             yield
             return
-        self.begin(Entered(name, module, plain, args, kwargs))
+        called = Entered(name, module, plain, args, kwargs)
+        drives = self.layout_of(name).drives or not batch_sizes_of(args, kwargs, self.batch_axis)
+        called.drives = drives  # without rows, such as Lightning's optimizer_step(closure)
+        self.begin(called)
         try:
             yield
         finally:
             self.end()
 
-    def first_reached(self, called: Entered, path: str, recording: bool) -> Forward:
-        """The Forward of a call that is not the model's own, as it reaches its first private layer.
+    def reached(self, path: str, recording: bool) -> Entered | None:
+        """The call that a private layer belongs to, with its Forward; None if it is called by itself.
 
         Raises:
-            BatchSizeError: where its samples are cannot be told, or it couples them.
+            BatchSizeError: where the call's samples are cannot be told, or it couples them.
         """
-        layout = self.layout_of(called.name)
-        if layout.due(called.model, called.args, called.kwargs):
-            self.learn(layout, called, path)
-        size = layout.batch_size(called.args, called.kwargs)
-        return Forward(size, recording, layout=layout)
+        called = self.outermost
+        while called is not None and called.forward is None:
+            layout = self.layout_of(called.name)
+            try:
+                if layout.due(called.model, called.args, called.kwargs):
+                    self.learn(layout, called, path)
+                size = layout.batch_size(called.args, called.kwargs)
+                called.forward = Forward(size, recording, layout=layout)
+            except Trains:
+                called.drives = layout.drives = True
+                called = self.outermost
+        return called
 
     def layout_of(self, name: str) -> BatchLayout:
         """What is known of the samples' places in calls of this method."""
@@ -127,5 +141,8 @@ class Calls:
         def watch(probe: Probe | None) -> None:
             self.probe = probe
 
-        given = called.args, called.kwargs
-        learn(layout, Runs(layout, called.model, called.plain, *given, self._private, watch), path)
+        run = Runs(
+            layout, called.model, called.plain, called.args, called.kwargs, self._private, watch
+        )
+        with nullcontext() if called.name == FORWARD else no_training():
+            learn(layout, run, path)

@@ -44,3 +44,9 @@ class StepError(FastclipError, ValueError, RuntimeError):
 
 class SecureModeError(FastclipError, RuntimeError, ImportError):
     """Cryptographic noise cannot be drawn here, and no other may take its place."""
+
+
+def where(path: str | None, module: object = None) -> str:
+    """A part of the model as messages name it."""
+    name = path or "the model"
+    return name if module is None else f"{name} ({type(module).__name__})"

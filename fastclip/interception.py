@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing dynamo
 
 from fastclip.bookkeeping import BookKeeper
-from fastclip.errors import UnsupportedLayerError
+from fastclip.errors import UnsupportedLayerError, where
 from fastclip.layers import LayerRule
 from fastclip.layers.fallback import HOW_TO_REGISTER, FallbackRule
 from fastclip.private_layer import Call, PrivateLayer
@@ -146,7 +146,7 @@ def attach(module: nn.Module, handle: Handle) -> None:
     if "forward" in module.__dict__:
         owner = "fastclip" if ATTRIBUTE in module.__dict__ else "another library"
         raise UnsupportedLayerError(
-            f"{handle.path or 'the model'} ({type(module).__name__}) has had its forward replaced "
+            f"{where(handle.path, module)} has had its forward replaced "
             f"by {owner} already; pass the original model"
         )
     forward = private_root_forward if handle.only_opens else private_forward
@@ -199,7 +199,7 @@ def _check_parameters(
     replaced = [name for name, p in parameters.items() if p not in handle.keeper.known]
     if replaced:
         raise UnsupportedLayerError(
-            f"{handle.path} ({type(module).__name__}): parameters {replaced} have been replaced since "
+            f"{where(handle.path, module)}: parameters {replaced} have been replaced since "
             "make_private, so they would not be trained; call make_private again"
         )
     if isinstance(handle.rule, FallbackRule):
@@ -209,13 +209,12 @@ def _check_parameters(
         trained = isinstance(value, Tensor) and value.requires_grad
         if trained and module._parameters.get(name) is not value:
             raise UnsupportedLayerError(
-                f"{handle.path}.{name} ({type(module).__name__}) is computed from other tensors, not "
-                f"a parameter, so these would get no gradient; {HOW_TO_REGISTER}"
+                f"{where(handle.path, module)}: {name} is computed from other "
+                f"tensors, not a parameter, so these would get no gradient; {HOW_TO_REGISTER}"
             )
 
 
 def _unsupported(handle: Handle, module: nn.Module, error: TypeError) -> UnsupportedLayerError:
     return UnsupportedLayerError(
-        f"{handle.path} ({type(module).__name__}) cannot be trained privately: {error}; "
-        f"{HOW_TO_REGISTER}"
+        f"{where(handle.path, module)} cannot be trained privately: {error}; {HOW_TO_REGISTER}"
     )

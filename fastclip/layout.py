@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
-from fastclip.errors import BatchSizeError
+from fastclip.errors import BatchSizeError, where
 from fastclip.independence import UNBATCHED, UNCLEAR
 from fastclip.inputs import batch_sizes_of, flatten, rows_of
 from fastclip.probing import MOST_ROWS, Probe
@@ -28,6 +28,8 @@ class BatchLayout:
     def __init__(self, axis: int) -> None:
         self.axis = axis
         self.known = False
+        self.drives = False
+        """The method trains by itself, so it is not run for a look."""
         self.compared = 0
         """Number of distinct rows that were held against each other."""
         self.tried = 0
@@ -116,14 +118,14 @@ class BatchLayout:
         Raises:
             BatchSizeError: no axis of `x` can hold the samples.
         """
-        axis = self.axes.get(path)
+        axis, place = self.axes.get(path), where(path)
         if axis == UNBATCHED:
             if batch is None:
-                raise BatchSizeError(f"{path}: its input has no samples, and the batch is unknown")
+                raise BatchSizeError(f"{place}: its input has no samples, and the batch is unknown")
             return 0, self._expanded(path, x, batch)
         if axis == UNCLEAR:
             raise BatchSizeError(
-                f"{path}: the rows of its input of shape {list(x.shape)} are not the samples: with one "
+                f"{place}: the rows of its input of shape {list(x.shape)} are not the samples: with one "
                 "sample more it does not get one row more, or its calls differ in where the samples "
                 "lie; keep the batch dimension apart (no reshape to [batch * length, ...]) and along "
                 "one axis"
@@ -132,18 +134,18 @@ class BatchLayout:
             axis = self.axis if fixed is None else fixed
         if fixed is not None and axis != fixed:
             raise BatchSizeError(
-                f"{path}: this layer takes its samples along axis {fixed}, but in this model they "
+                f"{place}: this layer takes its samples along axis {fixed}, but in this model they "
                 f"lie along axis {axis} of its input of shape {list(x.shape)}; move the batch first"
             )
         if x.dim() <= axis:
             raise BatchSizeError(
-                f"{path}: expected an input with samples along axis {axis}, got shape "
+                f"{place}: expected an input with samples along axis {axis}, got shape "
                 f"{list(x.shape)}"
             )
         rows = x.shape[axis]
         if batch is not None and rows != batch:
             raise BatchSizeError(
-                f"{path}: expected {batch} rows along axis {axis}, as in the model's input, got "
+                f"{place}: expected {batch} rows along axis {axis}, as in the model's input, got "
                 f"shape {list(x.shape)}; layers must see one row a sample: keep the batch "
                 "dimension apart (no reshape to [batch * length, ...]) and pass every input with it"
             )
@@ -156,6 +158,6 @@ class BatchLayout:
         if x.dim() and x.shape[0] == 1:
             return x.expand(batch, *x.shape[1:])
         raise BatchSizeError(
-            f"{path}: its input of shape {list(x.shape)} has no batch dimension, so no per-sample "
-            "gradient exists for it; give it a leading dimension of 1, or register a rule"
+            f"{where(path)}: its input of shape {list(x.shape)} has no batch dimension, so no "
+            "per-sample gradient exists for it; give it a leading dimension of 1, or register a rule"
         )

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
-from fastclip.errors import BatchSizeError, FastclipError
+from fastclip.errors import BatchSizeError, FastclipError, where
 from fastclip.independence import (
     UNBATCHED,
     axes_of_outputs,
@@ -48,7 +48,7 @@ class _Unstable(Exception):
     """The model's outputs are not finite once its parameters are stirred."""
 
 
-class _NotFound(BatchSizeError):
+class _NotFound(Exception):
     """No way of cutting the inputs gives rows of output."""
 
 
@@ -82,7 +82,7 @@ def learn(layout: BatchLayout, run: Runs, path: str | None = None) -> None:
         raise
     layout.known = False
     raise BatchSizeError(
-        f"{path}: this layer runs with this batch, but not with a few rows of it, so where its "
+        f"{where(path)}: this layer runs with this batch, but not with a few rows of it, so where its "
         "samples lie is not known; let the model use the same layers for any number of rows"
     )
 
@@ -96,18 +96,25 @@ class _Learner:
         try:
             with stirred(self.run.private):
                 self._learn(unstable=_Unstable)
+            return
         except (_Unstable, _NotFound):
+            pass
+        try:
             self._learn(unstable=None)
+            return
+        except _NotFound:
+            self.run.as_called()  # a model that fails on its own input says why itself
+        raise BatchSizeError(
+            "cannot tell which axis of the model's inputs holds the samples: no way of cutting them "
+            "to 2 and to 3 rows gives as many rows of output. Pass tensors with one row a sample "
+            f"along axis {self.layout.axis} (a list of tensors: stack or pad them), and let the model "
+            f"take any number of rows{self.run.last_error}"
+        )
 
     def _learn(self, unstable: type[Exception] | None) -> None:
         found = self._first_run()
         if found is None and not self.layout.flat:
-            raise _NotFound(
-                "cannot tell which axis of the model's inputs holds the samples: no way of cutting "
-                "them to 2 and to 3 rows gives as many rows of output. Pass tensors with one row a "
-                f"sample along axis {self.layout.axis} (a list of tensors: stack or pad them), and let "
-                f"the model take any number of rows{self.run.last_error}"
-            )
+            raise _NotFound
         if found is None:
             return
         cuts, probes, outputs = found
@@ -225,11 +232,27 @@ class _Learner:
         if choice > 1:
             self._disturb(rows, groups, expand, of_outputs)
         for seed in _SEEDS:
-            probe = Probe(self.layout, count, expand, differentiable=True)
-            then = partial(self._check_influence, probe, of_outputs, groups)
-            self.run.once(probe, rows, seed, then)
-            if not probe.draws:
+            try:
+                drawn = self._influence(rows, groups, expand, of_outputs, seed)
+            except FastclipError:
+                raise
+            except Exception:
+                if not self.run.asks_inputs:
+                    raise
+                self.run.asks_inputs = False  # x.numpy(), or x.requires_grad = True, in its forward
+                drawn = self._influence(rows, groups, expand, of_outputs, seed)
+            if not drawn:
                 return
+
+    def _influence(
+        self, rows: list[int], groups: list[frozenset[int]], expand: bool, of_outputs: list[int],
+        seed: int,
+    ) -> bool:  # fmt: skip
+        """Ask for gradients; whether random numbers were drawn."""
+        probe = Probe(self.layout, len(rows), expand, differentiable=True)
+        then = partial(self._check_influence, probe, of_outputs, groups)
+        self.run.once(probe, rows, seed, then)
+        return probe.draws
 
     def _disturb(
         self, rows: list[int], groups: list[frozenset[int]], expand: bool, of_outputs: list[int]
@@ -261,7 +284,7 @@ class _Learner:
         for path, axis in axes.items():
             if self.layout.known and self.layout.axes.get(path, axis) != axis:
                 raise BatchSizeError(
-                    f"{path}: its samples lay along axis {self.layout.axes[path]} of its input "
+                    f"{where(path)}: its samples lay along axis {self.layout.axes[path]} of its input "
                     f"before, and now along {axis}; keep them along one axis"
                 )
         return {**self.layout.axes, **axes}

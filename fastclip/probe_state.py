@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -21,6 +22,29 @@ from fastclip.errors import UnsupportedLayerError
 STIR = 0.1
 """Standard deviation of what is added to a parameter that says nothing."""
 _SMALL = 1e-2
+_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that are torch's own."""
+
+
+class Trains(BaseException):
+    """What is run for a look computes gradients itself: it is a loop, or a step of one."""
+
+
+@contextmanager
+def no_training() -> Iterator[None]:
+    """Inside, a backward pass raises `Trains` before anything is computed."""
+    backward, here = torch.autograd.backward, threading.get_ident()
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() != here:
+            return backward(*args, **kwargs)
+        raise Trains
+
+    torch.autograd.backward = refuse  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.backward = backward  # type: ignore[assignment]
 
 
 @contextmanager
@@ -62,6 +86,12 @@ def undisturbed(model: nn.Module, seed: int) -> Iterator[None]:
 def _own_attributes(model: nn.Module) -> Iterator[None]:
     """What the forward pass sets on modules (counters, stashes) is put back."""
     saved = [(vars(module), dict(vars(module))) for module in model.modules()]
+    held = [value for _, before in saved for name, value in before.items() if name not in _MODULES]
+    tensors = [
+        (x, x._version, x.detach().clone())
+        for x in held if type(x) is Tensor and not x.is_inference()
+    ]  # fmt: skip
+    lists = [(value, value.copy()) for value in held if type(value) in (list, dict, set)]
     try:
         yield
     finally:
@@ -69,6 +99,13 @@ def _own_attributes(model: nn.Module) -> Iterator[None]:
             for name in now.keys() - before.keys():
                 del now[name]
             now.update(before)
+        for kept, contents in lists:
+            kept.clear()
+            (kept.extend if isinstance(kept, list) else kept.update)(contents)
+        with torch.no_grad():
+            for tensor, version, numbers in tensors:
+                if tensor._version != version:  # such as the counts of a metric
+                    tensor.copy_(numbers)
 
 
 @contextmanager

@@ -85,6 +85,8 @@ class Runs:
         self.last_error = ""
         self.trial = 0
         """Which seeds are used."""
+        self.asks_inputs = True
+        """Gradients of the inputs are asked for, too; a few models cannot run on such inputs."""
         self._leaves, self._structure = flatten((args, kwargs))
         self._cuts: Cuts = ()
         self._pool: list[Any] = []
@@ -138,11 +140,20 @@ class Runs:
         for number, (leaf, axis) in enumerate(zip(self._pool, self._cuts, strict=True)):
             few = leaf if axis is None else take_rows(leaf, axis, rows)
             numbers = isinstance(few, Tensor) and few.is_floating_point()
-            if probe.differentiable and axis is not None and numbers:
+            if probe.differentiable and self.asks_inputs and axis is not None and numbers:
                 few = few.detach().clone().requires_grad_()
                 probe.source(f"input {number}", axis, few)
                 few = few.clone()  # which the model may change in place
             leaves.append(few)
+        return self._run(probe, leaves, seed, then)
+
+    def as_called(self) -> None:
+        """Run the call on all its rows, only to see whether it fails by itself."""
+        self._run(Probe(self.layout, 0, trusted=True), self._leaves, 0, None)
+
+    def _run(
+        self, probe: Probe, leaves: list[Any], seed: int, then: Callable[[Any], None] | None
+    ) -> Any:
         args, kwargs = tree_unflatten(leaves, self._structure)
         # not the hooks of a checkpoint that surrounds the model
         own = saved_tensors_hooks(_itself, _itself)

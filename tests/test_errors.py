@@ -202,6 +202,39 @@ def test_layers_that_disagree_on_the_batch_size() -> None:
         private(torch.randn(3, 5, 4))
 
 
+@pytest.mark.parametrize(
+    ("model", "shape", "message"),
+    [
+        (nn.Linear(4, 3), (5, 6), "5x6 and 4x3"),
+        (nn.Sequential(nn.Linear(4, 3), nn.Linear(5, 2)), (5, 4), "5x3 and 5x2"),
+    ],
+)
+def test_a_model_that_fails_by_itself(model: nn.Module, shape: tuple, message: str) -> None:
+    """Its own error comes through, at every call, not one about rows."""
+    private = make_private(model)[1]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=message) as caught:
+            private(torch.randn(shape))
+        assert not isinstance(caught.value, FastclipError)
+
+
+class TwoInputs(nn.Module):
+    """Raw parameters in a model of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * self.gain + y
+
+
+def test_a_model_that_is_one_layer_has_a_name() -> None:
+    private = make_private(TwoInputs())[1]
+    with pytest.raises(UnsupportedLayerError, match=r"^the model \(TwoInputs\) cannot be trained"):
+        private(torch.randn(3, 4), torch.randn(3, 4))
+
+
 def test_a_new_parameter_is_not_trained_silently() -> None:
     """Unfrozen after make_private: it would get plain gradients."""
     model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3))

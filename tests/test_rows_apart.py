@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -363,6 +364,67 @@ def test_methods_that_do_not_keep_rows_apart(method: str, wrap: bool, known: boo
         row_loss(getattr(caller, method)(x)).mean().backward()
 
 
+class Trainable(WithMethods):
+    """A model that trains itself, as Lightning's do: past its own forward."""
+
+    def fit(self, x: Tensor, optimizer, steps: int) -> None:
+        for _ in range(steps):
+            self.step(x, optimizer)
+
+    def step(self, x: Tensor, optimizer) -> None:
+        optimizer.zero_grad()
+        row_loss(self.decode(self.encode(x))).mean().backward()
+        optimizer.step()
+
+    def step_with(self, optimizer, closure: Callable) -> None:
+        optimizer.zero_grad()
+        closure().backward()
+        optimizer.step()
+
+    def loss_of(self, x: Tensor, use: str = "encode") -> Tensor:
+        return row_loss(self.decode(getattr(self, use)(x))).mean()
+
+
+@pytest.mark.parametrize("how", ["fit", "closure"])
+def test_methods_that_train(how: str) -> None:
+    """What they call is looked at, not they: nothing is trained twice, nor refused."""
+    x = torch.randn(B, T, D).double()
+    model = Trainable().double()
+    expected = dict(copy.deepcopy(model).named_parameters())
+    for _ in range(2):
+        other = copy.deepcopy(model)
+        for name, p in other.named_parameters():
+            p.data.copy_(expected[name])
+        sums = clipped_sum(per_sample_gradients(other, x), 0.1)
+        for name, p in expected.items():
+            p.data -= 0.1 * sums[name] / B
+    engine, private, optimizer, _ = make_private(model, max_grad_norm=0.1)
+    if how == "fit":
+        private.fit(x, optimizer, 2)
+    else:
+        for _ in range(2):
+            private.step_with(optimizer, lambda: private.loss_of(x))
+    assert [h[2] for h in engine.accountant.history] == [2]
+    found = dict(model.named_parameters())
+    for name, p in expected.items():
+        assert torch.allclose(found[name], p, rtol=0, atol=1e-12), name
+
+
+@pytest.mark.parametrize("use", ["folded_rows", "mixed_rows"])
+def test_methods_that_train_on_what_is_not_apart(use: str) -> None:
+    class Coupled(Trainable):
+        def folded_rows(self, x: Tensor) -> Tensor:
+            return self.body(x.flatten(0, 1)).view(x.shape)
+
+        def mixed_rows(self, x: Tensor) -> Tensor:
+            return self.body(x - x.mean(0))
+
+    private, optimizer = make_private(Coupled())[1:3]
+    x = torch.randn(B, T, D)
+    with pytest.raises(FastclipError):
+        private.step_with(optimizer, lambda: private.loss_of(x, use))
+
+
 class Part(nn.Module):
     """A part of a model, called by itself, that folds rows."""
 
@@ -451,13 +513,19 @@ def test_what_a_forward_pass_leaves_on_modules_is_put_back() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             self.count = getattr(self, "count", 0) + 1
+            self.total += len(x)
+            self.seen.append(len(x))
             self.last = x
             return self.layer(self.last)
 
     model, x = Stash(), torch.randn(B, D)
+    model.total, model.seen = torch.zeros(()), []
+    with torch.inference_mode():
+        model.earlier = torch.zeros(3)
     make_private(model)[1](x)
     assert model.count == 1
     assert model.last is x
+    assert (model.total, model.seen) == (B, [B])
 
 
 def test_shared_ids_and_a_late_branch_with_packed_rows() -> None:
@@ -465,3 +533,29 @@ def test_shared_ids_and_a_late_branch_with_packed_rows() -> None:
     model = LatePositions(1).double()
     model.on = True
     check_exact(model, Batch((torch.randn(5, 5, D),)), dtype=torch.float64, C=0.05)
+
+
+class WantsPlainInputs(nn.Module):
+    """Does to its input what cannot be done to one whose gradient is asked for."""
+
+    def __init__(self, how: str, use: Use) -> None:
+        super().__init__()
+        self.how, self.inner = how, Hidden(use, "nothing")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "numpy":
+            assert x.numpy().ndim == 3
+        if self.how == "requires_grad":  # as transformers' Wav2Vec2 does
+            x.requires_grad = True
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("how", ["numpy", "requires_grad"])
+def test_models_that_want_plain_inputs(how: str) -> None:
+    """They train; what is coupled behind their first layer is still refused."""
+    private, optimizer = make_private(WantsPlainInputs(how, lambda m, h: m.second(h)))[1:3]
+    for _ in range(2):
+        step(private, optimizer, torch.randn(B, T, D))
+    coupled = make_private(WantsPlainInputs(how, lambda m, h: h - 3e-5 * h.mean(0)))[1]
+    with refused("from itself alone"):
+        coupled(torch.randn(B, T, D))

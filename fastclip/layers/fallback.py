@@ -13,7 +13,7 @@ from torch.func import vjp, vmap
 from torch.utils._pytree import tree_leaves
 
 from fastclip import ops
-from fastclip.errors import ParameterLeakError, UnsupportedLayerError
+from fastclip.errors import ParameterLeakError, UnsupportedLayerError, where
 from fastclip.layers.functional import (
     Foreigners,
     foreign_leaf,
@@ -112,12 +112,12 @@ class FallbackRule(LayerRule):
                 apart = out is None or rows_agree(alone, out)  # on a GPU it would wait
         except Exception as error:
             raise UnsupportedLayerError(
-                f"{call.path} ({type(module).__name__}) has no per-sample rule, and vmap of its "
+                f"{where(call.path, module)} has no per-sample rule, and vmap of its "
                 f"backward failed ({type(error).__name__}: {error}); {HOW_TO_REGISTER}"
             ) from error
         if not apart:
             raise UnsupportedLayerError(
-                f"{call.path} ({type(module).__name__}): its output for one sample depends on the "
+                f"{where(call.path, module)}: its output for one sample depends on the "
                 f"other samples of the batch, or has changed since the forward pass; "
                 f"{HOW_TO_REGISTER}"
             )

@@ -61,13 +61,61 @@ class Classifier(pl.LightningModule):
         return integration.make_private(self, optimizer, self.engine, max_grad_norm=1.0, **told)
 
 
-def fit(engine: FastPrivacyEngine, arguments: dict | None = None, data=None, **options):
+class Direct(Classifier):
+    """Its training step runs the network past `forward`, and logs."""
+
+    def __init__(self, engine: FastPrivacyEngine, **arguments) -> None:
+        super().__init__(engine, **arguments)
+        self.sizes: list[int] = []
+
+    def training_step(self, batch, index: int) -> torch.Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.sizes.append(len(batch[0]))
+        self.log("rows", float(len(batch[0])), on_step=False, on_epoch=True, batch_size=1)
+        return loss
+
+
+class Parts(Direct):
+    """Calls the layers one by one."""
+
+    def training_step(self, batch, index: int) -> torch.Tensor:
+        self.sizes.append(len(batch[0]))
+        self.log("rows", float(len(batch[0])), on_step=False, on_epoch=True, batch_size=1)
+        h = self.net[1](self.net[0](batch[0]))
+        return F.cross_entropy(self.net[2](h), batch[1])
+
+
+class Manual(Direct):
+    """Steps by itself."""
+
+    def __init__(self, engine: FastPrivacyEngine, **arguments) -> None:
+        super().__init__(engine, **arguments)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        optimizer.step()
+
+
+class Mixing(Direct):
+    """Couples the rows before its network sees them."""
+
+    def training_step(self, batch, index: int) -> torch.Tensor:
+        return super().training_step((batch[0] - batch[0].mean(0), batch[1]), index)
+
+
+def fit(
+    engine: FastPrivacyEngine, arguments: dict | None = None, data=None, kind: type = Classifier,
+    **options,
+):  # fmt: skip
     """A trained module and its trainer."""
     told = {
         "max_epochs": 2, "accelerator": "cpu", "logger": False, "enable_progress_bar": False,
         "enable_checkpointing": False, "enable_model_summary": False, "num_sanity_val_steps": 0,
     }  # fmt: skip
-    module = Classifier(engine, **(arguments or {}))
+    module = kind(engine, **(arguments or {}))
     trainer = pl.Trainer(
         callbacks=[integration.PrivacyCallback(engine, delta=1e-3)], **(told | options)
     )
@@ -98,6 +146,22 @@ def test_lightning_is_the_loop_by_hand() -> None:
     assert engine.accountant.history == other.accountant.history == [(1.0, 0.25, 8)]
     assert float(trainer.callback_metrics["epsilon"]) == pytest.approx(engine.get_epsilon(1e-3))
     assert not any("forward" in m.__dict__ for m in module.modules())
+
+
+@pytest.mark.parametrize("kind", [Direct, Parts, Manual])
+def test_training_steps_past_forward(kind: type) -> None:
+    """The same, and what is logged is of the batches alone."""
+    engine, other = FastPrivacyEngine(accountant="rdp"), FastPrivacyEngine(accountant="rdp")
+    module, trainer = fit(engine, kind=kind)
+    assert furthest(weights(module), weights(by_hand(other))) < 1e-6
+    assert engine.accountant.history == [(1.0, 0.25, 8)]
+    assert len(module.sizes) == 8
+    assert float(trainer.callback_metrics["rows"]) == pytest.approx(sum(module.sizes[4:]) / 4)
+
+
+def test_a_training_step_that_couples_rows() -> None:
+    with refused("from itself alone"):
+        fit(FastPrivacyEngine(), kind=Mixing)
 
 
 def test_the_data_module_draws_poisson_samples() -> None:

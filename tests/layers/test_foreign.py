@@ -260,11 +260,12 @@ def test_coupled_where_rows_are_many(gate: float) -> None:
 
 
 def test_coupled_where_rows_differ() -> None:
+    """Equal rows say nothing, but a row that is made up beside them may."""
     model = nn.Sequential(Coupled(lambda x: x - x.mean(0), 0.0))
     private = make_private(model)[1]
-    backward(private, torch.zeros(4, 6))
-    private.zero_grad()
-    with refused("depends on (the|an)other"):
+    with refused("depends on (the other|another)"):
+        backward(private, torch.zeros(4, 6))
+        private.zero_grad()
         backward(private, torch.randn(4, 6))
 
 
