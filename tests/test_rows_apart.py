@@ -481,7 +481,7 @@ def test_nothing_of_a_look_is_held() -> None:
     private, optimizer = make_private(Saves())[1:3]
     step(private, optimizer, torch.randn(B, D))
     gc.collect()
-    assert len(seen) > 8
+    assert len(seen) >= 8
     assert [ref for ref in seen if ref() is not None] == []
 
 
