@@ -156,7 +156,7 @@ class Runs:
     ) -> Any:
         args, kwargs = tree_unflatten(leaves, self._structure)
         # not the hooks of a checkpoint that surrounds the model
-        own = saved_tensors_hooks(_itself, _itself)
+        own = saved_tensors_hooks(torch.Tensor.detach, _itself)
         graph = own if probe.differentiable else torch.no_grad()
         self._watch(probe)
         try:
@@ -171,7 +171,7 @@ class Runs:
             self._watch(None)
 
 
-def _itself(x: Tensor) -> Tensor:
+def _itself(x: Tensor) -> Tensor:  # what was saved: not with its graph, which would hold itself
     return x
 
 

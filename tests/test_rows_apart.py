@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -503,6 +505,27 @@ def test_looks_are_few() -> None:
     for b in (16, 32, 5, 1):
         step(private, optimizer, torch.randn(b, T, D))
     assert seen == [16, 32, 5, 1]
+
+
+def test_nothing_of_a_look_is_held() -> None:
+    """Softmax saves its own output: a graph that holds it with its graph is never freed."""
+    seen: list[weakref.ref] = []
+
+    class Saves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(D, D), nn.Linear(D, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x).softmax(-1)
+            seen.append(weakref.ref(h))
+            return self.second(h)
+
+    private, optimizer = make_private(Saves())[1:3]
+    step(private, optimizer, torch.randn(B, D))
+    gc.collect()
+    assert len(seen) >= 8
+    assert [ref for ref in seen if ref() is not None] == []
 
 
 def test_what_a_forward_pass_leaves_on_modules_is_put_back() -> None:
