@@ -74,7 +74,7 @@ def learn(layout: BatchLayout, run: Runs, path: str | None = None) -> None:
             learner.look()
             layout.known = True
             if path is None or layout.knows(path):
-                layout.watch = layout.watch or Watch(run.model)
+                layout.watch = layout.watch or Watch(run.model, run.args, run.kwargs)
                 layout.tried = max(layout.tried, layout.batch_size(run.args, run.kwargs) or 0)
                 return
     except BaseException:
@@ -182,7 +182,9 @@ class _Learner:
             self.layout.expand[remaining[0]] = False
         self._hold_apart(cuts, probes, outputs)
         number = next(i for i, axis in enumerate(cuts) if axis == self.layout.axis)
-        self.layout.told_by = number, flatten((self.run.args, self.run.kwargs))[1]
+        structure = flatten((self.run.args, self.run.kwargs))[1]
+        others = [told for told in self.layout.told_by if told[1] != structure]
+        self.layout.told_by = [(number, structure), *others]
 
     def _hold_apart(self, cuts: Cuts, probes: list[Probe], outputs: list[Any]) -> None:
         """No row follows from another one, nor from how many there are."""
