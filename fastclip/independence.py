@@ -79,11 +79,6 @@ def by_row(output: Any) -> Iterator[Tensor]:
             yield leaf
 
 
-def finite(output: Any) -> bool:
-    """No output is NaN or infinite."""
-    return all(bool(torch.isfinite(x).all()) for x in by_row(output))
-
-
 def same(first: Any, second: Any) -> bool:
     """Whether two outputs of a model agree within rounding."""
     pairs = zip(by_row(first), by_row(second), strict=True)

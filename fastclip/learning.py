@@ -13,14 +13,17 @@ from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fastclip.errors import BatchSizeError, FastclipError
 from fastclip.independence import (
     UNBATCHED,
     axes_of_outputs,
+    by_row,
     check_influence,
     check_values,
     extreme_rows,
-    finite,
     followed,
     rows_come_out,
     same,
@@ -45,7 +48,10 @@ _SEEDS = (2, 3, 4)
 
 
 class _Unstable(Exception):
-    """The model's outputs are not finite once its parameters are stirred."""
+    """Outputs are not finite once the model's parameters are stirred: `where`, they are."""
+
+    def __init__(self, where: list[Tensor]) -> None:
+        self.where = where
 
 
 class _NotFound(BatchSizeError):
@@ -93,13 +99,26 @@ class _Learner:
 
     def look(self) -> None:
         """Once, with parameters that say something; or as they are, if the model needs that."""
-        try:
-            with stirred(self.run.private):
-                self._learn(unstable=_Unstable)
-        except (_Unstable, _NotFound):
-            self._learn(unstable=None)
+        for must_be_finite in (True, False):
+            try:
+                with stirred(self.run.private):
+                    self._learn(must_be_finite)
+                    return
+            except _NotFound:
+                break
+            except _Unstable as unstable:
+                if not self._are_finite(unstable.where):
+                    break
+        self._learn(must_be_finite=False)
 
-    def _learn(self, unstable: type[Exception] | None) -> None:
+    def _are_finite(self, where: list[Tensor]) -> bool:
+        """Whether outputs are finite there and nowhere else, as parameters are: masked scores."""
+        found = self._first_run()
+        own = [] if found is None else _finite(found[2])
+        same_shapes = [x.shape for x in own] == [x.shape for x in where]
+        return same_shapes and all(map(torch.equal, own, where))
+
+    def _learn(self, must_be_finite: bool) -> None:
         found = self._first_run()
         if found is None and not self.layout.flat:
             raise _NotFound(
@@ -111,8 +130,8 @@ class _Learner:
         if found is None:
             return
         cuts, probes, outputs = found
-        if unstable and not all(map(finite, outputs)):
-            raise unstable
+        if must_be_finite and not all(bool(x.all()) for x in _finite(outputs)):
+            raise _Unstable(_finite(outputs))
         try:
             self._find(cuts, probes, outputs)
         except Exception:
@@ -287,6 +306,10 @@ def _spread(choice: int) -> tuple[list[int], frozenset[int]]:
     if choice == 1:
         outside = cycle([0])
     return [next(inside if i in group else outside) for i in range(count)], group
+
+
+def _finite(outputs: list[Any]) -> list[Tensor]:
+    return [torch.isfinite(x) for output in outputs for x in by_row(output)]
 
 
 def _followed(probes: list[Probe]) -> dict[str, int]:
