@@ -91,7 +91,7 @@ class Calls:
         finally:
             self.end()
 
-    def first_reached(self, called: Entered, path: str, recording: bool) -> Forward:
+    def first_reached(self, called: Entered, path: str | None, recording: bool) -> Forward:
         """The Forward of a call that is not the model's own, as it reaches its first private layer.
 
         Raises:

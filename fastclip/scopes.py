@@ -103,6 +103,19 @@ class RootCall:
         return out
 
 
+class PartScope:
+    """A part of the model with parameters of its own: a script may call it by itself."""
+
+    def run(
+        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+    ) -> Any:
+        keeper = handle.keeper
+        if keeper.depth:
+            return inner(*args, **kwargs)
+        with keeper.calls.inside(f"{handle.path}()", module, inner, args, kwargs):
+            return inner(*args, **kwargs)
+
+
 class RawParameterScope:
     """Parameters of shape [1, ...] that a module uses itself (class tokens, position tables).
 
@@ -128,7 +141,7 @@ class RawParameterScope:
         outer = handle.originals
         originals = outer or {name: table[name] for name in self.names}
         before = {name: table[name] for name in self.names}
-        forward = keeper.forward if probe else keeper.layer_forward(handle.path)[0]
+        forward = keeper.forward if probe else keeper.layer_forward()[0]
         batch = probe.rows if probe else forward.batch_size
         batch = batch or next(iter(batch_sizes_of(args, kwargs, 0)), None)
         try:
@@ -198,7 +211,7 @@ class RecurrentScope:
                 return inner(*args, **kwargs)
             finally:
                 keeper.calls.probe.trusted = outside
-        forward, _ = keeper.layer_forward(handle.path)
+        forward, _ = keeper.layer_forward()
         rows = int(x.batch_sizes[0])
         order = x.sorted_indices
         if order is None:
@@ -253,7 +266,7 @@ def _private_bias(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             return out
         # Inside a reentrant checkpoint: the recomputation will return one bias a sample.
         return out.expand(keeper.forward.batch_size or 1, *out.shape[1:])
-    forward, _ = keeper.layer_forward(handle.path)
+    forward, _ = keeper.layer_forward()
     seen: list[Tensor] = []
     hook = table.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))  # type: ignore
     try:
