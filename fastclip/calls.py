@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from fastclip.layout import BatchLayout
 from fastclip.learning import learn
+from fastclip.mixed_outputs import refuse_gradients
 from fastclip.probing import Probe, Runs
 
 FORWARD = "forward"
@@ -80,16 +82,24 @@ class Calls:
     @contextmanager
     def inside(
         self, name: str, module: nn.Module, plain: Callable[..., Any], args: tuple, kwargs: dict
-    ) -> Iterator[None]:
-        """A method of the model, or a part of it, runs inside; the layers it reaches are its own."""
+    ) -> Iterator[Callable[[Any], Any]]:
+        """A method of the model, or a part of it, runs inside; the layers it reaches are its own.
+
+        Yields what its output must go through.
+        """
         if self.probe or not torch.is_grad_enabled():
-            yield
+            yield lambda out: out
             return
-        self.begin(Entered(name, module, plain, args, kwargs))
+        called = Entered(name, module, plain, args, kwargs)
+        self.begin(called)
         try:
-            yield
+            yield partial(self._returned_by, called)
         finally:
             self.end()
+
+    def _returned_by(self, called: Entered, out: Any) -> Any:
+        recording = called.forward is not None and called.forward.recording
+        return self.returned(called.name, out) if recording else out
 
     def first_reached(self, called: Entered, path: str | None, recording: bool) -> Forward:
         """The Forward of a call that is not the model's own, as it reaches its first private layer.
@@ -102,6 +112,13 @@ class Calls:
             self.learn(layout, called, path)
         size = layout.batch_size(called.args, called.kwargs)
         return Forward(size, recording, layout=layout)
+
+    def returned(self, name: str, out: Any) -> Any:
+        """What a call returns; what of it couples rows takes no gradient."""
+        layout = self.layouts.get(name)
+        if layout is not None and layout.mixed and not self.probe:
+            refuse_gradients(layout.mixed, out)
+        return out
 
     def layout_of(self, name: str) -> BatchLayout:
         """What is known of the samples' places in calls of this method."""

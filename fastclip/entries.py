@@ -8,6 +8,7 @@ when it first reaches a private layer, for most methods compute nothing.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -33,13 +34,22 @@ class Method:
         self.called = f"{path}.{name}".lstrip(".")
         functools.update_wrapper(self, getattr(type(model), name))
 
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the bound method: models look at their own."""
+        return inspect.signature(self._plain)
+
+    @property
+    def _plain(self) -> MethodType:
+        return MethodType(getattr(type(self.model), self.name), self.model)
+
     @functools.partial(_disable_dynamo, recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        plain = MethodType(getattr(type(self.model), self.name), self.model)
+        plain = self._plain
         if self.keeper.depth:
             return plain(*args, **kwargs)
-        with self.keeper.calls.inside(self.called, self.model, plain, args, kwargs):
-            return plain(*args, **kwargs)
+        with self.keeper.calls.inside(self.called, self.model, plain, args, kwargs) as returned:
+            return returned(plain(*args, **kwargs))
 
 
 def attach_methods(path: str, module: nn.Module, keeper: BookKeeper) -> None:
@@ -69,8 +79,8 @@ def _part_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     plain = MethodType(type(self).forward, self)
     if keeper.depth:
         return plain(*args, **kwargs)
-    with keeper.calls.inside(f"{path}()", self, plain, args, kwargs):
-        return plain(*args, **kwargs)
+    with keeper.calls.inside(f"{path}()", self, plain, args, kwargs) as returned:
+        return returned(plain(*args, **kwargs))
 
 
 def _methods(model: nn.Module) -> Iterator[str]:
@@ -78,6 +88,7 @@ def _methods(model: nn.Module) -> Iterator[str]:
     for name in dir(type(model)):
         if name.startswith("__") or name in vars(model) or hasattr(nn.Module, name):
             continue
-        held = (vars(base)[name] for base in type(model).__mro__ if name in vars(base))
-        if isinstance(next(held, None), FunctionType):  # not static, not of the class
+        base = next((b for b in type(model).__mro__ if name in vars(b)), object)
+        torchs = base.__module__.startswith("torch.")
+        if not torchs and isinstance(vars(base).get(name), FunctionType):  # not static, of no class
             yield name

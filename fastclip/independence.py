@@ -135,6 +135,11 @@ def _close(first: Tensor, second: Tensor, allowed: dict[torch.dtype, float]) -> 
     )
 
 
+def rows_agree(one: Tensor, other: Tensor, kept: list[int], axis: int) -> bool:
+    """Whether these rows are the same in both, as far as both are long."""
+    return _rows_agree(one, other, kept, axis, _VALUES)
+
+
 def extreme_rows(probe: Probe, axes: dict[str, int]) -> list[int]:
     """The rows that are smallest in most layers' inputs: what others' sizes change, changes them."""
     found: Counter[int] = Counter()

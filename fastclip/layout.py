@@ -38,6 +38,8 @@ class BatchLayout:
         """By a layer's path; UNBATCHED: its input has no samples; UNCLEAR: it has no one axis."""
         self.told_by: list[tuple[int, TreeSpec]] = []
         """The input whose size along `axis` is that of the batch: its number, among these inputs."""
+        self.mixed: dict[int, int] = {}
+        """Outputs that couple rows, and must not be part of a loss: dimensions, by their number."""
         self.flat = False
         """A probe has met a layer over flat ids, which counts its samples itself."""
         self.integer: set[str] = set()
@@ -46,7 +48,7 @@ class BatchLayout:
 
     def forget(self) -> None:
         """Nothing is known of the layers."""
-        self.axes, self.expand, self.integer = {}, {}, set()
+        self.axes, self.expand, self.integer, self.mixed = {}, {}, set(), {}
 
     def batch_size(self, args: tuple, kwargs: dict) -> int | None:
         """Number of samples in the model's inputs."""

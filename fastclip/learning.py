@@ -30,6 +30,7 @@ from fastclip.independence import (
 )
 from fastclip.inputs import Cuts, flatten, ways_to_cut
 from fastclip.layout import BatchLayout
+from fastclip.mixed_outputs import mixed_outputs
 from fastclip.probe_state import stirred
 from fastclip.probing import Probe, Runs, Shapes
 from fastclip.watch import Watch
@@ -250,7 +251,12 @@ class _Learner:
             then = partial(self._check_influence, probe, of_outputs, groups)
             self.run.once(probe, rows, seed, then)
             if not probe.draws:
-                return
+                break
+        if choice > 1 and any(axis < 0 for axis in of_outputs):
+            new = partial(Probe, self.layout, count, expand, differentiable=True)
+            for kept in groups:
+                given = rows, _others_changed(rows, kept)
+                self.layout.mixed |= mixed_outputs(self.run, new, given, sorted(kept), of_outputs)
 
     def _disturb(
         self, rows: list[int], groups: list[frozenset[int]], expand: bool, of_outputs: list[int]
@@ -262,9 +268,8 @@ class _Learner:
         small = [frozenset({row}) for row in extreme_rows(base, axes)[:_SMALLEST]]
         for kept in (*groups, *small):
             changed = frozenset(range(count)) - kept
-            other = [rows[min(kept)] if i in changed else row for i, row in enumerate(rows)]
             probe = Probe(self.layout, count, expand, disturbed=changed)
-            found = self.run.once(probe, other, seed=1)
+            found = self.run.once(probe, _others_changed(rows, kept), seed=1)
             check_values(base, probe, (out, found), sorted(kept), axes, of_outputs)
 
     @staticmethod
@@ -306,6 +311,11 @@ def _spread(choice: int) -> tuple[list[int], frozenset[int]]:
     if choice == 1:
         outside = cycle([0])
     return [next(inside if i in group else outside) for i in range(count)], group
+
+
+def _others_changed(rows: list[int], kept: frozenset[int]) -> list[int]:
+    """The same rows where they are kept, and one of them everywhere else."""
+    return [row if i in kept else rows[min(kept)] for i, row in enumerate(rows)]
 
 
 def _finite(outputs: list[Any]) -> list[Tensor]:

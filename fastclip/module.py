@@ -94,11 +94,11 @@ class _Installer:
                 RelativeBias.attach(module)
         self._handle("", self.model).scopes.append(RootScope())
         for module, handle in self.handles.items():
-            if handle.rule is None and module is not self.model:
-                handle.scopes.append(PartScope())
+            if handle.rule is None:
                 entries.attach_methods(handle.path, module, self.keeper)
+                if module is not self.model:
+                    handle.scopes.append(PartScope())
             attach(module, handle)
-        entries.attach_methods("", self.model, self.keeper)
         for path, module in self.model.named_modules():
             if self._is_part(module, inside_fallback):
                 entries.attach_part(path, module, self.keeper)

@@ -100,6 +100,7 @@ class RootCall:
             for tensor in tensors_of(out):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(hook)
+            self._keeper.calls.returned(self._called.name, out)
         return out
 
 
@@ -112,8 +113,8 @@ class PartScope:
         keeper = handle.keeper
         if keeper.depth:
             return inner(*args, **kwargs)
-        with keeper.calls.inside(f"{handle.path}()", module, inner, args, kwargs):
-            return inner(*args, **kwargs)
+        with keeper.calls.inside(f"{handle.path}()", module, inner, args, kwargs) as returned:
+            return returned(inner(*args, **kwargs))
 
 
 class RawParameterScope:

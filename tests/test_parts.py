@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -117,6 +118,16 @@ def test_apart_is_exact(case: str) -> None:
     private = make_private(model, max_grad_norm=0.5)[1]
     row_loss(APART[case](private, x)).mean().backward()
     assert_sums(summed(params), clipped_sum(grads, 0.5), 1e-10)
+
+
+def test_methods_look_as_they_did() -> None:
+    """Transformers count the parameters of their own methods."""
+    model = Whole()
+    names = ["encode", "_centred"]
+    before = [inspect.signature(getattr(model, name)) for name in names]
+    private = make_private(model)[1]
+    assert [inspect.signature(getattr(private, name)) for name in names] == before
+    assert private.net.features.__name__ == "features"
 
 
 def test_a_packed_part_by_itself() -> None:
