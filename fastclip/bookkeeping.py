@@ -121,8 +121,11 @@ class BookKeeper:
             if recompute is not None and not self.depth:
                 self.forward = previous
 
-    def layer_forward(self, path: str) -> tuple[Forward, bool]:
+    def layer_forward(self, path: str | None = None) -> tuple[Forward, bool]:
         """The Forward of a layer's call, and whether its output must open the pass itself.
+
+        Args:
+            path: of the layer; None for parameters that a part of the model uses itself.
 
         Raises:
             BatchSizeError: where the samples are in a method of the model cannot be told.

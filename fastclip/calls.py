@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from fastclip.inputs import batch_sizes_of
 from fastclip.layout import BatchLayout
 from fastclip.learning import learn
+from fastclip.mixed_outputs import refuse_gradients
 from fastclip.probe_state import Trains, no_training
 from fastclip.probing import Probe, Runs
 
@@ -84,21 +86,28 @@ class Calls:
     @contextmanager
     def inside(
         self, name: str, module: nn.Module, plain: Callable[..., Any], args: tuple, kwargs: dict
-    ) -> Iterator[None]:
-        """A method of the model, or a part of it, runs inside; the layers it reaches are its own."""
+    ) -> Iterator[Callable[[Any], Any]]:
+        """A method of the model, or a part of it, runs inside; the layers it reaches are its own.
+
+        Yields what its output must go through.
+        """
         if self.probe or not torch.is_grad_enabled():
-            yield
+            yield lambda out: out
             return
         called = Entered(name, module, plain, args, kwargs)
         drives = self.layout_of(name).drives or not batch_sizes_of(args, kwargs, self.batch_axis)
         called.drives = drives  # without rows, such as Lightning's optimizer_step(closure)
         self.begin(called)
         try:
-            yield
+            yield partial(self._returned_by, called)
         finally:
             self.end()
 
-    def reached(self, path: str, recording: bool) -> Entered | None:
+    def _returned_by(self, called: Entered, out: Any) -> Any:
+        recording = called.forward is not None and called.forward.recording
+        return self.returned(called.name, out) if recording else out
+
+    def reached(self, path: str | None, recording: bool) -> Entered | None:
         """The call that a private layer belongs to, with its Forward; None if it is called by itself.
 
         Raises:
@@ -116,6 +125,13 @@ class Calls:
                 called.drives = layout.drives = True
                 called = self.outermost
         return called
+
+    def returned(self, name: str, out: Any) -> Any:
+        """What a call returns; what of it couples rows takes no gradient."""
+        layout = self.layouts.get(name)
+        if layout is not None and layout.mixed and not self.probe:
+            refuse_gradients(layout.mixed, out)
+        return out
 
     def layout_of(self, name: str) -> BatchLayout:
         """What is known of the samples' places in calls of this method."""

@@ -8,6 +8,7 @@ when it first reaches a private layer, for most methods compute nothing.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -25,31 +26,46 @@ _LOGS = ("log", "log_dict")
 
 
 class Method:
-    """A bound method of the model other than `forward`, whose calls are known while they run."""
+    """A bound method of a module other than `forward`, whose calls are known while they run.
 
-    def __init__(self, model: nn.Module, name: str, keeper: BookKeeper) -> None:
+    Args:
+        path: of the module, in the model.
+    """
+
+    def __init__(self, model: nn.Module, name: str, keeper: BookKeeper, path: str = "") -> None:
         self.model, self.name, self.keeper = model, name, keeper
+        self.called = f"{path}.{name}".lstrip(".")
         functools.update_wrapper(self, getattr(type(model), name))
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the bound method: models look at their own."""
+        return inspect.signature(self._plain)
+
+    @property
+    def _plain(self) -> MethodType:
+        return MethodType(getattr(type(self.model), self.name), self.model)
 
     @functools.partial(_disable_dynamo, recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        plain = MethodType(getattr(type(self.model), self.name), self.model)
+        plain = self._plain
         if self.keeper.calls.probe and plain.__func__.__module__.startswith(_LIGHTNING):
             return None if self.name in _LOGS else plain(*args, **kwargs)
         if self.keeper.depth:
             return plain(*args, **kwargs)
-        with self.keeper.calls.inside(self.name, self.model, plain, args, kwargs):
-            return plain(*args, **kwargs)
+        with self.keeper.calls.inside(self.called, self.model, plain, args, kwargs) as returned:
+            return returned(plain(*args, **kwargs))
 
 
-def attach_methods(model: nn.Module, keeper: BookKeeper) -> None:
-    """Let the book-keeper know of calls of the model's own methods."""
-    for name in _methods(model):
-        model.__dict__[name] = Method(model, name, keeper)
+def attach_methods(path: str, module: nn.Module, keeper: BookKeeper) -> None:
+    """Let the book-keeper know of calls of the methods of the model, or of a part of it."""
+    for name in _methods(module):
+        module.__dict__[name] = Method(module, name, keeper, path)
 
 
 def attach_part(path: str, module: nn.Module, keeper: BookKeeper) -> None:
     """Let the book-keeper know of calls of a module that holds private layers."""
+    attach_methods(path, module, keeper)
     module.__dict__[_PART] = (path, keeper)
     module.__dict__["forward"] = MethodType(_part_forward, module)
 
@@ -68,15 +84,16 @@ def _part_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     plain = MethodType(type(self).forward, self)
     if keeper.depth:
         return plain(*args, **kwargs)
-    with keeper.calls.inside(f"{path}()", self, plain, args, kwargs):
-        return plain(*args, **kwargs)
+    with keeper.calls.inside(f"{path}()", self, plain, args, kwargs) as returned:
+        return returned(plain(*args, **kwargs))
 
 
 def _methods(model: nn.Module) -> Iterator[str]:
-    """Public methods that torch's own modules do not have."""
+    """Methods that torch's own modules do not have."""
     for name in dir(type(model)):
-        if name.startswith("_") or name in vars(model) or hasattr(nn.Module, name):
+        if name.startswith("__") or name in vars(model) or hasattr(nn.Module, name):
             continue
-        held = (vars(base)[name] for base in type(model).__mro__ if name in vars(base))
-        if isinstance(next(held, None), FunctionType):  # not static, not of the class
+        base = next((b for b in type(model).__mro__ if name in vars(b)), object)
+        torchs = base.__module__.startswith("torch.")
+        if not torchs and isinstance(vars(base).get(name), FunctionType):  # not static, of no class
             yield name

@@ -79,11 +79,6 @@ def by_row(output: Any) -> Iterator[Tensor]:
             yield leaf
 
 
-def finite(output: Any) -> bool:
-    """No output is NaN or infinite."""
-    return all(bool(torch.isfinite(x).all()) for x in by_row(output))
-
-
 def same(first: Any, second: Any) -> bool:
     """Whether two outputs of a model agree within rounding."""
     pairs = zip(by_row(first), by_row(second), strict=True)
@@ -138,6 +133,11 @@ def _close(first: Tensor, second: Tensor, allowed: dict[torch.dtype, float]) -> 
     return not one.numel() or bool(
         (one - other).abs().max() <= tolerance * torch.maximum(one.abs().max(), other.abs().max())
     )
+
+
+def rows_agree(one: Tensor, other: Tensor, kept: list[int], axis: int) -> bool:
+    """Whether these rows are the same in both, as far as both are long."""
+    return _rows_agree(one, other, kept, axis, _VALUES)
 
 
 def extreme_rows(probe: Probe, axes: dict[str, int]) -> list[int]:

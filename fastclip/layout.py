@@ -40,8 +40,10 @@ class BatchLayout:
         """By a layer's path; UNBATCHED: its input has no samples; UNCLEAR: it has no one axis."""
         self.met: set[str] = set()
         """Modules whose parameters of shape [1, ...] a probe has expanded."""
-        self.told_by: tuple[int, TreeSpec] | None = None
+        self.told_by: list[tuple[int, TreeSpec]] = []
         """The input whose size along `axis` is that of the batch: its number, among these inputs."""
+        self.mixed: dict[int, int] = {}
+        """Outputs that couple rows, and must not be part of a loss: dimensions, by their number."""
         self.flat = False
         """A probe has met a layer over flat ids, which counts its samples itself."""
         self.integer: set[str] = set()
@@ -50,13 +52,13 @@ class BatchLayout:
 
     def forget(self) -> None:
         """Nothing is known of the layers."""
-        self.axes, self.expand, self.integer, self.met = {}, {}, set(), set()
+        self.axes, self.expand, self.mixed = {}, {}, {}
+        self.integer, self.met = set(), set()
 
     def batch_size(self, args: tuple, kwargs: dict) -> int | None:
         """Number of samples in the model's inputs."""
-        if self.told_by is not None:
-            leaves, structure = flatten((args, kwargs))
-            number, known = self.told_by
+        leaves, structure = flatten((args, kwargs))
+        for number, known in self.told_by:
             if structure == known:
                 return rows_of(leaves[number], self.axis)
         return next(iter(batch_sizes_of(args, kwargs, self.axis)), None)
@@ -68,10 +70,10 @@ class BatchLayout:
     def due(self, model: nn.Module, args: tuple, kwargs: dict) -> bool:
         """Whether the model must be run on a few rows before this call; to be asked once a call.
 
-        At the first one, where it has changed its state, and while a larger batch may hold more
-        distinct rows than could be compared.
+        At the first one, where it has changed its state or is called in another way, and while a
+        larger batch may hold more distinct rows than could be compared.
         """
-        if not self.known or self.watch is None or self.watch.changed():
+        if not self.known or self.watch is None or self.watch.changed(args, kwargs):
             return True
         if self.compared >= MOST_ROWS or self.flat:
             return False

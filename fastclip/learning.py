@@ -13,20 +13,24 @@ from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fastclip.errors import BatchSizeError, FastclipError, where
 from fastclip.independence import (
     UNBATCHED,
     axes_of_outputs,
+    by_row,
     check_influence,
     check_values,
     extreme_rows,
-    finite,
     followed,
     rows_come_out,
     same,
 )
 from fastclip.inputs import Cuts, flatten, ways_to_cut
 from fastclip.layout import BatchLayout
+from fastclip.mixed_outputs import mixed_outputs
 from fastclip.probe_state import stirred
 from fastclip.probing import Probe, Runs, Shapes
 from fastclip.watch import Watch
@@ -45,7 +49,10 @@ _SEEDS = (2, 3, 4)
 
 
 class _Unstable(Exception):
-    """The model's outputs are not finite once its parameters are stirred."""
+    """Outputs are not finite once the model's parameters are stirred: `where`, they are."""
+
+    def __init__(self, where: list[Tensor]) -> None:
+        self.where = where
 
 
 class _NotFound(Exception):
@@ -74,7 +81,7 @@ def learn(layout: BatchLayout, run: Runs, path: str | None = None) -> None:
             learner.look()
             layout.known = True
             if path is None or layout.knows(path):
-                layout.watch = layout.watch or Watch(run.model)
+                layout.watch = layout.watch or Watch(run.model, run.args, run.kwargs)
                 layout.tried = max(layout.tried, layout.batch_size(run.args, run.kwargs) or 0)
                 return
     except BaseException:
@@ -94,13 +101,17 @@ class _Learner:
     def look(self) -> None:
         """Once, with parameters that say something; or as they are, if the model needs that."""
         try:
-            with stirred(self.run.private):
-                self._learn(unstable=_Unstable)
-            return
-        except (_Unstable, _NotFound):
-            pass
-        try:
-            self._learn(unstable=None)
+            for must_be_finite in (True, False):
+                try:
+                    with stirred(self.run.private):
+                        self._learn(must_be_finite)
+                        return
+                except _NotFound:
+                    break
+                except _Unstable as unstable:
+                    if not self._are_finite(unstable.where):
+                        break
+            self._learn(must_be_finite=False)
             return
         except _NotFound:
             self.run.as_called()  # a model that fails on its own input says why itself
@@ -111,24 +122,29 @@ class _Learner:
             f"take any number of rows{self.run.last_error}"
         )
 
-    def _learn(self, unstable: type[Exception] | None) -> None:
+    def _are_finite(self, where: list[Tensor]) -> bool:
+        """Whether outputs are finite there and nowhere else, as parameters are: masked scores."""
+        found = self._first_run()
+        own = [] if found is None else _finite(found[2])
+        same_shapes = [x.shape for x in own] == [x.shape for x in where]
+        return same_shapes and all(map(torch.equal, own, where))
+
+    def _learn(self, must_be_finite: bool) -> None:
         found = self._first_run()
         if found is None and not self.layout.flat:
             raise _NotFound
         if found is None:
             return
         cuts, probes, outputs = found
-        if unstable and not all(map(finite, outputs)):
-            raise unstable
+        if must_be_finite and not all(bool(x.all()) for x in _finite(outputs)):
+            raise _Unstable(_finite(outputs))
         try:
             self._find(cuts, probes, outputs)
         except Exception:
             if not self.layout.flat:
                 raise
-            self.layout.axes, self.layout.expand = (
-                {},
-                {},
-            )  # ids of all bags in one row: not to be cut
+            # ids of all bags in one row: not to be cut
+            self.layout.axes, self.layout.expand = {}, {}
 
     def _first_run(self) -> tuple[Cuts, list[Probe], list[Any]] | None:
         """The first way to cut the inputs with which rows go in and come out."""
@@ -189,7 +205,9 @@ class _Learner:
             self.layout.expand[remaining[0]] = False
         self._hold_apart(cuts, probes, outputs)
         number = next(i for i, axis in enumerate(cuts) if axis == self.layout.axis)
-        self.layout.told_by = number, flatten((self.run.args, self.run.kwargs))[1]
+        structure = flatten((self.run.args, self.run.kwargs))[1]
+        others = [told for told in self.layout.told_by if told[1] != structure]
+        self.layout.told_by = [(number, structure), *others]
 
     def _hold_apart(self, cuts: Cuts, probes: list[Probe], outputs: list[Any]) -> None:
         """No row follows from another one, nor from how many there are."""
@@ -242,7 +260,12 @@ class _Learner:
                 self.run.asks_inputs = False  # x.numpy(), or x.requires_grad = True, in its forward
                 drawn = self._influence(rows, groups, expand, of_outputs, seed)
             if not drawn:
-                return
+                break
+        if choice > 1 and any(axis < 0 for axis in of_outputs):
+            new = partial(Probe, self.layout, count, expand, differentiable=True)
+            for kept in groups:
+                given = rows, _others_changed(rows, kept)
+                self.layout.mixed |= mixed_outputs(self.run, new, given, sorted(kept), of_outputs)
 
     def _influence(
         self, rows: list[int], groups: list[frozenset[int]], expand: bool, of_outputs: list[int],
@@ -264,9 +287,8 @@ class _Learner:
         small = [frozenset({row}) for row in extreme_rows(base, axes)[:_SMALLEST]]
         for kept in (*groups, *small):
             changed = frozenset(range(count)) - kept
-            other = [rows[min(kept)] if i in changed else row for i, row in enumerate(rows)]
             probe = Probe(self.layout, count, expand, disturbed=changed)
-            found = self.run.once(probe, other, seed=1)
+            found = self.run.once(probe, _others_changed(rows, kept), seed=1)
             check_values(base, probe, (out, found), sorted(kept), axes, of_outputs)
 
     @staticmethod
@@ -308,6 +330,15 @@ def _spread(choice: int) -> tuple[list[int], frozenset[int]]:
     if choice == 1:
         outside = cycle([0])
     return [next(inside if i in group else outside) for i in range(count)], group
+
+
+def _others_changed(rows: list[int], kept: frozenset[int]) -> list[int]:
+    """The same rows where they are kept, and one of them everywhere else."""
+    return [row if i in kept else rows[min(kept)] for i, row in enumerate(rows)]
+
+
+def _finite(outputs: list[Any]) -> list[Tensor]:
+    return [torch.isfinite(x) for output in outputs for x in by_row(output)]
 
 
 def _followed(probes: list[Probe]) -> dict[str, int]:

@@ -18,7 +18,7 @@ from fastclip.layers import FallbackRule, find_rule
 from fastclip.layers.fallback import HOW_TO_REGISTER
 from fastclip.one_process import refuse_replicas
 from fastclip.ownership import check_free, claim
-from fastclip.scopes import RawParameterScope, RecurrentScope, RelativeBias, RootScope
+from fastclip.scopes import PartScope, RawParameterScope, RecurrentScope, RelativeBias, RootScope
 from fastclip.validation import is_batch_norm
 
 _FALLBACK = FallbackRule()
@@ -94,8 +94,11 @@ class _Installer:
                 RelativeBias.attach(module)
         self._handle("", self.model).scopes.append(RootScope())
         for module, handle in self.handles.items():
+            if handle.rule is None:
+                entries.attach_methods(handle.path, module, self.keeper)
+                if module is not self.model:
+                    handle.scopes.append(PartScope())
             attach(module, handle)
-        entries.attach_methods(self.model, self.keeper)
         for path, module in self.model.named_modules():
             if self._is_part(module, inside_fallback):
                 entries.attach_part(path, module, self.keeper)

@@ -6,9 +6,10 @@ LayerScale of 1e-6 are coupled from the first step on, and must show.
 
 from __future__ import annotations
 
-import random
+import copy
 import sys
 import threading
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -18,12 +19,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from fastclip.errors import UnsupportedLayerError
+from fastclip.randomness import Generators
 
 STIR = 0.1
 """Standard deviation of what is added to a parameter that says nothing."""
 _SMALL = 1e-2
-_MODULES = frozenset(vars(nn.Module()))
-"""Attributes that are torch's own."""
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+_DEEPEST = 3
+_LONGEST = 64
+"""Containers are looked into so far."""
+_TORCHS = frozenset(vars(nn.Module()))
 
 
 class Trains(BaseException):
@@ -57,7 +62,7 @@ def undisturbed(model: nn.Module, seed: int) -> Iterator[None]:
     saved = [(name, b, b._version, b.clone()) for name, b in model.named_buffers()]
     with ExitStack() as stack:
         stack.enter_context(_own_attributes(model))
-        stack.enter_context(_generators(seed))
+        stack.enter_context(generators_of(model).seeded(seed))
         stack.enter_context(_uncompiled())
         stack.enter_context(_whole_checkpoints())
         for module in model.modules():
@@ -86,12 +91,12 @@ def undisturbed(model: nn.Module, seed: int) -> Iterator[None]:
 def _own_attributes(model: nn.Module) -> Iterator[None]:
     """What the forward pass sets on modules (counters, stashes) is put back."""
     saved = [(vars(module), dict(vars(module))) for module in model.modules()]
-    held = [value for _, before in saved for name, value in before.items() if name not in _MODULES]
+    held = list(_held(model))
+    filled = [(one, copy.copy(one)) for one in held if type(one) in _CONTAINERS]
     tensors = [
         (x, x._version, x.detach().clone())
         for x in held if type(x) is Tensor and not x.is_inference()
     ]  # fmt: skip
-    lists = [(value, value.copy()) for value in held if type(value) in (list, dict, set)]
     try:
         yield
     finally:
@@ -99,49 +104,30 @@ def _own_attributes(model: nn.Module) -> Iterator[None]:
             for name in now.keys() - before.keys():
                 del now[name]
             now.update(before)
-        for kept, contents in lists:
-            kept.clear()
-            (kept.extend if isinstance(kept, list) else kept.update)(contents)
+        for container, before in filled:
+            container.clear()
+            (container.extend if hasattr(container, "extend") else container.update)(before)
         with torch.no_grad():
             for tensor, version, numbers in tensors:
                 if tensor._version != version:  # such as the counts of a metric
                     tensor.copy_(numbers)
 
 
-@contextmanager
-def _generators(seed: int) -> Iterator[None]:
-    """Every generator that a model may draw from starts at `seed`, and is put back."""
-    numpy = sys.modules.get("numpy")
-    python = random.getstate()
-    array = None if numpy is None else numpy.random.get_state()
-    cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(devices=cuda):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            if numpy is not None:
-                numpy.random.seed(seed)
-            yield
-    finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(array)
+def generators_of(model: nn.Module) -> Generators:
+    """The generators that the model may draw from."""
+    return Generators(_held(model))
 
 
-def generators_now() -> list[Any]:
-    """The states of the generators that a model's layers draw from."""
-    states: list[Any] = [random.getstate(), torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return states
-
-
-def drew_since(before: list[Any]) -> bool:
-    """Whether random numbers were drawn since `generators_now()` returned this."""
-    python, *states = before
-    now = generators_now()
-    same = all(torch.equal(a, b) for a, b in zip(states, now[1:], strict=True))
-    return python != now[0] or not same
+def _held(model: nn.Module) -> Iterator[Any]:
+    """What the model's modules hold, themselves or in containers; not what torch keeps on them."""
+    known: set[int] = set()
+    level = [v for module in model.modules() for n, v in vars(module).items() if n not in _TORCHS]
+    for _ in range(_DEEPEST):
+        level = [one for one in level if id(one) not in known]
+        known.update(map(id, level))
+        yield from level
+        few = [one for one in level if type(one) in _CONTAINERS and len(one) <= _LONGEST]
+        level = [x for one in few for x in (one.values() if isinstance(one, dict) else one)]
 
 
 def _uncompiled() -> AbstractContextManager:
@@ -167,7 +153,10 @@ def _whole_checkpoints() -> Iterator[None]:
 
 @contextmanager
 def stirred(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Constant or tiny parameters get random values inside: nothing hides behind them."""
+    """Constant or tiny parameters get random values inside: nothing hides behind them.
+
+    They keep their signs: a logarithm may be taken of them.
+    """
     saved: list[tuple[nn.Parameter, Tensor]] = []
     generator = torch.Generator().manual_seed(0)
     try:
@@ -179,10 +168,11 @@ def stirred(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             noise = torch.randn(
                 values.shape, generator=generator, dtype=torch.float32, device="cpu"
             )
-            values.add_(noise.to(values.device, values.dtype), alpha=STIR)
+            noise = noise.to(values.device, values.dtype)
+            values.add_(torch.where(values == 0, noise, noise.abs() * values.sign()), alpha=STIR)
         yield
     finally:
-        for parameter, before in saved:
+        for parameter, before in reversed(saved):  # views of one storage were stirred in turn
             parameter.data.copy_(before)
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_unflatten
 
 from fastclip.inputs import Cuts, flatten, join_rows, rows_of, take_rows
-from fastclip.probe_state import drew_since, generators_now, undisturbed
+from fastclip.probe_state import generators_of, undisturbed
 
 if TYPE_CHECKING:
     from fastclip.layout import BatchLayout
@@ -161,9 +161,10 @@ class Runs:
         self._watch(probe)
         try:
             with undisturbed(self.model, seed + 1000 * self.trial), graph:
-                before = generators_now()
+                generators = generators_of(self.model)
+                before = generators.states()
                 out = self.forward(*args, **kwargs)
-                probe.draws = drew_since(before)
+                probe.draws = generators.states() != before
                 if then is not None:
                     then(out)
                 return out

@@ -100,7 +100,21 @@ class RootCall:
             for tensor in tensors_of(out):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(hook)
+            self._keeper.calls.returned(self._called.name, out)
         return out
+
+
+class PartScope:
+    """A part of the model with parameters of its own: a script may call it by itself."""
+
+    def run(
+        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+    ) -> Any:
+        keeper = handle.keeper
+        if keeper.depth:
+            return inner(*args, **kwargs)
+        with keeper.calls.inside(f"{handle.path}()", module, inner, args, kwargs) as returned:
+            return returned(inner(*args, **kwargs))
 
 
 class RawParameterScope:
@@ -201,7 +215,7 @@ class RecurrentScope:
                 return inner(*args, **kwargs)
             finally:
                 keeper.calls.probe.trusted = outside
-        forward, _ = keeper.layer_forward(handle.path)
+        forward, _ = keeper.layer_forward()
         rows = int(x.batch_sizes[0])
         order = x.sorted_indices
         if order is None:
@@ -256,7 +270,7 @@ def _private_bias(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             return out
         # Inside a reentrant checkpoint: the recomputation will return one bias a sample.
         return out.expand(keeper.forward.batch_size or 1, *out.shape[1:])
-    forward, _ = keeper.layer_forward(handle.path)
+    forward, _ = keeper.layer_forward()
     seen: list[Tensor] = []
     hook = table.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))  # type: ignore
     try:

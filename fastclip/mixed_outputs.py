@@ -1,0 +1,105 @@
+"""Outputs that belong to no one row: a loss computed inside the model, scores of rows against rows.
+
+A mean of the rows' own losses gives every row the same gradient whatever the others hold. A mean over
+tokens, a contrastive loss, a statistic of the batch do not; they may be returned, but not trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastclip.errors import BatchSizeError
+from fastclip.independence import UNBATCHED, by_row, rows_agree
+from fastclip.inputs import tensors_of
+from fastclip.probing import Probe, Runs
+
+Gradients = list[tuple[str, int, Tensor]]
+"""Of one output by what it follows from: name, axis of the samples, gradient."""
+Found = dict[int, Gradients]
+"""By the number of an output."""
+
+
+def mixed_outputs(
+    run: Runs, new_probe: Callable[[], Probe], given: tuple[list[int], list[int]], kept: list[int],
+    of_outputs: list[int],
+) -> dict[int, int]:  # fmt: skip
+    """Outputs that couple rows: the number of dimensions of each, by its number.
+
+    Args:
+        given: rows to run, twice, which are the same where they are `kept`.
+        of_outputs: the axis of samples of every output.
+    """
+    found: list[Found] = []
+    shapes: list[torch.Size] = []
+    for rows in given:
+        probe = new_probe()
+        found.append({})
+        then = partial(_gradients, probe, of_outputs, found[-1])
+        shapes = [x.shape for x in by_row(run.once(probe, rows, 1, then))]
+        if not found[-1]:
+            return {}
+    return {
+        number: len(shapes[number])
+        for number, one in found[0].items()
+        if _is_statistic(one, of_outputs[number], shapes[number])
+        or _differ(one, found[1].get(number, []), kept)
+    }
+
+
+def _gradients(probe: Probe, of_outputs: list[int], found: Found, output: Any) -> None:
+    """Note in `found` the gradients of every output without an axis of samples."""
+    sources = [source for _, _, source in probe.sources]
+    for number, (x, axis) in enumerate(zip(by_row(output), of_outputs, strict=False)):
+        if axis >= 0 or not x.requires_grad or not sources:
+            continue
+        generator = torch.Generator().manual_seed(number)
+        weights = torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu")
+        given = torch.autograd.grad(
+            x, sources, weights.to(x.device, x.dtype), retain_graph=True, allow_unused=True
+        )
+        found[number] = [
+            (name, axis, gradient)
+            for (name, axis, _), gradient in zip(probe.sources, given, strict=True)
+            if gradient is not None and gradient.dim() > axis
+            and gradient.shape[axis] == probe.rows
+        ]  # fmt: skip
+
+
+def _is_statistic(given: Gradients, axis: int, shape: torch.Size) -> bool:
+    """Several numbers that are made of rows, and do not grow with them."""
+    if axis != UNBATCHED or shape.numel() < 2:
+        return False
+    return any(bool(gradient.any()) for _, _, gradient in given)
+
+
+def _differ(given: Gradients, others: Gradients, kept: list[int]) -> bool:
+    """The gradients in these rows, which both runs hold, are not the same."""
+    if [name for name, _, _ in given] != [name for name, _, _ in others]:
+        return False
+    pairs = zip(given, others, strict=True)
+    return not all(rows_agree(one, other, kept, axis) for (_, axis, one), (_, _, other) in pairs)
+
+
+def refuse_gradients(mixed: dict[int, int], output: Any) -> None:
+    """Let no gradient come in through these outputs.
+
+    Args:
+        mixed: the number of dimensions of each, by its number.
+    """
+    for number, tensor in enumerate(tensors_of(output)):
+        if mixed.get(number) == tensor.dim() and tensor.requires_grad:
+            tensor.register_hook(partial(_refuse, number, tuple(tensor.shape)))
+
+
+def _refuse(number: int, shape: tuple[int, ...], gradient: Tensor) -> None:
+    raise BatchSizeError(
+        f"output {number} of the model, of shape {list(shape)}, is part of the loss, but what it gives "
+        "one sample's gradient depends on the other samples (a mean over tokens or weights, scores of "
+        "rows against rows, a statistic of the batch); return one loss a row, of shape [b], each a "
+        "mean inside its row, and average them outside"
+    )

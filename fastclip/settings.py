@@ -1,0 +1,167 @@
+"""The settings of a model: what its forward may branch on, beside tensors that are trained.
+
+Numbers, strings, flags and functions that its modules hold, in objects and containers too (a config);
+their hooks and parts; the attributes of their classes; which version a buffer or a frozen parameter has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sized
+from enum import Enum
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Key = tuple[Hashable, ...]
+
+_PLAIN = (
+    bool, int, float, str, type(None), Enum, type, torch.dtype,
+    FunctionType, BuiltinFunctionType, MethodType, partial,
+)  # fmt: skip
+_MOST = frozenset({bool, int, float, str, type(None)})
+_DEEPEST = 3
+_LONGEST = 64
+"""Containers of settings are no deeper and no longer: what is longer holds data."""
+
+
+def kind(value: Any) -> Any:
+    """A setting's value; of anything else its type."""
+    if type(value) in _MOST or isinstance(value, (*_PLAIN, nn.Module)):
+        return value
+    return type(value)
+
+
+class Settings:
+    """The settings of a model, and where they stand."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._find()
+        self.values: list[Any] = self._read()
+        """What they were when they were last read, in one order."""
+
+    def changed(self) -> list[Key]:
+        """Which have changed since they were last read."""
+        values = self._read()
+        if values == self.values:
+            return []
+        before = dict(zip(self._keys, self.values, strict=True))
+        outline = len(self._sized) + len(self._held)
+        if values[:outline] != self.values[:outline]:
+            self._find()
+            values = self._read()
+        self.values = values
+        now = zip(self._keys, values, strict=True)
+        return [key for key, value in now if key not in before or before[key] != value]
+
+    def _read(self) -> list[Any]:
+        return [
+            *map(len, self._sized),
+            *(id(table.get(name)) for table, name in self._held),
+            *(kind(table.get(name)) for table, name in self._plain),
+            *(_version(table.get(name)) for table, name in self._tensors),
+        ]
+
+    def _find(self) -> None:
+        self._sized: list[Sized] = []
+        """What holds settings, and would hold more of them if it grew."""
+        self._held: list[tuple[Any, Any]] = []
+        """Where it stands, itself."""
+        self._plain: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[dict[str, Any], str]] = []
+        self._known: set[int] = set()
+        for module in self._model.modules():
+            self._of_module(module)
+        places = (*self._held, *self._plain, *self._tensors)
+        self._keys: list[Key] = [("size", self._owner(held)) for held in self._sized]
+        self._keys += [(self._owner(table), name) for table, name in places]
+
+    def _of_module(self, module: nn.Module) -> None:
+        self._sized += [module._forward_hooks, module._forward_pre_hooks, module._modules]
+        self._held += [(module._modules, name) for name in module._modules]
+        for table in (module._buffers, module._parameters):
+            self._tensors += [(table, name) for name in table]
+        self._plain.append((vars(module), "training"))
+        if type(module).__module__.startswith("torch.nn."):
+            return
+        self._of_table(vars(module), vars(module), 0)
+        for base in type(module).__mro__:
+            if base.__module__.split(".")[0] not in ("torch", "builtins"):
+                self._of_table(_Attributes(base), _Attributes(base).names(), _DEEPEST)
+
+    def _of_table(self, table: Any, names: Iterable[Any], depth: int) -> None:
+        if self._owner(table) in self._known:
+            return
+        self._known.add(self._owner(table))
+        self._sized.append(table)
+        for name in list(names):
+            value = table.get(name)
+            if isinstance(value, _PLAIN):
+                if name != "training":
+                    self._plain.append((table, name))
+            elif depth < _DEEPEST and not str(name).startswith("_"):
+                self._of_value(table, name, value, depth + 1)
+
+    def _of_value(self, table: Any, name: Any, value: Any, depth: int) -> None:
+        if isinstance(value, (list, tuple)) and len(value) <= _LONGEST:
+            self._held.append((table, name))
+            self._of_table(_Items(value), range(len(value)), depth)
+        elif isinstance(value, Mapping) and len(value) <= _LONGEST:
+            self._held.append((table, name))
+            self._of_table(value, value, depth)
+        elif _is_object(value):
+            self._held.append((table, name))
+            self._of_table(vars(value), vars(value), depth)
+
+    @staticmethod
+    def _owner(table: Any) -> int:
+        return id(table.held if isinstance(table, (_Items, _Attributes)) else table)
+
+
+class _Items:
+    """A list, read by number."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def get(self, number: int) -> Any:
+        """The item of this number."""
+        return self.held[number] if number < len(self.held) else None
+
+
+class _Attributes:
+    """A class, read by name."""
+
+    def __init__(self, held: type) -> None:
+        self.held = held
+
+    def __len__(self) -> int:
+        return len(vars(self.held))
+
+    def get(self, name: str) -> Any:
+        """What the class itself holds under this name."""
+        return vars(self.held).get(name)
+
+    def names(self) -> list[str]:
+        """Of its settings, and of its forward."""
+        own = vars(self.held).items()
+        return [n for n, v in own if n == "forward" or not (callable(v) or n.startswith("__"))]
+
+
+def _is_object(value: Any) -> bool:
+    if isinstance(value, (nn.Module, Tensor, ModuleType)) or callable(value):
+        return False
+    return hasattr(value, "__dict__")
+
+
+def _version(tensor: Tensor | None) -> Any:
+    """What changes when a buffer or a frozen parameter does, unless it is through `.data`."""
+    if tensor is None or tensor.requires_grad:
+        return None
+    return id(tensor), 0 if tensor.is_inference() else tensor._version

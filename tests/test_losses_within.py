@@ -1,0 +1,136 @@
+"""Losses that a model computes itself, and what else it returns that belongs to no one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.oracle import assert_sums, clipped_sum, make_private, per_sample_gradients, summed
+from tests.refusal import refused
+
+B, T, D, V = 6, 5, 4, 7
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def mean_over_tokens(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def mean_in_rows(logits: Tensor, labels: Tensor) -> Tensor:
+    losses = F.cross_entropy(logits.mT, labels, reduction="none")
+    known = labels != -100
+    return losses.sum(1) / known.sum(1)
+
+
+def contrastive(logits: Tensor, labels: Tensor) -> Tensor:
+    z = logits.mean(1)
+    return F.cross_entropy(z @ z.T, torch.arange(len(z)))
+
+
+def weighted(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, 0], labels[:, 0], weight=torch.linspace(0.1, 3, V).to(logits))
+
+
+COUPLED: dict[str, Loss] = {
+    "tokens": mean_over_tokens,
+    "contrastive": contrastive,
+    "classes": weighted,
+    "balanced": lambda logits, labels: (p := logits.softmax(-1).mean((0, 1))) @ p,
+    "statistic": lambda logits, labels: logits.softmax(-1).mean((0, 1)),
+    "detached": lambda logits, labels: (x := logits.square().mean()) / x.detach(),
+}
+
+
+class Language(nn.Module):
+    def __init__(self, loss: Loss, alone: bool = False) -> None:
+        super().__init__()
+        self.table, self.head, self.loss, self.alone = (
+            nn.Embedding(V, D),
+            nn.Linear(D, V),
+            loss,
+            alone,
+        )
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.head(self.table(ids))
+        if labels is None:
+            return {"logits": logits}
+        loss = self.loss(logits, labels)
+        return loss if self.alone else {"loss": loss, "logits": logits}
+
+    def training_step(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.head(self.table(ids)), labels)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(0, V, (B, T))
+    return ids, ids.masked_fill(torch.arange(T) > torch.arange(B)[:, None] % T, -100)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("case", COUPLED)
+def test_a_loss_that_couples_rows(case: str, alone: bool) -> None:
+    """Refused where it is part of the loss, and only there."""
+    model, (ids, labels) = Language(COUPLED[case], alone), batch()
+    private = make_private(model)[1]
+    for _ in range(2):
+        with refused("return one loss a row|holds the samples"):
+            out = private(ids, labels)
+            (out if alone else out["loss"]).sum().backward()
+    if not alone:
+        private(ids, labels)["logits"].square().mean().backward()
+
+
+@pytest.mark.parametrize("case", COUPLED)
+def test_in_a_method(case: str) -> None:
+    model, (ids, labels) = Language(COUPLED[case]), batch()
+    private = make_private(model)[1]
+    with refused("return one loss a row|holds the samples"):
+        private.training_step(ids, labels).sum().backward()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_mean_of_rows_is_exact(alone: bool) -> None:
+    ids, labels = batch()
+    model = Language(lambda *given: mean_in_rows(*given).mean(), alone).double()
+    own = Language(mean_in_rows, alone=True).double()
+    own.load_state_dict(model.state_dict())
+    grads = per_sample_gradients(own, (ids, labels), lambda losses, target: losses)
+    params = dict(model.named_parameters())
+    private = make_private(model, max_grad_norm=0.5)[1]
+    out = private(ids, labels)
+    (out if alone else out["loss"]).backward()
+    assert_sums(summed(params), clipped_sum(grads, 0.5), 1e-10)
+
+
+def test_equal_lengths_are_exact() -> None:
+    """A mean over tokens is one over rows where all have as many."""
+    ids, model = batch()[0], Language(mean_over_tokens).double()
+    own = Language(lambda a, b: F.cross_entropy(a.mT, b, reduction="none").mean(1), True).double()
+    own.load_state_dict(model.state_dict())
+    grads = per_sample_gradients(own, (ids, ids), lambda losses, target: losses)
+    params = dict(model.named_parameters())
+    private = make_private(model, max_grad_norm=0.5)[1]
+    private(ids, ids)["loss"].backward()
+    assert_sums(summed(params), clipped_sum(grads, 0.5), 1e-10)
+
+
+def test_scores_of_rows_against_rows() -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            z = self.layer(x)
+            return z, z @ z.T
+
+    private = make_private(Scores())[1]
+    with refused("return one loss a row"):
+        F.cross_entropy(private(torch.randn(B, D))[1], torch.arange(B)).backward()

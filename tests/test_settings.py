@@ -1,0 +1,153 @@
+"""Rows that are coupled by a setting that changes later, or by an argument, wherever it stands."""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.oracle import Batch, backward, check_exact, make_private
+from tests.refusal import refused
+
+B, D = 6, 4
+COUPLED = "computed from itself alone"
+
+
+class Stage(enum.Enum):
+    WARM, FULL = 1, 2
+
+
+def coupled(h: Tensor) -> Tensor:
+    return h - h.mean(0)
+
+
+class Switched(nn.Module):
+    """Couples rows where `when` says so."""
+
+    shared = False
+
+    def __init__(self, when: Callable[..., Any] = lambda m: False) -> None:
+        super().__init__()
+        self.first, self.middle, self.head = nn.Linear(D, D), nn.Identity(), nn.Linear(D, 2)
+        self.when, self.stage, self.use = when, Stage.WARM, abs
+        self.table: Any = {"warm": {"on": False}}
+        self.items = [0, [False]]
+        self.config = SimpleNamespace(part=SimpleNamespace(on=False))
+        self.register_buffer("gate", torch.zeros(()))
+        self.frozen = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        h = self.middle(torch.tanh(self.first(x)))
+        return self.head(coupled(h) if self.when(self, *args, **kwargs) else h)
+
+
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return coupled(x)
+
+
+def identity(h: Tensor) -> Tensor:
+    return h
+
+
+LATER: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
+    "a new attribute": (lambda m: getattr(m, "new", False), lambda m: setattr(m, "new", True)),
+    "over its class": (lambda m: m.shared, lambda m: setattr(m, "shared", True)),
+    "an item": (lambda m: m.table["warm"]["on"], lambda m: m.table["warm"].update(on=True)),
+    "a new item": (lambda m: "on" in m.table, lambda m: m.table.update(on=1)),
+    "another table": (lambda m: "on" in m.table, lambda m: setattr(m, "table", {"on": 1})),
+    "a list": (lambda m: m.items[1][0], lambda m: m.items.__setitem__(1, [True])),
+    "an object": (lambda m: m.config.part.on, lambda m: setattr(m.config.part, "on", True)),
+    "an enum": (lambda m: m.stage is Stage.FULL, lambda m: setattr(m, "stage", Stage.FULL)),
+    "a function": (lambda m: m.use is identity, lambda m: setattr(m, "use", identity)),
+    "a buffer": (lambda m: m.gate > 0, lambda m: m.gate.fill_(1.0)),
+    "another buffer": (lambda m: m.gate > 0, lambda m: setattr(m, "gate", torch.ones(()))),
+    "frozen": (
+        lambda m: m.frozen > 0,
+        lambda m: m.load_state_dict({**m.state_dict(), "frozen": torch.ones(())}),
+    ),
+    "a part": (lambda m: False, lambda m: setattr(m, "middle", Centred())),
+    "a hook": (
+        lambda m: False, lambda m: m.first.register_forward_hook(lambda m, x, out: coupled(out)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("late", [1, 40])
+@pytest.mark.parametrize("case", LATER)
+def test_a_setting_that_changes(case: str, late: int) -> None:
+    """At once, also where a counter has moved all the time."""
+    when, change = LATER[case]
+    model = Switched(when)
+    private, optimizer = make_private(model)[1:3]
+    for count in range(late):
+        optimizer.zero_grad()
+        backward(private, torch.randn(B, D))
+        model.steps = count
+    change(model)
+    with refused(COUPLED):
+        private(torch.randn(B, D))
+
+
+def test_an_attribute_of_the_class() -> None:
+    class Own(Switched):
+        pass
+
+    private = make_private(Own(lambda m: getattr(m, "late", False)))[1]
+    private(torch.randn(B, D))
+    Own.late = True  # type: ignore[attr-defined]
+    with refused(COUPLED):
+        private(torch.randn(B, D))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Batch(), Batch(kwargs={"on": True})),
+        (Batch((False,)), Batch((True,))),
+        (Batch(kwargs={"on": 0.0}), Batch(kwargs={"on": 0.5})),
+        (Batch(kwargs={"on": ""}), Batch(kwargs={"on": "coupled"})),
+        (Batch((None,)), Batch((torch.ones(()),))),
+        (Batch(), Batch(({"on": 1},))),
+    ],
+)
+def test_an_argument(first: Batch, second: Batch) -> None:
+    model = Switched(lambda m, on=False: isinstance(on, dict) or (on is not None and bool(on)))
+    private = make_private(model)[1]
+    for _ in range(20):
+        private(torch.randn(B, D), *first.args, **first.kwargs)
+    with refused(COUPLED):
+        private(torch.randn(B, D), *second.args, **second.kwargs)
+
+
+def test_ways_to_call_that_take_turns() -> None:
+    """Each is looked at once, and the samples of each are found."""
+    looks: list[int] = []
+    model = Switched(lambda m, positions=None, on=None: False)
+    model.middle.register_forward_pre_hook(lambda module, args: looks.append(len(args[0])))
+    private, optimizer = make_private(model)[1:3]
+    for count in range(60):
+        optimizer.zero_grad()
+        given: dict[str, Any] = [{}, {"on": torch.zeros(3)}, {"positions": torch.ones(1, D)}][
+            count % 3
+        ]
+        backward(private, Batch((torch.randn(9, D),), given))
+    assert len(looks) <= 60 + 3 * 10
+    check_exact(Switched(), Batch((torch.randn(B, D),)), dtype=torch.float64)
+
+
+def test_a_copy_looks_for_itself() -> None:
+    private = make_private(Switched())[1]
+    private(torch.randn(B, D))
+    twin = copy.deepcopy(private)
+    twin(torch.randn(B, D))
+    twin._module.middle = Centred()
+    with refused(COUPLED):
+        twin(torch.randn(B, D))
+    private(torch.randn(B, D))
