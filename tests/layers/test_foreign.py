@@ -124,15 +124,14 @@ class Alone(Parent):
 def test_rows_that_come_later() -> None:
     """All rows equal at first, and a gate of 0: nothing shows but that the tensor is another."""
     model = Parent("none", 0.0)
+    mask = [torch.ones(1, 6)]
+    model.f.extra = lambda x: x * mask[0]
     private = make_private(model)[1]
     x = torch.randn(4, 6)
     backward(private, x)
     private.zero_grad()
-    mask = torch.ones(4, 6)
-    model.f.extra = lambda x: x * mask
-    backward(private, x)
-    private.zero_grad()
-    mask[2] = 7.0
+    mask[0] = torch.ones(4, 6)
+    mask[0][2] = 7.0
     with refused("depends on the other"):
         backward(private, x)
 
@@ -277,7 +276,7 @@ def test_coupled_in_a_later_branch() -> None:
     backward(private, x)
     private.zero_grad()
     model[0].branch = lambda x: x - x.mean(0)
-    with refused("depends on the other"):
+    with refused("depends on (the other|another)"):
         backward(private, x)
 
 
