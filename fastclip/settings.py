@@ -60,9 +60,12 @@ class Settings:
     def _read(self) -> list[Any]:
         return [
             *map(len, self._sized),
-            *(id(table.get(name)) for table, name in self._held),
-            *(kind(table.get(name)) for table, name in self._plain),
-            *(_version(table.get(name)) for table, name in self._tensors),
+            *[id(table.get(name)) for table, name in self._held],
+            *[
+                value if type(value := table.get(name)) in _MOST else kind(value)
+                for table, name in self._plain
+            ],
+            *[_version(table.get(name)) for table, name in self._tensors],
         ]
 
     def _find(self) -> None:
