@@ -141,17 +141,19 @@ def rows_agree(one: Tensor, other: Tensor, kept: list[int], axis: int) -> bool:
 
 
 def extreme_rows(probe: Probe, axes: dict[str, int]) -> list[int]:
-    """The rows that are smallest, first where the first layer is, then in most layers' inputs.
+    """The rows that are smallest, first behind the first layer, then in most layers' inputs.
 
     What the sizes of other rows change, changes them.
     """
-    found: list[int] = []
+    placed = [] if probe.first is None else [probe.first]
     for path, values in probe.seen.items():
         axis = max(axes.get(path, UNCLEAR), UNBATCHED)
-        for x in values:
-            if axis >= 0 and x.is_floating_point() and x.numel() and x.shape[axis] == probe.rows:
-                sizes = x.detach().abs().movedim(axis, 0).flatten(1).amax(1)
-                found.append(int(sizes.nan_to_num(torch.inf).argmin()))
+        placed += [(axis, x) for x in values if axis >= 0]
+    found = []
+    for axis, x in placed:
+        if x.is_floating_point() and x.numel() and x.dim() > axis and x.shape[axis] == probe.rows:
+            sizes = x.detach().abs().movedim(axis, 0).flatten(1).amax(1)
+            found.append(int(sizes.nan_to_num(torch.inf).argmin()))
     return list(dict.fromkeys(found[:1] + [row for row, _ in Counter(found).most_common()]))
 
 

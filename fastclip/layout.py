@@ -106,6 +106,8 @@ class BatchLayout:
         axis = self.axes.get(path, UNCLEAR) if fixed is None else fixed
         if axis != UNCLEAR:
             probe.source(path, max(axis, 0), out)
+            if probe.first is None and isinstance(out, Tensor):
+                probe.first = (max(axis, 0), out.detach())
         return out
 
     def locate(

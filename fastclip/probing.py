@@ -39,6 +39,8 @@ class Probe:
     shapes: Shapes = field(default_factory=dict)
     seen: dict[str, list[Tensor]] = field(default_factory=dict)
     """The inputs of every layer, in the order of its calls."""
+    first: tuple[int, Tensor] | None = None
+    """Axis of the samples, and the output of the first layer that was reached."""
     sources: list[tuple[str, int, Tensor]] = field(default_factory=list)
     """What gradients are asked for: name, axis of the samples, tensor."""
     broadcasts: bool = False
