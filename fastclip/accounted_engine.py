@@ -128,10 +128,14 @@ class AccountedEngine(PrivacyEngine):
                 scheduler.load_state_dict(state)
         return saved
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy gets, in this process or another."""
+        return dict(self.__dict__)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> AccountedEngine:
         """A copy goes on in the same ledger, where copied optimizers record, too."""
         twin = memo[id(self)] = type(self).__new__(type(self))
         if self._accountant is not None:
             memo[id(self._accountant)] = self._accountant
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         return twin

@@ -266,22 +266,25 @@ class BookKeeper:
         unit = (float(batch_size) if self.mean_loss else 1.0) / current.loss_scale
         norm_sq, rows = self._norms(current, unit)
         per_layer = self.clipping.strategy.threshold.per_layer
-        scales, self.per_sample_norms = self.clipping.clip(
-            norm_sq,
-            self._layers(current, norm_sq.device) if per_layer else None,
-            fresh=self.batch.fresh,
-            made_up=not drawn,
-        )
-        self.batch.broken = True  # until every sum is written: the counts are in already
-        factors = scales * unit
-        while current.entries:
-            parameter, entry = current.entries.popitem()
-            factor = factors[rows[parameter]] if per_layer else factors
-            for record in entry.records:
-                record.check_unmodified()
-                self.sums.add(parameter, record.clipped_sum(factor.to(parameter.device)))
-        self.batch.broken = False
-        self.batch.end_pass(batch_size, calls)
+        with self.batch.changing():  # until every sum is written
+            try:
+                scales, self.per_sample_norms = self.clipping.clip(
+                    norm_sq,
+                    self._layers(current, norm_sq.device) if per_layer else None,
+                    fresh=self.batch.fresh,
+                    made_up=not drawn,
+                )
+            except Exception:  # refused, or failed: neither counted nor summed
+                self.batch.broken = False
+                raise
+            factors = scales * unit
+            while current.entries:
+                parameter, entry = current.entries.popitem()
+                factor = factors[rows[parameter]] if per_layer else factors
+                for record in entry.records:
+                    record.check_unmodified()
+                    self.sums.add(parameter, record.clipped_sum(factor.to(parameter.device)))
+            self.batch.end_pass(batch_size, calls)
         self.monitor.look(self.per_sample_norms)
 
     def _norms(self, current: BackwardPass, unit: float) -> tuple[Tensor, dict[nn.Parameter, int]]:
@@ -309,14 +312,17 @@ class BookKeeper:
     def zero_grad(self) -> None:
         """Clear the sums, unless they belong to a logical batch that is still being gathered."""
         self.drop_stale()
-        if self.batch.zero_grad():
-            self.clipping.discard()
-            self.sums.clear(self.names)
+        if not self.batch.keeps_sums():
+            with self.batch.clearing():
+                self._clear()
 
     def discard(self) -> None:
         """Give up the logical batch that is being gathered, with its sums and counts."""
         self.drop_stale()
-        self.batch.abandon()
+        with self.batch.abandon():
+            self._clear()
+
+    def _clear(self) -> None:
         self.clipping.discard()
         self.sums.clear(self.names)
 
@@ -334,4 +340,5 @@ class BookKeeper:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy has no sums, so nothing of a logical batch is pending in it."""
         self.__dict__.update(state)
-        self.batch.abandon()
+        with self.batch.abandon():
+            pass

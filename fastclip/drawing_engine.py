@@ -63,6 +63,10 @@ class DrawingEngine(AccountedEngine):
             data_loader, distributed=False, poisson_sampling=poisson_sampling,
             batch_first=batch_first, rand_on_empty=rand_on_empty,
         )  # fmt: skip
+        return loader, self._expected_rows(loader), 1 / len(loader)
+
+    @staticmethod
+    def _expected_rows(loader: DataLoader) -> int:
+        """B = int(N q), of all processes together."""
         # N / len, not N * (1 / len), whose rounding can lose a whole sample (49 of 49 batches: B = 0)
-        size = int(len(loader.dataset) / len(loader))  # type: ignore[arg-type]
-        return loader, size, 1 / len(loader)
+        return int(len(loader.dataset) / len(loader))  # type: ignore[arg-type]

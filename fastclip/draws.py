@@ -12,7 +12,9 @@ A batch that was handed out and not used was skipped by the loop, or waits in a 
 from __future__ import annotations
 
 import weakref
+from math import inf
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from fastclip.errors import BatchSizeError, StepError
 from fastclip.iteration import Draw, Iteration, PhysicalBatch, place_of, reading
@@ -67,10 +69,14 @@ class Draws:
         self._used: list[PhysicalBatch] = []
         """What the logical batch that is being gathered consists of."""
         self._newest: PhysicalBatch | None = None
+        self._read_by: WeakKeyDictionary[Any, weakref.ref[Iteration]] = WeakKeyDictionary()
         self._largest = 0
         self._lags: bool | None = None
         """Batches are handed out before the ones before them are used; None: not known yet."""
         self._last_out: PhysicalBatch | None = None
+        """The newest that was out when a batch was used last."""
+        self._ahead = inf
+        """Fewest batches of this iteration that were out beyond those being used."""
         self._locked = False
         """Which physical batch is in hand cannot be told any more in this iteration."""
 
@@ -87,6 +93,7 @@ class Draws:
         who = reading()
         if who is not None:
             iteration.reader, iteration.kept = weakref.ref(who), who
+            self._read_by[who] = weakref.ref(iteration)
         place = iteration.drawn if who is None else place_of(who)
         iteration.drawn += 1
         iteration.look()
@@ -103,13 +110,13 @@ class Draws:
 
     def announce(self, skip: bool) -> bool:
         """A splitting sampler draws a part of the newest draw; False where no loader is drawing."""
-        who, newest = reading(), self._newest
-        if who is None or newest is None:
-            return False
-        iteration = newest.draw.iteration
-        if iteration.reader is None or iteration.reader() is not who:
+        who = reading()
+        known = None if who is None else self._read_by.get(who)
+        iteration = None if known is None else known()
+        if iteration is None or iteration.newest is None:
             return False
         iteration.look()
+        newest = iteration.newest
         if newest.place == place_of(who) and newest.skip is None:
             newest.skip = skip
         else:
@@ -117,25 +124,25 @@ class Draws:
         return True
 
     def _begin(self, iteration: Iteration) -> None:
-        who, out = reading(), {id(b) for b in self._out()}
+        who, out = reading(), self._out()
         before = None if self._newest is None else self._newest.draw.iteration
-        self._waiting = [
-            b
-            for b in self._waiting
-            if id(b) not in out
-            or (self._lags is not False and b.skip is None and b.draw.iteration is before)
-        ]
+        # A prefetcher holds what is out still; a loop that only looked at it (an evaluation) does not.
+        held = self.independent and len(out) == 1 if self._lags is None else self._lags
+        gone = {b for b in out if not held or b.skip is not None or b.draw.iteration is not before}
+        if before is not None and _alive(before) and not before.over and out:
+            gone.discard(out[-1])  # a pass inside another, whose batch is in hand
+        self._waiting = [b for b in self._waiting if b not in gone]
         for batch in self._waiting:
             earlier = batch.draw.iteration
             if who is not None and earlier.reader is not None and earlier.reader() is who:
                 earlier.reader = earlier.kept = None  # of worker processes that stay for this pass
-        self._watching, self._lags, self._locked = True, None, False
+        self._watching, self._lags, self._locked, self._ahead = True, None, False, inf
 
     def _add(self, batch: PhysicalBatch) -> None:
         self._waiting.append(batch)
         if len(self._waiting) > _MOST:  # a loop that trains elsewhere, such as a captured graph
             del self._waiting[: _MOST // 2]
-        self._newest = batch
+        self._newest = batch.draw.iteration.newest = batch
 
     def _out(self) -> list[PhysicalBatch]:
         """Handed out and not used, in order; those that never will be are forgotten."""
@@ -196,6 +203,8 @@ class Draws:
         out = self._out()
         if batch in out:
             self._last_out = out[-1]
+            if not batch.draw.iteration.over:
+                self._ahead = min(self._ahead, len(out) - 1)
             gone = out[: out.index(batch) + 1]
             self._waiting = [b for b in self._waiting if b not in gone]
         if not self._used or self._used[-1] is not batch:
@@ -208,8 +217,14 @@ class Draws:
         """Rows of batches that were gathered before this step, in order; False as in `use`."""
         real = True
         if len(parts) > 1:  # they waited for this
+            out = self._out()
             self._lags = True
-            self._waiting = self._waiting[-len(parts) :] if self._used == [] else self._waiting
+            more = len(out) - len(parts)
+            if out and not out[-1].draw.iteration.over:
+                self._ahead = min(self._ahead, max(more, 0))
+            if not self._used and more > self._ahead:
+                skipped = set(out[: more - int(self._ahead)])
+                self._waiting = [b for b in self._waiting if b not in skipped]
         for rows in parts:
             batch = self.find(rows)
             real = real and (batch is None or self.use(batch, rows))
@@ -243,6 +258,7 @@ class Draws:
             forget: the batch in hand is given up, too; else its backward pass may be run again.
         """
         back = [] if forget else list(dict.fromkeys(self._used))
+        self._last_out = None
         for batch in self._used:
             batch.draw.credited, batch.draw.called_twice = 0, False
         self._used.clear()
@@ -269,33 +285,39 @@ class Draws:
         if not out:
             return self._again(rows)
         first, last = out[0], out[-1]
-        if len(out) == 1:
+        if last is self._last_out:
+            self._lags = True  # nothing was handed out since the last backward pass
+        elif len(out) == 1:
             iteration = first.draw.iteration
             if not iteration.over or any(
                 b.draw.iteration is iteration for b in self._waiting if b is not first
             ):
                 self._lags = False
-        elif last is self._last_out:
-            self._lags = True  # nothing was handed out since the last backward pass
         if self._locked or (
             len(out) > 1 and self._lags is not False and any(b.skip is not None for b in out)
         ):
             raise StepError(_AHEAD)
+        if self._lags is False or last.skip is not None:
+            if not last.fits(rows):
+                raise self._too_many(last, rows)
+            return last
         exact = [b for b in out if self._holds(b, rows)]
-        if exact and self._lags is None and bool(exact[0].draw.size) != bool(exact[-1].draw.size):
+        if len({b.draw.size > 0 for b in exact}) > 1 and not self._first_in_hand(out):
             raise StepError(_UNCLEAR)
         possible = exact or [b for b in out if b.fits(rows)]
-        if last.skip is not None:
-            possible = [last] if last.fits(rows) else []
         if not possible:
-            raise self._too_many(last if self._lags is False else first, rows)
-        batch = possible[-1] if self._lags is False else possible[0]
-        if exact and len(out) > 1 and last.skip is None:
+            raise self._too_many(first, rows)
+        batch = possible[0]
+        if exact and len(out) > 1:
             if exact == [last]:
                 self._lags = False
             elif last not in exact:
                 self._lags = True
         return batch
+
+    def _first_in_hand(self, out: list[PhysicalBatch]) -> bool:
+        """Whether no batch but the first can be the one in hand: none was skipped."""
+        return bool(self._lags) and not out[-1].draw.iteration.over and len(out) <= self._ahead + 1
 
     def _again(self, rows: int) -> PhysicalBatch:
         """A batch of an earlier pass, which without Poisson sampling the next one may repeat."""

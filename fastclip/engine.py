@@ -339,8 +339,8 @@ class FastPrivacyEngine(OpacusModes):
         super().validate(module=module, optimizer=optimizer, data_loader=data_loader)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has the ledger as it stands, and no model: what was released goes on elsewhere."""
-        return {**self.__dict__, "_keepers": []}
+        """A copy has the ledger, and no model: what was released goes on elsewhere."""
+        return {**super().__getstate__(), "_keepers": []}
 
     def _require_keepers(self) -> list[BookKeeper]:
         if not self._keepers:

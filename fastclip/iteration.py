@@ -27,6 +27,7 @@ class Iteration:
     over: bool = False
     """The sampler has no more draws."""
     drawn: int = 0
+    newest: PhysicalBatch | None = None
 
     def look(self) -> float:
         """`handed` as it is now; of a reader that is gone, as it was last."""

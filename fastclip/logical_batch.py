@@ -6,6 +6,9 @@ steps, BatchMemoryManager), whose sums stay until the real step; no gradient is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from fastclip.draws import Draws
 from fastclip.errors import StepError
 from fastclip.iteration import PhysicalBatch
@@ -16,8 +19,8 @@ _RETIRED = (
     "make_private returned"
 )
 _BROKEN = (
-    "the last backward pass failed halfway through its sums; call optimizer.zero_grad() and run the "
-    "logical batch again"
+    "the last backward pass or step failed halfway through its sums, or was interrupted; call "
+    "optimizer.zero_grad() and run the logical batch again"
 )
 
 
@@ -33,7 +36,7 @@ class LogicalBatch:
         self.released = False
         """A real step has used the sums, which have not been cleared since."""
         self.broken = False
-        """A backward pass failed while it wrote the sums."""
+        """The sums, and what is said of them here, do not agree: see `changing`."""
         self.accumulated = 1
         """Backward passes that the last step consumed."""
         self.retired = False
@@ -61,12 +64,22 @@ class LogicalBatch:
             return False
         return self.flags.pop(0) if pop else self.flags[0]
 
-    def abandon(self) -> None:
-        """Forget the logical batch that is being gathered: nothing of it is released."""
-        self.pending, self.held, self.released, self.broken = 0, False, False, False
-        self.flags.clear()
-        if self.draws is not None:
-            self.draws.give_up(forget=True)
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """The sums, or what is said of them, change inside; an error (Ctrl-C) leaves them broken."""
+        self.broken = True
+        yield
+        self.broken = False
+
+    @contextmanager
+    def abandon(self) -> Iterator[None]:
+        """Forget the logical batch that is being gathered, whose sums are cleared inside."""
+        with self.changing():
+            yield
+            self.flags.clear()
+            if self.draws is not None:
+                self.draws.give_up(forget=True)
+            self.pending, self.held, self.released = 0, False, False
 
     # The engine's side
 
@@ -132,15 +145,16 @@ class LogicalBatch:
             )
         if self.draws is not None and not skip:
             self.draws.check_release()
-        self.accumulated, self.pending = self.joined, 0
-        if self.draws is not None and not skip:
-            self.draws.release()
-        self.held, self.released = skip, not skip
+        with self.changing():
+            self.accumulated, self.pending = self.joined, 0
+            if self.draws is not None and not skip:
+                self.draws.release()
+            self.held, self.released = skip, not skip
 
-    def zero_grad(self) -> bool:
-        """zero_grad() was called; True if the sums must be cleared.
+    def keeps_sums(self) -> bool:
+        """zero_grad() was called; whether the sums are of a split batch, which stay.
 
-        Half-written sums are always cleared, with the earlier physical batches in them.
+        Half-written sums never stay, nor do the earlier physical batches in them.
         """
         if self.broken:
             self.held = False
@@ -150,9 +164,13 @@ class LogicalBatch:
                 "already holds this physical batch together with the earlier ones. Call "
                 "optimizer.step() first, or optimizer.discard_logical_batch() to give it all up"
             )
-        if self.held:
-            return False
-        if self.draws is not None and not self.released:
-            self.draws.give_up(forget=False)
-        self.pending, self.released, self.broken = 0, False, False
-        return True
+        return self.held
+
+    @contextmanager
+    def clearing(self) -> Iterator[None]:
+        """zero_grad() was called, and the sums are cleared inside."""
+        with self.changing():
+            yield
+            if self.draws is not None and not self.released:
+                self.draws.give_up(forget=False)
+            self.pending, self.released = 0, False

@@ -41,12 +41,11 @@ class _Clip(OpacusStep):
             _check_processed_flag(p.grad_sample)
             _check_processed_flag(self.sums.take(p))  # of a real step: nothing may be added to it
         sums, norms = self._clip(self.grad_samples)
-        self.batch.broken = True
-        self._see(norms)
-        for p, total in zip(self.params, sums, strict=True):
-            self.sums.add(p, total)
-            _mark_as_processed(p.grad_sample)
-        self.batch.broken = False
+        with self.batch.changing():
+            self._see(norms)
+            for p, total in zip(self.params, sums, strict=True):
+                self.sums.add(p, total)
+                _mark_as_processed(p.grad_sample)
 
     def _clip(self, samples: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         """Clipped sums, and norms [b] (of layers, [l, b])."""

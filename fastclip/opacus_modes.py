@@ -8,6 +8,7 @@ import torch
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from opacus.optimizers import DPOptimizer
 from torch import nn
+from torch.utils.data import DataLoader
 
 from fastclip.drawing_engine import DrawingEngine
 from fastclip.materialised import optimizer_class
@@ -19,6 +20,8 @@ class OpacusModes(DrawingEngine):
 
     _new: AbstractGradSampleHooks | None = None
     """What the make_private under way has wrapped."""
+    _size = 0
+    """Rows that the loader of the make_private under way is expected to draw at once."""
 
     def _make_private_by_opacus(
         self, *, module: nn.Module, wrap_model: bool, poisson_sampling: bool,
@@ -52,11 +55,21 @@ class OpacusModes(DrawingEngine):
         self._new = None if wrapper is module else wrapper
         return wrapper
 
+    def _prepare_data_loader(self, *args: Any, **kwargs: Any) -> DataLoader:
+        loader = super()._prepare_data_loader(*args, **kwargs)
+        self._size = self._expected_rows(loader)
+        return loader
+
     def _prepare_optimizer(  # type: ignore[override]
         self, *, optimizer: torch.optim.Optimizer, clipping: str, distributed: bool,
-        grad_sample_mode: str, noise_generator: torch.Generator | None = None, **kwargs: Any,
+        grad_sample_mode: str, expected_batch_size: float,
+        noise_generator: torch.Generator | None = None, **kwargs: Any,
     ) -> DPOptimizer:  # fmt: skip
-        """The optimizer of one of Opacus' own modes."""
+        """The optimizer of one of Opacus' own modes; B is the fast mode's, on each process its share."""
         kind = optimizer_class(clipping, distributed, grad_sample_mode)
         inner = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
-        return kind(inner, generator=noise_generator, secure_mode=self.secure_mode, **kwargs)
+        size = self._size / torch.distributed.get_world_size() if distributed else self._size
+        return kind(
+            inner, expected_batch_size=size, generator=noise_generator,
+            secure_mode=self.secure_mode, **kwargs,
+        )  # fmt: skip

@@ -77,17 +77,20 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
         For where a loop over a BatchMemoryManager is left before its end, or one of its physical
         batches is skipped. Nothing of it is released, so it costs nothing.
         """
-        self.batch.abandon()
-        self._forget()
-        self._forget_samples()
+        with self.batch.abandon():
+            self._forget()
+            self._forget_samples()
         keep_only(self, ())
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear gradients, per-sample gradients, and the sums unless they are of a split batch."""
         self._gate.open = False
-        if self.batch.zero_grad():
-            self._forget()
-        self._forget_samples()
+        if self.batch.keeps_sums():
+            self._forget_samples()
+        else:
+            with self.batch.clearing():
+                self._forget()
+                self._forget_samples()
         self.original_optimizer.zero_grad(set_to_none)
 
     def _forget(self) -> None:
@@ -127,8 +130,7 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
             try:
                 self.add_noise()
                 self.scale_grad()
-                if self.step_hook:
-                    self.step_hook(self)
+                self._run_hooks()
             except BaseException:  # not accounted (a hook failed, Ctrl-C)
                 keep_only(self, ())
                 raise

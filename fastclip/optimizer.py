@@ -246,8 +246,7 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         try:
             self.add_noise()
             state.release(self.accumulated_iterations)
-            if self.step_hook:
-                self.step_hook(self)
+            self._run_hooks()
         except BaseException:  # not accounted (a hook failed, Ctrl-C): nothing is released
             self._drop_gradients()
             state.restore(before)

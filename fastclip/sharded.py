@@ -73,9 +73,8 @@ class ShardedOptimizer(OpacusStep, FSDPOptimizerFastGradientClipping):
                     f"a parameter of shape {tuple(p.shape)} was not trained by this private optimizer "
                     "in the last backward pass; freeze it, or call make_private again"
                 )
-        self.batch.broken = True
-        self.accumulate()
-        self.batch.broken = False
+        with self.batch.changing():
+            self.accumulate()
 
     def add_noise(self) -> None:
         """Every rank draws for the whole parameter and keeps its shard."""

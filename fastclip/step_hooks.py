@@ -45,6 +45,12 @@ class KeepsAccount:
     def step_hook(self, fn: Hook | None) -> None:
         self._step_hooks = [] if fn is None else [fn]
 
+    def _run_hooks(self) -> None:
+        """Of one real step."""
+        self._in_hooks = False  # an earlier step may have been interrupted (Ctrl-C) in its hooks
+        if self.step_hook:
+            self.step_hook(self)  # type: ignore[arg-type]
+
     def _call_hooks(self, hooks: tuple[Hook, ...], optimizer: DPOptimizer) -> None:
         outermost, self._in_hooks = not self._in_hooks, True
         try:

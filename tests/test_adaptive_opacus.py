@@ -158,7 +158,7 @@ def test_counts_of_a_step_that_is_not_accounted_are_not_shown() -> None:
     with pytest.raises(KeyboardInterrupt):
         one_step(model, optimizer, torch.zeros(B, D))
     assert (float(optimizer.max_grad_norm), optimizer.unclipped_num) == (1.0, 0)
-    optimizer.step_hook = None
+    optimizer.step_hook = None  # the accountant's stays
     optimizer.zero_grad()
     (row_loss(model(torch.zeros(3, D))) * 0).mean().backward()
     optimizer.step()
