@@ -124,14 +124,16 @@ class Alone(Parent):
 def test_rows_that_come_later() -> None:
     """All rows equal at first, and a gate of 0: nothing shows but that the tensor is another."""
     model = Parent("none", 0.0)
-    mask = [torch.ones(1, 6)]
-    model.f.extra = lambda x: x * mask[0]
+    held = [torch.ones(())]
+    model.f.extra = lambda x: x * held[0]
     private = make_private(model)[1]
     x = torch.randn(4, 6)
     backward(private, x)
     private.zero_grad()
-    mask[0] = torch.ones(4, 6)
-    mask[0][2] = 7.0
+    mask = held[0] = torch.ones(4, 6)
+    backward(private, x)
+    private.zero_grad()
+    mask[2] = 7.0
     with refused("depends on the other"):
         backward(private, x)
 
@@ -259,10 +261,9 @@ def test_coupled_where_rows_are_many(gate: float) -> None:
 
 
 def test_coupled_where_rows_differ() -> None:
-    """Equal rows say nothing, but a row that is made up beside them may."""
     model = nn.Sequential(Coupled(lambda x: x - x.mean(0), 0.0))
     private = make_private(model)[1]
-    with refused("depends on (the other|another)"):
+    with refused("depends on another"):
         backward(private, torch.zeros(4, 6))
         private.zero_grad()
         backward(private, torch.randn(4, 6))
@@ -276,7 +277,7 @@ def test_coupled_in_a_later_branch() -> None:
     backward(private, x)
     private.zero_grad()
     model[0].branch = lambda x: x - x.mean(0)
-    with refused("depends on (the other|another)"):
+    with refused("depends on another"):
         backward(private, x)
 
 
