@@ -4,33 +4,29 @@ The axis of a layer's input that goes from 2 to 3 where the model's input does h
 input that does not change has none: it is expanded, and so are parameters of shape [1, ...], as training
 will expand them; the model must still compute the same. Then rows are changed, and gradients asked for
 (fastclip.independence). That makes 8 forward passes and 2 backward passes of at most 8 rows; 2 more
-forward passes each time that something is expanded, and where random numbers are drawn.
+forward passes each time that something is expanded, where random numbers are drawn, and where an output
+(a loss) belongs to no one row.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import cycle, islice
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastclip.comparison import Comparison
 from fastclip.errors import BatchSizeError, FastclipError, where
 from fastclip.independence import (
     UNBATCHED,
-    axes_of_outputs,
     by_row,
-    check_influence,
-    check_values,
-    extreme_rows,
     followed,
     rows_come_out,
     same,
 )
 from fastclip.inputs import Cuts, flatten, ways_to_cut
 from fastclip.layout import BatchLayout
-from fastclip.mixed_outputs import mixed_outputs
 from fastclip.probe_state import stirred
 from fastclip.probing import Probe, Runs, Shapes
 from fastclip.watch import Watch
@@ -38,14 +34,6 @@ from fastclip.watch import Watch
 _MOST_CUTS = 64
 _TRIALS = 8
 """Seeds under which a layer that runs by chance is looked for."""
-_SPLIT = frozenset({0, 3, 5, 6})
-"""Rows to change: neighbours, halves, strides of two, and rows in reverse lie on either side."""
-_FEWEST = 5
-"""Rows that are run at least, for that."""
-_SMALLEST = 2
-"""Rows that are held against a batch of nothing else."""
-_SEEDS = (2, 3, 4)
-"""Of the runs whose gradients are looked at; one is enough where nothing is drawn."""
 
 
 class _Unstable(Exception):
@@ -203,99 +191,11 @@ class _Learner:
                 break
             # The first in call order alone: later layers may follow from it.
             self.layout.expand[remaining[0]] = False
-        self._hold_apart(cuts, probes, outputs)
+        Comparison(self.layout, self.run, probes, outputs).hold_apart(cuts)
         number = next(i for i, axis in enumerate(cuts) if axis == self.layout.axis)
         structure = flatten((self.run.args, self.run.kwargs))[1]
         others = [told for told in self.layout.told_by if told[1] != structure]
         self.layout.told_by = [(number, structure), *others]
-
-    def _hold_apart(self, cuts: Cuts, probes: list[Probe], outputs: list[Any]) -> None:
-        """No row follows from another one, nor from how many there are."""
-        expand, of_outputs = probes[0].expand, axes_of_outputs(outputs)
-        real = self.run.distinct(cuts)
-        attempts = [(real, False, False), (real[:2], False, True)]  # rows may have to be in order
-        if len(real) < 2:  # a row made up of the first one's values, if the model can take it
-            attempts = [(real, True, False), (real, False, False)]
-        for number, (rows, synthetic, ordered) in enumerate(attempts, 1):
-            try:
-                self._compare(cuts, rows, synthetic, ordered, expand, of_outputs)
-                break
-            except FastclipError:
-                raise
-            except Exception as error:
-                if number == len(attempts):
-                    raise BatchSizeError(
-                        "the model fails on a few rows of its own input, so that they cannot be held "
-                        f"against each other ({type(error).__name__}: {error}); let it take any "
-                        "number of rows"
-                    ) from error
-        if not any(probe.draws for probe in probes):
-            check_values(
-                probes[0], probes[1], (outputs[0], outputs[1]), [0], self.layout.axes, of_outputs,
-                other_size=True,
-            )  # fmt: skip
-        self.layout.compared = max(self.layout.compared, len(real))
-
-    def _compare(
-        self, cuts: Cuts, real: list[int], synthetic: bool, ordered: bool, expand: bool,
-        of_outputs: list[int],
-    ) -> None:  # fmt: skip
-        choice = self.run.cut(cuts, real or None, synthetic)
-        if ordered:
-            rows, group = [0, 0, 1, 1], frozenset({2, 3})
-        else:
-            rows, group = _spread(choice)
-        count = len(rows)
-        groups = [group, frozenset(range(count)) - group]
-        if choice > 1:
-            self._disturb(rows, groups, expand, of_outputs)
-        for seed in _SEEDS:
-            try:
-                drawn = self._influence(rows, groups, expand, of_outputs, seed)
-            except FastclipError:
-                raise
-            except Exception:
-                if not self.run.asks_inputs:
-                    raise
-                self.run.asks_inputs = False  # x.numpy(), or x.requires_grad = True, in its forward
-                drawn = self._influence(rows, groups, expand, of_outputs, seed)
-            if not drawn:
-                break
-        if choice > 1 and any(axis < 0 for axis in of_outputs):
-            new = partial(Probe, self.layout, count, expand, differentiable=True)
-            for kept in groups:
-                given = rows, _others_changed(rows, kept)
-                self.layout.mixed |= mixed_outputs(self.run, new, given, sorted(kept), of_outputs)
-
-    def _influence(
-        self, rows: list[int], groups: list[frozenset[int]], expand: bool, of_outputs: list[int],
-        seed: int,
-    ) -> bool:  # fmt: skip
-        """Ask for gradients; whether random numbers were drawn."""
-        probe = Probe(self.layout, len(rows), expand, differentiable=True)
-        then = partial(self._check_influence, probe, of_outputs, groups)
-        self.run.once(probe, rows, seed, then)
-        return probe.draws
-
-    def _disturb(
-        self, rows: list[int], groups: list[frozenset[int]], expand: bool, of_outputs: list[int]
-    ) -> None:
-        """Rows are changed, all to one, so that nothing of what they held is left; others must stay."""
-        axes, count = self.layout.axes, len(rows)
-        base = Probe(self.layout, count, expand)
-        out = self.run.once(base, rows, seed=1)
-        small = [frozenset({row}) for row in extreme_rows(base, axes)[:_SMALLEST]]
-        for kept in (*groups, *small):
-            changed = frozenset(range(count)) - kept
-            probe = Probe(self.layout, count, expand, disturbed=changed)
-            found = self.run.once(probe, _others_changed(rows, kept), seed=1)
-            check_values(base, probe, (out, found), sorted(kept), axes, of_outputs)
-
-    @staticmethod
-    def _check_influence(
-        probe: Probe, of_outputs: list[int], groups: list[frozenset[int]], out: Any
-    ) -> None:
-        check_influence(list(probe.sources), out, of_outputs, groups, probe.rows)
 
     def _joined(self, axes: dict[str, int]) -> dict[str, int]:
         """What is known of the layers with what this probe has seen of them.
@@ -320,21 +220,6 @@ class _Learner:
 
     def _expanded_names(self) -> str:
         return ", ".join(sorted(self.layout.expand)) or "parameters of shape [1, ...]"
-
-
-def _spread(choice: int) -> tuple[list[int], frozenset[int]]:
-    """Positions for so many rows, and which of them to change: the others hold other rows."""
-    count = max(choice, _FEWEST)
-    group = _SPLIT & set(range(count))
-    inside, outside = (cycle(range(first, max(choice, first + 1), 2)) for first in (0, 1))
-    if choice == 1:
-        outside = cycle([0])
-    return [next(inside if i in group else outside) for i in range(count)], group
-
-
-def _others_changed(rows: list[int], kept: frozenset[int]) -> list[int]:
-    """The same rows where they are kept, and one of them everywhere else."""
-    return [row if i in kept else rows[min(kept)] for i, row in enumerate(rows)]
 
 
 def _finite(outputs: list[Any]) -> list[Tensor]:

@@ -6,7 +6,6 @@ tokens, a contrastive loss, a statistic of the batch do not; they may be returne
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,42 +15,32 @@ from torch import Tensor
 from fastclip.errors import BatchSizeError
 from fastclip.independence import UNBATCHED, by_row, rows_agree
 from fastclip.inputs import tensors_of
-from fastclip.probing import Probe, Runs
+from fastclip.probing import Probe
 
 Gradients = list[tuple[str, int, Tensor]]
 """Of one output by what it follows from: name, axis of the samples, gradient."""
-Found = dict[int, Gradients]
-"""By the number of an output."""
+Found = dict[int, tuple[torch.Size, Gradients]]
+"""Outputs without an axis of samples, by their number: shape, gradients."""
 
 
 def mixed_outputs(
-    run: Runs, new_probe: Callable[[], Probe], given: tuple[list[int], list[int]], kept: list[int],
-    of_outputs: list[int],
-) -> dict[int, int]:  # fmt: skip
+    given: Found, others: Found, kept: list[int], of_outputs: list[int]
+) -> dict[int, int]:
     """Outputs that couple rows: the number of dimensions of each, by its number.
 
     Args:
-        given: rows to run, twice, which are the same where they are `kept`.
+        given, others: of two runs whose rows are the same where they are `kept`.
         of_outputs: the axis of samples of every output.
     """
-    found: list[Found] = []
-    shapes: list[torch.Size] = []
-    for rows in given:
-        probe = new_probe()
-        found.append({})
-        then = partial(_gradients, probe, of_outputs, found[-1])
-        shapes = [x.shape for x in by_row(run.once(probe, rows, 1, then))]
-        if not found[-1]:
-            return {}
     return {
-        number: len(shapes[number])
-        for number, one in found[0].items()
-        if _is_statistic(one, of_outputs[number], shapes[number])
-        or _differ(one, found[1].get(number, []), kept)
+        number: len(shape)
+        for number, (shape, own) in given.items()
+        if _is_statistic(own, of_outputs[number], shape)
+        or _differ(own, others[number][1] if number in others else [], kept)
     }
 
 
-def _gradients(probe: Probe, of_outputs: list[int], found: Found, output: Any) -> None:
+def note_gradients(probe: Probe, of_outputs: list[int], found: Found, output: Any) -> None:
     """Note in `found` the gradients of every output without an axis of samples."""
     sources = [source for _, _, source in probe.sources]
     for number, (x, axis) in enumerate(zip(by_row(output), of_outputs, strict=False)):
@@ -62,7 +51,7 @@ def _gradients(probe: Probe, of_outputs: list[int], found: Found, output: Any) -
         given = torch.autograd.grad(
             x, sources, weights.to(x.device, x.dtype), retain_graph=True, allow_unused=True
         )
-        found[number] = [
+        found[number] = x.shape, [
             (name, axis, gradient)
             for (name, axis, _), gradient in zip(probe.sources, given, strict=True)
             if gradient is not None and gradient.dim() > axis
