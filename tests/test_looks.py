@@ -43,7 +43,10 @@ def test_random_parts_are_no_coupling() -> None:
 
 def test_a_layer_for_large_batches_alone() -> None:
     """No run on a few rows shows where its samples are."""
-    use: Use = lambda m, h: m.second(h) if len(h) > 8 else h  # noqa: E731
+
+    def use(m: nn.Module, h: Tensor) -> Tensor:
+        return m.second(h) if len(h) > 8 else h
+
     private = make_private(Hidden(use, "nothing"))[1]
     with refused("any number of rows"):
         private(torch.randn(9, T, D))

@@ -156,7 +156,10 @@ def test_a_copy_of_the_optimizer(name: str, mode: str) -> None:
 
 def test_a_state_dict_is_the_way_out() -> None:
     """Copied in any way, and loaded into an optimizer of another engine."""
-    build: Build = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
+
+    def build(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
     _, private, optimizer = private_with(build)
     backward(private, rows())
     optimizer.step()
