@@ -122,14 +122,15 @@ class Comparison:
         return probe.draws
 
     def _disturb(self, rows: list[int], groups: list[frozenset[int]]) -> None:
-        """Rows are changed, all to one, so that nothing of what they held is left; others must stay."""
+        """Rows are changed, to one of the others or to noise, of which the others must show nothing."""
         axes, count = self.layout.axes, len(rows)
         base = self._probe(count)
         out = self.run.once(base, rows, seed=1)
         small = [frozenset({row}) for row in extreme_rows(base, axes)[:_SMALLEST]]
         for kept in (*groups, *small):
             changed = frozenset(range(count)) - kept
-            probe = self._probe(count, disturbed=changed)
+            noisy = changed if kept in groups else frozenset()
+            probe = self._probe(count, disturbed=changed, replaced=noisy)
             found = self.run.once(probe, _others_changed(rows, kept), seed=1)
             check_values(base, probe, (out, found), sorted(kept), axes, self.of_outputs)
 

@@ -107,6 +107,7 @@ class BatchLayout:
         if axis != UNCLEAR:
             probe.source(path, max(axis, 0), out)
             if probe.first is None and isinstance(out, Tensor):
+                out = probe.noisy(max(axis, 0), out)
                 probe.first = (max(axis, 0), out.detach())
         return out
 

@@ -22,6 +22,8 @@ MOST_ROWS = 8
 _LOOKED_AT = 64
 """Rows of a batch among which distinct ones are looked for."""
 
+_NOISE = 3.0
+
 Shapes = dict[str, list[tuple[int, ...]]]
 
 
@@ -35,6 +37,8 @@ class Probe:
     """Expand inputs and parameters without samples, as training does."""
     disturbed: frozenset[int] = frozenset()
     """Change these rows of what has been expanded, to see where they go."""
+    replaced: frozenset[int] = frozenset()
+    """In these rows the first layer gives noise: numbers unlike those that other rows hold."""
     differentiable: bool = False
     shapes: Shapes = field(default_factory=dict)
     seen: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -59,6 +63,20 @@ class Probe:
             row = value[i]
             steps = torch.linspace(-1, 1, row.numel(), dtype=row.dtype, device=row.device)
             row += steps.view(row.shape)
+        return value
+
+    def noisy(self, axis: int, value: Tensor) -> Tensor:
+        """The first layer's output, with what stands in the replaced rows."""
+        if not self.replaced or self.trusted or not value.is_floating_point():
+            return value
+        if value.dim() <= axis or value.shape[axis] != self.rows:
+            return value
+        value = value.clone()
+        generator = torch.Generator().manual_seed(0)
+        for i in self.replaced:
+            row = value.select(axis, i)
+            noise = torch.randn(row.shape, generator=generator, dtype=torch.float32, device="cpu")
+            row.copy_(_NOISE * noise)
         return value
 
     def source(self, name: str, axis: int, value: Any) -> None:
