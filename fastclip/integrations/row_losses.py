@@ -38,12 +38,10 @@ def rows_of(inputs: dict[str, Any]) -> int:
 
 
 def take(inputs: dict[str, Any], rows: list[int]) -> dict[str, Any]:
-    """These rows of a batch, as plain tensors."""
+    """These rows of a batch."""
     size = rows_of(inputs)
     return {
-        name: v.as_subclass(Tensor)[rows]
-        if isinstance(v, Tensor) and v.dim() and len(v) == size
-        else v
+        name: v[rows] if isinstance(v, Tensor) and v.dim() and len(v) == size else v
         for name, v in inputs.items()
     }
 
@@ -99,7 +97,7 @@ class Checked:
             if not isinstance(labels, Tensor) or not labels.dim():
                 self._enough = True
                 return
-            compared = labels.as_subclass(Tensor)
+            compared = labels
             if compared.dim() == 2 and not compared.is_floating_point():
                 compared = (compared != IGNORED).sum(1)
             self._enough = bool((compared != compared[:1]).any())
@@ -164,7 +162,7 @@ def check_function(
     """
     size, inputs = rows_of(inputs), {"labels": inputs.get("labels")}
     values, shape = tree_flatten(outputs)
-    values = [v.detach().as_subclass(Tensor) if isinstance(v, Tensor) else v for v in values]
+    values = [v.detach() if isinstance(v, Tensor) else v for v in values]
     places = [i for i, v in enumerate(values) if _differentiable(v)]
     few = telling({"rows": torch.arange(size, device="cpu"), **inputs}, most=size)
     chosen, labels = few["rows"].tolist(), few.get("labels")
