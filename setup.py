@@ -1,4 +1,4 @@
-"""Packages live where ARCHITECTURE puts them, and csrc/ becomes fastclip._C where there is an nvcc.
+"""The packages under fastclip/, and csrc/, which becomes fastclip._C where there is an nvcc.
 
 The extension is optional: without it every operation still runs, in Triton or PyTorch. So a build
 that cannot be done is told in one sentence and the installation goes on. FASTCLIP_BUILD=0 leaves the
@@ -175,8 +175,7 @@ class BuildCore(build_ext):
 
 if __name__ == "__main__":  # setuptools and pip run this file as a program
     setup(
-        packages=[*find_packages(include=["fastclip", "fastclip.*"]), "fastclip.kernels"],
-        package_dir={"fastclip.kernels": "kernels"},
+        packages=find_packages(include=["fastclip", "fastclip.*"]),
         ext_modules=[Extension("fastclip._C", sources=[], optional=True)],
         cmdclass={"build_ext": BuildCore},
     )

@@ -28,7 +28,6 @@ from typing import Any
 import psutil
 import torch
 
-from bench import checkout  # noqa: F401  (fastclip.kernels of this checkout)
 from bench.children import write
 from bench.gpu_parts import compile_ahead, run_kernels, run_steps
 from bench.gpu_table import table

@@ -17,7 +17,6 @@ from itertools import pairwise
 
 import torch
 
-from bench import checkout  # noqa: F401  (fastclip.kernels of this checkout)
 from bench.children import job
 from bench.gpu_tasks import TASKS, Trainer
 from bench.kernels import tuning

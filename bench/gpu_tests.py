@@ -21,7 +21,6 @@ from pathlib import Path
 
 import pytest
 
-from bench import checkout  # noqa: F401  (fastclip.kernels of this checkout)
 from bench.children import Child
 from bench.kernels import tuning
 from bench.processes import ROOT

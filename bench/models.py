@@ -10,7 +10,20 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BeitConfig,
+    BeitForImageClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    ConvNextConfig,
+    ConvNextForImageClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 
 def group_norm(channels: int, groups: int, dtype: torch.dtype | None = None) -> nn.GroupNorm:
@@ -192,6 +205,64 @@ def bert(
         attention_probs_dropout_prob=dropout,
     )
     return BertForSequenceClassification(config).to(dtype or torch.get_default_dtype())
+
+
+def vit(layers: int = 4, hidden: int = 256, num_labels: int = 2) -> ViTForImageClassification:
+    """ViT for images of 64 pixels; input [b, 3, 64, 64], output with `logits`."""
+    config = ViTConfig(num_labels=num_labels, **_patches(layers, hidden))
+    return ViTForImageClassification(config)
+
+
+def beit(layers: int = 4, hidden: int = 256, num_labels: int = 2) -> BeitForImageClassification:
+    """BEiT for images of 64 pixels, with relative position biases and scales of layers."""
+    config = BeitConfig(
+        num_labels=num_labels, use_relative_position_bias=True, drop_path_rate=0.0,
+        use_absolute_position_embeddings=True, **_patches(layers, hidden),
+    )  # fmt: skip
+    return BeitForImageClassification(config)
+
+
+def _patches(layers: int, hidden: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 4,
+        "intermediate_size": 4 * hidden, "image_size": 64, "patch_size": 8,
+    }  # fmt: skip
+
+
+def convnext(
+    widths: Sequence[int] = (48, 96, 192, 384), depths: Sequence[int] = (2, 2, 4, 2),
+    num_labels: int = 2,
+) -> ConvNextForImageClassification:  # fmt: skip
+    """ConvNeXt; input [b, 3, h, w], output with `logits`."""
+    config = ConvNextConfig(
+        hidden_sizes=list(widths), depths=list(depths), num_labels=num_labels, drop_path_rate=0.0
+    )
+    return ConvNextForImageClassification(config)
+
+
+class MambaClassifier(nn.Module):
+    """Mamba with a head on its last position; the scan is transformers' own, in plain PyTorch.
+
+    Input: token numbers, int64 [b, t]; output: [b, num_labels].
+    """
+
+    def __init__(self, layers: int, hidden: int, vocab: int, num_labels: int) -> None:
+        super().__init__()
+        config = MambaConfig(
+            vocab_size=vocab, hidden_size=hidden, num_hidden_layers=layers, state_size=8,
+            use_cache=False,
+        )  # fmt: skip
+        self.mamba, self.head = MambaModel(config), nn.Linear(hidden, num_labels)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mamba(tokens).last_hidden_state[:, -1])
+
+
+def mamba(
+    layers: int = 2, hidden: int = 64, vocab: int = 8192, num_labels: int = 2
+) -> MambaClassifier:
+    """A small Mamba."""
+    return MambaClassifier(layers, hidden, vocab, num_labels)
 
 
 class ExplicitBert(nn.Module):

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from bench.measure import machine, now, versions
 from bench.processes import run_module
 from fastclip import clipping
-from fastclip.clipping_state import ClippingState
+from fastclip.backward.clipping_state import ClippingState
 
 BATCH, LAYERS, GROUPS, STEPS = 32, 62, 8, 1000
 LIMIT = 0.01
@@ -66,7 +66,7 @@ def own_seconds(strategy: clipping.Clipping, calls: int) -> float:
     for _ in range(calls):
         start = time.perf_counter()
         state.set_groups(groups)
-        state.clip(norm_sq, layers, fresh=True, made_up=False)
+        state.clip(norm_sq, layers, fresh=True, placeholder=False)
         float(state.gradient_noise() * state.sensitivity())
         state.release(1)
         state.advance()

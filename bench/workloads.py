@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bench.measure import CpuWait, PeakMemory, quartiles
-from bench.models import ExplicitBert, bert, resnet18
+from bench.models import ExplicitBert, beit, bert, convnext, mamba, resnet18, vit
 
 BATCH_SIZE = 32
 BATCHES = 4
@@ -60,6 +60,26 @@ WORKLOADS = {
         "BERT as above, position and type ids spelled out per sample (Opacus needs it)",
         lambda: ExplicitBert(vocab=VOCABULARY, num_labels=CLASSES),
         lambda n: torch.randint(VOCABULARY, (n, 128)),
+    ),
+    "vit": Workload(
+        "ViT 4 layers d=256, 3x64x64 in patches of 8, batch 32",
+        lambda: vit(num_labels=CLASSES),
+        lambda n: torch.randn(n, 3, 64, 64),
+    ),
+    "beit": Workload(
+        "BEiT 4 layers d=256, relative positions, 3x64x64 in patches of 8, batch 32",
+        lambda: beit(num_labels=CLASSES),
+        lambda n: torch.randn(n, 3, 64, 64),
+    ),
+    "convnext": Workload(
+        "ConvNeXt 48 to 384 channels, 3x128x128, batch 32",
+        lambda: convnext(num_labels=CLASSES),
+        lambda n: torch.randn(n, 3, 128, 128),
+    ),
+    "mamba": Workload(
+        "Mamba 2 layers d=64, T=64, batch 32 (transformers' own scan)",
+        lambda: mamba(vocab=VOCABULARY, num_labels=CLASSES),
+        lambda n: torch.randint(VOCABULARY, (n, 64)),
     ),
 }
 

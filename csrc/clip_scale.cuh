@@ -13,6 +13,7 @@
 
 namespace fastclip::clip {
 
+// The codes of clipping/codes.py, which a test compares.
 enum class Scale : int32_t { kHard, kTanh, kAutomatic, kGlobal, kGlobalAdapt };
 enum class Policy : int32_t { kUncounted, kQuantile, kGroup, kReweighted };
 

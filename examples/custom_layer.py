@@ -1,8 +1,9 @@
 """A layer of your own with an exact per-sample rule: `python -m examples.custom_layer`.
 
-Without a rule such a layer goes through vmap of its own backward: exact too, but its forward pass
-is computed twice. A rule says what to save, returns the input's gradient, and records what each
-sample contributes to each parameter.
+Without a rule such a layer is exact, too: the product that its parameter enters is followed by itself.
+A rule is for what nothing can follow (an autograd Function, a kernel), or for what is cheaper done for
+the layer as a whole. It says what to save, returns the input's gradient, and records what each
+sample contributes to each parameter. `check_rule` compares it with autograd before it is trusted.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine
 from fastclip.layers import KeptRecord, LayerRule, register_rule
+from fastclip.testing import check_rule
 
 
 class Scale(nn.Module):
@@ -42,14 +44,17 @@ class ScaleRule(LayerRule):
         x, gamma = call.saved
         if call.wants("gamma"):
             product = call.samples(call.g * x)  # [b, ..., d], samples first wherever they lie
-            positions = product.reshape(product.shape[0], -1, product.shape[-1])  # [b, t, d]
+            positions = product.unsqueeze(1).flatten(1, -2)  # [b, t, d], of an empty batch too
             call.record("gamma", KeptRecord(positions.sum(1)))
         return call.g * gamma if call.needs_input_grad else None
 
 
 def main() -> None:
-    """Train a model that holds the layer, and show how the engine treats it."""
+    """Check the rule, train a model that holds the layer, and show how the engine treats it."""
     torch.manual_seed(0)
+    check = check_rule(Scale(8), torch.randn(4, 5, 8))
+    print(check)
+    check.raise_if_wrong()
     x, y = torch.randn(256, 16), torch.randint(0, 2, (256,))
     model = nn.Sequential(nn.Linear(16, 32), Scale(32), nn.ReLU(), nn.Linear(32, 2))
     engine = FastPrivacyEngine()

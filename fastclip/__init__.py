@@ -2,9 +2,9 @@
 
 from fastclip import clipping, errors, losses
 from fastclip.engine import FastPrivacyEngine
-from fastclip.grad_scaler import GradScaler
 from fastclip.layers import register_rule
-from fastclip.optimizer import FastDPOptimizer
+from fastclip.optim.grad_scaler import GradScaler
+from fastclip.optim.optimizer import FastDPOptimizer
 from fastclip.planner import Costs, Planner
 
 __version__ = "0.1.0"

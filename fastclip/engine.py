@@ -14,24 +14,25 @@ from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from fastclip import validation
 from fastclip.accounting import find_noise_multiplier
-from fastclip.bookkeeping import BookKeeper
+from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.backward.criterion import check_coupling, check_criterion
+from fastclip.backward.one_process import check_not_distributed
 from fastclip.clipping import Clipping, ConstantNoise, resolve
-from fastclip.criterion import check_coupling, check_criterion
-from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
-from fastclip.explanation import Explanation, Setup, explain
-from fastclip.keystream import require_cipher
-from fastclip.module import FastGradSampleHooks, FastGradSampleModule
-from fastclip.one_process import check_not_distributed
-from fastclip.opacus_modes import OpacusModes
-from fastclip.optimizer import FastDPOptimizer
-from fastclip.ownership import check_free
-from fastclip.planner import Planner
-from fastclip.report import Plan
-from fastclip.samplers import (
+from fastclip.data.samplers import (
     check_loader,
 )
+from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
+from fastclip.explanation import Explanation, Setup, explain
+from fastclip.model import validation
+from fastclip.model.compatible import compatible
+from fastclip.model.module import FastGradSampleHooks, FastGradSampleModule
+from fastclip.model.ownership import check_free
+from fastclip.noise.keystream import require_cipher
+from fastclip.optim.opacus_modes import OpacusModes
+from fastclip.optim.optimizer import FastDPOptimizer
+from fastclip.planner import Planner
+from fastclip.planner.report import Plan
 
 FAST_MODES = ("fast", "ghost")
 MATERIALISED_MODES = ("hooks", "functorch", "ew")
@@ -107,7 +108,7 @@ class FastPrivacyEngine(OpacusModes):
             grad_sample_mode: "fast"; "ghost" is the same and returns the criterion too; Opacus'
                 own modes ("hooks", "functorch", "ew", ...) take their gradients from Opacus' code.
             wrap_model: False intercepts the model in place and returns a handle with `cleanup()`.
-            rand_on_empty: an empty batch becomes one made-up row, which contributes nothing.
+            rand_on_empty: an empty batch becomes one placeholder row, which contributes nothing.
 
         Returns:
             (model or handle, optimizer, data loader); with "ghost", (..., criterion, data loader).
@@ -133,7 +134,7 @@ class FastPrivacyEngine(OpacusModes):
             if rand_on_empty and grad_sample_mode not in MATERIALISED_MODES:
                 raise ArgumentError(
                     f"rand_on_empty=True in grad_sample_mode={grad_sample_mode!r} would train on "
-                    "made-up rows; omit it, or use the fast mode, where they contribute nothing"
+                    "placeholder rows; omit it, or use the fast mode, where they contribute nothing"
                 )
             if isinstance(clipping, Clipping):
                 raise ArgumentError(
@@ -250,23 +251,27 @@ class FastPrivacyEngine(OpacusModes):
 
         Shapes and methods are those of the last backward pass of the last model made private.
         """
-        return self._require_keepers()[-1].plan_log.plan()
+        keeper = self._require_keepers()[-1]
+        return keeper.plan_log.plan(keeper.calls.looks)
 
     def explain(
         self, *, module: nn.Module, optimizer: torch.optim.Optimizer | None = None,
         data_loader: DataLoader | None = None, criterion: Any = None, delta: float | None = None,
-        poisson_sampling: bool = True, loss_reduction: str = "mean",
+        poisson_sampling: bool = True, loss_reduction: str = "mean", batch: Any = None,
     ) -> Explanation:  # fmt: skip
         """What `make_private` would do with these arguments; print it before training.
 
         It names what is trained and frozen, layers without a rule of their own, whatever would be
         refused, and known traps: rows not drawn by Poisson sampling, a last incomplete batch, delta
         larger than 1 / N, losses that couple samples, noise that can be foreseen. Nothing is
-        changed, and no data is looked at.
+        changed, and no data is looked at but `batch`.
 
         Args:
             module: the model, before `make_private`. The rest: as for `make_private`, as far as known.
             delta: that of the epsilon to be stated.
+            batch: what the model is called with: a tensor, a tuple of arguments, a dictionary of
+                keywords. A copy of the model is then run on a few of its rows, as in the first step:
+                uses of parameters, refusals of coupled rows, and what that look costs are told, too.
 
         Returns:
             An Explanation, with `rows`, `frozen`, `slow`, `refused` and `traps`.
@@ -274,7 +279,7 @@ class FastPrivacyEngine(OpacusModes):
         return explain(
             Setup(
                 module, optimizer, data_loader, criterion, delta, poisson_sampling, loss_reduction,
-                self.secure_mode,
+                self.secure_mode, batch,
             )
         )  # fmt: skip
 
@@ -335,8 +340,23 @@ class FastPrivacyEngine(OpacusModes):
         self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
     ) -> None:
         """Raise for modules that cannot be trained privately, naming their path and the way out."""
+        validation.check_training(module)
         validation.check_module(module)
-        super().validate(module=module, optimizer=optimizer, data_loader=data_loader)
+
+    @classmethod
+    def get_compatible_module(cls, module: nn.Module) -> nn.Module:
+        """A copy of the model with what does not train as it is replaced (BatchNorm); validated.
+
+        The model itself is left as it was, wherever its classes were defined; what was tied in it
+        is tied in the copy.
+
+        Raises:
+            UnsupportedModuleError: for a layer without a replacement, naming the way out.
+        """
+        fixed = compatible(module)
+        validation.check_training(fixed)
+        validation.check_module(fixed)
+        return fixed
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the ledger, and no model: what was released goes on elsewhere."""

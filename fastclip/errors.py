@@ -46,6 +46,10 @@ class SecureModeError(FastclipError, RuntimeError, ImportError):
     """Cryptographic noise cannot be drawn here, and no other may take its place."""
 
 
+class CheckError(FastclipError, AssertionError):
+    """A check of fastclip.testing has found something wrong; the message is its report."""
+
+
 def where(path: str | None, module: object = None) -> str:
     """A part of the model as messages name it."""
     name = path or "the model"

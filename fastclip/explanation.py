@@ -7,7 +7,7 @@ memory (the meta device).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +16,17 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
-from fastclip.bookkeeping import BookKeeper
+from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.backward.criterion import check_coupling, check_criterion
+from fastclip.backward.one_process import check_not_distributed
 from fastclip.clipping import dp_sgd
-from fastclip.criterion import check_coupling, check_criterion
+from fastclip.data.samplers import check_order, check_poisson
 from fastclip.errors import ArgumentError, FastclipError
-from fastclip.interception import ATTRIBUTE
-from fastclip.layers.fallback import FallbackRule
-from fastclip.module import FastGradSampleModule
-from fastclip.one_process import check_not_distributed
-from fastclip.report import PlanRow
-from fastclip.samplers import check_order, check_poisson
-from fastclip.validation import check_inner_step, check_module
+from fastclip.model.interception import ATTRIBUTE
+from fastclip.model.module import FastGradSampleModule
+from fastclip.model.validation import check_inner_step, check_module
+from fastclip.planner.report import PlanRow
+from fastclip.uses.replay import ReplayUse
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Setup:
     poisson_sampling: bool = True
     loss_reduction: str = "mean"
     secure_mode: bool = False
+    batch: Any = None
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,13 @@ class Explanation:
     """Why make_private would refuse, one sentence each; or why that cannot be told."""
     traps: tuple[str, ...]
     """What would be trained, but not as one might think."""
+    looks: tuple[str, ...] = ()
+    """What it costs to find the samples in the batch that was given."""
 
     @property
     def slow(self) -> tuple[str, ...]:
         """Paths of layers without a rule of their own."""
-        return tuple(row.path for row in self.rows if row.rule == FallbackRule.name)
+        return tuple(row.path for row in self.rows if row.rule == ReplayUse.name)
 
     def __str__(self) -> str:
         frozen = sum(self.frozen.values())
@@ -77,7 +80,7 @@ class Explanation:
         for title, entries in sections.items():
             lines.append(f"{title}: none" if not entries else f"{title}:")
             lines += [f"  - {entry}" for entry in entries]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.looks])
 
 
 def _layers(count: int) -> str:
@@ -97,6 +100,9 @@ def explain(setup: Setup) -> Explanation:
     owned = _optimized(setup)
     trained = {p: n for n, p in setup.module.named_parameters() if p.requires_grad and p in owned}
     rows, refused = _dry_run(setup.module, set(trained.values()))
+    looks: tuple[str, ...] = ()
+    if setup.batch is not None and not refused:
+        rows, looks, refused = _look(setup, set(trained.values()))
     refused = (*_refused_around(setup), *refused)
     frozen = {}
     for path, module in setup.module.named_modules():
@@ -104,7 +110,7 @@ def explain(setup: Setup) -> Explanation:
         if still:
             frozen[path] = sum(_size(p) for p in still)
     return Explanation(
-        rows, sum(_size(p) for p in trained), frozen, refused, tuple(_traps(setup, owned))
+        rows, sum(_size(p) for p in trained), frozen, refused, tuple(_traps(setup, owned)), looks
     )
 
 
@@ -172,6 +178,32 @@ def _dry_run(model: nn.Module, trained: set[str]) -> tuple[tuple[PlanRow, ...], 
     except Exception as error:
         refused.append(str(error))
     return keeper.plan_log.plan().rows, tuple(refused)
+
+
+def _look(
+    setup: Setup, trained: set[str]
+) -> tuple[tuple[PlanRow, ...], tuple[str, ...], tuple[str, ...]]:
+    """The rules of layers and uses, what the look costs, what is refused; of a copy of the model."""
+    model = copy.deepcopy(setup.module)
+    names = {p: n for n, p in model.named_parameters() if n in trained}
+    for p in model.parameters():
+        p.requires_grad_(p in names)
+    mean = setup.loss_reduction == "mean"
+    keeper = BookKeeper(names, dp_sgd(), 1.0, mean_loss=mean, batch_axis=0)
+    private = FastGradSampleModule(
+        model, keeper=keeper, batch_first=True, loss_reduction=setup.loss_reduction
+    )
+    batch, refused = setup.batch, []
+    try:
+        with torch.enable_grad():
+            if isinstance(batch, Mapping):
+                private(**batch)
+            else:
+                private(*(batch if isinstance(batch, (tuple, list)) else (batch,)))
+    except Exception as error:
+        refused.append(str(error))
+    plan = keeper.plan_log.plan(keeper.calls.looks)
+    return plan.rows, plan.looks, tuple(refused)
 
 
 def _traps(setup: Setup, owned: set[nn.Parameter]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What one of the two processes of tests/test_one_process.py does."""
+"""What one of the two processes of tests/backward/test_one_process.py does."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine
-from fastclip.errors import BatchSizeError, FastclipError, StepError, UnsupportedLayerError
-from tests.oracle import make_private, row_loss
+from fastclip.errors import FastclipError, StepError, UnsupportedLayerError
+from tests.oracle import check_exact, make_private, row_loss
 
 
 def call(model: nn.Module | None = None, **changes: Any) -> tuple:
@@ -88,17 +88,6 @@ def test_optimizer_of_another_model() -> None:
         call(optimizer=torch.optim.SGD(other.parameters(), lr=0.1))
 
 
-class WithBuffer(nn.Module):
-    """Raw parameters beside a dropout: no rule, and no second pass could repeat the mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain, self.drop = nn.Parameter(torch.ones(4)), nn.Dropout(0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.drop(x * self.gain)
-
-
 class Turned(nn.Module):
     """A complex parameter beside a real layer."""
 
@@ -117,19 +106,15 @@ class Turned(nn.Module):
         (nn.BatchNorm1d(4).requires_grad_(False), r"1 \(BatchNorm1d\).*\.eval\(\)"),
         (nn.BatchNorm1d(4, affine=False), r"1 \(BatchNorm1d\)"),
         (nn.InstanceNorm1d(4, affine=True, track_running_stats=True), "track_running_stats=False"),
-        (nn.LSTM(4, 4), r"1 \(LSTM\).*opacus.layers.DPLSTM"),
-        (nn.MultiheadAttention(4, 2), "DPMultiheadAttention"),
         (nn.Embedding(4, 4, max_norm=1.0), "max_norm is not private"),
         (nn.Embedding(4, 4, scale_grad_by_freq=True), "scale_grad_by_freq is not private"),
         (nn.EmbeddingBag(4, 4, sparse=True), "sparse is not private"),
-        (WithBuffer(), r"1 \(WithBuffer\).*dropout 'drop'"),
         (
             nn.LazyLinear(4),
             r"1 \(LazyLinear\): its parameters \['weight', 'bias'\].*run the model once",
         ),
         (nn.LazyBatchNorm1d(), r"1 \(LazyBatchNorm1d\): its parameters"),
         (Turned(), r"1 \(Turned\): parameters \{'angle': torch.complex64\} are not real numbers"),
-        (nn.ParameterList([nn.Parameter(torch.ones(3))]), r"1 \(ParameterList\).*no forward"),
     ],
 )
 def test_layers(layer: nn.Module, message: str) -> None:
@@ -197,9 +182,7 @@ class Flattens(nn.Module):
 
 
 def test_layers_that_disagree_on_the_batch_size() -> None:
-    _, private, _, _ = make_private(Flattens())
-    with pytest.raises(BatchSizeError, match=r"second: the rows .*\[15, 4\] are not the samples"):
-        private(torch.randn(3, 5, 4))
+    check_exact(Flattens(), torch.randn(3, 5, 4), dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -229,10 +212,8 @@ class TwoInputs(nn.Module):
         return x * self.gain + y
 
 
-def test_a_model_that_is_one_layer_has_a_name() -> None:
-    private = make_private(TwoInputs())[1]
-    with pytest.raises(UnsupportedLayerError, match=r"^the model \(TwoInputs\) cannot be trained"):
-        private(torch.randn(3, 4), torch.randn(3, 4))
+def test_a_model_that_is_one_layer() -> None:
+    check_exact(TwoInputs(), (torch.randn(3, 4), torch.randn(3, 4)), dtype=torch.float64)
 
 
 def test_a_new_parameter_is_not_trained_silently() -> None:

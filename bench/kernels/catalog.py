@@ -8,7 +8,6 @@ from collections.abc import Iterable
 
 import torch
 
-from bench import checkout  # noqa: F401  (fastclip.kernels of this checkout)
 from bench.kernels.case import Case
 from bench.measure import first_line
 

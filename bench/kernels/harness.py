@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from bench import checkout  # noqa: F401  (fastclip.kernels of this checkout)
 from bench.children import job, tell
 from bench.kernels import tuning
 from bench.kernels.case import Case

@@ -1,6 +1,6 @@
 """Privacy accounting: shares of a step's noise, planned runs, hyperparameter searches.
 
-`python -m fastclip.accounting` prints the plan of a run.
+`python -m fastclip.accounting` prints the forecast of a run.
 """
 
 from fastclip.accounting.calibration import find_noise_multiplier

@@ -1,4 +1,4 @@
-"""The plan of a private run: `python -m fastclip.accounting --samples 60000 ...`."""
+"""The forecast of a private run: `python -m fastclip.accounting --samples 60000 ...`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from fastclip.accounting.calibration import find_noise_multiplier, planned_steps
-from fastclip.accounting.plan import plan, table
+from fastclip.accounting.forecast import forecast, table
 from fastclip.accounting.trials import Poisson, Trials, TruncatedNegativeBinomial
 from fastclip.clipping.checks import positive, whole
 from fastclip.clipping.schedules import (
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 schedule=schedule,
                 accountant=given.accountant,
             )
-        planned = plan(
+        planned = forecast(
             schedule,
             sigma,
             rate,

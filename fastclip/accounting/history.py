@@ -14,13 +14,11 @@ from typing import Any
 from opacus.accountants import IAccountant, RDPAccountant, create_accountant
 
 from fastclip.accounting.rdp import quiet_orders
-from fastclip.accounting.segments import Entry, runs
+from fastclip.accounting.segments import Entry, History, runs
 from fastclip.accounting.shares import multiplier
 from fastclip.clipping.checks import between, whole
 from fastclip.clipping.schedules import NoiseSchedule
 from fastclip.errors import ArgumentError
-
-History = Sequence[Entry]
 
 # Most points on which PRV may discretise a privacy loss: about 2 GB in all.
 _MOST_POINTS = 2**25

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fastclip.accounting.history import History
 from fastclip.accounting.rdp import ORDERS, run_rdp, to_epsilon
+from fastclip.accounting.segments import History
 from fastclip.accounting.trials import Trials
 from fastclip.clipping.checks import between
 

@@ -8,15 +8,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 
+from fastclip.accounting.segments import History
 from fastclip.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from fastclip.accounting.history import History
 
 # Orders near 1 serve large epsilons, those beyond 63 small ones. Opacus' binomials overflow to an
 # infinite (valid, useless) bound beyond order 1029.

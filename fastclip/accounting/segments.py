@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Any
 
@@ -17,6 +17,8 @@ from fastclip.errors import ArgumentError
 
 Entry = tuple[float, float, int]
 """(noise multiplier, sampling rate, steps), as Opacus' accountants keep it."""
+History = Sequence[Entry]
+"""What an accountant holds of a whole run."""
 Segments = dict[str, list[Entry]]
 """Name -> what was recorded under it, in the order in which it was first seen."""
 

@@ -17,6 +17,7 @@ from fastclip.clipping.scales import Automatic, Hard, ScaleFunction
 from fastclip.clipping.schedules import ConstantNoise, NoiseSchedule
 from fastclip.clipping.thresholds import Constant
 from fastclip.errors import ArgumentError, ArgumentTypeError
+from fastclip.ops.numerics import slack
 
 
 @dataclass(frozen=True)
@@ -168,13 +169,3 @@ class Clipping:
         if self.scale.normalized:
             return torch.ones_like(bound)
         return bound if state.bound is None else bound * state.bound
-
-
-def slack(dtype: torch.dtype) -> float:
-    """Relative room left below the threshold for the rounding of norms, products and sums.
-
-    float32 norms err by about 1e-7 on ordinary data; where all terms are equal, roundings agree in
-    sign and a norm came out low by up to 3.4e-6 (measured at t = 64, d = p = 768), which 2^-18
-    covers. Half-precision inputs are accumulated in float32, so it serves them too.
-    """
-    return 2.0**-40 if dtype == torch.float64 else 2.0**-18

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastclip import _C
+from fastclip.clipping.codes import PolicyCode, clip_numbers, step_numbers
 from fastclip.cuda.memory import is_plain, place, pointer
 from fastclip.errors import ArgumentError
 from fastclip.ops import dispatch
@@ -23,13 +24,6 @@ from fastclip.ops.accumulate import TYPES, is_per_layer, mismatch, norm_dtype, n
 from fastclip.ops.numerics import accumulation_dtype
 
 _CODES = {dtype: code for code, dtype in enumerate(TYPES)}  # the order of Type, clip_values.cuh
-SCALES = {"Hard": 0, "Tanh": 1, "Automatic": 2, "Global": 3, "GlobalAdapt": 4}
-POLICIES = {
-    **dict.fromkeys(("Constant", "PerLayer", "StagedThreshold"), 0),
-    **{"Quantile": 1, "Group": 2, "Reweighted": 3},
-}
-_MODULE = "fastclip.clipping"
-_ROOM = 1 - 2.0**-18  # float32 norms: fastclip.clipping.strategy.slack
 
 
 # ---- clip_accumulate -----------------------------------------------------------------------------
@@ -100,12 +94,6 @@ def _empty_sum(g: Tensor) -> Tensor:
 # ---- clip_scale and threshold_step ---------------------------------------------------------------
 
 
-def _code(part: Any, codes: dict[str, int]) -> int | None:
-    """Code of one of fastclip's own parts; None for a user's, subclasses included."""
-    kind = type(part)
-    return codes.get(kind.__name__) if kind.__module__.startswith(_MODULE) else None
-
-
 def _is_triton_next(operation: str, device: torch.device) -> bool:
     """Whether Triton's kernel of the operation is tried after this one, and can be."""
     if "triton" not in dispatch._candidates(device):  # cuda was asked for by name
@@ -128,9 +116,8 @@ def clip_scale(
     """fastclip.ops.clip_scale for every strategy of fastclip.clipping's own parts, where Triton's
     kernel cannot be used."""
     device, wide, whole = norm_sq.device, torch.float64, torch.int64
-    scale, policy = strategy.scale, strategy.threshold
-    kind, way = _code(scale, SCALES), _code(policy, POLICIES)
-    if kind is None or way is None or _is_triton_next("clip_scale", device):
+    policy, numbers = strategy.threshold, clip_numbers(strategy)
+    if numbers is None or _is_triton_next("clip_scale", device):
         return NotImplemented
     groups = groups if policy.num_groups is not None else None
     weights = state.weights if groups is not None else None
@@ -154,12 +141,9 @@ def clip_scale(
         layers=pointer(layers), scales=scales.data_ptr(), norms=norms.data_ptr(),
         counts=pointer(counts), stride_l=norm_sq.stride(0), stride_b=norm_sq.stride(1), l=length,
         b=b, k=policy.num_groups or 1, all=threshold.numel() if policy.per_layer else 1,
-        parameter=float(getattr(scale, "eps", getattr(scale, "gamma", 0.0))),
-        tau=float(getattr(policy, "tau", 1.0)), room=1.0 if strategy.room_within else _ROOM,
-        within=_ROOM if strategy.room_within else 1.0, scale=kind, policy=way,
+        **numbers._asdict(),
         per_layer=policy.per_layer, per_group=groups is not None and threshold.dim() == 1,
-        normalized=scale.normalized, below=getattr(policy, "count_as", "") == "below",
-        centred=getattr(policy, "centred", False),
+        normalized=strategy.scale.normalized,
     )  # fmt: skip
     return scales, norms
 
@@ -169,8 +153,8 @@ def threshold_step(
 ) -> tuple[Tensor, Any]:
     """fastclip.ops.threshold_step for the policies of fastclip.clipping that count, where Triton's
     kernel cannot be used."""
-    way, device = _code(policy, POLICIES), counts.device
-    if not way or _is_triton_next("threshold_step", device):
+    numbers, device = step_numbers(policy), counts.device
+    if numbers is None or _is_triton_next("threshold_step", device):
         return NotImplemented
     tensors = [(x, torch.float64) for x in (counts, noise, state.threshold, state.origin)]
     if not _takes(tensors, device):
@@ -178,21 +162,14 @@ def threshold_step(
     counts, threshold = counts.contiguous(), state.threshold.contiguous()
     noise = None if noise is None else noise.contiguous()
     noisy = torch.empty_like(counts)
-    reweighted, quantile = way == POLICIES["Reweighted"], way == POLICIES["Quantile"]
+    reweighted = numbers.policy == PolicyCode.REWEIGHTED
     moved = torch.empty_like(state.weights if reweighted else threshold)
-    sign = -1.0 if quantile and policy.count_as == "below" else 1.0
     _C.threshold_step(
         **place(device),
         counts=counts.data_ptr(), noise=pointer(noise), threshold=threshold.data_ptr(),
         origin=pointer(state.origin), noisy=noisy.data_ptr(), moved=moved.data_ptr(),
         k=policy.num_groups or 1, batch_size=float(batch_size),
-        rate=sign * policy.learning_rate if quantile else 0.0,
-        target=policy.target if quantile else 0.0,
-        shift=0.5 if quantile and policy.centred else 0.0,
-        lower=(policy.lower if quantile else None) or 1e-12,
-        upper=(policy.upper if quantile else None) or 1e30,
-        largest=float(getattr(policy, "max_ratio", getattr(policy, "max_weight", 0.0))),
-        policy=way, two_way=policy.num_groups is not None and not reweighted,
+        **numbers._asdict(), two_way=policy.num_groups is not None and not reweighted,
     )  # fmt: skip
     return noisy, replace(state, **{"weights" if reweighted else "threshold": moved})
 

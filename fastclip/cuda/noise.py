@@ -21,8 +21,8 @@ from torch import Tensor
 from fastclip import _C
 from fastclip.cuda.memory import is_plain, place, pointer
 from fastclip.errors import ArgumentError
-from fastclip.keystream import fresh_key
 from fastclip.noise import refuse_capture
+from fastclip.noise.keystream import fresh_key
 from fastclip.ops.finalize import check_std
 
 _SCALARS = {  # the order of Scalar, csrc/noise.cuh

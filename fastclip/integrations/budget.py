@@ -10,7 +10,7 @@ from opacus.accountants import IAccountant
 
 from fastclip.accounting import epsilon
 from fastclip.errors import ArgumentError
-from fastclip.optimizer import FastDPOptimizer
+from fastclip.optim.optimizer import FastDPOptimizer
 
 _ROUNDING = 1e-6
 

@@ -38,7 +38,7 @@ from fastclip.integrations.checkpoints import (
 from fastclip.integrations.physical import LogicalBatchData, SplitCollate
 from fastclip.integrations.row_losses import Checked
 from fastclip.integrations.trainer_loss import RowLossTrainer
-from fastclip.optimizer import FastDPOptimizer
+from fastclip.optim.optimizer import FastDPOptimizer
 
 __all__ = ["ACCOUNTANT_NAME", "PrivacyArguments", "PrivateTrainer"]
 

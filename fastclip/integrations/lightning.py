@@ -25,11 +25,11 @@ from opacus.data_loader import DPDataLoader
 from torch.utils.data import DataLoader
 
 from fastclip.clipping.checks import between
+from fastclip.data.samplers import check_poisson, set_steps
 from fastclip.engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.integrations.budget import Budget
-from fastclip.optimizer import FastDPOptimizer
-from fastclip.samplers import check_poisson, set_steps
+from fastclip.optim.optimizer import FastDPOptimizer
 
 try:
     from lightning.pytorch import Callback, LightningDataModule, LightningModule

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from fastclip._torch import tree_leaves
 from fastclip.errors import ArgumentError
 
 _OF_ROWS = (
@@ -35,12 +35,12 @@ class SplitCollate:
     """Collates a logical batch into physical ones of at most `rows` rows each.
 
     They are cut as Opacus' BatchMemoryManager cuts them: as equal as can be. An empty logical batch
-    (Poisson sampling draws one at times) becomes one physical batch of a made-up row: the engine
+    (Poisson sampling draws one at times) becomes one physical batch of a placeholder row: the engine
     knows that the draw was empty, so it contributes exactly nothing, and the model need not bear an
     input without rows.
 
     Args:
-        collate: the user's data collator. dataset: gives the made-up row its shape.
+        collate: the user's data collator. dataset: gives the placeholder row its shape.
         rows: most rows of a physical batch; None never splits.
     """
 
@@ -49,7 +49,7 @@ class SplitCollate:
 
     def __call__(self, drawn: list[Any]) -> LogicalBatchData:
         if not drawn:
-            return LogicalBatchData([self._made_up()], [0])
+            return LogicalBatchData([self._placeholder()], [0])
         parts = -(-len(drawn) // (self.rows or len(drawn)))
         cuts = [part.tolist() for part in np.array_split(np.arange(len(drawn)), parts)]
         batches = [self._collated([drawn[i] for i in cut]) for cut in cuts]
@@ -67,7 +67,7 @@ class SplitCollate:
                 )
         return batch
 
-    def _made_up(self) -> Any:
+    def _placeholder(self) -> Any:
         return self._collated([self.dataset[0]])
 
 

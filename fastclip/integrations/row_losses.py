@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from fastclip._torch import tree_flatten, tree_unflatten
 from fastclip.errors import ArgumentError
 
 IGNORED = -100

@@ -1,13 +1,11 @@
 """Exact per-sample rules, one file a layer family."""
 
 from fastclip.layers import conv, embedding, linear, norm, sequence_bias  # noqa: F401  (register)
-from fastclip.layers.fallback import FallbackRule
 from fastclip.layers.records import KeptRecord, LinearRecord, LookupRecord, Record
 from fastclip.layers.reuse import joint_norm_sq
 from fastclip.layers.rule import LayerRule, find_rule, register_rule
 
 __all__ = [
-    "FallbackRule",
     "KeptRecord",
     "LayerRule",
     "LinearRecord",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,10 +10,7 @@ from torch import Tensor, nn
 
 from fastclip import ops
 from fastclip.layers.records import ConvRecord, KeptRecord
-from fastclip.layers.rule import LayerRule, autocast_operand, register_rule
-
-if TYPE_CHECKING:
-    from fastclip.private_layer import LayerBackward
+from fastclip.layers.rule import LayerCall, LayerRule, autocast_operand, register_rule
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -45,7 +42,7 @@ class ConvRule(LayerRule):
         out = conv(x, weight, bias, geo.stride, geo.padding, geo.dilation, geo.groups)
         return out, (x, weight)
 
-    def backward(self, call: LayerBackward) -> Tensor | None:
+    def backward(self, call: LayerCall) -> Tensor | None:
         x, weight = call.saved
         geo: ops.ConvGeometry = call.extra
         g = call.g

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +11,7 @@ from torch import Tensor, nn
 from fastclip import ops
 from fastclip.errors import UnsupportedLayerError
 from fastclip.layers.records import LookupRecord, Record
-from fastclip.layers.rule import LayerRule, register_rule
-
-if TYPE_CHECKING:
-    from fastclip.private_layer import LayerBackward
+from fastclip.layers.rule import LayerCall, LayerRule, register_rule
 
 
 def _check_options(module: Any) -> None:
@@ -45,7 +42,7 @@ class EmbeddingRule(LayerRule):
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         return F.embedding(x, module.weight, extra), (x,)
 
-    def backward(self, call: LayerBackward) -> Tensor | None:
+    def backward(self, call: LayerCall) -> Tensor | None:
         if call.wants("weight"):
             ids, module = call.saved[0], call.module
             ids, g = call.samples(ids), call.samples(call.g)
@@ -101,7 +98,7 @@ class EmbeddingBagRule(LayerRule):
         )
         return out, (x, _bag_of_entry(len(x), offsets, out.shape[0]), max_indices)
 
-    def backward(self, call: LayerBackward) -> Tensor | None:
+    def backward(self, call: LayerCall) -> Tensor | None:
         if not call.wants("weight"):
             return None
         module, g, padding = call.module, call.g, call.extra[3]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,10 +10,7 @@ from torch import Tensor, nn
 
 from fastclip import ops
 from fastclip.layers.records import KeptRecord, LinearRecord, Record
-from fastclip.layers.rule import LayerRule, autocast_operand, register_rule
-
-if TYPE_CHECKING:
-    from fastclip.private_layer import LayerBackward
+from fastclip.layers.rule import LayerCall, LayerRule, autocast_operand, register_rule
 
 
 @register_rule(nn.Linear)
@@ -34,7 +31,7 @@ class LinearRule(LayerRule):
         out = _not_a_view(F.linear(x, weight, bias))
         return out, (x if weight.requires_grad else None, weight if x.requires_grad else None)
 
-    def backward(self, call: LayerBackward) -> Tensor | None:
+    def backward(self, call: LayerCall) -> Tensor | None:
         x, weight = call.saved
         g = call.g.contiguous()
         if call.wants("weight") or call.wants("bias"):
@@ -67,7 +64,7 @@ class TransposedLinearRule(LinearRule):
         return out, (x if weight.requires_grad else None, weight if x.requires_grad else None)
 
 
-def linear_record(call: LayerBackward, a: Tensor, g: Tensor, transposed: bool = False) -> Record:
+def linear_record(call: LayerCall, a: Tensor, g: Tensor, transposed: bool = False) -> Record:
     """The record that the planner prefers for a [b, t, d] and g [b, t, p]."""
     choice = call.plan_linear(a, g)
     if choice.keep:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,10 +10,7 @@ from torch import Tensor, nn
 
 from fastclip import ops
 from fastclip.layers.records import KeptRecord
-from fastclip.layers.rule import LayerRule, register_rule
-
-if TYPE_CHECKING:
-    from fastclip.private_layer import LayerBackward
+from fastclip.layers.rule import LayerCall, LayerRule, register_rule
 
 
 def _autocast_to_float(x: Tensor) -> Tensor:
@@ -42,7 +39,7 @@ class LayerNormRule(_NormRule):
         out, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, module.eps)
         return out, (x, mean, rstd, weight, bias)
 
-    def backward(self, call: LayerBackward) -> Tensor | None:
+    def backward(self, call: LayerCall) -> Tensor | None:
         x, mean, rstd, weight, bias = call.saved
         shape = call.module.normalized_shape
         if call.wants("weight") or call.wants("bias"):
@@ -88,7 +85,7 @@ class RMSNormRule(_NormRule):
         rstd = torch.rsqrt(ops.widen(x).square().mean(dims) + eps)
         return out, (x, rstd, weight)
 
-    def backward(self, call: LayerBackward) -> Tensor | None:
+    def backward(self, call: LayerCall) -> Tensor | None:
         x, rstd, weight = call.saved
         shape = call.module.normalized_shape
         if call.wants("weight"):
@@ -141,7 +138,7 @@ class GroupNormRule(_NormRule):
         out, mean, rstd = torch.native_group_norm(x, weight, bias, b, c, size, extra, module.eps)
         return out, (x, mean, rstd, weight)
 
-    def backward(self, call: LayerBackward) -> Tensor | None:
+    def backward(self, call: LayerCall) -> Tensor | None:
         x, mean, rstd, weight = call.saved
         b, c = x.shape[:2]
         size = torch.Size(x.shape[2:]).numel()

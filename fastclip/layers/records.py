@@ -81,7 +81,7 @@ class KeptRecord(Record):
     @ops.in_full_float32
     def clipped_sum(self, scale: Tensor) -> Tensor:
         (gradients,) = ops.drop_zeroed(scale, self.gradients)
-        flat = gradients.reshape(len(scale), -1) if len(scale) else gradients.flatten(1)
+        flat = gradients.reshape(len(scale), gradients.shape[1:].numel())
         return (scale.to(flat.dtype) @ flat).view(gradients.shape[1:])
 
     def per_sample(self) -> Tensor:
@@ -111,6 +111,10 @@ class LinearRecord(Record):
         if self.transposed:
             return ops.scaled_sum(self.g, self.a, scale)
         return ops.scaled_sum(self.a, self.g, scale)
+
+    def turned(self) -> LinearRecord:
+        """The same for a weight of which this record's is the transpose."""
+        return LinearRecord(self.a, self.g, ghost=self.ghost, transposed=not self.transposed)
 
     def per_sample(self) -> Tensor:
         pair = (self.g, self.a) if self.transposed else (self.a, self.g)
@@ -205,7 +209,7 @@ class LookupRecord(Record):
         b, v = self.batch_size, self.num_embeddings
         rows, one = self.sample * v + self.ids, self.g.new_ones(b, dtype=torch.float32)
         table = ops.lookup_sum(rows, self.sample, self._without_padding(), one, b * v)
-        return table.view(b, v, -1)
+        return table.view(b, v, self.g.shape[-1])
 
     def dense(self) -> tuple[Tensor, Tensor] | None:
         """(ids [b, t], g [b, t, d] with padding rows zeroed), or None where samples are ragged."""

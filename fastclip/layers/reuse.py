@@ -34,11 +34,11 @@ def joint_norm_sq(records: Sequence[Record], planner: Planner) -> Tensor:
             if dense is not None and not head.transposed:
                 separate = head.norm_sq() + table.norm_sq()
                 return ops.tied_norm(*dense, head.a, head.g, separate)
-    return _instantiated(merged)
+    return instantiated_norm_sq(merged)
 
 
-def _instantiated(records: Sequence[Record]) -> Tensor:
-    """The gradients themselves, added, and what rounding can hide of their sum.
+def instantiated_norm_sq(records: Sequence[Record]) -> Tensor:
+    """Squared norms [b] of the gradients themselves, added, and what rounding can hide of their sum.
 
     The records' sums are taken one by one: where large ones cancel, what is left of them may be
     rounding, of each by its size.

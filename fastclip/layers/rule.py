@@ -9,16 +9,50 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.utils.parametrize import is_parametrized
 
+from fastclip import ops
 from fastclip.layers.customised import Originals, customised, originals
+from fastclip.layers.records import Record
+from fastclip.planner import Choice
 
-if TYPE_CHECKING:
-    from fastclip.private_layer import LayerBackward
+
+class LayerCall(Protocol):
+    """What the backward pass of a rule may see and do; the book-keeping stands behind it.
+
+    Attributes:
+        g: gradient of the layer's output. saved: what its forward saved. extra: the rest of the
+            call. module: the layer, with its current parameters. path: its path in the model.
+        needs_input_grad: whether the input's gradient must be returned.
+    """
+
+    g: Tensor
+    saved: tuple[Any, ...]
+    extra: Any
+    module: Any
+    path: str
+    needs_input_grad: bool
+
+    def wants(self, name: str) -> bool:
+        """Whether the parameter of this name takes part in the backward pass."""
+
+    def samples(self, x: Tensor) -> Tensor:
+        """`x` with one row a sample, in the order of the batch, along axis 0."""
+
+    def record(self, name: str, record: Record) -> None:
+        """Add a contribution to the parameter of this name."""
+
+    def plan_linear(self, a: Tensor, g: Tensor, name: str = "weight") -> Choice:
+        """The planner's choice for a [b, t, d] and g [b, t, p]."""
+
+    def plan_conv(
+        self, x: Tensor, g: Tensor, geometry: ops.ConvGeometry, name: str = "weight"
+    ) -> Choice:
+        """The planner's choice for a convolution over x [b, c, *space]."""
 
 
 class LayerRule(ABC):
@@ -26,7 +60,7 @@ class LayerRule(ABC):
 
     name = "layer"
     parameter_names: tuple[str, ...] = ("weight", "bias")
-    """The parameters that the rule answers for; a module with others goes to the fallback."""
+    """The parameters that the rule answers for; those of a module with others are followed by use."""
     counts_rows = False
     """The layer's input is flat: its samples are the rows of its output."""
 
@@ -52,7 +86,7 @@ class LayerRule(ABC):
         """The layer's output, and the tensors that `backward` needs. Runs without autograd."""
 
     @abstractmethod
-    def backward(self, call: LayerBackward) -> Tensor | None:
+    def backward(self, call: LayerCall) -> Tensor | None:
         """Record the contributions that `call.wants`; return the input's gradient or None."""
 
     def axis(self, module: Any) -> int | None:

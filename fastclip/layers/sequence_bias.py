@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from opacus.layers.dp_multihead_attention import SequenceBias
@@ -10,10 +10,7 @@ from torch import Tensor
 
 from fastclip import ops
 from fastclip.layers.records import KeptRecord
-from fastclip.layers.rule import LayerRule, register_rule
-
-if TYPE_CHECKING:
-    from fastclip.private_layer import LayerBackward
+from fastclip.layers.rule import LayerCall, LayerRule, register_rule
 
 
 @register_rule(SequenceBias)
@@ -32,7 +29,7 @@ class SequenceBiasRule(LayerRule):
         shape = (x.shape[0], 1, x.shape[2]) if module.batch_first else (1, *x.shape[1:])
         return torch.cat([x, bias.expand(shape)], dim=1 - self.axis(module)), ()
 
-    def backward(self, call: LayerBackward) -> Tensor | None:
+    def backward(self, call: LayerCall) -> Tensor | None:
         time = 1 - self.axis(call.module)
         length = call.g.shape[time]
         if call.wants("bias"):

@@ -43,6 +43,7 @@ from fastclip.ops.numerics import (
     widen,
 )
 from fastclip.ops.precision import full_float32, in_full_float32
+from fastclip.ops.routed import routed_gradients, routed_norm, routed_slack
 
 __all__ = [
     "ConvGeometry",
@@ -79,6 +80,9 @@ __all__ = [
     "product_slack",
     "rms_norm_backward",
     "rms_norm_grads",
+    "routed_gradients",
+    "routed_norm",
+    "routed_slack",
     "row_norm_sq",
     "scaled_sum",
     "threshold_step",

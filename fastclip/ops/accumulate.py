@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastclip.errors import ArgumentError
 from fastclip.ops.dispatch import operation
-from fastclip.ops.numerics import accumulation_dtype, row_norm_sq, widen
+from fastclip.ops.numerics import accumulation_dtype, row_norm_sq, slack, widen
 from fastclip.ops.precision import in_full_float32
 
 TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -123,13 +123,13 @@ def room(grad_samples: Sequence[Tensor]) -> tuple[float, float]:
     """What bounds the scales for the coarsest arithmetic in use.
 
     Returns:
-        1 - slack, left below the threshold for rounding (fastclip.clipping.strategy.slack); and the
+        1 - slack, left below the threshold for rounding (`slack`); and the
         smallest scale that is used. A subnormal one may be rounded up by more than the slack, which
         would break the bound: it counts as 0.
     """
-    if all(g.dtype == torch.float64 for g in grad_samples):
-        return 1 - 2.0**-40, torch.finfo(torch.float64).tiny
-    return 1 - 2.0**-18, torch.finfo(torch.float32).tiny
+    wide = all(g.dtype == torch.float64 for g in grad_samples)
+    dtype = torch.float64 if wide else torch.float32
+    return 1 - slack(dtype), torch.finfo(dtype).tiny
 
 
 def hard_scales(norms: Tensor, thresholds: Tensor, bounds: tuple[float, float]) -> Tensor:

@@ -112,10 +112,33 @@ def conv_per_sample_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> T
         a = x.reshape(b * groups, in_channels, -1)
         gradient = torch.bmm(g.reshape(b * groups, out_channels // groups, -1), a.transpose(1, 2))
         return gradient.view(b, *geometry.weight_shape)
+    if _slides_faster(x, geometry):
+        return _slid(x, g, geometry)
     x = x.reshape(1, b * groups * in_channels, *x.shape[2:])
     g = g.reshape(1, b * out_channels, *g.shape[2:])
     gradient = _weight_gradient(x, g, geometry, groups=b * groups, out_channels=b * out_channels)
     return gradient.reshape(b, *geometry.weight_shape)
+
+
+def _slides_faster(x: Tensor, geometry: ConvGeometry) -> bool:
+    """Depthwise, on a CPU: a convolution with g for its kernel takes a tenth of torch's own gradient."""
+    return geometry.weight_shape[1] == 1 and x.device.type == "cpu"
+
+
+def _slid(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
+    """Every sample's weight gradient where a channel sees one channel: g slides over x."""
+    b, dims = x.shape[0], len(geometry.kernel)
+    conv = (torch.conv1d, torch.conv2d, torch.conv3d)[dims - 1]
+    image = x.reshape(1, b * geometry.groups, *x.shape[2:])
+    kernel = g.reshape(b * geometry.weight_shape[0], 1, *g.shape[2:])
+    # strides and dilations change places; what lies behind the kernel is left out
+    taps = conv(
+        image, kernel, None, geometry.dilation, geometry.padding, geometry.stride,
+        b * geometry.groups,
+    )  # fmt: skip
+    corner: tuple[Any, ...] = (..., *(slice(k) for k in geometry.kernel))
+    taps = taps[corner]
+    return taps.reshape(b, *geometry.weight_shape)
 
 
 def _stride(x: Tensor, stride: tuple[int, ...]) -> Tensor:
@@ -146,6 +169,8 @@ def conv_sum(x: Tensor, g: Tensor, scale: Tensor, geometry: ConvGeometry) -> Ten
     if not x.shape[0]:
         return x.new_zeros(geometry.weight_shape)
     g = g * scale.to(g.dtype).view(-1, *[1] * (g.dim() - 1))
+    if _slides_faster(x, geometry):
+        return _slid(x, g, geometry).sum(0)
     return _weight_gradient(x, g, geometry, geometry.groups, geometry.weight_shape[0])
 
 

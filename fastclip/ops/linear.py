@@ -38,7 +38,7 @@ def gram_product(gram_a: Tensor, gram_g: Tensor, d: int, p: int) -> Tensor:
 
     With large, nearly orthogonal terms the sum cancels and can come out far too small, even
     negative. It is clamped at 0 and raised by `gram_bound`, so that the norm is never
-    under-estimated (METHODS: Gram norms cancel). d and p are the lengths of the dot products.
+    under-estimated. d and p are the lengths of the dot products.
     """
     t = gram_a.shape[1]
     total = row_dot(gram_a, gram_g).clamp_min(0)
@@ -49,8 +49,9 @@ def gram_product(gram_a: Tensor, gram_g: Tensor, d: int, p: int) -> Tensor:
 
 
 def gram_bound(
-    total: Tensor, t: int, norm_a: Tensor, norm_g: Tensor, a_entries: int, g_entries: int
-) -> Tensor:
+    total: Tensor, t: int | Tensor, norm_a: Tensor, norm_g: Tensor, a_entries: int | Tensor,
+    g_entries: int | Tensor,
+) -> Tensor:  # fmt: skip
     """What rounding and underflow can hide of a product of Grams, [b].
 
     c * u * ||A||^2 ||G||^2, where c grows with how much of that has cancelled, and for squares below
@@ -58,7 +59,7 @@ def gram_bound(
     most that, entry by entry.
 
     Args:
-        total: the product, as computed, of Grams [b, t, t].
+        total: the product, as computed, of Grams [b, t, t]. t: positions, of all samples or of each.
         norm_a, norm_g: ||A_b||^2 and ||G_b||^2, [b].
         a_entries, g_entries: how many numbers A_b and G_b hold.
     """
@@ -68,9 +69,7 @@ def gram_bound(
     cancelled = (1 / (1 + left)).nan_to_num(0.0)
     c = GRAM_ERROR_FACTOR + (CANCELLED_ERROR_FACTOR - GRAM_ERROR_FACTOR) * cancelled
     rounding = c * unit_roundoff(dtype) * product
-    return (
-        rounding + lost_squares(a_entries, dtype) * norm_g + lost_squares(g_entries, dtype) * norm_a
-    )
+    return rounding + lost_squares(1, dtype) * (a_entries * norm_g + g_entries * norm_a)
 
 
 def row_dot(x: Tensor, y: Tensor) -> Tensor:

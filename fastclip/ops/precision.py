@@ -23,8 +23,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from fastclip._torch import precision_of, set_precision
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_FINE = hasattr(torch._C, "_get_fp32_precision_getter")
+_FINE = precision_of is not None
 """torch 2.9 has a tree of settings, of which an operation's own may inherit from those above."""
 _TREE = {"cuda": ("matmul", "conv"), "mkldnn": ("matmul", "conv")}
 _FULL = ("ieee", "none")
@@ -100,11 +102,13 @@ def _matmul_allows_tf32() -> bool:
 
 
 def _get(backend: str, operator: str) -> str:
-    return torch._C._get_fp32_precision_getter(backend, operator)
+    assert precision_of is not None
+    return precision_of(backend, operator)
 
 
 def _set(backend: str, operator: str, value: str) -> None:
-    torch._C._set_fp32_precision_setter(backend, operator, value)
+    assert set_precision is not None
+    set_precision(backend, operator, value)
 
 
 def _raise_tree() -> list[tuple[Callable[[], bool], Callable[[], None]]]:

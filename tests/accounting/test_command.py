@@ -142,9 +142,9 @@ def test_a_delta_that_allows_to_publish_a_sample(
 
 
 def test_infinite_epsilon_is_not_json() -> None:
-    from fastclip.accounting.plan import plan
+    from fastclip.accounting.forecast import forecast
 
-    planned = plan(ConstantNoise(), 0.0, RATE, 5, DELTA, trials=Poisson(2)).as_json()
+    planned = forecast(ConstantNoise(), 0.0, RATE, 5, DELTA, trials=Poisson(2)).as_json()
     assert planned["epsilon"] is None
     assert planned["search"]["epsilon"] is None
     json.dumps(planned, allow_nan=False)

@@ -10,14 +10,14 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fastclip.bookkeeping import BookKeeper
+from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.clipping import dp_sgd
-from fastclip.draws import Draws
-from fastclip.loader import watch_draws
-from fastclip.module import FastGradSampleHooks, FastGradSampleModule
-from fastclip.optimizer import FastDPOptimizer
-from fastclip.sampling import draw_securely
-from fastclip.validation import check_module
+from fastclip.data.draws import Draws
+from fastclip.data.loader import watch_draws
+from fastclip.data.sampling import draw_securely
+from fastclip.model.module import FastGradSampleHooks, FastGradSampleModule
+from fastclip.model.validation import check_module
+from fastclip.optim.optimizer import FastDPOptimizer
 
 
 class Loader(DPDataLoader):

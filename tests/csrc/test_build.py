@@ -265,10 +265,9 @@ def checkout(folder: Path, source: str) -> Path:
     """A small copy of the project, with one source of its own, and an extension of an older build."""
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    for package in ("fastclip", "kernels", "csrc"):
+    for package in ("fastclip", "csrc"):
         (folder / package).mkdir()
-    for package in ("fastclip", "kernels"):
-        (folder / package / "__init__.py").touch()
+    (folder / "fastclip" / "__init__.py").touch()
     (folder / "csrc" / "only.cpp").write_text(source)
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     stale = folder / "fastclip" / f"_C{suffix}"

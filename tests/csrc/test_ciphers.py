@@ -7,8 +7,10 @@ import random
 import struct
 
 import pytest
+import torch
 
 from fastclip import _C
+from fastclip.noise.gaussian import fill_normal
 
 testing = _C.testing
 
@@ -188,3 +190,26 @@ def test_normals_are_box_mullers(bits: int, pair, rounding: float) -> None:
         expected = (radius * math.cos(angle), radius * math.sin(angle))
         # u near 1 is rounded to a float: the radius is off by rounding / radius
         assert pair(x, y) == pytest.approx(expected, abs=8 * rounding * max(1.0, 1 / radius))
+
+
+@pytest.mark.parametrize(("bits", "pair", "rounding"), WIDTHS)
+def test_normals_are_those_of_python(bits: int, pair, rounding: float) -> None:
+    """fastclip.noise.gaussian makes the same pairs of the same words."""
+    source = random.Random(3)
+    pairs = 500
+    words = [source.getrandbits(source.choice([bits, bits // 2, 8])) for _ in range(2 * pairs)]
+
+    class Given:
+        def fill(self, out: torch.Tensor) -> None:
+            signed = [word - 2**bits if word >= 2 ** (bits - 1) else word for word in words]
+            out.copy_(torch.tensor(signed, dtype=out.dtype))
+
+    out = torch.empty(2 * pairs, dtype=torch.float32 if bits == 32 else torch.float64)
+    fill_normal(out, 1.0, Given(), guarded=False)
+    for i in range(
+        pairs
+    ):  # words: those of radii, then those of angles; values: cosines, then sines
+        expected = pair(words[i], words[pairs + i])
+        radius = max(math.hypot(*expected), 1e-9)
+        found = float(out[i]), float(out[pairs + i])
+        assert found == pytest.approx(expected, abs=8 * rounding * max(1.0, 1 / radius))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastclip import ops
 from fastclip.ops.dispatch import backend_of, use_backend
-from tests.test_clip_accumulate import ClipContract, assert_same, drawn
+from tests.ops.test_clip_accumulate import ClipContract, assert_same, drawn
 
 
 class KernelContract(ClipContract):

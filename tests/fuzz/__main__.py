@@ -22,9 +22,9 @@ def main() -> int:
     bad = 0
     for seed in tqdm(range(first, first + count), mininterval=5):
         result, recipe, seen = outcome(seed)
-        kind = "coupled" if recipe.coupled else "apart"
+        kind = "coupled" if recipe.coupled else "apart, moved" if recipe.limited else "apart"
         tally[f"{kind}, {result}"] += 1
-        if result == "wrong" or (result == "refused" and not recipe.coupled):
+        if result in ("wrong", "crashed") or (result == "refused" and kind == "apart"):
             bad += 1
             tqdm.write(f"{result}: {recipe}\n  {seen}")
     for name, number in sorted(tally.items()):

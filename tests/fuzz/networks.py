@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fastclip.errors import FastclipError
-from tests.fuzz.parts import D, Later, Residual, apart, coupling
+from tests.fuzz import uses
+from tests.fuzz.parts import D, Later, Residual, apart, coupling, moved
 from tests.oracle import (
     backward,
     clipped_sum,
@@ -44,6 +45,8 @@ class Recipe:
     seed: int
     parts: list[str] = field(default_factory=list)
     coupled: bool = False
+    limited: bool = False
+    """It may be refused, though its rows are apart."""
     sizes: list[int] = field(default_factory=list)
     words: bool = False
     t: int = 3
@@ -55,10 +58,13 @@ def build(seed: int) -> tuple[Network, Recipe]:
     draw = random.Random(seed)
     torch.manual_seed(seed)
     recipe = Recipe(seed, words=draw.random() < 0.3, t=draw.choice([1, 2, 3, 4]))
-    choice, parts = apart(recipe.t), []
+    layers, used, parts = apart(recipe.t), uses.apart(recipe.t, draw), []
     for _ in range(draw.randint(1, 5)):
-        name = draw.choice(sorted(choice))
-        part = choice[name]()
+        kind = draw.choices([layers, used, moved()], [10, 10, 1])[0]
+        name = draw.choice(sorted(kind))
+        part = kind[name]()
+        recipe.limited |= name in moved()
+        name = repr(part) if kind is used and "\n" not in repr(part) else name
         if draw.random() < 0.3:
             part, name = Residual(part, draw.choice([None, 0.5, 1e-6])), f"residual {name}"
         parts.append(part)
@@ -66,7 +72,7 @@ def build(seed: int) -> tuple[Network, Recipe]:
     recipe.coupled = draw.random() < 0.5
     if recipe.coupled:
         strength = draw.choice(STRENGTHS)
-        bad = coupling(strength, recipe.t)
+        bad = draw.choice([coupling, uses.coupling])(strength)
         name = draw.choice(sorted(bad))
         part, name = bad[name](), f"{name} x {strength}"
         hiding = draw.choice(["", "", "zero gate", "gate of 1e-6", "flag", "count"])
@@ -94,7 +100,7 @@ def inputs(recipe: Recipe, b: int) -> Tensor:
 
 
 def outcome(seed: int) -> tuple[str, Recipe, str]:
-    """ "exact", "refused" or "wrong", with the recipe, and what was seen."""
+    """ "exact", "refused", "wrong" or "crashed", with the recipe, and what was seen."""
     model, recipe = build(seed)
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     C = 0.1
@@ -118,6 +124,8 @@ def outcome(seed: int) -> tuple[str, Recipe, str]:
             optimizer.step()
     except FastclipError as error:
         return "refused", recipe, str(error)
+    except Exception as error:
+        return "crashed", recipe, f"{type(error).__name__}: {error}"
     return "exact", recipe, ""
 
 

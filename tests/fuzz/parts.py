@@ -189,6 +189,17 @@ def apart(t: int) -> dict[str, Callable[[], nn.Module]]:
         "softmax": lambda: nn.Softmax(-1),
         "zero gate": lambda: Residual(nn.Linear(D, D), 0.0),
         "safe softmax": lambda: Apply(_safe_softmax),
+        "folded": Folded,
+        "first row of a parameter": lambda: FirstRow(t),
+    }
+
+
+def moved() -> dict[str, Callable[[], nn.Module]]:
+    """Parts between which rows lie in another order: exact, or refused as a known limit."""
+    return {
+        "layer in another order": lambda: Between(lambda x: x[:, 0, 0].argsort()),
+        "layer in a random order": lambda: Between(lambda x: torch.randperm(len(x))),
+        "layer in reverse": lambda: Between(lambda x: torch.arange(len(x)).flip(0)),
     }
 
 
@@ -197,7 +208,7 @@ def _safe_softmax(x: Tensor) -> Tensor:
     return powers / powers.sum(-1, keepdim=True)
 
 
-def coupling(strength: float, t: int) -> dict[str, Callable[[], nn.Module]]:
+def coupling(strength: float) -> dict[str, Callable[[], nn.Module]]:
     """Parts in which a row depends on others, or lies elsewhere."""
 
     def function(name: str, f: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
@@ -227,11 +238,6 @@ def coupling(strength: float, t: int) -> dict[str, Callable[[], nn.Module]]:
     }
     return {
         **{name: function(name, f) for name, f in functions.items()},
-        "layer in another order": lambda: Between(lambda x: x[:, 0, 0].argsort()),
-        "layer in a random order": lambda: Between(lambda x: torch.randperm(len(x))),
-        "layer in reverse": lambda: Between(lambda x: torch.arange(len(x)).flip(0)),
-        "folded": Folded,
-        "first row of a parameter": lambda: FirstRow(t),
     }
 
 

@@ -25,8 +25,8 @@ def check(seeds: range) -> None:
     found = [outcome(seed) for seed in seeds]
     for result, recipe, seen in found:
         print(result, recipe, seen)  # with its seed, where the test fails
-        assert result != "wrong", (recipe, seen)
-        assert result == "exact" or recipe.coupled, (recipe, seen)
+        assert result not in ("wrong", "crashed"), (recipe, seen)
+        assert result == "exact" or recipe.coupled or recipe.limited, (recipe, seen)
     refused = sum(result == "refused" for result, recipe, _ in found if recipe.coupled)
     coupled = sum(recipe.coupled for _, recipe, _ in found)
     assert refused > 0.8 * coupled  # or the couplings would be none

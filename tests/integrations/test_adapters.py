@@ -58,21 +58,6 @@ def test_merged_adapters_are_refused(tmp_path: Path) -> None:
     trainer(tmp_path, model).train()
 
 
-@pytest.mark.parametrize(
-    "options", [{"use_dora": True}, {"target_modules": ["word_embeddings"]}, {"ia3": True}]
-)
-def test_adapters_without_a_rule_are_refused_by_name(options: dict) -> None:
-    """DoRA and adapters that keep their matrices outside of layers."""
-    if options.pop("ia3", False):
-        told = {"target_modules": ["query"], "feedforward_modules": [], "task_type": "SEQ_CLS"}
-        model = peft.get_peft_model(bert(), peft.IA3Config(**told)).train()
-    else:
-        model = lora(**options)
-    with refused(r"bert\..*register_rule"):
-        _, private, _, _ = make_private(model)
-        backward(private, batch(), classify)
-
-
 def saved_bytes(model: nn.Module, example: Batch) -> int:
     """What one forward pass leaves for the backward pass, parameters apart."""
     own = {p.data_ptr() for p in model.parameters()}

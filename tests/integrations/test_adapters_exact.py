@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fastclip.integrations import bias_only, head_only
-from tests.integrations.adapters import batch, lora
+from tests.integrations.adapters import batch, lora, peft
 from tests.integrations.tiny import VOCABULARY, bert, gpt2
 from tests.models.test_transformers import (
     classify,
@@ -21,6 +21,21 @@ from tests.oracle import DTYPES, Batch, backward, check_exact, make_private, rel
 @pytest.mark.parametrize("options", [{}, {"bias": "lora_only", "use_rslora": True}])
 def test_lora_is_exact(options: dict, dtype: torch.dtype) -> None:
     check_exact(lora(**options), batch(), classify, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"target_modules": ["word_embeddings"]}])
+def test_matrices_outside_of_layers(options: dict, dtype: torch.dtype) -> None:
+    """DoRA's magnitudes, and adapters of an embedding."""
+    check_exact(lora(**options), batch(), classify, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ia3(dtype: torch.dtype) -> None:
+    """A gain for every feature of a layer's output."""
+    told = {"target_modules": ["query"], "feedforward_modules": [], "task_type": "SEQ_CLS"}
+    model = peft.get_peft_model(bert(), peft.IA3Config(**told)).train()
+    check_exact(model, batch(), classify, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

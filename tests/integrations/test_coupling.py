@@ -42,7 +42,7 @@ def test_a_row_must_stay_a_row(tmp_path: Path, collate) -> None:
     assert run.engine.accountant.history == []
 
 
-def test_the_made_up_row_is_one_row() -> None:
+def test_the_placeholder_row_is_one_row() -> None:
     from fastclip.integrations.physical import SplitCollate
 
     with refused("returned 4 rows for 1 rows"):

@@ -20,7 +20,7 @@ from fastclip.kernels.ghost_norm import (
 )
 from fastclip.kernels.runtime import INTERPRETED
 from tests.kernels.oracle import DEVICE, DTYPES, NORM_TOLERANCE, normal, strided
-from tests.test_cancellation import CONSTRUCTIONS
+from tests.ops.test_cancellation import CONSTRUCTIONS
 
 module = import_module("fastclip.kernels.ghost_norm")  # the package exports the function
 SHAPES = [(3, 1, 7, 5), (3, 7, 31, 65), (2, 65, 8, 130), (1, 130, 70, 33)]

@@ -22,7 +22,7 @@ from tests.kernels.oracle import (
     relative_error,
     strided,
 )
-from tests.test_cancellation import CONSTRUCTIONS
+from tests.ops.test_cancellation import CONSTRUCTIONS
 
 module = import_module("fastclip.kernels.instantiated_norm")  # the package exports the function
 SHAPES = [(3, 1, 7, 5), (3, 7, 31, 65), (2, 65, 8, 130), (1, 130, 70, 33)]

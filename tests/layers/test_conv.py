@@ -30,6 +30,7 @@ ARGUMENTS = {
     "dilation-stride-padding": {"dilation": 2, "stride": 2, "padding": 2},
     "groups": {"groups": 2},
     "depthwise": {"groups": 4, "padding": 1},
+    "depthwise-stride": {"groups": 4, "padding": 2, "stride": 3, "dilation": 2},
     "groups-stride": {"groups": 2, "stride": 2, "padding": 1, "bias": False},
 }
 

@@ -1,4 +1,4 @@
-"""Layers without a rule of their own, through vmap of their own backward, or refused by name."""
+"""Layers without a rule of their own: each use of their parameters by itself, or refused by name."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastclip.errors import FastclipError
-from tests.oracle import DTYPES, backward, check_exact, check_exact_or_refused, make_private
+from tests.apart import check_exact_of_one_draw
+from tests.oracle import DTYPES, backward, check_exact, make_private
+from tests.refusal import refused
 
 
 class Affine(nn.Module):
@@ -101,7 +102,7 @@ def test_called_twice(dtype: torch.dtype) -> None:
 
 
 class Noisy(Affine):
-    """Draws a mask in its forward: a recomputation would draw another."""
+    """Draws a mask in its forward, after its parameters were used."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.dropout(super().forward(x), 0.5, training=True)
@@ -119,11 +120,30 @@ class Counting(Affine):
         return super().forward(x) * self.calls
 
 
-@pytest.mark.parametrize("layer", [Noisy, Counting])
-def test_refused(layer: type) -> None:
-    """The message names the module's path."""
-    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(layer()))
-    with pytest.raises(FastclipError, match=r"1\.0"):
+class Dropped(Affine):
+    """Draws a mask for its parameter, one for all samples."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * F.dropout(self.gamma, 0.5, training=True) + self.beta
+
+
+class Jittered(Affine):
+    """Draws for every sample."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + torch.randn_like(x)) * self.gamma + torch.rand_like(x) * x * self.beta
+
+
+@pytest.mark.parametrize("layer", [Noisy, Dropped, Jittered])
+def test_random_numbers(layer: type) -> None:
+    """What is kept for the backward pass is what was drawn."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(layer()), nn.Tanh()).double()
+    check_exact_of_one_draw(model, torch.randn(4, 6).double())
+
+
+def test_buffers_that_change() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(Counting()))
+    with refused(r"1\.0\.calls"):
         backward(make_private(model)[1], torch.randn(4, 6))
 
 
@@ -151,6 +171,6 @@ def weight_normalised() -> nn.Module:
     ("make", "widths"),
     [(ScaledRoot, [6]), (weight_normalised, [6]), (GatedModel, [6]), (TwoInputs, [6, 5])],
 )
-def test_never_silently_wrong(make, widths: list, dtype: torch.dtype) -> None:
+def test_several_tensors(make, widths: list, dtype: torch.dtype) -> None:
     inputs = tuple(torch.randn(4, width) for width in widths)
-    check_exact_or_refused(make(), inputs, dtype=dtype)
+    check_exact(make(), inputs, dtype=dtype)

@@ -1,7 +1,7 @@
 """Layers without a rule whose output depends on more than their argument and their parameters.
 
-vmap of a layer's own backward would drop the gradient of what comes by another way, and take the
-first row of it for all samples.
+Parameters are followed wherever they are used: what comes by another way than an argument (an attribute,
+a closure, a list) counts as in ordinary training, or is refused where it couples the samples.
 """
 
 from __future__ import annotations
@@ -14,8 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastclip.errors import FastclipError, ParameterLeakError, UnsupportedLayerError
-from tests.oracle import DTYPES, backward, check_exact, make_private, row_loss
+from fastclip.errors import FastclipError
+from tests.apart import check_exact_as_it_is, own_gradients, step
+from tests.oracle import (
+    DTYPES,
+    assert_sums,
+    backward,
+    check_exact,
+    clipped_sum,
+    make_private,
+    norms,
+    row_loss,
+    summed,
+)
 from tests.refusal import refused
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -77,65 +88,50 @@ class Frozen(Parent):
 @pytest.mark.parametrize("b", [1, 4])
 @pytest.mark.parametrize("gate", [1.0, 1e-6, 0.0])
 @pytest.mark.parametrize("make", [Parent, Frozen])
-@pytest.mark.parametrize("way", ["attribute", "list", "closure", "from-a-layer"])
-def test_what_needs_a_gradient(way: str, make: type, gate: float, b: int) -> None:
+@pytest.mark.parametrize(
+    "way", ["attribute", "list", "closure", "from-a-layer", "rows", "rows-detached"]
+)
+def test_by_another_way(way: str, make: type, gate: float, b: int) -> None:
     """However little of it reaches the output."""
     torch.manual_seed(1)
-    private = make_private(make(way, gate))[1]
-    with pytest.raises((UnsupportedLayerError, ParameterLeakError)):
-        backward(private, torch.randn(b, 6))
+    check_exact_as_it_is(make(way, gate), torch.randn(b, 6))
 
 
-def test_the_attribute_is_named() -> None:
+def test_a_tensor_of_ones_own_that_needs_a_gradient() -> None:
+    """It is none of the model's parameters, and takes nothing from theirs."""
     model = Parent("none", 1.0)
-    private = make_private(model)[1]
-    model.f.scale = torch.ones(6, requires_grad=True) * 2
-    model.f.extra = lambda x: x * model.f.scale
-    with refused(r"f \(Layer\).*a tensor \(scale\)"):
-        backward(private, torch.randn(3, 6))
-
-
-@pytest.mark.parametrize("gate", [1.0, 1e-6, 0.0])
-@pytest.mark.parametrize("way", ["rows", "rows-detached"])
-def test_rows_by_another_way(way: str, gate: float) -> None:
-    """Its first row would be taken for all; of one sample alone, it is right."""
-    torch.manual_seed(1)
-    with refused("depends on the other"):
-        backward(make_private(Parent(way, gate))[1], torch.randn(4, 6))
-    if way == "rows":
-        check_exact(Alone(gate), torch.randn(1, 6), dtype=torch.float64, C=0.1)
-
-
-class Alone(Parent):
-    def __init__(self, gate: float) -> None:
-        super().__init__("rows", gate)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = torch.tanh(x)
-        self.f.extra = lambda x: x * mask
-        return self.f(self.a(x))
-
-    def __deepcopy__(self, memo: dict) -> Alone:
-        twin = Alone(0.0)
-        twin.load_state_dict(self.state_dict())
-        return twin
+    scale = torch.ones(6, dtype=torch.float64, requires_grad=True)
+    model.f.extra = lambda x: x * (scale * 2)
+    check_exact_as_it_is(model, torch.randn(3, 6))
 
 
 def test_rows_that_come_later() -> None:
     """All rows equal at first, and a gate of 0: nothing shows but that the tensor is another."""
-    model = Parent("none", 0.0)
-    held = [torch.ones(())]
+    model = Parent("none", 0.0).double()
+    mask = torch.ones(4, 6).double()
+    held = [torch.ones(()).double()]
     model.f.extra = lambda x: x * held[0]
-    private = make_private(model)[1]
-    x = torch.randn(4, 6)
-    backward(private, x)
-    private.zero_grad()
-    mask = held[0] = torch.ones(4, 6)
-    backward(private, x)
-    private.zero_grad()
+    x = torch.randn(4, 6).double()
+
+    def one_by_one(m: nn.Module, row: torch.Tensor) -> torch.Tensor:
+        i = next(i for i in range(4) if torch.equal(row[0], x[i]))
+        held[0] = mask[i : i + 1]
+        return row_loss(m(row))
+
+    equal = own_gradients(model, x, one_by_one)
     mask[2] = 7.0
-    with refused("depends on the other"):
+    different = own_gradients(model, x, one_by_one)
+
+    held[0] = torch.ones(()).double()
+    params = dict(model.named_parameters())
+    _, private, optimizer, _ = make_private(model, lr=0.0)
+    for then, grads in ((None, equal), (torch.ones_like(mask), equal), (mask, different)):
+        held[0] = held[0] if then is None else then
+        step(private, optimizer, x)
+        torch.testing.assert_close(optimizer.per_sample_norms, norms(grads))
+        optimizer.zero_grad()
         backward(private, x)
+        assert_sums(summed(params), clipped_sum(grads, 1.0), 1e-10)
 
 
 class Constants(nn.Module):
@@ -194,17 +190,26 @@ class Aside(nn.Module):
         return x + self.gamma
 
 
-@pytest.mark.parametrize("first", [nn.Identity(), nn.Linear(6, 6)])
-def test_a_loss_set_aside(first: nn.Module) -> None:
-    """Its gradient would be lost; read without a gradient it is welcome."""
-    model = nn.Sequential(first, Aside())
-    private = make_private(model)[1]
-    losses = row_loss(private(torch.randn(4, 6))) + model[1].aside.detach()
-    losses.mean().backward()
-    private.zero_grad()
-    losses = row_loss(private(torch.randn(4, 6))) + model[1].aside
-    with refused("set aside"):
-        losses.mean().backward()
+@pytest.mark.parametrize("first", [nn.Identity, lambda: nn.Linear(6, 6)])
+@pytest.mark.parametrize("detached", [True, False])
+def test_a_loss_set_aside(first: Callable, detached: bool) -> None:
+    """Beside a loss of the output, it counts for each sample."""
+    layer = Aside()
+
+    def losses(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        own = row_loss(m(x))
+        return own + (layer.aside.detach() if detached else layer.aside)
+
+    check_exact_as_it_is(nn.Sequential(first(), layer), torch.randn(4, 6), losses)
+
+
+@pytest.mark.parametrize("first", [nn.Identity, lambda: nn.Linear(6, 6)])
+def test_nothing_but_a_loss_set_aside(first: Callable) -> None:
+    layer = Aside()
+    private = make_private(nn.Sequential(first(), layer))[1]
+    private(torch.randn(4, 6))
+    with refused("without passing through the output"):
+        layer.aside.mean().backward()
 
 
 # Samples that depend on each other inside
@@ -251,12 +256,12 @@ def test_coupled_inside(branch: str, gate: float, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("gate", [1.0, 0.0])
 def test_coupled_where_rows_are_many(gate: float) -> None:
-    """Nothing to see in two rows, nor in equal ones: looked at again when more come."""
+    """Looked at again when more come: the first rows of the batch are treated otherwise."""
     model = nn.Sequential(Coupled(capacity, gate))
     private = make_private(model)[1]
-    backward(private, torch.randn(2, 6))
-    private.zero_grad()
-    with refused("depends on the other"):
+    with refused("depends on (its number in the batch|the number of rows|another sample)"):
+        backward(private, torch.randn(2, 6))
+        private.zero_grad()
         backward(private, torch.randn(5, 6))
 
 
@@ -270,7 +275,7 @@ def test_coupled_where_rows_differ() -> None:
 
 
 def test_coupled_in_a_later_branch() -> None:
-    """A flag of warm-up: on a CPU every backward pass compares."""
+    """A branch that replaces another, at another line."""
     model = nn.Sequential(Coupled(lambda x: x, 1.0))
     private = make_private(model)[1]
     x = torch.randn(4, 6)
@@ -311,14 +316,30 @@ def test_apart_in_half_precision(dtype: torch.dtype) -> None:
         backward(private, torch.randn(4, 6, dtype=dtype))
 
 
-def test_an_input_changed_in_place() -> None:
-    class InPlace(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.mul_(2) * self.gamma
+class ByNumbers(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2) * self.gamma
 
-    model = nn.Sequential(nn.Linear(6, 6), InPlace())
-    with refused("in place"):
-        backward(make_private(model)[1], torch.randn(4, 6))
+
+class ByItself(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x.mul_(self.gamma).add_(self.gate)) * self.gamma
+
+
+class ByEntry(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        x += self.gate
+        x[:, 2] = self.gamma[2] * x[:, 1].clone()
+        x[:, 4] = self.gamma[4]
+        x[:, :2] *= self.gamma[1]
+        return torch.tanh(x)
+
+
+@pytest.mark.parametrize("layer", [ByNumbers, ByItself, ByEntry])
+def test_changed_in_place(layer: type) -> None:
+    """The layer's input, or what was computed from it."""
+    check_exact_as_it_is(nn.Sequential(nn.Linear(6, 6), layer()), torch.randn(4, 6))
 
 
 def test_a_buffer_that_is_replaced() -> None:

@@ -7,17 +7,17 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
+from torch.nn.utils import parametrizations, prune, weight_norm
 
+from tests.apart import check_exact_as_it_is
 from tests.layers.test_custom import Affine
-from tests.oracle import DTYPES, backward, check_exact, check_exact_or_refused, make_private
-from tests.refusal import refused
+from tests.oracle import DTYPES, backward, check_exact, make_private
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 class Nest(nn.Module):
-    """A parameter of its own around a child, so that both go through vmap together."""
+    """A parameter of its own around a child."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def test_a_gradient_hook_on_a_child(hook: str, dtype: torch.dtype) -> None:
     register, function = HOOKS[hook]
     getattr(nest.child, register)(function)
     model = nn.Sequential(nn.Linear(6, 6), nest)
-    check_exact_or_refused(model, torch.randn(4, 5, 6), dtype=dtype)
+    check_exact(model, torch.randn(4, 5, 6), dtype=dtype)
 
 
 class TensorHook(Affine):
@@ -136,7 +136,7 @@ class TensorHook(Affine):
 @dtypes
 def test_a_hook_on_a_tensor(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(6, 6), TensorHook())
-    check_exact_or_refused(model, torch.randn(4, 5, 6), dtype=dtype)
+    check_exact(model, torch.randn(4, 5, 6), dtype=dtype)
 
 
 # Weights that a hook of torch computes before forward
@@ -145,7 +145,7 @@ def test_a_hook_on_a_tensor(dtype: torch.dtype) -> None:
 @dtypes
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_old_weight_norm(dtype: torch.dtype) -> None:
-    """A tensor set as an attribute by a pre-hook; here over the copies of vmap too."""
+    """A tensor set as an attribute by a pre-hook."""
     model = nn.Sequential(weight_norm(nn.Linear(6, 6)), nn.Tanh(), nn.Linear(6, 3))
     model[0].__dict__.pop("weight")  # else no deepcopy
     model[0].weight = model[0].weight_v.detach()
@@ -164,24 +164,8 @@ def own_weight_norm(module: nn.Module, args: tuple) -> None:
 
 
 def test_a_weight_computed_by_a_hook_of_ones_own() -> None:
-    """Computed outside, from parameters that would get no gradient."""
     layer = nn.Linear(6, 6)
     layer.raw = nn.Parameter(torch.randn(6, 6))
     del layer.weight
     layer.register_forward_pre_hook(own_weight_norm)
-    private = make_private(nn.Sequential(layer, nn.Linear(6, 3)))[1]
-    with refused(r"a tensor \(weight\).*requires a gradient"):
-        backward(private, torch.randn(4, 6))
-
-
-def test_cached_parametrizations() -> None:
-    """Computed once for many calls: these parameters would get no gradient either."""
-    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 6)), nn.Linear(6, 3))
-    private = make_private(model)[1]
-    backward(private, torch.randn(4, 6))
-    private.zero_grad()
-    with parametrize.cached(), refused("cached"):
-        backward(private, torch.randn(4, 6))
-    out = private(torch.randn(4, 6))
-    with parametrize.cached(), refused("cached"):
-        out.square().mean().backward()
+    check_exact_as_it_is(nn.Sequential(layer, nn.Linear(6, 3)), torch.randn(4, 6))

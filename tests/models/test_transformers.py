@@ -33,8 +33,12 @@ def float64_throughout(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     Rounding makes a sample's gradient depend on how it was batched, to 1e-7: more than what is
     tested here.
     """
-    if request.node.callspec.params.get("dtype") == torch.float32:
-        return
+    if request.node.callspec.params.get("dtype") != torch.float32:
+        keep_float64(monkeypatch)
+
+
+def keep_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casts of float64 to float32 do nothing, whoever asks for them."""
     to, to_float, softmax = torch.Tensor.to, torch.Tensor.float, F.softmax
 
     def keeps(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

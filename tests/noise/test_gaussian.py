@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastclip.gaussian import CHUNK, fill_normal
-from fastclip.keystream import KeyStream
 from fastclip.noise import SecureNoise, SeededNoise
+from fastclip.noise.gaussian import CHUNK, fill_normal
+from fastclip.noise.keystream import KeyStream
 from tests.noise.laws import SeededBits, assert_standard_normal, assert_uncorrelated
 
 MANY = 10_000_000
@@ -49,19 +49,20 @@ class Words:
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 32), (torch.float64, 64)])
 def test_the_edges(dtype: torch.dtype, bits: int) -> None:
-    """No log of 0; the largest value is that of u = 2^-bits, the smallest radius is 0."""
+    """No log of 0; the largest value is that of u = 2^-(bits + 1), the smallest radius is 0."""
     top = 2 ** (bits - 1)
-    largest = math.sqrt(-2 * math.log(2.0**-bits))
-    for radius in (0, -top):  # the sign is not used
-        out = torch.empty(2, dtype=dtype)
-        fill_normal(out, 1.0, Words(radius, 0), guarded=False)
-        assert torch.allclose(out, torch.tensor([largest, 0.0], dtype=dtype))
-        fill_normal(out, 1.0, Words(radius, -top), guarded=False)
-        assert torch.allclose(out, torch.tensor([-largest, 0.0], dtype=dtype), atol=1e-5)
-    for radius in (top - 1, -1):
-        for angle in (0, top - 1, -top, -1):
-            fill_normal(out, 1.0, Words(radius, angle), guarded=False)
-            assert torch.equal(out.abs(), torch.zeros_like(out))
+    largest = math.sqrt(2 * (bits + 1) * math.log(2))
+    out = torch.empty(2, dtype=dtype)
+    fill_normal(out, 1.0, Words(0, 0), guarded=False)
+    assert torch.allclose(out, torch.tensor([largest, 0.0], dtype=dtype), atol=1e-8)
+    fill_normal(out, 1.0, Words(0, -top), guarded=False)
+    assert torch.allclose(out, torch.tensor([-largest, 0.0], dtype=dtype), atol=1e-5)
+    fill_normal(out, 1.0, Words(-top, 0), guarded=False)  # u = 1/2
+    half = math.sqrt(2 * math.log(2))
+    assert torch.allclose(out, torch.tensor([half, 0.0], dtype=dtype), atol=1e-8)
+    for angle in (0, top - 1, -top, -1):
+        fill_normal(out, 1.0, Words(-1, angle), guarded=False)  # u = 1
+        assert torch.equal(out.abs(), torch.zeros_like(out))
     for word in (0, 1, -1, top - 1, -top, top // 2, -top // 2):
         fill_normal(out, 1.0, Words(word, word), guarded=True)
         assert bool(torch.isfinite(out).all())
@@ -143,7 +144,7 @@ def test_equal_seeds_give_equal_noise_only_in_the_seeded_source() -> None:
 
 def test_buffers_are_erased(monkeypatch) -> None:
     """Words, radii and angles do not stay in memory."""
-    from fastclip import gaussian
+    from fastclip.noise import gaussian
 
     kept = []
     real = gaussian._Pairs.__init__

@@ -9,9 +9,9 @@ import threading
 import pytest
 import torch
 
-from fastclip import keystream
 from fastclip.errors import SecureModeError
-from fastclip.keystream import KeyStream, fresh_key
+from fastclip.noise import keystream
+from fastclip.noise.keystream import KeyStream, fresh_key
 
 KEY = bytes(range(32))
 

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.noise.laws import assert_standard_normal, assert_uncorrelated
 from tests.noise.ranks import MODES, WIDTH
+from tests.two_processes import run_two
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
     """What the two ranks saw."""
     folder = tmp_path_factory.mktemp("ranks")
-    root = Path(__file__).resolve().parents[2]
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.noise.ranks", str(rank), str(folder)],
-            cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        for process in started:
-            said, _ = process.communicate(timeout=300)
-            assert process.returncode == 0, said
-    finally:
-        for process in started:
-            process.kill()
+    run_two("tests.noise.ranks", folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

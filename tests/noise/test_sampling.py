@@ -20,11 +20,16 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fastclip import sampling
-from fastclip.draws import Draws
+from fastclip.data import sampling
+from fastclip.data.draws import Draws
+from fastclip.data.loader import watch_draws
+from fastclip.data.sampling import (
+    SecureDistributedSampler,
+    draw_securely,
+    permutation,
+    poisson_sample,
+)
 from fastclip.errors import ArgumentError
-from fastclip.loader import watch_draws
-from fastclip.sampling import SecureDistributedSampler, draw_securely, permutation, poisson_sample
 from tests.noise.laws import ALPHA
 
 DATA = TensorDataset(torch.arange(20.0))

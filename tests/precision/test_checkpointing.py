@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import fastclip
-from tests.models.test_transformers import float64_throughout  # noqa: F401  (a fixture)
+from fastclip.errors import UnsupportedLayerError
+from tests.models.test_transformers import keep_float64
 from tests.oracle import (
     DTYPES,
     TOLERANCE,
@@ -36,6 +37,14 @@ pytestmark = [
 KINDS = {"non-reentrant": False, "reentrant": True}
 
 
+@pytest.fixture(autouse=True)
+def float64_throughout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the case is in float64; elsewhere the engine's own casts are needed."""
+    case = getattr(request.node, "callspec", None)
+    if case is not None and case.params.get("dtype") == torch.float64:
+        keep_float64(monkeypatch)
+
+
 @contextmanager
 def counted(model: nn.Module) -> Iterator[list[int]]:
     """Number of forward calls of the model's Linear layers (and transformers' Conv1D) inside."""
@@ -51,6 +60,9 @@ def counted(model: nn.Module) -> Iterator[list[int]]:
         hook.remove()
 
 
+PAIRS = [(f, k) for f in TRANSFORMERS for k in KINDS if (f, k) != ("t5", "reentrant")]
+
+
 def checkpointed(family: str, reentrant: bool) -> tuple:
     """The family's case, with transformers' own checkpointing of every block."""
     model, batch, loss_fn = FAMILIES[family]()
@@ -59,15 +71,13 @@ def checkpointed(family: str, reentrant: bool) -> tuple:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", TRANSFORMERS)
+@pytest.mark.parametrize(("family", "kind"), PAIRS)
 def test_transformers(family: str, kind: str, dtype: torch.dtype) -> None:
     model, batch, loss_fn = checkpointed(family, KINDS[kind])
     check_exact(model, batch, loss_fn, dtype=dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", TRANSFORMERS)
+@pytest.mark.parametrize(("family", "kind"), PAIRS)
 def test_under_autocast(family: str, kind: str) -> None:
     """The recomputation runs under the autocast of the forward pass; the very same numbers."""
     found = []
@@ -88,8 +98,9 @@ def test_under_autocast(family: str, kind: str) -> None:
     assert relative_error(sums_on, sums_off) <= 1e-6
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "vit"])
+@pytest.mark.parametrize(
+    ("family", "kind"), [pair for pair in PAIRS if pair[0] in ("bert", "gpt2", "t5", "vit")]
+)
 def test_dropout(family: str, kind: str) -> None:
     """The recomputed masks are those of the forward pass: as without checkpointing."""
     found = []
@@ -110,6 +121,14 @@ def test_dropout(family: str, kind: str) -> None:
     (norms_off, sums_off), (norms_on, sums_on) = found
     assert relative_error(norms_on, norms_off) <= 1e-6
     assert relative_error(sums_on, sums_off) <= 1e-6
+
+
+def test_values_of_parameters_out_of_a_reentrant_checkpoint() -> None:
+    """T5's position bias is computed in its first block, which would lose whose its gradient is."""
+    model, batch, loss_fn = checkpointed("t5", reentrant=True)
+    _, private, _, _ = make_private(model, max_grad_norm=0.5)
+    with pytest.raises(UnsupportedLayerError, match="use_reentrant=False"):
+        backward(private, batch, loss_fn)
 
 
 class Convolutions(nn.Module):

@@ -1,0 +1,189 @@
+"""What torch and Opacus keep to themselves and fastclip needs: every such name, and what it is for.
+
+Modules import these names from here. Where a release of torch or Opacus changes one of them, this file
+and tests/test_torch_names.py, which holds each to what is assumed of it, are the places to look at.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS as OPACUS_ATTRIBUTES
+from opacus.optimizers.optimizer import _check_processed_flag as check_unprocessed
+from opacus.optimizers.optimizer import _mark_as_processed as mark_processed
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass as Native
+from torch._compile import _disable_dynamo as disable_dynamo
+from torch.autograd import Function, Variable
+from torch.distributed._composable.fsdp import FSDPModule
+from torch.distributed._tensor.experimental import implicit_replication
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import (
+    TreeSpec,
+    register_pytree_node,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
+from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
+
+__all__ = [
+    "OPACUS_ATTRIBUTES",  # of parameters, which its engine leaves behind
+    "CheckpointFunction",  # reentrant checkpoints: its `apply` runs the part without a graph
+    "FSDPModule",  # what fully_shard makes of a module
+    "LoaderIterator",  # what iter() of a DataLoader gives
+    "Native",  # inside, classes of tensors do not hear of functions
+    "TorchDispatchMode",  # hears of every operation
+    "TreeSpec",  # the nesting of inputs and outputs, which the pytree functions take apart
+    "check_unprocessed",  # Opacus' mark on gradients that were clipped: raises if it is there
+    "disable_dynamo",  # torch.compiler.disable, without importing dynamo
+    "implicit_replication",  # plain tensors meet DTensors
+    "mark_processed",  # sets Opacus' mark
+    "register_pytree_node",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+]
+
+T = TypeVar("T", bound=Tensor)
+
+BatchNormBase = nn.modules.batchnorm._BatchNorm
+"""Every BatchNorm, SyncBatchNorm and the lazy ones."""
+InstanceNormBase = nn.modules.instancenorm._InstanceNorm
+"""Every InstanceNorm."""
+DropoutBase = nn.modules.dropout._DropoutNd
+"""Every dropout; its rate is `p`."""
+
+# Autograd
+
+current_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Id of the backward pass that runs on this thread; -1 outside of any."""
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The node of the graph that this thread runs."""
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Whether the running pass will reach a node; RuntimeError where autograd.grad asked for tensors."""
+SAVED_REDUCTION, SAVED_WEIGHT = "_saved_reduction", "_saved_weight"
+"""What the nodes of torch's losses hold: a code of the reduction, the weights of the classes."""
+BACKWARD_CODE = getattr(inspect.unwrap(torch.autograd.backward), "__code__", None)
+"""Of the function that waits for a pass: frames that run it hold what it was called with."""
+LOSSES, SEEDS = "tensors", ("grad_tensors", "grad_variables")
+"""Its arguments: the losses, and gradients that were given for them."""
+
+
+def at_end_of_pass(callback: Callable[[], None]) -> None:
+    """Run `callback` when the running backward pass, its nodes all run, is about to return."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+@contextmanager
+def applied_by(apply: Callable[..., Any]) -> Iterator[None]:
+    """Inside, reentrant checkpoints are run by this function."""
+    own = CheckpointFunction.__dict__.get("apply")
+    CheckpointFunction.apply = staticmethod(apply)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        if own is None:
+            del CheckpointFunction.apply
+        else:
+            CheckpointFunction.apply = own  # type: ignore[method-assign]
+
+
+def node_type(function: type[Function]) -> type:
+    """The type of the graph's nodes that `function` leaves."""
+    return function._backward_cls  # type: ignore[attr-defined]
+
+
+def gradient_hooks(parameter: Tensor) -> Iterator[Any]:
+    """Hooks on a tensor's gradient, before and after it is accumulated."""
+    yield from (parameter._backward_hooks or {}).values()
+    yield from (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+
+
+def of_class(kind: type[T], x: Tensor) -> T:
+    """A leaf of this class in the memory of x; none of the class's functions are called."""
+    return Tensor._make_subclass(kind, x.detach(), True)
+
+
+def memory_of(x: Tensor) -> int:
+    """The same number for tensors that share their memory, as long as one of them lives."""
+    return x.untyped_storage()._cdata
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func (vmap, grad) runs."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# Settings of torch
+
+precision_of: Callable[[str, str], str] | None = getattr(
+    torch._C, "_get_fp32_precision_getter", None
+)
+"""(backend, operation) -> how its float32 products may round; None before torch 2.9."""
+set_precision: Callable[[str, str, str], None] | None = getattr(
+    torch._C, "_set_fp32_precision_setter", None
+)
+"""(backend, operation, value); None before torch 2.9."""
+
+
+@contextmanager
+def parametrizations_apart() -> Iterator[None]:
+    """Weights that parametrize.cached() keeps are computed anew inside, and not kept afterwards."""
+    kept, parametrize._cache = parametrize._cache, {}
+    try:
+        yield
+    finally:
+        parametrize._cache = kept
+
+
+def can_compile() -> bool:
+    """Whether anything has been compiled, or can have been: dynamo is imported."""
+    return "torch._dynamo" in sys.modules
+
+
+def running_ddp() -> Any:
+    """The DistributedDataParallel whose forward runs, if one does."""
+    return getattr(DistributedDataParallel, "_active_ddp_module", None)
+
+
+# Iterators of DataLoader
+
+NEXT_INDEX = "_next_index"
+"""The method that asks the sampler for a batch: a frame of it says who is asking."""
+SENT, RECEIVED = "_send_idx", "_rcvd_idx"
+"""With workers: places of the next batch to be drawn, and of the next to be handed out."""
+YIELDED = "_num_yielded"
+"""Batches that were handed out."""
+
+# Opacus
+
+OPACUS_MARK = "_forward_counter"
+"""Opacus keeps it on every trainable parameter from make_private until cleanup()."""
+
+ATTRIBUTES = {
+    "torch.Tensor": ("_version", "_is_view"),
+    "torch.nn.Module": (
+        "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks",
+        "_is_full_backward_hook",
+    ),
+    "torch.nn.Conv2d": ("_reversed_padding_repeated_twice",),
+    "torch.compile": ("_orig_mod",),
+    "opacus.DPOptimizer": ("_get_flat_grad_sample",),
+    "opacus.GradSampleModule": ("_module", "_per_sample_gradient_norms"),
+    "transformers.Trainer": ("_get_train_sampler", "_signature_columns", "_train_batch_size"),
+    "torch.ops": ("_schema",),
+    "sys": ("_getframe", "_current_frames"),
+    "namedtuple": ("_asdict",),
+}  # fmt: skip
+"""Attributes of others that are read where they are needed, by whose they are."""

@@ -1,0 +1,1 @@
+"""One backward pass: contributions in, clipped sums out."""

@@ -1,0 +1,145 @@
+"""What one backward pass gathers: contributions to parameters, and to values computed from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastclip import ops
+from fastclip.backward.criterion import SeenLoss
+from fastclip.layers import KeptRecord, Record, joint_norm_sq
+from fastclip.ops.numerics import slack
+from fastclip.planner import Planner
+from fastclip.samples.calls import Calls, Forward
+from fastclip.uses.tap import Target
+
+
+@dataclass
+class Entry:
+    """The contributions of one pass to one parameter."""
+
+    records: list[Record]
+    norm_sq: Tensor | None
+    """[b]; None while the parameter may be used again."""
+
+
+class BackwardPass:
+    """What one backward pass has gathered so far.
+
+    Args:
+        task: torch's number of the pass. planner: chooses how norms are computed.
+        shared: parameters that are known to be used more than once: their norms wait for the end.
+        loss: what the pass began with.
+    """
+
+    def __init__(
+        self, task: int, planner: Planner, shared: set[nn.Parameter], loss: SeenLoss | None
+    ) -> None:
+        self.task, self.loss, self.loss_scale = task, loss, 1.0
+        self._planner, self._shared = planner, shared
+        self.begun = False
+        """A contribution has been admitted."""
+        self.forwards: list[Forward] = []
+        self.entries: dict[nn.Parameter, Entry] = {}
+        self._derived: dict[Any, list[tuple[Target, Record]]] = {}
+        """Contributions to values computed from parameters, by these values."""
+        self._wanted: set[nn.Parameter] = set()
+        """Parameters that take part through such values."""
+        self._watching: AbstractContextManager[None] | None = None
+        """Lets parameters notice their uses until the pass ends."""
+
+    def watch(self, forward: Forward, calls: Calls) -> None:
+        """Parts of this forward pass may be computed again: uses are noticed there, too."""
+        if forward.layout is not None and forward.layout.proxied and self._watching is None:
+            self._watching = calls.intercepted(forward.layout.proxied)
+            self._watching.__enter__()
+
+    def unwatch(self) -> None:
+        """The pass has ended, or failed."""
+        if self._watching is not None:
+            self._watching.__exit__(None, None, None)
+            self._watching = None
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in it, once known."""
+        return next((f.batch_size for f in self.forwards if f.batch_size is not None), None)
+
+    @property
+    def empty(self) -> bool:
+        """Nothing has been contributed."""
+        return not self.entries and not self._derived
+
+    def take(self, parameter: nn.Parameter, record: Record) -> None:
+        """Take a contribution to `parameter`, and its norm at once unless more may come."""
+        entry = self.entries.get(parameter)
+        if entry is None:
+            norm = None if parameter in self._shared else record.norm_sq()
+            self.entries[parameter] = Entry([record], norm)
+            return
+        self._shared.add(parameter)
+        entry.norm_sq = None
+        for i, held in enumerate(entry.records):
+            merged = held.merge(record)
+            if merged is not None:
+                entry.records[i] = merged
+                return
+        entry.records.append(record)
+
+    def take_derived(self, target: Target, record: Record, wanted: Iterable[nn.Parameter]) -> None:
+        """Take a contribution to a value computed from parameters; its norms wait for the end."""
+        assert target.edge is not None
+        self._wanted.update(wanted)
+        held = self._derived.setdefault((target.edge.node, target.edge.output_nr), [])
+        held.append((target, record))
+
+    def pull_back(self) -> None:
+        """Contributions to derived values become contributions to parameters."""
+        by_graph: dict[Any, list[tuple[Any, Tensor]]] = {}
+        for held in self._derived.values():
+            target = held[0][0]
+            for _, record in held:
+                record.check_unmodified()
+            origin = target.origin
+            if origin is not None:
+                for _, record in held:
+                    self.take(origin.parameter, origin.record(record, self._planner))
+                continue
+            rows = [record.per_sample() for _, record in held]
+            total = torch.stack(rows).sum(0) if len(rows) > 1 else rows[0]
+            total = total.to(target.value.dtype)
+            by_graph.setdefault(target.graph, []).append((target.edge, total))
+        self._derived.clear()
+        for forward in self.forwards:
+            forward.derived = None  # the graph is not needed any more
+        for graph, contributions in by_graph.items():
+            for parameter, gradient in graph.pull_back(contributions).items():
+                if parameter in self._wanted:
+                    self.take(parameter, KeptRecord(ops.widen(gradient)))
+
+    def norms(self, unit: float) -> tuple[Tensor, dict[nn.Parameter, int]]:
+        """Squared norms [l, b] of the parameters that took part, in true gradient units.
+
+        Args:
+            unit: what the gradients at hand are multiplied by.
+        """
+        norms: list[Tensor] = []
+        rows: dict[nn.Parameter, int] = {}
+        for parameter, entry in self.entries.items():
+            rows[parameter] = len(norms)
+            norm = entry.norm_sq
+            if norm is None:
+                norm = joint_norm_sq(entry.records, self._planner)
+            norms.append(norm)
+        # The finest type in use; a coarser norm grows by what its own rounding may hide.
+        dtype = max((norm.dtype for norm in norms), key=lambda d: torch.finfo(d).bits)
+        covered = [
+            n if n.dtype == dtype else n.to(dtype) * (1 + slack(n.dtype)) ** 2 for n in norms
+        ]
+        stacked = torch.stack([norm.to(norms[0].device) for norm in covered])
+        return stacked * unit**2, rows

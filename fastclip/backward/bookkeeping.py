@@ -1,0 +1,340 @@
+"""One backward pass: squared norms in, records kept, clipped sums out.
+
+The pass is opened where the gradient enters the model (a hook on the root's output), so that its
+end-of-backward callback belongs to the outermost graph task: a nested backward of reentrant
+checkpointing must not close it on partial norms. Leftovers of a failed pass are dropped by the
+next one. All state of the engine that is not the optimizer's lives in one BookKeeper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastclip import ops
+from fastclip._torch import at_end_of_pass, current_task
+from fastclip.backward.backward_pass import BackwardPass
+from fastclip.backward.batch_norm import check_batch_norm
+from fastclip.backward.clipping_state import ClippingState
+from fastclip.backward.criterion import check_loss, running_loss
+from fastclip.backward.guards import LeakGuard, NonFiniteMonitor, check_alone, check_hooks
+from fastclip.backward.logical_batch import LogicalBatch
+from fastclip.backward.loss_scale import running_scale
+from fastclip.backward.one_process import check_one_process
+from fastclip.backward.sums import ClippedSums
+from fastclip.clipping import Clipping
+from fastclip.errors import GraphError, StepError, where
+from fastclip.layers import Record
+from fastclip.ops import full_float32
+from fastclip.planner import Planner
+from fastclip.planner.report import PlanLog
+from fastclip.samples.calls import Calls, Forward
+from fastclip.samples.layout import BatchLayout
+from fastclip.uses.interceptor import Interceptor
+from fastclip.uses.tap import Target
+
+
+class BookKeeper:
+    """Everything that one private model remembers.
+
+    Args:
+        names: the private parameters (trainable and the optimizer's, in its order) and their names.
+        clipping: the strategy. max_grad_norm: C_0, a number, or a list for per-layer strategies.
+        mean_loss: the loss is a mean over the physical batch; its size is multiplied back.
+        batch_axis: axis of the samples in the model's inputs.
+        frozen: the optimizer's parameters that were not trainable when the model was intercepted.
+        planner: chooses how norms are computed.
+    """
+
+    def __init__(
+        self, names: dict[nn.Parameter, str], clipping: Clipping,
+        max_grad_norm: float | Sequence[float], *, mean_loss: bool, batch_axis: int,
+        frozen: dict[nn.Parameter, str] | None = None, planner: Planner | None = None,
+    ) -> None:  # fmt: skip
+        self.names = names
+        self.frozen = frozen or {}
+        self.known: set[nn.Parameter] = set()
+        """All parameters of the model as it was intercepted."""
+        self.clipping = ClippingState(clipping, max_grad_norm, len(names))
+        self.mean_loss = mean_loss
+        self.batch = LogicalBatch()
+        self.calls = Calls(batch_axis, names)
+        self.sums = ClippedSums()
+        self.planner = planner or Planner()
+        self.plan_log = PlanLog()
+        self.guard = LeakGuard()
+        self.monitor = NonFiniteMonitor()
+        self.paused = False
+        self.depth = 0
+        self.forward = Forward(None)
+        self.per_sample_norms: Tensor | None = None
+        self.batch_norms: list[tuple[str, nn.Module]] = []
+        self._shared: set[nn.Parameter] = set()
+        self._pass: BackwardPass | None = None
+        self.interceptor = Interceptor(self)
+
+    # Forward
+
+    @contextmanager
+    def root_forward(
+        self, batch_size: int | None, layout: BatchLayout | None = None
+    ) -> Iterator[Forward]:
+        """The model's own forward runs inside; nested calls share the outermost one's Forward."""
+        self.drop_stale()
+        previous = self.forward
+        recompute = self._recomputing()
+        if not self.depth:
+            if recompute is not None:
+                self.forward = recompute
+            else:
+                self.forward = Forward(batch_size, not self.paused, layout=layout)
+        self.depth += 1
+        try:
+            yield self.forward
+        finally:
+            self.depth -= 1
+            if recompute is not None and not self.depth:
+                self.forward = previous
+
+    def layer_forward(self, path: Hashable | None = None) -> tuple[Forward, bool]:
+        """The Forward of a layer's call, and whether its output must open the pass itself.
+
+        Args:
+            path: of the layer; None for parameters that a part of the model uses itself.
+
+        Raises:
+            BatchSizeError: where the samples are in a method of the model cannot be told.
+        """
+        if self.depth:
+            return self.forward, False
+        recompute = self._recomputing()
+        if recompute is not None:
+            return recompute, False
+        if self.calls.outermost is not None and self.calls.outermost.forward is None:
+            self.drop_stale()
+        called = self.calls.reached(path, not self.paused)
+        if called is None or called.forward is None:  # by itself: its input's rows are the samples
+            if self.forward.finished or self.forward.batch_size is not None:
+                self.drop_stale()
+                self.forward = Forward(None, not self.paused)
+            return self.forward, True
+        return called.forward, True
+
+    def running_forward(self) -> Forward | None:
+        """The Forward of what runs, without learning where its samples are."""
+        if self.depth:
+            return self.forward
+        recompute = self._recomputing()
+        if recompute is not None:
+            return recompute
+        called = self.calls.outermost
+        return None if called is None else called.forward
+
+    @property
+    def recomputes(self) -> bool:
+        """A running backward pass computes parts of the model again."""
+        return self._recomputing() is not None
+
+    def _recomputing(self) -> Forward | None:
+        """The Forward that a running backward pass recomputes (checkpointing), if one does."""
+        if self._pass is not None and current_task() != -1:
+            return self._pass.forwards[-1]
+        return None
+
+    def check_unchanged(self) -> None:
+        """Refuse what has become private business since make_private looked.
+
+        A parameter that was unfrozen would get plain gradients; a frozen BatchNorm that
+        `model.train()` put back into training mode would couple the samples; another engine that
+        took hold of the parameters would release its own share of every sample.
+        """
+        check_one_process()
+        check_alone(self.names)
+        for path, module in self.batch_norms:
+            check_batch_norm(path, module)
+        thawed = [name for parameter, name in self.frozen.items() if parameter.requires_grad]
+        if thawed:
+            raise StepError(
+                f"parameters {thawed} have become trainable since make_private, which does not clip "
+                "them; call make_private again after unfreezing"
+            )
+
+    def drop_stale(self) -> None:
+        """Forget a pass whose backward failed: outside any backward none can be running."""
+        if current_task() == -1 and self._pass is not None:
+            stale, self._pass = self._pass, None
+            stale.unwatch()
+
+    # Backward
+
+    def open_pass(self, forward: Forward, gradient: Tensor | None = None) -> None:
+        """Hook on the model's output: the gradient has reached it."""
+        task = current_task()
+        if self._pass is None or self._pass.task != task:
+            check_one_process()
+            self._pass = BackwardPass(task, self.planner, self._shared, running_loss())
+            at_end_of_pass(self.close_pass)
+        self._pass.loss_scale = running_scale()
+        if forward not in self._pass.forwards:
+            self._pass.forwards.append(forward)
+        self._pass.watch(forward, self.calls)
+
+    def begins_with(self, forward: Forward, out: Tensor) -> None:
+        """A layer or use past the model's own forward gives `out`, whose gradient opens the pass."""
+        self.check_unchanged()
+        self.guard.arm(self.names)
+        if forward.recording and out.requires_grad:
+            out.register_hook(partial(self.open_pass, forward))
+
+    @property
+    def running(self) -> bool:
+        """A backward pass has been opened and not closed."""
+        return self._pass is not None
+
+    def shared(self, parameter: nn.Parameter) -> bool:
+        """The parameter is known to be used more than once: its norm waits for the end."""
+        return parameter in self._shared
+
+    def mark_shared(self, parameter: nn.Parameter) -> None:
+        """Say in advance that a parameter is used more than once (tied or recurrent weights)."""
+        self._shared.add(parameter)
+
+    def admit(self, path: str, forward: Forward, rows: int) -> None:
+        """Check that a layer's contribution may enter the running pass."""
+        path = where(path)
+        if self._pass is None:
+            raise GraphError(
+                f"the backward pass reached {path} without passing through the output of the "
+                "private model; compute the loss from what the model's own forward returns, in one "
+                "backward pass, or wrap passes that must not train in engine.paused()"
+            )
+        if forward.finished:
+            raise GraphError(
+                f"a second backward pass reached {path} over one forward pass: each loss would be "
+                "clipped alone; add the losses and call backward() once, or wrap passes that must "
+                "not train in engine.paused()"
+            )
+        if forward not in self._pass.forwards:
+            self._pass.forwards.append(forward)
+        if not self._pass.begun:
+            self._pass.begun = True
+            self.batch.begin_pass()
+        if forward.batch_size is None:
+            forward.batch_size = rows
+        if rows != self._pass.batch_size:
+            raise GraphError(
+                f"{path} contributes {rows} samples to a backward pass of {self._pass.batch_size}: "
+                "all forward passes under one loss must hold the same samples in the same rows"
+            )
+
+    def record(self, parameter: nn.Parameter, record: Record) -> None:
+        """Take a contribution to `parameter`, and its norm at once unless more may come."""
+        assert self._pass is not None
+        self._pass.take(parameter, record)
+
+    def check_hooks(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuse hooks on the gradients of these parameters, which would not run."""
+        for parameter in parameters:
+            check_hooks(self.names[parameter], parameter)
+
+    def record_derived(
+        self, target: Target, record: Record, wanted: Iterable[nn.Parameter]
+    ) -> None:
+        """Take a contribution to a value computed from parameters; its norms wait for the end."""
+        assert self._pass is not None
+        self._pass.take_derived(target, record, wanted)
+
+    def close_pass(self) -> None:
+        """End of the backward pass: norms to scales, records to clipped sums, records freed."""
+        current, self._pass = self._pass, None
+        if current is None:
+            return
+        current.unwatch()
+        if current.empty:
+            return
+        for forward in current.forwards:
+            forward.finished = True
+        # The settings of float32 products are raised once for all norms and sums of the pass.
+        with torch.no_grad(), full_float32(), ExitStack() as stack:
+            for device in {parameter.device.type for parameter in self.names}:
+                # The caller's autocast (a backward pass inside its block) is not for norms and sums.
+                stack.enter_context(torch.autocast(device, enabled=False))
+            current.pull_back()
+            self._close(current)
+
+    def _close(self, current: BackwardPass) -> None:
+        batch_size, calls = current.batch_size or 0, len(current.forwards)
+        check_loss(current.loss, "mean" if self.mean_loss else "sum", batch_size)
+        drawn = self.batch.find(batch_size)
+        # The mean's 1/b, multiplied back, and the scale of the loss, which ends here.
+        unit = (float(batch_size) if self.mean_loss else 1.0) / current.loss_scale
+        norm_sq, rows = current.norms(unit)
+        per_layer = self.clipping.strategy.threshold.per_layer
+        with self.batch.changing():  # until every sum is written
+            try:
+                scales, self.per_sample_norms = self.clipping.clip(
+                    norm_sq,
+                    self._layers(current, norm_sq.device) if per_layer else None,
+                    fresh=self.batch.fresh,
+                    placeholder=not drawn,
+                )
+            except Exception:  # refused, or failed: neither counted nor summed
+                self.batch.unchanged()
+                raise
+            factors = scales * unit
+            while current.entries:
+                parameter, entry = current.entries.popitem()
+                factor = factors[rows[parameter]] if per_layer else factors
+                for record in entry.records:
+                    record.check_unmodified()
+                    self.sums.add(parameter, record.clipped_sum(factor.to(parameter.device)))
+            self.batch.end_pass(batch_size, calls)
+        self.monitor.look(self.per_sample_norms)
+
+    def _layers(self, current: BackwardPass, device: torch.device) -> Tensor:
+        """Places of the pass's parameters in the order of all private ones."""
+        order = {parameter: i for i, parameter in enumerate(self.names)}
+        return ops.index_on(tuple(order[parameter] for parameter in current.entries), device)
+
+    # Step
+
+    def zero_grad(self) -> None:
+        """Clear the sums, unless they belong to a logical batch that is still being gathered."""
+        self.drop_stale()
+        if not self.batch.keeps_sums():
+            with self.batch.clearing():
+                self._clear()
+
+    def discard(self) -> None:
+        """Give up the logical batch that is being gathered, with its sums and counts."""
+        self.drop_stale()
+        with self.batch.abandon():
+            self._clear()
+
+    def _clear(self) -> None:
+        self.clipping.discard()
+        self.sums.clear(self.names)
+
+    def retire(self) -> None:
+        """The model is not this book-keeper's any more."""
+        if not self.batch.retired:
+            self.guard.disarm()
+            self.batch.retire()
+            self.sums.clear(self.names)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing of raw data is copied or pickled with a model."""
+        left = {"per_sample_norms": None, "_pass": None, "forward": Forward(None)}
+        return {**self.__dict__, **left, "interceptor": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has no sums, so nothing of a logical batch is pending in it."""
+        self.__dict__.update(state)
+        self.interceptor = Interceptor(self)
+        with self.batch.abandon():
+            pass

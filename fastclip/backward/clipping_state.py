@@ -1,0 +1,284 @@
+"""What moves while a strategy runs: its thresholds, its counts and the number of real steps.
+
+Raw counts accumulate over the physical batches of a logical batch. They get their noise once, and
+thresholds move once, in the real step; only policies that clip a batch at its own counts
+("same_step") draw the noise of the counts when that batch is clipped.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastclip import ops
+from fastclip.accounting import NoiseLevels, remaining, split
+from fastclip.accounting.shares import multiplier
+from fastclip.clipping import Clipping, Thresholds
+from fastclip.clipping.checks import whole
+from fastclip.clipping.contract import check_contract
+from fastclip.clipping.policy import LARGEST, SMALLEST
+from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
+from fastclip.noise import NoiseSource, SeededNoise
+
+
+class ClippingState:
+    """State of one strategy in one run.
+
+    Args:
+        strategy: what it is the state of.
+        max_grad_norm: C_0, a number, or a list for per-layer strategies.
+        parameters: number of private parameter tensors.
+    """
+
+    def __init__(
+        self, strategy: Clipping, max_grad_norm: float | Sequence[float], parameters: int
+    ) -> None:
+        self.strategy = strategy
+        self.next = strategy.initial(max_grad_norm, parameters)
+        """Thresholds of the next logical batch."""
+        check_contract(strategy, self.next)
+        self.current = self.next
+        """Those at which the current (or last) logical batch is clipped."""
+        self.noisy_counts: Tensor | None = None
+        """Of the last real step."""
+        self.step = 0
+        """Number of real steps so far."""
+        self.noise: NoiseSource = SeededNoise()
+        """Source of all noise of the run."""
+        self.first_multiplier = 0.0
+        """sigma_1, of which a schedule takes its share in every step."""
+        self.expected_batch_size: float | None = None
+        self._counts: Tensor | None = None
+        """Raw counts of the logical batch so far. NOT private: never shown, never saved."""
+        self._drawn: tuple[Tensor, float] | None = None
+        """Noisy counts drawn ahead of the step ("same_step"), and their sigma_count."""
+        self._groups: Tensor | None = None
+
+    # Noise levels
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Total sigma of the next real step: sigma_1 times the schedule's factor."""
+        return self.first_multiplier * self.strategy.noise.factor(self.step)
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        sigma = multiplier("noise_multiplier", value)
+        self.first_multiplier = sigma / self.strategy.noise.factor(self.step)
+
+    @property
+    def levels(self) -> NoiseLevels:
+        """How the next real step shares sigma between the gradients and the counts."""
+        return split(self.noise_multiplier, self.strategy.threshold.count_noise_ratio)
+
+    def gradient_noise(self) -> float:
+        """sigma_grad of the step under way, given what its counts have already spent."""
+        if self._drawn is not None:
+            return remaining(self.noise_multiplier, self._drawn[1])
+        return self.levels.gradients
+
+    # Groups
+
+    def set_groups(self, ids: Tensor, placeholder: bool = False) -> None:
+        """Groups of the rows of the next backward pass, int64 [b]; see `engine.set_groups`."""
+        if (
+            not isinstance(ids, Tensor) or ids.dim() != 1 or ids.layout != torch.strided
+            or ids.is_floating_point() or ids.is_complex()
+        ):  # fmt: skip
+            got = f"shape {tuple(ids.shape)}, {ids.dtype}" if isinstance(ids, Tensor) else repr(ids)
+            raise ArgumentTypeError(
+                f"set_groups expects the group of each row as an int64 tensor [b], got {got}"
+            )
+        groups = self.strategy.threshold.num_groups
+        if groups is None:
+            return
+        ids = ids.detach().to(torch.int64)
+        outside = (ids < 0) | (ids >= groups)
+        if ids.device.type == "cpu" and not placeholder and bool(outside.any()):
+            raise ArgumentError(
+                f"set_groups expects groups from 0 to {groups - 1} (num_groups={groups}), got "
+                "values outside; rows of no group need one of their own"
+            )
+        self._groups = ids.masked_fill(outside, -1)
+
+    def _take_groups(self, rows: int, device: torch.device, placeholder: bool) -> Tensor | None:
+        """The groups of this pass, used up by it: a stale one must never serve another batch."""
+        if self.strategy.threshold.num_groups is None:
+            return None
+        groups, self._groups = self._groups, None
+        if placeholder or not rows:
+            return torch.full((rows,), -1, dtype=torch.int64, device=device)
+        name = type(self.strategy.threshold).__name__
+        if groups is None:
+            raise StepError(
+                f"clipping with {name} needs the group of every row: call engine.set_groups(ids), "
+                "ids an int64 tensor [b], before each backward pass"
+            )
+        if len(groups) != rows:
+            raise StepError(
+                f"engine.set_groups got {len(groups)} groups for a backward pass of {rows} samples; "
+                "call it with the ids of this very (physical) batch"
+            )
+        return groups.to(device, non_blocking=True)
+
+    # One backward pass
+
+    def clip(
+        self, norm_sq: Tensor, layers: Tensor | None, *, fresh: bool, placeholder: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Scales of a physical batch, [b] (or [l, b] per layer), and its raw norms [b].
+
+        Args:
+            norm_sq: squared norms of the parameters that took part, [l, b].
+            layers: their rows in a per-layer state, int64 [l].
+            fresh: the first physical batch of its logical batch.
+            placeholder: its one row stands for an empty draw: it is neither counted nor summed.
+        """
+        policy = self.strategy.threshold
+        if policy.same_step and not fresh:
+            raise StepError(split_refused(type(policy).__name__))
+        device, rows = norm_sq.device, norm_sq.shape[1]
+        groups = self._take_groups(rows, device, placeholder)
+        self.next = self.next.to(device)
+        if fresh:
+            self.current, self._counts, self._drawn = self.next, None, None
+        counts = None
+        if policy.count_noise_ratio is not None and not placeholder:
+            if self._counts is None:
+                counts = torch.zeros(policy.count_shape, dtype=torch.float64, device=device)
+            else:
+                counts = self._counts.clone()  # a launch that fails leaves the old ones
+        scales, norms = self._scales(norm_sq, groups, layers, counts)
+        self._counts = self._counts if counts is None else counts
+        if policy.same_step:
+            self._draw_ahead(device)
+            scales, _ = self._scales(norm_sq, groups, layers, None)
+        return (torch.zeros_like(scales) if placeholder else scales), norms
+
+    def _scales(
+        self, norm_sq: Tensor, groups: Tensor | None, layers: Tensor | None, counts: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return ops.clip_scale(norm_sq, self.strategy, self.current, groups, layers, counts)
+
+    def _draw_ahead(self, device: torch.device) -> None:
+        """Noise on the counts of this batch now, and the thresholds that follow from them."""
+        assert self.expected_batch_size is not None
+        spent = self.levels.counts or 0.0
+        noisy, self.current = self._stepped(self.expected_batch_size, device)
+        self._drawn = noisy, spent
+
+    def _stepped(self, batch_size: float, device: torch.device) -> tuple[Tensor, Thresholds]:
+        """Noisy counts, and the thresholds they lead to."""
+        policy = self.strategy.threshold
+        counts = self._counts
+        if counts is None:  # only placeholder rows
+            counts = torch.zeros(policy.count_shape, dtype=torch.float64, device=device)
+        std = (self.levels.counts or 0.0) * policy.count_sensitivity
+        noise = self.noise.draw(counts, std)
+        return ops.threshold_step(counts, noise, policy, self.next, batch_size, self.step)
+
+    # Between passes
+
+    def sensitivity(self) -> Tensor:
+        """S of the sums as they were clipped (not as the thresholds are set now)."""
+        return self.strategy.sensitivity(self.current)
+
+    def discard(self) -> None:
+        """The sums of the logical batch were cleared: so are its counts."""
+        self._counts = self._drawn = None
+
+    def release(self, accumulated: int) -> None:
+        """A real step: noise on the counts, once, and the thresholds of the next logical batch.
+
+        Args:
+            accumulated: backward passes of full batches in the step; B counts for each.
+        """
+        policy = self.strategy.threshold
+        size = (self.expected_batch_size or 0) * accumulated
+        if policy.count_noise_ratio is None:
+            self.next = policy.move(self.next, None, size, self.step)
+        elif self._drawn is not None:
+            self.noisy_counts = self._drawn[0]
+        else:
+            device = self.next.threshold.device
+            self.noisy_counts, self.next = self._stepped(size, device)
+        self._counts = self._drawn = self._groups = None
+
+    def advance(self) -> None:
+        """The real step has been accounted; the schedule goes on."""
+        self.step += 1
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """What `release` changes, for `restore` if the step turns out not to be accounted."""
+        return self.next, self.noisy_counts, self._groups
+
+    def restore(self, before: tuple[Any, ...]) -> None:
+        """Undo `release`: nothing of the step is shown, or moves a threshold."""
+        self.next, self.noisy_counts, self._groups = before
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Raw counts and groups are neither copied nor pickled."""
+        return {**self.__dict__, "_counts": None, "_drawn": None, "_groups": None}
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Thresholds, noisy counts and the step; None where nothing ever changes.
+
+        Neither raw counts nor anything of the noise: no generator, no multiplier.
+        """
+        if self.strategy.constant:
+            return None
+        tensors = dict(self.next.tensors())
+        if self.noisy_counts is not None:
+            tensors["noisy_counts"] = self.noisy_counts
+        saved: dict[str, Any] = {"strategy": self.strategy.kind, "step": self.step}
+        return saved | {name: value.clone() for name, value in tensors.items()}
+
+    def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
+        """Continue from `state_dict`; takes effect at the next logical batch.
+
+        Raises:
+            ArgumentError: for the state of another strategy. Nothing is changed.
+        """
+        if self.strategy.constant or saved is None:
+            if (saved is None) != self.strategy.constant:
+                held = "no" if saved is None else "another strategy's"
+                warnings.warn(
+                    f"the checkpoint holds {held} state of a clipping strategy: "
+                    f"{self.strategy.kind} goes on from where it is",
+                    stacklevel=3,
+                )
+            return
+        values = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
+        counts = values.pop("noisy_counts", None)
+        shapes = {name: tuple(value.shape) for name, value in self.next.tensors().items()}
+        found = {name: tuple(value.shape) for name, value in values.items()}
+        kind = saved.get("strategy", self.strategy.kind)
+        if found != shapes or kind != self.strategy.kind:
+            raise ArgumentError(
+                f"the checkpoint holds the state of {kind} with {found}, this strategy is "
+                f"{self.strategy.kind} with {shapes}; load it into the strategy it was saved from"
+            )
+        if any(not bool(((v >= SMALLEST) & (v <= LARGEST)).all()) for v in values.values()):
+            raise ArgumentError(
+                f"the checkpoint's thresholds expect numbers from {SMALLEST} to {LARGEST}"
+            )
+        step = whole("the checkpoint's step", saved.get("step", 0), 0)
+        device = self.next.threshold.device
+        self.next = Thresholds(**{n: v.to(device, torch.float64) for n, v in values.items()})
+        self.noisy_counts = None if counts is None else counts.to(device)
+        self.step = step
+
+
+def split_refused(policy: str) -> str:
+    """What is said where a logical batch of a "same_step" policy is split."""
+    return (
+        f'{policy} with thresholds="same_step" needs the norms of the whole logical batch before it '
+        "clips, so the batch cannot be split into physical batches; use "
+        'thresholds="previous_step" (the last step\'s noisy counts), or batches that fit in one'
+    )

@@ -1,0 +1,137 @@
+"""Watches over leaked gradients, second engines and, where asked for, values that are not finite."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fastclip._torch import OPACUS_MARK, gradient_hooks
+from fastclip.errors import ParameterLeakError, StepError, UnsupportedLayerError
+
+
+class LeakGuard:
+    """Raises when autograd computes a gradient of a private parameter.
+
+    Private layers return none for their parameters, so a gradient can only come from a use outside
+    the module, which would be unclipped. A copy is born unarmed: hooks belong to the parameters.
+    """
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LeakGuard:
+        return LeakGuard()
+
+    def __reduce__(self) -> Any:
+        return LeakGuard, ()
+
+    def arm(self, names: Mapping[nn.Parameter, str]) -> None:
+        """Guard these parameters; does nothing if armed."""
+        if not self._handles:
+            self._handles = [
+                p.register_hook(partial(_refuse, name))
+                for p, name in names.items()
+                if p.requires_grad
+            ]
+
+    def disarm(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _refuse(name: str, gradient: Tensor | None) -> None:
+    if gradient is not None:
+        raise ParameterLeakError(
+            f"parameter {name!r} was used outside its module's forward (for example "
+            "F.linear(x, module.weight)), so its gradient would be unclipped; call the module "
+            "itself, or freeze the parameter"
+        )
+
+
+def check_hooks(name: str, parameter: nn.Parameter) -> None:
+    """Refuse gradient hooks on a private parameter, which would never run.
+
+    Autograd computes no gradient of it: a mask or a clamp set as a hook would be left out silently.
+
+    Raises:
+        UnsupportedLayerError: naming the parameter.
+    """
+    hooks = gradient_hooks(parameter)
+    foreign = any(getattr(hook, "func", None) is not _refuse for hook in hooks)
+    if foreign and parameter.requires_grad:
+        raise UnsupportedLayerError(
+            f"parameter {name!r} has a hook on its gradient (register_hook or "
+            "register_post_accumulate_grad_hook), which would not run: its per-sample gradients are "
+            "clipped without one; remove the hook, and do its work on the parameter after "
+            "optimizer.step(), or in the forward pass"
+        )
+
+
+def check_alone(names: Mapping[nn.Parameter, str]) -> None:
+    """Refuse parameters that another engine has taken hold of since make_private.
+
+    Opacus' own engine cannot be stopped from doing so, but leaves its marks on the parameters.
+    """
+    for p, name in names.items():
+        if OPACUS_MARK in p.__dict__ or p.__dict__.get("grad_sample") is not None:
+            raise StepError(
+                f"parameter {name!r} was made private by another engine (Opacus') while this one "
+                "still clips it, so that every sample would be released twice; call cleanup() on what "
+                "one of the two make_private calls returned before the other trains"
+            )
+
+
+class NonFiniteMonitor:
+    """Warns once that a sample's gradient was not finite; on a GPU it never waits to know.
+
+    Only where it is enabled: the warning looks at one row's data, so it is for debugging and not
+    private.
+    """
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self._warned = False
+        self._flag: Tensor | None = None
+        self._event: Any = None
+
+    def __reduce__(self) -> Any:
+        """A copy has seen nothing."""
+        return NonFiniteMonitor, ()
+
+    def look(self, norms: Tensor) -> None:
+        """Note the norms [b] of a backward pass."""
+        if self._warned or not self.enabled:
+            return
+        if norms.device.type == "cpu":
+            if not bool(torch.isfinite(norms).all()):
+                self._warn()
+        elif norms.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            self._look_later(norms)
+
+    def _look_later(self, norms: Tensor) -> None:
+        """A copy to pinned memory, read in a later pass, once the device has written it."""
+        if self._flag is None:
+            self._flag = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
+            self._flag.copy_(torch.isfinite(norms).all(), non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(norms.device))
+        elif self._event.query():
+            if not bool(self._flag):
+                self._warn()
+            self._flag = None
+
+    def _warn(self) -> None:
+        self._warned = True
+        warnings.warn(
+            "a sample's gradient is not finite (NaN or inf); it contributes exactly zero and "
+            "training goes on. This warning is given once; it is not private",
+            stacklevel=2,
+        )

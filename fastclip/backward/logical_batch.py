@@ -1,0 +1,189 @@
+"""One logical batch: its sums' state, its draws, and the steps that are signalled to it.
+
+A logical batch is what one noisy step releases. It may be split into physical batches (skipped
+steps, BatchMemoryManager), whose sums stay until the real step; no gradient is released twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fastclip.backward.batch_states import TABLE, Event, Refusal, State
+from fastclip.data.draws import Draws
+from fastclip.data.iteration import PhysicalBatch
+from fastclip.errors import StepError
+
+_DONE = (State.RELEASED, State.STALE, State.RETIRED)
+"""In which no draw waits for a release."""
+
+
+class LogicalBatch:
+    """State of the sums between two real steps."""
+
+    def __init__(self) -> None:
+        self.accumulation_allowed = True
+        """Passes may be joined without a step between them."""
+        self.pending = 0
+        """Backward passes since the last step or zero_grad."""
+        self.accumulated = 1
+        """Backward passes that the last step consumed."""
+        self._state = State.EMPTY
+        """Of the sums, when the last change of them began."""
+        self._changing = False
+        """A change of them has begun and not ended."""
+        self.flags: list[bool] = []
+        """Of steps to come, as the training loop signals them: True only accumulates."""
+        self.draws: Draws | None = None
+        """Of the data loader; None where there is none."""
+        self._found: PhysicalBatch | None = None
+
+    def signal(self, skip: bool) -> None:
+        """The step of the physical batch that comes next only accumulates, or does not.
+
+        BatchMemoryManager's sampler says so while a loader draws that batch, which keeps it.
+        """
+        if self.draws is None or not self.draws.announce(skip):
+            self.flags.append(skip)
+
+    def next_skip(self, *, pop: bool = True) -> bool:
+        """Whether the next step only accumulates."""
+        announced = None if self.draws is None else self.draws.announced
+        if announced is not None:
+            return announced
+        if not self.flags:
+            return False
+        return self.flags.pop(0) if pop else self.flags[0]
+
+    # Its state
+
+    @property
+    def state(self) -> State:
+        """Of the sums; what it allows is in batch_states.py."""
+        broken = self._changing and not self.retired
+        return State.BROKEN if broken else self._state
+
+    @property
+    def retired(self) -> bool:
+        """The model has been handed back, or to another engine: nothing may be released here."""
+        return self._state is State.RETIRED
+
+    def retire(self) -> None:
+        """Nothing may be released here any more."""
+        self._state = State.RETIRED
+
+    def _after(self, event: Event) -> State:
+        """Where an event leads.
+
+        Raises:
+            StepError: it is refused.
+        """
+        outcome = TABLE[self.state][event]
+        if isinstance(outcome, Refusal):
+            raise StepError(outcome.value)
+        return outcome
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """The sums, or what is said of them, change inside; an error (Ctrl-C) leaves them broken."""
+        self._changing = True
+        yield
+        self._changing = False
+
+    def unchanged(self) -> None:
+        """The change that has begun was refused before it touched the sums."""
+        self._changing = False
+
+    @contextmanager
+    def abandon(self) -> Iterator[None]:
+        """Forget the logical batch that is being gathered, whose sums are cleared inside."""
+        after = self._after(Event.ABANDON)
+        with self.changing():
+            yield
+            self.flags.clear()
+            if self.draws is not None:
+                self.draws.give_up(forget=True)
+            self.pending, self._state = 0, after
+
+    # The engine's side
+
+    @property
+    def fresh(self) -> bool:
+        """Nothing of this logical batch has been summed yet."""
+        return self._state in (State.EMPTY, State.RELEASED)
+
+    def begin_pass(self) -> None:
+        """A backward pass is about to contribute.
+
+        Raises:
+            StepError: it may not.
+        """
+        self._after(Event.PASS if self.accumulation_allowed else Event.ALONE)
+
+    def _contributed(self, passes: int) -> None:
+        """So many passes have, which `begin_pass` has allowed."""
+        after = TABLE[self._state][Event.PASS]
+        assert isinstance(after, State)
+        self.pending, self._state = self.pending + passes, after
+
+    def find(self, rows: int) -> bool:
+        """The pass holds `rows` rows, of the batch in hand; False if it is a placeholder.
+
+        Raises:
+            StepError, BatchSizeError: the data loader did not draw them.
+        """
+        self._found = None if self.draws is None else self.draws.find(rows)
+        return self._found is None or self._found.draw.size > 0
+
+    def end_pass(self, rows: int, calls: int) -> None:
+        """The pass has contributed, through `calls` calls of the model."""
+        if self.draws is not None and self._found is not None:
+            self.draws.use(self._found, rows, calls)
+        self._found = None
+        self._contributed(1)
+
+    def contribute(self, passes: list[int]) -> bool:
+        """Passes over so many rows each have been made since the last step; False: placeholders."""
+        real = self.draws is None or self.draws.contribute(passes)
+        self._contributed(max(1, len(passes)))
+        return real
+
+    @property
+    def joined(self) -> int:
+        """Batches that the logical batch consists of: draws, or backward passes where more."""
+        return max(self.pending, 0 if self.draws is None else self.draws.joined)
+
+    def step(self, *, skip: bool) -> None:
+        """step() was called; `skip` if it only accumulates.
+
+        Raises:
+            StepError: there is nothing to release, or it may not be.
+        """
+        after = self._after(Event.SKIP if skip else Event.STEP)
+        if self.draws is not None and not skip:
+            self.draws.check_release()
+        with self.changing():
+            self.accumulated, self.pending = self.joined, 0
+            if self.draws is not None and not skip:
+                self.draws.release()
+            self._state = after
+
+    def keeps_sums(self) -> bool:
+        """zero_grad() was called; whether the sums are of a split batch, which stay.
+
+        Half-written sums never stay, nor do the earlier physical batches in them.
+
+        Raises:
+            StepError: in the middle of a split batch.
+        """
+        return self._after(Event.CLEAR) is State.HELD
+
+    @contextmanager
+    def clearing(self) -> Iterator[None]:
+        """zero_grad() was called, and the sums are cleared inside."""
+        after = self._after(Event.CLEAR)
+        with self.changing():
+            yield
+            if self.draws is not None and self._state not in _DONE:
+                self.draws.give_up(forget=False)
+            self.pending, self._state = 0, after

@@ -1,0 +1,75 @@
+"""The graph of the loss whose backward pass is running, read from its top.
+
+A hook inside a backward pass sees gradients, and no edge of the graph leads upwards to the loss. But
+`torch.autograd.backward` waits for the pass to end, and holds the losses that it was called with: on
+the same thread, or, where the engine runs a device on a thread of its own, on another. Nothing here
+looks at a value, so no device is waited for. Where the call cannot be found, nothing is known.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, NamedTuple
+
+from fastclip._torch import BACKWARD_CODE, LOSSES, SEEDS
+
+Node = Any
+"""A node of autograd's graph."""
+
+
+class Roots(NamedTuple):
+    """What a backward pass began with."""
+
+    nodes: tuple[Node, ...]
+    seeded: bool
+    """Gradients were given, so the losses are not all of what is differentiated."""
+
+
+def running_roots() -> Roots | None:
+    """The losses of the running backward pass; None where they cannot be told."""
+    call = _waiting_call(sys._getframe())
+    if call is None:  # a thread of the engine's own
+        calls = [_waiting_call(frame) for frame in sys._current_frames().values()]
+        found = [call for call in calls if call is not None]
+        if len(found) != 1:
+            return None
+        (call,) = found
+    values = call.f_locals
+    losses = values.get(LOSSES, ())
+    if not isinstance(losses, (tuple, list)):
+        losses = (losses,)
+    nodes = [getattr(loss, "node", None) or getattr(loss, "grad_fn", None) for loss in losses]
+    given = [values.get(name) for name in SEEDS]
+    return Roots(
+        tuple(node for node in nodes if node is not None), any(g is not None for g in given)
+    )
+
+
+def _waiting_call(frame: FrameType | None) -> FrameType | None:
+    """The innermost call of torch.autograd.backward on this stack."""
+    while frame is not None and frame.f_code is not BACKWARD_CODE:
+        frame = frame.f_back
+    return frame
+
+
+def reached_without(roots: Iterable[Node], stop: Callable[[Node], bool]) -> tuple[set, set]:
+    """Walk down from `roots`, not through nodes for which `stop` is true.
+
+    Returns:
+        the other nodes that were reached, and those at which the walk stopped.
+    """
+    passed: set[Node] = set()
+    stopped: set[Node] = set()
+    ahead = list(roots)
+    while ahead:
+        node = ahead.pop()
+        if node in passed or node in stopped:
+            continue
+        if stop(node):
+            stopped.add(node)
+            continue
+        passed.add(node)
+        ahead += [below for below, _ in node.next_functions if below is not None]
+    return passed, stopped

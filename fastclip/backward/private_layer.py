@@ -1,0 +1,181 @@
+"""The private autograd function, and what a rule's backward may see and do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from fastclip import ops
+from fastclip.backward.guards import check_hooks
+from fastclip.backward.handle import Handle
+from fastclip.errors import GraphError
+from fastclip.graph import differentiable_once, takes_part
+from fastclip.layers import Record
+from fastclip.layers.folded import FoldedRecord
+from fastclip.layers.rule import check_customised
+from fastclip.planner import Choice
+from fastclip.samples.calls import Forward
+from fastclip.samples.place import Place
+
+
+class Call:
+    """What a layer's call leaves for its backward, apart from tensors that autograd watches."""
+
+    def __init__(
+        self, handle: Handle, module: nn.Module, forward: Forward, place: Place, extra: Any,
+        parameters: dict[str, nn.Parameter],
+    ) -> None:  # fmt: skip
+        self.handle, self.module, self.forward = handle, module, forward
+        self.place, self.extra, self.parameters = place, extra, parameters
+        self.row_order = forward.row_order
+
+
+class PrivateLayer(Function):
+    """A layer whose backward returns the input's gradient only."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, x: Tensor, *parameters: Tensor) -> Tensor:
+        rule = call.handle.rule
+        assert rule is not None
+        check_customised(call.module)
+        with call.handle.bypassed():
+            out, saved = rule.forward(call.module, x, call.extra)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)
+        ctx.call = call
+        ctx.dtype = x.dtype
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        nothing = (None,) * (2 + len(call.parameters))
+        if g is None:
+            return nothing
+        wanted = wanted_parameters(ctx, call)
+        backward = LayerBackward(call, ctx.saved_tensors, g, ctx.needs_input_grad[1], wanted)
+        rule = call.handle.rule
+        assert rule is not None
+        with torch.autocast(g.device.type, enabled=False):
+            if wanted:
+                backward.admit()
+            with call.handle.bypassed():
+                grad_input = rule.backward(backward)
+        if grad_input is not None:
+            grad_input = grad_input.to(ctx.dtype)
+        return (None, grad_input, *nothing[2:])
+
+
+def wanted_parameters(ctx: Any, call: Call) -> dict[str, nn.Parameter]:
+    """The parameters whose contribution this backward pass wants, by name.
+
+    `needs_input_grad` does not shrink under autograd.grad; whether the engine will run the
+    parameter's own node tells.
+    """
+    if not call.forward.recording:
+        return {}
+    keeper = call.handle.keeper
+    edges = zip(call.parameters.items(), ctx.next_functions[1:], strict=True)
+    wanted = {
+        name: parameter
+        for (name, parameter), (node, _) in edges
+        if parameter in keeper.names and takes_part(node)
+    }
+    for name, parameter in wanted.items():
+        check_hooks(f"{call.handle.path}.{name}".lstrip("."), parameter)
+    return wanted
+
+
+class LayerBackward:
+    """What a rule's backward may see and do.
+
+    Attributes:
+        g: gradient of the layer's output. saved: what its forward saved. extra: the rest of the
+            call. module: the layer, with its current parameters. path: its path in the model.
+        needs_input_grad: whether the input's gradient must be returned.
+    """
+
+    def __init__(
+        self, call: Call, saved: tuple[Tensor | None, ...], g: Tensor, needs_input_grad: bool,
+        wanted: dict[str, nn.Parameter],
+    ) -> None:  # fmt: skip
+        self._call, self._wanted = call, wanted
+        self.saved: tuple[Any, ...] = saved
+        self.g, self.needs_input_grad = g, needs_input_grad
+        self.module: Any = call.module
+        self.extra = call.extra
+        self.path = call.handle.path
+
+    def wants(self, name: str) -> bool:
+        """Whether the parameter of this name takes part in the backward pass."""
+        return name in self._wanted
+
+    def samples(self, x: Tensor) -> Tensor:
+        """`x` with one row a sample, in the order of the batch, along axis 0."""
+        order = self._call.row_order
+        if order is None:
+            return self._call.place.rows(x, self._batch(x))
+        batch = self._call.forward.batch_size or len(order)
+        rows = x.new_zeros(batch, *x.shape[1:])
+        return rows.index_copy_(0, order[: x.shape[0]], x)
+
+    def admit(self) -> None:
+        """Check that this contribution may enter the running pass."""
+        order, forward = self._call.row_order, self._call.forward
+        rows = self._batch(self.g) if order is None else (forward.batch_size or len(order))
+        self._call.handle.keeper.admit(self.path, forward, rows)
+
+    def _batch(self, x: Tensor) -> int:
+        place, batch = self._call.place, self._call.forward.batch_size
+        if place.plain or batch is None:
+            return x.shape[place.axis]
+        if not place.fits(x, batch):
+            raise GraphError(
+                f"{self.path}: a tensor of shape {list(x.shape)} cannot hold {batch} samples"
+            )
+        return batch
+
+    def record(self, name: str, record: Record) -> None:
+        """Add a contribution to the parameter of this name."""
+        handle = self._call.handle
+        assert handle.rule is not None
+        place = self._call.place
+        if not place.plain and handle.rule.axis(self.module) is not None:
+            record = FoldedRecord(record, place, self._batch(self.g))
+        handle.keeper.plan_log.seen(self.path, handle.rule.name, tuple(self.g.shape), record.nbytes)
+        handle.keeper.record(self._wanted[name], record)
+
+    def plan_linear(self, a: Tensor, g: Tensor, name: str = "weight") -> Choice:
+        """The planner's choice for a [b, t, d] and g [b, t, p]."""
+        b, t, d = a.shape
+        choice = self._planner.linear(
+            b, t, d, g.shape[2], a.element_size(), self._may_keep(name), a.device
+        )
+        return self._noted(tuple(a.shape), choice)
+
+    def plan_conv(
+        self, x: Tensor, g: Tensor, geometry: ops.ConvGeometry, name: str = "weight"
+    ) -> Choice:
+        """The planner's choice for a convolution over x [b, c, *space]."""
+        choice = self._planner.conv(
+            x.shape[0], torch.Size(x.shape[2:]).numel(), torch.Size(g.shape[2:]).numel(), geometry,
+            x.element_size(), self._may_keep(name), x.device,
+        )  # fmt: skip
+        return self._noted(tuple(x.shape), choice)
+
+    @property
+    def _planner(self) -> Any:
+        return self._call.handle.keeper.planner
+
+    def _may_keep(self, name: str) -> bool:
+        return not self._call.handle.keeper.shared(self._wanted[name])
+
+    def _noted(self, shape: tuple[int, ...], choice: Choice) -> Choice:
+        handle = self._call.handle
+        assert handle.rule is not None
+        handle.keeper.plan_log.note(self.path, handle.rule.name, shape, choice)
+        return choice

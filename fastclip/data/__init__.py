@@ -1,0 +1,1 @@
+"""Which rows a step may hold: sampling, loaders, draws."""

@@ -1,0 +1,355 @@
+"""Which of the data loader's draws a backward pass trains on, and how many rows it holds.
+
+Epsilon is stated for the rows that the loader draws: each contributes once to the one release of its
+draw. So the loader's sampler tells of every draw as it is made (fastclip.data.loader), and the rows
+that a backward pass credits are held against it. Loader workers draw ahead, so a batch is told by its
+place: the DataLoader's iterator knows the place of the batch that it draws and how many it has
+handed out.
+
+A batch that was handed out and not used was skipped by the loop, or waits in a prefetcher
+(Accelerate's, a list); the numbers of rows, and the order of draws and uses, tell which.
+"""
+
+from __future__ import annotations
+
+import weakref
+from math import inf
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from fastclip.data.iteration import Draw, Iteration, PhysicalBatch, place_of, reading
+from fastclip.errors import BatchSizeError, StepError
+
+_ANOTHER = (
+    "sums of an unfinished logical batch are held (its loop was left, or one of its physical batches "
+    "was skipped), and this batch is another draw of the data loader: a sample of both would contribute "
+    "twice to one release. Call optimizer.discard_logical_batch() where a loop is left or a batch "
+    "skipped, and let every draw be a step of its own (BatchMemoryManager splits large ones)"
+)
+_BORDER = (
+    "batches of two passes over the data loader are accumulated for one step: a sample of both would "
+    "contribute twice to one release. Call optimizer.step() at the end of each pass, or leave the last "
+    "batches out with optimizer.discard_logical_batch()"
+)
+_AHEAD = (
+    "a physical batch was drawn before the one before it was stepped, so it is not known which of them "
+    "ends the logical batch: leave the loop. Where a batch is skipped, call "
+    "optimizer.discard_logical_batch() before the next one is drawn; where another library draws ahead, "
+    "prepare the loader with Accelerate before BatchMemoryManager"
+)
+_UNDRAWN = (
+    "a backward pass came without a batch of the data loader that make_private returned: its batches "
+    "have all been used, or this one comes from another loader, whose draws epsilon does not speak of. "
+    "Iterate over the returned loader and use each of its batches once; wrap passes that must not "
+    "train in engine.paused()"
+)
+_UNCLEAR = (
+    "several batches have been drawn ahead, one of them is empty (rand_on_empty=True puts a placeholder "
+    "row in its place), and it cannot be told whether that row is the one of this backward pass; draw "
+    "the next batch after the step, or set rand_on_empty=False"
+)
+
+_MOST = 2**16
+"""Batches that may wait."""
+
+
+class Draws:
+    """The draws of one data loader that one private model is trained on.
+
+    Args:
+        independent: draws are independent samples (Poisson), so that no two may be joined.
+        required: a backward pass without a draw is refused; else only once the loader was iterated.
+        placeholders: an empty draw is handed out as one placeholder row.
+    """
+
+    def __init__(self, *, independent: bool, required: bool, placeholders: bool = False) -> None:
+        self.independent, self.required, self.placeholders = independent, required, placeholders
+        self._watching = required
+        self._waiting: list[PhysicalBatch] = []
+        """Drawn and not used, in order."""
+        self._used: list[PhysicalBatch] = []
+        """What the logical batch that is being gathered consists of."""
+        self._newest: PhysicalBatch | None = None
+        self._read_by: WeakKeyDictionary[Any, weakref.ref[Iteration]] = WeakKeyDictionary()
+        self._largest = 0
+        self._lags: bool | None = None
+        """Batches are handed out before the ones before them are used; None: not known yet."""
+        self._last_out: PhysicalBatch | None = None
+        """The newest that was out when a batch was used last."""
+        self._ahead = inf
+        """Fewest batches of this iteration that were out beyond those being used."""
+        self._locked = False
+        """Which physical batch is in hand cannot be told any more in this iteration."""
+
+    def __reduce__(self) -> Any:
+        """A copy hears of no draws: loaders tell the original."""
+        return _copied, (self.independent, self.required, self.placeholders)
+
+    # The data loader's side
+
+    def drawn(self, iteration: Iteration, size: int) -> None:
+        """The batch sampler has drawn `size` rows."""
+        if not iteration.drawn:
+            self._begin(iteration)
+        who = reading()
+        if who is not None:
+            iteration.reader, iteration.kept = weakref.ref(who), who
+            self._read_by[who] = weakref.ref(iteration)
+        place = iteration.drawn if who is None else place_of(who)
+        iteration.drawn += 1
+        iteration.look()
+        last = self._waiting[-1] if self._waiting else None
+        if last is not None and last.draw.iteration is iteration and last.place == place:
+            self._waiting.pop()  # a sampler around this one passed it over, or reading it failed
+        self._largest = max(self._largest, size)
+        self._add(PhysicalBatch(Draw(size, iteration), place))
+
+    def exhausted(self, iteration: Iteration) -> None:
+        """The batch sampler was asked for a draw and had none."""
+        iteration.over = True
+        iteration.look()
+
+    def announce(self, skip: bool) -> bool:
+        """A splitting sampler draws a part of the newest draw; False where no loader is drawing."""
+        who = reading()
+        known = None if who is None else self._read_by.get(who)
+        iteration = None if known is None else known()
+        if iteration is None or iteration.newest is None:
+            return False
+        iteration.look()
+        newest = iteration.newest
+        if newest.place == place_of(who) and newest.skip is None:
+            newest.skip = skip
+        else:
+            self._add(PhysicalBatch(newest.draw, place_of(who), skip))
+        return True
+
+    def _begin(self, iteration: Iteration) -> None:
+        who, out = reading(), self._out()
+        before = None if self._newest is None else self._newest.draw.iteration
+        # A prefetcher holds what is out still; a loop that only looked at it (an evaluation) does not.
+        held = self.independent and len(out) == 1 if self._lags is None else self._lags
+        gone = {b for b in out if not held or b.skip is not None or b.draw.iteration is not before}
+        if before is not None and _alive(before) and not before.over and out:
+            gone.discard(out[-1])  # a pass inside another, whose batch is in hand
+        self._waiting = [b for b in self._waiting if b not in gone]
+        for batch in self._waiting:
+            earlier = batch.draw.iteration
+            if who is not None and earlier.reader is not None and earlier.reader() is who:
+                earlier.reader = earlier.kept = None  # of worker processes that stay for this pass
+        self._watching, self._lags, self._locked, self._ahead = True, None, False, inf
+
+    def _add(self, batch: PhysicalBatch) -> None:
+        self._waiting.append(batch)
+        if len(self._waiting) > _MOST:  # a loop that trains elsewhere, such as a captured graph
+            del self._waiting[: _MOST // 2]
+        self._newest = batch.draw.iteration.newest = batch
+
+    def _out(self) -> list[PhysicalBatch]:
+        """Handed out and not used, in order; those that never will be are forgotten."""
+        out, waiting = [], []
+        for batch in self._waiting:
+            iteration = batch.draw.iteration
+            handed = batch.place < iteration.look()
+            if handed:
+                out.append(batch)
+            if handed or _alive(iteration):
+                waiting.append(batch)
+            iteration.kept = None
+        self._waiting = waiting
+        return out
+
+    # The engine's side
+
+    @property
+    def empty_in_hand(self) -> bool:
+        """The batch in hand may be an empty draw."""
+        return any(not b.draw.size for b in self._out())
+
+    @property
+    def joined(self) -> int:
+        """Draws that the logical batch consists of."""
+        return len({id(b.draw) for b in self._used})
+
+    @property
+    def announced(self) -> bool | None:
+        """Whether the step of the batch used last only accumulates, as its sampler said."""
+        return self._used[-1].skip if self._used else None
+
+    def find(self, rows: int) -> PhysicalBatch | None:
+        """The batch that a backward pass over `rows` rows trains on; None where none is known.
+
+        Raises:
+            StepError: no draw may be it, or it may not be joined with what is held.
+            BatchSizeError: more rows than were drawn.
+        """
+        if not self._watching:
+            return None
+        out = self._out()
+        batch = self._part_of_the_last(out, rows) or self._choose(out, rows)
+        others = [b for b in self._used if b.draw is not batch.draw]
+        if others:
+            if self.independent or batch.skip is not None or others[-1].skip is not None:
+                raise StepError(_ANOTHER)
+            if any(b.draw.iteration is not batch.draw.iteration for b in others):
+                raise StepError(_BORDER)
+        return batch
+
+    def use(self, batch: PhysicalBatch, rows: int, calls: int = 1) -> bool:
+        """`rows` rows of `batch` contribute; False if it is an empty draw, so that none may.
+
+        Args:
+            calls: of the model under the one loss.
+        """
+        out = self._out()
+        if batch in out:
+            self._last_out = out[-1]
+            if not batch.draw.iteration.over:
+                self._ahead = min(self._ahead, len(out) - 1)
+            gone = out[: out.index(batch) + 1]
+            self._waiting = [b for b in self._waiting if b not in gone]
+        if not self._used or self._used[-1] is not batch:
+            self._used.append(batch)
+        batch.draw.credited += rows if batch.draw.size else 0
+        batch.draw.called_twice |= calls > 1
+        return batch.draw.size > 0
+
+    def contribute(self, parts: list[int]) -> bool:
+        """Rows of batches that were gathered before this step, in order; False as in `use`."""
+        real = True
+        if len(parts) > 1:  # they waited for this
+            out = self._out()
+            self._lags = True
+            more = len(out) - len(parts)
+            if out and not out[-1].draw.iteration.over:
+                self._ahead = min(self._ahead, max(more, 0))
+            if not self._used and more > self._ahead:
+                skipped = set(out[: more - int(self._ahead)])
+                self._waiting = [b for b in self._waiting if b not in skipped]
+        for rows in parts:
+            batch = self.find(rows)
+            real = real and (batch is None or self.use(batch, rows))
+        return real
+
+    def check_release(self) -> None:
+        """Refuse halves of a batch that were added under one loss as if they were the same samples.
+
+        Raises:
+            BatchSizeError: several calls of the model held fewer rows than were drawn.
+        """
+        for batch in self._used:
+            draw = batch.draw
+            if draw.called_twice and draw.credited < draw.size:
+                raise BatchSizeError(
+                    f"the calls of the model under one loss were given {draw.credited} rows for "
+                    f"{draw.size} that the data loader drew, and rows of several calls are credited as "
+                    "the same samples: pass every call the whole batch, its rows in the same order "
+                    "(BatchMemoryManager splits large batches; leave out rows in the data set, not in "
+                    "collate_fn)"
+                )
+
+    def release(self) -> None:
+        """A real step has used up the logical batch."""
+        self._used.clear()
+
+    def give_up(self, *, forget: bool) -> None:
+        """Nothing of the logical batch that is being gathered is released.
+
+        Args:
+            forget: the batch in hand is given up, too; else its backward pass may be run again.
+        """
+        back = [] if forget else list(dict.fromkeys(self._used))
+        self._last_out = None
+        for batch in self._used:
+            batch.draw.credited, batch.draw.called_twice = 0, False
+        self._used.clear()
+        out = self._out()
+        if any(b.skip is not None for b in (*out, *back)):
+            back = [] if out else back[-1:]
+        if not forget:
+            self._waiting = [*back, *self._waiting]
+        elif len(out) > 1 and any(b.skip is not None for b in out) and self._lags is not False:
+            self._locked = True
+        else:
+            self._waiting = [b for b in self._waiting if b not in out or b.skip is None]
+
+    def _part_of_the_last(self, out: list[PhysicalBatch], rows: int) -> PhysicalBatch | None:
+        """The batch used last, if this is another part of it."""
+        last = self._used[-1] if self._used else None
+        if last is None or not last.fits(rows):
+            return None
+        if out and (self._lags is False or any(b.skip is not None for b in out)):
+            return None
+        return last
+
+    def _choose(self, out: list[PhysicalBatch], rows: int) -> PhysicalBatch:
+        if not out:
+            return self._again(rows)
+        first, last = out[0], out[-1]
+        if last is self._last_out:
+            self._lags = True  # nothing was handed out since the last backward pass
+        elif len(out) == 1:
+            iteration = first.draw.iteration
+            if not iteration.over or any(
+                b.draw.iteration is iteration for b in self._waiting if b is not first
+            ):
+                self._lags = False
+        if self._locked or (
+            len(out) > 1 and self._lags is not False and any(b.skip is not None for b in out)
+        ):
+            raise StepError(_AHEAD)
+        if self._lags is False or last.skip is not None:
+            if not last.fits(rows):
+                raise self._too_many(last, rows)
+            return last
+        exact = [b for b in out if self._holds(b, rows)]
+        if len({b.draw.size > 0 for b in exact}) > 1 and not self._first_in_hand(out):
+            raise StepError(_UNCLEAR)
+        possible = exact or [b for b in out if b.fits(rows)]
+        if not possible:
+            raise self._too_many(first, rows)
+        batch = possible[0]
+        if exact and len(out) > 1:
+            if exact == [last]:
+                self._lags = False
+            elif last not in exact:
+                self._lags = True
+        return batch
+
+    def _first_in_hand(self, out: list[PhysicalBatch]) -> bool:
+        """Whether no batch but the first can be the one in hand: none was skipped."""
+        return bool(self._lags) and not out[-1].draw.iteration.over and len(out) <= self._ahead + 1
+
+    def _again(self, rows: int) -> PhysicalBatch:
+        """A batch of an earlier pass, which without Poisson sampling the next one may repeat."""
+        if self._used:
+            raise self._too_many(self._used[-1], rows)
+        if self.independent:
+            raise StepError(_UNDRAWN)
+        batch = PhysicalBatch(Draw(self._largest, Iteration()), 0)
+        if not batch.fits(rows):
+            raise self._too_many(batch, rows)
+        return batch
+
+    def _holds(self, batch: PhysicalBatch, rows: int) -> bool:
+        if batch.draw.size:
+            return rows == batch.rows_left
+        return rows == 0 or (self.placeholders and rows == 1)
+
+    @staticmethod
+    def _too_many(batch: PhysicalBatch, rows: int) -> BatchSizeError:
+        return BatchSizeError(
+            f"expected at most {batch.rows_left} samples in this backward pass, for the data loader "
+            f"drew {batch.draw.size} rows ({batch.draw.credited} of them have contributed to this "
+            f"step), got {rows}: a row of the data set must stay one row of the batch, for each is "
+            "clipped as one. Use each batch once, and let neither the data set nor collate_fn make "
+            "several rows of one (average the losses of its views inside the model's row instead)"
+        )
+
+
+def _alive(iteration: Iteration) -> bool:
+    return iteration.reader is not None and iteration.reader() is not None
+
+
+def _copied(independent: bool, required: bool, placeholders: bool) -> Draws:
+    return Draws(independent=independent, required=required, placeholders=placeholders)

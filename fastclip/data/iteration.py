@@ -1,0 +1,95 @@
+"""One pass over a batch sampler: what it draws, and which of it a DataLoader has handed out.
+
+Loader workers draw ahead, so a batch is told by its place: the iterator of the DataLoader knows the
+place of the batch that it draws, and how many it has handed out.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from fastclip._torch import NEXT_INDEX, RECEIVED, SENT, YIELDED, LoaderIterator
+
+
+@dataclass(eq=False)
+class Iteration:
+    """One pass over the batch sampler."""
+
+    reader: weakref.ref[Any] | None = None
+    """The iterator of the DataLoader that draws."""
+    handed: float = float("inf")
+    """Places of batches below it have been handed out."""
+    kept: Any = None
+    """The same, kept alive until what it has handed out since was looked at."""
+    over: bool = False
+    """The sampler has no more draws."""
+    drawn: int = 0
+    newest: PhysicalBatch | None = None
+
+    def look(self) -> float:
+        """`handed` as it is now; of a reader that is gone, as it was last."""
+        who = None if self.reader is None else self.reader()
+        if who is not None:
+            self.handed = _handed_out(who)
+        return self.handed
+
+
+@dataclass(eq=False)
+class Draw:
+    """What the batch sampler drew at once: the rows of one logical batch."""
+
+    size: int
+    iteration: Iteration
+    credited: int = 0
+    """Rows that have contributed."""
+    called_twice: bool = False
+    """A backward pass went through several calls of the model, whose rows must be the same."""
+
+
+@dataclass(eq=False)
+class PhysicalBatch:
+    """What the DataLoader hands out at once: a draw, or a part of one."""
+
+    draw: Draw
+    place: int
+    skip: bool | None = None
+    """Whether its step only accumulates, where a splitting sampler says so."""
+
+    @property
+    def rows_left(self) -> int:
+        """Rows that may still contribute."""
+        return self.draw.size - self.draw.credited
+
+    def fits(self, rows: int) -> bool:
+        """Whether it may hold `rows` rows; whatever stands for an empty draw contributes nothing."""
+        return not self.draw.size or rows <= self.rows_left
+
+
+def reading() -> Any:
+    """The iterator of a DataLoader that is drawing just now, if one is.
+
+    It may be any DataLoader around the sampler (BatchMemoryManager's, Accelerate's), of which nothing
+    but this call is to be seen.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == NEXT_INDEX:
+            who = frame.f_locals.get("self")
+            if isinstance(who, LoaderIterator):
+                return who
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def place_of(who: Any) -> int:
+    """Place, among the batches that are handed out, of the one being drawn."""
+    sent = getattr(who, SENT, None)
+    return int(getattr(who, YIELDED) if sent is None else sent)
+
+
+def _handed_out(who: Any) -> float:
+    """Batches handed out so far; without workers each is handed out as it is drawn."""
+    return float(getattr(who, RECEIVED, "inf"))

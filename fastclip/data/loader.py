@@ -1,0 +1,94 @@
+"""A data loader whose batch sampler tells of its draws, whoever iterates over it.
+
+BatchMemoryManager and Accelerate build loaders of their own around the batch sampler, so the sampler
+is the one place that sees every draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Sampler
+
+from fastclip.data.distinct import Distinct
+from fastclip.data.draws import Draws
+from fastclip.data.iteration import Iteration
+
+
+def watch_draws(loader: DataLoader, draws: Draws, distinct: Distinct | None = None) -> None:
+    """Tell `draws` of what the batch sampler of `loader` draws.
+
+    The sampler keeps its type: a subclass of it takes its place.
+
+    Args:
+        distinct: refuses rows drawn twice in one pass; None where the sampler cannot draw them.
+    """
+    sampler: Any = loader.batch_sampler
+    try:
+        _watch(sampler, draws, distinct)
+    except TypeError:  # a list of batches, or another type that cannot be replaced
+        sampler = _Around(sampler)
+        _watch(sampler, draws, distinct)
+        object.__setattr__(loader, "batch_sampler", sampler)
+
+
+def _watch(sampler: Any, draws: Draws, distinct: Distinct | None) -> None:
+    kind: Any = type(sampler)
+    plain = unwatched(sampler)
+
+    def watched(self: Any) -> _Watched:
+        return _Watched(kind.__iter__(self), draws, distinct)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        return _rebuild, (plain, self.__dict__)  # a copy reports to nobody
+
+    methods = {"__iter__": watched, "__reduce_ex__": reduce, "unwatched": plain}
+    sampler.__class__ = type(plain.__name__, (kind,), methods)
+
+
+class _Watched:
+    """Iterator over a sampler that tells of each draw, and of being asked when there is none left."""
+
+    def __init__(self, rows: Iterator[Any], draws: Draws, distinct: Distinct | None) -> None:
+        self._rows, self._draws = rows, draws
+        self._distinct = None if distinct is None else distinct.one_pass()
+        self._iteration = Iteration()
+
+    def __iter__(self) -> _Watched:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            drawn = next(self._rows)
+        except StopIteration:
+            self._draws.exhausted(self._iteration)
+            raise
+        if self._distinct is not None:
+            self._distinct.check(drawn)
+        self._draws.drawn(self._iteration, len(drawn))
+        return drawn
+
+
+class _Around(Sampler):
+    """Batches of a sampler that is no torch Sampler."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def unwatched(sampler: Any) -> type:
+    """The type of a sampler, whoever is told of its draws."""
+    return getattr(type(sampler), "unwatched", type(sampler))
+
+
+def _rebuild(kind: Any, state: dict[str, Any]) -> Any:
+    sampler = kind.__new__(kind)
+    sampler.__dict__.update(state)
+    return sampler

@@ -1,0 +1,72 @@
+"""Private functions in torch's graph: who takes part in a backward pass, and that it is the only one.
+
+They can be differentiated once; a second derivative is refused with a sentence of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fastclip._torch import will_run
+from fastclip.errors import GraphError
+
+
+def differentiable_once(backward: Callable[..., tuple]) -> Callable[..., tuple]:
+    """Decorator of the backward of a private function, in place of torch's `once_differentiable`.
+
+    Under create_graph=True the gradients are the same numbers; to differentiate them raises
+    GraphError.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *gradients: Tensor | None) -> tuple:
+        with torch.no_grad():
+            outputs = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return outputs
+        # Tied to what came in, so that the refusal lies between them and the model's inputs, and to
+        # a leaf, for gradients that do not depend on the output but on the weights alone.
+        return tuple(
+            out if out is None else _Refusal.apply(out.detach().requires_grad_(), *gradients)
+            for out in outputs
+        )
+
+    return wrapper
+
+
+class _Refusal(Function):
+    """Its first argument, with no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *gradients: Tensor | None) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:  # type: ignore[override]
+        raise GraphError(
+            "a loss that holds gradients taken through the private model (a gradient penalty, "
+            "create_graph=True) would be differentiated through it twice, and private layers can be "
+            "differentiated once: penalise the difference of its outputs at two inputs instead, "
+            "(model(x + e * v) - model(x)) / e, which needs one backward pass"
+        )
+
+
+def takes_part(node: Any) -> bool:
+    """Whether the running backward pass wants the gradient of the parameter whose node this is."""
+    if node is None:
+        return False
+    try:
+        return will_run(node)
+    except RuntimeError as error:
+        if "autograd.grad" in str(error):
+            return False  # it asks for tensors, not for p.grad
+        raise GraphError(
+            "torch does not say whether a parameter takes part in the backward pass "
+            f"({error}), so it might be left untrained; use loss.backward()"
+        ) from error

@@ -1,0 +1,44 @@
+"""Records of layers that take every row for a sample, where several rows are one sample's."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastclip import ops
+from fastclip.layers.records import KeptRecord, Record
+from fastclip.samples.place import Place
+
+
+class FoldedRecord(Record):
+    """A record of b * n rows, for b samples.
+
+    Args:
+        record: of the rows. place: of the samples among them. batch: b.
+    """
+
+    def __init__(self, record: Record, place: Place, batch: int) -> None:
+        super().__init__(*record._operands)
+        self.record, self.place, self.batch = record, place, batch
+
+    def norm_sq(self) -> Tensor:
+        return self._kept().norm_sq()
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        found = self.place.fold(len(self._operands[0]), self.batch)
+        assert found is not None
+        rows = scale[self.place.owners(len(self._operands[0]), self.batch, scale.device)]
+        return self.record.clipped_sum(rows)
+
+    def per_sample(self) -> Tensor:
+        own = self.record.per_sample()
+        rows = Place(0, self.place.outer, self.place.inner).rows(ops.widen(own), self.batch)
+        return rows.sum(1)
+
+    def slack(self) -> Tensor | None:
+        slack = self.record.slack()
+        if slack is None:
+            return None
+        return Place(0, self.place.outer, self.place.inner).rows(slack, self.batch).sum(1)
+
+    def _kept(self) -> KeptRecord:
+        return KeptRecord(self.per_sample(), self.slack())

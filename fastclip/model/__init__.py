@@ -1,0 +1,1 @@
+"""The private model: which module is intercepted, by what, and what is refused."""

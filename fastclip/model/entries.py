@@ -1,0 +1,101 @@
+"""Calls by which a training loop reaches private layers past the model's own forward.
+
+Whatever computes with private layers is run on a few rows before it trains
+(fastclip.samples.learning): the model's forward when it begins; another method of the model, or a part
+of it that is called by itself, when it first reaches a private layer, for most methods compute nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from fastclip._torch import disable_dynamo
+from fastclip.model.following import follow
+
+if TYPE_CHECKING:
+    from fastclip.backward.bookkeeping import BookKeeper
+
+_PART = "_fastclip_part"
+_LIGHTNING = ("lightning.", "pytorch_lightning.")
+_LOGS = ("log", "log_dict")
+"""Lightning's methods that keep numbers elsewhere: a look on a few rows leaves nothing there."""
+
+
+class Method:
+    """A bound method of a module other than `forward`, whose calls are known while they run.
+
+    Args:
+        path: of the module, in the model.
+    """
+
+    def __init__(self, model: nn.Module, name: str, keeper: BookKeeper, path: str = "") -> None:
+        self.model, self.name, self.keeper = model, name, keeper
+        self.called = f"{path}.{name}".lstrip(".")
+        functools.update_wrapper(self, getattr(type(model), name))
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the bound method: models look at their own."""
+        return inspect.signature(self._plain)
+
+    @property
+    def _plain(self) -> MethodType:
+        return MethodType(getattr(type(self.model), self.name), self.model)
+
+    @functools.partial(disable_dynamo, recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plain = self._plain
+        if self.keeper.calls.probe and plain.__func__.__module__.startswith(_LIGHTNING):
+            return None if self.name in _LOGS else plain(*args, **kwargs)
+        if self.keeper.depth:
+            return plain(*args, **kwargs)
+        with self.keeper.calls.inside(self.called, self.model, plain, args, kwargs) as returned:
+            return returned(plain(*args, **kwargs))
+
+
+def attach_methods(path: str, module: nn.Module, keeper: BookKeeper) -> None:
+    """Let the book-keeper know of calls of the methods of the model, or of a part of it."""
+    for name in _methods(module):
+        module.__dict__[name] = Method(module, name, keeper, path)
+
+
+def attach_part(path: str, module: nn.Module, keeper: BookKeeper) -> None:
+    """Let the book-keeper know of calls of a module that holds private layers."""
+    attach_methods(path, module, keeper)
+    module.__dict__[_PART] = (path, keeper)
+    module.__dict__["forward"] = MethodType(_part_forward, module)
+
+
+def detach(module: nn.Module) -> None:
+    """Undo `attach_methods` and `attach_part`."""
+    for name in [n for n, value in vars(module).items() if isinstance(value, Method)]:
+        del module.__dict__[name]
+    if module.__dict__.pop(_PART, None) is not None:
+        module.__dict__.pop("forward", None)
+
+
+@functools.partial(disable_dynamo, recursive=False)
+def _part_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    path, keeper = self.__dict__[_PART]
+    plain = MethodType(type(self).forward, self)
+    if keeper.depth or keeper.calls.probe or keeper.recomputes:
+        return follow(path, keeper, plain, args, kwargs)
+    with keeper.calls.inside(f"{path}()", self, plain, args, kwargs) as returned:
+        return returned(plain(*args, **kwargs))
+
+
+def _methods(model: nn.Module) -> Iterator[str]:
+    """Methods that torch's own modules do not have."""
+    for name in dir(type(model)):
+        if name.startswith("__") or name in vars(model) or hasattr(nn.Module, name):
+            continue
+        base = next((b for b in type(model).__mro__ if name in vars(b)), object)
+        torchs = base.__module__.startswith("torch.")
+        if not torchs and isinstance(vars(base).get(name), FunctionType):  # not static, of no class
+            yield name

@@ -1,0 +1,84 @@
+"""Modules that run around uses of parameters: which one returns rows that were moved in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastclip._torch import disable_dynamo
+from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.samples.calls import Forward
+from fastclip.samples.inputs import flatten, rebuild
+from fastclip.uses.arguments import leaves_of
+from fastclip.uses.proxy import is_private
+from fastclip.uses.routing import Routing
+
+
+def follow(
+    path: str, keeper: BookKeeper, inner: Callable[..., Any], args: tuple, kwargs: dict
+) -> Any:
+    """Run a module that is no private layer; where it moves rows, their owners will be told."""
+    probe = keeper.calls.probe
+    if probe is not None:
+        if any(is_private(x) for x in leaves_of((args, kwargs))):
+            probe.layout.users.add(path)
+        probe.inside.append(path)
+        try:
+            out = inner(*args, **kwargs)
+        finally:
+            probe.inside.pop()
+        if any(is_private(x) for x in leaves_of(out)):
+            probe.layout.users.update((path, *probe.inside[-1:]))
+        probe.leaves(path, out)
+        return out
+    if not torch.is_grad_enabled():
+        return inner(*args, **kwargs)
+    forward = keeper.running_forward()
+    if forward is not None and forward.layout is not None and path in forward.layout.users:
+        inner = partial(eagerly, inner)
+    routing = None if forward is None else entered(path, forward)
+    if forward is None or routing is None:
+        return inner(*args, **kwargs)
+    try:
+        out = inner(*args, **kwargs)
+    finally:
+        forward.routings.pop()
+    return left(path, forward, routing, out)
+
+
+@disable_dynamo
+def eagerly(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run code that uses parameters by itself: a compiler would not see what becomes of them."""
+    return inner(*args, **kwargs)
+
+
+def entered(path: str, forward: Forward) -> Routing | None:
+    """Follow the rows inside this module from now on, if it moves any."""
+    layout = forward.layout
+    if layout is None or path not in layout.returns or forward.batch_size is None:
+        return None
+    routing = Routing(forward.batch_size)
+    forward.routings.append((path, routing))
+    return routing
+
+
+def left(path: str, forward: Forward, routing: Routing, out: Any) -> Any:
+    """What the module returns, where gradients come in whose owners are known."""
+    assert forward.layout is not None
+    leaves, structure = flatten(out)
+    places = forward.layout.returns[path]
+    tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    numbers = [
+        i for number, i in enumerate(tensors)
+        if number in places and type(leaves[i]) is Tensor and leaves[i].requires_grad
+    ]  # fmt: skip
+    passed = routing.leave(
+        [leaves[i] for i in numbers], [places[tensors.index(i)] for i in numbers]
+    )
+    for i, x in zip(numbers, passed, strict=True):
+        leaves[i] = x
+    return rebuild(leaves, structure)

@@ -1,0 +1,241 @@
+"""Swaps the forward of trainable layers for private autograd functions, and back.
+
+A layer keeps its class, its place and its parameters; only `forward` becomes a bound method of the
+module (not a closure: a deepcopy must use its own weights). The private function returns the
+input's gradient and no gradient for the parameters, whose contributions go to the book-keeper:
+autograd never computes an unclipped weight gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fastclip._torch import Native, disable_dynamo
+from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.backward.private_layer import Call, PrivateLayer
+from fastclip.errors import UnsupportedLayerError, where
+from fastclip.layers import LayerRule
+from fastclip.model.following import eagerly, follow
+from fastclip.samples.layout import BatchLayout
+from fastclip.samples.place import Place
+from fastclip.uses.proxy import is_private
+
+ATTRIBUTE = "_fastclip"
+HOW_TO_REGISTER = (
+    "write its rule with @fastclip.layers.register_rule (examples/custom_layer.py), freeze it, or "
+    "replace it"
+)
+
+
+class Scope(Protocol):
+    """Something done around a module's forward: opening the root, expanding raw parameters."""
+
+    def run(
+        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+    ) -> Any:
+        """Call `inner(*args, **kwargs)` with whatever the scope adds."""
+
+
+class Handle:
+    """What an intercepted module carries: its path, its rule, its scopes, its book-keeper."""
+
+    def __init__(self, path: str, keeper: BookKeeper) -> None:
+        self.path = path
+        self.keeper = keeper
+        self.rule: LayerRule | None = None
+        self.scopes: list[Scope] = []
+        self.bypass = False
+        """Run the module as it was (while a rule calls it from inside)."""
+
+    def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """The module's forward."""
+        if self.bypass:
+            return self._plain(module)(*args, **kwargs)
+        if self.rule is None:
+            inner: Callable = partial(self._followed, module)
+        else:
+            inner = self._private(module)
+        for scope in self.scopes:
+            inner = _Bound(scope, self, module, inner)
+        return inner(*args, **kwargs)
+
+    @property
+    def only_opens(self) -> bool:
+        """The model's own forward, around which nothing is done but to open the pass."""
+        return self.rule is None and len(self.scopes) == 1 and hasattr(self.scopes[0], "enter")
+
+    @staticmethod
+    def _plain(module: nn.Module) -> Callable:
+        return MethodType(type(module).forward, module)
+
+    def _followed(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return follow(self.path, self.keeper, self._plain(module), args, kwargs)
+
+    def _private(self, module: nn.Module) -> Callable:
+        rule = self.rule
+        assert rule is not None
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            probe = self.keeper.calls.probe
+            plain = self._plain(module)
+            if probe:
+                if self.path in probe.layout.open or any(
+                    map(is_private, (*args, *kwargs.values()))
+                ):
+                    probe.layout.open.add(self.path)
+                    probe.layout.met.add(self.path)
+                    return plain(*args, **kwargs)
+                x = args[0] if args else next(iter(kwargs.values()), None)
+                probe.layout.observe(probe, self.path, x, rule.counts_rows)
+                with Native():
+                    out = plain(*args, **kwargs)
+                return probe.layout.observed_output(probe, self.path, rule.axis(module), out)
+            if torch.is_grad_enabled():
+                return apply_rule(self, module, args, kwargs)
+            return plain(*args, **kwargs)
+
+        return forward
+
+    @contextmanager
+    def bypassed(self) -> Iterator[None]:
+        """The module runs as it was inside."""
+        self.bypass = True
+        try:
+            yield
+        finally:
+            self.bypass = False
+
+    def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """The trainable parameters that the rule answers for, by their name in the module."""
+        return {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
+
+
+class _Bound:
+    def __init__(self, scope: Scope, handle: Handle, module: nn.Module, inner: Callable) -> None:
+        self._call = (scope, handle, module, inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        scope, handle, module, inner = self._call
+        return scope.run(handle, module, inner, args, kwargs)
+
+
+@disable_dynamo
+def private_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of every intercepted module; torch.compile breaks its graph around it."""
+    handle: Handle = getattr(self, ATTRIBUTE)
+    return handle.call(self, args, kwargs)
+
+
+@partial(disable_dynamo, recursive=False)
+def private_root_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a root that only opens the pass: its own code may be compiled.
+
+    This frame is run as it is, and what it calls, but for the model's forward, is not traced.
+    """
+    handle: Handle = getattr(self, ATTRIBUTE)
+    scope = handle.scopes[0]
+    plain: Callable[..., Any] = MethodType(type(self).forward, self)
+    entered = scope.enter(handle, self, plain, args, kwargs)  # type: ignore[attr-defined]
+    if entered.eager:
+        plain = partial(eagerly, plain)
+    try:
+        out = plain(*entered.args, **entered.kwargs)
+    finally:
+        entered.leave()
+    return entered.opening(out)
+
+
+def attach(module: nn.Module, handle: Handle) -> None:
+    """Intercept `module`."""
+    if "forward" in module.__dict__:
+        owner = "fastclip" if ATTRIBUTE in module.__dict__ else "another library"
+        raise UnsupportedLayerError(
+            f"{where(handle.path, module)} has had its forward replaced "
+            f"by {owner} already; pass the original model"
+        )
+    forward = private_root_forward if handle.only_opens else private_forward
+    module.__dict__[ATTRIBUTE] = handle
+    module.__dict__["forward"] = MethodType(forward, module)
+
+
+def detach(module: nn.Module) -> None:
+    """Undo `attach`."""
+    module.__dict__.pop("forward", None)
+    module.__dict__.pop(ATTRIBUTE, None)
+
+
+def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    """Run a layer through its rule, recorded for the backward pass; or as it was, if it is open."""
+    rule, keeper = handle.rule, handle.keeper
+    assert rule is not None
+    forward, opens = keeper.layer_forward(handle.path)
+    place = Place(0)
+    if forward.row_order is None and not rule.counts_rows:
+        layout: BatchLayout
+        if forward.layout is None or not forward.routings:
+            layout = keeper.calls.layout_with(handle.path, forward)
+        else:
+            layout = forward.layout
+        moved = forward.routings and handle.path not in layout.places
+        if moved or handle.path in layout.open:
+            return handle._plain(module)(*args, **kwargs)
+    try:
+        x, extra = rule.prepare(module, args, kwargs)
+    except TypeError as error:
+        raise _unsupported(handle, module, error) from error
+    if forward.row_order is None and not rule.counts_rows:
+        rows = forward.batch_size
+        known = rows is None or layout.place_of(handle.path, x, rows, forward.lengths) is not None
+        if not known and handle.path in layout.places:
+            keeper.calls.look_again(layout, forward, handle.path)
+            if handle.path in layout.open:
+                return handle._plain(module)(*args, **kwargs)
+        place = layout.locate(
+            handle.path, x, forward.batch_size, rule.axis(module), forward.lengths
+        )
+    parameters = handle.parameters(module)
+    _check_parameters(handle, module, parameters)
+    call = Call(handle, module, forward, place, extra, parameters)
+    try:
+        out = PrivateLayer.apply(call, x, *parameters.values())
+    except TypeError as error:
+        raise _unsupported(handle, module, error) from error
+    if rule.counts_rows and forward.batch_size == len(x):
+        forward.batch_size = out.shape[0]  # the model's first input was the flat ids of the bags
+    if opens:
+        keeper.begins_with(forward, out)
+    return out
+
+
+def _check_parameters(
+    handle: Handle, module: nn.Module, parameters: dict[str, nn.Parameter]
+) -> None:
+    """Refuse parameters that the book-keeper does not know, and weights computed elsewhere."""
+    assert handle.rule is not None
+    replaced = [name for name, p in parameters.items() if p not in handle.keeper.known]
+    if replaced:
+        raise UnsupportedLayerError(
+            f"{where(handle.path, module)}: parameters {replaced} have been replaced since "
+            "make_private, so they would not be trained; call make_private again"
+        )
+    for name in handle.rule.parameter_names:
+        value = getattr(module, name, None)
+        trained = isinstance(value, Tensor) and value.requires_grad
+        if trained and module._parameters.get(name) is not value:
+            raise UnsupportedLayerError(
+                f"{where(handle.path, module)}: {name} is computed from other "
+                f"tensors, not a parameter, so these would get no gradient; {HOW_TO_REGISTER}"
+            )
+
+
+def _unsupported(handle: Handle, module: nn.Module, error: TypeError) -> UnsupportedLayerError:
+    return UnsupportedLayerError(
+        f"{where(handle.path, module)} cannot be trained privately: {error}; {HOW_TO_REGISTER}"
+    )

@@ -1,0 +1,221 @@
+"""The model that make_private returns, or the handle on a model that stays itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opacus.grad_sample import AbstractGradSampleModule
+from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS, AbstractGradSampleHooks
+from opacus.layers.dp_rnn import DPRNNBase, RNNLinear
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from fastclip.backward.batch_norm import is_batch_norm
+from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.backward.one_process import refuse_replicas
+from fastclip.errors import UnsupportedLayerError
+from fastclip.layers import find_rule
+from fastclip.model import entries
+from fastclip.model.interception import ATTRIBUTE, Handle, attach, detach
+from fastclip.model.ownership import check_free, claim
+from fastclip.model.scopes import (
+    PartScope,
+    RecurrentScope,
+    RootScope,
+    SortedScope,
+)
+
+FOLLOWED = "where it is used"
+"""What the plan says of parameters without a layer's rule."""
+
+
+def install(model: nn.Module, keeper: BookKeeper) -> None:
+    """Intercept every trainable layer of `model`; on an error the model is left as it was.
+
+    A compiled model stays compiled, in the regions between its private layers.
+    """
+    check_free(model, keeper.names)
+    for path, module in model.named_modules():
+        if _is_compiled(module) and getattr(module.dynamo_ctx, "fullgraph", False):
+            raise UnsupportedLayerError(
+                f"{path or 'the model'} is compiled with fullgraph=True, but private layers run "
+                "between compiled regions, which are parts of it; omit fullgraph"
+            )
+    try:
+        _Installer(_uncompiled(model), keeper).run()
+    except Exception:
+        uninstall(model)
+        raise
+    claim(model, keeper)
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    """The model in torch.compile's wrapper; what is compiled are the parts between its layers."""
+    while _is_compiled(model):
+        model = model._orig_mod  # type: ignore[assignment]
+    return model
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether this is torch.compile's wrapper (known by name: dynamo need not be imported)."""
+    return type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
+
+
+def uninstall(model: nn.Module) -> None:
+    """Give every module its own forward back and forget what the engine kept on parameters.
+
+    The optimizers of the book-keepers involved release nothing any more.
+    """
+    for module in model.modules():
+        entries.detach(module)
+        handle = module.__dict__.get(ATTRIBUTE)
+        if handle is not None:
+            handle.keeper.retire()
+            detach(module)
+    for parameter in model.parameters():
+        for name in ("grad_sample", "summed_grad"):
+            parameter.__dict__.pop(name, None)
+
+
+class _Installer:
+    def __init__(self, model: nn.Module, keeper: BookKeeper) -> None:
+        self.model, self.keeper = model, keeper
+        self.handles: dict[nn.Module, Handle] = {}
+        self.owners: dict[nn.Parameter, int] = {}
+
+    def run(self) -> None:
+        """Give every trainable module its rule or scope, then intercept them all at once."""
+        for path, module in self.model.named_modules():
+            if is_batch_norm(module):
+                self.keeper.batch_norms.append((path, module))
+            if isinstance(module, DPRNNBase):
+                self._handle(path, module).scopes.append(RecurrentScope())
+            elif _own(module) or is_parametrized(module):
+                self._layer(path, module)
+        self._handle("", self.model).scopes.append(RootScope())
+        for module, handle in self.handles.items():
+            if handle.rule is None:
+                entries.attach_methods(handle.path, module, self.keeper)
+                if module is not self.model:
+                    handle.scopes.append(PartScope())
+            attach(module, handle)
+        for path, module in self.model.named_modules():
+            if self._is_part(module):
+                entries.attach_part(path, module, self.keeper)
+        self.keeper.known = set(self.model.parameters())
+        self.keeper.guard.arm(self.keeper.names)
+        for parameter, uses in self.owners.items():
+            if uses > 1:
+                self.keeper.mark_shared(parameter)
+
+    def _is_part(self, module: nn.Module) -> bool:
+        """Runs private layers, and is none: called by itself, it may do anything to their rows."""
+        if module in self.handles or "forward" in vars(module):
+            return False
+        return any(below in self.handles for below in module.modules())
+
+    def _layer(self, path: str, module: nn.Module) -> None:
+        handle = self._handle(path, module)
+        rule, own = find_rule(module), _own(module)
+        self._claim(own)
+        if isinstance(module, nn.RNNBase):
+            handle.scopes.append(SortedScope())
+        if rule is None:  # its parameters are followed wherever they are used
+            for name in own:
+                self.keeper.plan_log.register(f"{path}.{name}".lstrip("."), FOLLOWED)
+            return
+        handle.rule = rule
+        if isinstance(module, RNNLinear):
+            for parameter in own.values():
+                self.keeper.mark_shared(parameter)
+        self.keeper.plan_log.register(path, rule.name)
+
+    def _claim(self, own: dict[str, nn.Parameter]) -> None:
+        for parameter in own.values():
+            self.owners[parameter] = self.owners.get(parameter, 0) + 1
+
+    def _handle(self, path: str, module: nn.Module) -> Handle:
+        return self.handles.setdefault(module, Handle(path, self.keeper))
+
+
+def _own(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
+
+
+class FastGradSampleModule(AbstractGradSampleModule):
+    """The private model: `m` with its trainable layers intercepted.
+
+    Behaves as `m`; state_dict keys carry the prefix `_module.`, as with Opacus.
+
+    Args:
+        m: the model. keeper: its book-keeper. batch_first, loss_reduction: as in make_private.
+    """
+
+    def __init__(
+        self, m: nn.Module, *, keeper: BookKeeper, batch_first: bool = True,
+        loss_reduction: str = "mean",
+    ) -> None:  # fmt: skip
+        nn.Module.__init__(self)
+        _attach(self, m, keeper, batch_first, loss_reduction)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapper has not is the model's own: `model.config`, `model.encode`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_module":  # not there yet
+                raise
+            return getattr(self._module, name)
+
+    def forbid_grad_accumulation(self) -> None:
+        self.keeper.batch.accumulation_allowed = False
+
+    def allow_grad_accumulation(self) -> None:
+        self.keeper.batch.accumulation_allowed = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear `p.grad` and, unless a split batch is being gathered, `p.summed_grad`."""
+        self.keeper.zero_grad()
+        nn.Module.zero_grad(self, set_to_none)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        refuse_replicas()
+
+    def remove_hooks(self) -> None:
+        uninstall(self._module)
+
+    cleanup = remove_hooks
+
+
+class FastGradSampleHooks(AbstractGradSampleHooks):
+    """The handle of wrap_model=False; `cleanup()` makes the model ordinary again."""
+
+    def __init__(
+        self, m: nn.Module, *, keeper: BookKeeper, batch_first: bool = True,
+        loss_reduction: str = "mean",
+    ) -> None:  # fmt: skip
+        _attach(self, m, keeper, batch_first, loss_reduction)
+
+    forbid_grad_accumulation = FastGradSampleModule.forbid_grad_accumulation
+    allow_grad_accumulation = FastGradSampleModule.allow_grad_accumulation
+    remove_hooks = FastGradSampleModule.remove_hooks
+    cleanup = FastGradSampleModule.cleanup
+
+
+def _attach(
+    owner: Any, m: nn.Module, keeper: BookKeeper, batch_first: bool, loss_reduction: str
+) -> None:
+    install(m, keeper)
+    owner._module = m
+    owner.keeper = keeper
+    owner.batch_first = batch_first
+    owner.loss_reduction = loss_reduction
+    owner.grad_accumulation_hook = None
+    for parameter in m.parameters():
+        for name in OPACUS_PARAM_MONKEYPATCH_ATTRS:  # of an engine that is gone without cleanup()
+            parameter.__dict__.pop(name, None)
+        if parameter.requires_grad:
+            parameter.grad_sample = None  # type: ignore[attr-defined]

@@ -1,0 +1,117 @@
+"""One engine for each parameter: which are alive, and what they hold.
+
+Two engines that clip the same parameter would each release its share of every sample: 2 C for noise of
+C. All is held weakly: an engine whose model was collected, or cleaned up, owns nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
+from torch import nn
+
+from fastclip._torch import OPACUS_MARK
+from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.backward.logical_batch import LogicalBatch
+from fastclip.errors import UnsupportedLayerError
+from fastclip.model.interception import ATTRIBUTE
+
+_FAST: WeakKeyDictionary[nn.Module, ref[BookKeeper]] = WeakKeyDictionary()
+"""Models that were intercepted, and their book-keepers."""
+_OPACUS: WeakKeyDictionary[AbstractGradSampleHooks, LogicalBatch] = WeakKeyDictionary()
+"""What make_private returned in Opacus' modes, and the logical batch of its newest optimizer."""
+
+_TWICE = "a sample would be released once by each of the two engines"
+
+
+def claim(model: nn.Module, keeper: BookKeeper) -> None:
+    """`model` is intercepted for `keeper`, which owns its parameters until it is retired."""
+    _FAST[model] = ref(keeper)
+
+
+def claim_for_opacus(wrapper: AbstractGradSampleHooks, batch: LogicalBatch) -> None:
+    """`wrapper` has a new optimizer; those that its parameters had before release nothing any more."""
+    mine = {p for p in wrapper._module.parameters() if p.requires_grad}
+    for other, before in list(_OPACUS.items()):
+        if other is wrapper or not mine.isdisjoint(other._module.parameters()):
+            before.retire()
+    _OPACUS[wrapper] = batch
+
+
+def check_free(model: nn.Module, parameters: Mapping[nn.Parameter, str], again: Any = None) -> None:
+    """Refuse a model that a living engine holds, as a whole, in part or by a parameter.
+
+    Args:
+        parameters: those that are to become private, and their names.
+        again: what an earlier make_private returned, if this one goes on with the same model.
+
+    Raises:
+        UnsupportedLayerError: naming the module or parameter, and the way out.
+    """
+    if _conflict(model, parameters, again) is None:
+        return
+    gc.collect()  # models refer to themselves: one that was dropped may linger
+    conflict = _conflict(model, parameters, again)
+    if conflict is not None:
+        raise UnsupportedLayerError(conflict)
+
+
+def _conflict(model: nn.Module, parameters: Mapping[nn.Parameter, str], again: Any) -> str | None:
+    keeper = getattr(again, "keeper", None)
+    for path, module in model.named_modules():
+        where = f"{path or 'the model'} ({type(module).__name__})"
+        handle = module.__dict__.get(ATTRIBUTE)
+        if handle is not None and handle.keeper is not keeper:
+            return (
+                f"{where} is private already: {_TWICE}; to go on with it pass the model that "
+                "make_private returned, in the same mode, or call cleanup() on that first"
+            )
+        for wrapper in _opacus_engines(module):
+            if wrapper is not again and _alive(wrapper):
+                return (
+                    f"{where} is private already, by Opacus' {type(wrapper).__name__}: {_TWICE}; "
+                    "call cleanup() on what make_private returned first"
+                )
+    for other in _keepers():
+        for p in other.names if other is not keeper else ():
+            if p in parameters:
+                return (
+                    f"parameter {parameters[p]!r} is also {other.names[p]!r} of another private "
+                    f"model: {_TWICE}; call cleanup() on what make_private returned for that model, "
+                    "or put both into one model"
+                )
+    for wrapper in list(_OPACUS):
+        for p in wrapper._module.parameters() if wrapper is not again else ():
+            if p in parameters and OPACUS_MARK in p.__dict__:
+                return (
+                    f"parameter {parameters[p]!r} belongs to another private model, too "
+                    f"({type(wrapper).__name__}): {_TWICE}; call cleanup() on what make_private "
+                    "returned for that model, or put both into one model"
+                )
+    return None
+
+
+def _keepers() -> Iterator[BookKeeper]:
+    for held in list(_FAST.values()):
+        keeper = held()
+        if keeper is not None and not keeper.batch.retired:
+            yield keeper
+
+
+def _opacus_engines(module: nn.Module) -> Iterator[AbstractGradSampleHooks]:
+    """The wrapper that this module is, and those whose hooks it carries (plain Opacus', too)."""
+    for found in (
+        module,
+        *(getattr(hook, "__self__", None) for hook in module._forward_hooks.values()),
+    ):
+        if isinstance(found, AbstractGradSampleHooks) and not hasattr(found, "keeper"):
+            yield found
+
+
+def _alive(wrapper: AbstractGradSampleHooks) -> bool:
+    """Whether it has not been cleaned up."""
+    return any(OPACUS_MARK in p.__dict__ for p in wrapper._module.parameters())

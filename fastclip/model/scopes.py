@@ -1,0 +1,185 @@
+"""What happens around a module's forward: the root opens the pass; raw parameters are expanded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from fastclip._torch import current_task, disable_dynamo
+from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.errors import GraphError
+from fastclip.model.following import entered, follow, left
+from fastclip.model.interception import Handle
+from fastclip.samples.calls import FORWARD, Entered, Forward
+from fastclip.samples.inputs import tensors_of
+from fastclip.uses.checkpoints import rows_for_checkpoints
+from fastclip.uses.recurrent import sorted_by
+from fastclip.uses.routing import Routing
+
+
+class RootScope:
+    """The model's own forward: finds the batch size, and opens the pass where gradients come in."""
+
+    def run(
+        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+    ) -> Any:
+        entered = self.enter(handle, module, inner, args, kwargs)
+        try:
+            out = inner(*entered.args, **entered.kwargs)
+        finally:
+            entered.leave()
+        return entered.opening(out)
+
+    @disable_dynamo
+    def enter(
+        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+    ) -> RootCall:
+        """Everything before the model's forward; on its first training call, `inner` is probed."""
+        keeper = handle.keeper
+        if keeper.calls.probe:
+            return RootCall(args, kwargs)
+        outermost = not keeper.depth and torch.is_grad_enabled()
+        if outermost and current_task() != -1:
+            if not keeper.running:
+                raise GraphError(
+                    "the whole private model is recomputed inside a backward pass of its own "
+                    "(checkpoint(model, ..., use_reentrant=True)); use use_reentrant=False, or "
+                    "checkpoint parts of the model"
+                )
+            outermost = False  # a recomputation: what it adds belongs to the running pass
+        layout = keeper.calls.layout_of(FORWARD)
+        followed = partial(_followed, keeper, inner)
+        called = Entered(FORWARD, module, followed, args, kwargs)
+        if outermost:
+            keeper.check_unchanged()
+            if layout.due(module, args, kwargs):
+                keeper.calls.learn(layout, called)
+            keeper.guard.arm(keeper.names)
+        batch = layout.batch_size(args, kwargs)
+        inside = keeper.root_forward(batch, layout)
+        return RootCall(args, kwargs, keeper, inside, called if outermost else None)
+
+
+def _followed(keeper: BookKeeper, inner: Callable, *args: Any, **kwargs: Any) -> Any:
+    return follow("", keeper, inner, args, kwargs)
+
+
+class RootCall:
+    """One call of the model's own forward; without a book-keeper it is only passed on.
+
+    Its methods stay outside the code that torch.compile makes of the model.
+    """
+
+    def __init__(
+        self, args: tuple, kwargs: dict, keeper: BookKeeper | None = None,
+        inside: AbstractContextManager[Forward] | None = None, called: Entered | None = None,
+    ) -> None:  # fmt: skip
+        self.args, self.kwargs = args, kwargs
+        self._keeper, self._called = keeper, called
+        self._inside = inside or nullcontext(Forward(None))
+        self._forward = self._inside.__enter__()
+        self._uses: AbstractContextManager[None] = nullcontext()
+        self._checkpoints: AbstractContextManager[None] = nullcontext()
+        self._routing: Routing | None = None
+        self.eager = False
+        """Parameters are used in the model's own code, which must not be compiled."""
+        if keeper is not None and called is not None:
+            layout = self._forward.layout
+            self._uses = keeper.calls.intercepted(layout.proxied if layout is not None else ())
+            self._uses.__enter__()
+            if layout is not None and layout.proxied:
+                self._checkpoints = rows_for_checkpoints(self._forward)
+            self._checkpoints.__enter__()
+            self._routing = entered("", self._forward)
+            self.eager = layout is not None and "" in layout.users
+            called.forward = self._forward
+            if self._forward.layout is not None and self._forward.layout.folds:
+                self._forward.lengths = self._forward.layout.lengths(args, kwargs)
+            keeper.calls.begin(called)
+
+    @disable_dynamo
+    def leave(self) -> None:
+        """The model's forward has returned, or failed."""
+        self._checkpoints.__exit__(None, None, None)
+        self._uses.__exit__(None, None, None)
+        if self._routing is not None:
+            self._forward.routings.pop()
+        self._inside.__exit__(None, None, None)
+        if self._keeper is not None and self._called is not None:
+            self._keeper.calls.end()
+
+    @disable_dynamo
+    def opening(self, out: Any) -> Any:
+        """The model's output, whose gradient opens the backward pass."""
+        if self._routing is not None:
+            out = left("", self._forward, self._routing, out)
+        if self._keeper is not None and self._called is not None and self._forward.recording:
+            hook = partial(self._keeper.open_pass, self._forward)
+            for tensor in tensors_of(out):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(hook)
+            self._keeper.calls.returned(self._called.name, out)
+        return out
+
+
+class PartScope:
+    """A part of the model with parameters of its own: a script may call it by itself."""
+
+    def run(
+        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+    ) -> Any:
+        keeper = handle.keeper
+        if keeper.depth:
+            return inner(*args, **kwargs)
+        with keeper.calls.inside(f"{handle.path}()", module, inner, args, kwargs) as returned:
+            return returned(inner(*args, **kwargs))
+
+
+class RecurrentScope:
+    """Opacus' recurrent layers: the rows of a PackedSequence are samples sorted by length."""
+
+    def run(
+        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+    ) -> Any:
+        x = args[0] if args else kwargs.get("input")
+        keeper = handle.keeper
+        if not isinstance(x, PackedSequence):
+            return inner(*args, **kwargs)
+        if keeper.calls.probe:  # its rows are sorted by length, and `row_order` says how
+            outside, keeper.calls.probe.trusted = keeper.calls.probe.trusted, True
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                keeper.calls.probe.trusted = outside
+        forward, _ = keeper.layer_forward()
+        rows = int(x.batch_sizes[0])
+        order = x.sorted_indices
+        if order is None:
+            order = torch.arange(rows, device=x.data.device)
+        if forward.batch_size is None:
+            forward.batch_size = rows
+        forward.row_order = order
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            forward.row_order = None
+
+
+class SortedScope:
+    """torch's recurrent layers: how the rows of a PackedSequence were sorted is known out here."""
+
+    def run(
+        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+    ) -> Any:
+        x = args[0] if args else kwargs.get("input")
+        before = sorted_by.set(x.sorted_indices if isinstance(x, PackedSequence) else None)
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            sorted_by.reset(before)

@@ -1,0 +1,193 @@
+"""What make_private refuses, by name and with the way out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from opacus.optimizers import DPOptimizer
+from opacus.validators.errors import IllegalModuleConfigurationError, UnsupportedModuleError
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
+
+from fastclip._torch import InstanceNormBase
+from fastclip.backward.batch_norm import check_batch_norm, trained
+from fastclip.backward.guards import check_hooks
+from fastclip.clipping import ConstantNoise, NoiseSchedule
+from fastclip.clipping.checks import positive
+from fastclip.errors import ArgumentError, ArgumentTypeError, UnsupportedLayerError
+
+
+def check_training(model: nn.Module) -> None:
+    """Refuse a model in eval mode.
+
+    Raises:
+        UnsupportedModuleError: as Opacus does.
+    """
+    if not model.training:
+        raise UnsupportedModuleError(
+            [IllegalModuleConfigurationError("Model needs to be in training mode: model.train()")]
+        )
+
+
+def check_module(model: nn.Module) -> None:
+    """Refuse modules whose samples depend on each other, or whose gradients have no exact rule.
+
+    Raises:
+        UnsupportedLayerError: naming the module's path and the way out.
+    """
+    for name, parameter in model.named_parameters():
+        check_hooks(name, parameter)
+    for path, module in model.named_modules():
+        where = f"{path or 'the model'} ({type(module).__name__})"
+        _check_parameters(where, module)
+        check_batch_norm(path, module)
+        if isinstance(module, InstanceNormBase) and module.track_running_stats:
+            raise UnsupportedLayerError(
+                f"{where}: running statistics are updated from the batch without noise; use "
+                "track_running_stats=False"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            _check_embedding(where, module)
+        merged = module.__dict__.get("merged_adapters")  # PEFT's
+        if merged and any(p.requires_grad for p in module.parameters()):
+            raise UnsupportedLayerError(
+                f"{where}: its adapters {merged} are merged into the frozen weight, so they would be "
+                "trained on noise alone; call model.unmerge_adapter() first"
+            )
+        if trained(module) and isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedLayerError(
+                f"{where}: scripted modules cannot be intercepted; pass the original nn.Module"
+            )
+
+
+def _check_parameters(where: str, module: nn.Module) -> None:
+    held = dict(module.named_parameters(recurse=False))
+    lazy = [name for name, p in held.items() if is_lazy(p)]
+    if lazy:
+        raise UnsupportedLayerError(
+            f"{where}: its parameters {lazy} have no shape before its first forward pass; run the "
+            "model once before make_private, on inputs of the right shape (zeros will do)"
+        )
+    odd = {n: p.dtype for n, p in held.items() if p.requires_grad and not p.is_floating_point()}
+    if odd:
+        raise UnsupportedLayerError(
+            f"{where}: parameters {odd} are not real numbers, whose norms and noise are not those of "
+            "the engine; hold real and imaginary parts as real parameters, or freeze them"
+        )
+
+
+def _check_embedding(where: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    trains = trained(module)
+    traps = {
+        "max_norm": (module.max_norm is not None, "it rescales rows that the batch looked up"),
+        "scale_grad_by_freq": (
+            trains and module.scale_grad_by_freq,
+            "it divides by counts over the batch",
+        ),
+        "sparse": (trains and module.sparse, "noise makes every gradient dense"),
+    }
+    for option, (used, why) in traps.items():
+        if used:
+            raise UnsupportedLayerError(
+                f"{where}: {option} is not private ({why}); construct it without {option}"
+            )
+
+
+def check_optimizer(model: nn.Module, optimizer: Any) -> None:
+    """Refuse an optimizer of another model, or one that Accelerate has prepared."""
+    if type(optimizer).__name__ == "AcceleratedOptimizer":
+        raise ArgumentError(
+            "make_private expects the optimizer before Accelerate has prepared it (a prepared one skips "
+            "or scales steps that are accounted); call make_private first, then accelerator.prepare"
+        )
+    own = set(model.parameters())
+    foreign = sum(p not in own for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise ArgumentError(
+            "Module parameters are different than optimizer Parameters: "
+            f"{foreign} of the optimizer's parameters do not belong to the module; build the "
+            "optimizer from this module's parameters (after any get_compatible_module)"
+        )
+
+
+def check_inner_step(optimizer: Any) -> None:
+    """Refuse what is no optimizer, and one whose step cannot be taken from one noisy gradient.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: naming what it asks for, and the way out.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentTypeError(
+            f"optimizer expects a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    kind = type(optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer)
+    if issubclass(kind, torch.optim.SparseAdam):
+        raise ArgumentError(
+            "SparseAdam expects sparse gradients, but noise makes every gradient dense; use Adam"
+        )
+    step = list(inspect.signature(kind.step).parameters.values())[1:]
+    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    asked = [p.name for p in step if p.default is p.empty and p.kind in plain]
+    if asked:
+        raise ArgumentError(
+            f"{kind.__name__}.step expects {asked}: it computes the loss again within a step, as often "
+            "as it likes, but a private step releases one noisy gradient; use an optimizer whose "
+            "step() takes one gradient, such as SGD or Adam"
+        )
+
+
+def check_arguments(
+    *, module: Any, data_loader: Any, noise_multiplier: Any, flags: dict[str, Any],
+    noise_generator: Any,
+) -> None:  # fmt: skip
+    """Types and ranges of make_private's keywords (max_grad_norm is the strategy's to check)."""
+    if not isinstance(module, nn.Module):
+        raise ArgumentTypeError(f"module expects a torch.nn.Module, got {type(module).__name__}")
+    if not isinstance(data_loader, DataLoader):
+        raise ArgumentTypeError(
+            f"data_loader expects a torch.utils.data.DataLoader, got {type(data_loader).__name__}"
+        )
+    if isinstance(noise_multiplier, bool) or not isinstance(noise_multiplier, (int, float)):
+        raise ArgumentTypeError(
+            "noise_multiplier expects a number >= 0 (noise over sensitivity), got "
+            f"{noise_multiplier!r} ({type(noise_multiplier).__name__})"
+        )
+    if not 0 <= noise_multiplier < float("inf"):
+        raise ArgumentError(
+            f"noise_multiplier expects a finite number >= 0, got {noise_multiplier!r}"
+        )
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ArgumentTypeError(f"{name} expects True or False, got {value!r}")
+    if noise_generator is not None and not isinstance(noise_generator, torch.Generator):
+        raise ArgumentTypeError(
+            "noise_generator expects a torch.Generator or None, got "
+            f"{type(noise_generator).__name__}"
+        )
+
+
+def check_budget(target_epsilon: Any, target_delta: Any, epochs: Any) -> None:
+    """Ranges of make_private_with_epsilon's own keywords."""
+    positive("target_epsilon", target_epsilon)
+    if positive("target_delta", target_delta) >= 1:
+        raise ArgumentError(f"target_delta expects a number between 0 and 1, got {target_delta!r}")
+    positive("epochs", epochs)
+
+
+def choice(name: str, value: Any, allowed: Iterable[str]) -> None:
+    """Refuse a string that is not one of `allowed`."""
+    if value not in tuple(allowed):
+        raise ArgumentError(f"{name} expects one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def check_schedule(schedule: NoiseSchedule, mechanism: str) -> None:
+    """Refuse a noise schedule that the accountant cannot compose."""
+    if mechanism == "gdp" and not isinstance(schedule, ConstantNoise):
+        raise ArgumentError(
+            f"accountant='gdp' composes constant noise only, got {type(schedule).__name__}; use "
+            "FastPrivacyEngine(accountant='prv') or 'rdp'"
+        )

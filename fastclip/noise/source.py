@@ -1,0 +1,133 @@
+"""Where the noise of a run comes from: a generator that can be seeded, or nobody's to foresee.
+
+Both sources feed the noise of the gradients and of the counts. `SecureNoise` is that of
+`FastPrivacyEngine(secure_mode=True)`; docs/secure_mode.md says what it protects from and what not.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fastclip import ops
+from fastclip._torch import disable_dynamo
+from fastclip.errors import StepError
+from fastclip.noise import gaussian
+from fastclip.noise.keystream import KeyStream
+
+
+class NoiseSource(ABC):
+    """Independent normal variables, for operations of fastclip.ops that take a source."""
+
+    secure: ClassVar[bool]
+    """Nobody can foresee or repeat what is drawn."""
+    guarded: bool = False
+    """Every value is half the sum of four: a guard against floating-point attacks."""
+    generator: torch.Generator | None = None
+    """What is drawn from, if it can be seeded; torch's global generator if None."""
+
+    @abstractmethod
+    def normal_(self, out: Tensor, std: float = 1.0) -> Tensor:
+        """Fill `out`, of any floating type and device, with N(0, std^2); returns it."""
+
+    def draw(self, like: Tensor, std: float) -> Tensor | None:
+        """N(0, std^2), independent for each entry of `like`; None where std is 0."""
+        if not ops.check_std(std):
+            return None
+        noise = torch.empty_like(like)
+        ops.fill_normal(noise, std, self)
+        return noise
+
+
+class SeededNoise(NoiseSource):
+    """Noise of a torch.Generator, reproducible and as foreseeable as its seed.
+
+    It is never copied or pickled with its generator: whoever holds the stream can subtract the noise.
+
+    Args:
+        generator: torch's global one if None.
+    """
+
+    secure = False
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.generator = generator
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SeededNoise:
+        return SeededNoise()
+
+    def __reduce__(self) -> Any:
+        return SeededNoise, ()
+
+    def normal_(self, out: Tensor, std: float = 1.0) -> Tensor:
+        return out.normal_(0.0, std, generator=self.generator)
+
+
+class SecureNoise(NoiseSource):
+    """Cryptographic noise: ChaCha20 under a key that serves one draw and is erased.
+
+    It holds no state, so copies, forks and restored checkpoints draw noise of their own.
+
+    Formal guarantee: no (key, nonce, counter) serves twice but by a collision of 256 random bits; a
+    distinguisher of the noise from that of ideal normals in floating-point arithmetic is one of
+    ChaCha20 or of the operating system's generator.
+
+    Args:
+        guarded: half the sum of four normals for each value (Holohan and Braghin 2021, section 5.1).
+    """
+
+    secure = True
+
+    def __init__(self, guarded: bool = True) -> None:
+        self.guarded = guarded
+
+    @disable_dynamo
+    def normal_(self, out: Tensor, std: float = 1.0) -> Tensor:
+        """Drawn on the CPU; where `out` lies on another device, copied to it.
+
+        Raises:
+            StepError: while a CUDA graph is captured, whose replays would repeat the noise.
+            SecureModeError: without the cryptography package.
+            ArgumentError, ArgumentTypeError: for a std or a type that no noise has.
+        """
+        refuse_capture(out.device)
+        ops.check_floating(out)
+        ops.check_std(std)
+        if out.device.type == "cuda":
+            _say_that_it_is_slow()
+        wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+        fits = out.device.type == "cpu" and out.dtype == wide and out.is_contiguous()
+        values = out.detach() if fits else torch.empty(out.shape, dtype=wide, device="cpu")
+        try:
+            with KeyStream() as bits:
+                gaussian.fill_normal(values, std, bits, guarded=self.guarded)
+            if not fits:
+                with torch.no_grad():
+                    out.copy_(values)
+        finally:
+            if not fits:
+                values.zero_()
+        return out
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raise StepError while a CUDA graph is captured: it would hold one key, for every replay."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise StepError(
+            "secure noise cannot be part of a CUDA graph, whose replays would all draw the same: "
+            "leave optimizer.step() out of the capture, or train without secure_mode"
+        )
+
+
+@functools.cache
+def _say_that_it_is_slow() -> None:
+    warnings.warn(
+        "secure noise is drawn on the CPU and copied to the GPU, because fastclip's CUDA extension "
+        "does not serve: `make build` builds it, `python -m fastclip.doctor` says what is missing",
+        stacklevel=3,
+    )

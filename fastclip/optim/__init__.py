@@ -1,0 +1,1 @@
+"""The optimizer: noise, the real step, Opacus' own modes, gradient scaling."""

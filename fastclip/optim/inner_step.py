@@ -1,0 +1,63 @@
+"""What may reach the step of the inner optimizer in Opacus' modes: released gradients, nothing else.
+
+There autograd writes `p.grad` beside the per-sample gradients, unclipped and without noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fastclip.backward.guards import OPACUS_MARK
+from fastclip.errors import StepError
+
+
+class Gate:
+    """A hook before the inner optimizer's step: it is open once after a release.
+
+    It stays with the inner optimizer when the private one is dropped: a script that goes on with
+    the optimizer that it gave to make_private would train on raw gradients.
+    """
+
+    def __init__(self) -> None:
+        self.open = False
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        was_open, self.open = self.open, False
+        if was_open or not any(OPACUS_MARK in p.__dict__ for p in parameters_of(optimizer)):
+            return
+        raise StepError(
+            f"step() of {type(optimizer).__name__} was called on a private model's gradients, which "
+            "nobody has clipped or added noise to; call step() of the optimizer that make_private "
+            "returned, or cleanup() on the model that it returned, to train without privacy"
+        )
+
+
+_GATES: WeakKeyDictionary[Optimizer, Gate] = WeakKeyDictionary()
+
+
+def gate_of(optimizer: Optimizer) -> Gate:
+    """The one gate of an inner optimizer, closed."""
+    gate = _GATES.get(optimizer)
+    if gate is None:
+        gate = _GATES[optimizer] = Gate()
+        optimizer.register_step_pre_hook(gate)
+    gate.open = False
+    return gate
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """All parameters of an optimizer, frozen ones included."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def keep_only(optimizer: Optimizer, released: Iterable[nn.Parameter]) -> None:
+    """Drop the gradient of every parameter that this step does not release."""
+    kept = set(released)
+    for p in parameters_of(optimizer):
+        if p not in kept:
+            p.grad = None

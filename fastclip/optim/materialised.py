@@ -1,0 +1,205 @@
+"""Opacus' optimizers of materialised per-sample gradients, with fastclip's clip and noise.
+
+The modes "hooks", "functorch" and "ew" leave `p.grad_sample` [b, ...] on every parameter. Here their
+clipping is one operation over all parameters (fastclip.ops.clip_accumulate), exact where Opacus
+divides by the norm plus 1e-6, and their noise comes from a fastclip.noise.NoiseSource, so that secure
+mode works in them, too. Everything around them is fastclip.optim.opacus_step's; all else is Opacus' own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from opacus.optimizers import (
+    AdaClipDPOptimizer,
+    DistributedDPOptimizer,
+    DPOptimizer,
+    DPPerLayerOptimizer,
+    FSDPOptimizerFastGradientClipping,
+    SimpleDistributedPerLayerOptimizer,
+    get_optimizer_class,
+)
+from torch import Tensor
+
+from fastclip import ops
+from fastclip._torch import check_unprocessed, mark_processed
+from fastclip.accounting.shares import remaining
+from fastclip.errors import ArgumentError
+from fastclip.optim.opacus_step import OpacusStep
+from fastclip.optim.sharded import ShardedOptimizer
+
+
+class _Clip(OpacusStep):
+    """Opacus' `clip_and_accumulate` and `add_noise`, all parameters in one operation."""
+
+    def clip_and_accumulate(self) -> None:
+        """Adds the clipped per-sample gradients of this batch to the sums (`p.summed_grad`)."""
+        for p in self.params:
+            check_unprocessed(p.grad_sample)
+            check_unprocessed(self.sums.take(p))  # of a real step: nothing may be added to it
+        sums, norms = self._clip(self.grad_samples)
+        with self.batch.changing():
+            self._see(norms)
+            for p, total in zip(self.params, sums, strict=True):
+                self.sums.add(p, total)
+                mark_processed(p.grad_sample)
+
+    def _clip(self, samples: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """Clipped sums, and norms [b] (of layers, [l, b])."""
+        devices = [g.device for g in samples]
+        if len(set(devices)) == 1:
+            return ops.clip_accumulate(samples, self._in_use())
+        places = [[i for i, d in enumerate(devices) if d == device] for device in set(devices)]
+        return clip_apart(samples, self._in_use(), places)
+
+    def _see(self, norms: Tensor) -> None:
+        """What a strategy counts."""
+
+    def add_noise(self) -> None:
+        """`p.grad` = summed gradient + N(0, std^2); `scale_grad` divides."""
+        sums = self._use_up()
+        gradients = ops.noise_finalize(sums, self.params, self._noise_std(), 1.0, self._source)
+        for p, gradient in zip(self.params, gradients, strict=True):
+            p.grad = gradient
+
+    def _use_up(self) -> list[Tensor | None]:
+        """The sums, which serve one real step. They are marked first: an interrupted one counts."""
+        sums = [self.sums.take(p) for p in self.params]
+        for total in sums:
+            check_unprocessed(total)
+        for total in sums:
+            mark_processed(total)
+        return sums
+
+
+class _PerLayerClip(_Clip):
+    max_grad_norms: list[float]
+
+    def _thresholds(self) -> Any:
+        """Those in use: a scheduler may have set `max_grad_norm`, which clips nothing."""
+        return [float(c) for c in self.max_grad_norms]
+
+    def _noise_std(self) -> float:
+        return self.noise_multiplier * math.hypot(*self._in_use())
+
+
+class _FirstRank(DPOptimizer):
+    """Rank 0 adds the noise; the sums of the others are cast as its are."""
+
+    rank: int
+
+    def add_noise(self) -> None:
+        """Noise on rank 0, `p.grad` = summed gradient elsewhere."""
+        if self.rank == 0:
+            super().add_noise()
+            return
+        for p, total in zip(self.params, self._use_up(), strict=True):  # type: ignore[attr-defined]
+            p.grad = total.to(p.dtype).view_as(p)
+
+
+class MaterialisedDPOptimizer(_Clip):
+    """Flat clipping."""
+
+
+class MaterialisedPerLayerOptimizer(_PerLayerClip, DPPerLayerOptimizer):
+    """One threshold a parameter tensor."""
+
+
+class MaterialisedAdaptiveOptimizer(_Clip, AdaClipDPOptimizer):
+    """C follows a quantile of the norms (Andrew et al. 2021), with Opacus' keywords and rule.
+
+    Formal guarantee: a sample counts +1/2 or -1/2, so that the noisy count is a Gaussian mechanism of
+    multiplier 2 `unclipped_num_std`, and together with the gradients one of `noise_multiplier`
+    (Theorem 1 there). Fractions are of the public expected batch size, and counts of physical
+    batches add up. After a step `unclipped_num` and `sample_size` are the noisy number of samples
+    within C and the public number that it is taken of.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> None:
+        super().__init__(optimizer, **kwargs)
+        self._count: Tensor | None = None
+        """Of the logical batch so far. NOT private."""
+        if not self.expected_batch_size:
+            raise ArgumentError(
+                "adaptive clipping expects expected_batch_size > 0, the public denominator of its "
+                f"fractions, got {self.expected_batch_size!r}"
+            )
+
+    def _see(self, norms: Tensor) -> None:
+        count = (norms <= self._in_use()).to(torch.float64).sub(0.5).sum()
+        self._count = count if self._count is None else self._count + count
+
+    def _noise_std(self) -> float:
+        """Theorem 1 of the paper: the counts' share is taken from sigma."""
+        return remaining(self.noise_multiplier, 2 * self.unclipped_num_std) * self._in_use()
+
+    def _move_threshold(self) -> None:
+        """Noise on the count, once a real step, and Opacus' rule for C."""
+        assert self._count is not None
+        noise = self._source.draw(self._count, self.unclipped_num_std)
+        noisy = self._count if noise is None else self._count + noise
+        self.sample_size = self.expected_batch_size * self.accumulated_iterations
+        self.unclipped_num = noisy + self.sample_size / 2
+        self.update_max_grad_norm()
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._count, self.sample_size, self.unclipped_num = None, 0, 0
+
+
+class MaterialisedDistributedOptimizer(_FirstRank, _Clip, DistributedDPOptimizer):
+    """Flat clipping on every rank; rank 0 adds the noise."""
+
+
+class MaterialisedDistributedPerLayerOptimizer(
+    _FirstRank, _PerLayerClip, SimpleDistributedPerLayerOptimizer
+):
+    """One threshold a parameter tensor on every rank; rank 0 adds the noise."""
+
+
+def clip_apart(
+    samples: Sequence[Tensor], thresholds: float | Sequence[float], places: Sequence[Sequence[int]]
+) -> tuple[list[Tensor], Tensor]:
+    """`ops.clip_accumulate` of a model spread over devices: what the others hold enters as a norm.
+
+    Args:
+        places: for each device, which of the samples lie there.
+    """
+    sums: list[Any] = [None] * len(samples)
+    home = samples[0].device
+    if isinstance(thresholds, Sequence):
+        norms: list[Any] = [None] * len(samples)
+        for indices in places:
+            found = ops.clip_accumulate(
+                [samples[i] for i in indices], [thresholds[i] for i in indices]
+            )
+            for i, total, norm in zip(indices, *found, strict=True):
+                sums[i], norms[i] = total, norm.to(home)
+        return sums, torch.stack(norms)
+    parts = [ops.clip_accumulate([samples[i] for i in p], thresholds)[1] for p in places]
+    squares = torch.stack([part.to(home, torch.float64).square() for part in parts])  # [devices, b]
+    for k, indices in enumerate(places):
+        here = [samples[i] for i in indices]
+        rest = torch.cat([squares[:k], squares[k + 1 :]]).sum(0).sqrt()[:, None]
+        totals, _ = ops.clip_accumulate([*here, rest.to(parts[k])], thresholds)
+        for i, total in zip(indices, totals[:-1], strict=True):
+            sums[i] = total
+    return sums, squares.sum(0).sqrt().to(parts[0].dtype)
+
+
+_OURS: dict[type, type] = {
+    DPOptimizer: MaterialisedDPOptimizer,
+    DPPerLayerOptimizer: MaterialisedPerLayerOptimizer,
+    AdaClipDPOptimizer: MaterialisedAdaptiveOptimizer,
+    DistributedDPOptimizer: MaterialisedDistributedOptimizer,
+    SimpleDistributedPerLayerOptimizer: MaterialisedDistributedPerLayerOptimizer,
+    FSDPOptimizerFastGradientClipping: ShardedOptimizer,
+}
+
+
+def optimizer_class(clipping: str, distributed: bool, grad_sample_mode: str) -> type[DPOptimizer]:
+    """The class that takes the place of Opacus'; its errors for combinations that do not exist."""
+    return _OURS[get_optimizer_class(clipping, distributed, grad_sample_mode)]

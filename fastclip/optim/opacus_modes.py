@@ -1,0 +1,77 @@
+"""make_private of Opacus' own modes: Opacus' code, with what fastclip guards around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
+from opacus.optimizers import DPOptimizer
+from opacus.validators import ModuleValidator
+from torch import nn
+from torch.utils.data import DataLoader
+
+from fastclip.data.drawing_engine import DrawingEngine
+from fastclip.model.ownership import check_free
+from fastclip.optim.materialised import optimizer_class
+
+
+class OpacusModes(DrawingEngine):
+    """The part of the engine that serves "hooks", "functorch", "ew", "ghost_fsdp", ..."""
+
+    _new: AbstractGradSampleHooks | None = None
+    """What the make_private under way has wrapped."""
+    _size = 0
+    """Rows that the loader of the make_private under way is expected to draw at once."""
+
+    def _make_private_by_opacus(
+        self, *, module: nn.Module, wrap_model: bool, poisson_sampling: bool,
+        rand_on_empty: bool, **kwargs: Any,
+    ) -> tuple:  # fmt: skip
+        """One of Opacus' own modes; on an error the model is left as it was."""
+        if isinstance(module, nn.Module):
+            trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
+            check_free(module, trained, again=module if wrap_model else None)
+        try:
+            made = super().make_private(
+                module=module, wrap_model=wrap_model, poisson_sampling=poisson_sampling,
+                rand_on_empty=rand_on_empty, **kwargs,
+            )  # fmt: skip
+        except Exception:
+            if self._new is not None:
+                self._new.cleanup()
+            raise
+        finally:
+            self._new = None
+        wrapper, optimizer, loader = made[0], made[1], made[-1]
+        optimizer.bind(wrapper)
+        optimizer.account_with(self._accounting_hook(1 / len(loader)))
+        optimizer.batch.draws = self._watched(
+            loader, poisson_sampling, rand_on_empty, required=False
+        )
+        return made
+
+    def _prepare_model(self, module: nn.Module, **kwargs: Any) -> Any:
+        ModuleValidator.validate(module, strict=True)  # these modes have no rule for more
+        wrapper = super()._prepare_model(module, **kwargs)
+        self._new = None if wrapper is module else wrapper
+        return wrapper
+
+    def _prepare_data_loader(self, *args: Any, **kwargs: Any) -> DataLoader:
+        loader = super()._prepare_data_loader(*args, **kwargs)
+        self._size = self._expected_rows(loader)
+        return loader
+
+    def _prepare_optimizer(  # type: ignore[override]
+        self, *, optimizer: torch.optim.Optimizer, clipping: str, distributed: bool,
+        grad_sample_mode: str, expected_batch_size: float,
+        noise_generator: torch.Generator | None = None, **kwargs: Any,
+    ) -> DPOptimizer:  # fmt: skip
+        """The optimizer of one of Opacus' own modes; B is the fast mode's, on each process its share."""
+        kind = optimizer_class(clipping, distributed, grad_sample_mode)
+        inner = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
+        size = self._size / torch.distributed.get_world_size() if distributed else self._size
+        return kind(
+            inner, expected_batch_size=size, generator=noise_generator,
+            secure_mode=self.secure_mode, **kwargs,
+        )  # fmt: skip

@@ -1,0 +1,183 @@
+"""The step of Opacus' modes: the sums of one logical batch, clipped at one C, and nothing raw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from opacus.optimizers import DPOptimizer
+from torch import nn
+
+from fastclip.backward.logical_batch import LogicalBatch
+from fastclip.backward.sums import ClippedSums
+from fastclip.errors import StepError
+from fastclip.model.ownership import claim_for_opacus
+from fastclip.optim.inner_step import gate_of, keep_only, parameters_of
+from fastclip.optim.noise import OwnsNoise
+from fastclip.optim.step_hooks import KeepsAccount
+
+
+class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
+    """Order and borders of Opacus' step; how it clips and adds noise is said by subclasses.
+
+    Formal guarantee: a real step releases the clipped sums of one logical batch, all clipped at the
+    thresholds for which its noise is scaled, once; no other gradient reaches the inner step. A
+    `max_grad_norm` set in the middle of a logical batch takes effect at the next one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> None:
+        self.batch = LogicalBatch()
+        self.sums = ClippedSums()
+        self._clipped_at: Any = None
+        """Thresholds of the logical batch that is being gathered; None before its first sum."""
+        self._known: set[nn.Parameter] | None = None
+        super().__init__(optimizer, **kwargs)
+        self._gate = gate_of(self.original_optimizer)
+
+    def bind(self, wrapper: Any) -> None:
+        """Tell the optimizer what make_private returned for its model."""
+        claim_for_opacus(wrapper, self.batch)
+        self._known = set(wrapper._module.parameters())
+
+    # Thresholds
+
+    def _thresholds(self) -> Any:
+        """C of the next logical batch, as it is set now."""
+        return float(self.max_grad_norm)
+
+    def _in_use(self) -> Any:
+        """C of the logical batch that is being gathered."""
+        return self._thresholds() if self._clipped_at is None else self._clipped_at
+
+    def _noise_std(self) -> float:
+        return self.noise_multiplier * self._in_use()
+
+    # Skipped steps
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """As in Opacus: the next step() only accumulates (BatchMemoryManager calls this)."""
+        self.batch.signal(do_skip)
+
+    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
+        """Whether the next step only accumulates."""
+        return self.batch.next_skip(pop=pop_next)
+
+    @property
+    def _step_skip_queue(self) -> list[bool]:
+        return self.batch.flags
+
+    @_step_skip_queue.setter
+    def _step_skip_queue(self, value: list[bool]) -> None:
+        self.batch.flags = value
+
+    def discard_logical_batch(self) -> None:
+        """Give up the logical batch that is being gathered: its sums and gradients.
+
+        For where a loop over a BatchMemoryManager is left before its end, or one of its physical
+        batches is skipped. Nothing of it is released, so it costs nothing.
+        """
+        with self.batch.abandon():
+            self._forget()
+            self._forget_samples()
+        keep_only(self, ())
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Clear gradients, per-sample gradients, and the sums unless they are of a split batch."""
+        self._gate.open = False
+        if self.batch.keeps_sums():
+            self._forget_samples()
+        else:
+            with self.batch.clearing():
+                self._forget()
+                self._forget_samples()
+        self.original_optimizer.zero_grad(set_to_none)
+
+    def _forget(self) -> None:
+        self.sums.clear(self.params)
+        self._clipped_at = None
+
+    def _forget_samples(self) -> None:
+        """Of frozen parameters, too: they may be trained again in the next batch."""
+        for p in parameters_of(self):
+            if p.requires_grad or hasattr(p, "grad_sample"):
+                p.grad_sample = None  # type: ignore[attr-defined]
+
+    # Step
+
+    def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
+        """Everything before the inner step; False if this step only accumulates.
+
+        A step that fails releases nothing, and `zero_grad` clears what it had.
+        """
+        self._gate.open = False
+        released = self.params
+        if self._known is not None:
+            self._check_known(released)
+        if released:
+            self._check_ready()
+            self.batch.begin_pass()
+            if not self.batch.contribute(self._rows()):
+                self._drop_samples()
+            skip = self._check_skip_next_step()
+            self.batch.step(skip=skip)
+            self._is_last_step_skipped = skip
+            if self._clipped_at is None:
+                self._clipped_at = self._thresholds()
+            self.clip_and_accumulate()
+            if skip:
+                return False
+            try:
+                self.add_noise()
+                self.scale_grad()
+                self._run_hooks()
+            except BaseException:  # not accounted (a hook failed, Ctrl-C)
+                keep_only(self, ())
+                raise
+            self._move_threshold()
+        keep_only(self, released)
+        self._gate.open = True
+        return True
+
+    def _check_known(self, parameters: list[nn.Parameter]) -> None:
+        assert self._known is not None
+        unknown = sum(p not in self._known for p in parameters)
+        if unknown:
+            raise StepError(
+                f"{unknown} of the optimizer's trainable parameters do not belong to its private "
+                "model, so their gradients would be another model's; give them an optimizer of "
+                "their own"
+            )
+
+    def _check_ready(self) -> None:
+        """Opacus' errors where a parameter has no per-sample gradient."""
+        for p in self.params:
+            if getattr(p, "grad_sample", None) is None:
+                self._get_flat_grad_sample(p)
+
+    def _rows(self) -> list[int]:
+        """Rows of each backward pass since the last step."""
+        held = self.params[0].grad_sample
+        return [len(part) for part in (held if isinstance(held, list) else [held])]
+
+    def _drop_samples(self) -> None:
+        """The draw was empty, and the row that there is is a placeholder."""
+        for p in self.params:
+            p.grad_sample = self._get_flat_grad_sample(p)[:0]
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """Batches that this step consumes, those of skipped steps among them."""
+        return max(super().accumulated_iterations, self.batch.accumulated)
+
+    def _move_threshold(self) -> None:
+        """What a strategy does after a real step."""
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch.amp.GradScaler asks for this in its step(), which would skip steps on overflow."""
+        raise StepError(
+            "torch.amp.GradScaler scaled the loss, but not the threshold at which Opacus' modes clip, "
+            "and would skip steps on overflow, which tells something about raw gradients; use bfloat16 "
+            "without a scaler, or the fast mode (omit grad_sample_mode) with fastclip.GradScaler"
+        )

@@ -1,0 +1,1 @@
+"""Where the samples are in every tensor, and that no row follows from another."""

@@ -1,0 +1,217 @@
+"""The calls of the model, of its methods and of its parts: what runs, and where its samples are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastclip.samples.inputs import batch_sizes_of
+from fastclip.samples.layout import BatchLayout, Lengths
+from fastclip.samples.learning import learn
+from fastclip.samples.mixed_outputs import refuse_gradients
+from fastclip.samples.probe_state import Trains, no_training
+from fastclip.samples.probing import Probe, Runs
+
+FORWARD = "forward"
+"""Name of the call that is the model's own forward."""
+
+
+@dataclass(eq=False)
+class Forward:
+    """One forward pass of the model; private layers stamp their graph with it."""
+
+    batch_size: int | None
+    recording: bool = True
+    finished: bool = False
+    """A backward pass has taken its contributions; a second one would clip each part alone."""
+    layout: BatchLayout | None = None
+    """What is known of the samples' places in this kind of call."""
+    row_order: Tensor | None = None
+    """Inside a packed recurrent layer: the sample of each row."""
+    trains: bool = field(default_factory=torch.is_grad_enabled)
+    """It builds a graph, though parts of it may not (reentrant checkpoints run without)."""
+    lengths: Lengths | None = None
+    """Of the inputs of the call that it belongs to."""
+    derived: Any = None
+    """The values that were computed from parameters alone."""
+    routings: list[tuple[str, Any]] = field(default_factory=list)
+    """The modules that run, inside which rows are moved: their paths, and who follows the rows."""
+
+
+@dataclass
+class Entered:
+    """A call of the model, or of one of its methods, that is running."""
+
+    name: str
+    model: nn.Module
+    plain: Callable[..., Any]
+    args: tuple
+    kwargs: dict
+    forward: Forward | None = None
+    drives: bool = False
+    """It is a loop that trains, not a computation over one batch: what it calls is looked at."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """A call that was looked at: what it was, forward passes of a few rows, seconds they took."""
+
+    name: str
+    passes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"looked at {self.name}: {self.passes} forward passes of a few rows, {self.seconds:.2f} s"
+
+
+class Calls:
+    """What runs at the moment, and what is known of the samples' places in each kind of call.
+
+    Args:
+        batch_axis: axis of the samples in the model's inputs. private: the trained parameters.
+    """
+
+    def __init__(self, batch_axis: int, private: Mapping[nn.Parameter, str]) -> None:
+        self.batch_axis, self._private = batch_axis, private
+        self.layouts: dict[str, BatchLayout] = {}
+        """By the name of the method, or the path of the part, that is called."""
+        self.probe: Probe | None = None
+        """The probe that is running: layers show it their inputs and otherwise run as they were."""
+        self.intercepting: (
+            Callable[[Iterable[nn.Parameter]], AbstractContextManager[None]] | None
+        ) = None
+        """Lets parameters notice their uses."""
+        self._running: list[Entered] = []
+        self.looks: list[Look] = []
+        """What the calls cost that were looked at."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_running": [], "probe": None, "intercepting": None}
+
+    @property
+    def outermost(self) -> Entered | None:
+        """The call that private layers belong to, if one runs: what it does before is seen."""
+        return next((called for called in self._running if not called.drives), None)
+
+    def begin(self, called: Entered) -> None:
+        """A call begins."""
+        self._running.append(called)
+
+    def end(self) -> None:
+        """The call that began last has returned, or failed."""
+        self._running.pop()
+
+    @contextmanager
+    def inside(
+        self, name: str, module: nn.Module, plain: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> Iterator[Callable[[Any], Any]]:
+        """A method of the model, or a part of it, runs inside; the layers it reaches are its own.
+
+        Yields what its output must go through.
+        """
+        if self.probe or not torch.is_grad_enabled():
+            yield lambda out: out
+            return
+        called = Entered(name, module, plain, args, kwargs)
+        drives = self.layout_of(name).drives or not batch_sizes_of(args, kwargs, self.batch_axis)
+        called.drives = drives  # without rows, such as Lightning's optimizer_step(closure)
+        self.begin(called)
+        layout = self.layout_of(name)
+        noticed = layout.proxied if layout.known else self._private
+        try:
+            with self.intercepted(() if drives else noticed):
+                yield partial(self._returned_by, called)
+        finally:
+            self.end()
+
+    def _returned_by(self, called: Entered, out: Any) -> Any:
+        recording = called.forward is not None and called.forward.recording
+        return self.returned(called.name, out) if recording else out
+
+    def reached(self, path: Hashable | None, recording: bool) -> Entered | None:
+        """The call that a private layer belongs to, with its Forward; None if it is called by itself.
+
+        Raises:
+            BatchSizeError: where the call's samples are cannot be told, or it couples them.
+        """
+        called = self.outermost
+        while called is not None and called.forward is None:
+            layout = self.layout_of(called.name)
+            try:
+                if layout.due(called.model, called.args, called.kwargs):
+                    self.learn(layout, called, path)
+                size = layout.batch_size(called.args, called.kwargs)
+                lengths = layout.lengths(called.args, called.kwargs) if layout.folds else None
+                called.forward = Forward(size, recording, layout=layout, lengths=lengths)
+            except Trains:
+                called.drives = layout.drives = True
+                called = self.outermost
+        return called
+
+    def returned(self, name: str, out: Any) -> Any:
+        """What a call returns; what of it couples rows takes no gradient."""
+        layout = self.layouts.get(name)
+        if layout is not None and layout.mixed and not self.probe:
+            refuse_gradients(layout.mixed, out)
+        return out
+
+    def layout_of(self, name: str) -> BatchLayout:
+        """What is known of the samples' places in calls of this method."""
+        return self.layouts.setdefault(name, BatchLayout(self.batch_axis))
+
+    def layout_with(self, path: Hashable, forward: Forward) -> BatchLayout:
+        """What is known of the samples' places, the layer at `path` included.
+
+        A layer that no probe has met (a branch that is reached for the first time) is looked at
+        from inside the call that reaches it.
+        """
+        layout = forward.layout
+        if layout is None:
+            return self.layout_of(FORWARD)
+        running = [called for called in self._running if called.forward is forward]
+        if running and not layout.knows(path):
+            self.learn(layout, running[-1], path)
+        return layout
+
+    def intercepted(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        """These parameters notice their uses inside."""
+        return nullcontext() if self.intercepting is None else self.intercepting(parameters)
+
+    def look_again(self, layout: BatchLayout, forward: Forward, name: Hashable) -> None:
+        """A layer or use cannot hold the samples where they were: lengths may have changed."""
+        running = [called for called in self._running if called.forward is forward]
+        if running and self.probe is None:
+            self.learn(layout, running[-1], name)
+            forward.lengths = layout.lengths(running[-1].args, running[-1].kwargs)
+
+    def learn(self, layout: BatchLayout, called: Entered, path: Hashable | None = None) -> None:
+        """Run the call on a few of its rows; `path` is a layer that must be met."""
+
+        @contextmanager
+        def watch(probe: Probe) -> Iterator[None]:
+            self.probe = probe
+            try:
+                with self.intercepted(self._private):
+                    yield
+            finally:
+                self.probe = None
+
+        run = Runs(
+            layout, called.model, called.plain, called.args, called.kwargs, self._private, watch
+        )
+        begun = time.perf_counter()
+        with nullcontext() if called.name == FORWARD else no_training():
+            learn(layout, run, path)
+        self.looks.append(Look(called.name, run.passes, time.perf_counter() - begun))
+        # in a branch that has not run yet: when it does, it is looked at
+        unmet = (
+            p for p, name in self._private.items() if name.rpartition(".")[0] not in layout.met
+        )
+        layout.proxied.update(unmet)

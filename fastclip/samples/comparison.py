@@ -1,0 +1,341 @@
+"""Rows of a call held against each other, on runs that change some of them and on their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from itertools import cycle
+from typing import Any
+
+from torch import Tensor
+
+from fastclip.errors import BatchSizeError, FastclipError
+from fastclip.samples.independence import (
+    Influence,
+    axes_of_outputs,
+    called,
+    check_constants,
+    check_copies,
+    check_first,
+    check_layers,
+    check_somewhere,
+    check_unmixed,
+    check_values,
+    coupled,
+    extreme_rows,
+    followed,
+    moved_between,
+)
+from fastclip.samples.inputs import Cuts
+from fastclip.samples.layout import BatchLayout
+from fastclip.samples.mixed_outputs import Found, mixed_outputs, note_gradients
+from fastclip.samples.owners import agrees
+from fastclip.samples.place import Place, places
+from fastclip.samples.probing import INPUT, Probe, Runs
+
+_SPLIT = frozenset({0, 3, 5, 6})
+"""Rows to change: neighbours, halves, strides of two, and rows in reverse lie on either side."""
+_FEWEST = 5
+"""Rows that are run at least, for that."""
+_SMALLEST = 2
+"""Rows that are held against a batch of nothing else."""
+_SEEDS = (2, 3, 4)
+"""Of the runs whose gradients are looked at; one is enough where nothing is drawn."""
+
+
+class Opened(Exception):
+    """Layers were found that must run as they were: what they do is looked at anew."""
+
+
+class Comparison:
+    """What must agree between runs of one call.
+
+    Args:
+        layout: where the samples are. run: the call. cuts: how its inputs are cut into rows.
+        probes, outputs: of the runs on two and on three copies of one row.
+    """
+
+    def __init__(
+        self, layout: BatchLayout, run: Runs, cuts: Cuts, probes: list[Probe], outputs: list[Any]
+    ) -> None:
+        self.layout, self.run, self.cuts = layout, run, cuts
+        self.probes, self.outputs = probes, outputs
+        self.of_outputs = axes_of_outputs(outputs)
+        self.axes = followed(probes[0].shapes, probes[1].shapes)
+        self.layers = {name for name in self.axes if isinstance(name, str)}
+        self.candidates: dict[Hashable, list[Place]] = {}
+        """Where the samples may be."""
+        self.moved: set[Hashable] = set()
+        """Uses whose rows the model has moved."""
+        self.reached: set[Hashable] = set()
+        self.lengths: dict[Hashable, set[int]] = {}
+        """Entries a sample of what gradients have reached."""
+        self.owned: dict[Hashable, list[Tensor]] = {}
+        """The sample of every entry, of what gradients have reached, call by call."""
+        self.several: tuple[Any, list[int]] | None = None
+        """The output of a run on several rows, and which they are."""
+
+    def hold_apart(self) -> None:
+        """No row follows from another one, nor from how many there are.
+
+        Raises:
+            BatchSizeError: one does.
+        """
+        real = self.run.distinct(self.cuts)
+        attempts = [(real, False, False), (real[:2], False, True)]  # rows may have to be in order
+        if len(real) < 2:  # a row made up of the first one's values, if the model can take it
+            attempts = [(real, True, False), (real, False, False)]
+        for number, (rows, synthetic, ordered) in enumerate(attempts, 1):
+            try:
+                self._compare(rows, synthetic, ordered)
+                break
+            except (FastclipError, Opened):
+                raise
+            except Exception as error:
+                if number == len(attempts):
+                    raise BatchSizeError(
+                        "the model fails on a few rows of its own input, so that they cannot be held "
+                        f"against each other ({type(error).__name__}: {error}); let it take any "
+                        "number of rows"
+                    ) from error
+        two, three = self.probes
+        for probe in self.probes:
+            check_constants(probe, self.layout.places)
+        if not two.draws and not three.draws:
+            self._compare_sizes(two, three, self.outputs)
+            if self.several is not None:
+                check_first(self.outputs[0], *self.several, self.of_outputs)
+        self.layout.compared = max(self.layout.compared, len(real))
+
+    def _compare_sizes(self, two: Probe, three: Probe, outputs: list[Any]) -> None:
+        """Copies of one row are alike, and the same in two and in three."""
+        check_copies(two, outputs[0], self.of_outputs)
+        check_copies(three, outputs[1], self.of_outputs)
+        of_both = (outputs[0], outputs[1])
+        check_values(two, three, of_both, [0], self.of_outputs, other_size=True)
+        check_layers(two, three, [0], self.layout.places)
+
+    def _compare(self, real: list[int], synthetic: bool, ordered: bool) -> None:
+        choice = self.run.cut(self.cuts, real or None, synthetic)
+        if ordered:
+            rows, group = [0, 0, 1, 1], frozenset({2, 3})
+        else:
+            rows, group = _spread(choice)
+        groups = [group, frozenset(range(len(rows))) - group]
+        self.candidates, self.moved, self.reached, self.lengths = {}, set(), set(), {}
+        found: Found = {}
+        for seed in _SEEDS:
+            noted = found if seed == _SEEDS[0] else {}
+            try:
+                drawn = self._influence(rows, seed, noted)
+            except FastclipError:
+                raise
+            except Exception:
+                if not self.run.asks_inputs:
+                    raise
+                self.run.asks_inputs = False  # x.numpy(), or x.requires_grad = True, in its forward
+                drawn = self._influence(rows, seed, noted)
+            if not drawn:
+                break
+        self._settle()
+        if choice > 1:
+            self._disturb(rows, groups)
+        self._choose()
+        for kept in groups if found and choice > 1 else []:
+            others: Found = {}
+            changed = _others_changed(rows, kept)
+            self._ask(changed, _SEEDS[0], others)
+            self.layout.mixed |= mixed_outputs(
+                found, others, sorted(kept), self.of_outputs, len(rows)
+            )
+
+    # Influence
+
+    def _influence(self, rows: list[int], seed: int, found: Found) -> bool:
+        """Whose the entries of everything are; whether random numbers were drawn."""
+        probe = Probe(self.layout, len(rows), differentiable=True)
+
+        def ask(out: Any) -> None:
+            count = len(rows)
+            influence = Influence(out, self.of_outputs, count)
+            for name in self.axes.keys() | probe.shapes.keys():
+                self._guess(name, probe)
+            for source in probe.sources:
+                if source.name not in self.candidates:
+                    self.candidates[source.name] = [Place(self._own_axis(str(source.name)))]
+            owned: dict[Hashable, list[Tensor]] = {}
+            for name, owner in influence.owners(probe.sources):
+                self.reached.add(name)
+                owned.setdefault(name, []).append(owner)
+                check_unmixed(name, owner)
+                self._narrow(name, owner, count)
+            self.owned = self.owned or owned
+            uncertain = self.moved | {
+                n for n, c in self.candidates.items() if len(c) > 1 and not c[0].plain
+            }
+            if uncertain:
+                self._routers(uncertain, probe, influence)
+            settled = {n: c[0] for n, c in self.candidates.items() if len(c) == 1}
+            note_gradients(probe, settled, self.of_outputs, found, out)
+
+        self.run.once(probe, rows, seed, ask)
+        return probe.draws
+
+    def _ask(self, rows: list[int], seed: int, found: Found) -> None:
+        """Gradients of outputs without samples, of other rows."""
+        probe = Probe(self.layout, len(rows), differentiable=True)
+
+        def ask(out: Any) -> None:
+            settled = {n: c[0] for n, c in self.candidates.items() if len(c) == 1}
+            note_gradients(probe, settled, self.of_outputs, found, out)
+
+        self.run.once(probe, rows, seed, ask)
+
+    def _own_axis(self, name: str) -> int:
+        """Of an input of the model, or of a layer that counts its rows itself."""
+        number = name.removeprefix(INPUT)
+        return (self.cuts[int(number)] or 0) if name != number else 0
+
+    def _guess(self, name: Hashable, probe: Probe) -> None:
+        """Where shapes alone let the samples be; nowhere if they do not grow with the batch."""
+        axis = self.axes.get(name)
+        two, now = self.probes[0].shapes.get(name, []), probe.shapes.get(name, [])
+        if not now:  # left out by chance
+            return
+        if axis is None:  # met for the first time: gradients tell
+            axes = list(range(len(now[0])))
+            self.candidates.setdefault(name, list(places(now[0], probe.rows, axes)))
+            return
+        grows = axis >= 0 and len(two) == len(now) and all(
+            len(a) == len(b) and a[axis] * probe.rows == b[axis] * self.probes[0].rows
+            for a, b in zip(two, now, strict=True)
+        )  # fmt: skip
+        if not grows or name in self.layout.moved:
+            self.candidates[name] = []
+            self.moved.add(name)
+        elif name not in self.candidates:
+            self.candidates[name] = list(places(now[0], probe.rows, [axis]))
+
+    def _narrow(self, name: Hashable, owner: Tensor, count: int) -> None:
+        before = self.candidates[name]
+        kept = [place for place in before if agrees(place, owner, count)]
+        if not kept:
+            if isinstance(name, str) and name.startswith(INPUT):
+                raise coupled(called(name))
+            self.moved.add(name)
+        self.candidates[name] = kept
+        if kept:
+            self.lengths.setdefault(name, set()).add(owner.shape[kept[0].axis] // count)
+
+    def _settle(self) -> None:
+        """Layers whose rows were moved run as they were from now on."""
+        opened = {name for name in self.moved if isinstance(name, str)}
+        if opened - self.layout.open:
+            self.layout.open |= opened  # type: ignore[arg-type]
+            raise Opened
+        for name in self.moved:
+            self.layout.places.pop(name, None)
+        self.layout.places |= {n: c[0] for n, c in self.candidates.items() if len(c) == 1}
+
+    def _routers(self, names: set[Hashable], probe: Probe, influence: Influence) -> None:
+        """For uses whose rows are moved: the innermost module that returns rows in their places."""
+        count = probe.rows
+        found: dict[str, dict[int, list[Place]]] = {}
+        owned = influence.owners(probe.returned)
+        shapes = {output.name: output.shape for output in probe.returned}
+        path: str
+        number: int
+        for name, owner in owned:
+            path, number = name  # type: ignore[misc]
+            shape = shapes[name]
+            plain = [place for axis in range(len(shape)) for place in places(shape, count, [axis])]
+            fits = [place for place in plain if agrees(place, owner, count)]
+            held = found.setdefault(path, {})
+            held[number] = [p for p in held.get(number, fits) if p in fits]
+        for name in names:
+            for path in reversed(self._users(name, probe)):
+                mine = found.get(path)
+                if mine and all(mine.values()):
+                    self.layout.routers[name] = path
+                    self.layout.returns[path] = {n: found[0] for n, found in mine.items()}
+                    break
+            else:
+                if name in self.reached and not isinstance(name, str):
+                    raise coupled(called(name))
+
+    def _users(self, name: Hashable, probe: Probe) -> tuple[str, ...]:
+        return next((p.users[name] for p in (probe, *self.probes) if name in p.users), ())
+
+    def _folds(self, name: Hashable, place: Place) -> None:
+        """Note how many entries a sample had, where that is so."""
+        lengths = self.layout.lengths(self.run.args, self.run.kwargs)
+        known = self.lengths.get(name)
+        if known is None:  # no gradient says it: what shapes and values let be
+            known = {shape[place.axis] // 2 for shape in self.probes[0].shapes.get(name, [])}
+        for each in known:
+            folded = place.fold(2 * each, 2)
+            if folded is not None:
+                self.layout.folds[name, each, lengths] = Place(place.axis, *folded)
+
+    # Disturbance
+
+    def _disturb(self, rows: list[int], groups: list[frozenset[int]]) -> None:
+        """Rows are changed, to one of the others or to noise, of which the others must show nothing."""
+        count = len(rows)
+        base = Probe(self.layout, count)
+        out = self.run.once(base, rows, seed=1)
+        if not base.draws:
+            self.several = out, rows
+        small = [frozenset({row}) for row in extreme_rows(base, self.layout.places)[:_SMALLEST]]
+        for kept in (*groups, *small):
+            changed = frozenset(range(count)) - kept
+            noisy = changed if kept in groups else frozenset()
+            probe = Probe(self.layout, count, replaced=noisy)
+            found = self.run.once(probe, _others_changed(rows, kept), seed=1)
+            if kept in small and not probe.draws:  # copies of one row
+                check_copies(probe, found, self.of_outputs)
+            self._narrow_by_values(base, probe, sorted(kept))
+            moved = moved_between(base, probe, sorted(kept), self.layout.places)
+            if moved:  # the same rows in other places, or other rows
+                self.layout.moved |= dict.fromkeys(moved)
+                self.layout.open |= {name for name in moved if isinstance(name, str)}
+                raise Opened
+            for name in self.layout.moved:
+                check_somewhere(name, base, probe, self.owned.get(name, []), kept)
+            check_values(base, probe, (out, found), sorted(kept), self.of_outputs)
+
+    def _narrow_by_values(self, base: Probe, probe: Probe, kept: list[int]) -> None:
+        """Where gradients could not tell, rows that were kept are the same."""
+        for name, candidates in self.candidates.items():
+            if len(candidates) < 2 or name not in base.seen:
+                continue
+            fit = [p for p in candidates if not moved_between(base, probe, kept, {name: p})]
+            self.candidates[name] = fit
+
+    def _choose(self) -> None:
+        """What is left of where samples may be."""
+        layout = self.layout
+        for name, candidates in self.candidates.items():
+            known = len(candidates) == 1 or (candidates and candidates[0].plain)
+            if known and name not in self.moved:
+                layout.places[name] = candidates[0]
+                self._folds(name, candidates[0])
+                continue
+            layout.places.pop(name, None)
+            if isinstance(name, str) and name in layout.met and name not in layout.open:
+                layout.open.add(name)
+                raise Opened
+
+
+def _spread(choice: int) -> tuple[list[int], frozenset[int]]:
+    """Positions for so many rows, and which of them to change: the others hold other rows."""
+    count = max(choice, _FEWEST)
+    group = _SPLIT & set(range(count))
+    inside, outside = (cycle(range(first, max(choice, first + 1), 2)) for first in (0, 1))
+    if choice == 1:
+        outside = cycle([0])
+    return [next(inside if i in group else outside) for i in range(count)], group
+
+
+def _others_changed(rows: list[int], kept: frozenset[int]) -> list[int]:
+    """The same rows where they are kept, and one of them everywhere else."""
+    return [row if i in kept else rows[min(kept)] for i, row in enumerate(rows)]

@@ -1,0 +1,345 @@
+"""What runs on a few rows must agree on where every row is computed from itself alone, in its place.
+
+Two views of one law. *Disturbance*: where the inputs of some rows change, no layer's input and no output
+may change in another row; this sees statistics of the batch, detached or not, rows in other places, and
+routing. *Influence*: the gradient of some rows' outputs may reach no other row of any layer's output;
+this sees smooth coupling of any strength, however little of it the values show.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+
+from fastclip.errors import BatchSizeError
+from fastclip.samples.inputs import flatten, tensors_of
+from fastclip.samples.owners import MIXED, NOBODY, coded_by, owners
+from fastclip.samples.place import Place
+from fastclip.samples.probing import Output, Probe, Shapes
+
+UNBATCHED, UNCLEAR = -1, -2
+SIZES = (2, 3)
+
+_VALUES = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""How far values of one row may differ, relative to the largest of the tensor: a kernel may add up in
+another order where another row is longer."""
+_OTHER_SIZE = {torch.float64: 1e-7, torch.float32: 1e-3}
+"""The same in batches of another size."""
+_OTHER_PLACE = {torch.float64: 1e-5, torch.float32: 1e-3}
+"""The same at another place in the batch: parts of a float64 model may compute in float32."""
+
+
+def changed_axis(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    """The one axis that follows the number of rows, from 2 to 3, or folded with others from 2 n to 3 n;
+    UNBATCHED if none changes; else UNCLEAR."""
+    if len(first) != len(second):
+        return UNCLEAR
+    changed = [i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
+    if not changed:
+        return UNBATCHED
+    one, other = first[changed[0]], second[changed[0]]
+    if len(changed) == 1 and one * SIZES[1] == other * SIZES[0]:
+        return changed[0]
+    return UNCLEAR
+
+
+def followed(first: Shapes, second: Shapes) -> dict[Hashable, int]:
+    """The axis that followed the number of rows, by name; UNBATCHED if none did, or UNCLEAR."""
+    axes = {}
+    for name, shapes in first.items():
+        others = second.get(name, [])
+        found = {changed_axis(a, b) for a, b in zip(shapes, others, strict=False)}
+        clear = len(found) == 1 and len(shapes) == len(others)
+        axes[name] = found.pop() if clear else UNCLEAR
+    return axes
+
+
+def rows_come_out(outputs: list[Any], axis: int) -> bool:
+    """An output has its samples along axis 0 or the model's own; or none has any (a loss)."""
+    if any(isinstance(leaf, PackedSequence) for leaf in flatten(outputs[0])[0]):
+        return True
+    pairs = list(zip(tensors_of(outputs[0]), tensors_of(outputs[1]), strict=False))
+    axes = {changed_axis(tuple(a.shape), tuple(b.shape)) for a, b in pairs}
+    return bool(axes & {0, axis}) or all(a.dim() == 0 for a, _ in pairs)
+
+
+def axes_of_outputs(outputs: list[Any]) -> list[int]:
+    """Where the samples lie in every tensor of the output, from outputs of 2 and of 3 rows."""
+    pairs = zip(by_row(outputs[0]), by_row(outputs[1]), strict=False)
+    return [changed_axis(tuple(a.shape), tuple(b.shape)) for a, b in pairs]
+
+
+def by_row(output: Any) -> Iterator[Tensor]:
+    """The tensors of an output; a PackedSequence padded, for its data has no axis of samples."""
+    for leaf in flatten(output)[0]:
+        leaf = pad_packed_sequence(leaf)[0] if isinstance(leaf, PackedSequence) else leaf
+        if isinstance(leaf, Tensor):
+            yield leaf
+
+
+def check_values(
+    first: Probe, second: Probe, outputs: tuple[Any, Any], kept: list[int],
+    of_outputs: list[int], *, other_size: bool = False,
+) -> None:  # fmt: skip
+    """These rows of the output are the same in both runs.
+
+    Raises:
+        BatchSizeError: they are not.
+    """
+    allowed = _OTHER_SIZE if other_size else _VALUES
+    pairs = zip(by_row(outputs[0]), by_row(outputs[1]), of_outputs, strict=False)
+    for one, other, axis in pairs:
+        sizes = (first.rows, second.rows)
+        if axis >= 0 and not _rows_agree(one, other, kept, Place(axis), sizes, allowed):
+            raise coupled("the output", other_size)
+
+
+def check_layers(
+    first: Probe, second: Probe, kept: list[int], places: Mapping[Hashable, Place]
+) -> None:
+    """These rows of what every layer and use shows are the same in batches of two sizes.
+
+    Raises:
+        BatchSizeError: naming the first layer where they are not.
+    """
+    for name in moved_between(first, second, kept, places, _OTHER_SIZE):
+        raise coupled(f"the input of {called(name)}", other_size=True)
+
+
+def moved_between(
+    first: Probe, second: Probe, kept: list[int], places: Mapping[Hashable, Place],
+    allowed: dict[torch.dtype, float] | None = None,
+) -> list[Hashable]:  # fmt: skip
+    """Layers and uses that show other values in these rows in the second run, in their order."""
+    found = []
+    sizes = (first.rows, second.rows)
+    for name, values in first.seen.items():
+        place = places.get(name)
+        others = second.seen.get(name, [])
+        if place is None:
+            continue
+        alike = len(values) == len(others) and all(
+            _rows_agree(one, other, kept, place, sizes, allowed or _VALUES)
+            for one, other in zip(values, others, strict=False)
+        )
+        if not alike:
+            found.append(name)
+    return found
+
+
+def check_somewhere(
+    name: Hashable, first: Probe, second: Probe, owned: list[Tensor], kept: Iterable[int]
+) -> None:
+    """Rows that the model has moved are the same in both runs, wherever they are.
+
+    Args:
+        owned: the sample of every entry, call by call. kept: the samples that both runs hold.
+
+    Raises:
+        BatchSizeError: one is not.
+    """
+    others = [x.reshape(-1, x.shape[-1]) for x in second.seen.get(name, []) if x.dim() > 1]
+    for x, owner in zip(first.seen.get(name, []), owned, strict=False):
+        if x.dim() < 2 or not x.is_floating_point() or owner.shape != x.shape:
+            continue
+        rows = x.reshape(-1, x.shape[-1])
+        mine = torch.isin(
+            owner.reshape(rows.shape).amax(1),
+            torch.tensor([*kept], dtype=torch.int64, device=owner.device),
+        )
+        alike = [y for y in others if y.shape[1] == rows.shape[1]]
+        for row in rows[mine] if alike else ():
+            if not any(_close_to_one(row, y) for y in alike):
+                raise coupled(called(name))
+
+
+def _close_to_one(row: Tensor, rows: Tensor) -> bool:
+    size = rows.abs().amax() if rows.numel() else row.new_zeros(())
+    tolerance = _VALUES.get(row.dtype, 4 * torch.finfo(row.dtype).eps)
+    apart = (rows - row).abs().amax(1)
+    return bool((apart <= tolerance * torch.maximum(size, row.abs().amax())).any())
+
+
+def check_constants(probe: Probe, places: Mapping[Hashable, Place]) -> None:
+    """What is made of parameters and the number of rows alone is the same for all rows.
+
+    Raises:
+        BatchSizeError: a row has a parameter of its own.
+    """
+    for name in probe.constants:
+        place = places.get(name)
+        for x in probe.seen.get(name, []):
+            if place is None or not place.fits(x, probe.rows):
+                continue
+            rows = place.rows(x, probe.rows)
+            if len(rows) and not _close(rows, rows[:1].expand_as(rows), _OTHER_PLACE):
+                raise placed(called(name))
+
+
+def check_copies(probe: Probe, output: Any, of_outputs: list[int]) -> None:
+    """Copies of one row give copies of one output.
+
+    Raises:
+        BatchSizeError: they do not.
+    """
+    for x, axis in zip(by_row(output), of_outputs, strict=False):
+        if axis >= 0 and x.dim() > axis and x.shape[axis] == probe.rows:
+            first = x.narrow(axis, 0, 1).expand_as(x)
+            if not _close(first, x, _OTHER_PLACE):
+                raise placed("the output")
+
+
+def check_first(copies: Any, several: Any, rows: list[int], of_outputs: list[int]) -> None:
+    """Among several rows, the first one's output is that of its copies.
+
+    Raises:
+        BatchSizeError: it is not.
+    """
+    for one, other, axis in zip(by_row(copies), by_row(several), of_outputs, strict=False):
+        if axis < 0 or one.dim() != other.dim() or other.shape[axis] != len(rows):
+            continue
+        index = torch.tensor(
+            [i for i, row in enumerate(rows) if row == 0], dtype=torch.int64, device=other.device
+        )
+        mine = other.index_select(axis, index)
+        first = one.narrow(axis, 0, 1)
+        # Another row may be longer and pad this one: what both have must agree.
+        common = [slice(min(n, m)) for n, m in zip(mine.shape, first.shape, strict=True)]
+        common[axis] = slice(None)
+        mine, first = mine[tuple(common)], first[tuple(common)]
+        if not _close(first.expand_as(mine), mine, _OTHER_PLACE):
+            raise coupled("the output", other_size=True)
+
+
+def placed(where: str) -> BatchSizeError:
+    """The refusal of a model that treats rows by their number."""
+    return BatchSizeError(
+        f"{where}: what a sample has there depends on its number in the batch, so its gradient depends "
+        "on who else was drawn; treat every row of the batch alike"
+    )
+
+
+def called(name: Hashable) -> str:
+    """A layer's path, or what a use is known by."""
+    return str(name) if isinstance(name, str) else str(getattr(name, "label", name))
+
+
+def _rows_agree(
+    one: Tensor, other: Tensor, kept: list[int], place: Place, sizes: tuple[int, int],
+    allowed: dict[torch.dtype, float],
+) -> bool:  # fmt: skip
+    if one.dim() != other.dim() or not (place.fits(one, sizes[0]) and place.fits(other, sizes[1])):
+        return True
+    one, other = place.rows(one, sizes[0]), place.rows(other, sizes[1])
+    # Another row may be longer and pad this one: what both have must agree.
+    common = [slice(min(n, m)) for n, m in zip(one.shape, other.shape, strict=True)]
+    common[0] = slice(None)
+    index = torch.tensor(kept, dtype=torch.int64, device=one.device)
+    first, second = (x[tuple(common)].index_select(0, index) for x in (one, other))
+    return _close(first, second, allowed)
+
+
+def _close(first: Tensor, second: Tensor, allowed: dict[torch.dtype, float]) -> bool:
+    if not first.is_floating_point():
+        return torch.equal(first, second)
+    # 16-bit roundings of sums that differ in their last bit: influence sees what is smaller
+    tolerance = allowed.get(first.dtype, 4 * torch.finfo(first.dtype).eps)
+    known = torch.isfinite(first)
+    if not torch.equal(known, torch.isfinite(second)):
+        return False
+    one, other = first[known], second[known]
+    return not one.numel() or bool(
+        (one - other).abs().max() <= tolerance * torch.maximum(one.abs().max(), other.abs().max())
+    )
+
+
+def rows_agree(one: Tensor, other: Tensor, kept: list[int], place: Place, rows: int) -> bool:
+    """Whether these rows are the same in both, as far as both are long."""
+    return _rows_agree(one, other, kept, place, (rows, rows), _VALUES)
+
+
+def extreme_rows(probe: Probe, places: Mapping[Hashable, Place]) -> list[int]:
+    """The rows that are smallest, first behind the first layer, then in most layers' inputs.
+
+    What the sizes of other rows change, changes them.
+    """
+    placed = [] if probe.first is None else [probe.first]
+    for name, values in probe.seen.items():
+        place = places.get(name)
+        placed += [(place, x) for x in values if place is not None]
+    found = []
+    for place, x in placed:
+        if x.is_floating_point() and x.numel() and place.fits(x, probe.rows):
+            rows = place.rows(x.detach().abs(), probe.rows)
+            sizes = rows.reshape(probe.rows, -1).amax(1)
+            found.append(int(sizes.nan_to_num(torch.inf).argmin()))
+    return list(dict.fromkeys(found[:1] + [row for row, _ in Counter(found).most_common()]))
+
+
+_LOUD = 32.0
+"""Gradients that are asked for are as large as that: in float16, small ones would be rounded away."""
+
+
+class Influence:
+    """Whose every entry of what the layers returned is, from gradients of one run.
+
+    Args:
+        output: of the run. of_outputs: axes of its samples. count: rows of the run.
+    """
+
+    def __init__(self, output: Any, of_outputs: list[int], count: int) -> None:
+        self.count = count
+        pairs = [
+            (x, axis) for x, axis in zip(by_row(output), of_outputs, strict=False)
+            if axis >= 0 and x.dim() > axis and x.shape[axis] == count and x.requires_grad
+        ]  # fmt: skip
+        self._from = [x for x, _ in pairs]
+        generator = torch.Generator().manual_seed(1)
+        self._seeds = []
+        self._coded = []
+        for x, axis in pairs:
+            drawn = torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu")
+            seed = (drawn * _LOUD).to(x.device, x.dtype)
+            self._seeds.append(seed)
+            digits = torch.arange(count, dtype=torch.int64, device=x.device)
+            self._coded.append(coded_by(seed, axis, digits - count // 2))
+
+    def owners(self, asked: Iterable[Output]) -> list[tuple[Hashable, Tensor]]:
+        """The sample of every entry, by name; not of what no gradient reaches."""
+        asked = list(asked)
+        if not self._from or not asked:
+            return []
+        edges = [output.edge for output in asked]
+        plain, scaled = (
+            torch.autograd.grad(self._from, edges, seeds, retain_graph=True, allow_unused=True)
+            for seeds in (self._seeds, self._coded)
+        )
+        found: list[tuple[Hashable, Tensor]] = []
+        for output, one, other in zip(asked, plain, scaled, strict=True):
+            if one is not None and other is not None:
+                found.append((output.name, owners(one, other, self.count)))
+        return [(name, owner) for name, owner in found if bool((owner != NOBODY).any())]
+
+
+def check_unmixed(name: Hashable, owner: Tensor) -> None:
+    """Refuse an entry that follows from several samples.
+
+    Raises:
+        BatchSizeError: naming where it is.
+    """
+    if bool((owner == MIXED).any()):
+        raise coupled(called(name))
+
+
+def coupled(where: str, other_size: bool = False) -> BatchSizeError:
+    """The refusal of a model whose rows are not apart."""
+    cause = "the number of rows" if other_size else "another sample's row"
+    return BatchSizeError(
+        f"{where}: what one sample has there depends on {cause}, so no per-sample gradient exists; let "
+        "every row of the batch be computed from itself alone"
+    )

@@ -1,0 +1,137 @@
+"""A model's inputs as they come: nested, by keyword, packed; where their samples may lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from fastclip._torch import (
+    TreeSpec,
+    register_pytree_node,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
+
+Cuts = tuple[int | None, ...]
+"""For each input, by its number: the axis that holds samples, or None."""
+
+
+class _Fields:
+    """A dataclass or mapping that torch's pytree does not know, opened: its type and its fields."""
+
+    def __init__(self, kind: type, fields: dict[str, Any]) -> None:
+        self.kind, self.fields = kind, fields
+
+
+def _rebuild(fields: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
+    kind, names = context
+    value: Any = object.__new__(kind)
+    for name, field in zip(names, fields, strict=True):
+        object.__setattr__(value, name, field)
+    return value
+
+
+register_pytree_node(
+    _Fields, lambda node: (list(node.fields.values()), (node.kind, tuple(node.fields))), _rebuild
+)
+
+
+def _opened(value: Any) -> Any:
+    def open_leaf(leaf: Any) -> Any:
+        known = is_dataclass(leaf) or isinstance(leaf, Mapping)
+        if not known or isinstance(leaf, type) or not hasattr(leaf, "__dict__"):
+            return leaf
+        return _Fields(type(leaf), {name: _opened(field) for name, field in vars(leaf).items()})
+
+    return tree_map(open_leaf, value, is_leaf=_is_packed)
+
+
+def _is_packed(node: Any) -> bool:
+    return isinstance(node, PackedSequence)
+
+
+def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
+    """The leaves of a nested structure and how to put it together again with tree_unflatten.
+
+    Opens dataclasses and mappings that torch does not know; a PackedSequence is one leaf.
+    """
+    return tree_flatten(_opened(value), is_leaf=_is_packed)
+
+
+def rebuild(leaves: list[Any], structure: TreeSpec) -> Any:
+    """The structure that was flattened, with these leaves."""
+    return tree_unflatten(leaves, structure)
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors in a nested structure; of a PackedSequence its data."""
+    for leaf in flatten(value)[0]:
+        leaf = leaf.data if isinstance(leaf, PackedSequence) else leaf
+        if isinstance(leaf, Tensor):
+            yield leaf
+
+
+def rows_of(leaf: Any, axis: int) -> int | None:
+    """Number of samples in one input if they lie along `axis`; None where it has no such axis."""
+    if isinstance(leaf, PackedSequence):
+        return int(leaf.batch_sizes[0])
+    return leaf.shape[axis] if isinstance(leaf, Tensor) and leaf.dim() > axis else None
+
+
+def batch_sizes_of(args: tuple, kwargs: dict, axis: int) -> list[int]:
+    """What the number of samples in a model's inputs may be, the likeliest first.
+
+    These are the sizes along `axis` of its inputs, in order, but 1 last: a leading 1 may broadcast
+    over the batch.
+    """
+    leaves, _ = flatten((args, kwargs))
+    sizes = [size for leaf in leaves if (size := rows_of(leaf, axis)) is not None]
+    return sorted(dict.fromkeys(sizes), key=lambda size: size == 1)
+
+
+def ways_to_cut(args: tuple, kwargs: dict, own_axis: int) -> Iterator[Cuts]:
+    """The axis of each input that holds samples (None: it has none), likely ways first.
+
+    An input without samples may have the batch's size by accident, so every subset of the
+    inputs is a way; a state may hold its samples along axis 1, so the other axis comes last.
+    """
+    leaves, _ = flatten((args, kwargs))
+    for axes in ((own_axis,), (own_axis, 1 - own_axis)):
+        for size in batch_sizes_of(args, kwargs, own_axis):
+            options = [[axis for axis in axes if rows_of(leaf, axis) == size] for leaf in leaves]
+            for cuts in product(*([*option, None] for option in options)):
+                if own_axis in cuts:
+                    yield cuts
+
+
+def take_rows(leaf: Any, axis: int, rows: list[int]) -> Any:
+    """These rows of an input along `axis`; zeros where it has none."""
+    if isinstance(leaf, PackedSequence):
+        padded, lengths = pad_packed_sequence(leaf)
+        index = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        return pack_padded_sequence(
+            padded[:, index.to(padded.device)], lengths[index], enforce_sorted=False
+        )
+    if not leaf.shape[axis]:
+        shape = list(leaf.shape)
+        shape[axis] = len(rows)
+        return leaf.new_zeros(shape)
+    return leaf.index_select(axis, torch.tensor(rows, dtype=torch.int64, device=leaf.device))
+
+
+def join_rows(first: Any, second: Any, axis: int) -> Any:
+    """The rows of one input, then those of the other."""
+    if not isinstance(first, PackedSequence):
+        return torch.cat([first, second], axis)
+    (one, n), (other, m) = (pad_packed_sequence(leaf) for leaf in (first, second))
+    padded = one.new_zeros(max(len(one), len(other)), one.shape[1] + other.shape[1], *one.shape[2:])
+    padded[: len(one), : one.shape[1]] = one
+    padded[: len(other), one.shape[1] :] = other
+    return pack_padded_sequence(padded, torch.cat([n, m]), enforce_sorted=False)

@@ -1,0 +1,191 @@
+"""Where the samples are in every layer and use: what was found, and every later call checked against it.
+
+A recurrent layer may see [t, b, d], a window layer [b * windows, t, d]; t may equal b by accident. What
+holds the samples is never assumed: fastclip.samples.learning runs the model to find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastclip._torch import TreeSpec
+from fastclip.errors import BatchSizeError, where
+from fastclip.samples.inputs import Cuts, batch_sizes_of, flatten, rows_of
+from fastclip.samples.place import Place
+from fastclip.samples.probing import MOST_ROWS, Probe
+from fastclip.samples.watch import Watch
+
+Lengths = tuple[tuple[int, ...], ...]
+"""Sizes of a model's inputs along all axes but the samples'."""
+
+
+class BatchLayout:
+    """The samples' place in every intercepted layer and use, for one kind of call.
+
+    Args:
+        axis: axis of the samples in the model's inputs (0 where batch_first).
+    """
+
+    def __init__(self, axis: int) -> None:
+        self.axis = axis
+        self.known = False
+        self.drives = False
+        """The method trains by itself, so it is not run for a look."""
+        self.compared = 0
+        """Number of distinct rows that were held against each other."""
+        self.tried = 0
+        """Rows of the largest batch from which distinct rows were taken."""
+        self.watch: Watch | None = None
+        """The state in which the model was looked at."""
+        self.told_by: list[tuple[int, TreeSpec]] = []
+        """The input whose size along `axis` is that of the batch: its number, among these inputs."""
+        self.cuts: dict[TreeSpec, Cuts] = {}
+        """The axes of the inputs that hold the samples, for every structure of them."""
+        self.flat = False
+        """A probe has met a layer over flat ids, which counts its samples itself."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is known of layers and uses."""
+        self.met: set[Hashable] = set()
+        """Layers and uses that a probe has seen."""
+        self.places: dict[Hashable, Place] = {}
+        """Where the samples are, by a layer's path or the key of a use."""
+        self.folds: dict[tuple[Hashable, int, Lengths], Place] = {}
+        """The same for what is folded, by the number of its entries a sample and the inputs' lengths."""
+        self.open: set[str] = set()
+        """Layers that run as they were, so that every use of their parameters is taken by itself: their
+        input has no samples, or rows that the model has moved."""
+        self.moved: dict[Hashable, None] = {}
+        """Layers and uses whose rows were seen in other places when other rows changed."""
+        self.uses: dict[Hashable, bool] = {}
+        """Calls of functions with parameters: True: with a batch; False: with constants alone."""
+        self.routers: dict[Hashable, str] = {}
+        """For uses whose rows are moved: the module from which they come out in their places."""
+        self.returns: dict[str, dict[int, Place]] = {}
+        """For these modules: where the samples are in what they return."""
+        self.users: set[str] = set()
+        """Modules inside which parameters are used by themselves."""
+        self.proxied: set[nn.Parameter] = set()
+        """Parameters that are used outside a layer with a rule."""
+        self.mixed: dict[int, int] = {}
+        """Outputs that couple rows, and must not be part of a loss: dimensions, by their number."""
+
+    def batch_size(self, args: tuple, kwargs: dict) -> int | None:
+        """Number of samples in the model's inputs."""
+        leaves, structure = flatten((args, kwargs))
+        for number, known in self.told_by:
+            if structure == known:
+                return rows_of(leaves[number], self.axis)
+        return next(iter(batch_sizes_of(args, kwargs, self.axis)), None)
+
+    def knows(self, name: Hashable) -> bool:
+        """A probe has seen this layer or use (or cannot see any: inputs that cannot be cut)."""
+        return name in self.met or (self.known and self.flat)
+
+    def due(self, model: nn.Module, args: tuple, kwargs: dict) -> bool:
+        """Whether the model must be run on a few rows before this call; to be asked once a call.
+
+        At the first one, where it has changed its state or is called in another way, and while a
+        larger batch may hold more distinct rows than could be compared.
+        """
+        if not self.known or self.watch is None or self.watch.changed(args, kwargs):
+            return True
+        if self.compared >= MOST_ROWS or self.flat:
+            return False
+        rows = self.batch_size(args, kwargs) or 0
+        if rows > self.tried:
+            return True
+        # a batch that repeated one row said nothing
+        return self.compared < 2 and rows > 1 and self.watch.rarely()
+
+    def observe(self, probe: Probe, path: str, x: Any, counts_rows: bool) -> None:
+        """Note a layer's input during a probe."""
+        if not isinstance(x, Tensor):
+            return
+        self.met.add(path)
+        if counts_rows:
+            self.flat |= x.dim() == 1
+        else:
+            probe.show(path, x)
+
+    def observed_output(self, probe: Probe, path: str, fixed: int | None, out: Any) -> Any:
+        """The layer's output during a probe."""
+        place = self.places.get(path) if fixed is None else Place(fixed)
+        probe.source(path, out)
+        if probe.first is None and place is not None and isinstance(out, Tensor):
+            out = probe.noisy(place, out)
+            probe.first = (place, out.detach())
+        return out
+
+    def lengths(self, args: tuple, kwargs: dict) -> Lengths:
+        """The sizes of the inputs along all axes but the samples'."""
+        leaves, structure = flatten((args, kwargs))
+        cuts = self.cuts.get(structure, (None,) * len(leaves))
+        return tuple(
+            (*leaf.shape[:axis], *leaf.shape[axis + 1 :]) if axis is not None else tuple(leaf.shape)
+            for leaf, axis in zip(leaves, cuts, strict=True)
+            if isinstance(leaf, Tensor)
+        )
+
+    def place_of(
+        self, name: Hashable, x: Tensor, batch: int, lengths: Lengths | None
+    ) -> Place | None:
+        """Where the samples are in `x`, of a layer or use that was met; None if that was not seen.
+
+        What is folded has been seen with inputs of these very lengths: with others, another of the
+        folded dimensions may have grown.
+        """
+        place = self.places.get(name)
+        if place is None or x.dim() <= place.axis:
+            return None
+        size = x.shape[place.axis]
+        if place.plain:
+            if size == batch:
+                return place
+        elif not batch:
+            return place if not size else None
+        if lengths is None or not batch or size % batch:
+            return None
+        return self.folds.get((name, size // batch, lengths))
+
+    def locate(
+        self, path: str, x: Tensor, batch: int | None, fixed: int | None,
+        lengths: Lengths | None = None,
+    ) -> Place:  # fmt: skip
+        """The samples' place in a layer's input.
+
+        Args:
+            path: the layer's path. x: its input. batch: samples in the model's input, if known.
+            fixed: the axis that the layer itself prescribes, if any. lengths: of the model's inputs.
+
+        Raises:
+            BatchSizeError: `x` cannot hold the samples.
+        """
+        name, place = where(path), None
+        if batch is None or fixed is not None or path not in self.places:
+            place = self.places.get(path) or Place(self.axis if fixed is None else fixed)
+        if batch is not None:
+            found = self.place_of(path, x, batch, lengths)
+            place = found if path in self.places else place
+            if place is None or not place.fits(x, batch):
+                axis = self.places[path].axis if path in self.places else self.axis
+                raise BatchSizeError(
+                    f"{name}: expected {batch} rows along axis {axis}, as in the model's input, got "
+                    f"shape {list(x.shape)}; layers must see the samples that the model was given"
+                )
+        assert place is not None
+        if fixed is not None and place.axis != fixed:
+            raise BatchSizeError(
+                f"{name}: this layer takes its samples along axis {fixed}, but in this model they lie "
+                f"along axis {place.axis} of its input of shape {list(x.shape)}; move the batch first"
+            )
+        if x.dim() <= place.axis:
+            raise BatchSizeError(
+                f"{name}: expected an input with samples along axis {place.axis}, got shape "
+                f"{list(x.shape)}"
+            )
+        return place

@@ -1,0 +1,269 @@
+"""Runs on a few rows: the first find the samples, the others hold rows against each other.
+
+The axis of a layer's input, or of what a use of a parameter gives, that goes from 2 to 3 where the
+model's input does holds the samples, alone or folded with other dimensions. What was computed from
+parameters and constants alone has none. A layer whose input has no samples, or rows that the model
+has moved, is opened: the uses of its parameters are followed one by one. Then gradients are asked
+for, and rows changed (samples.independence). That makes 8 forward passes and 2 backward passes of at
+most 8 rows; 2 more forward passes each time that something is opened, where random numbers are drawn,
+and where an output (a loss) belongs to no one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from fastclip.errors import BatchSizeError, FastclipError, UnsupportedLayerError, where
+from fastclip.samples.comparison import Comparison, Opened
+from fastclip.samples.independence import UNBATCHED, by_row, called, followed, rows_come_out
+from fastclip.samples.inputs import Cuts, flatten, tensors_of, ways_to_cut
+from fastclip.samples.layout import BatchLayout
+from fastclip.samples.place import Place
+from fastclip.samples.probe_state import stirred
+from fastclip.samples.probing import Misjudged, Probe, Runs
+from fastclip.samples.taint import Kept, Taint
+from fastclip.samples.watch import Watch
+
+_MOST_CUTS = 64
+_MOST_ROUNDS = 8
+_TRIALS = 8
+"""Seeds under which a layer that runs by chance is looked for."""
+
+
+class _Unstable(Exception):
+    """Outputs are not finite once the model's parameters are stirred: `where`, they are."""
+
+    def __init__(self, where: list[Tensor]) -> None:
+        self.where = where
+
+
+class _NotFound(Exception):
+    """No way of cutting the inputs gives rows of output."""
+
+
+def learn(layout: BatchLayout, run: Runs, path: Hashable | None = None) -> None:
+    """Note where the samples of this call are, and that its rows are apart.
+
+    Generators, buffers, attributes and parameters are as before afterwards. Inputs that cannot be cut
+    are accepted only where a layer is seen to count its samples itself (EmbeddingBag over the flat ids
+    of all bags).
+
+    Args:
+        layout: what is known so far. run: the call.
+        path: a layer or use that has just been reached and must be among those seen.
+
+    Raises:
+        BatchSizeError: the samples are not to be found, or the model couples them.
+    """
+    if not layout.known:  # nothing of an earlier refusal is left
+        layout.forget()
+    learner = _Learner(layout, run)
+    try:
+        for run.trial in range(_TRIALS):
+            with saved_tensors_hooks(Tensor.detach, _itself):  # not those of a checkpoint around it
+                learner.look()
+            layout.known = True
+            if path is None or layout.knows(path):
+                layout.watch = layout.watch or Watch(run.model, run.args, run.kwargs)
+                layout.tried = max(layout.tried, layout.batch_size(run.args, run.kwargs) or 0)
+                return
+    except BaseException:
+        layout.known = False
+        raise
+    layout.known = False
+    raise BatchSizeError(
+        f"{where(called(path))}: this layer runs with this batch, but not with a few rows of it, so "
+        "where its samples lie is not known; let the model use the same layers for any number of rows"
+    )
+
+
+def _itself(x: Tensor) -> Tensor:  # what was saved: not with its graph, which would hold itself
+    return x
+
+
+class _Learner:
+    def __init__(self, layout: BatchLayout, run: Runs) -> None:
+        self.layout, self.run = layout, run
+
+    def look(self) -> None:
+        """Once, with parameters that say something; or as they are, if the model needs that."""
+        try:
+            for must_be_finite in (True, False):
+                try:
+                    with stirred(self.run.private):
+                        self._learn(must_be_finite)
+                        return
+                except _NotFound:
+                    break
+                except _Unstable as unstable:
+                    if not self._are_finite(unstable.where):
+                        break
+            self._learn(must_be_finite=False)
+            return
+        except _NotFound:
+            self.run.as_called()  # a model that fails on its own input says why itself
+        raise BatchSizeError(
+            "cannot tell which axis of the model's inputs holds the samples: no way of cutting them "
+            "to 2 and to 3 rows gives as many rows of output. Pass tensors with one row a sample "
+            f"along axis {self.layout.axis} (a list of tensors: stack or pad them), and let the model "
+            f"take any number of rows{self.run.last_error}"
+        )
+
+    def _are_finite(self, where: list[Tensor]) -> bool:
+        """Whether outputs are finite there and nowhere else, as parameters are: masked scores."""
+        found = self._first_run()
+        own = [] if found is None else _finite(found[2])
+        same_shapes = [x.shape for x in own] == [x.shape for x in where]
+        return same_shapes and all(map(torch.equal, own, where))
+
+    def _learn(self, must_be_finite: bool) -> None:
+        found = self._first_run()
+        if found is None and not self.layout.flat:
+            raise _NotFound
+        if found is None:
+            return
+        cuts, probes, outputs = found
+        if must_be_finite and not all(bool(x.all()) for x in _finite(outputs)):
+            raise _Unstable(_finite(outputs))
+        try:
+            self._find(cuts, probes, outputs)
+        except Exception:
+            if not self.layout.flat:
+                raise
+            # ids of all bags in one row: not to be cut
+            self.layout.forget()
+
+    def _first_run(self) -> tuple[Cuts, list[Probe], list[Any]] | None:
+        """The first way to cut the inputs with which rows go in and come out."""
+        unfollowed = None
+        for cuts in islice(
+            ways_to_cut(self.run.args, self.run.kwargs, self.layout.axis), _MOST_CUTS
+        ):
+            self.run.cut(cuts)
+            if not self.layout.known:  # nothing of another way of cutting
+                self.layout.forget()
+            try:
+                probes, outputs = self._both()
+            except FastclipError:
+                raise
+            except Exception as error:  # this way does not fit the model
+                self.run.last_error = f" ({type(error).__name__}: {error})"
+                continue
+            axes = followed(probes[0].shapes, probes[1].shapes)
+            follows = (*axes.values(), *followed(probes[0].derived, probes[1].derived).values())
+            layers = any(axis != UNBATCHED for axis in follows)
+            if not rows_come_out(outputs, self.layout.axis):
+                continue
+            if layers:
+                return cuts, probes, outputs
+            if self.layout.met and unfollowed is None:
+                unfollowed = cuts
+        if unfollowed is None:
+            return None
+        self.run.cut(unfollowed)  # all layers run on constants
+        return unfollowed, *self._both()
+
+    def _both(self) -> tuple[list[Probe], list[Any]]:
+        """Runs on 2 and on 3 copies of the first row."""
+        for _ in range(_MOST_ROUNDS):
+            two, three = probes = [Probe(self.layout, rows, taint=Taint(())) for rows in (2, 3)]
+            kept: list[Kept] = []
+            try:
+                first = self.run.once(two, [0, 0], then=partial(self._note_kept, two, kept))
+                return probes, [first, self._next(three, kept[0])]
+            except Misjudged:
+                continue
+        raise BatchSizeError("what the model computes from its parameters alone cannot be told")
+
+    def _note_kept(self, probe: Probe, kept: list[Kept], out: Any) -> None:
+        assert probe.taint is not None
+        kept.append(Kept(self.run.model, probe.taint))
+
+    def _next(self, probe: Probe, kept: Kept) -> Any:
+        """Another batch, to which nothing comes from the one before.
+
+        Raises:
+            UnsupportedLayerError: something does.
+        """
+        rows = [0] * probe.rows
+        if not kept.names:
+            return self.run.once(probe, rows)
+        try:
+            out = self.run.once(probe, rows, left=kept)
+            carried = kept.reaches(tensors_of(out))
+        except Misjudged:
+            raise
+        except Exception:
+            carried = True  # such as a state of as many rows as the batch before had
+        if carried:
+            raise UnsupportedLayerError(
+                f"attributes {kept.names} keep numbers of one batch, from which outputs of the next one "
+                "follow: what they carry over is not private; compute them in every forward pass"
+            )
+        return out
+
+    def _find(self, cuts: Cuts, probes: list[Probe], outputs: list[Any]) -> None:
+        structure = flatten((self.run.args, self.run.kwargs))[1]
+        self.layout.cuts[structure] = cuts
+        for _ in range(_MOST_ROUNDS):
+            while self._opened(probes):
+                self.run.cut(cuts)
+                probes, outputs = self._both()
+            self._place(probes)
+            try:
+                Comparison(self.layout, self.run, cuts, probes, outputs).hold_apart()
+                break
+            except Opened:
+                self.run.cut(cuts)
+                probes, outputs = self._both()
+        else:
+            raise BatchSizeError(
+                "where the samples are in the model's layers changes with every look at it; let every "
+                "row of the batch be computed from itself alone"
+            )
+        number = next(i for i, axis in enumerate(cuts) if axis == self.layout.axis)
+        others = [told for told in self.layout.told_by if told[1] != structure]
+        self.layout.told_by = [(number, structure), *others]
+
+    def _opened(self, probes: list[Probe]) -> bool:
+        """Note layers to be opened, and what turned out to be a use; whether any is new."""
+        layout = self.layout
+        axes = followed(probes[0].shapes, probes[1].shapes)
+        opened = {
+            name for name, axis in axes.items()
+            if isinstance(name, str) and axis < 0 and name not in layout.open
+        }  # fmt: skip
+        layout.open |= opened
+        follows = followed(probes[0].derived, probes[1].derived)
+        uses = [key for key, axis in follows.items() if axis != UNBATCHED]
+        layout.uses |= dict.fromkeys(uses, True)
+        return bool(opened or uses)
+
+    def _place(self, probes: list[Probe]) -> None:
+        """What is plain needs no more than its shapes, until gradients say otherwise.
+
+        Raises:
+            BatchSizeError: it contradicts what was known.
+        """
+        layout = self.layout
+        for name, axis in followed(probes[0].shapes, probes[1].shapes).items():
+            if axis < 0 or probes[0].shapes[name][0][axis] != probes[0].rows:
+                continue
+            known = layout.places.get(name)
+            if layout.known and known is not None and known.axis != axis:
+                raise BatchSizeError(
+                    f"{where(called(name))}: its samples lay along axis {known.axis} before, and now "
+                    f"along {axis}; keep them along one axis"
+                )
+            layout.places.setdefault(name, Place(axis))
+
+
+def _finite(outputs: list[Any]) -> list[Tensor]:
+    return [torch.isfinite(x) for output in outputs for x in by_row(output)]

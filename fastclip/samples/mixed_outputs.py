@@ -1,0 +1,103 @@
+"""Outputs that belong to no one row: a loss computed inside the model, scores of rows against rows.
+
+A mean of the rows' own losses gives every row the same gradient whatever the others hold. A mean over
+tokens, a contrastive loss, a statistic of the batch do not; they may be returned, but not trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastclip.errors import BatchSizeError
+from fastclip.samples.independence import UNBATCHED, by_row, rows_agree
+from fastclip.samples.inputs import tensors_of
+from fastclip.samples.place import Place
+from fastclip.samples.probing import Probe
+
+Gradients = list[tuple[Hashable, Place, Tensor]]
+"""Of one output by what it follows from: name, place of the samples, gradient."""
+Found = dict[int, tuple[torch.Size, Gradients]]
+"""Outputs without an axis of samples, by their number: shape, gradients."""
+
+
+def mixed_outputs(
+    given: Found, others: Found, kept: list[int], of_outputs: list[int], rows: int
+) -> dict[int, int]:
+    """Outputs that couple rows: the number of dimensions of each, by its number.
+
+    Args:
+        given, others: of two runs whose rows are the same where they are `kept`.
+        of_outputs: the axis of samples of every output. rows: of both runs.
+    """
+    return {
+        number: len(shape)
+        for number, (shape, own) in given.items()
+        if _is_statistic(own, of_outputs[number], shape)
+        or _differ(own, others[number][1] if number in others else [], kept, rows)
+    }
+
+
+def note_gradients(
+    probe: Probe, places: Mapping[Hashable, Place], of_outputs: list[int], found: Found, output: Any
+) -> None:
+    """Note in `found` the gradients of every output without an axis of samples."""
+    known = [(source, place) for source in probe.sources if (place := places.get(source.name))]
+    for number, (x, axis) in enumerate(zip(by_row(output), of_outputs, strict=False)):
+        if axis >= 0 or not x.requires_grad or not known:
+            continue
+        generator = torch.Generator().manual_seed(number)
+        weights = torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu")
+        given = torch.autograd.grad(
+            x, [source.edge for source, _ in known], weights.to(x.device, x.dtype),
+            retain_graph=True, allow_unused=True,
+        )  # fmt: skip
+        found[number] = (
+            x.shape,
+            [
+                (source.name, place, gradient)
+                for (source, place), gradient in zip(known, given, strict=True)
+                if gradient is not None and place.fits(gradient, probe.rows)
+            ],
+        )
+
+
+def _is_statistic(given: Gradients, axis: int, shape: torch.Size) -> bool:
+    """Several numbers that are made of rows, and do not grow with them."""
+    if axis != UNBATCHED or shape.numel() < 2:
+        return False
+    return any(bool(gradient.any()) for _, _, gradient in given)
+
+
+def _differ(given: Gradients, others: Gradients, kept: list[int], rows: int) -> bool:
+    """The gradients in these rows, which both runs hold, are not the same."""
+    if [name for name, _, _ in given] != [name for name, _, _ in others]:
+        return False
+    pairs = zip(given, others, strict=True)
+    return not all(
+        rows_agree(one, other, kept, place, rows) for (_, place, one), (_, _, other) in pairs
+    )
+
+
+def refuse_gradients(mixed: dict[int, int], output: Any) -> None:
+    """Let no gradient come in through these outputs.
+
+    Args:
+        mixed: the number of dimensions of each, by its number.
+    """
+    for number, tensor in enumerate(tensors_of(output)):
+        if mixed.get(number) == tensor.dim() and tensor.requires_grad:
+            tensor.register_hook(partial(_refuse, number, tuple(tensor.shape)))
+
+
+def _refuse(number: int, shape: tuple[int, ...], gradient: Tensor) -> None:
+    raise BatchSizeError(
+        f"output {number} of the model, of shape {list(shape)}, is part of the loss, but what it gives "
+        "one sample's gradient depends on the other samples (a mean over tokens or weights, scores of "
+        "rows against rows, a statistic of the batch); return one loss a row, of shape [b], each a "
+        "mean inside its row, and average them outside"
+    )

@@ -1,0 +1,179 @@
+"""A probe leaves no trace: generators, buffers, attributes and parameters are as before.
+
+Inside, parameters that say nothing yet are stirred: rows coupled behind a zero head, a gate of zero or a
+LayerScale of 1e-6 are coupled from the first step on, and must show.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastclip._torch import DropoutBase, applied_by, can_compile, parametrizations_apart
+from fastclip.errors import UnsupportedLayerError
+from fastclip.samples.randomness import Generators
+
+STIR = 0.1
+"""Standard deviation of what is added to a parameter that says nothing."""
+_SMALL = 1e-2
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+_DEEPEST = 3
+_LONGEST = 64
+"""Containers are looked into so far."""
+TORCHS = frozenset(vars(nn.Module()))
+"""What torch keeps on every module."""
+
+
+class Trains(BaseException):
+    """What is run for a look computes gradients itself: it is a loop, or a step of one."""
+
+
+@contextmanager
+def no_training() -> Iterator[None]:
+    """Inside, a backward pass raises `Trains` before anything is computed."""
+    backward, here = torch.autograd.backward, threading.get_ident()
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() != here:
+            return backward(*args, **kwargs)
+        raise Trains
+
+    torch.autograd.backward = refuse  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.backward = backward  # type: ignore[assignment]
+
+
+@contextmanager
+def undisturbed(model: nn.Module, seed: int) -> Iterator[None]:
+    """Without dropout, from generators of `seed`; afterwards everything is as before.
+
+    Raises:
+        UnsupportedLayerError: buffers have changed.
+    """
+    saved = [(name, b, b._version, b.clone()) for name, b in model.named_buffers()]
+    with ExitStack() as stack:
+        stack.enter_context(_own_attributes(model))
+        stack.enter_context(generators_of(model).seeded(seed))
+        stack.enter_context(_uncompiled())
+        stack.enter_context(parametrizations_apart())
+        stack.enter_context(_whole_checkpoints())
+        for module in model.modules():
+            if isinstance(module, DropoutBase):
+                module.p = 0.0  # an attribute like any other: put back
+        try:
+            yield
+        finally:
+            changed = [name for name, buffer, version, _ in saved if buffer._version != version]
+            with torch.no_grad():
+                for _, buffer, version, value in saved:
+                    if buffer._version != version:
+                        buffer.copy_(value)
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    torch.clear_autocast_cache()  # of weights cast without a graph
+    replaced = [name for name, buffer, _, _ in saved if model.get_buffer(name) is not buffer]
+    if changed or replaced:
+        raise UnsupportedLayerError(
+            f"buffers {[*changed, *replaced]} change in the forward pass: what they learn from the "
+            "batch is not private; freeze them (eval mode) or remove them"
+        )
+
+
+@contextmanager
+def _own_attributes(model: nn.Module) -> Iterator[None]:
+    """What the forward pass sets on modules (counters, stashes) is put back."""
+    saved = [(vars(module), dict(vars(module))) for module in model.modules()]
+    held = list(_held(model))
+    filled = [(one, copy.copy(one)) for one in held if type(one) in _CONTAINERS]
+    tensors = [
+        (x, x._version, x.detach().clone())
+        for x in held if type(x) is Tensor and not x.is_inference()
+    ]  # fmt: skip
+    try:
+        yield
+    finally:
+        for now, before in saved:
+            for name in now.keys() - before.keys():
+                del now[name]
+            now.update(before)
+        for container, before in filled:
+            container.clear()
+            (container.extend if hasattr(container, "extend") else container.update)(before)
+        with torch.no_grad():
+            for tensor, version, numbers in tensors:
+                if tensor._version != version:  # such as the counts of a metric
+                    tensor.copy_(numbers)
+
+
+def generators_of(model: nn.Module) -> Generators:
+    """The generators that the model may draw from."""
+    return Generators(_held(model))
+
+
+def _held(model: nn.Module) -> Iterator[Any]:
+    """What the model's modules hold, themselves or in containers; not what torch keeps on them."""
+    known: set[int] = set()
+    level = [v for module in model.modules() for n, v in vars(module).items() if n not in TORCHS]
+    for _ in range(_DEEPEST):
+        level = [one for one in level if id(one) not in known]
+        known.update(map(id, level))
+        yield from level
+        few = [one for one in level if type(one) in _CONTAINERS and len(one) <= _LONGEST]
+        level = [x for one in few for x in (one.values() if isinstance(one, dict) else one)]
+
+
+def _uncompiled() -> AbstractContextManager:
+    """Compiled parts of the model run as they were written: nothing is compiled for a few rows."""
+    if not can_compile():  # and to import what compiles is slow
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
+@contextmanager
+def _whole_checkpoints() -> Iterator[None]:
+    """Reentrant checkpoints run their part with the graph, so that gradients can be asked for."""
+
+    def apply(run_function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
+        return run_function(*args)
+
+    with applied_by(apply):
+        yield
+
+
+@contextmanager
+def stirred(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Constant or tiny parameters get random values inside: nothing hides behind them.
+
+    They keep their signs: a logarithm may be taken of them.
+    """
+    saved: list[tuple[nn.Parameter, Tensor]] = []
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for parameter in parameters:
+            values = parameter.data
+            if not values.is_floating_point() or not values.numel() or not _says_nothing(values):
+                continue
+            saved.append((parameter, values.clone()))
+            noise = torch.randn(
+                values.shape, generator=generator, dtype=torch.float32, device="cpu"
+            )
+            noise = noise.to(values.device, values.dtype)
+            values.add_(torch.where(values == 0, noise, noise.abs() * values.sign()), alpha=STIR)
+        yield
+    finally:
+        for parameter, before in reversed(saved):  # views of one storage were stirred in turn
+            parameter.data.copy_(before)
+
+
+def _says_nothing(values: Tensor) -> bool:
+    low, high = torch.aminmax(values)
+    return bool(low == high) or bool(torch.maximum(-low, high) < _SMALL)

@@ -1,0 +1,259 @@
+"""Runs of a model on a few rows of its inputs, whose values say what becomes of its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.utils.rnn import PackedSequence
+
+from fastclip._torch import tree_unflatten
+from fastclip.samples.inputs import Cuts, flatten, join_rows, rows_of, take_rows, tensors_of
+from fastclip.samples.place import Place
+from fastclip.samples.probe_state import generators_of, undisturbed
+from fastclip.samples.taint import Kept, Taint
+from fastclip.samples.ties import Ties
+
+if TYPE_CHECKING:
+    from fastclip.samples.layout import BatchLayout
+
+MOST_ROWS = 8
+_LOOKED_AT = 64
+"""Rows of a batch among which distinct ones are looked for."""
+
+_NOISE = 3.0
+INPUT = "input "
+"""With its number: what an input of the model is called."""
+
+Shapes = dict[Hashable, list[tuple[int, ...]]]
+
+
+class Misjudged(Exception):
+    """Something was taken for a value of parameters alone, and is known to be a use now."""
+
+
+@dataclass
+class Output:
+    """A tensor that layers or uses returned in a run: gradients of it may be asked for."""
+
+    name: Hashable
+    edge: GradientEdge
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Probe:
+    """One run of the model on a few rows: layers show it their inputs, and run as they were."""
+
+    layout: BatchLayout
+    rows: int
+    replaced: frozenset[int] = frozenset()
+    """In these rows the first layer gives noise: numbers unlike those that other rows hold."""
+    differentiable: bool = False
+    taint: Taint | None = None
+    """Tells which tensors hold numbers of the batch, in the first runs."""
+    shapes: Shapes = field(default_factory=dict)
+    """Of the inputs of layers and the outputs of uses, in the order of the calls."""
+    derived: Shapes = field(default_factory=dict)
+    """Of what was computed from parameters and constants alone."""
+    seen: dict[Hashable, list[Tensor]] = field(default_factory=dict)
+    """The same tensors."""
+    first: tuple[Place, Tensor] | None = None
+    """The output of the first layer that was reached, and where its samples are."""
+    sources: list[Output] = field(default_factory=list)
+    """What gradients are asked for."""
+    returned: list[Output] = field(default_factory=list)
+    """What modules returned; their names are (path, number)."""
+    inside: list[str] = field(default_factory=list)
+    """Paths of the modules that run at the moment."""
+    constants: set[Hashable] = field(default_factory=set)
+    """Uses of nothing but parameters and the number of rows."""
+    closed: bool = False
+    """The run is over: a backward pass may compute parts of it again."""
+    users: dict[Hashable, tuple[str, ...]] = field(default_factory=dict)
+    """The modules inside which a use was made."""
+    graph: Any = None
+    """Of the values derived in this run."""
+    trusted: bool = False
+    """Inside a layer that is known to keep account of its rows."""
+    draws: bool = False
+    """Random numbers were drawn."""
+
+    def noisy(self, place: Place, value: Tensor) -> Tensor:
+        """The first layer's output, with what stands in the replaced rows."""
+        if not self.replaced or self.trusted or not value.is_floating_point():
+            return value
+        if not place.plain or not place.fits(value, self.rows):
+            return value
+        value = value.clone()
+        generator = torch.Generator().manual_seed(0)
+        for i in self.replaced:
+            row = value.select(place.axis, i)
+            noise = torch.randn(row.shape, generator=generator, dtype=torch.float32, device="cpu")
+            row.copy_(_NOISE * noise)
+        return value
+
+    def source(self, name: Hashable, value: Any) -> None:
+        """Gradients of `value` will be asked for."""
+        asked = self.differentiable and not self.trusted and not self.closed
+        if asked and isinstance(value, Tensor) and value.requires_grad:
+            self.sources.append(Output(name, get_gradient_edge(value), tuple(value.shape)))
+
+    def show(self, name: Hashable, value: Tensor) -> None:
+        """The input of a layer, or the output of a use."""
+        if self.closed:
+            return
+        self.shapes.setdefault(name, []).append(tuple(value.shape))
+        if not self.trusted and not self.differentiable:
+            self.seen.setdefault(name, []).append(value.detach().clone())
+
+    def leaves(self, path: str, output: Any) -> None:
+        """A module returned this."""
+        if self.differentiable and not self.trusted and not self.closed:
+            for number, value in enumerate(tensors_of(output)):
+                if type(value) is Tensor and value.requires_grad:
+                    edge = get_gradient_edge(value)
+                    self.returned.append(Output((path, number), edge, tuple(value.shape)))
+
+
+class Runs:
+    """Runs of one call of the model (or of one of its methods) on a few of its rows.
+
+    Args:
+        layout: what is being learnt. model: whose state is put back after every run.
+        forward: what is run. args, kwargs: of the real call.
+        private: the trained parameters. watch: tells the model's layers which probe runs.
+    """
+
+    def __init__(
+        self, layout: BatchLayout, model: nn.Module, forward: Callable[..., Any], args: tuple,
+        kwargs: dict, private: Iterable[nn.Parameter],
+        watch: Callable[[Probe], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        self.layout, self.model, self.forward = layout, model, forward
+        self.args, self.kwargs = args, kwargs
+        self.private, self._watch = private, watch
+        self.last_error = ""
+        self.passes = 0
+        """Forward passes so far."""
+        self.trial = 0
+        """Which seeds are used."""
+        self.asks_inputs = True
+        """Gradients of the inputs are asked for, too; a few models cannot run on such inputs."""
+        self._leaves, self._structure = flatten((args, kwargs))
+        self._cuts: Cuts = ()
+        self._pool: list[Any] = []
+
+    def cut(self, cuts: Cuts, real: list[int] | None = None, synthetic: bool = False) -> int:
+        """Take rows from the inputs cut this way; returns how many there are to choose from.
+
+        Args:
+            real: numbers of the rows that may be run; the first (or a row of zeros) if None.
+            synthetic: add a row made of the first one's values in another order.
+        """
+        self._cuts = cuts
+        self._pool = [
+            leaf if axis is None else take_rows(leaf, axis, real or [0])
+            for leaf, axis in zip(self._leaves, cuts, strict=True)
+        ]
+        if synthetic:
+            self._pool = [
+                leaf if axis is None else join_rows(leaf, _another(leaf, axis), axis)
+                for leaf, axis in zip(self._pool, cuts, strict=True)
+            ]
+        return len(real or [0]) + synthetic
+
+    def distinct(self, cuts: Cuts) -> list[int]:
+        """Numbers of rows of the real inputs that differ from one another, at most MOST_ROWS."""
+        cut = [(x, a) for x, a in zip(self._leaves, cuts, strict=True) if a is not None]
+        found: list[int] = []
+        for i in range(min(self.rows(cuts), _LOOKED_AT)):
+            if all(_differ(cut, i, j) for j in found):
+                found.append(i)
+            if len(found) == MOST_ROWS:
+                break
+        return found
+
+    def rows(self, cuts: Cuts) -> int:
+        """Number of samples in the real inputs, cut this way."""
+        found = (rows_of(x, a) for x, a in zip(self._leaves, cuts, strict=True) if a is not None)
+        return next(rows for rows in found if rows is not None)
+
+    def once(
+        self, probe: Probe, rows: list[int], seed: int = 0,
+        then: Callable[[Any], None] | None = None, left: Kept | None = None,
+    ) -> Any:  # fmt: skip
+        """The output on these rows of those that `cut` took.
+
+        Args:
+            then: is called with it while the probe still runs: a backward pass may compute parts of
+                the model again. left: what an earlier run has left on the modules.
+        """
+        leaves = []
+        cut = []
+        for number, (leaf, axis) in enumerate(zip(self._pool, self._cuts, strict=True)):
+            few = leaf if axis is None else take_rows(leaf, axis, rows)
+            numbers = isinstance(few, Tensor) and few.is_floating_point()
+            if probe.differentiable and self.asks_inputs and axis is not None and numbers:
+                few = few.detach().clone().requires_grad_()
+                probe.source(f"{INPUT}{number}", few)
+                few = few.clone()  # which the model may change in place
+            leaves.append(few)
+            if axis is not None:
+                cut.append(few)
+        if probe.taint is not None:
+            probe.taint = Taint(tensors_of(cut))
+        return self._run(probe, leaves, seed, then, left)
+
+    def as_called(self) -> None:
+        """Run the call on all its rows, only to see whether it fails by itself."""
+        self._run(Probe(self.layout, 0, trusted=True), self._leaves, 0)
+
+    def _run(
+        self, probe: Probe, leaves: list[Any], seed: int,
+        then: Callable[[Any], None] | None = None, left: Kept | None = None,
+    ) -> Any:  # fmt: skip
+        self.passes += 1
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        # not without a graph, which parameters would take for a look: it is not kept
+        graph = torch.enable_grad()
+        with self._watch(probe), undisturbed(self.model, seed + 1000 * self.trial), graph:
+            generators = generators_of(self.model)
+            before = generators.states()
+            with ExitStack() as stack:
+                for mode in (left, probe.taint, Ties() if probe.differentiable else None):
+                    if mode is not None:
+                        stack.enter_context(mode)
+                out = self.forward(*args, **kwargs)
+                probe.draws = generators.states() != before
+                probe.closed = True
+                if then is not None:
+                    then(out)
+            return out
+
+
+def _differ(cut: list[tuple[Any, int]], i: int, j: int) -> bool:
+    for leaf, axis in cut:
+        one, other = (take_rows(leaf, axis, [n]) for n in (i, j))
+        if isinstance(leaf, PackedSequence):
+            one, other = one.data, other.data
+        if one.shape != other.shape or not torch.equal(one, other):
+            return True
+    return False
+
+
+def _another(rows: Any, axis: int) -> Any:
+    """A row [1 along axis] with the first one's values in another order, so that it is as valid."""
+    first = take_rows(rows, axis, [0])
+    if isinstance(first, PackedSequence):
+        return first
+    other = first.flip([d for d in range(first.dim()) if d != axis])
+    if first.is_floating_point() and torch.equal(other, first):
+        ramp = torch.linspace(0, 1, first.numel(), dtype=first.dtype, device=first.device)
+        other = first + ramp.view(first.shape) + 0.5
+    return other

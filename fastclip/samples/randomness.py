@@ -1,0 +1,96 @@
+"""The generators that a model may draw from: torch's, Python's and NumPy's own, and those it holds."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class Generators:
+    """All generators that a model may draw from.
+
+    Args:
+        held: what its modules hold, generators among it.
+    """
+
+    def __init__(self, held: Iterable[Any]) -> None:
+        self._numpy = sys.modules.get("numpy")
+        kinds: tuple[Any, ...] = (torch.Generator, random.Random)
+        if self._numpy is not None:
+            kinds += (self._numpy.random.Generator, self._numpy.random.RandomState)
+        self._own = list({id(one): one for one in held if isinstance(one, kinds)}.values())
+
+    def states(self) -> list[Any]:
+        """Where they stand: equal lists if nothing was drawn between."""
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        array = None if self._numpy is None else self._numpy.random.get_state()
+        own = [_state(one) for one in self._own]
+        return [
+            _comparable(x) for x in (random.getstate(), array, torch.get_rng_state(), *cuda, *own)
+        ]
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """All of them start at `seed` inside, and are put back."""
+        python = random.getstate()
+        array = None if self._numpy is None else self._numpy.random.get_state()
+        own = [_state(one) for one in self._own]
+        cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+        try:
+            with torch.random.fork_rng(devices=cuda):
+                torch.default_generator.manual_seed(seed)
+                if cuda:  # else it would be seeded when it is first used
+                    torch.cuda.manual_seed_all(seed)
+                random.seed(seed)
+                if self._numpy is not None:
+                    self._numpy.random.seed(seed)
+                for one in self._own:
+                    _seed(one, seed)
+                yield
+        finally:
+            random.setstate(python)
+            if self._numpy is not None:
+                self._numpy.random.set_state(array)
+            for one, state in zip(self._own, own, strict=True):
+                _put_back(one, state)
+
+
+def _state(one: Any) -> Any:
+    if isinstance(one, torch.Generator):
+        return one.get_state().clone()
+    if isinstance(one, random.Random):
+        return one.getstate()
+    return one.bit_generator.state if hasattr(one, "bit_generator") else one.get_state()
+
+
+def _comparable(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return bytes(state.tolist())
+    if isinstance(state, dict):
+        return {name: _comparable(value) for name, value in state.items()}
+    if isinstance(state, tuple):
+        return [x.tobytes() if hasattr(x, "tobytes") else x for x in state]
+    return state.tobytes() if hasattr(state, "tobytes") else state
+
+
+def _seed(one: Any, seed: int) -> None:
+    if isinstance(one, torch.Generator):
+        one.manual_seed(seed)
+    elif hasattr(one, "bit_generator"):
+        one.bit_generator.state = type(one.bit_generator)(seed).state
+    else:
+        one.seed(seed)
+
+
+def _put_back(one: Any, state: Any) -> None:
+    if isinstance(one, random.Random):
+        one.setstate(state)
+    elif hasattr(one, "bit_generator"):
+        one.bit_generator.state = state
+    else:
+        one.set_state(state)

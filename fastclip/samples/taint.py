@@ -1,0 +1,105 @@
+"""Which tensors hold numbers of the batch: whatever was computed from one that does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastclip._torch import TorchDispatchMode, memory_of, tree_leaves
+from fastclip.samples.probe_state import TORCHS
+from fastclip.samples.undrawn import undrawn
+
+
+class Taint(TorchDispatchMode):
+    """Follows the numbers of a batch through every operation that runs inside, views included.
+
+    Random numbers are the same for all rows.
+
+    Args:
+        batch: the tensors that hold them at first.
+    """
+
+    def __init__(self, batch: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._memory: dict[int, Any] = {}
+        for x in batch:
+            self.mark(x)
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether `x` holds numbers of the batch."""
+        storage = _storage(x)
+        return storage is None or memory_of(x) in self._memory
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        out = undrawn(func, args, kwargs)
+        if out is NotImplemented:
+            out = func(*args, **kwargs)
+        if any(self.holds(x) for x in given):
+            for x in tree_leaves(out):
+                if isinstance(x, Tensor):
+                    self.mark(x)
+            if func._schema.is_mutable:
+                self._mark_changed(func, args, kwargs)
+        return out
+
+    def _mark_changed(self, func: Any, args: tuple, kwargs: dict) -> None:
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[i] if i < len(args) else kwargs.get(argument.name)
+                for x in tree_leaves(value):
+                    if isinstance(x, Tensor):
+                        self.mark(x)
+
+    def mark(self, x: Tensor) -> None:
+        """`x` holds numbers of the batch, or has its samples."""
+        storage = _storage(x)
+        if storage is not None:  # held, so that its address is not another tensor's later
+            self._memory[memory_of(x)] = storage
+
+
+class Kept:
+    """What a run has left on the modules that holds numbers of its batch; inside, it is there again.
+
+    Args:
+        model: whose modules are looked at. taint: of that run.
+    """
+
+    def __init__(self, model: nn.Module, taint: Taint) -> None:
+        self._taint = taint
+        self._left: list[tuple[dict[str, Any], str, Any]] = []
+        self.names: list[str] = []
+        """Of the attributes."""
+        for path, module in model.named_modules():
+            for name, value in vars(module).items():
+                if name in TORCHS:
+                    continue
+                tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+                if any(taint.holds(x) for x in tensors):
+                    self._left.append((vars(module), name, value))
+                    self.names.append(f"{path}.{name}".lstrip("."))
+
+    def __enter__(self) -> None:
+        for table, name, value in self._left:
+            table[name] = value
+        self._taint.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._taint.__exit__(*error)
+
+    def reaches(self, output: Iterable[Tensor]) -> bool:
+        """Whether an output follows from what was left."""
+        return any(self._taint.holds(x) for x in output)
+
+
+def _storage(x: Tensor) -> torch.UntypedStorage | None:
+    try:
+        return x.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse tensors have none
+        return None

@@ -1,0 +1,89 @@
+"""When a model must be looked at again: nothing is read at a step but settings.
+
+What a probe found holds for the state in which the model was, and for the way in which it was called:
+a flag that is raised later, or passed as an argument, may switch on a branch that couples rows. So a
+call's arguments and the model's settings (samples.settings) are compared with those of the last look.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastclip.samples.inputs import flatten
+from fastclip.samples.settings import Key, Settings, kind
+
+_PATIENCE = 16
+"""Changes of one setting that are looked at; then only every doubling of the calls is one: counters
+never rest."""
+_MOST_STATES = 64
+"""Different states that are looked at however often their settings change."""
+
+
+class Watch:
+    """The state in which a model was looked at, and how it was called.
+
+    Args:
+        model: what is watched. args, kwargs: of the call that was looked at.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        self._settings = Settings(model)
+        self._ways: list[Any] = []
+        """The structures of the arguments that were met."""
+        self._given: list[list[Any]] = []
+        """What stood in them at the last call of each."""
+        way, _ = self._way(args, kwargs)
+        self._seen = [self._flags(way)]
+        self._moves: dict[Key, int] = {}
+        self._calls = 0
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy looks for itself."""
+        return type(None), ()
+
+    def changed(self, args: tuple, kwargs: dict) -> bool:
+        """Whether this call finds a state that was not looked at; to be asked once a call."""
+        self._calls += 1
+        way, moved = self._way(args, kwargs)
+        moved += self._settings.changed()
+        if not moved:
+            return False
+        for key in moved:
+            self._moves[key] = self._moves.get(key, 0) + 1
+        flags = self._flags(way)
+        if flags not in self._seen and len(self._seen) < _MOST_STATES:
+            self._seen.append(flags)
+            return True
+        return self.rarely() or any(self._moves[key] <= _PATIENCE for key in moved)
+
+    def rarely(self) -> bool:
+        """True at every doubling of the calls."""
+        return not self._calls & (self._calls - 1)
+
+    def _way(self, args: tuple, kwargs: dict) -> tuple[int, list[Key]]:
+        """The number of this structure of arguments, and which of them have changed."""
+        leaves, structure = flatten((args, kwargs))
+        given = [_shown(leaf) for leaf in leaves]
+        if structure not in self._ways:
+            self._ways.append(structure)
+            self._given.append(given)
+            return len(self._ways) - 1, [("way", len(self._ways) - 1)]
+        way = self._ways.index(structure)
+        before, self._given[way] = self._given[way], given
+        if before == given:
+            return way, []
+        pairs = enumerate(zip(before, given, strict=True))
+        return way, [("way", way, number) for number, (old, new) in pairs if old != new]
+
+    def _flags(self, way: int) -> tuple[Any, ...]:
+        values = (*self._settings.values, *self._given[way])
+        return way, *(v for v in values if not isinstance(v, (int, float)) or isinstance(v, bool))
+
+
+def _shown(leaf: Any) -> Any:
+    """An argument, as far as code may branch on it without reading a tensor."""
+    if isinstance(leaf, Tensor):
+        return (leaf.dim(), leaf.dtype)
+    return kind(leaf)

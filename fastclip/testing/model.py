@@ -1,0 +1,234 @@
+"""check_model: is a model of yours trained exactly? One sample at a time, by ordinary autograd."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from opacus.grad_sample import AbstractGradSampleModule
+from torch import Tensor, nn
+
+from fastclip.clipping.policy import threshold
+from fastclip.errors import ArgumentError, ArgumentTypeError
+from fastclip.model.compatible import clone
+from fastclip.planner import Planner
+from fastclip.planner.report import Plan
+from fastclip.testing.batches import copied, samples_in
+from fastclip.testing.private_run import PrivateRun, private_run, refusal_of
+from fastclip.testing.randomness import own_randomness, without_dropout
+from fastclip.testing.report import ModelCheck, ParameterRow
+from fastclip.testing.result import SMALL, distance, norm_distance
+from fastclip.testing.truth import Loss, Truth, in_double, scalar
+
+_TOLERANCES = {64: 1e-9, 32: 1e-4, 16: 5e-2, 8: 0.5}
+"""By the bits of the coarsest type in which the model computes."""
+
+
+def check_model(
+    model: nn.Module, batch: Any, loss: Loss, *, max_grad_norm: float | None = None,
+    tolerance: float | None = None, batch_first: bool = True, loss_reduction: str = "mean",
+    planner: Planner | None = None,
+) -> ModelCheck:  # fmt: skip
+    """Compare one private backward pass with one sample at a time by ordinary autograd.
+
+    Both sides run on copies, in float64 where the model can: the model, its gradients and buffers,
+    the batch and all generators stay as they are. What the engine refuses is a result, too.
+
+    Dropout has no one truth: in the comparison its rates are 0 (`p` of dropout layers, and numbers
+    of modules named `*drop*`). Whether the engine accepts the model is asked with dropout on. Other
+    randomness is a finding.
+
+    Example:
+        >>> print(check_model(model, (x, y), lambda model, batch: criterion(model(batch[0]), batch[1])))
+        >>> check_model(bert, batch, lambda model, batch: model(**batch).loss).raise_if_wrong()
+
+    Args:
+        model: as for make_private, in training mode.
+        batch: a tensor, or any nesting of dicts, lists and tuples of tensors. Samples lie along axis
+            0, at least 2 of them; what all share belongs into `loss`.
+        loss: (model, batch) -> the loss of the batch, as training computes it; it is called with
+            batches of one sample, too.
+        max_grad_norm: C; None for the median of the norms, so that some are clipped and some not.
+        tolerance: of the relative errors; None for 1e-9, or 1e-4 (5e-2) where the model computes in
+            float32 (half precision) somewhere.
+        batch_first: False: samples lie along axis 1 of tensors with two or more dimensions.
+        loss_reduction: "mean" or "sum" over the samples. planner: as for FastPrivacyEngine.
+
+    Returns:
+        A ModelCheck, with `ok`, `rows`, `norm_error`, `refused` and `findings`.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: for a batch or loss of another form. An error of the model's
+            own, without the engine, passes through.
+    """
+    _check_arguments(model, loss_reduction)
+    if max_grad_norm is not None:
+        max_grad_norm = threshold(max_grad_norm)
+    samples = samples_in(batch, batch_first)
+    with own_randomness(0):
+        scalar(loss(clone(model), copied(batch)))  # what fails here is not the engine's
+    run = partial(
+        private_run, samples=samples, batch_first=batch_first, loss_reduction=loss_reduction,
+        planner=planner,
+    )  # fmt: skip
+
+    def given(private: nn.Module) -> Tensor:
+        return loss(private, copied(batch))
+
+    refused = refusal_of(lambda: run(clone(model), given, max_grad_norm=1.0))
+    if refused is not None:
+        return ModelCheck((refused,), refused)
+
+    quiet = clone(model)
+    dropout = without_dropout(quiet)
+    twin, own = in_double(quiet, batch, loss)
+    truth = Truth(twin, own, loss, batch_first)
+    if truth.is_random():
+        return ModelCheck(
+            (
+                "the loss draws random numbers beside dropout layers, so no sample has one gradient; "
+                "switch that off for the check (the model is otherwise accepted)",
+            ),
+            None,
+        )
+    return _compare(truth, run, samples, max_grad_norm, tolerance, loss_reduction, dropout)
+
+
+def _compare(
+    truth: Truth, run: Any, samples: int, max_grad_norm: float | None, tolerance: float | None,
+    loss_reduction: str, dropout: int,
+) -> ModelCheck:  # fmt: skip
+    precision = truth.precision()
+    tolerance = _TOLERANCES[torch.finfo(precision).bits] if tolerance is None else tolerance
+    private = clone(truth.model)
+    losses, norm_sq, reached = _norms(truth, samples)
+    norms = norm_sq.sum(0).sqrt()
+    C = _threshold(norms) if max_grad_norm is None else max_grad_norm
+    sums = _clipped_sums(truth, norms, C)
+    whole = truth.whole()
+    result: list[PrivateRun] = []
+
+    def own(model: nn.Module) -> Tensor:
+        return truth.loss(model, copied(truth.batch))
+
+    refused = refusal_of(lambda: result.append(run(private, own, max_grad_norm=C)))
+    if refused is not None:
+        return ModelCheck((refused,), refused)
+    found = result[0]
+    total = math.sqrt(sum(float(s.square().sum()) for s in sums.values()))
+    shares = norm_sq.sum(1) / norm_sq.sum().clamp(min=torch.finfo(torch.float64).tiny)
+    rows = []
+    for i, (name, names) in enumerate(_names(truth.model).items()):
+        got = found.sums[name]
+        error = None
+        if got is not None or name in reached:
+            got = torch.zeros_like(sums[name]) if got is None else got
+            error = distance(got, sums[name], SMALL * total)
+        shape, rule = tuple(sums[name].shape), _rule(found.plan, names)
+        rows.append(ParameterRow(" = ".join(names), shape, rule, float(shares[i]), error))
+    norm_error = norm_distance(found.norms, norms)
+    findings = [
+        *_losses(losses, whole, found.loss, loss_reduction, tolerance),
+        *_wrong(rows, norm_error, found.leaked, tolerance),
+    ]
+    return ModelCheck(
+        tuple(findings), None, tuple(rows), samples, norms, norm_error, C, precision, tolerance,
+        dropout,
+    )  # fmt: skip
+
+
+def _check_arguments(model: Any, loss_reduction: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"model expects a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, AbstractGradSampleModule):
+        raise ArgumentError("check_model expects the model before make_private, got a private one")
+    if loss_reduction not in ("mean", "sum"):
+        raise ArgumentError(f"loss_reduction expects 'mean' or 'sum', got {loss_reduction!r}")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ArgumentError("check_model expects a model with trainable parameters, got none")
+
+
+def _norms(truth: Truth, samples: int) -> tuple[list[float], Tensor, set[str]]:
+    """Losses of the samples, their parameters' squared norms [p, b], parameters that are reached."""
+    norm_sq = torch.zeros(len(truth.parameters), samples, dtype=torch.float64, device="cpu")
+    losses, reached = [], set()
+    for i in range(samples):
+        value, gradients = truth.gradient(i)
+        losses.append(value)
+        for row, (name, gradient) in enumerate(gradients.items()):
+            if gradient is not None:
+                reached.add(name)
+                norm_sq[row, i] = float(gradient.double().square().sum())
+    return losses, norm_sq, reached
+
+
+def _threshold(norms: Tensor) -> float:
+    finite = norms[torch.isfinite(norms) & (norms > 0)]
+    return float(finite.quantile(0.5)) if len(finite) else 1.0
+
+
+def _clipped_sums(truth: Truth, norms: Tensor, C: float) -> dict[str, Tensor]:
+    """sum_b min(1, C / n_b) g_b; a sample whose norm is not finite contributes nothing."""
+    sums = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in truth.parameters.items()}
+    for i, norm in enumerate(norms.tolist()):
+        if not math.isfinite(norm):
+            continue
+        for name, gradient in truth.gradient(i)[1].items():
+            if gradient is not None:
+                sums[name] += gradient.double() * (C / max(norm, C))
+    return sums
+
+
+def _names(model: nn.Module) -> dict[str, list[str]]:
+    """The names of every trainable parameter, by its first one."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    return {found[0]: found for found in names.values()}
+
+
+def _rule(plan: Plan, names: list[str]) -> str:
+    """The rules of the layers that hold a parameter: the nearest above each of its names."""
+    rules = []
+    for name in names:
+        above = [row for row in plan.rows if not row.path or f"{name}.".startswith(f"{row.path}.")]
+        rules += [max(above, key=lambda row: len(row.path)).rule] if above else []
+    return " + ".join(dict.fromkeys(rules)) or "-"
+
+
+def _losses(
+    losses: list[float], whole: float, private: float, loss_reduction: str, tolerance: float
+) -> list[str]:
+    """What the values of the losses say of coupled samples, and of a forward that has changed."""
+    reduced = {"sum": math.fsum(losses), "mean": math.fsum(losses) / len(losses)}
+    slack = tolerance * math.fsum(abs(value) for value in losses)
+    slack /= len(losses) if loss_reduction == "mean" else 1
+    findings = []
+    other = "sum" if loss_reduction == "mean" else "mean"
+    if abs(whole - reduced[loss_reduction]) > slack:
+        why = "so samples depend on each other, in the model or in the loss (a mean over tokens)"
+        if abs(whole - reduced[other]) <= slack:
+            why = f"but their {other}: pass loss_reduction={other!r}"
+        findings.append(
+            f"the loss of the batch, {whole:.6g}, is not the {loss_reduction} of its samples' own "
+            f"losses, {reduced[loss_reduction]:.6g}, {why}"
+        )
+    if abs(whole - private) > slack:
+        findings.append(f"the private model's loss is {private:.6g}, the model's own {whole:.6g}")
+    return findings
+
+
+def _wrong(
+    rows: list[ParameterRow], norm_error: float, leaked: tuple[str, ...], tolerance: float
+) -> list[str]:
+    findings = [f"{name} got an ordinary gradient, which is not clipped" for name in leaked]
+    if not norm_error <= tolerance:
+        findings.append(f"the samples' norms are off by {norm_error:.1e}")
+    return findings + [
+        f"{row.name} ({row.rule}): its clipped sum is off by {row.error:.1e}"
+        for row in rows
+        if row.error is not None and not row.error <= tolerance
+    ]

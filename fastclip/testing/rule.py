@@ -1,0 +1,272 @@
+"""check_rule: is a layer's rule exact, in every way in which the engine may call it?"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastclip.errors import ArgumentError, ArgumentTypeError
+from fastclip.layers import find_rule
+from fastclip.planner import Planner
+from fastclip.testing.private_run import private_run, refusal_of
+from fastclip.testing.report import RuleCheck, RuleRow
+from fastclip.testing.result import SMALL, distance, norm_distance
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+_FEWEST = 3
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One way of calling: what is done to the layer and to its input."""
+
+    name: str
+    x: Tensor
+    trained: frozenset[str]
+    change: Callable[[nn.Module], None] = field(default=lambda module: None)
+    needs_grad: bool = True
+    twice: bool = False
+    spread: bool = False
+    """Entries of the input do not lie side by side."""
+    quantile: float = 0.5
+    factor: float = 1.0
+    planner: Planner | None = None
+
+
+class _Calls(nn.Module):
+    """The layer, called once for every input."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        outputs = tuple(self.layer(x) for x in inputs)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+
+def check_rule(
+    module: nn.Module, x: Tensor, *, batch_first: bool = True,
+    tolerances: dict[torch.dtype, float] | None = None,
+) -> RuleCheck:  # fmt: skip
+    """Compare a layer's rule with one sample at a time by ordinary autograd.
+
+    Output, input gradient, norms and clipped sums: for all samples of `x`, for 0, 1 and 3 of them,
+    an input that needs no gradient or is not contiguous, each parameter trained alone, no bias,
+    called twice in one pass (records are joined), thresholds below and above all norms, and planners
+    that keep everything or nothing; in float64 and float32. The module is left as it was.
+
+    Example:
+        >>> check_rule(MyScale(8), torch.randn(4, 5, 8)).raise_if_wrong()
+
+    Args:
+        module: a layer of a class that has a rule (`fastclip.layers.register_rule`).
+        x: its input, at least 3 different samples along axis 0.
+        batch_first: False: samples lie along axis 1 of the input and the output.
+        tolerances: relative, by type; the types are those that are tried.
+
+    Returns:
+        A RuleCheck, with `ok`, `rows` and `findings`.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: for another input, or a module without a rule.
+    """
+    axis = 0 if batch_first else 1
+    if not isinstance(x, Tensor):
+        raise ArgumentTypeError(f"x expects the layer's input, a tensor, got {type(x).__name__}")
+    if x.dim() <= axis or x.shape[axis] < _FEWEST:
+        raise ArgumentError(
+            f"x expects at least {_FEWEST} samples along axis {axis}, got shape {tuple(x.shape)}"
+        )
+    rule = find_rule(module)
+    if rule is None:
+        raise ArgumentError(
+            f"check_rule expects a layer that has a rule, but none is registered for "
+            f"{type(module).__name__} as it is (its class, its parameters, its methods); write one "
+            "with @fastclip.layers.register_rule, or check the whole with check_model"
+        )
+    rows, findings = [], []
+    for dtype, tolerance in (tolerances or TOLERANCES).items():
+        for case in _cases(module, x.detach(), axis):
+            row = _compare(case, module, dtype, axis, rule.name)
+            rows.append(row)
+            findings += _findings(row, tolerance)
+    return RuleCheck(tuple(findings), rule.name, tuple(rows))
+
+
+def _cases(module: nn.Module, x: Tensor, axis: int) -> Iterator[_Case]:
+    trained = frozenset(n for n, p in module.named_parameters() if p.requires_grad)
+    case = partial(_Case, x=x, trained=trained)
+    yield case("all samples")
+    for size in (0, 1, _FEWEST):
+        some = x.narrow(axis, 0, size).clone()
+        if size or _runs(module, some):  # some of torch's own layers take no empty batch
+            yield case(f"{size} samples", x=some)
+    if x.is_floating_point():
+        yield case("input without gradient", needs_grad=False)
+    yield case("input not contiguous", spread=True)
+    if len(trained) > 1:
+        for name in sorted(trained):
+            yield case(f"{name} alone", trained=frozenset({name}))
+    if module._parameters.get("bias") is not None and _runs(module, x, _drop_bias):
+        yield case("without bias", trained=trained - {"bias"}, change=_drop_bias)
+    yield case("called twice", twice=True)
+    yield case("none clipped", quantile=1.0, factor=10.0)
+    yield case("all clipped", quantile=0.0, factor=0.1)
+    yield case("planner keeps all", planner=Planner(memory_factor=1e9))
+    yield case("planner keeps nothing", planner=Planner(memory_factor=0.0))
+
+
+def _drop_bias(module: nn.Module) -> None:
+    module.register_parameter("bias", None)
+
+
+def _runs(
+    module: nn.Module, x: Tensor, change: Callable[[nn.Module], None] = lambda module: None
+) -> bool:
+    """Whether the layer, by itself, can be called in this way."""
+    twin = copy.deepcopy(module)
+    change(twin)
+    if not any(p.requires_grad for p in twin.parameters()):
+        return False
+    try:
+        twin(x)
+    except Exception:
+        return False
+    return True
+
+
+def _compare(case: _Case, module: nn.Module, dtype: torch.dtype, axis: int, rule: str) -> RuleRow:
+    layer = copy.deepcopy(module).to(dtype).train()
+    case.change(layer)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name in case.trained)
+        parameter.grad = None
+    inputs = _inputs(case, dtype)
+    truth = _Truth(_Calls(copy.deepcopy(layer).double()), inputs, axis)
+    C = truth.threshold(case.quantile) * case.factor
+    kept: list[Tensor] = []
+
+    def loss(model: nn.Module) -> Tensor:
+        outputs = _outputs(model, inputs)
+        kept.extend(outputs)
+        return _losses(outputs, axis).sum()
+
+    result: list[Any] = []
+    samples = inputs[0].shape[axis]
+    refused = refusal_of(
+        lambda: result.append(
+            private_run(
+                _Calls(layer), loss, samples, max_grad_norm=C, batch_first=axis == 0,
+                loss_reduction="sum", planner=case.planner,
+            )
+        )
+    )  # fmt: skip
+    if refused is not None:
+        return RuleRow(case.name, dtype, refused)
+    found = result[0]
+    if rule not in {row.rule for row in found.plan.rows}:
+        return RuleRow(case.name, dtype, f"failed: the rule {rule} did not serve:\n{found.plan}")
+    sums = truth.clipped_sums(C)
+    total = math.sqrt(sum(float(s.square().sum()) for s in sums.values()))
+    errors = [
+        distance(torch.zeros_like(sums[n]) if got is None else got, sums[n], SMALL * total)
+        for n, got in found.sums.items()
+    ]
+    return RuleRow(
+        case.name, dtype, None,
+        max(map(distance, kept, truth.outputs)),
+        _input_error(inputs[0], truth.input_gradient),
+        norm_distance(found.norms, truth.norms),
+        math.inf if found.leaked else max(errors),
+    )  # fmt: skip
+
+
+def _inputs(case: _Case, dtype: torch.dtype) -> list[Tensor]:
+    real = case.x.is_floating_point()
+    x = case.x.to(dtype) if real else case.x
+    other = 0.5 * x if real else x.flip(-1) if x.dim() > 1 else x
+    inputs = [x, other][: 1 + case.twice]
+    if case.spread:
+        inputs = [torch.stack([one, one], -1)[..., 0] for one in inputs]
+    return [one.detach().requires_grad_(real and case.needs_grad) for one in inputs]
+
+
+def _outputs(model: nn.Module, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    found = model(*inputs)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _losses(outputs: tuple[Tensor, ...], axis: int) -> Tensor:
+    """Half the squared distance of every sample's outputs from one fixed pattern, [b]."""
+    losses = []
+    for output in outputs:
+        rows = output.movedim(axis, 0)
+        rows = rows.reshape(len(rows), torch.Size(rows.shape[1:]).numel())
+        size = rows.shape[1]
+        pattern = torch.arange(size, dtype=torch.float64, device=rows.device).cos()
+        losses.append(0.5 * (rows - pattern.to(rows.dtype)).square().sum(1))
+    return torch.stack(losses).sum(0)
+
+
+def _input_error(x: Tensor, expected: Tensor | None) -> float | None:
+    if expected is None:
+        return None
+    return math.inf if x.grad is None else distance(x.grad, expected)
+
+
+class _Truth:
+    """The samples' own gradients, [b, *shape], by autograd over each alone, in float64."""
+
+    def __init__(self, model: nn.Module, inputs: list[Tensor], axis: int) -> None:
+        parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        wide = [x.detach().double() if x.is_floating_point() else x for x in inputs]
+        with torch.no_grad():
+            self.outputs = [torch.zeros_like(o) for o in _outputs(model, wide)]
+        self.input_gradient = torch.zeros_like(wide[0]) if inputs[0].requires_grad else None
+        samples = wide[0].shape[axis]
+        self.gradients = {n: p.new_zeros(samples, *p.shape) for n, p in parameters.items()}
+        for i in range(samples):
+            one = [x.narrow(axis, i, 1).clone() for x in wide]
+            if self.input_gradient is not None:
+                one[0].requires_grad_()
+            outputs = _outputs(model, one)
+            model.zero_grad()
+            _losses(outputs, axis).sum().backward()
+            for name, p in parameters.items():
+                if p.grad is not None:
+                    self.gradients[name][i] = p.grad
+            for kept, output in zip(self.outputs, outputs, strict=True):
+                kept.narrow(axis, i, 1).copy_(output.detach())
+            if self.input_gradient is not None and one[0].grad is not None:
+                self.input_gradient.narrow(axis, i, 1).copy_(one[0].grad)
+        flat = [
+            g.reshape(samples, torch.Size(g.shape[1:]).numel()) for g in self.gradients.values()
+        ]
+        self.norms = torch.linalg.vector_norm(torch.cat(flat, 1), dim=1)
+
+    def threshold(self, quantile: float) -> float:
+        positive = self.norms[self.norms > 0]
+        return float(positive.quantile(quantile)) if len(positive) else 1.0
+
+    def clipped_sums(self, C: float) -> dict[str, Tensor]:
+        scale = C / self.norms.clamp(min=C)
+        return {n: torch.einsum("b,b...->...", scale, g) for n, g in self.gradients.items()}
+
+
+def _findings(row: RuleRow, tolerance: float) -> list[str]:
+    where = f"{row.case}, {row.dtype}"
+    if row.refused is not None:
+        return [f"{where}: {row.refused}"]
+    return [
+        f"{where}: {what} off by {error:.1e}"
+        for what, error in row.errors.items()
+        if error is not None and not error <= tolerance
+    ]

@@ -1,0 +1,13 @@
+"""A parameter is private where it is used: by whichever function, in whichever module."""
+
+from fastclip.uses import (  # noqa: F401  (register)
+    cells,
+    contraction,
+    conv,
+    elementwise,
+    lookup,
+    moves,
+    norm,
+    recurrent,
+    routed,
+)

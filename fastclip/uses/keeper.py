@@ -1,0 +1,45 @@
+"""What uses of parameters need of the book-keeper (fastclip.backward.bookkeeping)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor, nn
+
+from fastclip.layers.records import Record
+from fastclip.planner import Planner
+from fastclip.planner.report import PlanLog
+from fastclip.samples.calls import Calls, Forward
+
+if TYPE_CHECKING:
+    from fastclip.uses.tap import Target
+
+
+class Keeper(Protocol):
+    """Everything that one private model remembers, as a use sees it."""
+
+    names: dict[nn.Parameter, str]
+    calls: Calls
+    planner: Planner
+    plan_log: PlanLog
+
+    def layer_forward(self, path: Hashable | None = None) -> tuple[Forward, bool]:
+        """The Forward that a use belongs to, and whether its output must open the pass itself."""
+
+    def begins_with(self, forward: Forward, out: Tensor) -> None:
+        """The gradient of `out` opens the pass."""
+
+    def admit(self, path: str, forward: Forward, rows: int) -> None:
+        """Check that a contribution may enter the running pass."""
+
+    def check_hooks(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuse hooks on the gradients of these parameters, which would not run."""
+
+    def record(self, parameter: nn.Parameter, record: Record) -> None:
+        """Take a contribution to a parameter."""
+
+    def record_derived(
+        self, target: Target, record: Record, wanted: Iterable[nn.Parameter]
+    ) -> None:
+        """Take a contribution to a value computed from parameters."""

@@ -1,0 +1,158 @@
+"""Records of uses: of a table with other dimensions, of any product with a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastclip import ops
+from fastclip.layers.records import Record
+from fastclip.ops.numerics import PRODUCT_ERROR_FACTOR
+
+_SCRATCH_BYTES = 8 << 20
+
+
+class ViewedRecord(Record):
+    """A record of the parameter's entries in another shape."""
+
+    def __init__(self, record: Record, shape: torch.Size) -> None:
+        super().__init__(*record._operands)
+        self.record, self.shape = record, shape
+
+    def merge(self, other: Record) -> Record | None:
+        if not isinstance(other, ViewedRecord) or other.shape != self.shape:
+            return None
+        merged = self.record.merge(other.record)
+        return None if merged is None else ViewedRecord(merged, self.shape)
+
+    def norm_sq(self) -> Tensor:
+        return self.record.norm_sq()
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        return self.record.clipped_sum(scale).view(self.shape)
+
+    def per_sample(self) -> Tensor:
+        own = self.record.per_sample()
+        return own.view(len(own), *self.shape)
+
+    def slack(self) -> Tensor | None:
+        return self.record.slack()
+
+
+class RoutedLinearRecord(Record):
+    """A linear map over rows in any order: row n adds g_n a_n^T to the gradient of sample owner[n].
+
+    Args:
+        a: [n, d]. g: [n, p]. owner: int64 [n]; a row of owner -1 contributes nothing.
+        batch_size: b. most: no sample has more rows than that; n if None. It decides what norms cost.
+        transposed: the weight is [d, p].
+    """
+
+    def __init__(
+        self, a: Tensor, g: Tensor, owner: Tensor, *, batch_size: int, most: int | None = None,
+        transposed: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(a, g, owner)
+        self.a, self.g, self.owner = a, g, owner
+        self.batch_size, self.transposed = batch_size, transposed
+        self.most = len(a) if most is None else most
+
+    def merge(self, other: Record) -> Record | None:
+        """The rows of both."""
+        if not isinstance(other, RoutedLinearRecord) or other.transposed != self.transposed:
+            return None
+        if (other.a.dtype, other.g.dtype) != (self.a.dtype, self.g.dtype):
+            return None
+        pairs = ((self.a, other.a), (self.g, other.g), (self.owner, other.owner))
+        return RoutedLinearRecord(
+            *map(torch.cat, pairs), batch_size=self.batch_size, most=self.most + other.most,
+            transposed=self.transposed,
+        )  # fmt: skip
+
+    def norm_sq(self) -> Tensor:
+        return ops.routed_norm(self.a, self.g, self.owner, self.batch_size, self.most)
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        nobody = scale.new_zeros(1)
+        rows = torch.cat([nobody, scale])[self.owner + 1]
+        a, g = (self.g, self.a) if self.transposed else (self.a, self.g)
+        return ops.scaled_sum(a[:, None], g[:, None], rows)
+
+    def per_sample(self) -> Tensor:
+        a, g = (self.g, self.a) if self.transposed else (self.a, self.g)
+        return ops.routed_gradients(a, g, self.owner, self.batch_size, self.most)
+
+    def slack(self) -> Tensor | None:
+        return ops.routed_slack(self.a, self.g, self.owner, self.batch_size)
+
+
+def sum_by_owner(rows: Tensor, owner: Tensor, batch: int) -> Tensor:
+    """Rows [n, ...] added up for every sample: [b, ...]; those of owner -1 are left out."""
+    total = rows.new_zeros(batch + 1, *rows.shape[1:])
+    return total.index_add_(0, owner + 1, rows)[1:]
+
+
+class ProductRecord(Record):
+    """An einsum of the output's gradient and the other factors, made a few samples at a time.
+
+    Args:
+        factors: the samples along axis 0 of the first, the output's gradient, and of those others that
+            have the sample's letter. letters: of each. sample: of samples. own: of the parameter.
+    """
+
+    def __init__(
+        self, factors: Sequence[Tensor], letters: Sequence[str], sample: str, own: str
+    ) -> None:
+        super().__init__(*factors)
+        self.factors, self.letters = list(factors), list(letters)
+        self.sample, self.own = sample, own
+        sizes = {
+            x: n for y, f in zip(letters, factors, strict=True)
+            for x, n in zip(y, f.shape, strict=True)
+        }  # fmt: skip
+        self.shape = torch.Size(sizes[x] for x in own)
+
+    def norm_sq(self) -> Tensor:
+        g = self.factors[0]
+        step = max(1, _SCRATCH_BYTES // max(1, 4 * self.shape.numel()))
+        parts = [
+            ops.row_norm_sq(self._made(slice(i, i + step), self.sample + self.own))
+            for i in range(0, len(g), step)
+        ]
+        if not parts:
+            return ops.widen(g).new_zeros(0)
+        slack = self.slack()
+        return (torch.cat(parts).sqrt() + slack).square()
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        (g,) = ops.drop_zeroed(scale, self.factors[0])
+        others = [
+            ops.drop_zeroed(scale, x)[0] if self.sample in y else x
+            for x, y in zip(self.factors[1:], self.letters[1:], strict=True)
+        ]
+        g = ops.widen(g)
+        g = g * scale.to(g.dtype).view(-1, *[1] * (g.dim() - 1))
+        return self._product([g, *others], self.own)
+
+    def per_sample(self) -> Tensor:
+        return self._made(slice(None), self.sample + self.own)
+
+    def slack(self) -> Tensor:
+        size = ops.row_norm_sq(self.factors[0])
+        for x, letters in zip(self.factors[1:], self.letters[1:], strict=True):
+            own = x if self.sample in letters else x[None]
+            size = size * ops.row_norm_sq(own)
+        return PRODUCT_ERROR_FACTOR * ops.unit_roundoff(size.dtype) * size.sqrt()
+
+    def _made(self, rows: slice, out: str) -> Tensor:
+        pairs = zip(self.factors, self.letters, strict=True)
+        return self._product([x[rows] if self.sample in y else x for x, y in pairs], out)
+
+    @ops.in_full_float32
+    def _product(self, factors: Sequence[Tensor], out: str) -> Tensor:
+        wide = [ops.widen(x) for x in factors]
+        dtype = wide[0].dtype
+        equation = f"{','.join(self.letters)}->{out}"
+        return torch.einsum(equation, *(x.to(dtype) for x in wide))

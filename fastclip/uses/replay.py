@@ -1,0 +1,115 @@
+"""Any other function: called again in the backward pass, whose gradient is taken for each sample alone.
+
+Sample i's gradient is what comes back where only its entries of the output's gradient are kept. That
+needs nothing but to know whose these entries are; it costs one backward of the function a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fastclip import ops
+from fastclip.layers.records import KeptRecord
+from fastclip.uses.elementwise import flat_operands
+from fastclip.uses.rule import Operands, UseRule
+
+if TYPE_CHECKING:
+    from fastclip.uses.tap import UseBackward
+
+_MOST_BYTES = 2**26
+"""Of the gradients of all samples together; what is larger goes one sample at a time."""
+RANDOM = frozenset(
+    [
+        "dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "alpha_dropout",
+        "feature_alpha_dropout",
+        "bernoulli",
+        "rrelu",
+        "normal",
+        "multinomial",
+        "poisson",
+        "gumbel_softmax",
+        "fractional_max_pool2d",
+        "fractional_max_pool3d",
+        "rand_like",
+    ]
+)
+"""Functions that would draw other numbers when they are called again."""
+
+
+class ReplayUse(UseRule):
+    """The function's own backward, for every sample."""
+
+    name = "replay"
+    routed = True
+    keeps_output = True
+
+    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands:
+        return flat_operands(name, args, kwargs)
+
+    def saved(self, operands: Operands, private: list[str]) -> list[str]:
+        return [n for n, v in operands.items() if isinstance(v, Tensor) and n not in private]
+
+    def records(self, use: UseBackward) -> None:
+        wanted = [name for name in use.private if use.wants(name)]
+        owner, b = use.entry_owners(), use.batch
+        if not b:
+            found = [use[name].new_zeros(0, *use[name].shape) for name in wanted]
+        else:
+            found = self._finite(use, wanted, owner)
+        for name, own in zip(wanted, found, strict=True):
+            use.record(name, KeptRecord(ops.widen(own)))
+
+    @staticmethod
+    def _finite(use: UseBackward, wanted: list[str], owner: Tensor) -> list[Tensor]:
+        """Gradients of every sample; where one sample's numbers are not finite, the others' are theirs.
+
+        Where a sample's gradient is masked, 0 times an infinite operand would be NaN in all of them.
+        """
+        found = _alone(use, wanted, owner, clean=False)
+        lost = torch.stack([~torch.isfinite(x.reshape(len(x), -1)).all(1) for x in found]).any(0)
+        if lost.device.type == "cpu" and not bool(lost.any()):
+            return found
+        clean = _alone(use, wanted, owner, clean=True)
+        return [
+            torch.where(lost.view(-1, *[1] * (x.dim() - 1)), y, x)
+            for x, y in zip(found, clean, strict=True)
+        ]
+
+
+def _alone(use: UseBackward, wanted: list[str], owner: Tensor, *, clean: bool) -> list[Tensor]:
+    leaves = {name: use[name].detach().requires_grad_() for name in wanted}
+    out = use.replay(leaves, clean=clean)
+    return _each(out, list(leaves.values()), use.g.to(out.dtype), owner, use.batch)
+
+
+def _each(out: Tensor, leaves: list[Tensor], g: Tensor, owner: Tensor, b: int) -> list[Tensor]:
+    if b * g.numel() * g.element_size() <= _MOST_BYTES:
+        samples = torch.arange(b, dtype=owner.dtype, device=owner.device)
+        mine = owner[None] == samples.view(b, *[1] * owner.dim())
+        try:
+            found = torch.autograd.grad(
+                out, leaves, torch.where(mine, g, 0.0), retain_graph=True, is_grads_batched=True,
+                allow_unused=True,
+            )  # fmt: skip
+            return [
+                leaf.new_zeros(b, *leaf.shape) if x is None else x
+                for x, leaf in zip(found, leaves, strict=True)
+            ]
+        except RuntimeError:  # a backward that cannot be batched
+            pass
+    rows = []
+    for i in range(b):
+        own = torch.where(owner == i, g, 0.0)
+        found = torch.autograd.grad(out, leaves, own, retain_graph=True, allow_unused=True)
+        rows.append(
+            [torch.zeros_like(x) if f is None else f for x, f in zip(leaves, found, strict=True)]
+        )
+    return [torch.stack(column) for column in zip(*rows, strict=True)]

@@ -1,0 +1,272 @@
+"""The tap on the output of a use: autograd passes it by, and the parameter's share is recorded there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.graph import GradientEdge
+
+from fastclip._torch import Native, tree_unflatten
+from fastclip.errors import BatchSizeError, GraphError
+from fastclip.graph import differentiable_once, takes_part
+from fastclip.layers.records import Record
+from fastclip.planner import Choice, Planner
+from fastclip.samples.place import Place
+from fastclip.uses.rule import Operands, UseRule, plain_name
+
+if TYPE_CHECKING:
+    from fastclip.samples.calls import Forward
+    from fastclip.uses.derived import DerivedGraph
+    from fastclip.uses.interceptor import Interceptor
+    from fastclip.uses.origin import Origin
+    from fastclip.uses.routing import Routing
+
+
+_SAVE_THEIR_OUTPUT = frozenset({"pow", "rpow", "float_power", "hypot"})
+"""Functions whose backward looks at what they returned, which must stay as it is."""
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """What a use contributes to: a parameter, or a derived value (then `edge` says where)."""
+
+    value: Tensor
+    """Detached."""
+    parameters: tuple[nn.Parameter, ...]
+    graph: DerivedGraph | None = None
+    edge: GradientEdge | None = None
+    origin: Origin | None = None
+    """Where the derived value lies in one parameter."""
+
+
+class UseCall:
+    """What one call of a function leaves for the backward pass, apart from tensors autograd watches.
+
+    Args:
+        operands: non-private tensors taken out. targets: what is private, by the operand's name.
+        place: of the samples in the output; None: `routing` tells whose an entry is.
+    """
+
+    def __init__(
+        self, interceptor: Interceptor, forward: Forward, func: Callable, rule: UseRule,
+        operands: Operands, targets: dict[str, Target], place: Place | None, *, changes: bool,
+        label: str,
+    ) -> None:  # fmt: skip
+        self.interceptor, self.forward, self.func, self.rule = interceptor, forward, func, rule
+        self.targets, self.place, self.changes, self.label = targets, place, changes, label
+        self.saved = rule.saved(operands, list(targets))
+        self.held = [operands[name] for name in self.saved]
+        self.operands = {n: v for n, v in operands.items() if not isinstance(v, Tensor)}
+        self.parameters = tuple(
+            dict.fromkeys(p for target in targets.values() for p in target.parameters)
+        )
+        device = next(iter(targets.values())).value.device.type
+        self.autocast = _autocast(device)
+        self.routing: Routing | None = None
+        self.versions: dict[str, int] = {}
+        self.number = 0
+        """By which the routing knows the output."""
+        self.number_of_output = 0
+        self.keeps_output = rule.keeps_output or plain_name(func) in _SAVE_THEIR_OUTPUT
+
+    def watch(self) -> None:
+        """The output is in the memory of a private operand, which must stay as it is."""
+        self.versions = {n: target.value._version for n, target in self.targets.items()}
+
+    def check_unchanged(self) -> None:
+        """Raise if a private operand was changed through the output."""
+        for name, version in self.versions.items():
+            if self.targets[name].value._version != version:
+                raise GraphError(
+                    f"{self.label}: its output shares the parameter's memory and was changed in place; "
+                    "change a clone of it"
+                )
+
+    def tap(self, out: Tensor) -> Tensor:
+        """The output, on which the gradient will be seen."""
+        held, self.held = self.held, []
+        return Tap.apply(self, out, *held, *self.parameters)
+
+
+def _autocast(device: str) -> Callable[[], AbstractContextManager]:
+    if not torch.is_autocast_enabled(device):
+        return nullcontext
+    dtype = torch.get_autocast_dtype(device)
+    return partial(torch.autocast, device, dtype=dtype, cache_enabled=False)
+
+
+def _finite(x: Tensor) -> Tensor:
+    numbers = x.is_floating_point() or x.is_complex()
+    return x.nan_to_num(0.0, 0.0, 0.0) if numbers else x
+
+
+def _repeats(x: Tensor) -> bool:
+    """Several of its entries are one: torch does not let it be changed as a whole."""
+    return any(n > 1 and not s for n, s in zip(x.shape, x.stride(), strict=True))
+
+
+class Tap(Function):
+    """The identity; its backward records."""
+
+    @staticmethod
+    def forward(ctx: Any, call: UseCall, out: Tensor, *rest: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*rest[: len(call.saved)])
+        ctx.call, ctx.edges = call, len(rest)
+        if call.changes:
+            ctx.mark_dirty(out)
+            return out
+        if out._is_view() and call.rule.own_memory:
+            return out.data
+        if out._is_view() and not ctx.needs_input_grad[1] and _repeats(out):
+            call.watch()  # an expanded parameter
+            return out.detach()
+        if call.keeps_output or out._is_view():
+            return out.clone()
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: UseCall = ctx.call
+        call.check_unchanged()
+        nothing = (None,) * ctx.edges
+        if g is None:
+            return None, None, *nothing
+        edges = ctx.next_functions[-len(call.parameters) :]
+        names = call.interceptor.keeper.names
+        wanted = {
+            p for p, (node, _) in zip(call.parameters, edges, strict=True)
+            if call.forward.recording and p in names and takes_part(node)
+        }  # fmt: skip
+        if wanted:
+            saved = dict(zip(call.saved, ctx.saved_tensors, strict=True))
+            with Native(), torch.autocast(g.device.type, enabled=False):
+                UseBackward(call, saved, g, wanted).run()
+        return None, g, *nothing
+
+
+class UseBackward:
+    """What a use's rule may see and do.
+
+    Attributes:
+        g: gradient of the output. place: of the samples in it, or None. operands: those that are
+            no tensors. private: names of the operands that are parameters or derived. batch: samples.
+    """
+
+    def __init__(
+        self, call: UseCall, saved: dict[str, Tensor], g: Tensor, wanted: set[nn.Parameter]
+    ) -> None:
+        self._call, self._saved, self._wanted = call, saved, wanted
+        self.g, self.place, self.operands = g, call.place, call.operands
+        self.private = list(call.targets)
+        self.batch = call.forward.batch_size or 0
+        self._owner: Tensor | None = None
+
+    def run(self) -> None:
+        """Check that the contribution may enter the running pass, and let the rule record it."""
+        call = self._call
+        keeper = call.interceptor.keeper
+        if self.place is not None and not self.place.fits(self.g, self.batch):
+            raise GraphError(
+                f"{call.label}: its output of shape {list(self.g.shape)} cannot hold {self.batch} "
+                "samples"
+            )
+        keeper.admit(call.label, call.forward, self.batch)
+        keeper.check_hooks(self._wanted)
+        call.rule.records(self)
+
+    def wants(self, name: str) -> bool:
+        """Whether this operand is private and takes part in the backward pass."""
+        target = self._call.targets.get(name)
+        return target is not None and any(p in self._wanted for p in target.parameters)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """An operand: what was saved, or a private one's numbers."""
+        found = self._saved.get(name)
+        return self._call.targets[name].value if found is None else found
+
+    def tensors(self) -> list[str]:
+        """Names of the operands at hand: those that were saved, and private ones."""
+        return [*self._saved, *self.private]
+
+    def rows(self, x: Tensor) -> Tensor:
+        """`x`, whose samples lie as those of the output, with them along axis 0."""
+        assert self.place is not None
+        return self.place.rows(x, self.batch)
+
+    def entry_owners(self) -> Tensor:
+        """The sample of every entry of the output, or of what broadcasts to it; -1: of nobody."""
+        if self.place is not None:
+            shape = [1] * self.g.dim()
+            shape[self.place.axis] = -1
+            size = self.g.shape[self.place.axis]
+            return self.place.owners(size, self.batch, self.g.device).view(shape)
+        if self._owner is None:
+            call = self._call
+            if call.routing is None:
+                raise BatchSizeError(
+                    f"{call.label}: a gradient reaches it, and none did when the model was run on a few "
+                    "rows, so whose its rows are is not known; let every row take the same way through "
+                    "the model, or move rows inside a module that puts them back in their places"
+                )
+            self._owner = call.routing.owners(call.number, self.g, call.label)
+        return self._owner
+
+    def row_owners(self) -> Tensor:
+        """The sample of every row of the output, all axes but the last flattened, int64 [n]."""
+        owner = self.entry_owners()
+        return owner.expand(*self.g.shape[:-1], owner.shape[-1])[..., 0].reshape(-1)
+
+    def replay(self, leaves: dict[str, Tensor], *, clean: bool = False) -> Tensor:
+        """The function called again, on these leaves for private operands.
+
+        Args:
+            clean: zeros take the place of what is not finite in the other operands.
+        """
+        others = {n: _finite(x) for n, x in self._saved.items()} if clean else {}
+        with torch.enable_grad(), self._call.autocast():
+            return self.called_on({**others, **leaves})
+
+    def called_on(self, values: dict[str, Tensor]) -> Tensor:
+        """What the function makes of these values, and of the other operands as they were."""
+        names = sorted((n for n in {*self.operands, *self.tensors()} if n.isdigit()), key=int)
+        tensors = set(self.tensors())
+        leaves = [
+            values[n] if n in values else self[n] if n in tensors else self.operands[n]
+            for n in names
+        ]  # fmt: skip
+        args, kwargs = tree_unflatten(leaves, self.operands["structure"])
+        if self._call.changes:
+            args = (args[0].clone(), *args[1:])
+        out = self._call.func(*args, **kwargs)
+        out = args[0] if out is None else out
+        return out if isinstance(out, Tensor) else out[self._call.number_of_output]
+
+    @property
+    def planner(self) -> Planner:
+        """Chooses how norms are computed."""
+        return self._call.interceptor.keeper.planner
+
+    def note(self, shape: tuple[int, ...], choice: Choice) -> None:
+        """A decision of the planner."""
+        log = self._call.interceptor.keeper.plan_log
+        log.note(self._call.label, self._call.rule.name, shape, choice)
+
+    def record(self, name: str, record: Record) -> None:
+        """Add a contribution to the private operand of this name."""
+        call, target = self._call, self._call.targets[name]
+        keeper = call.interceptor.keeper
+        keeper.plan_log.seen(call.label, call.rule.name, tuple(self.g.shape), record.nbytes)
+        if target.graph is None:
+            keeper.record(target.parameters[0], record)
+        else:
+            keeper.record_derived(target, record, self._wanted)

@@ -1,0 +1,105 @@
+"""Ctrl-C at every line where sums change hands: a row is released once, and every release counted."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastclip.errors import FastclipError
+from tests.data.test_draws import Run, start
+
+FILES = ("logical_batch.py", "step_hooks.py", "opacus_step.py")
+CALLS = ("_close", "zero_grad", "discard", "pre_step", "clip_and_accumulate")
+
+
+class CtrlC:
+    """Raises KeyboardInterrupt at the n-th line that runs inside, of the places above."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def __enter__(self) -> CtrlC:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: Any, event: str, _: object) -> Any:
+        code = frame.f_code
+        here = "/fastclip/" in code.co_filename and (
+            code.co_name in CALLS or code.co_filename.endswith(FILES)
+        )
+        return self._line if here else None
+
+    def _line(self, frame: Any, event: str, _: object) -> Any:
+        self.left -= event == "line"
+        if self.left == 0:
+            self.left = -1
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return self._line
+
+
+def one_cycle(run: Run, x: Tensor) -> None:
+    run.model(x).mean().backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def check_interrupted(n: int, mode: str, step_again: bool) -> bool:
+    """Whether a line was left to interrupt; the loop goes on as if nothing had been."""
+    run = start(6, mode=mode, seed=2)
+    released: list[Tensor] = []
+    run.optimizer.original_optimizer.register_step_pre_hook(
+        lambda *_: released.append(run.released())
+    )
+    interrupt = CtrlC(n)
+    for i in range(3):
+        (x, *_) = list(run.loader) if not i else [next(iter(run.loader))]
+        before = len(released)
+        try:
+            if i:
+                one_cycle(run, x)
+                continue
+            with interrupt:
+                one_cycle(run, x)
+        except KeyboardInterrupt:
+            if step_again:
+                ignoring(run.optimizer.step)
+        except (FastclipError, ValueError):  # refused, by Opacus too
+            pass
+        finally:
+            for sums in released[before:]:
+                assert ((sums == 0) | (x.sum(0) > 0)).all(), "rows of another batch"
+                assert sums.max() <= 1
+            assert run.steps >= len(released)
+    return interrupt.left < 0
+
+
+def ignoring(call: Any) -> None:
+    with contextlib.suppress(FastclipError, ValueError):
+        call()
+
+
+@pytest.mark.parametrize("step_again", [False, True])
+@pytest.mark.parametrize("mode", ["fast", "hooks"])
+def test_everywhere(mode: str, step_again: bool) -> None:
+    enabled = torch.is_grad_enabled()
+    lines = 0
+    while check_interrupted(lines + 1, mode, step_again):
+        torch.set_grad_enabled(enabled)
+        lines += 1
+    assert lines > 50
+
+
+def test_hooks_that_were_interrupted_leave_no_step_unrecorded() -> None:
+    run = start(6, seed=2)
+    run.optimizer._in_hooks = True  # as a Ctrl-C between two of its lines leaves it
+    one_cycle(run, next(iter(run.loader)))
+    assert run.steps == 1

@@ -1,0 +1,336 @@
+"""Private names of torch and Opacus: written in one file, there, and what they are taken for."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import opacus
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from fastclip import _torch
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted((ROOT / "fastclip").rglob("*.py"))
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and len(name) > 1
+
+
+def own_names() -> set[str]:
+    """What fastclip's own modules, classes and functions define."""
+    found = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and ast.unparse(node.value) in ("self", "cls")
+            ):
+                found.add(node.attr)
+    return found
+
+
+def others(source: str, own: set[str]) -> Iterator[tuple[str, str]]:
+    """(name, where it lies) of every private name that is imported, or read of an object."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] != "fastclip":
+            module = next((p for p in str(node.module).split(".") if is_private(p)), None)
+            for name in [alias.name for alias in node.names if is_private(alias.name)]:
+                yield name, str(node.module)
+            if module is not None:
+                yield module, str(node.module).split(f".{module}")[0]
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+            yield node.attr, ast.unparse(node.value)
+
+
+def test_they_are_written_in_one_file() -> None:
+    """Elsewhere only attributes that the file names, for a reader of it to know of."""
+    own, allowed = own_names(), {name for names in _torch.ATTRIBUTES.values() for name in names}
+    found: dict[str, set[str]] = {}
+    for path in SOURCES:
+        file = path.relative_to(ROOT / "fastclip").as_posix()
+        names = [(name, of) for name, of in others(path.read_text(), own) if name not in allowed]
+        # `torch._C._name` is two: the first says it
+        found[file] = {f"{of}.{n}" for n, of in names if not any(map(is_private, of.split(".")))}
+    del found["_torch.py"]
+    assert {file: names for file, names in found.items() if names} == {}
+
+
+def test_what_is_private_is_seen() -> None:
+    source = (
+        "from torch._compile import _disable\nfrom torch.data import _Iter\nimport torch\n"
+        "torch._C._go()\nx.grad._there\nself._own\nx.__class__\n_ = x\n"
+    )
+    assert set(others(source, {"_own"})) == {
+        ("_compile", "torch"), ("_disable", "torch._compile"), ("_Iter", "torch.data"),
+        ("_C", "torch"), ("_go", "torch._C"), ("_there", "x.grad"),
+    }  # fmt: skip
+
+
+OWNERS: dict[str, Any] = {
+    "torch.Tensor": torch.ones(1),
+    "torch.nn.Module": nn.Module(),
+    "torch.nn.Conv2d": nn.Conv2d(1, 1, 1),
+    "opacus.DPOptimizer": opacus.optimizers.DPOptimizer,
+    "opacus.GradSampleModule": opacus.GradSampleModule(nn.Linear(1, 1)),
+    "torch.ops": torch.ops.aten.add.Tensor,
+    "sys": sys,
+}
+
+
+@pytest.mark.parametrize("whose", OWNERS)
+def test_attributes_exist(whose: str) -> None:
+    names = set(_torch.ATTRIBUTES[whose]) - {"_per_sample_gradient_norms"}
+    assert all(hasattr(OWNERS[whose], name) for name in names)
+
+
+def test_attributes_of_wrappers() -> None:
+    layer = nn.Linear(1, 1)
+    assert torch.compile(layer)._orig_mod is layer
+    ghost = opacus.grad_sample.GradSampleModuleFastGradientClipping(layer, max_grad_norm=1.0)
+    ghost(torch.ones(2, 1, requires_grad=True)).sum().backward()
+    assert ghost.get_norm_sample() is ghost._per_sample_gradient_norms
+
+
+def test_attributes_of_the_trainer() -> None:
+    source = inspect.getsource(pytest.importorskip("transformers").Trainer)
+    assert all(f"self.{name}" in source for name in _torch.ATTRIBUTES["transformers.Trainer"])
+
+
+def test_families_of_modules() -> None:
+    kinds = {
+        _torch.BatchNormBase: (
+            nn.BatchNorm1d,
+            nn.BatchNorm3d,
+            nn.SyncBatchNorm,
+            nn.LazyBatchNorm2d,
+        ),
+        _torch.InstanceNormBase: (nn.InstanceNorm1d, nn.InstanceNorm3d, nn.LazyInstanceNorm2d),
+        _torch.DropoutBase: (nn.Dropout, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+    }
+    for base, members in kinds.items():
+        assert all(issubclass(member, base) for member in members)
+    assert nn.Dropout(0.25).p == 0.25
+
+
+class Noted(torch.autograd.Function):
+    """Notes what can be known of the backward pass that runs it."""
+
+    seen: dict[str, Any]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:  # type: ignore[override]
+        Noted.seen = {"task": _torch.current_task(), "node": _torch.current_node(), "self": ctx}
+        Noted.seen["runs"] = [
+            None if node is None else _torch.will_run(node) for node, _ in ctx.next_functions
+        ]
+        Noted.seen["ended"] = []
+        _torch.at_end_of_pass(lambda: Noted.seen["ended"].append(_torch.current_task()))
+        assert not Noted.seen["ended"]
+        return gradient * 2, None
+
+
+def test_the_running_pass() -> None:
+    x, weight = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    assert _torch.current_task() == -1
+    out = Noted.apply(x, weight)
+    assert type(out.grad_fn) is _torch.node_type(Noted)
+    out.sum().backward()
+    first = Noted.seen
+    assert first["task"] >= 0
+    assert first["node"] is first["self"]
+    assert first["runs"] == [True, True]
+    assert len(first["ended"]) == 1
+    assert _torch.current_task() == -1
+    Noted.apply(x, weight).sum().backward(inputs=[x])
+    assert Noted.seen["runs"] == [True, False]
+    assert Noted.seen["task"] != first["task"]
+
+
+def test_tensors_that_autograd_is_asked_for() -> None:
+    """Of these torch does not say whether they are reached."""
+    x, weight = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"autograd\.grad"):
+        torch.autograd.grad(Noted.apply(x, weight).sum(), [x, weight])
+
+
+def test_the_call_that_waits() -> None:
+    code = _torch.BACKWARD_CODE
+    assert code is not None
+    assert {_torch.LOSSES, *_torch.SEEDS} <= set(code.co_varnames[: code.co_argcount])
+
+
+def test_what_losses_hold() -> None:
+    scores, labels = torch.randn(3, 2, requires_grad=True), torch.tensor([0, 1, 1])
+    codes = []
+    for reduction in ("none", "mean", "sum"):
+        loss = nn.functional.nll_loss(scores, labels, reduction=reduction, weight=torch.ones(2))
+        codes.append(getattr(loss.grad_fn, _torch.SAVED_REDUCTION))
+        assert getattr(loss.grad_fn, _torch.SAVED_WEIGHT) is not None
+    assert codes == [0, 1, 2]
+
+
+def test_hooks_on_gradients() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    assert not list(_torch.gradient_hooks(weight))
+    hooks = [lambda g: g, lambda p: None]
+    weight.register_hook(hooks[0])
+    weight.register_post_accumulate_grad_hook(hooks[1])
+    assert list(_torch.gradient_hooks(weight)) == hooks
+
+
+def test_tensors_of_a_class() -> None:
+    class Kind(Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            heard.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    heard: list[Any] = []
+    x = torch.ones(2)
+    made = _torch.of_class(Kind, x)
+    with _torch.Native():
+        made.mul(2)
+    assert not heard
+    assert type(made) is Kind
+    assert made.is_leaf
+    assert made.requires_grad
+    assert _torch.memory_of(made) == _torch.memory_of(x[1:]) != _torch.memory_of(x.clone())
+    assert heard
+
+
+def test_operations_say_what_they_change() -> None:
+    written = torch.ops.aten.add_.Tensor._schema
+    assert written.is_mutable
+    assert not torch.ops.aten.add.Tensor._schema.is_mutable
+    assert written.name == "aten::add_"
+    assert written.arguments[0].alias_info.is_write
+
+
+def test_transforms_are_known() -> None:
+    seen = []
+    torch.func.vmap(lambda x: (seen.append(_torch.transformed()), x)[1])(torch.ones(2))
+    torch.func.grad(lambda x: (seen.append(_torch.transformed()), x)[1])(torch.tensor(1.0))
+    assert seen == [True, True]
+    assert not _torch.transformed()
+
+
+def test_settings_of_products() -> None:
+    if _torch.precision_of is None or _torch.set_precision is None:
+        assert tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9)
+        return
+    before = _torch.precision_of("cuda", "matmul")
+    try:
+        _torch.set_precision("cuda", "matmul", "tf32")
+        assert _torch.precision_of("cuda", "matmul") == "tf32"
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        _torch.set_precision("cuda", "matmul", before)
+
+
+def test_parametrizations_that_are_kept() -> None:
+    layer = parametrizations.weight_norm(torch.nn.Linear(3, 3))
+    with parametrize.cached():
+        kept = layer.weight
+        with _torch.parametrizations_apart():
+            assert layer.weight is not kept
+            assert layer.weight is layer.weight
+        assert layer.weight is kept
+    assert layer.weight is not kept
+
+
+def test_nothing_is_compiled_without_dynamo() -> None:
+    calls = []
+
+    @_torch.disable_dynamo
+    def plain(x: Tensor) -> Tensor:
+        calls.append(torch.compiler.is_compiling())
+        return x
+
+    torch.compile(lambda x: plain(x) + 1, backend="eager")(torch.ones(1))
+    assert calls == [False]
+    assert _torch.can_compile()
+
+
+def test_no_ddp_runs() -> None:
+    assert _torch.running_ddp() is None
+    assert hasattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_iterators_of_loaders(workers: int) -> None:
+    class Rows:
+        asking: Any = None
+
+        def __iter__(self) -> Iterator[list[int]]:
+            for i in range(4):
+                if threading.current_thread() is threading.main_thread():
+                    Rows.asking = sys._getframe(1).f_code.co_name
+                yield [i]
+
+    reader = iter(DataLoader(range(4), batch_sampler=Rows(), num_workers=workers))
+    assert isinstance(reader, _torch.LoaderIterator)
+    next(reader)
+    next(reader)
+    assert Rows.asking == _torch.NEXT_INDEX
+    assert getattr(reader, _torch.YIELDED) == 2
+    if workers:
+        assert getattr(reader, _torch.RECEIVED) == 2
+        assert getattr(reader, _torch.SENT) == 4
+    assert hasattr(reader, _torch.SENT) == bool(workers)
+
+
+def test_reentrant_checkpoints_go_through_apply(monkeypatch) -> None:
+    monkeypatch.setattr(
+        _torch.CheckpointFunction, "apply", lambda run, state, *args: run(*args) + 1
+    )
+    assert checkpoint(torch.neg, torch.ones(1), use_reentrant=True) == 0
+
+
+def test_what_opacus_leaves() -> None:
+    layer = nn.Linear(1, 1)
+    wrapped = opacus.GradSampleModule(layer)
+    wrapped(torch.ones(2, 1, requires_grad=True)).sum().backward()
+    assert _torch.OPACUS_MARK in layer.weight.__dict__
+    assert {"grad_sample", _torch.OPACUS_MARK} <= set(_torch.OPACUS_ATTRIBUTES)
+    assert "grad_sample" in layer.weight.__dict__
+    wrapped.cleanup()
+    assert _torch.OPACUS_MARK not in layer.weight.__dict__
+
+
+def test_opacus_marks_what_was_clipped() -> None:
+    gradient = torch.ones(1)
+    _torch.check_unprocessed(gradient)
+    _torch.mark_processed(gradient)
+    with pytest.raises(ValueError, match="zero_grad"):
+        _torch.check_unprocessed(gradient)
+
+
+def test_nestings() -> None:
+    leaves, spec = _torch.tree_flatten({"a": [1, (2,)]})
+    assert leaves == _torch.tree_leaves({"a": [1, (2,)]}) == [1, 2]
+    assert isinstance(spec, _torch.TreeSpec)
+    assert _torch.tree_unflatten([3, 4], spec) == {"a": [3, (4,)]}
+    assert _torch.tree_map(str, [1]) == ["1"]

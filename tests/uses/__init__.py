@@ -1,0 +1,1 @@
+"""What becomes of parameters where functions use them."""

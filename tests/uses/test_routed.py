@@ -1,0 +1,152 @@
+"""Rows that a router moves to its experts: exact, and no expert is made for every sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastclip.planner import Planner
+from fastclip.uses.derived import DerivedGraph
+from fastclip.uses.routed import RoutedRecord
+from tests.oracle import check_exact
+from tests.uses.functions import B, batch, no_replay
+
+T, D, E, H = 9, 8, 3, 12
+
+
+class Experts(nn.Module):
+    """Each row of x [b, t, d] goes to two of the experts.
+
+    Args:
+        how: computes what expert e makes of its rows.
+    """
+
+    def __init__(self, how: Callable[[Experts, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
+            return nn.Parameter(numbers / 2)
+
+        self.router = nn.Linear(D, E, dtype=torch.float64)
+        self.up, self.down = parameter(E, H, D), parameter(E, D, H)
+        self.bias, self.scale, self.one = parameter(E, H), parameter(D), parameter(1)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weight, chosen = self.router(rows).softmax(-1).topk(2)
+        out = torch.zeros_like(rows)
+        for e in chosen.unique():
+            row, place = (chosen == e).nonzero(as_tuple=True)
+            made = self.how(self, e, rows[row])
+            out = out.index_add(0, row, made * weight[row, place, None])
+        return out.view(x.shape)
+
+
+def linear(m: Experts, e: Tensor, x: Tensor) -> Tensor:
+    return F.linear(F.linear(x, m.up[e]).tanh(), m.down[e])
+
+
+def with_bias(m: Experts, e: Tensor, x: Tensor) -> Tensor:
+    return F.linear(F.linear(x, m.up[e], m.bias[e]).tanh(), m.down[e])
+
+
+def products(m: Experts, e: Tensor, x: Tensor) -> Tensor:
+    return (x @ m.up[e].t() + m.bias[int(e)]).relu() @ m.down[e].t() * m.scale - m.one
+
+
+class Model(nn.Module):
+    def __init__(self, how: Callable) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before = nn.Linear(D, D, dtype=torch.float64)
+        self.experts, self.after = Experts(how), nn.Linear(D, 2, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(x + self.experts(self.before(x)))
+
+
+def _unused(self: DerivedGraph, contributions: list) -> None:
+    raise AssertionError("per-sample gradients of a whole parameter were made")
+
+
+@pytest.mark.parametrize("how", [linear, with_bias, products], ids=lambda f: f.__name__)
+def test_exact(how: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DerivedGraph, "pull_back", _unused)
+    with no_replay():
+        check_exact(Model(how), batch(B, T, D), dtype=torch.float64)
+        check_exact(Model(how), batch(B, T, D), dtype=torch.float32)
+
+
+class Grouped(Experts):
+    """One product for all experts, over rows sorted by expert; torch has it in float32 only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        chosen = self.router(rows).argmax(-1)
+        order = chosen.argsort(stable=True)
+        ends = torch.nn.functional.one_hot(chosen, E).sum(0).cumsum(0).to(torch.int32)
+        if x.dtype == torch.float64:  # the reference
+            made = torch.einsum("nd,nhd->nh", rows, self.up[chosen]).tanh()
+            return torch.einsum("nh,ndh->nd", made, self.down[chosen]).view(x.shape)
+        made = torch._grouped_mm(rows[order], self.up.transpose(1, 2), offs=ends).tanh()
+        made = torch._grouped_mm(made, self.down.mT, offs=ends)
+        return torch.zeros_like(rows).index_copy(0, order, made).view(x.shape)
+
+
+def test_grouped_product() -> None:
+    model = Model(linear)
+    model.experts = Grouped(linear)
+    with no_replay():
+        check_exact(model, batch(B, T, D), dtype=torch.float32)
+
+
+def _record(dtype: torch.dtype) -> tuple[RoutedRecord, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    a = torch.randn(20, D, generator=generator, dtype=torch.float64).to(dtype)
+    g = torch.randn(20, H, generator=generator, dtype=torch.float64).to(dtype)
+    owner = torch.randint(-1, B, (20,), generator=generator)
+    expert = torch.randint(E, (20,), generator=generator)
+    each = torch.zeros(B, E, H, D, dtype=torch.float64)
+    for i in range(20):
+        if owner[i] >= 0:
+            each[owner[i], expert[i]] += torch.outer(g[i], a[i]).double()
+
+    def backward(a: Tensor, g: Tensor) -> Tensor:
+        total = torch.zeros(E, H, D, dtype=g.dtype)
+        return total.index_add(0, expert, g[:, :, None] * a[:, None])
+
+    record = RoutedRecord(
+        a, g, owner, expert, batch=B, experts=E, planner=Planner(), backward=backward
+    )
+    return record, each
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_both_ways_to_the_norm(dtype: torch.dtype) -> None:
+    record, each = _record(dtype)
+    exact = each.flatten(1).square().sum(1)
+    group = torch.where(record.owner >= 0, record.owner * E + record.expert, -1)
+    for found in (record.norm_sq(), record._by_pair(group)):
+        assert found.shape == (B,)
+        assert (found >= exact * (1 - 1e-7)).all()
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+    scale = torch.tensor([0.5, 0.0, 1.0, 2.0], dtype=dtype)
+    expected = torch.einsum("b,bepd->epd", scale.double(), each)
+    torch.testing.assert_close(record.clipped_sum(scale).double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(record.per_sample().double(), each, rtol=1e-5, atol=1e-6)
+
+
+def test_a_row_that_is_not_finite_and_clipped_away() -> None:
+    record, each = _record(torch.float64)
+    with torch.no_grad():
+        record.a[record.owner == 1] = torch.inf
+    scale = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    expected = torch.einsum("b,bepd->epd", scale, each)
+    torch.testing.assert_close(record.clipped_sum(scale), expected)

@@ -1,0 +1,127 @@
+"""Linear maps over rows in any order: norms, sums and gradients of each sample's own rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastclip import ops
+from fastclip.layers import joint_norm_sq
+from fastclip.planner import Planner
+from fastclip.uses.records import RoutedLinearRecord
+
+D, P = 7, 5
+COUNTS = {
+    "ragged": [3, 0, 9, 1],
+    "one": [6],
+    "empty": [0, 0, 0],
+    "nobody": [],
+    "long": [700, 30, 900],
+}
+"""Rows of each sample."""
+
+
+def rows(counts: list[int], nobody: int = 2) -> torch.Tensor:
+    """The owners of so many rows, in no order."""
+    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts).long())
+    owner = torch.cat([owner, torch.full((nobody,), -1)])
+    return owner[torch.randperm(len(owner))]
+
+
+def truth(a: torch.Tensor, g: torch.Tensor, owner: torch.Tensor, b: int) -> torch.Tensor:
+    each = [g[owner == i].double().T @ a[owner == i].double() for i in range(b)]
+    return torch.stack(each) if b else g.new_zeros(0, g.shape[1], a.shape[1], dtype=torch.float64)
+
+
+def record(
+    counts: list[int], dtype: torch.dtype = torch.float64, wide: int = 1, **arguments: object
+) -> tuple[RoutedLinearRecord, torch.Tensor]:
+    torch.manual_seed(len(counts))
+    owner = rows(counts)
+    a, g = torch.randn(len(owner), D * wide).to(dtype), torch.randn(len(owner), P * wide).to(dtype)
+    found = RoutedLinearRecord(a, g, owner, batch_size=len(counts), **arguments)
+    return found, truth(a, g, owner, len(counts))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wide", [1, 40], ids=["instantiated", "ghost"])
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_norms_sums_and_gradients(
+    counts: list[int], bounded: bool, wide: int, dtype: torch.dtype
+) -> None:
+    """Norms are never below the exact ones."""
+    most = max([1, *counts]) if bounded else None
+    found, exact = record(counts, dtype, wide, most=most)
+    exact_norms = exact.flatten(1).square().sum(1)
+    tolerance = 1e-12 if dtype == torch.float64 else 5e-5
+    norms = found.norm_sq()
+    assert norms.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(norms.double(), exact_norms, rtol=tolerance, atol=1e-30)
+    assert (norms.double() >= exact_norms * (1 - 1e-14)).all()
+    relative = {"rtol": tolerance, "atol": tolerance * 40}
+    torch.testing.assert_close(found.per_sample().double(), exact, **relative)
+    scale = torch.rand(len(counts), dtype=torch.float64)
+    total = torch.einsum("b,bpd->pd", scale, exact)
+    torch.testing.assert_close(
+        found.clipped_sum(scale).double(), total.view(P * wide, -1), **relative
+    )
+
+
+def test_transposed() -> None:
+    found, exact = record([3, 5], transposed=True)
+    torch.testing.assert_close(found.per_sample(), exact.transpose(1, 2))
+    torch.testing.assert_close(found.norm_sq(), exact.flatten(1).square().sum(1))
+    scale = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    torch.testing.assert_close(found.clipped_sum(scale), torch.einsum("b,bpd->dp", scale, exact))
+
+
+@pytest.mark.parametrize("wide", [1, 40])
+def test_two_uses_of_one_weight(wide: int) -> None:
+    """Their cross terms count, whether the records merge or meet others."""
+    one, exact = record([3, 0, 9], wide=wide, most=9)
+    torch.manual_seed(5)
+    owner = rows([1, 4, 2])
+    a, g = (torch.randn(len(owner), n * wide, dtype=torch.float64) for n in (D, P))
+    other = RoutedLinearRecord(a, g, owner, batch_size=3, most=4)
+    exact = exact + truth(a, g, owner, 3)
+    merged = one.merge(other)
+    assert merged is not None
+    norms = exact.flatten(1).square().sum(1)
+    torch.testing.assert_close(merged.norm_sq(), norms)
+    torch.testing.assert_close(merged.per_sample(), exact)
+    torch.testing.assert_close(joint_norm_sq([one, other], Planner()), norms)
+
+
+@pytest.mark.parametrize("wide", [1, 40])
+def test_samples_do_not_meet(wide: int) -> None:
+    """Numbers that are not finite stay with their sample, and contribute 0 where its scale is 0."""
+    found, _ = record([3, 4, 5], wide=wide)
+    found.a[found.owner == 1] = float("inf")
+    found.g[found.owner == -1] = float("nan")
+    exact = truth(found.a, found.g, found.owner, 3)
+    norms = found.norm_sq()
+    assert not torch.isfinite(norms[1])
+    torch.testing.assert_close(norms[[0, 2]], exact[[0, 2]].flatten(1).square().sum(1))
+    scale = torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64)
+    torch.testing.assert_close(found.clipped_sum(scale), exact[0] + 2 * exact[2])
+
+
+@pytest.mark.parametrize("wide", [1, 40], ids=["instantiated", "ghost"])
+def test_norms_of_gradients_that_cancel(wide: int) -> None:
+    """In float32 the norm is never below the gradient that a sum in float32 leaves, nor the true one."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        half = torch.randn(30, P * wide) * 1e3
+        g, a = torch.cat([half, -half]), torch.randn(30, D * wide).repeat(2, 1)
+        g[0] += 1e-3
+        order = torch.randperm(60)
+        owner = torch.zeros(60, dtype=torch.int64)
+        found = RoutedLinearRecord(a[order], g[order], owner, batch_size=1)
+        norm = found.norm_sq().double().sqrt()
+        exact = truth(found.a, found.g, owner, 1).norm()
+        assert norm >= exact
+        assert norm >= found.per_sample().double().norm()
+        assert norm >= found.clipped_sum(torch.ones(1)).double().norm()
+        assert found.slack() is not None
+        assert (found.slack() >= 0.5 * ops.product_slack(a[None], g[None])).all()
