@@ -33,15 +33,18 @@ def _seed() -> None:
 
 def _process() -> dict[str, object]:
     """What a test may find changed by another one: all that belongs to the process."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
     return {
-        "environment": environment,
+        **{f"${name}": os.environ.get(name) for name in _ENVIRONMENT},
         "dtype": torch.get_default_dtype(),
         "device": torch.get_default_device(),
         "gradients": torch.is_grad_enabled(),
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
+
+
+_ENVIRONMENT = tuple({*os.environ, "FASTCLIP_BACKEND", "PYTHONPATH"} - {"PYTEST_CURRENT_TEST"})
+"""Libraries add variables of their own; those that are here stay as they are."""
 
 
 @pytest.fixture(autouse=True)

@@ -210,7 +210,7 @@ def _record_placed(use: UseBackward, before: Tensor, g: Tensor) -> None:
 
 
 def _record_routed(use: UseBackward, before: Tensor, g: Tensor) -> None:
-    owner = use.entry_owners().expand(*g.shape[:-1], 1).flatten()
+    owner = use.row_owners()
     g = g.flatten(0, 1)
     if use.wants("bias"):
         rows = ops.widen(g)

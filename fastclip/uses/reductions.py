@@ -52,11 +52,16 @@ def summed_to(
 def _summed_rows(
     use: UseBackward, each: Tensor, shape: torch.Size, factor: Tensor | None
 ) -> Tensor:
-    """The same where every row (all axes but the last) may be anybody's, and `shape` is of one row."""
+    """The same where every row (all axes but the last) may be anybody's, and `shape` is of one row.
+
+    Of a number, every entry may be.
+    """
     wide = ops.widen(each)
     wide = wide if factor is None else wide * factor.to(wide.dtype)
+    if shape.numel() == 1:
+        owner = use.entry_owners().expand(each.shape).reshape(-1)
+        return sum_by_owner(wide.reshape(-1), owner, use.batch).reshape(use.batch, *shape)
     rows = wide.reshape(-1, wide.shape[-1])
-    rows = rows if shape.numel() != 1 else rows.sum(1, keepdim=True)
     return sum_by_owner(rows, use.row_owners(), use.batch).reshape(use.batch, *shape)
 
 

@@ -22,9 +22,13 @@ from fastclip.samples.place import Place
 
 _BASE = 16
 """Samples that one pass tells apart, by factors of 2^-8 to 2^7."""
-_NEAR = 2.0**-10
+_NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}
 _NEAR_HALF = 2.0**-5
 """How far from a power of two a ratio may be: on a GPU gradients may be added up in another order."""
+_ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-6}
+_ROUNDING_HALF = 1e-3
+"""Of the largest entry: what of several samples is below has cancelled but for rounding (the maximum
+that a softmax subtracts), and contributes nothing."""
 
 
 class Routing:
@@ -66,39 +70,56 @@ class Routing:
             span *= _BASE
 
     def owners(self, number: int, g: Tensor, label: str) -> Tensor:
-        """The sample of every row of `g` (all axes but the last), int64 [..., 1]; NOBODY if it is 0.
+        """The sample of every entry of `g`, int64 in its shape; NOBODY where it is 0.
 
         Raises:
-            BatchSizeError: a row follows from several samples (on a CPU; on a GPU, which would have to
-                be waited for, such a row contributes nothing).
+            BatchSizeError: an entry follows from several samples (on a CPU; on a GPU, which would have
+                to be waited for, such an entry contributes nothing).
         """
         if not self._codes:
             raise BatchSizeError(
                 f"{label}: gradients reach it past the output of the module that moves its rows (a "
                 "value kept on an attribute, an auxiliary loss), so that its rows cannot be told apart"
             )
-        near = _NEAR if torch.finfo(g.dtype).bits > 16 else _NEAR_HALF
-        largest = g.detach().abs().nan_to_num(0.0, 0.0, 0.0).argmax(-1, keepdim=True)
-        plain = g.detach().gather(-1, largest).double()
+        plain = _wide(g)
         owner = torch.zeros_like(plain, dtype=torch.int64)
         mixed = torch.zeros_like(plain, dtype=torch.bool)
         for power, codes in enumerate(self._codes):
             code = codes[number]
-            code = torch.zeros_like(g) if code is None else code
-            ratio = code.detach().gather(-1, largest).double() / plain
-            power_of_two = ratio.abs().log2().nan_to_num(0.0, 0.0, 0.0).round()
-            digit = (power_of_two + _BASE // 2).clamp(0, _BASE - 1)
-            power_of_two = digit - _BASE // 2
-            mixed |= ~((ratio / power_of_two.exp2() - 1).abs() <= near)  # NaN is not near
-            owner += digit.to(torch.int64) * _BASE**power
-        silent = (plain == 0) | ~torch.isfinite(plain)
+            code = plain.new_zeros(()) if code is None else _wide(code)
+            digit, told = _digit(plain, code, _NEAR.get(g.dtype, _NEAR_HALF))
+            mixed |= ~told
+            owner += digit * _BASE**power
+        size = plain.abs().nan_to_num(0.0, 0.0, 0.0)
+        largest = size.amax() if size.numel() else size.sum()
+        rounding = mixed & (size <= _ROUNDING.get(g.dtype, _ROUNDING_HALF) * largest)
+        silent = (plain == 0) | ~torch.isfinite(plain) | rounding
         mixed = (mixed | (owner >= self.batch)) & ~silent
         if g.device.type == "cpu" and bool(mixed.any()):
-            raise BatchSizeError(
-                f"{label}: a row of its output follows from several samples, so no per-sample gradient "
-                "exists; let every row be computed from one sample alone"
-            )
+            raise several(label, "an entry")
         return owner.masked_fill(silent | mixed, NOBODY)
+
+
+def several(label: str, what: str) -> BatchSizeError:
+    """The refusal of what cannot be given to one sample."""
+    return BatchSizeError(
+        f"{label}: {what} of its output follows from several samples, so no per-sample gradient exists; "
+        "let every row be computed from one sample alone"
+    )
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Wide enough for the ratio of two entries, which has few digits."""
+    return x.detach() if x.dtype == torch.float64 else x.detach().float()
+
+
+def _digit(plain: Tensor, code: Tensor, near: float) -> tuple[Tensor, Tensor]:
+    """By how much every entry was scaled, 0 for the least; where this tells the whole ratio."""
+    ratio = code / plain
+    digit = ratio.abs().log2().nan_to_num(0.0, 0.0, 0.0).round() + _BASE // 2
+    digit = digit.clamp(0, _BASE - 1)
+    apart = (ratio * (_BASE // 2 - digit).exp2() - 1).abs()
+    return digit.to(torch.int64), apart <= near  # NaN is not near
 
 
 class _Leave(Function):

@@ -18,7 +18,9 @@ from fastclip.errors import BatchSizeError, GraphError
 from fastclip.graph import differentiable_once, takes_part
 from fastclip.layers.records import Record
 from fastclip.planner import Choice, Planner
+from fastclip.samples.owners import NOBODY
 from fastclip.samples.place import Place
+from fastclip.uses.routing import several
 from fastclip.uses.rule import Operands, UseRule, plain_name
 
 if TYPE_CHECKING:
@@ -182,6 +184,9 @@ class UseBackward:
             )
         keeper.admit(call.label, call.forward, self.batch)
         keeper.check_hooks(self._wanted)
+        if self.place is None:
+            self._owner = self._routed()
+            self.g = self.g.masked_fill(self._owner == NOBODY, 0)
         call.rule.records(self)
 
     def wants(self, name: str) -> bool:
@@ -210,21 +215,34 @@ class UseBackward:
             shape[self.place.axis] = -1
             size = self.g.shape[self.place.axis]
             return self.place.owners(size, self.batch, self.g.device).view(shape)
-        if self._owner is None:
-            call = self._call
-            if call.routing is None:
-                raise BatchSizeError(
-                    f"{call.label}: a gradient reaches it, and none did when the model was run on a few "
-                    "rows, so whose its rows are is not known; let every row take the same way through "
-                    "the model, or move rows inside a module that puts them back in their places"
-                )
-            self._owner = call.routing.owners(call.number, self.g, call.label)
+        assert self._owner is not None
         return self._owner
 
     def row_owners(self) -> Tensor:
-        """The sample of every row of the output, all axes but the last flattened, int64 [n]."""
-        owner = self.entry_owners()
-        return owner.expand(*self.g.shape[:-1], owner.shape[-1])[..., 0].reshape(-1)
+        """The sample of every row of the output, all axes but the last flattened, int64 [n].
+
+        Raises:
+            BatchSizeError: a row holds entries of several samples (on a GPU it contributes nothing).
+        """
+        owner = self.entry_owners().expand(self.g.shape)
+        if not self.g.numel():
+            return owner.new_full((self.g.shape[:-1].numel(),), NOBODY)
+        owner = owner.reshape(-1, owner.shape[-1])
+        rows = owner.amax(1)
+        alone = ((owner == rows[:, None]) | (owner == NOBODY)).all(1)
+        if owner.device.type == "cpu" and not bool(alone.all()):
+            raise several(self._call.label, "a row")
+        return rows.masked_fill(~alone, NOBODY)
+
+    def _routed(self) -> Tensor:
+        call = self._call
+        if call.routing is None:
+            raise BatchSizeError(
+                f"{call.label}: a gradient reaches it, and none did when the model was run on a few "
+                "rows, so whose its rows are is not known; let every row take the same way through "
+                "the model, or move rows inside a module that puts them back in their places"
+            )
+        return call.routing.owners(call.number, self.g, call.label)
 
     def replay(self, leaves: dict[str, Tensor], *, clean: bool = False) -> Tensor:
         """The function called again, on these leaves for private operands.

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastclip.errors import BatchSizeError, FastclipError
 from fastclip.planner import Planner
 from fastclip.uses.derived import DerivedGraph
 from fastclip.uses.routed import RoutedRecord
+from fastclip.uses.routing import Routing
+from fastclip.uses.tap import UseBackward
 from tests.oracle import check_exact
 from tests.uses.functions import B, batch, no_replay
 
@@ -82,6 +86,53 @@ def test_exact(how: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     with no_replay():
         check_exact(Model(how), batch(B, T, D), dtype=torch.float64)
         check_exact(Model(how), batch(B, T, D), dtype=torch.float32)
+
+
+def test_rows_and_entries_of_several_samples_are_refused() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    routing = Routing(2)
+    number = routing.watch(x)
+    routing._codes = [(torch.tensor([[2.0**-8, 2.0**-8, 2.0**-7], [2.0**-7, 0.0, 2.0**-7]]),)]
+    g = torch.tensor([[1.0, 1.0, 1.0], [3.0, 0.0, 1.0]])
+    with pytest.raises(BatchSizeError, match="entry of its output follows from several samples"):
+        routing.owners(number, g, "w")
+    g[1, 0] = 1.0
+    assert routing.owners(number, g, "w").tolist() == [[0, 0, 1], [1, -1, 1]]
+    use = object.__new__(UseBackward)
+    use.g, use.place, use._owner = g, None, routing.owners(number, g, "w")
+    use._call = SimpleNamespace(label="w")
+    with pytest.raises(BatchSizeError, match="a row of its output follows from several samples"):
+        use.row_owners()
+
+
+class Aside(Experts):
+    """What expert 0 has made is kept for a loss of its own, past the module's output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        chosen = self.router(rows).argmax(-1)
+        out, kept = torch.zeros_like(rows), rows.new_zeros(len(rows), H)
+        for e in range(E):
+            row = (chosen == e).nonzero()[:, 0]
+            made = F.linear(rows[row], self.up[e]).tanh()
+            kept = kept.index_add(0, row, made)
+            out = out.index_add(0, row, F.linear(made, self.down[e]))
+        self.kept = kept.view(*x.shape[:-1], H)
+        return out.view(x.shape)
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_small_share_that_passes_the_module_by_is_refused(coupled: bool) -> None:
+    class Losses(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            kept = self.experts.kept.sum((1, 2))
+            return out + 1e-7 * (kept.sum() if coupled else kept)[..., None, None]
+
+    model = Losses(linear)
+    model.experts = Aside(linear)
+    with pytest.raises(FastclipError):
+        check_exact(model, batch(B, T, D), dtype=torch.float64)
 
 
 class Grouped(Experts):

@@ -195,6 +195,24 @@ class CapacityOfAll(Layers):
 
 
 @EXPERTS.member
+class Columns(Tensors):
+    """Rows of an expert are columns of what its products give: one row of them is of many samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = parameter(E)
+
+    def mixed(self, rows: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(rows)
+        for e in range(E):
+            i = (chosen[:, 0] == e).nonzero()[:, 0]
+            made = torch.tanh(self.up[e].T @ rows[i].T) * self.up[e, 0, :, None] * self.one[e]
+            made = torch.einsum("oi,in->on", self.down[e].T, made) + self.bias[e][:, None]
+            out = out.index_copy(0, i, made.T)
+        return out
+
+
+@EXPERTS.member
 class RowsRouted(Layers):
     """A whole sequence goes to one expert."""
 
