@@ -25,7 +25,7 @@ from fastclip.layers import LayerRule
 from fastclip.model.following import eagerly, follow
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.place import Place
-from fastclip.uses.proxy import is_private
+from fastclip.uses.proxy import Derived, is_private
 
 ATTRIBUTE = "_fastclip"
 HOW_TO_REGISTER = (
@@ -86,8 +86,11 @@ class Handle:
             probe = self.keeper.calls.probe
             plain = self._plain(module)
             if probe:
-                if self.path in probe.layout.open or any(
-                    map(is_private, (*args, *kwargs.values()))
+                computed = any(type(p) is Derived for p in module._parameters.values())
+                if (
+                    self.path in probe.layout.open
+                    or computed  # torch.func.functional_call with weights of parameters' making
+                    or any(map(is_private, (*args, *kwargs.values())))
                 ):
                     probe.layout.open.add(self.path)
                     probe.layout.met.add(self.path)

@@ -140,6 +140,8 @@ FOLLOWED: dict[str, Use] = {
     "a derived value given to a checkpoint": in_a_checkpoint(False, derived=True, given=True),
     "a reentrant checkpoint": in_a_checkpoint(reentrant=True),
     "a derived value in a reentrant checkpoint": in_a_checkpoint(reentrant=True, derived=True),
+    "functional_call of parameters": called_with(lambda m: m.w),
+    "functional_call of derived values": called_with(lambda m: m.w.exp()),
 }
 """To be exact."""
 
@@ -154,8 +156,6 @@ CAUGHT: dict[str, Use] = {
     "another class": lambda m, x: x * m.p.as_subclass(Tensor),
     "changed in place": changed_in_place,
     "taught by the batch": taught_by_the_batch,
-    "functional_call of parameters": called_with(lambda m: m.w),
-    "functional_call of derived values": called_with(lambda m: m.w.exp()),
     "functional_call of another's": lambda m, x: torch.func.functional_call(
         m.other, dict(m.layer.named_parameters()), x
     ),
