@@ -61,7 +61,6 @@ LONGER = {
     "engine.py": 391,
     "uses/interceptor.py": 372,
     "data/draws.py": 355,
-    "samples/independence.py": 351,
     "backward/bookkeeping.py": 340,
     "samples/comparison.py": 341,
     "kernels/conv_norm.py": 333,

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fastclip.errors import BatchSizeError, FastclipError
 from fastclip.samples.independence import (
-    Influence,
     axes_of_outputs,
     called,
     check_constants,
@@ -18,13 +17,13 @@ from fastclip.samples.independence import (
     check_first,
     check_layers,
     check_somewhere,
-    check_unmixed,
     check_values,
     coupled,
     extreme_rows,
     followed,
     moved_between,
 )
+from fastclip.samples.influence import Influence, check_unmixed
 from fastclip.samples.inputs import Cuts
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.mixed_outputs import Found, mixed_outputs, note_gradients

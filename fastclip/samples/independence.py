@@ -1,9 +1,7 @@
-"""What runs on a few rows must agree on where every row is computed from itself alone, in its place.
+"""Disturbance: where the inputs of some rows change, nothing may change in another row.
 
-Two views of one law. *Disturbance*: where the inputs of some rows change, no layer's input and no output
-may change in another row; this sees statistics of the batch, detached or not, rows in other places, and
-routing. *Influence*: the gradient of some rows' outputs may reach no other row of any layer's output;
-this sees smooth coupling of any strength, however little of it the values show.
+That holds for every layer's input and for the output; it shows statistics of the batch, detached or not,
+rows in other places, and routing. The other view of the same law is fastclip.samples.influence.
 """
 
 from __future__ import annotations
@@ -18,9 +16,8 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from fastclip.errors import BatchSizeError
 from fastclip.samples.inputs import flatten, tensors_of
-from fastclip.samples.owners import MIXED, NOBODY, coded_by, owners
 from fastclip.samples.place import Place
-from fastclip.samples.probing import Output, Probe, Shapes
+from fastclip.samples.probing import Probe, Shapes
 
 UNBATCHED, UNCLEAR = -1, -2
 SIZES = (2, 3)
@@ -279,61 +276,6 @@ def extreme_rows(probe: Probe, places: Mapping[Hashable, Place]) -> list[int]:
             sizes = rows.reshape(probe.rows, -1).amax(1)
             found.append(int(sizes.nan_to_num(torch.inf).argmin()))
     return list(dict.fromkeys(found[:1] + [row for row, _ in Counter(found).most_common()]))
-
-
-_LOUD = 32.0
-"""Gradients that are asked for are as large as that: in float16, small ones would be rounded away."""
-
-
-class Influence:
-    """Whose every entry of what the layers returned is, from gradients of one run.
-
-    Args:
-        output: of the run. of_outputs: axes of its samples. count: rows of the run.
-    """
-
-    def __init__(self, output: Any, of_outputs: list[int], count: int) -> None:
-        self.count = count
-        pairs = [
-            (x, axis) for x, axis in zip(by_row(output), of_outputs, strict=False)
-            if axis >= 0 and x.dim() > axis and x.shape[axis] == count and x.requires_grad
-        ]  # fmt: skip
-        self._from = [x for x, _ in pairs]
-        generator = torch.Generator().manual_seed(1)
-        self._seeds = []
-        self._coded = []
-        for x, axis in pairs:
-            drawn = torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu")
-            seed = (drawn * _LOUD).to(x.device, x.dtype)
-            self._seeds.append(seed)
-            digits = torch.arange(count, dtype=torch.int64, device=x.device)
-            self._coded.append(coded_by(seed, axis, digits - count // 2))
-
-    def owners(self, asked: Iterable[Output]) -> list[tuple[Hashable, Tensor]]:
-        """The sample of every entry, by name; not of what no gradient reaches."""
-        asked = list(asked)
-        if not self._from or not asked:
-            return []
-        edges = [output.edge for output in asked]
-        plain, scaled = (
-            torch.autograd.grad(self._from, edges, seeds, retain_graph=True, allow_unused=True)
-            for seeds in (self._seeds, self._coded)
-        )
-        found: list[tuple[Hashable, Tensor]] = []
-        for output, one, other in zip(asked, plain, scaled, strict=True):
-            if one is not None and other is not None:
-                found.append((output.name, owners(one, other, self.count)))
-        return [(name, owner) for name, owner in found if bool((owner != NOBODY).any())]
-
-
-def check_unmixed(name: Hashable, owner: Tensor) -> None:
-    """Refuse an entry that follows from several samples.
-
-    Raises:
-        BatchSizeError: naming where it is.
-    """
-    if bool((owner == MIXED).any()):
-        raise coupled(called(name))
 
 
 def coupled(where: str, other_size: bool = False) -> BatchSizeError:
