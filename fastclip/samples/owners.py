@@ -31,14 +31,15 @@ def coded_by(gradient: Tensor, axis: int, digits: Tensor) -> Tensor:
     return gradient * factor.view(shape)
 
 
-def owners(plain: Tensor, scaled: Tensor, samples: int) -> Tensor:
+def owners(plain: Tensor, scaled: Tensor, samples: int, *, coarse: bool = False) -> Tensor:
     """The sample of every entry, int64 in the tensor's shape; NOBODY; MIXED: of several.
 
     Args:
         plain, scaled: gradients of the two passes: as they are, and with those of sample i times
-            2^(i - samples // 2). samples: how many there are, at most 16.
+            2^(i - samples // 2). samples: how many there are, at most 16. coarse: some of what they
+            went through was float16, whose small numbers do not scale exactly.
     """
-    tolerance = _EXACT.get(plain.dtype, _COARSE)
+    tolerance = _COARSE if coarse else _EXACT.get(plain.dtype, _COARSE)
     wide = torch.complex128 if plain.is_complex() else torch.float64
     plain, scaled = (x.detach().to(wide).nan_to_num(0.0, 0.0, 0.0) for x in (plain, scaled))
     middle = samples // 2

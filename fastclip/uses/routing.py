@@ -81,19 +81,22 @@ class Routing:
                 f"{label}: gradients reach it past the output of the module that moves its rows (a "
                 "value kept on an attribute, an auxiliary loss), so that its rows cannot be told apart"
             )
+        met = {g.dtype, *(x.dtype for codes in self._codes for x in codes if x is not None)}
+        exact = torch.float16 not in met  # whose small numbers do not scale exactly
+        near = _NEAR.get(g.dtype, _NEAR_HALF) if exact else _NEAR_HALF
+        rounding = _ROUNDING.get(g.dtype, _ROUNDING_HALF) if exact else _ROUNDING_HALF
         plain = _wide(g)
         owner = torch.zeros_like(plain, dtype=torch.int64)
         mixed = torch.zeros_like(plain, dtype=torch.bool)
         for power, codes in enumerate(self._codes):
             code = codes[number]
             code = plain.new_zeros(()) if code is None else _wide(code)
-            digit, told = _digit(plain, code, _NEAR.get(g.dtype, _NEAR_HALF))
+            digit, told = _digit(plain, code, near)
             mixed |= ~told
             owner += digit * _BASE**power
         size = plain.abs().nan_to_num(0.0, 0.0, 0.0)
         largest = size.amax() if size.numel() else size.sum()
-        rounding = mixed & (size <= _ROUNDING.get(g.dtype, _ROUNDING_HALF) * largest)
-        silent = (plain == 0) | ~torch.isfinite(plain) | rounding
+        silent = (plain == 0) | ~torch.isfinite(plain) | (mixed & (size <= rounding * largest))
         mixed = (mixed | (owner >= self.batch)) & ~silent
         if g.device.type == "cpu" and bool(mixed.any()):
             raise several(label, "an entry")
