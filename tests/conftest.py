@@ -33,7 +33,8 @@ def _seed() -> None:
 
 def _process() -> dict[str, object]:
     """What a test may find changed by another one: all that belongs to the process."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    expected = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # torch sets it on first import
+    environment = {k: v for k, v in os.environ.items() if k not in expected}
     return {
         "environment": environment,
         "dtype": torch.get_default_dtype(),
