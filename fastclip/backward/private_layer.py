@@ -43,10 +43,10 @@ class PrivateLayer(Function):
         check_customised(call.module)
         with call.handle.bypassed():
             out, saved = rule.forward(call.module, x, call.extra)
-        if not isinstance(saved, tuple):
+        if type(saved) is not tuple or not all(x is None or isinstance(x, Tensor) for x in saved):
             raise TypeError(
-                f"{type(rule).__name__}.forward returns the output and a tuple of tensors to save, got "
-                f"{type(saved).__name__}"
+                f"{type(rule).__name__}.forward is to return the output and a tuple of tensors to save, "
+                f"but these are {_kinds(saved)}"
             )
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
@@ -74,6 +74,11 @@ class PrivateLayer(Function):
         if grad_input is not None:
             grad_input = grad_input.to(ctx.dtype)
         return (None, grad_input, *nothing[2:])
+
+
+def _kinds(saved: Any) -> str:
+    kinds = [type(x).__name__ for x in saved] if isinstance(saved, (tuple, list)) else []
+    return f"a {type(saved).__name__}" + f" of {', '.join(kinds)}" * bool(kinds)
 
 
 def wanted_parameters(ctx: Any, call: Call) -> dict[str, nn.Parameter]:

@@ -77,6 +77,11 @@ class OneSaved(MappedRule):
         return x @ module.w.t() + module.c, x
 
 
+class SavesNumber(MappedRule):
+    def forward(self, module: Any, x: Tensor, extra: Any) -> Any:
+        return x @ module.w.t() + module.c, (x, 3)
+
+
 def layer(rule: type[LayerRule]) -> Mapped:
     kind = type(f"{rule.__name__}Layer", (Mapped,), {})
     register_rule(kind)(rule)
@@ -91,7 +96,8 @@ def layer(rule: type[LayerRule]) -> Mapped:
         (Unasked, False, "records for c, .*wants.* asked for w"),
         (Summed, True, r"shape \[3\] .* 4 samples"),
         (Mean, True, r"size 1 .* shape \[3\]"),
-        (OneSaved, True, "a tuple of tensors"),
+        (OneSaved, True, "a tuple of tensors .* these are a Tensor;"),
+        (SavesNumber, True, "a tuple of tensors .* these are a tuple of Tensor, int;"),
     ],
 )
 def test_faulty_rules_are_refused(rule: Any, trains_c: bool, message: str) -> None:
