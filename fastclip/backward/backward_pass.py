@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fastclip import ops
 from fastclip.backward.criterion import SeenLoss
+from fastclip.errors import GraphError
 from fastclip.layers import KeptRecord, Record, joint_norm_sq
 from fastclip.ops.numerics import slack
 from fastclip.planner import Planner
@@ -135,6 +136,12 @@ class BackwardPass:
             norm = entry.norm_sq
             if norm is None:
                 norm = joint_norm_sq(entry.records, self._planner)
+            if norm.shape != (self.batch_size,):
+                raise GraphError(
+                    f"a rule recorded norms of shape {list(norm.shape)} for a parameter of shape "
+                    f"{list(parameter.shape)}, but there are {self.batch_size} samples; a record holds "
+                    "the samples along axis 0"
+                )
             norms.append(norm)
         # The finest type in use; a coarser norm grows by what its own rounding may hide.
         dtype = max((norm.dtype for norm in norms), key=lambda d: torch.finfo(d).bits)

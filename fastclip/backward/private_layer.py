@@ -11,7 +11,7 @@ from torch.autograd import Function
 from fastclip import ops
 from fastclip.backward.guards import check_hooks
 from fastclip.backward.handle import Handle
-from fastclip.errors import GraphError
+from fastclip.errors import GraphError, where
 from fastclip.graph import differentiable_once, takes_part
 from fastclip.layers import Record
 from fastclip.layers.folded import FoldedRecord
@@ -43,6 +43,11 @@ class PrivateLayer(Function):
         check_customised(call.module)
         with call.handle.bypassed():
             out, saved = rule.forward(call.module, x, call.extra)
+        if type(saved) is not tuple or not all(x is None or isinstance(x, Tensor) for x in saved):
+            raise TypeError(
+                f"{type(rule).__name__}.forward is to return the output and a tuple of tensors to save, "
+                f"but these are {_kinds(saved)}"
+            )
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         ctx.call = call
@@ -65,9 +70,15 @@ class PrivateLayer(Function):
                 backward.admit()
             with call.handle.bypassed():
                 grad_input = rule.backward(backward)
+            backward.check_complete()
         if grad_input is not None:
             grad_input = grad_input.to(ctx.dtype)
         return (None, grad_input, *nothing[2:])
+
+
+def _kinds(saved: Any) -> str:
+    kinds = [type(x).__name__ for x in saved] if isinstance(saved, (tuple, list)) else []
+    return f"a {type(saved).__name__}" + f" of {', '.join(kinds)}" * bool(kinds)
 
 
 def wanted_parameters(ctx: Any, call: Call) -> dict[str, nn.Parameter]:
@@ -104,6 +115,7 @@ class LayerBackward:
         wanted: dict[str, nn.Parameter],
     ) -> None:  # fmt: skip
         self._call, self._wanted = call, wanted
+        self._recorded: set[str] = set()
         self.saved: tuple[Any, ...] = saved
         self.g, self.needs_input_grad = g, needs_input_grad
         self.module: Any = call.module
@@ -143,11 +155,31 @@ class LayerBackward:
         """Add a contribution to the parameter of this name."""
         handle = self._call.handle
         assert handle.rule is not None
+        if name not in self._wanted:
+            raise GraphError(
+                f"{self._named()} records for {name}, but call.wants(name) asked for "
+                f"{', '.join(self._wanted) or 'nothing'} alone"
+            )
+        self._recorded.add(name)
         place = self._call.place
         if not place.plain and handle.rule.axis(self.module) is not None:
             record = FoldedRecord(record, place, self._batch(self.g))
         handle.keeper.plan_log.seen(self.path, handle.rule.name, tuple(self.g.shape), record.nbytes)
         handle.keeper.record(self._wanted[name], record)
+
+    def check_complete(self) -> None:
+        """Refuse a rule that left out a parameter, which would never be trained."""
+        missing = self._wanted.keys() - self._recorded
+        if missing:
+            raise GraphError(
+                f"{self._named()} recorded nothing for {', '.join(sorted(missing))}; call.record what "
+                "call.wants (fastclip.testing.check_rule compares all of it with autograd)"
+            )
+
+    def _named(self) -> str:
+        rule = self._call.handle.rule
+        assert rule is not None
+        return f"the rule {rule.name} of {where(self.path, self.module)}"
 
     def plan_linear(self, a: Tensor, g: Tensor, name: str = "weight") -> Choice:
         """The planner's choice for a [b, t, d] and g [b, t, p]."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastclip.errors import StepError
+from fastclip.errors import GraphError, StepError
 
 
 class ClippedSums:
@@ -29,6 +29,11 @@ class ClippedSums:
 
     def add(self, parameter: nn.Parameter, clipped: Tensor) -> None:
         """Add a clipped sum of one backward pass, of as many elements as the parameter."""
+        if clipped.numel() != parameter.numel():
+            raise GraphError(
+                f"a rule recorded gradients of size {clipped.numel()} for a parameter of shape "
+                f"{list(parameter.shape)}; a record holds [b, *parameter shape]"
+            )
         clipped = clipped.view(parameter.shape)
         total = self.take(parameter)
         if total is None:

@@ -50,7 +50,7 @@ def resolve(
     names = sorted(_BY_NAME)
     if not isinstance(clipping, str):
         raise ArgumentTypeError(
-            f"clipping expects a strategy of fastclip.clipping or one of {names}, got "
+            f"clipping expects a strategy, Clipping(scale, threshold, noise), or one of {names}, got "
             f"{clipping!r} ({type(clipping).__name__})"
         )
     if clipping not in _BY_NAME:

@@ -19,6 +19,8 @@ from fastclip.clipping.thresholds import Constant
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.ops.numerics import slack
 
+_SCALE_HAS = ("__call__", "sensitivity", "normalized", "cutoff")
+
 
 @dataclass(frozen=True)
 class Clipping:
@@ -45,12 +47,14 @@ class Clipping:
                 f"{self.threshold!r}"
             )
         for part, value, kind, example in (
-            ("first", self.scale, ("cutoff", "sensitivity"), "scale function such as Hard()"),
+            ("first", self.scale, _SCALE_HAS, "scale function such as Hard()"),
             ("third", self.noise, ("factor", "runs"), "noise schedule such as ConstantNoise()"),
         ):
-            if isinstance(value, type) or not all(hasattr(value, name) for name in kind):
+            missing = [name for name in kind if not hasattr(value, name)]
+            if isinstance(value, type) or missing:
+                without = f" without {', '.join(missing)}" if missing else ", a class: call it"
                 raise ArgumentTypeError(
-                    f"Clipping expects a {example} as its {part} part, got {value!r}"
+                    f"Clipping expects a {example} as its {part} part, got {value!r}{without}"
                 )
         if self.threshold.per_layer and self.scale.cutoff is not None:
             raise ArgumentError(
@@ -157,6 +161,12 @@ class Clipping:
     def _bound(self, state: Thresholds) -> Tensor:
         """S of the scale function with its weights, before `bound` and `normalized`; a scalar."""
         bound = self.scale.sensitivity(state.threshold)
+        if not isinstance(bound, Tensor) or bound.shape != state.threshold.shape:
+            found = list(bound.shape) if isinstance(bound, Tensor) else type(bound).__name__
+            raise ArgumentTypeError(
+                f"{type(self.scale).__name__}.sensitivity expects to return a tensor of the thresholds' "
+                f"shape {list(state.threshold.shape)}, got {found}"
+            )
         if self.threshold.per_layer:
             return torch.linalg.vector_norm(bound)
         if state.weights is not None:

@@ -1,11 +1,13 @@
 """Exact per-sample rules, one file a layer family."""
 
 from fastclip.layers import conv, embedding, linear, norm, sequence_bias  # noqa: F401  (register)
-from fastclip.layers.records import KeptRecord, LinearRecord, LookupRecord, Record
+from fastclip.layers.linear import linear_record
+from fastclip.layers.records import ConvRecord, KeptRecord, LinearRecord, LookupRecord, Record
 from fastclip.layers.reuse import joint_norm_sq
 from fastclip.layers.rule import LayerRule, find_rule, register_rule
 
 __all__ = [
+    "ConvRecord",
     "KeptRecord",
     "LayerRule",
     "LinearRecord",
@@ -13,5 +15,6 @@ __all__ = [
     "Record",
     "find_rule",
     "joint_norm_sq",
+    "linear_record",
     "register_rule",
 ]

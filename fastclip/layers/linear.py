@@ -43,7 +43,7 @@ class LinearRule(LayerRule):
                 assert x is not None
                 a = call.samples(x)
                 a = a.reshape(a.shape[0], _positions(a), a.shape[-1])  # [b, t, d]
-                call.record("weight", linear_record(call, a, rows, self.transposed))
+                call.record("weight", linear_record(call, a, rows, transposed=self.transposed))
         if not call.needs_input_grad:
             return None
         weight = weight.to(g.dtype)
@@ -64,9 +64,11 @@ class TransposedLinearRule(LinearRule):
         return out, (x if weight.requires_grad else None, weight if x.requires_grad else None)
 
 
-def linear_record(call: LayerCall, a: Tensor, g: Tensor, transposed: bool = False) -> Record:
-    """The record that the planner prefers for a [b, t, d] and g [b, t, p]."""
-    choice = call.plan_linear(a, g)
+def linear_record(
+    call: LayerCall, a: Tensor, g: Tensor, name: str = "weight", *, transposed: bool = False
+) -> Record:
+    """The record that the planner prefers for a [b, t, d] and g [b, t, p] of this parameter, [p, d]."""
+    choice = call.plan_linear(a, g, name)
     if choice.keep:
         pair = (g, a) if transposed else (a, g)
         return KeptRecord(ops.per_sample_gradients(*pair), ops.product_slack(a, g))

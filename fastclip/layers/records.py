@@ -92,7 +92,7 @@ class KeptRecord(Record):
 
 
 class LinearRecord(Record):
-    """A linear map: sample b's gradient is g_b^T a_b, or its transpose where weights are [d, p]."""
+    """A linear map of a [b, t, d] with g [b, t, p]: g_b^T a_b, transposed where weights are [d, p]."""
 
     def __init__(
         self, a: Tensor, g: Tensor, *, ghost: bool = True, transposed: bool = False

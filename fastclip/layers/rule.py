@@ -70,7 +70,8 @@ class LayerRule(ABC):
     def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
         """Split the call into the tensor that carries samples and everything else.
 
-        Runs under autograd, so it may pad or cast the input.
+        Runs under autograd, so it may pad or cast the input, or make one tensor of several inputs:
+        what needs a gradient and is among everything else would not get any, and is refused.
         """
         if len(args) + len(kwargs) != 1:
             raise TypeError(
@@ -83,11 +84,11 @@ class LayerRule(ABC):
     def forward(
         self, module: Any, x: Tensor, extra: Any
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """The layer's output, and the tensors that `backward` needs. Runs without autograd."""
+        """The layer's output, and a tuple of tensors that `backward` needs. Runs without autograd."""
 
     @abstractmethod
     def backward(self, call: LayerCall) -> Tensor | None:
-        """Record the contributions that `call.wants`; return the input's gradient or None."""
+        """Record every contribution that `call.wants`; return the input's gradient or None."""
 
     def axis(self, module: Any) -> int | None:
         """The axis of the input that holds the samples where the layer prescribes it, else None."""

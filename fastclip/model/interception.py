@@ -25,6 +25,7 @@ from fastclip.layers import LayerRule
 from fastclip.model.following import eagerly, follow
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.place import Place
+from fastclip.uses.arguments import leaves_of
 from fastclip.uses.proxy import Derived, is_private
 
 ATTRIBUTE = "_fastclip"
@@ -193,6 +194,7 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
         x, extra = rule.prepare(module, args, kwargs)
     except TypeError as error:
         raise _unsupported(handle, module, error) from error
+    _check_extra(handle, module, extra)
     if forward.row_order is None and not rule.counts_rows:
         rows = forward.batch_size
         known = rows is None or layout.place_of(handle.path, x, rows, forward.lengths) is not None
@@ -215,6 +217,18 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
     if opens:
         keeper.begins_with(forward, out)
     return out
+
+
+def _check_extra(handle: Handle, module: nn.Module, extra: Any) -> None:
+    """Refuse a second input whose gradient would be lost: rules return that of one."""
+    if extra is None:
+        return
+    if any(isinstance(x, Tensor) and x.requires_grad for x in leaves_of(extra)):
+        raise UnsupportedLayerError(
+            f"{where(handle.path, module)}: its rule returns one input's gradient, but another one "
+            "needs a gradient, too; let `prepare` make one tensor of both (torch.cat), or register no "
+            "rule: every use of its parameters is then followed"
+        )
 
 
 def _check_parameters(

@@ -191,9 +191,10 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _rule(plan: Plan, names: list[str]) -> str:
-    """The rules of the layers that hold a parameter: the nearest above each of its names."""
-    rules = []
-    for name in names:
+    """The rules of a parameter's uses, or of the layers that hold it: the nearest above each name."""
+    used = [row for row in plan.rows if set(names) & set(row.path.partition(" in ")[0].split(", "))]
+    rules = [row.rule for row in used if " in " in row.path]
+    for name in names if not rules else ():
         above = [row for row in plan.rows if not row.path or f"{name}.".startswith(f"{row.path}.")]
         rules += [max(above, key=lambda row: len(row.path)).rule] if above else []
     return " + ".join(dict.fromkeys(rules)) or "-"

@@ -172,6 +172,7 @@ class UseBackward:
         self.private = list(call.targets)
         self.batch = call.forward.batch_size or 0
         self._owner: Tensor | None = None
+        self._recorded: set[str] = set()
 
     def run(self) -> None:
         """Check that the contribution may enter the running pass, and let the rule record it."""
@@ -188,6 +189,12 @@ class UseBackward:
             self._owner = self._routed()
             self.g = self.g.masked_fill(self._owner == NOBODY, 0)
         call.rule.records(self)
+        missing = {name for name in self.private if self.wants(name)} - self._recorded
+        if missing:
+            raise GraphError(
+                f"the rule {call.rule.name} of {call.label} recorded nothing for the operand "
+                f"{', '.join(sorted(missing))}; use.record what use.wants"
+            )
 
     def wants(self, name: str) -> bool:
         """Whether this operand is private and takes part in the backward pass."""
@@ -282,6 +289,7 @@ class UseBackward:
     def record(self, name: str, record: Record) -> None:
         """Add a contribution to the private operand of this name."""
         call, target = self._call, self._call.targets[name]
+        self._recorded.add(name)
         keeper = call.interceptor.keeper
         keeper.plan_log.seen(call.label, call.rule.name, tuple(self.g.shape), record.nbytes)
         if target.graph is None:

@@ -10,7 +10,8 @@ import torch
 
 from fastclip.clipping import Clipping, Constant, Hard, PerLayer, Quantile, ThresholdPolicy
 from fastclip.clipping.contract import check_contract
-from fastclip.errors import CheckError, FastclipError
+from fastclip.clipping.resolve import resolve
+from fastclip.errors import ArgumentTypeError, CheckError, FastclipError
 from fastclip.testing import check_strategy
 from tests.strategies import PRESETS
 
@@ -116,6 +117,35 @@ def test_policies(policy: ThresholdPolicy, message: str) -> None:
 def test_arguments(strategy: Any, message: str) -> None:
     with pytest.raises(FastclipError, match=message):
         check_strategy(strategy)
+
+
+@dataclass(frozen=True)
+class Bare:
+    """C / (n + C), and a number of a sensitivity."""
+
+    def __call__(self, norms, thresholds):
+        return thresholds / (norms + thresholds)
+
+    def sensitivity(self, thresholds):
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Whole(Bare):
+    normalized: bool = False
+    cutoff: float | None = None
+
+
+def test_parts_that_are_not_whole() -> None:
+    """What is missing is named, by Clipping or by make_private."""
+    with pytest.raises(ArgumentTypeError, match=r"Bare.* without normalized, cutoff"):
+        Clipping(Bare())
+    with pytest.raises(ArgumentTypeError, match=r"Whole.*, a class: call it"):
+        Clipping(Whole)
+    with pytest.raises(ArgumentTypeError, match=r"Whole.sensitivity .*shape \[\], got float"):
+        check_contract(Clipping(Whole()), Clipping(Whole()).initial(1.0, 2))
+    with pytest.raises(ArgumentTypeError, match=r"Clipping\(scale"):
+        resolve(Whole())
 
 
 def test_generators_are_left_alone() -> None:

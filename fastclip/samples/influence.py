@@ -1,0 +1,98 @@
+"""Influence: the gradient of some rows' outputs may reach no other row of any layer's output.
+
+This sees smooth coupling of any strength, however little of it the values show, and says whose every
+entry is. The other view of the same law is fastclip.samples.independence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from fastclip.samples.independence import by_row, called, coupled
+from fastclip.samples.owners import MIXED, NOBODY, coded_by, owners
+from fastclip.samples.probing import Output
+
+_LOUD = 32.0
+"""Gradients that are asked for are as large as that, but for float16."""
+_PEAK, _LOWEST = 2.0**12, 2.0**8
+"""Largest gradient in float16, about, and at least: smaller ones would be rounded away."""
+_MOST_TRIALS = 8
+
+
+class Influence:
+    """Whose every entry of what the layers returned is, from gradients of one run.
+
+    Args:
+        output: of the run. of_outputs: axes of its samples. count: rows of the run.
+    """
+
+    def __init__(self, output: Any, of_outputs: list[int], count: int) -> None:
+        self.count = count
+        pairs = [
+            (x, axis) for x, axis in zip(by_row(output), of_outputs, strict=False)
+            if axis >= 0 and x.dim() > axis and x.shape[axis] == count and x.requires_grad
+        ]  # fmt: skip
+        self._from = [x for x, _ in pairs]
+        generator = torch.Generator().manual_seed(1)
+        self._seeds = []
+        self._coded = []
+        for x, axis in pairs:
+            drawn = torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu")
+            seed = (drawn * _LOUD).to(x.device, x.dtype)
+            self._seeds.append(seed)
+            digits = torch.arange(count, dtype=torch.int64, device=x.device)
+            self._coded.append(coded_by(seed, axis, digits - count // 2))
+
+    def owners(self, asked: Iterable[Output]) -> list[tuple[Hashable, Tensor]]:
+        """The sample of every entry, by name; not of what no gradient reaches."""
+        asked = list(asked)
+        if not self._from or not asked:
+            return []
+        edges = [output.edge for output in asked]
+        plain, scaled = self._both(edges)
+        for _ in range(_MOST_TRIALS):
+            halves = [x for x in (*plain, *scaled) if x is not None and x.dtype == torch.float16]
+            factor = _louder(halves)
+            if factor == 1:
+                break
+            self._seeds = [x * factor for x in self._seeds]
+            self._coded = [x * factor for x in self._coded]
+            plain, scaled = self._both(edges)
+        found: list[tuple[Hashable, Tensor]] = []
+        for output, one, other in zip(asked, plain, scaled, strict=True):
+            if one is not None and other is not None:
+                owner = owners(one, other, self.count, coarse=bool(halves))
+                found.append((output.name, owner))
+        return [(name, owner) for name, owner in found if bool((owner != NOBODY).any())]
+
+    def _both(self, edges: list[GradientEdge]) -> tuple[tuple[Tensor | None, ...], ...]:
+        one, other = (
+            torch.autograd.grad(self._from, edges, seeds, retain_graph=True, allow_unused=True)
+            for seeds in (self._seeds, self._coded)
+        )
+        return one, other
+
+
+def _louder(halves: list[Tensor]) -> float:
+    """The power of two by which gradients in float16 should be larger, so that none is rounded."""
+    sizes = [x.abs().amax().item() for x in halves if x.numel()]
+    if not all(map(math.isfinite, sizes)):
+        return 2.0**-3
+    peak = max(sizes, default=0.0)
+    return 2.0 ** math.floor(math.log2(_PEAK / peak)) if 0 < peak < _LOWEST else 1.0
+
+
+def check_unmixed(name: Hashable, owner: Tensor) -> None:
+    """Refuse an entry that follows from several samples.
+
+    Raises:
+        BatchSizeError: naming where it is.
+    """
+    if bool((owner == MIXED).any()):
+        raise coupled(called(name))
