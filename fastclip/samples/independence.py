@@ -242,8 +242,10 @@ def _rows_agree(
 
 
 def _close(first: Tensor, second: Tensor, allowed: dict[torch.dtype, float]) -> bool:
+    if torch.equal(first, second):  # most are
+        return True
     if not first.is_floating_point():
-        return torch.equal(first, second)
+        return False
     # 16-bit roundings of sums that differ in their last bit: influence sees what is smaller
     tolerance = allowed.get(first.dtype, 4 * torch.finfo(first.dtype).eps)
     known = torch.isfinite(first)
