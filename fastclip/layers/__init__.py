@@ -1,7 +1,7 @@
 """Exact per-sample rules, one file a layer family."""
 
 from fastclip.layers import conv, embedding, linear, norm, sequence_bias  # noqa: F401  (register)
-from fastclip.layers.records import KeptRecord, LinearRecord, LookupRecord, Record
+from fastclip.layers.records import KeptRecord, LinearRecord, LookupRecord, Record, join
 from fastclip.layers.reuse import joint_norm_sq
 from fastclip.layers.rule import LayerRule, find_rule, register_rule
 
@@ -12,6 +12,7 @@ __all__ = [
     "LookupRecord",
     "Record",
     "find_rule",
+    "join",
     "joint_norm_sq",
     "register_rule",
 ]

@@ -17,9 +17,8 @@ from torch import Tensor
 from fastclip.layers.records import KeptRecord, LinearRecord, Record
 from fastclip.layers.rule import autocast_operand
 from fastclip.uses.equations import LETTERS, WRITTEN, Product
-from fastclip.uses.records import ProductRecord, ViewedRecord
+from fastclip.uses.records import ProductRecord, RoutedRecord, ViewedRecord
 from fastclip.uses.reductions import aligned, summed_to
-from fastclip.uses.routed import routed_linear
 from fastclip.uses.rule import Operands, UseRule, register_use
 
 if TYPE_CHECKING:
@@ -109,8 +108,9 @@ def _maps_rows(product: Product, operands: Operands, private: list[str]) -> bool
 
 
 def _routed_record(use: UseBackward, product: Product, number: int) -> Record:
+    a, g = (x.reshape(-1, x.shape[-1]) for x in (use[str(1 - number)], use.g))
     transposed = product.letters[number][1] == product.out[-1]
-    return routed_linear(use, use[str(1 - number)], transposed)
+    return RoutedRecord(a, g, use.row_owners(), batch=use.batch, transposed=transposed)
 
 
 def _factors(operands: Mapping[str, Any]) -> list[str]:

@@ -26,7 +26,7 @@ from fastclip.uses.cells import projected
 from fastclip.uses.composite import composite
 from fastclip.uses.contraction import linear_record
 from fastclip.uses.proxy import detached, is_private
-from fastclip.uses.records import RoutedLinearRecord
+from fastclip.uses.records import RoutedRecord
 from fastclip.uses.rule import Operands, UseRule, register_use
 
 if TYPE_CHECKING:
@@ -213,11 +213,9 @@ def _record_routed(use: UseBackward, before: Tensor, g: Tensor) -> None:
     owner = use.entry_owners().expand(*g.shape[:-1], 1).flatten()
     g = g.flatten(0, 1)
     if use.wants("bias"):
-        rows = ops.widen(g)
-        sums = rows.new_zeros(use.batch + 1, rows.shape[1]).index_add_(0, owner + 1, rows)
-        use.record("bias", KeptRecord(sums[1:]))
+        use.record("bias", KeptRecord(ops.sum_by_owner(ops.widen(g), owner, use.batch)))
     if use.wants("weight"):
-        record = RoutedLinearRecord(before.flatten(0, 1), g, owner, batch_size=use.batch)
+        record = RoutedRecord(before.flatten(0, 1), g, owner, batch=use.batch)
         use.record("weight", record)
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.uses.records import sum_by_owner
 
 if TYPE_CHECKING:
     from fastclip.uses.tap import UseBackward
@@ -57,7 +56,7 @@ def _summed_rows(
     wide = wide if factor is None else wide * factor.to(wide.dtype)
     rows = wide.reshape(-1, wide.shape[-1])
     rows = rows if shape.numel() != 1 else rows.sum(1, keepdim=True)
-    return sum_by_owner(rows, use.row_owners(), use.batch).reshape(use.batch, *shape)
+    return ops.sum_by_owner(rows, use.row_owners(), use.batch).reshape(use.batch, *shape)
 
 
 def _rows_like(use: UseBackward, factor: Tensor, each: Tensor) -> Tensor:
