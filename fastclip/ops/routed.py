@@ -93,7 +93,7 @@ def _terms(a: Tensor, g: Tensor, owner: Tensor, most: int) -> Tensor:
     n, block = len(a), _block(len(a), most)
     reach = block + most - 1
     scratch = 4 * block * reach * a.element_size()
-    step = block * max(1, _SCRATCH_BYTES // scratch)
+    step = block * max(1, _SCRATCH_BYTES // max(1, scratch))
     parts = []
     for first in range(0, n, step):
         left = n - first

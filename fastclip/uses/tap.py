@@ -24,7 +24,7 @@ from fastclip.uses.rule import Operands, UseRule, plain_name
 if TYPE_CHECKING:
     from fastclip.samples.calls import Forward
     from fastclip.uses.derived import DerivedGraph
-    from fastclip.uses.interceptor import Interceptor
+    from fastclip.uses.keeper import Intercepts
     from fastclip.uses.origin import Origin
     from fastclip.uses.routing import Routing
 
@@ -55,7 +55,7 @@ class UseCall:
     """
 
     def __init__(
-        self, interceptor: Interceptor, forward: Forward, func: Callable, rule: UseRule,
+        self, interceptor: Intercepts, forward: Forward, func: Callable, rule: UseRule,
         operands: Operands, targets: dict[str, Target], place: Place | None, *, changes: bool,
         label: str,
     ) -> None:  # fmt: skip

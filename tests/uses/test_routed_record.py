@@ -160,3 +160,13 @@ def test_a_stack_of_matrices(dtype: torch.dtype) -> None:
     with torch.no_grad():  # clipped away
         found.each.a[found.each.owner.div(2, rounding_mode="floor") == 1] = torch.inf
     torch.testing.assert_close(found.clipped_sum(scale).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch", [0, 3])
+def test_no_rows(batch: int) -> None:
+    """An expert that nobody was sent to."""
+    none = torch.zeros(0, dtype=torch.int64)
+    found = RoutedRecord(torch.zeros(0, D), torch.zeros(0, P), none, batch=batch)
+    assert found.norm_sq().tolist() == [0.0] * batch
+    assert found.per_sample().shape == (batch, P, D)
+    assert not found.clipped_sum(torch.ones(batch)).any()
