@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastclip import ops
 from fastclip.layers.records import KeptRecord, LinearRecord, Record
-from fastclip.layers.rule import LayerCall, LayerRule, autocast_operand, register_rule
+from fastclip.layers.rule import LayerCall, LayerRule, Plans, autocast_operand, register_rule
 
 
 @register_rule(nn.Linear)
@@ -64,7 +64,7 @@ class TransposedLinearRule(LinearRule):
         return out, (x if weight.requires_grad else None, weight if x.requires_grad else None)
 
 
-def linear_record(call: LayerCall, a: Tensor, g: Tensor, transposed: bool = False) -> Record:
+def linear_record(call: Plans, a: Tensor, g: Tensor, transposed: bool = False) -> Record:
     """The record that the planner prefers for a [b, t, d] and g [b, t, p]."""
     choice = call.plan_linear(a, g)
     if choice.keep:

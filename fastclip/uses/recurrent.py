@@ -21,10 +21,10 @@ from torch.autograd import Function
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fastclip import ops
+from fastclip.layers.linear import linear_record
 from fastclip.layers.records import KeptRecord
 from fastclip.uses.cells import projected
 from fastclip.uses.composite import composite
-from fastclip.uses.contraction import linear_record
 from fastclip.uses.proxy import detached, is_private
 from fastclip.uses.records import RoutedRecord
 from fastclip.uses.rule import Operands, UseRule, register_use
@@ -206,7 +206,7 @@ def _record_placed(use: UseBackward, before: Tensor, g: Tensor) -> None:
     if use.wants("bias"):
         use.record("bias", KeptRecord(ops.widen(g).sum(1)))
     if use.wants("weight"):
-        use.record("weight", linear_record(use, a, g, transposed=False))
+        use.record("weight", linear_record(use, a, g))
 
 
 def _record_routed(use: UseBackward, before: Tensor, g: Tensor) -> None:
