@@ -6,11 +6,11 @@ They can be differentiated once; a second derivative is refused with a sentence 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Container
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from fastclip._torch import will_run
@@ -55,6 +55,19 @@ class _Refusal(Function):
             "differentiated once: penalise the difference of its outputs at two inputs instead, "
             "(model(x + e * v) - model(x)) / e, which needs one backward pass"
         )
+
+
+def taking_part(
+    ctx: Any, parameters: Collection[nn.Parameter], known: Container[nn.Parameter]
+) -> set[nn.Parameter]:
+    """The known ones of a private function's last arguments that the running backward pass wants.
+
+    `needs_input_grad` does not shrink under autograd.grad; whether the engine will run the
+    parameter's own node tells.
+    """
+    edges = ctx.next_functions[len(ctx.next_functions) - len(parameters) :]
+    pairs = zip(parameters, edges, strict=True)
+    return {p for p, (node, _) in pairs if p in known and takes_part(node)}
 
 
 def takes_part(node: Any) -> bool:

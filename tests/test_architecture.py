@@ -45,11 +45,9 @@ COMPILED = {"fastclip._C"}
 CYCLES = {
     # Probe says in an annotation which BatchLayout it fills in.
     ("samples.layout", "samples.probing"),
-    # What is known of a use (UseCall, Source) says in annotations whose it is; an interceptor makes
-    # derived values, which call it again.
+    # What is known of a use (UseCall, Source) says in annotations whose it is and what it came from.
     (
-        "uses.composite", "uses.derived", "uses.elementwise", "uses.interceptor", "uses.keeper",
-        "uses.lookup", "uses.origin", "uses.proxy", "uses.reductions", "uses.replay", "uses.rule",
+        "uses.derived", "uses.keeper", "uses.lookup", "uses.origin", "uses.proxy", "uses.rule",
         "uses.tap",
     ),
 }  # fmt: skip
@@ -59,10 +57,9 @@ LONGEST = 300
 LONGER = {
     "kernels/ghost_norm.py": 392,
     "engine.py": 391,
-    "uses/interceptor.py": 372,
     "data/draws.py": 355,
     "backward/bookkeeping.py": 340,
-    "samples/comparison.py": 341,
+    "samples/comparison.py": 323,
     "kernels/conv_norm.py": 333,
     "optim/optimizer.py": 324,
 }

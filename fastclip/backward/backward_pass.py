@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fastclip import ops
 from fastclip.backward.criterion import SeenLoss
 from fastclip.errors import GraphError
-from fastclip.layers import KeptRecord, Record, joint_norm_sq
+from fastclip.layers import KeptRecord, Record, join, joint_norm_sq
 from fastclip.ops.numerics import slack
 from fastclip.planner import Planner
 from fastclip.samples.calls import Calls, Forward
@@ -85,12 +85,7 @@ class BackwardPass:
             return
         self._shared.add(parameter)
         entry.norm_sq = None
-        for i, held in enumerate(entry.records):
-            merged = held.merge(record)
-            if merged is not None:
-                entry.records[i] = merged
-                return
-        entry.records.append(record)
+        join(entry.records, record)
 
     def take_derived(self, target: Target, record: Record, wanted: Iterable[nn.Parameter]) -> None:
         """Take a contribution to a value computed from parameters; its norms wait for the end."""

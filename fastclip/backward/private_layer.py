@@ -8,15 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from fastclip import ops
-from fastclip.backward.guards import check_hooks
 from fastclip.backward.handle import Handle
 from fastclip.errors import GraphError, where
-from fastclip.graph import differentiable_once, takes_part
+from fastclip.graph import differentiable_once, taking_part
 from fastclip.layers import Record
+from fastclip.layers.contribution import Contribution
 from fastclip.layers.folded import FoldedRecord
 from fastclip.layers.rule import check_customised
-from fastclip.planner import Choice
 from fastclip.samples.calls import Forward
 from fastclip.samples.place import Place
 
@@ -61,7 +59,7 @@ class PrivateLayer(Function):
         nothing = (None,) * (2 + len(call.parameters))
         if g is None:
             return nothing
-        wanted = wanted_parameters(ctx, call)
+        wanted = _wanted(ctx, call)
         backward = LayerBackward(call, ctx.saved_tensors, g, ctx.needs_input_grad[1], wanted)
         rule = call.handle.rule
         assert rule is not None
@@ -81,27 +79,17 @@ def _kinds(saved: Any) -> str:
     return f"a {type(saved).__name__}" + f" of {', '.join(kinds)}" * bool(kinds)
 
 
-def wanted_parameters(ctx: Any, call: Call) -> dict[str, nn.Parameter]:
-    """The parameters whose contribution this backward pass wants, by name.
-
-    `needs_input_grad` does not shrink under autograd.grad; whether the engine will run the
-    parameter's own node tells.
-    """
+def _wanted(ctx: Any, call: Call) -> dict[str, nn.Parameter]:
+    """The parameters whose contribution this backward pass wants, by name."""
     if not call.forward.recording:
         return {}
     keeper = call.handle.keeper
-    edges = zip(call.parameters.items(), ctx.next_functions[1:], strict=True)
-    wanted = {
-        name: parameter
-        for (name, parameter), (node, _) in edges
-        if parameter in keeper.names and takes_part(node)
-    }
-    for name, parameter in wanted.items():
-        check_hooks(f"{call.handle.path}.{name}".lstrip("."), parameter)
-    return wanted
+    found = taking_part(ctx, call.parameters.values(), keeper.names)
+    keeper.check_hooks(found)
+    return {name: parameter for name, parameter in call.parameters.items() if parameter in found}
 
 
-class LayerBackward:
+class LayerBackward(Contribution):
     """What a rule's backward may see and do.
 
     Attributes:
@@ -114,17 +102,16 @@ class LayerBackward:
         self, call: Call, saved: tuple[Tensor | None, ...], g: Tensor, needs_input_grad: bool,
         wanted: dict[str, nn.Parameter],
     ) -> None:  # fmt: skip
+        handle = call.handle
+        keeper, rule = handle.keeper, handle.rule
+        assert rule is not None
+        super().__init__(handle.path, rule.name, g, wanted, keeper.planner, keeper.plan_log)
         self._call, self._wanted = call, wanted
-        self._recorded: set[str] = set()
         self.saved: tuple[Any, ...] = saved
-        self.g, self.needs_input_grad = g, needs_input_grad
+        self.needs_input_grad = needs_input_grad
         self.module: Any = call.module
         self.extra = call.extra
-        self.path = call.handle.path
-
-    def wants(self, name: str) -> bool:
-        """Whether the parameter of this name takes part in the backward pass."""
-        return name in self._wanted
+        self.path = handle.path
 
     def samples(self, x: Tensor) -> Tensor:
         """`x` with one row a sample, in the order of the batch, along axis 0."""
@@ -151,63 +138,15 @@ class LayerBackward:
             )
         return batch
 
-    def record(self, name: str, record: Record) -> None:
-        """Add a contribution to the parameter of this name."""
-        handle = self._call.handle
+    def _take(self, name: str, record: Record) -> None:
+        handle, place = self._call.handle, self._call.place
         assert handle.rule is not None
-        if name not in self._wanted:
-            raise GraphError(
-                f"{self._named()} records for {name}, but call.wants(name) asked for "
-                f"{', '.join(self._wanted) or 'nothing'} alone"
-            )
-        self._recorded.add(name)
-        place = self._call.place
         if not place.plain and handle.rule.axis(self.module) is not None:
             record = FoldedRecord(record, place, self._batch(self.g))
-        handle.keeper.plan_log.seen(self.path, handle.rule.name, tuple(self.g.shape), record.nbytes)
         handle.keeper.record(self._wanted[name], record)
 
-    def check_complete(self) -> None:
-        """Refuse a rule that left out a parameter, which would never be trained."""
-        missing = self._wanted.keys() - self._recorded
-        if missing:
-            raise GraphError(
-                f"{self._named()} recorded nothing for {', '.join(sorted(missing))}; call.record what "
-                "call.wants (fastclip.testing.check_rule compares all of it with autograd)"
-            )
-
     def _named(self) -> str:
-        rule = self._call.handle.rule
-        assert rule is not None
-        return f"the rule {rule.name} of {where(self.path, self.module)}"
-
-    def plan_linear(self, a: Tensor, g: Tensor, name: str = "weight") -> Choice:
-        """The planner's choice for a [b, t, d] and g [b, t, p]."""
-        b, t, d = a.shape
-        choice = self._planner.linear(
-            b, t, d, g.shape[2], a.element_size(), self._may_keep(name), a.device
-        )
-        return self._noted(tuple(a.shape), choice)
-
-    def plan_conv(
-        self, x: Tensor, g: Tensor, geometry: ops.ConvGeometry, name: str = "weight"
-    ) -> Choice:
-        """The planner's choice for a convolution over x [b, c, *space]."""
-        choice = self._planner.conv(
-            x.shape[0], torch.Size(x.shape[2:]).numel(), torch.Size(g.shape[2:]).numel(), geometry,
-            x.element_size(), self._may_keep(name), x.device,
-        )  # fmt: skip
-        return self._noted(tuple(x.shape), choice)
-
-    @property
-    def _planner(self) -> Any:
-        return self._call.handle.keeper.planner
+        return f"the rule {self._rule} of {where(self.path, self.module)}"
 
     def _may_keep(self, name: str) -> bool:
         return not self._call.handle.keeper.shared(self._wanted[name])
-
-    def _noted(self, shape: tuple[int, ...], choice: Choice) -> Choice:
-        handle = self._call.handle
-        assert handle.rule is not None
-        handle.keeper.plan_log.note(self.path, handle.rule.name, shape, choice)
-        return choice

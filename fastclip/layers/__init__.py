@@ -2,7 +2,14 @@
 
 from fastclip.layers import conv, embedding, linear, norm, sequence_bias  # noqa: F401  (register)
 from fastclip.layers.linear import linear_record
-from fastclip.layers.records import ConvRecord, KeptRecord, LinearRecord, LookupRecord, Record
+from fastclip.layers.records import (
+    ConvRecord,
+    KeptRecord,
+    LinearRecord,
+    LookupRecord,
+    Record,
+    join,
+)
 from fastclip.layers.reuse import joint_norm_sq
 from fastclip.layers.rule import LayerRule, find_rule, register_rule
 
@@ -14,6 +21,7 @@ __all__ = [
     "LookupRecord",
     "Record",
     "find_rule",
+    "join",
     "joint_norm_sq",
     "linear_record",
     "register_rule",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastclip import ops
 from fastclip.layers.records import KeptRecord, LinearRecord, Record
-from fastclip.layers.rule import LayerCall, LayerRule, autocast_operand, register_rule
+from fastclip.layers.rule import LayerCall, LayerRule, Plans, autocast_operand, register_rule
 
 
 @register_rule(nn.Linear)
@@ -65,7 +65,7 @@ class TransposedLinearRule(LinearRule):
 
 
 def linear_record(
-    call: LayerCall, a: Tensor, g: Tensor, name: str = "weight", *, transposed: bool = False
+    call: Plans, a: Tensor, g: Tensor, name: str = "weight", *, transposed: bool = False
 ) -> Record:
     """The record that the planner prefers for a [b, t, d] and g [b, t, p] of this parameter, [p, d]."""
     choice = call.plan_linear(a, g, name)

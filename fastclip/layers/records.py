@@ -58,6 +58,16 @@ class Record(ABC):
         return None
 
 
+def join(records: list[Record], record: Record) -> None:
+    """Add a contribution to those of the same parameter: to the first that it makes one record with."""
+    for i, held in enumerate(records):
+        merged = held.merge(record)
+        if merged is not None:
+            records[i] = merged
+            return
+    records.append(record)
+
+
 class KeptRecord(Record):
     """Per-sample gradients that were computed outright, [b, *parameter shape]."""
 

@@ -21,7 +21,19 @@ from fastclip.layers.records import Record
 from fastclip.planner import Choice
 
 
-class LayerCall(Protocol):
+class Plans(Protocol):
+    """How the norms of a contribution are computed."""
+
+    def plan_linear(self, a: Tensor, g: Tensor, name: str = "weight") -> Choice:
+        """The planner's choice for a [b, t, d] and g [b, t, p]."""
+
+    def plan_conv(
+        self, x: Tensor, g: Tensor, geometry: ops.ConvGeometry, name: str = "weight"
+    ) -> Choice:
+        """The planner's choice for a convolution over x [b, c, *space]."""
+
+
+class LayerCall(Plans, Protocol):
     """What the backward pass of a rule may see and do; the book-keeping stands behind it.
 
     Attributes:
@@ -45,14 +57,6 @@ class LayerCall(Protocol):
 
     def record(self, name: str, record: Record) -> None:
         """Add a contribution to the parameter of this name."""
-
-    def plan_linear(self, a: Tensor, g: Tensor, name: str = "weight") -> Choice:
-        """The planner's choice for a [b, t, d] and g [b, t, p]."""
-
-    def plan_conv(
-        self, x: Tensor, g: Tensor, geometry: ops.ConvGeometry, name: str = "weight"
-    ) -> Choice:
-        """The planner's choice for a convolution over x [b, c, *space]."""
 
 
 class LayerRule(ABC):

@@ -43,7 +43,7 @@ from fastclip.ops.numerics import (
     widen,
 )
 from fastclip.ops.precision import full_float32, in_full_float32
-from fastclip.ops.routed import routed_gradients, routed_norm, routed_slack
+from fastclip.ops.routed import routed_gradients, routed_norm, routed_slack, sum_by_owner
 
 __all__ = [
     "ConvGeometry",
@@ -85,6 +85,7 @@ __all__ = [
     "routed_slack",
     "row_norm_sq",
     "scaled_sum",
+    "sum_by_owner",
     "threshold_step",
     "tied_norm",
     "unit_roundoff",

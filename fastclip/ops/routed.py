@@ -1,12 +1,15 @@
 """A linear map over rows in any order: sample i's gradient is the sum of g_n a_n^T over its own rows.
 
 Index letters: n row, b sample, d input feature, p output feature. A row of owner -1 belongs to nobody.
-How many rows a sample has is never looked at, which would wait for a GPU: `most` bounds it.
+How many rows a sample has is looked at on a CPU only: a GPU would have to be waited for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastclip.ops.linear import gram_bound, per_sample_gradients
@@ -18,38 +21,32 @@ from fastclip.ops.numerics import (
 )
 from fastclip.ops.precision import in_full_float32
 
-_BLOCK = 512
-"""Rows whose Gram is taken at once."""
+_LEAST, _BLOCK = 16, 512
+"""Rows that one product compares with those behind them, at least and at most."""
 _SCRATCH_BYTES = 32 << 20
 
 
 @in_full_float32
-def routed_norm(a: Tensor, g: Tensor, owner: Tensor, batch_size: int, most: int) -> Tensor:
+def routed_norm(a: Tensor, g: Tensor, owner: Tensor, batch_size: int) -> Tensor:
     """Squared norms of the samples' gradients, [b], never below the exact values.
 
     By Grams of neighbouring rows, once these are sorted by their sample; or by the gradients
-    themselves where that is less work.
+    themselves, a few samples at a time, where that is less work.
 
     Args:
-        a: [n, d]. g: [n, p]. owner: the sample of each row, int64 [n].
-        batch_size: b. most: no sample has more rows.
+        a: [n, d]. g: [n, p]. owner: the sample of each row, int64 [n]. batch_size: b.
     """
     n, d, p = len(a), a.shape[1], g.shape[1]
-    most = min(most, n)
-    if n * min(n, _BLOCK + most) * (d + p) > batch_size * most * d * p:
-        own = routed_gradients(a, g, owner, batch_size, most)
-        return (row_norm_sq(own).sqrt() + routed_slack(a, g, owner, batch_size)).square()
-    a, g, owner = _sorted(widen(a), widen(g), owner)
-    parts = []
-    for first in range(0, n, _BLOCK):
-        rows, near = slice(first, first + _BLOCK), slice(first, first + _BLOCK + most)
-        same = (owner[rows, None] == owner[None, near]).triu()
-        products = (a[rows] @ a[near].t()) * (g[rows] @ g[near].t())
-        products = products.masked_fill(~same, 0)  # other samples' rows need not be finite
-        parts.append(2 * products.sum(1) - products.diagonal())
-    terms = torch.cat(parts) if parts else a.new_zeros(0)
+    most = _most(owner)
+    if n * min(n, _block(n, most) + most) * (d + p) > batch_size * most * d * p:
+        parts = [row_norm_sq(x) for x in _gradients(a, g, owner, batch_size, most)]
+        norms = torch.cat(parts) if parts else widen(a).new_zeros(0)
+        return (norms.sqrt() + routed_slack(a, g, owner, batch_size)).square()
+    owner, order = owner.sort(stable=True)
+    a, g = widen(a)[order], widen(g)[order]
+    terms = _terms(a, g, owner, most)
     total, count, norm_a, norm_g = (
-        _by_sample(x, owner, batch_size)
+        sum_by_owner(x, owner, batch_size)
         for x in (terms, torch.ones_like(terms), row_norm_sq(a), row_norm_sq(g))
     )
     total = total.clamp_min(0)
@@ -58,36 +55,78 @@ def routed_norm(a: Tensor, g: Tensor, owner: Tensor, batch_size: int, most: int)
 
 
 @in_full_float32
-def routed_gradients(a: Tensor, g: Tensor, owner: Tensor, batch_size: int, most: int) -> Tensor:
+def routed_gradients(a: Tensor, g: Tensor, owner: Tensor, batch_size: int) -> Tensor:
     """The samples' gradients themselves, [b, p, d], in the accumulation type."""
-    d, p, most = a.shape[1], g.shape[1], min(most, len(a))
-    a, g, owner = _sorted(a, g, owner)
-    samples = torch.arange(batch_size, dtype=torch.int64, device=owner.device)
-    first = torch.searchsorted(owner, samples)
-    last = torch.searchsorted(owner, samples, right=True)
-    rows = first[:, None] + torch.arange(most, dtype=torch.int64, device=owner.device)
-    others = (rows >= last[:, None])[..., None]  # [b, most, 1]
-    rows = rows.clamp(max=max(len(a) - 1, 0))
-    each = max(1, _SCRATCH_BYTES // max(1, most * (d + p) * a.element_size()))
-    found = [
-        per_sample_gradients(a[i].masked_fill(gone, 0), g[i].masked_fill(gone, 0))
-        for i, gone in zip(rows.split(each), others.split(each), strict=True)
-    ]
-    return torch.cat(found) if batch_size else widen(a).new_zeros(0, p, d)
+    parts = list(_gradients(a, g, owner, batch_size, _most(owner)))
+    return torch.cat(parts) if parts else widen(a).new_zeros(0, g.shape[1], a.shape[1])
 
 
 def routed_slack(a: Tensor, g: Tensor, owner: Tensor, batch_size: int) -> Tensor:
     """What rounding can hide of the norms of `routed_gradients`, [b]; see `product_slack`."""
-    norm_a, norm_g = (_by_sample(row_norm_sq(x), owner, batch_size) for x in (a, g))
+    norm_a, norm_g = (sum_by_owner(row_norm_sq(x), owner, batch_size) for x in (a, g))
     size = (norm_a * norm_g).sqrt()
     return PRODUCT_ERROR_FACTOR * unit_roundoff(size.dtype) * size
 
 
-def _sorted(a: Tensor, g: Tensor, owner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    owner, order = owner.sort(stable=True)
-    return a[order], g[order], owner
+def sum_by_owner(x: Tensor, owner: Tensor, batch_size: int) -> Tensor:
+    """Rows [n, ...] added up for every sample: [b, ...]; those of owner -1 are left out."""
+    total = x.new_zeros(batch_size + 1, *x.shape[1:])
+    return total.index_add_(0, owner + 1, x)[1:]
 
 
-def _by_sample(x: Tensor, owner: Tensor, batch_size: int) -> Tensor:
-    """Sums of x [n] over the rows of each sample, [b]."""
-    return x.new_zeros(batch_size + 1).index_add_(0, owner + 1, x)[1:]
+def _most(owner: Tensor) -> int:
+    """No sample has more rows."""
+    if owner.device.type != "cpu" or not len(owner):
+        return len(owner)
+    return max(1, int((owner + 1).bincount(minlength=2)[1:].max()))
+
+
+def _block(n: int, most: int) -> int:
+    return max(1, min(n, _BLOCK, max(most, _LEAST)))
+
+
+def _terms(a: Tensor, g: Tensor, owner: Tensor, most: int) -> Tensor:
+    """What each row adds to its sample's squared norm, alone and with the rows behind it: [n].
+
+    Rows are sorted by their sample. Blocks of them meet the rows that are `most` away.
+    """
+    n, block = len(a), _block(len(a), most)
+    reach = block + most - 1
+    scratch = 4 * block * reach * a.element_size()
+    step = block * max(1, _SCRATCH_BYTES // max(1, scratch))
+    parts = []
+    for first in range(0, n, step):
+        left = n - first
+        blocks = -(-min(step, left) // block)
+        width = reach if blocks > 1 else min(reach, left)
+        last = first + (blocks - 1) * block + width
+        lacking = max(0, last - n)
+        rows, gradients, whose = (
+            F.pad(x[first:last], [0, 0] * (x.dim() - 1) + [0, lacking], value=none).unfold(
+                0, width, block
+            )
+            for x, none in ((a, 0.0), (g, 0.0), (owner, -2))
+        )  # [blocks, d, width], [blocks, p, width], [blocks, width]
+        products = (rows[..., :block].mT @ rows) * (gradients[..., :block].mT @ gradients)
+        same = (whose[:, :block, None] == whose[:, None]).triu()
+        products = products.masked_fill(~same, 0)  # other samples' rows need not be finite
+        alone = products.diagonal(dim1=1, dim2=2)
+        parts.append((2 * products.sum(2) - alone).flatten())
+    return torch.cat(parts)[:n] if parts else a.new_zeros(0)
+
+
+def _gradients(a: Tensor, g: Tensor, owner: Tensor, batch_size: int, most: int) -> Iterator[Tensor]:
+    """The gradients of a few samples at a time, [., p, d]."""
+    d, p = a.shape[1], g.shape[1]
+    sorted_owner, order = owner.sort(stable=True)
+    samples = torch.arange(batch_size, dtype=torch.int64, device=owner.device)
+    first = torch.searchsorted(sorted_owner, samples)
+    last = torch.searchsorted(sorted_owner, samples, right=True)
+    place = first[:, None] + torch.arange(most, dtype=torch.int64, device=owner.device)
+    none = len(a)  # a row of zeros
+    rows = F.pad(order, (0, most), value=none)[place].masked_fill(place >= last[:, None], none)
+    a, g = F.pad(a, (0, 0, 0, 1)), F.pad(g, (0, 0, 0, 1))
+    each = max(1, _SCRATCH_BYTES // max(1, (most * (d + p) + d * p) * a.element_size()))
+    for i in rows.split(each):
+        if len(i):
+            yield per_sample_gradients(a[i], g[i])

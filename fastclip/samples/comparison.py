@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from itertools import cycle
 from typing import Any
 
 from torch import Tensor
 
 from fastclip.errors import BatchSizeError, FastclipError
+from fastclip.samples.groups import others_changed, spread
 from fastclip.samples.independence import (
     axes_of_outputs,
     called,
@@ -31,10 +31,6 @@ from fastclip.samples.owners import agrees
 from fastclip.samples.place import Place, places
 from fastclip.samples.probing import INPUT, Probe, Runs
 
-_SPLIT = frozenset({0, 3, 5, 6})
-"""Rows to change: neighbours, halves, strides of two, and rows in reverse lie on either side."""
-_FEWEST = 5
-"""Rows that are run at least, for that."""
 _SMALLEST = 2
 """Rows that are held against a batch of nothing else."""
 _SEEDS = (2, 3, 4)
@@ -120,7 +116,7 @@ class Comparison:
         if ordered:
             rows, group = [0, 0, 1, 1], frozenset({2, 3})
         else:
-            rows, group = _spread(choice)
+            rows, group = spread(choice)
         groups = [group, frozenset(range(len(rows))) - group]
         self.candidates, self.moved, self.reached, self.lengths = {}, set(), set(), {}
         found: Found = {}
@@ -143,7 +139,7 @@ class Comparison:
         self._choose()
         for kept in groups if found and choice > 1 else []:
             others: Found = {}
-            changed = _others_changed(rows, kept)
+            changed = others_changed(rows, kept)
             self._ask(changed, _SEEDS[0], others)
             self.layout.mixed |= mixed_outputs(
                 found, others, sorted(kept), self.of_outputs, len(rows)
@@ -291,7 +287,7 @@ class Comparison:
             changed = frozenset(range(count)) - kept
             noisy = changed if kept in groups else frozenset()
             probe = Probe(self.layout, count, replaced=noisy)
-            found = self.run.once(probe, _others_changed(rows, kept), seed=1)
+            found = self.run.once(probe, others_changed(rows, kept), seed=1)
             if kept in small and not probe.draws:  # copies of one row
                 check_copies(probe, found, self.of_outputs)
             self._narrow_by_values(base, probe, sorted(kept))
@@ -325,18 +321,3 @@ class Comparison:
             if isinstance(name, str) and name in layout.met and name not in layout.open:
                 layout.open.add(name)
                 raise Opened
-
-
-def _spread(choice: int) -> tuple[list[int], frozenset[int]]:
-    """Positions for so many rows, and which of them to change: the others hold other rows."""
-    count = max(choice, _FEWEST)
-    group = _SPLIT & set(range(count))
-    inside, outside = (cycle(range(first, max(choice, first + 1), 2)) for first in (0, 1))
-    if choice == 1:
-        outside = cycle([0])
-    return [next(inside if i in group else outside) for i in range(count)], group
-
-
-def _others_changed(rows: list[int], kept: frozenset[int]) -> list[int]:
-    """The same rows where they are kept, and one of them everywhere else."""
-    return [row if i in kept else rows[min(kept)] for i, row in enumerate(rows)]

@@ -5,9 +5,9 @@ from fastclip.uses import (  # noqa: F401  (register)
     contraction,
     conv,
     elementwise,
+    grouped,
     lookup,
     moves,
     norm,
     recurrent,
-    routed,
 )

@@ -38,3 +38,9 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     if kind is dict:
         return {name: mapped(function, x) for name, x in value.items()}
     return function(value) if isinstance(value, _LEAVES) else tree_map(function, value)
+
+
+def outputs(out: Any) -> list[Tensor]:
+    """The tensors that a gradient may come to."""
+    tensors = [x for x in leaves_of(out) if isinstance(x, Tensor)]
+    return [x for x in tensors if x.is_floating_point() or x.is_complex()]

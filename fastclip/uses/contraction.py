@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastclip.layers.records import KeptRecord, LinearRecord, Record
+from fastclip.layers.linear import linear_record
+from fastclip.layers.records import KeptRecord, Record
 from fastclip.layers.rule import autocast_operand
 from fastclip.uses.equations import LETTERS, WRITTEN, Product
-from fastclip.uses.records import ProductRecord, ViewedRecord
+from fastclip.uses.records import ProductRecord, RoutedRecord, ViewedRecord
 from fastclip.uses.reductions import aligned, summed_to
-from fastclip.uses.routed import routed_linear
 from fastclip.uses.rule import Operands, UseRule, register_use
 
 if TYPE_CHECKING:
@@ -109,8 +109,9 @@ def _maps_rows(product: Product, operands: Operands, private: list[str]) -> bool
 
 
 def _routed_record(use: UseBackward, product: Product, number: int) -> Record:
+    a, g = (x.reshape(-1, x.shape[-1]) for x in (use[str(1 - number)], use.g))
     transposed = product.letters[number][1] == product.out[-1]
-    return routed_linear(use, use[str(1 - number)], transposed)
+    return RoutedRecord(a, g, use.row_owners(), batch=use.batch, transposed=transposed)
 
 
 def _factors(operands: Mapping[str, Any]) -> list[str]:
@@ -188,11 +189,3 @@ def _laid(letters: str, x: Tensor, sample: str, common: Sequence[str], last: str
     split = 1 + len(common)
     shape = (x.shape[0], math.prod(x.shape[1:split]), math.prod(x.shape[split:]))
     return x if tuple(x.shape) == shape else x.reshape(shape)
-
-
-def linear_record(use: UseBackward, a: Tensor, g: Tensor, transposed: bool) -> Record:
-    """The record that the planner prefers for a [b, t, d] and g [b, t, p]."""
-    b, t, d = a.shape
-    choice = use.planner.linear(b, t, d, g.shape[2], a.element_size(), False, a.device)
-    use.note(tuple(a.shape), choice)
-    return LinearRecord(a, g, ghost=choice.ghost, transposed=transposed)

@@ -100,12 +100,7 @@ class ConvUse(UseRule):
         else:
             x, padding = _padded(x, given["padding"], dilation, shape[2:])
         geometry = ops.ConvGeometry(shape, stride, padding, dilation, int(given["groups"]))
-        pixels, out = (y.shape[2:].numel() for y in (x, g))
-        choice = use.planner.conv(
-            use.batch, pixels, out, geometry, x.element_size(), False, x.device
-        )
-        use.note(tuple(x.shape), choice)
-        record = ConvRecord(x, g, geometry, ghost=choice.ghost)
+        record = ConvRecord(x, g, geometry, ghost=use.plan_conv(x, g, geometry).ghost)
         assert use.place is not None
         return record if use.place.plain else FoldedRecord(record, use.place, use.batch)
 

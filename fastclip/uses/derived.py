@@ -23,14 +23,14 @@ from fastclip.uses.proxy import Derived, PrivateParameter, is_private
 from fastclip.uses.rule import in_place, plain_name
 
 if TYPE_CHECKING:
-    from fastclip.uses.interceptor import Interceptor
+    from fastclip.uses.keeper import Intercepts
 
 
 @dataclass(eq=False)
 class Source:
     """Where a derived value came from."""
 
-    interceptor: Interceptor
+    interceptor: Intercepts
     graph: DerivedGraph
     value: Tensor
     """With its history, in the graph of its own."""
@@ -61,7 +61,7 @@ class DerivedGraph:
         interceptor: of the model.
     """
 
-    def __init__(self, interceptor: Interceptor) -> None:
+    def __init__(self, interceptor: Intercepts) -> None:
         self._interceptor = interceptor
         self.leaves: dict[nn.Parameter, Tensor] = {}
 

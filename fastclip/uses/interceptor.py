@@ -6,42 +6,30 @@ the samples are in what they return, is learnt by the probe (fastclip.samples.le
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from fastclip._torch import Native
 from fastclip.errors import BatchSizeError, GraphError, UnsupportedLayerError
 from fastclip.samples.calls import Forward
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.place import Place
-from fastclip.samples.probing import Misjudged, Probe
-from fastclip.uses.arguments import leaves_of, mapped
+from fastclip.uses.arguments import leaves_of, mapped, outputs
 from fastclip.uses.composite import opened
 from fastclip.uses.derived import DerivedGraph, check_current, edge_of
 from fastclip.uses.keeper import Keeper
+from fastclip.uses.key import Key, Keys
+from fastclip.uses.probed import probed
 from fastclip.uses.proxy import Derived, PrivateParameter, detached, intercepted, is_private
 from fastclip.uses.replay import RANDOM, ReplayUse
 from fastclip.uses.rule import Operands, UseRule, in_place, plain_name, rules_of
 from fastclip.uses.tap import Target, UseCall
 
 _REPLAY = ReplayUse()
-_NOT_A_CALLER = ("torch/overrides.py", "torch/_tensor.py")
-
-
-class Key(NamedTuple):
-    """By which a use is known again: function, parameters, line of code, dimensions of the rest."""
-
-    label: str
-    private: tuple[int, ...]
-    code: Any
-    line: int
-    dims: tuple[int, ...]
 
 
 class Interceptor:
@@ -53,7 +41,7 @@ class Interceptor:
 
     def __init__(self, keeper: Keeper) -> None:
         self.keeper = keeper
-        self._keys: dict[Any, Key] = {}
+        self._keys = Keys(keeper.names)
         keeper.calls.intercepting = self.on
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Interceptor:
@@ -65,8 +53,6 @@ class Interceptor:
 
     def called(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """A function is called with a private value among its arguments."""
-        if func is Tensor.__getitem__ and is_private(args[0]):
-            args = (args[0], _numbered(args[1]))
         body = opened(func, args, kwargs)
         found = NotImplemented if body is None else body(*args, **kwargs)
         if found is not NotImplemented:
@@ -80,10 +66,10 @@ class Interceptor:
             x for x in leaves
             if isinstance(x, Tensor) and not is_private(x) and not _is_number(x)
         ]  # fmt: skip
-        key = self._key(func, private, plain)
+        key = self._keys.of(func, private, plain)
         probe = self.keeper.calls.probe
         if probe is not None:
-            return self._probed(probe, key, func, args, kwargs, private, plain)
+            return probed(self, probe, key, func, args, kwargs, private, plain)
         layout, forward, opens = self._here(key, bool(plain))
         used = layout.uses.get(key, bool(plain)) if layout is not None else bool(plain)
         if not used:
@@ -97,7 +83,7 @@ class Interceptor:
             )
         out = self._use(layout, forward, key, func, args, kwargs, private)
         if opens:
-            for x in _outputs(args[0] if out is None else out):
+            for x in outputs(args[0] if out is None else out):
                 self.keeper.begins_with(forward, x)
         return out
 
@@ -121,8 +107,6 @@ class Interceptor:
             self.keeper.calls.layout_with(key, forward)
         return forward.layout, forward, opens
 
-    # Uses
-
     def _use(
         self, layout: BatchLayout, forward: Forward, key: Key, func: Callable, args: tuple,
         kwargs: dict, private: list[Any],
@@ -139,7 +123,7 @@ class Interceptor:
         before = target.detach().clone() if changes and _may_need(func, kwargs) else None
         with Native():
             out = func(*out_args, **out_kwargs)
-        tensors = [target] if changes else _outputs(out)
+        tensors = [target] if changes else outputs(out)
         tapped: dict[int, Tensor] = {}
         for number, tensor in enumerate(tensors):
             place = None if place is None else self._checked(layout, forward, key, place, tensor)
@@ -217,135 +201,10 @@ class Interceptor:
             if router is None or path == router:  # else one that was never met: the innermost
                 call.routing = routing
 
-    # Probes
-
-    def _probed(
-        self, probe: Probe, key: Key, func: Callable, args: tuple, kwargs: dict,
-        private: list[Any], plain: list[Tensor],
-    ) -> Any:  # fmt: skip
-        layout = probe.layout
-        layout.met.add(key)
-        layout.users.update(probe.inside[-1:])
-        used, taint = layout.uses.get(key), probe.taint
-        if used is None or (not used and taint is not None):  # a loop may begin with zeros
-            used = any(map(taint.holds, plain)) if taint is not None else bool(plain)
-            if used or plain:
-                layout.uses[key] = used
-        if not used:
-            if probe.graph is None:
-                probe.graph = DerivedGraph(self)
-            out = probe.graph.derive(func, args, kwargs, hash(key))
-            if in_place(func) and type(args[0]) is Derived:
-                args[0].source.written.append(key)
-            for x in leaves_of((out, args[:1])) if in_place(func) else leaves_of(out):
-                if type(x) is Derived:
-                    probe.derived.setdefault(key, []).append(tuple(x.shape))
-            return out
-        if in_place(func) and is_private(args[0]):
-            self._misjudged(layout, key, args[0])
-        for value in private:
-            layout.proxied.update(_parameters(value))
-        if taint is not None and not any(map(taint.holds, plain)):
-            probe.constants.add(key)
-        if not probe.closed:
-            probe.users[key] = tuple(probe.inside)
-        changes = in_place(func)
-        with Native():
-            plain_args, plain_kwargs = mapped(detached, (args, kwargs))
-            out = func(*plain_args, **plain_kwargs)
-        shown = [args[0]] if changes else _outputs(out)
-        marks: dict[int, Tensor] = {}
-        for x in shown:
-            result = _Mark.apply(
-                changes, x, torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
-            )
-            if probe.taint is not None:
-                probe.taint.mark(result)
-            probe.show(key, result)
-            probe.source(key, result)
-            marks[id(x)] = result
-        if changes:
-            return None if out is None else marks[id(args[0])]
-        return mapped(lambda x: marks.get(id(x), x) if isinstance(x, Tensor) else x, out)
-
-    @staticmethod
-    def _misjudged(layout: BatchLayout, key: Key, target: Any) -> None:
-        """A tensor that parameters were written into takes values of the batch: they were uses.
-
-        Raises:
-            Misjudged: so that the run is made again. UnsupportedLayerError: it was no such tensor.
-        """
-        written = target.source.written if type(target) is Derived else []
-        if not written:
-            raise UnsupportedLayerError(
-                f"{key.label}: a value of parameters is changed in place by values of the batch; "
-                "use the function that returns a new tensor"
-            )
-        layout.uses |= dict.fromkeys(written, True)
-        raise Misjudged
-
-    def _key(self, func: Callable, private: list[Any], plain: list[Tensor]) -> Key:
-        frame = sys._getframe(4)
-        while frame.f_code.co_filename.endswith(_NOT_A_CALLER):
-            frame = frame.f_back  # type: ignore[assignment]
-        names = self.keeper.names
-        dims = tuple(dict.fromkeys([x.dim() for x in plain]))
-        known = (func, frame.f_code, frame.f_lasti, dims, *[_identity(x) for x in private])
-        key = self._keys.get(known)
-        if key is None:
-            held = sorted({names.get(p, "?") for value in private for p in _parameters(value)})
-            labels = tuple(  # once each: a list may hold as many as there are rows
-                dict.fromkeys(
-                    value.source.label if type(value) is Derived else hash(names.get(value, "?"))
-                    for value in private
-                )
-            )
-            label = f"{', '.join(held)} in {plain_name(func)}"
-            key = self._keys[known] = Key(label, labels, frame.f_code, frame.f_lasti, dims)
-        return key
-
-
-def _identity(value: Any) -> int:
-    """Of a parameter, which the model keeps alive; of a derived value, how it was made."""
-    return value.source.label if type(value) is Derived else id(value)
-
-
-def _numbered(index: Any) -> Any:
-    """W[e] of a tensor e without dimensions is a part of W, as of a number: torch reads it, too."""
-    if isinstance(index, tuple):
-        return tuple(map(_numbered, index))
-    plain = type(index) is Tensor and not index.dim() and index.dtype in (torch.int64, torch.int32)
-    return int(index) if plain else index
-
-
-class _Mark(Function):
-    """The identity, whose output needs a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, changes: bool, x: Tensor, dummy: Tensor) -> Tensor:
-        if changes:
-            ctx.mark_dirty(x)
-            return x
-        return x.clone() if ctx.needs_input_grad[1] else x.data
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
-        return None, g, None
-
-
-def _parameters(value: Any) -> Iterable[nn.Parameter]:
-    return (value,) if type(value) is PrivateParameter else value.source.parameters
-
 
 def _is_number(x: Tensor) -> bool:
     """An index or a size: what it is taken from may be known by it, but nothing is computed with it."""
     return not x.dim() and not x.is_floating_point() and not x.is_complex()
-
-
-def _outputs(out: Any) -> list[Tensor]:
-    """The tensors that a gradient may come to."""
-    tensors = [x for x in leaves_of(out) if isinstance(x, Tensor)]
-    return [x for x in tensors if x.is_floating_point() or x.is_complex()]
 
 
 def _may_need(func: Callable, kwargs: dict) -> bool:

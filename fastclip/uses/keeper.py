@@ -1,9 +1,9 @@
-"""What uses of parameters need of the book-keeper (fastclip.backward.bookkeeping)."""
+"""What uses of parameters need of those that are above them: the book-keeper, and the interceptor."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Hashable, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
@@ -13,11 +13,12 @@ from fastclip.planner.report import PlanLog
 from fastclip.samples.calls import Calls, Forward
 
 if TYPE_CHECKING:
+    from fastclip.uses.proxy import Derived
     from fastclip.uses.tap import Target
 
 
 class Keeper(Protocol):
-    """Everything that one private model remembers, as a use sees it."""
+    """Everything that one private model remembers (fastclip.backward.bookkeeping), as a use sees it."""
 
     names: dict[nn.Parameter, str]
     calls: Calls
@@ -43,3 +44,15 @@ class Keeper(Protocol):
         self, target: Target, record: Record, wanted: Iterable[nn.Parameter]
     ) -> None:
         """Take a contribution to a value computed from parameters."""
+
+
+class Intercepts(Protocol):
+    """An interceptor (fastclip.uses.interceptor), as what it makes sees it."""
+
+    keeper: Keeper
+
+    def called(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """A function is called with a private value among its arguments."""
+
+    def rows_of(self, value: Derived, forward: Forward) -> Tensor:
+        """A derived value [1, ...], one row a sample: [b, ...], with its samples along axis 0."""

@@ -20,7 +20,7 @@ from fastclip.errors import ParameterLeakError, UnsupportedLayerError
 
 if TYPE_CHECKING:
     from fastclip.uses.derived import Source
-    from fastclip.uses.interceptor import Interceptor
+    from fastclip.uses.keeper import Intercepts
 
 _INTERCEPTOR = "_fastclip_uses"
 
@@ -173,7 +173,7 @@ def _called(func: Callable, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
 
 
-def _interceptor_of(values: Iterable[Any]) -> Interceptor | None:
+def _interceptor_of(values: Iterable[Any]) -> Intercepts | None:
     for value in values:
         kind = type(value)
         if kind is PrivateParameter:
@@ -192,6 +192,11 @@ def is_private(value: Any) -> bool:
     return type(value) in (PrivateParameter, Derived)
 
 
+def parameters_of(value: Any) -> Iterable[nn.Parameter]:
+    """What a private value is, or was computed from."""
+    return (value,) if type(value) is PrivateParameter else value.source.parameters
+
+
 def detached(value: Any) -> Any:
     """The numbers of a private value; any other as it is."""
     if is_private(value):
@@ -201,7 +206,7 @@ def detached(value: Any) -> Any:
 
 
 @contextmanager
-def intercepted(parameters: Iterable[nn.Parameter], by: Interceptor) -> Iterator[None]:
+def intercepted(parameters: Iterable[nn.Parameter], by: Intercepts) -> Iterator[None]:
     """These parameters notice their uses inside.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,57 +41,79 @@ class ViewedRecord(Record):
         return self.record.slack()
 
 
-class RoutedLinearRecord(Record):
+class RoutedRecord(Record):
     """A linear map over rows in any order: row n adds g_n a_n^T to the gradient of sample owner[n].
 
     Args:
-        a: [n, d]. g: [n, p]. owner: int64 [n]; a row of owner -1 contributes nothing.
-        batch_size: b. most: no sample has more rows than that; n if None. It decides what norms cost.
+        a: [n, d]. g: [n, p]. owner: int64 [n]; a row of owner -1 contributes nothing. batch: samples.
         transposed: the weight is [d, p].
     """
 
     def __init__(
-        self, a: Tensor, g: Tensor, owner: Tensor, *, batch_size: int, most: int | None = None,
-        transposed: bool = False,
-    ) -> None:  # fmt: skip
+        self, a: Tensor, g: Tensor, owner: Tensor, *, batch: int, transposed: bool = False
+    ) -> None:
         super().__init__(a, g, owner)
         self.a, self.g, self.owner = a, g, owner
-        self.batch_size, self.transposed = batch_size, transposed
-        self.most = len(a) if most is None else most
+        self.batch, self.transposed = batch, transposed
 
     def merge(self, other: Record) -> Record | None:
         """The rows of both."""
-        if not isinstance(other, RoutedLinearRecord) or other.transposed != self.transposed:
+        if not isinstance(other, RoutedRecord) or other.transposed != self.transposed:
             return None
         if (other.a.dtype, other.g.dtype) != (self.a.dtype, self.g.dtype):
             return None
         pairs = ((self.a, other.a), (self.g, other.g), (self.owner, other.owner))
-        return RoutedLinearRecord(
-            *map(torch.cat, pairs), batch_size=self.batch_size, most=self.most + other.most,
-            transposed=self.transposed,
-        )  # fmt: skip
+        return RoutedRecord(*map(torch.cat, pairs), batch=self.batch, transposed=self.transposed)
 
     def norm_sq(self) -> Tensor:
-        return ops.routed_norm(self.a, self.g, self.owner, self.batch_size, self.most)
+        return ops.routed_norm(self.a, self.g, self.owner, self.batch)
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
-        nobody = scale.new_zeros(1)
-        rows = torch.cat([nobody, scale])[self.owner + 1]
         a, g = (self.g, self.a) if self.transposed else (self.a, self.g)
-        return ops.scaled_sum(a[:, None], g[:, None], rows)
+        return ops.scaled_sum(a[:, None], g[:, None], self.row_scales(scale))
+
+    def row_scales(self, scale: Tensor) -> Tensor:
+        """Of every row that of its sample, [n]."""
+        return torch.cat([scale.new_zeros(1), scale])[self.owner + 1]
 
     def per_sample(self) -> Tensor:
         a, g = (self.g, self.a) if self.transposed else (self.a, self.g)
-        return ops.routed_gradients(a, g, self.owner, self.batch_size, self.most)
+        return ops.routed_gradients(a, g, self.owner, self.batch)
 
-    def slack(self) -> Tensor | None:
-        return ops.routed_slack(self.a, self.g, self.owner, self.batch_size)
+    def slack(self) -> Tensor:
+        return ops.routed_slack(self.a, self.g, self.owner, self.batch)
 
 
-def sum_by_owner(rows: Tensor, owner: Tensor, batch: int) -> Tensor:
-    """Rows [n, ...] added up for every sample: [b, ...]; those of owner -1 are left out."""
-    total = rows.new_zeros(batch + 1, *rows.shape[1:])
-    return total.index_add_(0, owner + 1, rows)[1:]
+class GroupedRecord(Record):
+    """A stack of linear maps [e, d, p], each over rows of its own: the record of b * e samples.
+
+    Args:
+        a, g, owner, batch: as of `RoutedRecord`. member, members: the map of each row, int64 [n]; e.
+        total: the gradient of the whole stack for such a and g.
+    """
+
+    def __init__(
+        self, a: Tensor, g: Tensor, owner: Tensor, member: Tensor, *, batch: int, members: int,
+        total: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:  # fmt: skip
+        pair = torch.where(owner < 0, owner, owner * members + member)
+        self.each = RoutedRecord(a, g, pair, batch=batch * members, transposed=True)
+        super().__init__(*self.each._operands)
+        self.shape, self.total = (batch, members), total
+
+    def norm_sq(self) -> Tensor:
+        return self.each.norm_sq().view(self.shape).sum(1)
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        rows = self.each.row_scales(scale.repeat_interleave(self.shape[1]))
+        a, g = ops.drop_zeroed(rows, self.each.a, ops.widen(self.each.g))
+        return self.total(a, g * rows.to(g.dtype)[:, None])
+
+    def per_sample(self) -> Tensor:
+        return self.each.per_sample().unflatten(0, self.shape)
+
+    def slack(self) -> Tensor:
+        return self.each.slack().view(self.shape).square().sum(1).sqrt()
 
 
 class ProductRecord(Record):

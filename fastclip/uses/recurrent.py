@@ -21,12 +21,12 @@ from torch.autograd import Function
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fastclip import ops
+from fastclip.layers.linear import linear_record
 from fastclip.layers.records import KeptRecord
 from fastclip.uses.cells import projected
 from fastclip.uses.composite import composite
-from fastclip.uses.contraction import linear_record
 from fastclip.uses.proxy import detached, is_private
-from fastclip.uses.records import RoutedLinearRecord
+from fastclip.uses.records import RoutedRecord
 from fastclip.uses.rule import Operands, UseRule, register_use
 
 if TYPE_CHECKING:
@@ -206,18 +206,16 @@ def _record_placed(use: UseBackward, before: Tensor, g: Tensor) -> None:
     if use.wants("bias"):
         use.record("bias", KeptRecord(ops.widen(g).sum(1)))
     if use.wants("weight"):
-        use.record("weight", linear_record(use, a, g, transposed=False))
+        use.record("weight", linear_record(use, a, g))
 
 
 def _record_routed(use: UseBackward, before: Tensor, g: Tensor) -> None:
     owner = use.row_owners()
     g = g.flatten(0, 1)
     if use.wants("bias"):
-        rows = ops.widen(g)
-        sums = rows.new_zeros(use.batch + 1, rows.shape[1]).index_add_(0, owner + 1, rows)
-        use.record("bias", KeptRecord(sums[1:]))
+        use.record("bias", KeptRecord(ops.sum_by_owner(ops.widen(g), owner, use.batch)))
     if use.wants("weight"):
-        record = RoutedLinearRecord(before.flatten(0, 1), g, owner, batch_size=use.batch)
+        record = RoutedRecord(before.flatten(0, 1), g, owner, batch=use.batch)
         use.record("weight", record)
 
 

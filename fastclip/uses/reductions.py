@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.uses.records import sum_by_owner
 
 if TYPE_CHECKING:
     from fastclip.uses.tap import UseBackward
@@ -60,9 +59,9 @@ def _summed_rows(
     wide = wide if factor is None else wide * factor.to(wide.dtype)
     if shape.numel() == 1:
         owner = use.entry_owners().expand(each.shape).reshape(-1)
-        return sum_by_owner(wide.reshape(-1), owner, use.batch).reshape(use.batch, *shape)
+        return ops.sum_by_owner(wide.reshape(-1), owner, use.batch).reshape(use.batch, *shape)
     rows = wide.reshape(-1, wide.shape[-1])
-    return sum_by_owner(rows, use.row_owners(), use.batch).reshape(use.batch, *shape)
+    return ops.sum_by_owner(rows, use.row_owners(), use.batch).reshape(use.batch, *shape)
 
 
 def _rows_like(use: UseBackward, factor: Tensor, each: Tensor) -> Tensor:

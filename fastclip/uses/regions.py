@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastclip.layers.records import Record
+from fastclip.layers.records import Record, join
 from fastclip.layers.reuse import instantiated_norm_sq, joint_norm_sq
 from fastclip.planner import Planner
 
@@ -64,7 +64,7 @@ class RegionsRecord(Record):
         """Parts without a common entry: their norms are added. The same part: its records are."""
         by_part: dict[Geometry, list[Record]] = {}
         for geometry, record in self.parts:
-            by_part.setdefault(geometry, []).append(record)
+            join(by_part.setdefault(geometry, []), record)
         if not _disjoint(tuple(sorted(by_part, key=_first)), self.shape.numel()):
             one_by_one = [RegionsRecord(self.shape, [part], self.planner) for part in self.parts]
             return instantiated_norm_sq(one_by_one)

@@ -15,9 +15,9 @@ from torch.autograd.graph import GradientEdge
 
 from fastclip._torch import Native, tree_unflatten
 from fastclip.errors import BatchSizeError, GraphError
-from fastclip.graph import differentiable_once, takes_part
+from fastclip.graph import differentiable_once, taking_part
+from fastclip.layers.contribution import Contribution
 from fastclip.layers.records import Record
-from fastclip.planner import Choice, Planner
 from fastclip.samples.owners import NOBODY
 from fastclip.samples.place import Place
 from fastclip.uses.routing import several
@@ -26,7 +26,7 @@ from fastclip.uses.rule import Operands, UseRule, plain_name
 if TYPE_CHECKING:
     from fastclip.samples.calls import Forward
     from fastclip.uses.derived import DerivedGraph
-    from fastclip.uses.interceptor import Interceptor
+    from fastclip.uses.keeper import Intercepts
     from fastclip.uses.origin import Origin
     from fastclip.uses.routing import Routing
 
@@ -57,7 +57,7 @@ class UseCall:
     """
 
     def __init__(
-        self, interceptor: Interceptor, forward: Forward, func: Callable, rule: UseRule,
+        self, interceptor: Intercepts, forward: Forward, func: Callable, rule: UseRule,
         operands: Operands, targets: dict[str, Target], place: Place | None, *, changes: bool,
         label: str,
     ) -> None:  # fmt: skip
@@ -143,12 +143,8 @@ class Tap(Function):
         nothing = (None,) * ctx.edges
         if g is None:
             return None, None, *nothing
-        edges = ctx.next_functions[-len(call.parameters) :]
-        names = call.interceptor.keeper.names
-        wanted = {
-            p for p, (node, _) in zip(call.parameters, edges, strict=True)
-            if call.forward.recording and p in names and takes_part(node)
-        }  # fmt: skip
+        known = call.interceptor.keeper.names if call.forward.recording else ()
+        wanted = taking_part(ctx, call.parameters, known)
         if wanted:
             saved = dict(zip(call.saved, ctx.saved_tensors, strict=True))
             with Native(), torch.autocast(g.device.type, enabled=False):
@@ -156,7 +152,7 @@ class Tap(Function):
         return None, g, *nothing
 
 
-class UseBackward:
+class UseBackward(Contribution):
     """What a use's rule may see and do.
 
     Attributes:
@@ -167,12 +163,16 @@ class UseBackward:
     def __init__(
         self, call: UseCall, saved: dict[str, Tensor], g: Tensor, wanted: set[nn.Parameter]
     ) -> None:
+        names = {
+            n for n, target in call.targets.items() if not wanted.isdisjoint(target.parameters)
+        }
+        keeper = call.interceptor.keeper
+        super().__init__(call.label, call.rule.name, g, names, keeper.planner, keeper.plan_log)
         self._call, self._saved, self._wanted = call, saved, wanted
-        self.g, self.place, self.operands = g, call.place, call.operands
+        self.place, self.operands = call.place, call.operands
         self.private = list(call.targets)
         self.batch = call.forward.batch_size or 0
         self._owner: Tensor | None = None
-        self._recorded: set[str] = set()
 
     def run(self) -> None:
         """Check that the contribution may enter the running pass, and let the rule record it."""
@@ -189,17 +189,7 @@ class UseBackward:
             self._owner = self._routed()
             self.g = self.g.masked_fill(self._owner == NOBODY, 0)
         call.rule.records(self)
-        missing = {name for name in self.private if self.wants(name)} - self._recorded
-        if missing:
-            raise GraphError(
-                f"the rule {call.rule.name} of {call.label} recorded nothing for the operand "
-                f"{', '.join(sorted(missing))}; use.record what use.wants"
-            )
-
-    def wants(self, name: str) -> bool:
-        """Whether this operand is private and takes part in the backward pass."""
-        target = self._call.targets.get(name)
-        return target is not None and any(p in self._wanted for p in target.parameters)
+        self.check_complete()
 
     def __getitem__(self, name: str) -> Tensor:
         """An operand: what was saved, or a private one's numbers."""
@@ -276,22 +266,9 @@ class UseBackward:
         out = args[0] if out is None else out
         return out if isinstance(out, Tensor) else out[self._call.number_of_output]
 
-    @property
-    def planner(self) -> Planner:
-        """Chooses how norms are computed."""
-        return self._call.interceptor.keeper.planner
-
-    def note(self, shape: tuple[int, ...], choice: Choice) -> None:
-        """A decision of the planner."""
-        log = self._call.interceptor.keeper.plan_log
-        log.note(self._call.label, self._call.rule.name, shape, choice)
-
-    def record(self, name: str, record: Record) -> None:
-        """Add a contribution to the private operand of this name."""
+    def _take(self, name: str, record: Record) -> None:
         call, target = self._call, self._call.targets[name]
-        self._recorded.add(name)
         keeper = call.interceptor.keeper
-        keeper.plan_log.seen(call.label, call.rule.name, tuple(self.g.shape), record.nbytes)
         if target.graph is None:
             keeper.record(target.parameters[0], record)
         else:

@@ -1,0 +1,94 @@
+"""What layers and uses are alike in, in a backward pass: what is wanted of them, what they leave."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from fastclip import ops
+from fastclip.errors import GraphError
+from fastclip.layers.records import Record
+from fastclip.planner import Choice, Planner
+from fastclip.planner.report import PlanLog
+
+
+class Contribution(ABC):
+    """One call of a layer or of a use, in the backward pass.
+
+    Args:
+        label, rule: its names in the plan. g: gradient of its output. wanted: names of the parameters
+            that take part. planner, log: how norms are computed, and where that is noted.
+    """
+
+    def __init__(
+        self, label: str, rule: str, g: Tensor, wanted: Collection[str], planner: Planner,
+        log: PlanLog,
+    ) -> None:  # fmt: skip
+        self.g = g
+        self._label, self._rule, self._names = label, rule, wanted
+        self._planner, self._log = planner, log
+        self._recorded: set[str] = set()
+
+    def wants(self, name: str) -> bool:
+        """Whether the parameter of this name takes part in the backward pass."""
+        return name in self._names
+
+    def record(self, name: str, record: Record) -> None:
+        """Add a contribution to the parameter of this name.
+
+        Raises:
+            GraphError: it is not wanted.
+        """
+        if name not in self._names:
+            raise GraphError(
+                f"{self._named()} records for {name}, but call.wants(name) asked for "
+                f"{', '.join(self._names) or 'nothing'} alone"
+            )
+        self._recorded.add(name)
+        self._log.seen(self._label, self._rule, tuple(self.g.shape), record.nbytes)
+        self._take(name, record)
+
+    def check_complete(self) -> None:
+        """Refuse a rule that left out a parameter, which would never be trained."""
+        missing = set(self._names) - self._recorded
+        if missing:
+            raise GraphError(
+                f"{self._named()} recorded nothing for {', '.join(sorted(missing))}; call.record what "
+                "call.wants (fastclip.testing compares all of it with autograd)"
+            )
+
+    def _named(self) -> str:
+        return f"the rule {self._rule} of {self._label}"
+
+    @abstractmethod
+    def _take(self, name: str, record: Record) -> None:
+        """Hand the contribution to the book-keeper."""
+
+    def _may_keep(self, name: str) -> bool:
+        """Whether per-sample gradients may be held instead of what they are computed from."""
+        return False
+
+    def plan_linear(self, a: Tensor, g: Tensor, name: str = "weight") -> Choice:
+        """The planner's choice for a [b, t, d] and g [b, t, p]."""
+        b, t, d = a.shape
+        choice = self._planner.linear(
+            b, t, d, g.shape[2], a.element_size(), self._may_keep(name), a.device
+        )
+        return self._noted(a, choice)
+
+    def plan_conv(
+        self, x: Tensor, g: Tensor, geometry: ops.ConvGeometry, name: str = "weight"
+    ) -> Choice:
+        """The planner's choice for a convolution over x [b, c, *space]."""
+        choice = self._planner.conv(
+            x.shape[0], torch.Size(x.shape[2:]).numel(), torch.Size(g.shape[2:]).numel(), geometry,
+            x.element_size(), self._may_keep(name), x.device,
+        )  # fmt: skip
+        return self._noted(x, choice)
+
+    def _noted(self, x: Tensor, choice: Choice) -> Choice:
+        self._log.note(self._label, self._rule, tuple(x.shape), choice)
+        return choice

@@ -1,0 +1,25 @@
+"""Which rows of a run are changed, and which are kept."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+_SPLIT = frozenset({0, 3, 5, 6})
+"""Rows to change: neighbours, halves, strides of two, and rows in reverse lie on either side."""
+_FEWEST = 5
+"""Rows that are run at least, for that."""
+
+
+def spread(choice: int) -> tuple[list[int], frozenset[int]]:
+    """Positions for so many rows, and which of them to change: the others hold other rows."""
+    count = max(choice, _FEWEST)
+    group = _SPLIT & set(range(count))
+    inside, outside = (cycle(range(first, max(choice, first + 1), 2)) for first in (0, 1))
+    if choice == 1:
+        outside = cycle([0])
+    return [next(inside if i in group else outside) for i in range(count)], group
+
+
+def others_changed(rows: list[int], kept: frozenset[int]) -> list[int]:
+    """The same rows where they are kept, and one of them everywhere else."""
+    return [row if i in kept else rows[min(kept)] for i, row in enumerate(rows)]

@@ -1,0 +1,107 @@
+"""What the probe learns of functions that are called with a parameter: which are uses, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fastclip._torch import Native
+from fastclip.errors import UnsupportedLayerError
+from fastclip.samples.layout import BatchLayout
+from fastclip.samples.probing import Misjudged, Probe
+from fastclip.uses.arguments import leaves_of, mapped, outputs
+from fastclip.uses.derived import DerivedGraph
+from fastclip.uses.keeper import Intercepts
+from fastclip.uses.key import Key
+from fastclip.uses.proxy import Derived, detached, is_private, parameters_of
+from fastclip.uses.rule import in_place
+
+
+def probed(
+    interceptor: Intercepts, probe: Probe, key: Key, func: Callable, args: tuple, kwargs: dict,
+    private: list[Any], plain: list[Tensor],
+) -> Any:  # fmt: skip
+    """What a call returns while the model is probed.
+
+    Args:
+        private, plain: the tensors among its arguments.
+    """
+    layout = probe.layout
+    layout.met.add(key)
+    layout.users.update(probe.inside[-1:])
+    used, taint = layout.uses.get(key), probe.taint
+    if used is None or (not used and taint is not None):  # a loop may begin with zeros
+        used = any(map(taint.holds, plain)) if taint is not None else bool(plain)
+        if used or plain:
+            layout.uses[key] = used
+    if not used:
+        if probe.graph is None:
+            probe.graph = DerivedGraph(interceptor)
+        out = probe.graph.derive(func, args, kwargs, hash(key))
+        if in_place(func) and type(args[0]) is Derived:
+            args[0].source.written.append(key)
+        for x in leaves_of((out, args[:1])) if in_place(func) else leaves_of(out):
+            if type(x) is Derived:
+                probe.derived.setdefault(key, []).append(tuple(x.shape))
+        return out
+    if in_place(func) and is_private(args[0]):
+        _misjudged(layout, key, args[0])
+    for value in private:
+        layout.proxied.update(parameters_of(value))
+    if taint is not None and not any(map(taint.holds, plain)):
+        probe.constants.add(key)
+    if not probe.closed:
+        probe.users[key] = tuple(probe.inside)
+    changes = in_place(func)
+    with Native():
+        plain_args, plain_kwargs = mapped(detached, (args, kwargs))
+        out = func(*plain_args, **plain_kwargs)
+    shown = [args[0]] if changes else outputs(out)
+    marks: dict[int, Tensor] = {}
+    for x in shown:
+        result = _Mark.apply(
+            changes, x, torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
+        )
+        if probe.taint is not None:
+            probe.taint.mark(result)
+        probe.show(key, result)
+        probe.source(key, result)
+        marks[id(x)] = result
+    if changes:
+        return None if out is None else marks[id(args[0])]
+    return mapped(lambda x: marks.get(id(x), x) if isinstance(x, Tensor) else x, out)
+
+
+def _misjudged(layout: BatchLayout, key: Key, target: Any) -> None:
+    """A tensor that parameters were written into takes values of the batch: they were uses.
+
+    Raises:
+        Misjudged: so that the run is made again. UnsupportedLayerError: it was no such tensor.
+    """
+    written = target.source.written if type(target) is Derived else []
+    if not written:
+        raise UnsupportedLayerError(
+            f"{key.label}: a value of parameters is changed in place by values of the batch; "
+            "use the function that returns a new tensor"
+        )
+    layout.uses |= dict.fromkeys(written, True)
+    raise Misjudged
+
+
+class _Mark(Function):
+    """The identity, whose output needs a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, changes: bool, x: Tensor, dummy: Tensor) -> Tensor:
+        if changes:
+            ctx.mark_dirty(x)
+            return x
+        return x.clone() if ctx.needs_input_grad[1] else x.data
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
+        return None, g, None
