@@ -87,6 +87,7 @@ class Interceptor:
         layout, forward, opens = self._here(key, bool(plain))
         used = layout.uses.get(key, bool(plain)) if layout is not None else bool(plain)
         if not used:
+            forward.reached.add(key)
             if forward.derived is None:
                 forward.derived = DerivedGraph(self)
             return forward.derived.derive(func, args, kwargs, hash(key))
@@ -96,6 +97,7 @@ class Interceptor:
                 "samples cannot be told; use it inside one of them"
             )
         out = self._use(layout, forward, key, func, args, kwargs, private)
+        forward.reached.add(key)
         if opens:
             for x in _outputs(args[0] if out is None else out):
                 self.keeper.begins_with(forward, x)
@@ -168,7 +170,7 @@ class Interceptor:
         found = layout.place_of(key, out, batch, forward.lengths)
         if found is not None:
             return found
-        self.keeper.calls.look_again(layout, forward, key)
+        self.keeper.calls.look_again(layout, forward, key, out)
         found = layout.place_of(key, out, batch, forward.lengths)
         if found is None and key in layout.places:
             raise BatchSizeError(
