@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as Native
 from torch.utils.checkpoint import checkpoint
 
-from fastclip.errors import FastclipError
+from fastclip.errors import FastclipError, ParameterLeakError
 from tests.oracle import make_private
+from tests.refusal import refused
 from tests.zoo.arguments import parameter
 from tests.zoo.member import D, Member, check, mean_of_rows, sequence
 
@@ -200,6 +201,17 @@ def test_caught_or_exact(name: str) -> None:
     except RuntimeError as error:  # torch.func says itself that it cannot run beside a look
         if "saved tensor hooks" not in str(error):
             raise
+
+
+@pytest.mark.parametrize("value", [lambda m: m.p, lambda m: m.p.exp()], ids=["itself", "derived"])
+@pytest.mark.parametrize(
+    "function", [lambda *xs: Scale.apply(*xs), scripted], ids=["own", "scripted"]
+)
+def test_what_was_met_and_the_way_out(function: Callable, value: Callable) -> None:
+    one = member("function", lambda m, x: function(x, value(m)))
+    way_out = r"custom autograd function.*scripted.*torch's own functions.*register_rule.*freeze"
+    with refused(way_out, ParameterLeakError):
+        check(one, sizes=(3,))
 
 
 def kept_over_steps(m: Escape, x: Tensor) -> Tensor:
