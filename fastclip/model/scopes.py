@@ -18,7 +18,6 @@ from fastclip.model.following import enter, follow, left
 from fastclip.model.interception import Handle
 from fastclip.samples.calls import FORWARD, Entered, Forward
 from fastclip.samples.inputs import tensors_of
-from fastclip.uses.checkpoints import rows_for_checkpoints
 from fastclip.uses.recurrent import sorted_by
 from fastclip.uses.routing import Routing
 
@@ -90,8 +89,6 @@ class RootCall:
         if keeper is not None and called is not None:
             layout = self._forward.layout
             keeper.calls.begin(called, layout.proxied if layout is not None else ())
-            if layout is not None and layout.proxied:
-                called.noticing.enter_context(rows_for_checkpoints(self._forward))
             enter("", self._forward)
             self.eager = layout is not None and "" in layout.users
             called.forward = self._forward

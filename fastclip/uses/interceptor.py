@@ -7,8 +7,8 @@ the samples are in what they return, is learnt by the probe (fastclip.samples.le
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from fastclip.samples.layout import BatchLayout
 from fastclip.samples.place import Place
 from fastclip.samples.probing import Misjudged, Probe
 from fastclip.uses.arguments import leaves_of, mapped
+from fastclip.uses.checkpoints import followed_checkpoints
 from fastclip.uses.composite import opened
 from fastclip.uses.derived import DerivedGraph, check_current, edge_of
 from fastclip.uses.keeper import Keeper
@@ -59,9 +60,12 @@ class Interceptor:
     def __deepcopy__(self, memo: dict[int, Any]) -> Interceptor:
         raise UnsupportedLayerError("a private model cannot be copied while it runs")
 
-    def on(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        """These parameters notice their uses inside."""
-        return intercepted(parameters, self)
+    @contextmanager
+    def on(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """These parameters notice their uses inside, whatever kind of checkpoint they are in."""
+        parameters = list(parameters)
+        with intercepted(parameters, self), followed_checkpoints() if parameters else nullcontext():
+            yield
 
     def called(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """A function is called with a private value among its arguments."""
@@ -102,18 +106,6 @@ class Interceptor:
             for x in _outputs(args[0] if out is None else out):
                 self.keeper.begins_with(forward, x)
         return out
-
-    def rows_of(self, value: Derived, forward: Forward) -> Tensor:
-        """A derived value [1, ...], one row a sample: [b, ...], with its samples along axis 0."""
-        shape = (forward.batch_size or 0, *value.shape[1:])
-        args = (value, shape)
-        with Native():
-            out = detached(value).expand(shape)
-        key = Key("a value of parameters in a checkpoint", (value.source.label,), None, 0, ())
-        call = self._call(
-            forward, key, Tensor.expand, args, {}, [value], Place(0), out, None, False, 0
-        )
-        return call.tap(out)
 
     def _here(self, key: Key, plain: bool) -> tuple[BatchLayout | None, Forward, bool]:
         forward, opens = self.keeper.layer_forward(key if plain else None)

@@ -112,6 +112,22 @@ def in_a_checkpoint(reentrant: bool, derived: bool = False, given: bool = False)
     return use
 
 
+def out_of_a_checkpoint(reentrant: bool) -> Use:
+    """As T5's position bias: the first block makes it, the others are given it."""
+
+    def block(m: Escape, h: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        bias = (m.w[0] * m.p).exp()[None, None] if bias is None else bias
+        return (m.other(h) + bias).tanh(), bias
+
+    def use(m: Escape, x: Tensor) -> Tensor:
+        bias = None
+        for _ in range(3):
+            x, bias = checkpoint(block, m, x, bias, use_reentrant=reentrant)
+        return x * bias.sum((0, 1))
+
+    return use
+
+
 def through_a_hook(m: Escape, x: Tensor) -> Tensor:
     handle = m.other.register_forward_hook(lambda module, given, out: out * m.p)
     try:
@@ -141,6 +157,10 @@ FOLLOWED: dict[str, Use] = {
     "a derived value given to a checkpoint": in_a_checkpoint(False, derived=True, given=True),
     "a reentrant checkpoint": in_a_checkpoint(reentrant=True),
     "a derived value in a reentrant checkpoint": in_a_checkpoint(reentrant=True, derived=True),
+    "given to a reentrant checkpoint": in_a_checkpoint(reentrant=True, given=True),
+    "derived, given to a reentrant checkpoint": in_a_checkpoint(True, derived=True, given=True),
+    "a derived value out of a checkpoint": out_of_a_checkpoint(reentrant=False),
+    "a derived value out of a reentrant checkpoint": out_of_a_checkpoint(reentrant=True),
 }
 """To be exact."""
 
@@ -169,8 +189,6 @@ CAUGHT: dict[str, Use] = {
         x * torch.func.grad(lambda w: (x.detach() * w).tanh().mean())(m.p)
     ),
     "a gradient of the input": gradient_of_the_input,
-    "given to a reentrant checkpoint": in_a_checkpoint(reentrant=True, given=True),
-    "derived, given to a reentrant checkpoint": in_a_checkpoint(True, derived=True, given=True),
 }
 """To be exact, or refused with an error of fastclip."""
 
