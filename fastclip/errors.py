@@ -35,7 +35,7 @@ class GraphError(FastclipError, RuntimeError, ValueError):
 
 
 class ParameterLeakError(FastclipError, RuntimeError, ValueError):
-    """A private parameter was used outside its module: its gradient would be unclipped."""
+    """A private parameter was used where it is not followed: its gradient would be unclipped."""
 
 
 class StepError(FastclipError, ValueError, RuntimeError):

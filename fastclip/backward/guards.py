@@ -18,8 +18,9 @@ from fastclip.errors import ParameterLeakError, StepError, UnsupportedLayerError
 class LeakGuard:
     """Raises when autograd computes a gradient of a private parameter.
 
-    Private layers return none for their parameters, so a gradient can only come from a use outside
-    the module, which would be unclipped. A copy is born unarmed: hooks belong to the parameters.
+    Private layers and uses return none for their parameters, so a gradient can only come from what
+    torch shows to no one (custom and scripted functions, a loss), which would be unclipped. A copy is
+    born unarmed: hooks belong to the parameters.
     """
 
     def __init__(self) -> None:
@@ -50,9 +51,11 @@ class LeakGuard:
 def _refuse(name: str, gradient: Tensor | None) -> None:
     if gradient is not None:
         raise ParameterLeakError(
-            f"parameter {name!r} was used outside its module's forward (for example "
-            "F.linear(x, module.weight)), so its gradient would be unclipped; call the module "
-            "itself, or freeze the parameter"
+            f"parameter {name!r} was used where it could not be followed (a custom autograd function, "
+            "a scripted function, a penalty that is added to the loss), so its gradient would be "
+            "unclipped; use torch's own functions in the model's forward, write the layer's rule with "
+            "@fastclip.layers.register_rule, or freeze the parameter; a penalty is the optimizer's "
+            "weight_decay"
         )
 
 

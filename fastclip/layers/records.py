@@ -166,7 +166,7 @@ class LookupRecord(Record):
         padding_idx: int | None = None, per_sample_count: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(ids, g)
-        self.ids, self.sample, self.g = ids, sample, g
+        self.ids, self.sample, self.g = ids.to(torch.int64), sample, g
         self.batch_size, self.num_embeddings = batch_size, num_embeddings
         self.padding_idx, self.per_sample_count = padding_idx, per_sample_count
 

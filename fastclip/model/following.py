@@ -40,13 +40,13 @@ def follow(
     forward = keeper.running_forward()
     if forward is not None and forward.layout is not None and path in forward.layout.users:
         inner = partial(eagerly, inner)
-    routing = None if forward is None else entered(path, forward)
-    if forward is None or routing is None:
+    if forward is None or forward.layout is None or forward.batch_size is None:
         return inner(*args, **kwargs)
+    enter(path, forward)
     try:
         out = inner(*args, **kwargs)
     finally:
-        forward.routings.pop()
+        _, routing = forward.inside.pop()
     return left(path, forward, routing, out)
 
 
@@ -56,19 +56,15 @@ def eagerly(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return inner(*args, **kwargs)
 
 
-def entered(path: str, forward: Forward) -> Routing | None:
-    """Follow the rows inside this module from now on, if it moves any."""
-    layout = forward.layout
-    if layout is None or path not in layout.returns or forward.batch_size is None:
-        return None
-    routing = Routing(forward.batch_size)
-    forward.routings.append((path, routing))
-    return routing
+def enter(path: str, forward: Forward) -> None:
+    """This module runs; what is learnt inside may say that it moves rows."""
+    forward.inside.append((path, Routing(forward.batch_size or 0)))
 
 
 def left(path: str, forward: Forward, routing: Routing, out: Any) -> Any:
-    """What the module returns, where gradients come in whose owners are known."""
-    assert forward.layout is not None
+    """What the module returns; if it moves rows, gradients come in there whose owners are known."""
+    if forward.layout is None or path not in forward.layout.returns:
+        return out
     leaves, structure = flatten(out)
     places = forward.layout.returns[path]
     tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]

@@ -199,12 +199,13 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
         rows = forward.batch_size
         known = rows is None or layout.place_of(handle.path, x, rows, forward.lengths) is not None
         if not known and handle.path in layout.places:
-            keeper.calls.look_again(layout, forward, handle.path)
+            keeper.calls.look_again(layout, forward, handle.path, x)
             if handle.path in layout.open:
                 return handle._plain(module)(*args, **kwargs)
         place = layout.locate(
             handle.path, x, forward.batch_size, rule.axis(module), forward.lengths
         )
+    forward.reached.add(handle.path)
     parameters = handle.parameters(module)
     _check_parameters(handle, module, parameters)
     call = Call(handle, module, forward, place, extra, parameters)

@@ -14,11 +14,10 @@ from torch.nn.utils.rnn import PackedSequence
 from fastclip._torch import current_task, disable_dynamo
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.errors import GraphError
-from fastclip.model.following import entered, follow, left
+from fastclip.model.following import enter, follow, left
 from fastclip.model.interception import Handle
 from fastclip.samples.calls import FORWARD, Entered, Forward
 from fastclip.samples.inputs import tensors_of
-from fastclip.uses.checkpoints import rows_for_checkpoints
 from fastclip.uses.recurrent import sorted_by
 from fastclip.uses.routing import Routing
 
@@ -84,32 +83,23 @@ class RootCall:
         self._keeper, self._called = keeper, called
         self._inside = inside or nullcontext(Forward(None))
         self._forward = self._inside.__enter__()
-        self._uses: AbstractContextManager[None] = nullcontext()
-        self._checkpoints: AbstractContextManager[None] = nullcontext()
         self._routing: Routing | None = None
         self.eager = False
         """Parameters are used in the model's own code, which must not be compiled."""
         if keeper is not None and called is not None:
             layout = self._forward.layout
-            self._uses = keeper.calls.intercepted(layout.proxied if layout is not None else ())
-            self._uses.__enter__()
-            if layout is not None and layout.proxied:
-                self._checkpoints = rows_for_checkpoints(self._forward)
-            self._checkpoints.__enter__()
-            self._routing = entered("", self._forward)
+            keeper.calls.begin(called, layout.proxied if layout is not None else ())
+            enter("", self._forward)
             self.eager = layout is not None and "" in layout.users
             called.forward = self._forward
             if self._forward.layout is not None and self._forward.layout.folds:
                 self._forward.lengths = self._forward.layout.lengths(args, kwargs)
-            keeper.calls.begin(called)
 
     @disable_dynamo
     def leave(self) -> None:
         """The model's forward has returned, or failed."""
-        self._checkpoints.__exit__(None, None, None)
-        self._uses.__exit__(None, None, None)
-        if self._routing is not None:
-            self._forward.routings.pop()
+        if self._called is not None:
+            _, self._routing = self._forward.inside.pop()
         self._inside.__exit__(None, None, None)
         if self._keeper is not None and self._called is not None:
             self._keeper.calls.end()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,15 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastclip.errors import GraphError
+from fastclip.samples.independence import called as called_by
 from fastclip.samples.inputs import batch_sizes_of
 from fastclip.samples.layout import BatchLayout, Lengths
 from fastclip.samples.learning import learn
 from fastclip.samples.mixed_outputs import refuse_gradients
 from fastclip.samples.probe_state import Trains, no_training
-from fastclip.samples.probing import Probe, Runs
+from fastclip.samples.probing import MOST_ROWS, Probe, Runs
 
 FORWARD = "forward"
 """Name of the call that is the model's own forward."""
+_LOOKS_AGAIN = 17
+"""At one batch, where a layer in the middle of it cannot hold its samples."""
 
 
 @dataclass(eq=False)
@@ -41,8 +45,16 @@ class Forward:
     """Of the inputs of the call that it belongs to."""
     derived: Any = None
     """The values that were computed from parameters alone."""
-    routings: list[tuple[str, Any]] = field(default_factory=list)
-    """The modules that run, inside which rows are moved: their paths, and who follows the rows."""
+    inside: list[tuple[str, Any]] = field(default_factory=list)
+    """The modules that run: their paths, and who follows the rows, should they be moved there."""
+    reached: set[Hashable] = field(default_factory=set)
+    """Layers and uses that it has passed."""
+
+    @property
+    def routings(self) -> list[tuple[str, Any]]:
+        """The modules among `inside` inside which rows are moved."""
+        returns = () if self.layout is None else self.layout.returns
+        return [entered for entered in self.inside if entered[0] in returns] if returns else []
 
 
 @dataclass
@@ -57,6 +69,8 @@ class Entered:
     forward: Forward | None = None
     drives: bool = False
     """It is a loop that trains, not a computation over one batch: what it calls is looked at."""
+    noticing: ExitStack = field(default_factory=ExitStack)
+    """What lets parameters notice their uses, until the call ends."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +114,14 @@ class Calls:
         """The call that private layers belong to, if one runs: what it does before is seen."""
         return next((called for called in self._running if not called.drives), None)
 
-    def begin(self, called: Entered) -> None:
-        """A call begins."""
+    def begin(self, called: Entered, noticed: Iterable[nn.Parameter] = ()) -> None:
+        """A call begins, in which these parameters notice their uses."""
+        called.noticing.enter_context(self.intercepted(noticed))
         self._running.append(called)
 
     def end(self) -> None:
         """The call that began last has returned, or failed."""
-        self._running.pop()
+        self._running.pop().noticing.close()
 
     @contextmanager
     def inside(
@@ -122,12 +137,11 @@ class Calls:
         called = Entered(name, module, plain, args, kwargs)
         drives = self.layout_of(name).drives or not batch_sizes_of(args, kwargs, self.batch_axis)
         called.drives = drives  # without rows, such as Lightning's optimizer_step(closure)
-        self.begin(called)
         layout = self.layout_of(name)
         noticed = layout.proxied if layout.known else self._private
+        self.begin(called, () if drives else noticed)
         try:
-            with self.intercepted(() if drives else noticed):
-                yield partial(self._returned_by, called)
+            yield partial(self._returned_by, called)
         finally:
             self.end()
 
@@ -147,6 +161,7 @@ class Calls:
             try:
                 if layout.due(called.model, called.args, called.kwargs):
                     self.learn(layout, called, path)
+                    called.noticing.enter_context(self.intercepted(layout.proxied))
                 size = layout.batch_size(called.args, called.kwargs)
                 lengths = layout.lengths(called.args, called.kwargs) if layout.folds else None
                 called.forward = Forward(size, recording, layout=layout, lengths=lengths)
@@ -175,24 +190,65 @@ class Calls:
         layout = forward.layout
         if layout is None:
             return self.layout_of(FORWARD)
-        running = [called for called in self._running if called.forward is forward]
-        if running and not layout.knows(path):
-            self.learn(layout, running[-1], path)
+        called = self._called(forward)
+        if called is not None and not layout.knows(path):
+            self._learn_inside(layout, called, forward, path)
         return layout
 
     def intercepted(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
         """These parameters notice their uses inside."""
         return nullcontext() if self.intercepting is None else self.intercepting(parameters)
 
-    def look_again(self, layout: BatchLayout, forward: Forward, name: Hashable) -> None:
-        """A layer or use cannot hold the samples where they were: lengths may have changed."""
-        running = [called for called in self._running if called.forward is forward]
-        if running and self.probe is None:
-            self.learn(layout, running[-1], name)
-            forward.lengths = layout.lengths(running[-1].args, running[-1].kwargs)
+    def look_again(self, layout: BatchLayout, forward: Forward, name: Hashable, x: Tensor) -> None:
+        """A layer or use cannot hold the samples where they were: `x` shows it.
 
-    def learn(self, layout: BatchLayout, called: Entered, path: Hashable | None = None) -> None:
-        """Run the call on a few of its rows; `path` is a layer that must be met."""
+        Lengths may have changed; or rows are moved, by their values, which other rows or parameters
+        that were stirred did not show.
+        """
+        called = self._called(forward)
+        if called is None or self.probe is not None:
+            return
+        rows = forward.batch_size or 0
+        for trial in range(min(_LOOKS_AGAIN, 2 + (rows - 1) // MOST_ROWS)):
+            self._learn_inside(layout, called, forward, name, trial)
+            forward.lengths = layout.lengths(called.args, called.kwargs)
+            place = layout.place_of(name, x, rows, forward.lengths)
+            if place is not None or name not in layout.places or name in layout.open:
+                return
+
+    def _called(self, forward: Forward) -> Entered | None:
+        """The running call that this forward pass belongs to."""
+        running = [called for called in self._running if called.forward is forward]
+        return running[-1] if running else None
+
+    def _learn_inside(
+        self, layout: BatchLayout, called: Entered, forward: Forward, path: Hashable, trial: int = 0
+    ) -> None:
+        """Learn in the middle of a forward pass, for what is left of it.
+
+        Raises:
+            GraphError: what has been learnt contradicts what has run.
+        """
+        before = layout.facts()
+        self.learn(layout, called, path, trial)
+        after = layout.facts()
+        wrong = {name for name, _ in before - after} & forward.reached
+        if wrong:
+            raise GraphError(
+                f"{sorted(map(called_by, wrong))}: other rows of this batch show that samples lie "
+                "elsewhere there than in all calls before, and they have run in this forward pass; "
+                "call the model on this batch again, which is known now"
+            )
+        called.noticing.enter_context(self.intercepted(layout.proxied))
+
+    def learn(
+        self, layout: BatchLayout, called: Entered, path: Hashable | None = None, trial: int = 0
+    ) -> None:
+        """Run the call on a few of its rows; `path` is a layer that must be met.
+
+        Args:
+            trial: above 0: parameters are as they are, and other rows are taken in each.
+        """
 
         @contextmanager
         def watch(probe: Probe) -> Iterator[None]:
@@ -206,6 +262,8 @@ class Calls:
         run = Runs(
             layout, called.model, called.plain, called.args, called.kwargs, self._private, watch
         )
+        if trial:
+            run.as_they_are, run.first_row = True, (trial - 1) * MOST_ROWS
         begun = time.perf_counter()
         with nullcontext() if called.name == FORWARD else no_training():
             learn(layout, run, path)

@@ -175,7 +175,7 @@ def check_constants(probe: Probe, places: Mapping[Hashable, Place]) -> None:
                 continue
             rows = place.rows(x, probe.rows)
             if len(rows) and not _close(rows, rows[:1].expand_as(rows), _OTHER_PLACE):
-                raise placed(called(name))
+                raise placed(called(name), drawn=probe.draws)
 
 
 def check_copies(probe: Probe, output: Any, of_outputs: list[int]) -> None:
@@ -213,11 +213,15 @@ def check_first(copies: Any, several: Any, rows: list[int], of_outputs: list[int
             raise coupled("the output", other_size=True)
 
 
-def placed(where: str) -> BatchSizeError:
-    """The refusal of a model that treats rows by their number."""
+def placed(where: str, drawn: bool = False) -> BatchSizeError:
+    """The refusal of a model that treats rows by their number, or that may have `drawn` for them."""
+    drawn_for = (
+        " (random numbers that NumPy or Python drew for it look like that, too)" if drawn else ""
+    )
     return BatchSizeError(
-        f"{where}: what a sample has there depends on its number in the batch, so its gradient depends "
-        "on who else was drawn; treat every row of the batch alike"
+        f"{where}: what a sample has there depends on its number in the batch{drawn_for}, so its "
+        "gradient depends on who else was drawn; treat every row of the batch alike"
+        + (", and draw with torch's own functions, such as torch.rand" if drawn else "")
     )
 
 

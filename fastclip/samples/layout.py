@@ -52,6 +52,8 @@ class BatchLayout:
         """Nothing is known of layers and uses."""
         self.met: set[Hashable] = set()
         """Layers and uses that a probe has seen."""
+        self.counting: set[str] = set()
+        """Layers among them that count their samples themselves."""
         self.places: dict[Hashable, Place] = {}
         """Where the samples are, by a layer's path or the key of a use."""
         self.folds: dict[tuple[Hashable, int, Lengths], Place] = {}
@@ -82,6 +84,17 @@ class BatchLayout:
                 return rows_of(leaves[number], self.axis)
         return next(iter(batch_sizes_of(args, kwargs, self.axis)), None)
 
+    def settle(self) -> None:
+        """Layers that were seen only where nothing could tell their samples have not been met."""
+        told = self.places.keys() | self.open | self.counting
+        self.met = {name for name in self.met if name in told or not isinstance(name, str)}
+
+    def facts(self) -> set[tuple[Hashable, Hashable]]:
+        """What calls rely on: layers and uses, each with what is known of it."""
+        places = {(n, p) for n, p in self.places.items() if n not in self.open}
+        folds = {(n, (size, lengths, p)) for (n, size, lengths), p in self.folds.items()}
+        return {*places, *folds, *self.uses.items()}
+
     def knows(self, name: Hashable) -> bool:
         """A probe has seen this layer or use (or cannot see any: inputs that cannot be cut)."""
         return name in self.met or (self.known and self.flat)
@@ -108,6 +121,7 @@ class BatchLayout:
             return
         self.met.add(path)
         if counts_rows:
+            self.counting.add(path)
             self.flat |= x.dim() == 1
         else:
             probe.show(path, x)

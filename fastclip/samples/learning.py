@@ -69,6 +69,7 @@ def learn(layout: BatchLayout, run: Runs, path: Hashable | None = None) -> None:
         for run.trial in range(_TRIALS):
             with saved_tensors_hooks(Tensor.detach, _itself):  # not those of a checkpoint around it
                 learner.look()
+            layout.settle()
             layout.known = True
             if path is None or layout.knows(path):
                 layout.watch = layout.watch or Watch(run.model, run.args, run.kwargs)
@@ -94,6 +95,9 @@ class _Learner:
 
     def look(self) -> None:
         """Once, with parameters that say something; or as they are, if the model needs that."""
+        if self.run.as_they_are:
+            self._look_as_they_are()
+            return
         try:
             for must_be_finite in (True, False):
                 try:
@@ -115,6 +119,14 @@ class _Learner:
             f"along axis {self.layout.axis} (a list of tensors: stack or pad them), and let the model "
             f"take any number of rows{self.run.last_error}"
         )
+
+    def _look_as_they_are(self) -> None:
+        """What parameters that say something have shown stays so, unless rows are seen to move."""
+        layout = self.layout
+        places, folds = dict(layout.places), dict(layout.folds)
+        self._learn(must_be_finite=False)
+        layout.places |= {name: place for name, place in places.items() if name in layout.places}
+        layout.folds |= folds
 
     def _are_finite(self, where: list[Tensor]) -> bool:
         """Whether outputs are finite there and nowhere else, as parameters are: masked scores."""

@@ -143,6 +143,10 @@ class Runs:
         """Forward passes so far."""
         self.trial = 0
         """Which seeds are used."""
+        self.as_they_are = False
+        """Parameters are not stirred."""
+        self.first_row = 0
+        """Of the real inputs, from which distinct ones are taken."""
         self.asks_inputs = True
         """Gradients of the inputs are asked for, too; a few models cannot run on such inputs."""
         self._leaves, self._structure = flatten((args, kwargs))
@@ -158,7 +162,7 @@ class Runs:
         """
         self._cuts = cuts
         self._pool = [
-            leaf if axis is None else take_rows(leaf, axis, real or [0])
+            leaf if axis is None else take_rows(leaf, axis, real or [self.first_row])
             for leaf, axis in zip(self._leaves, cuts, strict=True)
         ]
         if synthetic:
@@ -166,13 +170,13 @@ class Runs:
                 leaf if axis is None else join_rows(leaf, _another(leaf, axis), axis)
                 for leaf, axis in zip(self._pool, cuts, strict=True)
             ]
-        return len(real or [0]) + synthetic
+        return len(real or [self.first_row]) + synthetic
 
     def distinct(self, cuts: Cuts) -> list[int]:
         """Numbers of rows of the real inputs that differ from one another, at most MOST_ROWS."""
         cut = [(x, a) for x, a in zip(self._leaves, cuts, strict=True) if a is not None]
         found: list[int] = []
-        for i in range(min(self.rows(cuts), _LOOKED_AT)):
+        for i in range(self.first_row, min(self.rows(cuts), self.first_row + _LOOKED_AT)):
             if all(_differ(cut, i, j) for j in found):
                 found.append(i)
             if len(found) == MOST_ROWS:

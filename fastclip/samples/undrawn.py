@@ -11,6 +11,7 @@ _FILLED = {
     "rand": 0.5, "rand_like": 0.5, "uniform": 0.5, "randn": 0.5, "randn_like": 0.5, "normal": 0.5,
     "exponential": 0.5, "log_normal": 0.5, "cauchy": 0.5, "bernoulli": 1, "randint": 0,
     "randint_like": 0, "random": 0, "geometric": 1, "multinomial": 0, "poisson": 1, "binomial": 1,
+    "_standard_gamma": 0.5, "_sample_dirichlet": 0.5,
 }  # fmt: skip
 """What every number becomes that these functions draw."""
 

@@ -6,8 +6,8 @@ the samples are in what they return, is learnt by the probe (fastclip.samples.le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,12 +19,13 @@ from fastclip.samples.calls import Forward
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.place import Place
 from fastclip.uses.arguments import leaves_of, mapped, outputs
+from fastclip.uses.checkpoints import followed_checkpoints
 from fastclip.uses.composite import opened
 from fastclip.uses.derived import DerivedGraph, check_current, edge_of
 from fastclip.uses.keeper import Keeper
 from fastclip.uses.key import Key, Keys
 from fastclip.uses.probed import probed
-from fastclip.uses.proxy import Derived, PrivateParameter, detached, intercepted, is_private
+from fastclip.uses.proxy import PrivateParameter, detached, intercepted, is_private
 from fastclip.uses.replay import RANDOM, ReplayUse
 from fastclip.uses.rule import Operands, UseRule, in_place, plain_name, rules_of
 from fastclip.uses.tap import Target, UseCall
@@ -47,9 +48,12 @@ class Interceptor:
     def __deepcopy__(self, memo: dict[int, Any]) -> Interceptor:
         raise UnsupportedLayerError("a private model cannot be copied while it runs")
 
-    def on(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        """These parameters notice their uses inside."""
-        return intercepted(parameters, self)
+    @contextmanager
+    def on(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """These parameters notice their uses inside, whatever kind of checkpoint they are in."""
+        parameters = list(parameters)
+        with intercepted(parameters, self), followed_checkpoints() if parameters else nullcontext():
+            yield
 
     def called(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """A function is called with a private value among its arguments."""
@@ -73,6 +77,7 @@ class Interceptor:
         layout, forward, opens = self._here(key, bool(plain))
         used = layout.uses.get(key, bool(plain)) if layout is not None else bool(plain)
         if not used:
+            forward.reached.add(key)
             if forward.derived is None:
                 forward.derived = DerivedGraph(self)
             return forward.derived.derive(func, args, kwargs, hash(key))
@@ -82,22 +87,11 @@ class Interceptor:
                 "samples cannot be told; use it inside one of them"
             )
         out = self._use(layout, forward, key, func, args, kwargs, private)
+        forward.reached.add(key)
         if opens:
             for x in outputs(args[0] if out is None else out):
                 self.keeper.begins_with(forward, x)
         return out
-
-    def rows_of(self, value: Derived, forward: Forward) -> Tensor:
-        """A derived value [1, ...], one row a sample: [b, ...], with its samples along axis 0."""
-        shape = (forward.batch_size or 0, *value.shape[1:])
-        args = (value, shape)
-        with Native():
-            out = detached(value).expand(shape)
-        key = Key("a value of parameters in a checkpoint", (value.source.label,), None, 0, ())
-        call = self._call(
-            forward, key, Tensor.expand, args, {}, [value], Place(0), out, None, False, 0
-        )
-        return call.tap(out)
 
     def _here(self, key: Key, plain: bool) -> tuple[BatchLayout | None, Forward, bool]:
         forward, opens = self.keeper.layer_forward(key if plain else None)
@@ -152,7 +146,7 @@ class Interceptor:
         found = layout.place_of(key, out, batch, forward.lengths)
         if found is not None:
             return found
-        self.keeper.calls.look_again(layout, forward, key)
+        self.keeper.calls.look_again(layout, forward, key, out)
         found = layout.place_of(key, out, batch, forward.lengths)
         if found is None and key in layout.places:
             raise BatchSizeError(

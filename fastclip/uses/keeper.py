@@ -13,7 +13,6 @@ from fastclip.planner.report import PlanLog
 from fastclip.samples.calls import Calls, Forward
 
 if TYPE_CHECKING:
-    from fastclip.uses.proxy import Derived
     from fastclip.uses.tap import Target
 
 
@@ -53,6 +52,3 @@ class Intercepts(Protocol):
 
     def called(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """A function is called with a private value among its arguments."""
-
-    def rows_of(self, value: Derived, forward: Forward) -> Tensor:
-        """A derived value [1, ...], one row a sample: [b, ...], with its samples along axis 0."""

@@ -82,7 +82,8 @@ def _refuse(gradient: Tensor) -> None:
     raise ParameterLeakError(
         "a value computed from parameters alone (a normalised weight, a position table) was used where "
         "it could not be followed (a custom autograd function, a scripted function), so its gradient "
-        "would be unclipped; use torch's own functions there, or freeze these parameters"
+        "would be unclipped; use torch's own functions there, write the layer's rule with "
+        "@fastclip.layers.register_rule, or freeze these parameters"
     )
 
 

@@ -26,8 +26,10 @@ def test_embedding(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("id_type", [torch.int64, torch.int32])
-def test_alone(id_type: torch.dtype, dtype: torch.dtype) -> None:
-    check_exact(nn.Embedding(50, 8), torch.randint(50, (5, 20)).to(id_type), dtype=dtype)
+@pytest.mark.parametrize("words", [50, 500])
+def test_alone(words: int, id_type: torch.dtype, dtype: torch.dtype) -> None:
+    """Many entries of a small table, and few of a large one."""
+    check_exact(nn.Embedding(words, 8), torch.randint(words, (5, 20)).to(id_type), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,7 +79,7 @@ def one_bag(batch: Batch, i: int) -> Batch:
     ids, offsets, weights = batch.args
     last = len(offsets) > len(STARTS)  # include_last_offset
     start, end = [*STARTS, len(ids)][i : i + 2]
-    new_offsets = torch.tensor([0, end - start] if last else [0])
+    new_offsets = offsets.new_tensor([0, end - start] if last else [0])
     return Batch((ids[start:end], new_offsets, None if weights is None else weights[start:end]))
 
 
@@ -106,3 +108,15 @@ def test_an_empty_bag(dtype: torch.dtype) -> None:
         return Batch((ids[[0, 3, 3][i] : [3, 3, 4][i]], torch.tensor([0])))
 
     check_exact(Bag(mode="sum"), Batch((ids, offsets), take=take), dtype=dtype)
+
+
+@pytest.mark.parametrize("offsets", [None, STARTS])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_32_bits(mode: str, offsets: list[int] | None) -> None:
+    if offsets is None:
+        batch: Batch | torch.Tensor = torch.randint(7, (5, 4)).int()
+    else:
+        ids = torch.randint(7, (12,)).int()
+        batch = Batch((ids, torch.tensor(offsets).int(), None), take=one_bag)
+    model = Bag(mode=mode)
+    check_exact(model, batch, dtype=torch.float64)

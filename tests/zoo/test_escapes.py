@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as Native
 from torch.utils.checkpoint import checkpoint
 
-from fastclip.errors import FastclipError
+from fastclip.errors import FastclipError, ParameterLeakError
 from tests.oracle import make_private
+from tests.refusal import refused
 from tests.zoo.arguments import parameter
 from tests.zoo.member import D, Member, check, mean_of_rows, sequence
 
@@ -111,6 +112,22 @@ def in_a_checkpoint(reentrant: bool, derived: bool = False, given: bool = False)
     return use
 
 
+def out_of_a_checkpoint(reentrant: bool) -> Use:
+    """As T5's position bias: the first block makes it, the others are given it."""
+
+    def block(m: Escape, h: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        bias = (m.w[0] * m.p).exp()[None, None] if bias is None else bias
+        return (m.other(h) + bias).tanh(), bias
+
+    def use(m: Escape, x: Tensor) -> Tensor:
+        bias = None
+        for _ in range(3):
+            x, bias = checkpoint(block, m, x, bias, use_reentrant=reentrant)
+        return x * bias.sum((0, 1))
+
+    return use
+
+
 def through_a_hook(m: Escape, x: Tensor) -> Tensor:
     handle = m.other.register_forward_hook(lambda module, given, out: out * m.p)
     try:
@@ -142,6 +159,10 @@ FOLLOWED: dict[str, Use] = {
     "a derived value in a reentrant checkpoint": in_a_checkpoint(reentrant=True, derived=True),
     "functional_call of parameters": called_with(lambda m: m.w),
     "functional_call of derived values": called_with(lambda m: m.w.exp()),
+    "given to a reentrant checkpoint": in_a_checkpoint(reentrant=True, given=True),
+    "derived, given to a reentrant checkpoint": in_a_checkpoint(True, derived=True, given=True),
+    "a derived value out of a checkpoint": out_of_a_checkpoint(reentrant=False),
+    "a derived value out of a reentrant checkpoint": out_of_a_checkpoint(reentrant=True),
 }
 """To be exact."""
 
@@ -168,8 +189,6 @@ CAUGHT: dict[str, Use] = {
         x * torch.func.grad(lambda w: (x.detach() * w).tanh().mean())(m.p)
     ),
     "a gradient of the input": gradient_of_the_input,
-    "given to a reentrant checkpoint": in_a_checkpoint(reentrant=True, given=True),
-    "derived, given to a reentrant checkpoint": in_a_checkpoint(True, derived=True, given=True),
 }
 """To be exact, or refused with an error of fastclip."""
 
@@ -200,6 +219,17 @@ def test_caught_or_exact(name: str) -> None:
     except RuntimeError as error:  # torch.func says itself that it cannot run beside a look
         if "saved tensor hooks" not in str(error):
             raise
+
+
+@pytest.mark.parametrize("value", [lambda m: m.p, lambda m: m.p.exp()], ids=["itself", "derived"])
+@pytest.mark.parametrize(
+    "function", [lambda *xs: Scale.apply(*xs), scripted], ids=["own", "scripted"]
+)
+def test_what_was_met_and_the_way_out(function: Callable, value: Callable) -> None:
+    one = member("function", lambda m, x: function(x, value(m)))
+    way_out = r"custom autograd function.*scripted.*torch's own functions.*register_rule.*freeze"
+    with refused(way_out, ParameterLeakError):
+        check(one, sizes=(3,))
 
 
 def kept_over_steps(m: Escape, x: Tensor) -> Tensor:
