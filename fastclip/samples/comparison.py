@@ -8,13 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from fastclip.errors import BatchSizeError, FastclipError
-from fastclip.samples.groups import others_changed, spread
+from fastclip.samples.groups import few, others_changed, spread
 from fastclip.samples.independence import (
     axes_of_outputs,
     called,
-    check_constants,
-    check_copies,
-    check_first,
     check_layers,
     check_somewhere,
     check_values,
@@ -29,14 +26,14 @@ from fastclip.samples.layout import BatchLayout
 from fastclip.samples.mixed_outputs import Found, mixed_outputs, note_gradients
 from fastclip.samples.owners import agrees
 from fastclip.samples.place import Place, places
+from fastclip.samples.positions import check_constants, check_copies, check_first
 from fastclip.samples.probing import INPUT, Probe, Runs
+from fastclip.samples.routers import places_returned, route
 
 _SMALLEST = 2
 """Rows that are held against a batch of nothing else."""
 _SEEDS = (2, 3, 4)
 """Of the runs whose gradients are looked at; one is enough where nothing is drawn."""
-_AGAIN = 3
-"""Rows of those that only show what else may happen by chance."""
 
 
 class Opened(Exception):
@@ -105,8 +102,8 @@ class Comparison:
 
     def _compare_sizes(self, two: Probe, three: Probe, outputs: list[Any]) -> None:
         """Copies of one row are alike, and the same in two and in three."""
-        check_copies(two, outputs[0], self.of_outputs)
-        check_copies(three, outputs[1], self.of_outputs)
+        check_copies(two, outputs[0], self.of_outputs, self.layout.places)
+        check_copies(three, outputs[1], self.of_outputs, self.layout.places)
         of_both = (outputs[0], outputs[1])
         check_values(two, three, of_both, [0], self.of_outputs, other_size=True)
         check_layers(two, three, [0], self.layout.places)
@@ -121,7 +118,7 @@ class Comparison:
         self.candidates, self.moved, self.reached, self.lengths = {}, set(), set(), {}
         found: Found = {}
         for seed in _SEEDS:
-            noted, some = (found, rows) if seed == _SEEDS[0] else ({}, rows[:_AGAIN])
+            noted, some = (found, rows) if seed == _SEEDS[0] else ({}, few(rows))
             try:
                 drawn = self._influence(some, seed, noted)
             except FastclipError:
@@ -170,7 +167,10 @@ class Comparison:
                 n for n, c in self.candidates.items() if len(c) > 1 and not c[0].plain
             }
             if uncertain:
-                self._routers(uncertain, probe, influence)
+                returned = places_returned(probe, influence)
+                for name in route(uncertain, (probe, *self.probes), returned) & self.reached:
+                    if not isinstance(name, str):
+                        raise coupled(called(name))
             settled = {n: c[0] for n, c in self.candidates.items() if len(c) == 1}
             note_gradients(probe, settled, self.of_outputs, found, out)
 
@@ -233,35 +233,6 @@ class Comparison:
             self.layout.places.pop(name, None)
         self.layout.places |= {n: c[0] for n, c in self.candidates.items() if len(c) == 1}
 
-    def _routers(self, names: set[Hashable], probe: Probe, influence: Influence) -> None:
-        """For uses whose rows are moved: the innermost module that returns rows in their places."""
-        count = probe.rows
-        found: dict[str, dict[int, list[Place]]] = {}
-        owned = influence.owners(probe.returned)
-        shapes = {output.name: output.shape for output in probe.returned}
-        path: str
-        number: int
-        for name, owner in owned:
-            path, number = name  # type: ignore[misc]
-            shape = shapes[name]
-            plain = [place for axis in range(len(shape)) for place in places(shape, count, [axis])]
-            fits = [place for place in plain if agrees(place, owner, count)]
-            held = found.setdefault(path, {})
-            held[number] = [p for p in held.get(number, fits) if p in fits]
-        for name in names:
-            for path in reversed(self._users(name, probe)):
-                mine = found.get(path)
-                if mine and all(mine.values()):
-                    self.layout.routers[name] = path
-                    self.layout.returns[path] = {n: found[0] for n, found in mine.items()}
-                    break
-            else:
-                if name in self.reached and not isinstance(name, str):
-                    raise coupled(called(name))
-
-    def _users(self, name: Hashable, probe: Probe) -> tuple[str, ...]:
-        return next((p.users[name] for p in (probe, *self.probes) if name in p.users), ())
-
     def _folds(self, name: Hashable, place: Place) -> None:
         """Note how many entries a sample had, where that is so."""
         lengths = self.layout.lengths(self.run.args, self.run.kwargs)
@@ -280,16 +251,19 @@ class Comparison:
         count = len(rows)
         base = Probe(self.layout, count)
         out = self.run.once(base, rows, seed=1)
+        base.in_double = self.probes[0].in_double
         if not base.draws:
             self.several = out, rows
+            self._compare_with_few(base, out, few(rows))
         small = [frozenset({row}) for row in extreme_rows(base, self.layout.places)[:_SMALLEST]]
         for kept in (*groups, *small):
             changed = frozenset(range(count)) - kept
             noisy = changed if kept in groups else frozenset()
             probe = Probe(self.layout, count, replaced=noisy)
             found = self.run.once(probe, others_changed(rows, kept), seed=1)
+            probe.in_double = base.in_double
             if kept in small and not probe.draws:  # copies of one row
-                check_copies(probe, found, self.of_outputs)
+                check_copies(probe, found, self.of_outputs, self.layout.places)
             self._narrow_by_values(base, probe, sorted(kept))
             moved = moved_between(base, probe, sorted(kept), self.layout.places)
             if moved:  # the same rows in other places, or other rows
@@ -299,6 +273,14 @@ class Comparison:
             for name in self.layout.moved:
                 check_somewhere(name, base, probe, self.owned.get(name, []), kept)
             check_values(base, probe, (out, found), sorted(kept), self.of_outputs)
+
+    def _compare_with_few(self, base: Probe, out: Any, rows: list[int]) -> None:
+        """These, which come first in `base`, are the same in a smaller batch."""
+        smaller, kept = Probe(self.layout, len(rows)), list(range(len(rows)))
+        found = self.run.once(smaller, rows, seed=1)
+        smaller.in_double = base.in_double
+        check_values(base, smaller, (out, found), kept, self.of_outputs, other_size=True)
+        check_layers(base, smaller, kept, self.layout.places)
 
     def _narrow_by_values(self, base: Probe, probe: Probe, kept: list[int]) -> None:
         """Where gradients could not tell, rows that were kept are the same."""

@@ -8,6 +8,7 @@ _SPLIT = frozenset({0, 3, 5, 6})
 """Rows to change: neighbours, halves, strides of two, and rows in reverse lie on either side."""
 _FEWEST = 5
 """Rows that are run at least, for that."""
+_SEVERAL = 3
 
 
 def spread(choice: int) -> tuple[list[int], frozenset[int]]:
@@ -23,3 +24,9 @@ def spread(choice: int) -> tuple[list[int], frozenset[int]]:
 def others_changed(rows: list[int], kept: frozenset[int]) -> list[int]:
     """The same rows where they are kept, and one of them everywhere else."""
     return [row if i in kept else rows[min(kept)] for i, row in enumerate(rows)]
+
+
+def few(rows: list[int]) -> list[int]:
+    """The first of them, of which there are several."""
+    distinct = list(dict.fromkeys(rows))[:_SEVERAL]
+    return rows[: rows.index(distinct[-1]) + 1]

@@ -27,8 +27,10 @@ _VALUES = {torch.float64: 1e-9, torch.float32: 1e-4}
 another order where another row is longer."""
 _OTHER_SIZE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """The same in batches of another size."""
-_OTHER_PLACE = {torch.float64: 1e-5, torch.float32: 1e-3}
+OTHER_PLACE = {torch.float64: 1e-5, torch.float32: 1e-3}
 """The same at another place in the batch: parts of a float64 model may compute in float32."""
+IN_DOUBLE = {torch.float64: 1e-11}
+"""Both, where none does."""
 
 
 def changed_axis(first: tuple[int, ...], second: tuple[int, ...]) -> int:
@@ -88,7 +90,7 @@ def check_values(
     Raises:
         BatchSizeError: they are not.
     """
-    allowed = _OTHER_SIZE if other_size else _VALUES
+    allowed = _between(first, second) if other_size else _VALUES
     pairs = zip(by_row(outputs[0]), by_row(outputs[1]), of_outputs, strict=False)
     for one, other, axis in pairs:
         sizes = (first.rows, second.rows)
@@ -104,8 +106,12 @@ def check_layers(
     Raises:
         BatchSizeError: naming the first layer where they are not.
     """
-    for name in moved_between(first, second, kept, places, _OTHER_SIZE):
+    for name in moved_between(first, second, kept, places, _between(first, second)):
         raise coupled(f"the input of {called(name)}", other_size=True)
+
+
+def _between(first: Probe, second: Probe) -> dict[torch.dtype, float]:
+    return IN_DOUBLE if first.in_double and second.in_double else _OTHER_SIZE
 
 
 def moved_between(
@@ -162,69 +168,6 @@ def _close_to_one(row: Tensor, rows: Tensor) -> bool:
     return bool((apart <= tolerance * torch.maximum(size, row.abs().amax())).any())
 
 
-def check_constants(probe: Probe, places: Mapping[Hashable, Place]) -> None:
-    """What is made of parameters and the number of rows alone is the same for all rows.
-
-    Raises:
-        BatchSizeError: a row has a parameter of its own.
-    """
-    for name in probe.constants:
-        place = places.get(name)
-        for x in probe.seen.get(name, []):
-            if place is None or not place.fits(x, probe.rows):
-                continue
-            rows = place.rows(x, probe.rows)
-            if len(rows) and not _close(rows, rows[:1].expand_as(rows), _OTHER_PLACE):
-                raise placed(called(name), drawn=probe.draws)
-
-
-def check_copies(probe: Probe, output: Any, of_outputs: list[int]) -> None:
-    """Copies of one row give copies of one output.
-
-    Raises:
-        BatchSizeError: they do not.
-    """
-    for x, axis in zip(by_row(output), of_outputs, strict=False):
-        if axis >= 0 and x.dim() > axis and x.shape[axis] == probe.rows:
-            first = x.narrow(axis, 0, 1).expand_as(x)
-            if not _close(first, x, _OTHER_PLACE):
-                raise placed("the output")
-
-
-def check_first(copies: Any, several: Any, rows: list[int], of_outputs: list[int]) -> None:
-    """Among several rows, the first one's output is that of its copies.
-
-    Raises:
-        BatchSizeError: it is not.
-    """
-    for one, other, axis in zip(by_row(copies), by_row(several), of_outputs, strict=False):
-        if axis < 0 or one.dim() != other.dim() or other.shape[axis] != len(rows):
-            continue
-        index = torch.tensor(
-            [i for i, row in enumerate(rows) if row == 0], dtype=torch.int64, device=other.device
-        )
-        mine = other.index_select(axis, index)
-        first = one.narrow(axis, 0, 1)
-        # Another row may be longer and pad this one: what both have must agree.
-        common = [slice(min(n, m)) for n, m in zip(mine.shape, first.shape, strict=True)]
-        common[axis] = slice(None)
-        mine, first = mine[tuple(common)], first[tuple(common)]
-        if not _close(first.expand_as(mine), mine, _OTHER_PLACE):
-            raise coupled("the output", other_size=True)
-
-
-def placed(where: str, drawn: bool = False) -> BatchSizeError:
-    """The refusal of a model that treats rows by their number, or that may have `drawn` for them."""
-    drawn_for = (
-        " (random numbers that NumPy or Python drew for it look like that, too)" if drawn else ""
-    )
-    return BatchSizeError(
-        f"{where}: what a sample has there depends on its number in the batch{drawn_for}, so its "
-        "gradient depends on who else was drawn; treat every row of the batch alike"
-        + (", and draw with torch's own functions, such as torch.rand" if drawn else "")
-    )
-
-
 def called(name: Hashable) -> str:
     """A layer's path, or what a use is known by."""
     return str(name) if isinstance(name, str) else str(getattr(name, "label", name))
@@ -242,16 +185,17 @@ def _rows_agree(
     common[0] = slice(None)
     index = torch.tensor(kept, dtype=torch.int64, device=one.device)
     first, second = (x[tuple(common)].index_select(0, index) for x in (one, other))
-    return _close(first, second, allowed)
+    return close(first, second, allowed)
 
 
-def _close(first: Tensor, second: Tensor, allowed: dict[torch.dtype, float]) -> bool:
+def close(first: Tensor, second: Tensor, allowed: dict[torch.dtype, float]) -> bool:
     if torch.equal(first, second):  # most are
         return True
-    if not first.is_floating_point():
+    if not first.is_floating_point() and not first.is_complex():
         return False
     # 16-bit roundings of sums that differ in their last bit: influence sees what is smaller
-    tolerance = allowed.get(first.dtype, 4 * torch.finfo(first.dtype).eps)
+    dtype = first.dtype.to_real()
+    tolerance = allowed.get(dtype, 4 * torch.finfo(dtype).eps)
     known = torch.isfinite(first)
     if not torch.equal(known, torch.isfinite(second)):
         return False

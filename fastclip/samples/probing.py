@@ -83,6 +83,8 @@ class Probe:
     """Inside a layer that is known to keep account of its rows."""
     draws: bool = False
     """Random numbers were drawn."""
+    in_double: bool = False
+    """All that was computed of the batch was so in float64 (known where there is a taint)."""
 
     def noisy(self, place: Place, value: Tensor) -> Tensor:
         """The first layer's output, with what stands in the replaced rows."""
@@ -235,6 +237,7 @@ class Runs:
                         stack.enter_context(mode)
                 out = self.forward(*args, **kwargs)
                 probe.draws = generators.states() != before
+                probe.in_double = probe.taint is not None and not probe.taint.coarse
                 probe.closed = True
                 if then is not None:
                     then(out)

@@ -12,6 +12,8 @@ from fastclip._torch import TorchDispatchMode, memory_of, tree_leaves
 from fastclip.samples.probe_state import TORCHS
 from fastclip.samples.undrawn import undrawn
 
+_COARSE = (torch.float32, torch.complex64, torch.float16, torch.bfloat16)
+
 
 class Taint(TorchDispatchMode):
     """Follows the numbers of a batch through every operation that runs inside, views included.
@@ -25,6 +27,8 @@ class Taint(TorchDispatchMode):
     def __init__(self, batch: Iterable[Tensor]) -> None:
         super().__init__()
         self._memory: dict[int, Any] = {}
+        self.coarse = False
+        """Numbers of the batch have been computed with less than float64."""
         for x in batch:
             self.mark(x)
 
@@ -45,6 +49,7 @@ class Taint(TorchDispatchMode):
             for x in tree_leaves(out):
                 if isinstance(x, Tensor):
                     self.mark(x)
+                    self.coarse |= x.dtype in _COARSE
             if func._schema.is_mutable:
                 self._mark_changed(func, args, kwargs)
         return out

@@ -1,0 +1,50 @@
+"""Modules inside which rows are moved: the innermost one that returns them in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+from fastclip.samples.influence import Influence
+from fastclip.samples.owners import agrees
+from fastclip.samples.place import Place, places
+from fastclip.samples.probing import Probe
+
+
+def places_returned(probe: Probe, influence: Influence) -> dict[str, dict[int, list[Place]]]:
+    """Where the samples may be in what the modules return: by path, by number of the output."""
+    found: dict[str, dict[int, list[Place]]] = {}
+    shapes = {output.name: output.shape for output in probe.returned}
+    path: str
+    number: int
+    for name, owner in influence.owners(probe.returned):
+        path, number = name  # type: ignore[misc]
+        shape = shapes[name]
+        plain = [p for axis in range(len(shape)) for p in places(shape, probe.rows, [axis])]
+        fits = [place for place in plain if agrees(place, owner, probe.rows)]
+        held = found.setdefault(path, {})
+        held[number] = [p for p in held.get(number, fits) if p in fits]
+    return found
+
+
+def route(
+    names: Iterable[Hashable], probes: Iterable[Probe], returned: dict[str, dict[int, list[Place]]]
+) -> set[Hashable]:
+    """Note the router of uses whose rows are moved; those that have none.
+
+    Args:
+        probes: in which they were made. returned: of `places_returned`.
+    """
+    probes = list(probes)
+    layout = probes[0].layout
+    lost: set[Hashable] = set()
+    for name in names:
+        users = next((p.users[name] for p in probes if name in p.users), ())
+        for path in reversed(users):
+            mine = returned.get(path)
+            if mine and all(mine.values()):
+                layout.routers[name] = path
+                layout.returns[path] = {number: found[0] for number, found in mine.items()}
+                break
+        else:
+            lost.add(name)
+    return lost
