@@ -85,18 +85,28 @@ def at_end_of_pass(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+_APPLIED: list[Callable[..., Any]] = []
+
+
 @contextmanager
 def applied_by(apply: Callable[..., Any]) -> Iterator[None]:
-    """Inside, reentrant checkpoints are run by this function."""
-    own = CheckpointFunction.__dict__.get("apply")
-    CheckpointFunction.apply = staticmethod(apply)  # type: ignore[method-assign, assignment]
+    """Inside, reentrant checkpoints are run by this function; the one entered last, of several."""
+    _APPLIED.append(apply)
+    _apply_the_last()
     try:
         yield
-    finally:
-        if own is None:
-            del CheckpointFunction.apply
-        else:
-            CheckpointFunction.apply = own  # type: ignore[method-assign]
+    finally:  # in whatever order they are left
+        _APPLIED.reverse()
+        _APPLIED.remove(apply)
+        _APPLIED.reverse()
+        _apply_the_last()
+
+
+def _apply_the_last() -> None:
+    if _APPLIED:
+        CheckpointFunction.apply = staticmethod(_APPLIED[-1])  # type: ignore[method-assign, assignment]
+    elif "apply" in CheckpointFunction.__dict__:
+        del CheckpointFunction.apply
 
 
 def node_type(function: type[Function]) -> type:

@@ -7,6 +7,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -334,3 +335,14 @@ def test_nestings() -> None:
     assert isinstance(spec, _torch.TreeSpec)
     assert _torch.tree_unflatten([3, 4], spec) == {"a": [3, (4,)]}
     assert _torch.tree_map(str, [1]) == ["1"]
+
+
+def test_checkpoints_run_as_before_in_whatever_order_contexts_are_left() -> None:
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(_torch.applied_by(lambda *args: 1))
+    second.enter_context(_torch.applied_by(lambda *args: 2))
+    assert _torch.CheckpointFunction.apply() == 2
+    first.close()
+    assert _torch.CheckpointFunction.apply() == 2
+    second.close()
+    assert "apply" not in vars(_torch.CheckpointFunction)

@@ -254,7 +254,6 @@ class Comparison:
         base.in_double = self.probes[0].in_double
         if not base.draws:
             self.several = out, rows
-            self._compare_with_few(base, out, few(rows))
         small = [frozenset({row}) for row in extreme_rows(base, self.layout.places)[:_SMALLEST]]
         for kept in (*groups, *small):
             changed = frozenset(range(count)) - kept
@@ -273,6 +272,8 @@ class Comparison:
             for name in self.layout.moved:
                 check_somewhere(name, base, probe, self.owned.get(name, []), kept)
             check_values(base, probe, (out, found), sorted(kept), self.of_outputs)
+        if not base.draws:
+            self._compare_with_few(base, out, few(rows))
 
     def _compare_with_few(self, base: Probe, out: Any, rows: list[int]) -> None:
         """These, which come first in `base`, are the same in a smaller batch."""
