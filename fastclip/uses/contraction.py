@@ -86,7 +86,7 @@ class ContractionUse(UseRule):
     def records(self, use: UseBackward) -> None:
         product: Product = use.operands["product"]
         if use.wants("bias"):
-            own = summed_to(use, use.g, use["bias"].shape)
+            own = summed_to(use, use.g, use.shape_of("bias"))
             use.record("bias", KeptRecord(own if product.added == 1 else own * product.added))
         for number in range(len(product.letters)):
             if use.wants(str(number)):

@@ -82,7 +82,7 @@ class ConvUse(UseRule):
     def records(self, use: UseBackward) -> None:
         if use.wants("bias"):
             dims = use.g.dim() - 2
-            shape = use["bias"].shape
+            shape = use.shape_of("bias")
             own = summed_to(use, use.g, shape, None, (1, shape.numel(), *[1] * dims))
             use.record("bias", KeptRecord(own))
         if use.wants("weight"):
@@ -91,7 +91,7 @@ class ConvUse(UseRule):
     @staticmethod
     def _weight(use: UseBackward) -> Record:
         given, x, g = use.operands, use["input"], use.g
-        shape = tuple(use["weight"].shape)
+        shape = tuple(use.shape_of("weight"))
         dims = len(shape) - 2
         stride, dilation = _each(given["stride"], dims), _each(given["dilation"], dims)
         if given["transposed"]:  # the input's gradient of a convolution: the two change places

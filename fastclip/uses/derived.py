@@ -71,6 +71,8 @@ class DerivedGraph:
 
         def native(value: Any) -> Any:
             if type(value) is PrivateParameter:
+                if not value.requires_grad:
+                    return value.detach()
                 parameters.add(value)
                 return self._leaf(value)
             if type(value) is Derived:
@@ -175,7 +177,7 @@ def _one_memory(first: Tensor, second: Tensor) -> bool:
 
 
 def check_current(source: Source, graph: DerivedGraph | None) -> None:
-    """Refuse a value of another forward pass: what it was computed from may have changed since.
+    """Refuse a value of another forward pass, or of parameters that have been frozen since.
 
     Raises:
         GraphError: saying so.
@@ -184,6 +186,12 @@ def check_current(source: Source, graph: DerivedGraph | None) -> None:
         raise GraphError(
             "a value computed from parameters in an earlier forward pass is used again; compute it in "
             "every forward pass (do not cache it), or detach it"
+        )
+    if not all(parameter.requires_grad for parameter in source.parameters):
+        raise GraphError(
+            "a parameter was frozen (requires_grad_(False)) between the computation of a value from it "
+            "and the use of that value in the same forward pass, so its gradient would be lost; freeze "
+            "it before the forward pass, or detach the value"
         )
 
 

@@ -71,16 +71,16 @@ class ElementwiseUse(UseRule):
         if _is_sum(use.operands):
             second = {"1": True} if use.operands["function"] == "sub" else {}
             for name in wanted:
-                own = summed_to(use, use.g, use[name].shape)
+                own = summed_to(use, use.g, use.shape_of(name))
                 use.record(name, KeptRecord(-own if second.get(name) else own))
         elif use.operands["function"] in _PRODUCTS and len(use.tensors()) == 2:
             for name in wanted:
                 (other,) = (use[n] for n in use.tensors() if n != name)
-                use.record(name, KeptRecord(summed_to(use, use.g, use[name].shape, other)))
+                use.record(name, KeptRecord(summed_to(use, use.g, use.shape_of(name), other)))
         elif use.operands["function"] == "masked_fill":
             for name in wanted:
                 kept = use["1"] if name == "2" else ~use["1"]
-                use.record(name, KeptRecord(summed_to(use, use.g, use[name].shape, kept)))
+                use.record(name, KeptRecord(summed_to(use, use.g, use.shape_of(name), kept)))
         else:
             leaves = {
                 name: use[name].expand(use.g.shape).detach().requires_grad_() for name in wanted
@@ -88,7 +88,7 @@ class ElementwiseUse(UseRule):
             out = use.replay(leaves)
             found = torch.autograd.grad(out, list(leaves.values()), use.g.to(out.dtype))
             for name, each in zip(wanted, found, strict=True):
-                use.record(name, KeptRecord(summed_to(use, each, use[name].shape)))
+                use.record(name, KeptRecord(summed_to(use, each, use.shape_of(name))))
 
 
 def _is_sum(operands: Operands) -> bool:

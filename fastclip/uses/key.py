@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from fastclip.uses.proxy import Derived, parameters_of
 from fastclip.uses.rule import plain_name
 
+_PRECALL = dis.opmap.get("PRECALL")
 _NOT_A_CALLER = ("torch/overrides.py", "torch/_tensor.py")
 
 
@@ -53,8 +56,20 @@ class Keys:
                 )
             )
             label = f"{', '.join(held)} in {plain_name(func)}"
-            key = self._keys[known] = Key(label, labels, frame.f_code, frame.f_lasti, dims)
+            key = self._keys[known] = Key(label, labels, frame.f_code, _place(frame), dims)
         return key
+
+
+def _place(frame: FrameType) -> int:
+    """The place of the running call in its code.
+
+    Python 3.11 calls built-in functions (operator.mul, sum) from the instruction before CALL, once their
+    line has run some times.
+    """
+    last = frame.f_lasti
+    if _PRECALL is not None and frame.f_code.co_code[last] == _PRECALL:
+        return last + 4  # this instruction, and its cache
+    return last
 
 
 def _identity(value: Any) -> int:

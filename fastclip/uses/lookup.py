@@ -40,7 +40,7 @@ class LookupUse(UseRule):
         return ["ids"]
 
     def records(self, use: UseBackward) -> None:
-        table, ids, g = use["table"].shape, use["ids"], use.g
+        table, ids, g = use.shape_of("table"), use["ids"], use.g
         g = g.reshape(*g.shape[: ids.dim()], table[1:].numel())
         ids, g = use.rows(ids), use.rows(g)
         b = len(ids)

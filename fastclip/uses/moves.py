@@ -60,11 +60,11 @@ class MoveUse(UseRule):
 
     @staticmethod
     def _record(use: UseBackward, name: str) -> Record:
-        shape, device = use[name].shape, use.g.device
+        shape, device = use.shape_of(name), use.g.device
         n, b = shape.numel(), use.batch
         numbers = torch.arange(1, n + 1, dtype=torch.int64, device=device).view(shape)
         zeros = {
-            other: torch.zeros(use[other].shape, dtype=torch.int64, device=device)
+            other: torch.zeros(use.shape_of(other), dtype=torch.int64, device=device)
             for other in use.tensors() if use[other].is_floating_point()
         }  # fmt: skip
         with torch.no_grad():

@@ -83,7 +83,7 @@ class NormUse(UseRule):
 
     def records(self, use: UseBackward) -> None:
         function = use.operands["function"]
-        shapes = {n: use[n].shape for n in ("weight", "bias") if use.wants(n)}
+        shapes = {n: use.shape_of(n) for n in ("weight", "bias") if use.wants(n)}
         if "weight" in shapes:
             tensors = {n: use[n] for n in use.tensors() if n not in use.private}
             with torch.no_grad():

@@ -52,7 +52,7 @@ class Derived(Tensor):
         """A derived value of these numbers."""
         with Native():
             derived = of_class(Derived, value)
-            derived.register_hook(_refuse)
+            Tensor.register_hook(derived, _refuse)
         derived.source = source
         return derived
 
@@ -65,11 +65,23 @@ class Derived(Tensor):
                 "would be lost in the tensor that it is a view of; index the tensor itself, or use "
                 "torch.cat or torch.stack"
             )
-        constant.__class__ = Derived
         constant.requires_grad_()
         constant.register_hook(_refuse)
+        constant.__class__ = Derived
         constant.source = source  # type: ignore[attr-defined]
         return constant  # type: ignore[return-value]
+
+    def register_hook(self, hook: Any) -> Any:
+        """Refused: there is no gradient of the whole batch that it could be shown.
+
+        Raises:
+            UnsupportedLayerError: always.
+        """
+        raise UnsupportedLayerError(
+            "a hook is registered on the gradient of a value computed from parameters alone, which "
+            "would not run: per-sample gradients are clipped without one; remove the hook, and do its "
+            "work in the forward pass (a mask that the value is multiplied by)"
+        )
 
     @classmethod
     def __torch_function__(

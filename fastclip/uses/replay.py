@@ -61,7 +61,7 @@ class ReplayUse(UseRule):
         wanted = [name for name in use.private if use.wants(name)]
         owner, b = use.entry_owners(), use.batch
         if not b:
-            found = [use[name].new_zeros(0, *use[name].shape) for name in wanted]
+            found = [use[name].new_zeros(0, *use.shape_of(name)) for name in wanted]
         else:
             found = self._finite(use, wanted, owner)
         for name, own in zip(wanted, found, strict=True):

@@ -85,7 +85,7 @@ _REFLECTED = frozenset(
 @lru_cache(maxsize=4096)
 def in_place(func: Callable) -> bool:
     """The function changes its first argument."""
-    name = func.__name__
+    name = func.__name__.partition(".")[0]  # aten's add_.Tensor
     if name.startswith("__"):
         bare = name.strip("_")
         return bare == "setitem" or (bare[:1] == "i" and bare[1:] in _REFLECTED)

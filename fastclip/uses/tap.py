@@ -72,24 +72,25 @@ class UseCall:
         device = next(iter(targets.values())).value.device.type
         self.autocast = _autocast(device)
         self.routing: Routing | None = None
-        self.versions: dict[str, int] = {}
+        self.versions = {n: target.value._version for n, target in targets.items()}
+        self.shares_memory = False
+        """The output is in the memory of a private operand, which must stay as it is."""
         self.number = 0
         """By which the routing knows the output."""
         self.number_of_output = 0
         self.keeps_output = rule.keeps_output or plain_name(func) in _SAVE_THEIR_OUTPUT
 
-    def watch(self) -> None:
-        """The output is in the memory of a private operand, which must stay as it is."""
-        self.versions = {n: target.value._version for n, target in self.targets.items()}
+    def changed(self, name: str) -> bool:
+        """Whether a private operand has been changed in place since the call."""
+        return self.targets[name].value._version != self.versions[name]
 
     def check_unchanged(self) -> None:
         """Raise if a private operand was changed through the output."""
-        for name, version in self.versions.items():
-            if self.targets[name].value._version != version:
-                raise GraphError(
-                    f"{self.label}: its output shares the parameter's memory and was changed in place; "
-                    "change a clone of it"
-                )
+        if self.shares_memory and any(map(self.changed, self.versions)):
+            raise GraphError(
+                f"{self.label}: its output shares the parameter's memory and was changed in place; "
+                "change a clone of it"
+            )
 
     def tap(self, out: Tensor) -> Tensor:
         """The output, on which the gradient will be seen."""
@@ -128,7 +129,7 @@ class Tap(Function):
         if out._is_view() and call.rule.own_memory:
             return out.data
         if out._is_view() and not ctx.needs_input_grad[1] and _repeats(out):
-            call.watch()  # an expanded parameter
+            call.shares_memory = True  # an expanded parameter
             return out.detach()
         if call.keeps_output or out._is_view():
             return out.clone()
@@ -194,7 +195,20 @@ class UseBackward(Contribution):
     def __getitem__(self, name: str) -> Tensor:
         """An operand: what was saved, or a private one's numbers."""
         found = self._saved.get(name)
-        return self._call.targets[name].value if found is None else found
+        if found is not None:
+            return found
+        if self._call.changed(name):
+            raise GraphError(
+                f"{self._call.label}: a parameter, or a value computed from such, was changed in place "
+                "after it had been used here, and its gradient asks for what it was; change a clone of "
+                "it, or change it before it is used"
+            )
+        return self._call.targets[name].value
+
+    def shape_of(self, name: str) -> torch.Size:
+        """The shape of an operand, whatever its numbers have become."""
+        found = self._saved.get(name)
+        return (self._call.targets[name].value if found is None else found).shape
 
     def tensors(self) -> list[str]:
         """Names of the operands at hand: those that were saved, and private ones."""

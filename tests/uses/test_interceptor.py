@@ -1,0 +1,128 @@
+"""Uses that are written in unusual ways: exact, or refused, and never something else in silence."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.apart import check_exact_as_it_is, step
+from tests.oracle import make_private
+from tests.refusal import refused
+
+aten = torch.ops.aten
+
+
+class Model(nn.Module):
+    """A layer, a vector and a matrix, used as the case says."""
+
+    def __init__(self, use: Callable[[Model, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w, self.v = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(5, 5))
+        self.lin, self.use = nn.Linear(5, 5), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, x)
+
+
+def batch() -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+
+
+def filled(m: Model, x: Tensor) -> Tensor:
+    kept = torch.zeros(5, dtype=x.dtype)
+    aten.copy_.default(kept, m.w)
+    return m.lin(x) * kept
+
+
+def multiplied(m: Model, x: Tensor) -> Tensor:
+    h = m.lin(x)
+    aten.mul_.Tensor(h, m.w)
+    return h
+
+
+def multiplied_view(m: Model, x: Tensor) -> Tensor:
+    h = m.lin(x)
+    aten.mul_.Tensor(h[:, :3], m.w[:3])
+    return h
+
+
+@pytest.mark.parametrize("use", [filled, multiplied, multiplied_view])
+def test_overloads_of_aten_that_change_in_place(use: Callable) -> None:
+    check_exact_as_it_is(Model(use), batch())
+
+
+def builtins(m: Model, x: Tensor) -> Tensor:
+    return operator.matmul(operator.mul(x, m.w), m.v)
+
+
+def summed(m: Model, x: Tensor) -> Tensor:
+    return sum(x[:, i, None] * w for i, w in enumerate(m.v)) * sum([m.w, m.w])
+
+
+@pytest.mark.parametrize("use", [builtins, summed])
+def test_built_in_functions_that_an_interpreter_specialises(use: Callable) -> None:
+    """In Python 3.11 another instruction runs them, once the line has run some times."""
+    check_exact_as_it_is(Model(use), batch())
+
+
+@pytest.mark.parametrize("function", [torch.div, torch.atan2])
+def test_a_value_changed_after_it_was_used(function: Callable) -> None:
+    """Its numbers at the time of the use are gone, and the gradient asks for them."""
+
+    def use(m: Model, x: Tensor) -> Tensor:
+        weight = m.w * 2
+        out = function(x, weight)
+        weight.mul_(2)
+        return out
+
+    _, private, optimizer, _ = make_private(Model(use))
+    with refused("changed in place after it had been used.*clone"):
+        step(private, optimizer, batch())
+
+
+def test_a_value_changed_after_a_use_whose_gradient_does_not_ask() -> None:
+    def use(m: Model, x: Tensor) -> Tensor:
+        weight = m.w * 2
+        out = x * weight
+        weight.mul_(2)
+        return out + weight
+
+    check_exact_as_it_is(Model(use), batch())
+
+
+def test_a_hook_on_a_value_computed_from_parameters() -> None:
+    def use(m: Model, x: Tensor) -> Tensor:
+        weight = m.w * 2
+        weight.register_hook(lambda g: g * 0)
+        return m.lin(x) * weight
+
+    _, private, optimizer, _ = make_private(Model(use))
+    with refused("hook is registered.*would not run"):
+        step(private, optimizer, batch())
+
+
+def test_frozen_while_a_value_was_computed() -> None:
+    def use(m: Model, x: Tensor) -> Tensor:
+        m.w.requires_grad_(False)
+        weight = m.w * m.v
+        m.w.requires_grad_(True)
+        return m.lin(x) @ weight
+
+    check_exact_as_it_is(Model(use), batch())
+
+
+def test_frozen_after_a_value_was_computed() -> None:
+    def use(m: Model, x: Tensor) -> Tensor:
+        m.w.requires_grad_(True)
+        weight = m.w * 2
+        m.w.requires_grad_(False)
+        return m.lin(x) * weight
+
+    _, private, optimizer, _ = make_private(Model(use))
+    with refused("was frozen .* between"):
+        step(private, optimizer, batch())
