@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastclip._torch import disable_dynamo
 from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.errors import BatchSizeError, where
 from fastclip.samples.calls import Forward
 from fastclip.samples.inputs import flatten, rebuild
 from fastclip.uses.arguments import leaves_of
@@ -72,6 +73,14 @@ def left(path: str, forward: Forward, routing: Routing, out: Any) -> Any:
         i for number, i in enumerate(tensors)
         if number in places and type(leaves[i]) is Tensor and leaves[i].requires_grad
     ]  # fmt: skip
+    batch = forward.batch_size or 0
+    if not all(places[tensors.index(i)].fits(leaves[i], batch) for i in numbers):
+        forward.layout.lost([path])
+        forward.layout.watch = None  # which the next call looks at again
+        raise BatchSizeError(
+            f"{where(path)}: it returns other rows than in all calls before, so whose the rows inside "
+            "are was not followed; call the model on this batch again, which is known now"
+        )
     passed = routing.leave(
         [leaves[i] for i in numbers], [places[tensors.index(i)] for i in numbers]
     )

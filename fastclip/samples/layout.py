@@ -6,7 +6,7 @@ holds the samples is never assumed: fastclip.samples.learning runs the model to 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -69,6 +69,8 @@ class BatchLayout:
         """For uses whose rows are moved: the module from which they come out in their places."""
         self.returns: dict[str, dict[int, Place]] = {}
         """For these modules: where the samples are in what they return."""
+        self.astray: set[str] = set()
+        """Modules that have returned rows in other places: they route nothing."""
         self.users: set[str] = set()
         """Modules inside which parameters are used by themselves."""
         self.proxied: set[nn.Parameter] = set()
@@ -94,6 +96,12 @@ class BatchLayout:
         places = {(n, p) for n, p in self.places.items() if n not in self.open}
         folds = {(n, (size, lengths, p)) for (n, size, lengths), p in self.folds.items()}
         return {*places, *folds, *self.uses.items()}
+
+    def lost(self, paths: Iterable[str]) -> None:
+        """These modules have been seen to return rows in other places."""
+        self.astray.update(paths)
+        self.returns = {p: found for p, found in self.returns.items() if p not in self.astray}
+        self.routers = {n: p for n, p in self.routers.items() if p not in self.astray}
 
     def knows(self, name: Hashable) -> bool:
         """A probe has seen this layer or use (or cannot see any: inputs that cannot be cut)."""

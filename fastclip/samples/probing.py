@@ -16,6 +16,7 @@ from fastclip._torch import tree_unflatten
 from fastclip.samples.inputs import Cuts, flatten, join_rows, rows_of, take_rows, tensors_of
 from fastclip.samples.place import Place
 from fastclip.samples.probe_state import generators_of, undisturbed
+from fastclip.samples.selected import Fewer
 from fastclip.samples.taint import Kept, Taint
 from fastclip.samples.ties import Ties
 
@@ -57,6 +58,8 @@ class Probe:
     differentiable: bool = False
     taint: Taint | None = None
     """Tells which tensors hold numbers of the batch, in the first runs."""
+    fewer: bool = False
+    """Masks select one entry less."""
     shapes: Shapes = field(default_factory=dict)
     """Of the inputs of layers and the outputs of uses, in the order of the calls."""
     derived: Shapes = field(default_factory=dict)
@@ -69,6 +72,8 @@ class Probe:
     """What gradients are asked for."""
     returned: list[Output] = field(default_factory=list)
     """What modules returned; their names are (path, number)."""
+    came_out: Shapes = field(default_factory=dict)
+    """Of the same, by the modules' paths."""
     inside: list[str] = field(default_factory=list)
     """Paths of the modules that run at the moment."""
     constants: set[Hashable] = field(default_factory=set)
@@ -116,6 +121,8 @@ class Probe:
 
     def leaves(self, path: str, output: Any) -> None:
         """A module returned this."""
+        if not self.closed:
+            self.came_out.setdefault(path, []).extend(tuple(x.shape) for x in tensors_of(output))
         if self.differentiable and not self.trusted and not self.closed:
             for number, value in enumerate(tensors_of(output)):
                 if type(value) is Tensor and value.requires_grad:
@@ -232,7 +239,8 @@ class Runs:
             generators = generators_of(self.model)
             before = generators.states()
             with ExitStack() as stack:
-                for mode in (left, probe.taint, Ties() if probe.differentiable else None):
+                ties = Ties() if probe.differentiable else None
+                for mode in (left, probe.taint, ties, Fewer() if probe.fewer else None):
                     if mode is not None:
                         stack.enter_context(mode)
                 out = self.forward(*args, **kwargs)

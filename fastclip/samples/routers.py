@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
+from fastclip.errors import FastclipError
 from fastclip.samples.influence import Influence
+from fastclip.samples.inputs import Cuts
 from fastclip.samples.owners import agrees
 from fastclip.samples.place import Place, places
-from fastclip.samples.probing import Probe
+from fastclip.samples.probing import Probe, Runs
+from fastclip.samples.selected import resized
 
 
 def places_returned(probe: Probe, influence: Influence) -> dict[str, dict[int, list[Place]]]:
@@ -23,6 +26,7 @@ def places_returned(probe: Probe, influence: Influence) -> dict[str, dict[int, l
         fits = [place for place in plain if agrees(place, owner, probe.rows)]
         held = found.setdefault(path, {})
         held[number] = [p for p in held.get(number, fits) if p in fits]
+    probe.layout.lost(path for path, held in found.items() if not all(held.values()))
     return found
 
 
@@ -41,10 +45,31 @@ def route(
         users = next((p.users[name] for p in probes if name in p.users), ())
         for path in reversed(users):
             mine = returned.get(path)
-            if mine and all(mine.values()):
+            if mine and all(mine.values()) and path not in layout.astray:
                 layout.routers[name] = path
                 layout.returns[path] = {number: found[0] for number, found in mine.items()}
                 break
         else:
             lost.add(name)
     return lost
+
+
+def selected(run: Runs, cuts: Cuts) -> bool:
+    """Note layers and uses of as many rows as masks select; whether any is new."""
+    layout = run.layout
+    real = run.distinct(cuts)
+    rows = list(range(run.cut(cuts, real or None))) * (2 if len(real) < 2 else 1)
+    base, fewer = Probe(layout, len(rows)), Probe(layout, len(rows), fewer=True)
+    for probe in (base, fewer):
+        try:
+            run.once(probe, rows)
+        except FastclipError:
+            raise
+        except Exception:  # its own account of how many there are is wrong
+            continue
+    run.cut(cuts)
+    layout.lost(map(str, resized(base.came_out, fewer.came_out)))
+    found = [n for n in resized(base.shapes, fewer.shapes) if n not in layout.moved]
+    layout.moved |= dict.fromkeys(found)
+    layout.open |= {name for name in found if isinstance(name, str)}
+    return bool(found)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastclip._torch import TorchDispatchMode, memory_of, tree_leaves
 from fastclip.samples.probe_state import TORCHS
+from fastclip.samples.selected import selects
 from fastclip.samples.undrawn import undrawn
 
 _COARSE = (torch.float32, torch.complex64, torch.float16, torch.bfloat16)
@@ -29,6 +30,8 @@ class Taint(TorchDispatchMode):
         self._memory: dict[int, Any] = {}
         self.coarse = False
         """Numbers of the batch have been computed with less than float64."""
+        self.selects = False
+        """Rows were taken that numbers of the batch select."""
         for x in batch:
             self.mark(x)
 
@@ -46,6 +49,7 @@ class Taint(TorchDispatchMode):
         if out is NotImplemented:
             out = func(*args, **kwargs)
         if any(self.holds(x) for x in given):
+            self.selects |= selects(func, args)
             for x in tree_leaves(out):
                 if isinstance(x, Tensor):
                     self.mark(x)

@@ -1,0 +1,67 @@
+"""Rows that values select: a layer that holds as many as a mask is true in has none in a fixed place.
+
+Where every row of a look selects as many, shapes and values show nothing of it. So each mask is run
+with one entry left out: what then has another shape holds selected rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastclip._torch import TorchDispatchMode, tree_leaves, tree_map
+
+_ASK_WHERE = ("aten::nonzero", "aten::masked_select")
+_REPEAT = "aten::repeat_interleave"
+_TAKE_MASKS = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+
+Shapes = dict[Hashable, list[tuple[int, ...]]]
+
+
+def selects(func: Any, args: tuple) -> bool:
+    """Whether the function's result has as many rows as values say."""
+    name = func._schema.name
+    masks = name in _TAKE_MASKS and any(map(_is_mask, tree_leaves(args[1])))
+    return name in (*_ASK_WHERE, _REPEAT) or masks
+
+
+class Fewer(TorchDispatchMode):
+    """Inside, the last entry that a mask selects is left out."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if selects(func, args):
+            if func._schema.name == _REPEAT:
+                args = (_fewer(args[0], by=1), *args[1:])
+            elif func._schema.name == "aten::nonzero":
+                args = (_fewer(args[0]), *args[1:])
+            else:
+                masks = tree_map(lambda x: _fewer(x) if _is_mask(x) else x, args[1])
+                args = (args[0], masks, *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+def resized(before: Shapes, after: Shapes) -> list[Hashable]:
+    """What has other shapes, as far as both runs came."""
+    return [
+        name for name, shapes in before.items()
+        if any(one != other for one, other in zip(shapes, after.get(name, []), strict=False))
+    ]  # fmt: skip
+
+
+def _is_mask(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)
+
+
+def _fewer(mask: Tensor, by: int | None = None) -> Tensor:
+    """The last entry that is not 0 is, or is less by that."""
+    if not mask.dim():
+        return mask
+    flat = mask.flatten().clone()
+    last = flat.nonzero()[-1:, 0]
+    flat[last] = 0 if by is None else flat[last] - by
+    return flat.view(mask.shape)
