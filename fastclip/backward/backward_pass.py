@@ -66,6 +66,18 @@ class BackwardPass:
             self._watching.__exit__(None, None, None)
             self._watching = None
 
+    def check_kept(self, kept: BackwardPass | None) -> None:
+        """Refuse to end if the model has forgotten this pass for another one, or for none.
+
+        Raises:
+            GraphError: saying so.
+        """
+        if kept is not self:
+            raise GraphError(
+                "the private model was called by another thread while a backward pass ran, whose "
+                "contributions are lost; let one thread at a time call it, or evaluate a copy"
+            )
+
     @property
     def batch_size(self) -> int | None:
         """Samples in it, once known."""

@@ -178,7 +178,7 @@ class BookKeeper:
         if self._pass is None or self._pass.task != task:
             check_one_process()
             self._pass = BackwardPass(task, self.planner, self._shared, running_loss())
-            at_end_of_pass(self.close_pass)
+            at_end_of_pass(partial(self.close_pass, self._pass))
         self._pass.loss_scale = running_scale()
         if forward not in self._pass.forwards:
             self._pass.forwards.append(forward)
@@ -249,11 +249,10 @@ class BookKeeper:
         assert self._pass is not None
         self._pass.take_derived(target, record, wanted)
 
-    def close_pass(self) -> None:
+    def close_pass(self, current: BackwardPass) -> None:
         """End of the backward pass: norms to scales, records to clipped sums, records freed."""
-        current, self._pass = self._pass, None
-        if current is None:
-            return
+        current.check_kept(self._pass)
+        self._pass = None
         current.unwatch()
         if current.empty:
             return
