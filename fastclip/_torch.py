@@ -85,26 +85,29 @@ def at_end_of_pass(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-_APPLIED: list[Callable[..., Any]] = []
+_APPLIED: list[tuple[Callable[..., Any], int]] = []
+"""By which functions reentrant checkpoints are run, and the backward pass that each was entered in."""
 
 
 @contextmanager
 def applied_by(apply: Callable[..., Any]) -> Iterator[None]:
     """Inside, reentrant checkpoints are run by this function; the one entered last, of several."""
-    _APPLIED.append(apply)
+    entered = (apply, current_task())
+    _APPLIED.append(entered)
     _apply_the_last()
     try:
         yield
     finally:  # in whatever order they are left
-        _APPLIED.reverse()
-        _APPLIED.remove(apply)
-        _APPLIED.reverse()
+        if entered in _APPLIED:
+            _APPLIED.remove(entered)
         _apply_the_last()
 
 
 def _apply_the_last() -> None:
+    if current_task() == -1:  # what a backward pass that failed has left
+        _APPLIED[:] = [entered for entered in _APPLIED if entered[1] == -1]
     if _APPLIED:
-        CheckpointFunction.apply = staticmethod(_APPLIED[-1])  # type: ignore[method-assign, assignment]
+        CheckpointFunction.apply = staticmethod(_APPLIED[-1][0])  # type: ignore[method-assign, assignment]
     elif "apply" in CheckpointFunction.__dict__:
         del CheckpointFunction.apply
 

@@ -252,8 +252,7 @@ class Comparison:
         base = Probe(self.layout, count)
         out = self.run.once(base, rows, seed=1)
         base.in_double = self.probes[0].in_double
-        if not base.draws:
-            self.several = out, rows
+        self.several = None if base.draws else (out, rows)
         small = [frozenset({row}) for row in extreme_rows(base, self.layout.places)[:_SMALLEST]]
         for kept in (*groups, *small):
             changed = frozenset(range(count)) - kept

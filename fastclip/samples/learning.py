@@ -28,7 +28,7 @@ from fastclip.samples.layout import BatchLayout
 from fastclip.samples.place import Place
 from fastclip.samples.probe_state import stirred
 from fastclip.samples.probing import Misjudged, Probe, Runs
-from fastclip.samples.routers import selected
+from fastclip.samples.routers import selected, shorter
 from fastclip.samples.taint import Kept, Taint
 from fastclip.samples.watch import Watch
 
@@ -230,9 +230,8 @@ class _Learner:
                 self.run.cut(cuts)
                 probes, outputs = self._both()
             self._place(probes)
-            if any(probe.taint and probe.taint.selects for probe in probes) and selected(
-                self.run, cuts
-            ):
+            masked = any(probe.taint and probe.taint.selects for probe in probes)
+            if (masked and selected(self.run, cuts)) or shorter(self.run, probes[1]):
                 self.run.cut(cuts)
                 probes, outputs = self._both()
                 continue

@@ -16,7 +16,7 @@ from fastclip._torch import tree_unflatten
 from fastclip.samples.inputs import Cuts, flatten, join_rows, rows_of, take_rows, tensors_of
 from fastclip.samples.place import Place
 from fastclip.samples.probe_state import generators_of, undisturbed
-from fastclip.samples.selected import Fewer
+from fastclip.samples.selected import Fewer, counts, shortened
 from fastclip.samples.taint import Kept, Taint
 from fastclip.samples.ties import Ties
 
@@ -58,6 +58,8 @@ class Probe:
     differentiable: bool = False
     taint: Taint | None = None
     """Tells which tensors hold numbers of the batch, in the first runs."""
+    shortened: bool = False
+    """The last row says that it is shorter."""
     fewer: bool = False
     """Masks select one entry less."""
     shapes: Shapes = field(default_factory=dict)
@@ -181,6 +183,12 @@ class Runs:
             ]
         return len(real or [self.first_row]) + synthetic
 
+    @property
+    def counted(self) -> bool:
+        """An input holds masks or whole numbers, which may say how long a row is."""
+        pairs = zip(self._pool, self._cuts, strict=True)
+        return any(axis is not None and counts(leaf) for leaf, axis in pairs)
+
     def distinct(self, cuts: Cuts) -> list[int]:
         """Numbers of rows of the real inputs that differ from one another, at most MOST_ROWS."""
         cut = [(x, a) for x, a in zip(self._leaves, cuts, strict=True) if a is not None]
@@ -211,6 +219,8 @@ class Runs:
         cut = []
         for number, (leaf, axis) in enumerate(zip(self._pool, self._cuts, strict=True)):
             few = leaf if axis is None else take_rows(leaf, axis, rows)
+            if probe.shortened and axis is not None:
+                few = shortened(few, axis)
             numbers = isinstance(few, Tensor) and few.is_floating_point()
             if probe.differentiable and self.asks_inputs and axis is not None and numbers:
                 few = few.detach().clone().requires_grad_()
@@ -239,7 +249,7 @@ class Runs:
             generators = generators_of(self.model)
             before = generators.states()
             with ExitStack() as stack:
-                ties = Ties() if probe.differentiable else None
+                ties = None if probe.trusted else Ties()
                 for mode in (left, probe.taint, ties, Fewer() if probe.fewer else None):
                     if mode is not None:
                         stack.enter_context(mode)

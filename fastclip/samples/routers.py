@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from contextlib import suppress
 
 from fastclip.errors import FastclipError
 from fastclip.samples.influence import Influence
 from fastclip.samples.inputs import Cuts
+from fastclip.samples.layout import BatchLayout
 from fastclip.samples.owners import agrees
 from fastclip.samples.place import Place, places
 from fastclip.samples.probing import Probe, Runs
@@ -68,8 +70,26 @@ def selected(run: Runs, cuts: Cuts) -> bool:
         except Exception:  # its own account of how many there are is wrong
             continue
     run.cut(cuts)
-    layout.lost(map(str, resized(base.came_out, fewer.came_out)))
-    found = [n for n in resized(base.shapes, fewer.shapes) if n not in layout.moved]
+    return _moved(layout, base, fewer)
+
+
+def shorter(run: Runs, copies: Probe) -> bool:
+    """Note layers and uses of as many rows as lengths say; whether any is new.
+
+    Args:
+        copies: a run on copies of one row, of which the last now says that it is shorter.
+    """
+    if not run.counted:
+        return False
+    probe = Probe(run.layout, copies.rows, shortened=True)
+    with suppress(Exception):  # a row that the model cannot take
+        run.once(probe, [0] * copies.rows)
+    return _moved(run.layout, copies, probe)
+
+
+def _moved(layout: BatchLayout, before: Probe, after: Probe) -> bool:
+    layout.lost(map(str, resized(before.came_out, after.came_out)))
+    found = [name for name in resized(before.shapes, after.shapes) if name not in layout.moved]
     layout.moved |= dict.fromkeys(found)
     layout.open |= {name for name in found if isinstance(name, str)}
     return bool(found)

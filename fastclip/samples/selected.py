@@ -1,7 +1,8 @@
 """Rows that values select: a layer that holds as many as a mask is true in has none in a fixed place.
 
 Where every row of a look selects as many, shapes and values show nothing of it. So each mask is run
-with one entry left out: what then has another shape holds selected rows.
+with one entry left out, and a row says that it is shorter: what then has another shape holds rows that
+were selected.
 """
 
 from __future__ import annotations
@@ -45,6 +46,27 @@ class Fewer(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def shortened(rows: Any, axis: int) -> Any:
+    """The last row says of itself that it is shorter: a mask's last entry is 0, a length is less by 1.
+
+    Args:
+        rows: of an input of the model, along `axis`; others than masks and whole numbers stay.
+    """
+    if not counts(rows):
+        return rows
+    rows = rows.clone()
+    last = rows.select(axis, rows.shape[axis] - 1)
+    last.copy_(_fewer(last, by=1) if last.dim() else (last - 1).clamp_min(0))
+    return rows
+
+
+def counts(x: Any) -> bool:
+    """Whether it holds masks or whole numbers."""
+    if not isinstance(x, Tensor) or x.is_complex():
+        return False
+    return not x.is_floating_point() or bool(((x == 0) | (x == 1)).all())
+
+
 def resized(before: Shapes, after: Shapes) -> list[Hashable]:
     """What has other shapes, as far as both runs came."""
     return [
@@ -58,10 +80,10 @@ def _is_mask(x: Any) -> bool:
 
 
 def _fewer(mask: Tensor, by: int | None = None) -> Tensor:
-    """The last entry that is not 0 is, or is less by that."""
+    """The last positive entry is 0, or is less by that."""
     if not mask.dim():
         return mask
     flat = mask.flatten().clone()
-    last = flat.nonzero()[-1:, 0]
-    flat[last] = 0 if by is None else flat[last] - by
+    last = (flat > 0).nonzero()[-1:, 0]
+    flat[last] = 0 if by is None or mask.dtype == torch.bool else flat[last] - by
     return flat.view(mask.shape)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from tests.oracle import (
     assert_sums,
@@ -87,6 +88,32 @@ class Experts(nn.Module):
         return self.head(h)
 
 
+class Ends(nn.Module):
+    """As many positions of each row as a Python number says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer, self.head = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h, n = self.first(x), mask.sum(1).tolist()
+        flat = torch.cat([h[i, :k] for i, k in enumerate(n)])
+        return self.head(torch.stack([y.sum(0) for y in self.layer(flat).tanh().split(n)]))
+
+
+class Packed(nn.Module):
+    """The same, packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.lstm, self.head = nn.Linear(D, D), nn.LSTM(D, D), nn.Linear(D, 2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, mask.sum(1).cpu(), batch_first=True, enforce_sorted=False)
+        packed = packed._replace(data=self.layer(packed.data).tanh())
+        return self.head(self.lstm(packed)[1][0][0])
+
+
 def _batch(counts: list[int]) -> tuple[Tensor, Tensor]:
     mask = torch.stack([torch.randperm(T) < n for n in counts])
     return torch.randn(len(counts), T, D, dtype=torch.float64), mask
@@ -126,13 +153,15 @@ HOW = {
 }
 
 
+WHOLE = {"losses": Losses, "repeated": Repeated, "ends": Ends}
+
+
 @pytest.mark.parametrize("counts", COUNTS, ids=["one", "two", "many rows"])
-@pytest.mark.parametrize("how", [*HOW, "losses", "repeated"])
+@pytest.mark.parametrize("how", [*HOW, *WHOLE])
 def test_as_many_in_every_row_at_first(how: str, counts: list[list[int]]) -> None:
     """Later batches hold as many entries, but of other samples."""
     torch.manual_seed(1)
-    whole = {"losses": Losses, "repeated": Repeated}
-    build = whole[how] if how in whole else lambda: Masked(HOW[how])
+    build = WHOLE[how] if how in WHOLE else lambda: Masked(HOW[how])
     _train(build, [_batch(each) for each in counts])
 
 
@@ -141,3 +170,9 @@ def test_experts_that_look_like_routers(counts: list[list[int]]) -> None:
     """An expert that happens to return what it got of every row puts nothing back in its place."""
     torch.manual_seed(1)
     _train(Experts, [_signs(each) for each in counts])
+
+
+@pytest.mark.parametrize("counts", [[[2] * 4, [3, 1, 2, 2], [1, 3, 3, 1]], [[1] * 4, [4, 2, 1, 1]]])
+def test_packed_rows_of_one_length_at_first(counts: list[list[int]]) -> None:
+    torch.manual_seed(1)
+    _train(Packed, [_batch(each) for each in counts])
