@@ -55,7 +55,6 @@ class Comparison:
         self.probes, self.outputs = probes, outputs
         self.of_outputs = axes_of_outputs(outputs)
         self.axes = followed(probes[0].shapes, probes[1].shapes)
-        self.layers = {name for name in self.axes if isinstance(name, str)}
         self.candidates: dict[Hashable, list[Place]] = {}
         """Where the samples may be."""
         self.moved: set[Hashable] = set()
@@ -251,7 +250,6 @@ class Comparison:
         count = len(rows)
         base = Probe(self.layout, count)
         out = self.run.once(base, rows, seed=1)
-        base.in_double = self.probes[0].in_double
         self.several = None if base.draws else (out, rows)
         small = [frozenset({row}) for row in extreme_rows(base, self.layout.places)[:_SMALLEST]]
         for kept in (*groups, *small):
@@ -259,7 +257,6 @@ class Comparison:
             noisy = changed if kept in groups else frozenset()
             probe = Probe(self.layout, count, replaced=noisy)
             found = self.run.once(probe, others_changed(rows, kept), seed=1)
-            probe.in_double = base.in_double
             if kept in small and not probe.draws:  # copies of one row
                 check_copies(probe, found, self.of_outputs, self.layout.places)
             self._narrow_by_values(base, probe, sorted(kept))
@@ -278,7 +275,6 @@ class Comparison:
         """These, which come first in `base`, are the same in a smaller batch."""
         smaller, kept = Probe(self.layout, len(rows)), list(range(len(rows)))
         found = self.run.once(smaller, rows, seed=1)
-        smaller.in_double = base.in_double
         check_values(base, smaller, (out, found), kept, self.of_outputs, other_size=True)
         check_layers(base, smaller, kept, self.layout.places)
 

@@ -91,7 +91,7 @@ class Probe:
     draws: bool = False
     """Random numbers were drawn."""
     in_double: bool = False
-    """All that was computed of the batch was so in float64 (known where there is a taint)."""
+    """All that is computed of the batch is so in float64, as the last run with a taint has told."""
 
     def noisy(self, place: Place, value: Tensor) -> Tensor:
         """The first layer's output, with what stands in the replaced rows."""
@@ -162,6 +162,7 @@ class Runs:
         """Gradients of the inputs are asked for, too; a few models cannot run on such inputs."""
         self._leaves, self._structure = flatten((args, kwargs))
         self._cuts: Cuts = ()
+        self._in_double = False
         self._pool: list[Any] = []
 
     def cut(self, cuts: Cuts, real: list[int] | None = None, synthetic: bool = False) -> int:
@@ -255,7 +256,9 @@ class Runs:
                         stack.enter_context(mode)
                 out = self.forward(*args, **kwargs)
                 probe.draws = generators.states() != before
-                probe.in_double = probe.taint is not None and not probe.taint.coarse
+                if probe.taint is not None:
+                    self._in_double = not probe.taint.coarse
+                probe.in_double = self._in_double
                 probe.closed = True
                 if then is not None:
                     then(out)
