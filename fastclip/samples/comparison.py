@@ -12,6 +12,7 @@ from fastclip.samples.groups import few, others_changed, spread
 from fastclip.samples.independence import (
     axes_of_outputs,
     called,
+    check_in_either,
     check_layers,
     check_somewhere,
     check_values,
@@ -114,7 +115,8 @@ class Comparison:
         else:
             rows, group = spread(choice)
         groups = [group, frozenset(range(len(rows))) - group]
-        self.candidates, self.moved, self.reached, self.lengths = {}, set(), set(), {}
+        self.candidates, self.owned, self.lengths = {}, {}, {}
+        self.moved, self.reached = set(), set()
         found: Found = {}
         for seed in _SEEDS:
             noted, some = (found, rows) if seed == _SEEDS[0] else ({}, few(rows))
@@ -233,15 +235,11 @@ class Comparison:
         self.layout.places |= {n: c[0] for n, c in self.candidates.items() if len(c) == 1}
 
     def _folds(self, name: Hashable, place: Place) -> None:
-        """Note how many entries a sample had, where that is so."""
-        lengths = self.layout.lengths(self.run.args, self.run.kwargs)
         known = self.lengths.get(name)
         if known is None:  # no gradient says it: what shapes and values let be
             known = {shape[place.axis] // 2 for shape in self.probes[0].shapes.get(name, [])}
-        for each in known:
-            folded = place.fold(2 * each, 2)
-            if folded is not None:
-                self.layout.folds[name, each, lengths] = Place(place.axis, *folded)
+        lengths = self.layout.lengths(self.run.args, self.run.kwargs)
+        self.layout.note_folds(name, place, known, lengths)
 
     # Disturbance
 
@@ -252,10 +250,11 @@ class Comparison:
         out = self.run.once(base, rows, seed=1)
         self.several = None if base.draws else (out, rows)
         small = [frozenset({row}) for row in extreme_rows(base, self.layout.places)[:_SMALLEST]]
+        halves = []
         for kept in (*groups, *small):
-            changed = frozenset(range(count)) - kept
-            noisy = changed if kept in groups else frozenset()
+            noisy = frozenset(range(count)) - kept if kept in groups else frozenset()
             probe = Probe(self.layout, count, replaced=noisy)
+            halves += [probe] * (kept in groups)
             found = self.run.once(probe, others_changed(rows, kept), seed=1)
             if kept in small and not probe.draws:  # copies of one row
                 check_copies(probe, found, self.of_outputs, self.layout.places)
@@ -265,10 +264,11 @@ class Comparison:
                 self.layout.moved |= dict.fromkeys(moved)
                 self.layout.open |= {name for name in moved if isinstance(name, str)}
                 raise Opened
-            for name in self.layout.moved:
-                check_somewhere(name, base, probe, self.owned.get(name, []), kept)
+            check_somewhere(self.layout.moved, base, probe, self.owned, kept)
             check_values(base, probe, (out, found), sorted(kept), self.of_outputs)
         if not base.draws:
+            unknown = {n for n, c in self.candidates.items() if not c or n in self.layout.moved}
+            check_in_either(unknown - self.owned.keys(), base, halves)
             self._compare_with_few(base, out, few(rows))
 
     def _compare_with_few(self, base: Probe, out: Any, rows: list[int]) -> None:

@@ -136,8 +136,9 @@ def moved_between(
 
 
 def check_somewhere(
-    name: Hashable, first: Probe, second: Probe, owned: list[Tensor], kept: Iterable[int]
-) -> None:
+    names: Iterable[Hashable], first: Probe, second: Probe,
+    owned: Mapping[Hashable, list[Tensor]], kept: Iterable[int],
+) -> None:  # fmt: skip
     """Rows that the model has moved are the same in both runs, wherever they are.
 
     Args:
@@ -146,19 +147,49 @@ def check_somewhere(
     Raises:
         BatchSizeError: one is not.
     """
-    others = [x.reshape(-1, x.shape[-1]) for x in second.seen.get(name, []) if x.dim() > 1]
-    for x, owner in zip(first.seen.get(name, []), owned, strict=False):
-        if x.dim() < 2 or not x.is_floating_point() or owner.shape != x.shape:
-            continue
-        rows = x.reshape(-1, x.shape[-1])
-        mine = torch.isin(
-            owner.reshape(rows.shape).amax(1),
-            torch.tensor([*kept], dtype=torch.int64, device=owner.device),
-        )
-        alike = [y for y in others if y.shape[1] == rows.shape[1]]
-        for row in rows[mine] if alike else ():
-            if not any(_close_to_one(row, y) for y in alike):
+    for name in names:
+        known = zip(owned.get(name, []), _again(name, first, second), strict=False)
+        for owner, (shape, found) in known:
+            if found is None or owner.shape != shape:
+                continue
+            of_kept = torch.tensor([*kept], dtype=torch.int64, device=owner.device)
+            mine = torch.isin(owner.reshape(len(found), -1).amax(1), of_kept)
+            if not bool(found[mine].all()):
                 raise coupled(called(name))
+
+
+def check_in_either(names: Iterable[Hashable], first: Probe, others: list[Probe]) -> None:
+    """Every row, whosever it is, stands in a run that has kept its sample.
+
+    Args:
+        others: runs of which each has kept some samples, and all together every one.
+
+    Raises:
+        BatchSizeError: a row is in none of them, so that it follows from samples of several.
+    """
+    for name in names:
+        for found in zip(*(_again(name, first, other) for other in others), strict=False):
+            told = [x for _, x in found if x is not None]
+            if len(told) == len(found) and not bool(torch.stack(told).any(0).all()):
+                raise coupled(called(name))
+
+
+def _again(
+    name: Hashable, first: Probe, second: Probe
+) -> Iterator[tuple[torch.Size, Tensor | None]]:
+    """Which rows of what was seen, [..., d] as [n, d], stand somewhere in the second run: bool [n].
+
+    With the shape; None where nothing can be compared.
+    """
+    others = [x.reshape(-1, x.shape[-1]) for x in second.seen.get(name, []) if x.dim() > 1]
+    for x in first.seen.get(name, []):
+        alike = [y for y in others if x.dim() > 1 and y.shape[1] == x.shape[-1]]
+        found = None
+        if alike and x.is_floating_point():
+            rows = x.reshape(-1, x.shape[-1])
+            known = [any(_close_to_one(row, y) for y in alike) for row in rows]
+            found = torch.tensor(known, dtype=torch.bool, device=x.device)
+        yield x.shape, found
 
 
 def _close_to_one(row: Tensor, rows: Tensor) -> bool:

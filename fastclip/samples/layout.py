@@ -153,6 +153,15 @@ class BatchLayout:
             if isinstance(leaf, Tensor)
         )
 
+    def note_folds(
+        self, name: Hashable, place: Place, known: Iterable[int], lengths: Lengths
+    ) -> None:
+        """A sample had so many entries there, with inputs of these lengths."""
+        for each in known:
+            folded = place.fold(2 * each, 2)
+            if folded is not None:
+                self.folds[name, each, lengths] = Place(place.axis, *folded)
+
     def place_of(
         self, name: Hashable, x: Tensor, batch: int, lengths: Lengths | None
     ) -> Place | None:

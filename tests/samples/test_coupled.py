@@ -48,7 +48,14 @@ def in_place_mean(model: Model, x: torch.Tensor) -> torch.Tensor:
     return model.layer(x - model.mean)
 
 
+def overwritten(model: Model, x: torch.Tensor) -> torch.Tensor:
+    """No gradient tells of the mean where everything lies above; in another batch something may not."""
+    h = model.layer(x + x.mean(0))
+    return h.masked_fill(h > -100.0, 0.0) + model.raw
+
+
 REFUSED = {
+    "mean under a mask": overwritten,
     "mean over the batch": lambda m, x: m.layer(x - x.mean(0)),
     "layer over the mean": lambda m, x: x + m.layer(x.mean(0, keepdim=True)),
     "buffer in place": in_place_mean,
