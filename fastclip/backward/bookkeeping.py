@@ -58,8 +58,6 @@ class BookKeeper:
     ) -> None:  # fmt: skip
         self.names = names
         self.frozen = frozen or {}
-        self.known: set[nn.Parameter] = set()
-        """All parameters of the model as it was intercepted."""
         self.clipping = ClippingState(clipping, max_grad_norm, len(names))
         self.mean_loss = mean_loss
         self.batch = LogicalBatch()

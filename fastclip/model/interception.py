@@ -237,7 +237,7 @@ def _check_parameters(
 ) -> None:
     """Refuse parameters that the book-keeper does not know, and weights computed elsewhere."""
     assert handle.rule is not None
-    replaced = [name for name, p in parameters.items() if p not in handle.keeper.known]
+    replaced = [name for name, p in parameters.items() if p not in handle.keeper.calls.known]
     if replaced:
         raise UnsupportedLayerError(
             f"{where(handle.path, module)}: parameters {replaced} have been replaced since "

@@ -102,7 +102,7 @@ class _Installer:
         for path, module in self.model.named_modules():
             if self._is_part(module):
                 entries.attach_part(path, module, self.keeper)
-        self.keeper.known = set(self.model.parameters())
+        self.keeper.calls.known = set(self.model.parameters())
         self.keeper.guard.arm(self.keeper.names)
         for parameter, uses in self.owners.items():
             if uses > 1:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastclip.errors import GraphError
+from fastclip.errors import GraphError, StepError
 from fastclip.samples.independence import called as called_by
 from fastclip.samples.inputs import batch_sizes_of
 from fastclip.samples.layout import BatchLayout, Lengths
@@ -102,6 +102,8 @@ class Calls:
             Callable[[Iterable[nn.Parameter]], AbstractContextManager[None]] | None
         ) = None
         """Lets parameters notice their uses."""
+        self.known: set[nn.Parameter] = set()
+        """All parameters of the model as it was intercepted."""
         self._running: list[Entered] = []
         self.looks: list[Look] = []
         """What the calls cost that were looked at."""
@@ -241,6 +243,21 @@ class Calls:
             )
         called.noticing.enter_context(self.intercepted(layout.proxied))
 
+    def _check_known(self, model: nn.Module, layout: BatchLayout) -> None:
+        """Every trained parameter was there when the model was made private.
+
+        Raises:
+            StepError: one has been added, or has taken another one's place.
+        """
+        now = ((n, p) for n, p in model.named_parameters() if isinstance(p, nn.Parameter))
+        new = [name for name, p in now if p.requires_grad and p not in self.known]
+        if new:
+            layout.known = False  # the next call is looked at, too
+            raise StepError(
+                f"parameters {new} have come into the model since make_private, so they would not be "
+                "trained; call make_private again"
+            )
+
     def learn(
         self, layout: BatchLayout, called: Entered, path: Hashable | None = None, trial: int = 0
     ) -> None:
@@ -264,6 +281,7 @@ class Calls:
         )
         if trial:
             run.as_they_are, run.first_row = True, (trial - 1) * MOST_ROWS
+        self._check_known(called.model, layout)
         begun = time.perf_counter()
         with nullcontext() if called.name == FORWARD else no_training():
             learn(layout, run, path)

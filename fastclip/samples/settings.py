@@ -164,7 +164,10 @@ def _is_object(value: Any) -> bool:
 
 
 def _version(tensor: Tensor | None) -> Any:
-    """What changes when a buffer or a frozen parameter does, unless it is through `.data`."""
+    """What changes when a buffer or a frozen parameter does, unless it is through `.data`.
+
+    Of a parameter that is trained: which one it is.
+    """
     if tensor is None or tensor.requires_grad:
-        return None
+        return id(tensor) if isinstance(tensor, nn.Parameter) else None
     return id(tensor), 0 if tensor.is_inference() else tensor._version

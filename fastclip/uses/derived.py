@@ -184,8 +184,9 @@ def check_current(source: Source, graph: DerivedGraph | None) -> None:
     """
     if source.graph is not graph:
         raise GraphError(
-            "a value computed from parameters in an earlier forward pass is used again; compute it in "
-            "every forward pass (do not cache it), or detach it"
+            "a value computed from parameters alone is used outside the forward pass that computed it "
+            "(kept from an earlier one, or returned by the model): it belongs to no sample there; "
+            "compute it in every forward pass and use it with the batch, or detach it"
         )
     if not all(parameter.requires_grad for parameter in source.parameters):
         raise GraphError(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fastclip.errors import FastclipError, GraphError, StepError, UnsupportedLayerError
+from fastclip.errors import FastclipError, GraphError, StepError
 from fastclip.layers.records import LinearRecord
 from tests.oracle import (
     Batch,
@@ -186,13 +186,27 @@ def test_the_whole_model_checkpointed() -> None:
         row_loss(checkpoint(private, x.requires_grad_(), use_reentrant=True)).mean().backward()
 
 
-def test_a_replaced_parameter() -> None:
-    model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, 3))
+REPLACED = {
+    "table": lambda m: setattr(m, "raw", nn.Parameter(torch.randn(1, T, D))),
+    "weight": lambda m: setattr(m.layer, "weight", nn.Parameter(torch.randn(D, D))),
+    "layer": lambda m: setattr(m, "layer", nn.Linear(D, D)),
+    "wrapped": lambda m: setattr(m, "layer", nn.Sequential(m.layer, nn.Linear(D, D))),
+    "added": lambda m: m.add_module("head", nn.Linear(D, D)),
+}
+
+
+@pytest.mark.parametrize("looked_at", [False, True])
+@pytest.mark.parametrize("case", REPLACED)
+def test_a_parameter_that_came_later(case: str, looked_at: bool) -> None:
+    """Nothing would train it, nor clip it."""
+    model = Model(lambda m, x: m.layer(x + m.raw) + m.table(torch.arange(T))[None])
     _, private, _, _ = make_private(model)
-    private(torch.randn(B, D))
-    model[1].weight = nn.Parameter(torch.randn(3, D))
-    with pytest.raises(UnsupportedLayerError, match=r"1 \(Linear\).*'weight'.*replaced"):
-        private(torch.randn(B, D))
+    if looked_at:
+        private(torch.randn(B, T, D))
+    REPLACED[case](model)
+    for _ in range(2):
+        with pytest.raises(StepError, match=r"come into the model since make_private"):
+            private(torch.randn(B, T, D))
 
 
 @pytest.mark.parametrize("all_frozen", [False, True])
