@@ -11,14 +11,21 @@ _FEWEST = 5
 _SEVERAL = 3
 
 
-def spread(choice: int) -> tuple[list[int], frozenset[int]]:
-    """Positions for so many rows, and which of them to change: the others hold other rows."""
+def spread(choice: int, ordered: bool) -> tuple[list[int], list[frozenset[int]]]:
+    """Positions for so many rows, and two groups of them that hold different rows.
+
+    Args:
+        ordered: two rows, in their order.
+    """
+    if ordered:
+        return [0, 0, 1, 1], [frozenset({2, 3}), frozenset({0, 1})]
     count = max(choice, _FEWEST)
     group = _SPLIT & set(range(count))
     inside, outside = (cycle(range(first, max(choice, first + 1), 2)) for first in (0, 1))
     if choice == 1:
         outside = cycle([0])
-    return [next(inside if i in group else outside) for i in range(count)], group
+    rows = [next(inside if i in group else outside) for i in range(count)]
+    return rows, [group, frozenset(range(count)) - group]
 
 
 def others_changed(rows: list[int], kept: frozenset[int]) -> list[int]:

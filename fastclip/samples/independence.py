@@ -137,7 +137,7 @@ def moved_between(
 
 def check_somewhere(
     names: Iterable[Hashable], first: Probe, second: Probe,
-    owned: Mapping[Hashable, list[Tensor]], kept: Iterable[int],
+    owned: Mapping[Hashable, list[Tensor | None]], kept: Iterable[int],
 ) -> None:  # fmt: skip
     """Rows that the model has moved are the same in both runs, wherever they are.
 
@@ -150,7 +150,7 @@ def check_somewhere(
     for name in names:
         known = zip(owned.get(name, []), _again(name, first, second), strict=False)
         for owner, (shape, found) in known:
-            if found is None or owner.shape != shape:
+            if found is None or owner is None or owner.shape != shape:
                 continue
             of_kept = torch.tensor([*kept], dtype=torch.int64, device=owner.device)
             mine = torch.isin(owner.reshape(len(found), -1).amax(1), of_kept)

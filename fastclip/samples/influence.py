@@ -49,8 +49,8 @@ class Influence:
             digits = torch.arange(count, dtype=torch.int64, device=x.device)
             self._coded.append(coded_by(seed, axis, digits - count // 2))
 
-    def owners(self, asked: Iterable[Output]) -> list[tuple[Hashable, Tensor]]:
-        """The sample of every entry, by name; not of what no gradient reaches."""
+    def owners(self, asked: Iterable[Output]) -> list[tuple[Hashable, Tensor | None]]:
+        """The sample of every entry, by name, in the order asked; None where no gradient reaches."""
         asked = list(asked)
         if not self._from or not asked:
             return []
@@ -64,12 +64,14 @@ class Influence:
             self._seeds = [x * factor for x in self._seeds]
             self._coded = [x * factor for x in self._coded]
             plain, scaled = self._both(edges)
-        found: list[tuple[Hashable, Tensor]] = []
+        found: list[tuple[Hashable, Tensor | None]] = []
         for output, one, other in zip(asked, plain, scaled, strict=True):
+            owner = None
             if one is not None and other is not None:
                 owner = owners(one, other, self.count, coarse=bool(halves))
-                found.append((output.name, owner))
-        return [(name, owner) for name, owner in found if bool((owner != NOBODY).any())]
+            reached = owner is not None and bool((owner != NOBODY).any())
+            found.append((output.name, owner if reached else None))
+        return found
 
     def _both(self, edges: list[GradientEdge]) -> tuple[tuple[Tensor | None, ...], ...]:
         one, other = (

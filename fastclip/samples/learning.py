@@ -225,6 +225,7 @@ class _Learner:
     def _find(self, cuts: Cuts, probes: list[Probe], outputs: list[Any]) -> None:
         structure = flatten((self.run.args, self.run.kwargs))[1]
         self.layout.cuts[structure] = cuts
+        telling: dict[int, None] = {}
         for _ in range(_MOST_ROUNDS):
             while self._opened(probes):
                 self.run.cut(cuts)
@@ -236,7 +237,8 @@ class _Learner:
                 probes, outputs = self._both()
                 continue
             try:
-                Comparison(self.layout, self.run, cuts, probes, outputs).hold_apart()
+                comparison = Comparison(self.layout, self.run, cuts, probes, outputs, telling)
+                comparison.hold_apart()
                 break
             except Opened:
                 self.run.cut(cuts)

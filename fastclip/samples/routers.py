@@ -22,6 +22,8 @@ def places_returned(probe: Probe, influence: Influence) -> dict[str, dict[int, l
     path: str
     number: int
     for name, owner in influence.owners(probe.returned):
+        if owner is None:
+            continue
         path, number = name  # type: ignore[misc]
         shape = shapes[name]
         plain = [p for axis in range(len(shape)) for p in places(shape, probe.rows, [axis])]

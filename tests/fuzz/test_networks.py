@@ -7,11 +7,20 @@ import pytest
 from tests.fuzz.networks import outcome
 
 SHARE = 25
+MENDED = (10994, 500124, 500233, 601891, 603105, 911444, 1202624, 1203851, 1209526)
+"""Networks that were wrong, or refused without need, once."""
 
 
 @pytest.mark.parametrize("first", range(0, 200, SHARE))
 def test_exact_or_refused(first: int) -> None:
     check(range(first, first + SHARE))
+
+
+@pytest.mark.parametrize("seed", MENDED)
+def test_what_once_failed(seed: int) -> None:
+    result, recipe, seen = outcome(seed)
+    assert result not in ("wrong", "crashed"), (recipe, seen)
+    assert result == "exact" or recipe.coupled or recipe.limited, (recipe, seen)
 
 
 @pytest.mark.slow
