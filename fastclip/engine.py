@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import math
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from opacus.optimizers import DPOptimizer
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from fastclip.accounting import find_noise_multiplier
@@ -19,27 +17,30 @@ from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.criterion import check_coupling, check_criterion
 from fastclip.backward.one_process import check_not_distributed
 from fastclip.clipping import Clipping, ConstantNoise, resolve
-from fastclip.data.samplers import (
-    check_loader,
-)
-from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
-from fastclip.explanation import Explanation, Setup, explain
+from fastclip.data.recorded import AsPlanned, Releases, planned_history
+from fastclip.errors import ArgumentError, ArgumentTypeError
+from fastclip.inspection import InspectedEngine, Run
 from fastclip.model import validation
 from fastclip.model.compatible import compatible
 from fastclip.model.module import FastGradSampleHooks, FastGradSampleModule
 from fastclip.model.ownership import check_free
 from fastclip.noise.keystream import require_cipher
-from fastclip.optim.opacus_modes import OpacusModes
 from fastclip.optim.optimizer import FastDPOptimizer
 from fastclip.planner import Planner
-from fastclip.planner.report import Plan
 
 FAST_MODES = ("fast", "ghost")
 MATERIALISED_MODES = ("hooks", "functorch", "ew")
 MODES = (*FAST_MODES, "hooks", "functorch", "ew", "ghost_fsdp", "ghost_tp", "no_op")
 
 
-class FastPrivacyEngine(OpacusModes):
+SAMPLING = (
+    "sample_rate", "expected_batch_size", "max_batch_size", "unit_ids", "max_rows_per_unit",
+    "unit_reduction",
+)  # fmt: skip
+"""Arguments of make_private that say how rows are drawn."""
+
+
+class FastPrivacyEngine(InspectedEngine):
     """Drop-in for `opacus.PrivacyEngine`: same calls, same guarantee, one ordinary backward pass.
 
     Example:
@@ -76,7 +77,7 @@ class FastPrivacyEngine(OpacusModes):
                 f"planner expects a fastclip.Planner or None, got {type(planner).__name__}"
             )
         self._planner = planner or Planner()
-        self._keepers: list[BookKeeper] = []
+        self._runs: list[Run] = []
 
     def make_private(  # type: ignore[override]
         self, *, module: nn.Module, optimizer: torch.optim.Optimizer, criterion: Any = None,
@@ -85,7 +86,9 @@ class FastPrivacyEngine(OpacusModes):
         loss_reduction: str = "mean", poisson_sampling: bool = True,
         clipping: str | Clipping = "flat", noise_generator: torch.Generator | None = None,
         grad_sample_mode: str = "fast", wrap_model: bool = True, rand_on_empty: bool = False,
-        **kwargs: Any,
+        sample_rate: float | None = None, expected_batch_size: float | None = None,
+        max_batch_size: int | None = None, unit_ids: Any = None,
+        max_rows_per_unit: int | None = None, unit_reduction: str = "mean", **kwargs: Any,
     ) -> tuple:  # fmt: skip
         """Make model, optimizer and data loader private.
 
@@ -93,7 +96,9 @@ class FastPrivacyEngine(OpacusModes):
             module: the model, in training mode. optimizer: over this model's parameters.
             criterion: loss, whose reduction must be `loss_reduction`; returned (unchanged) only
                 where grad_sample_mode is "ghost".
-            data_loader: its length sets the sampling rate q = 1 / len(data_loader).
+            data_loader: its length sets the sampling rate q = 1 / len(data_loader), and the number N
+                of its rows the expected batch size B = N q, unless both are given: then epsilon
+                does not take N for public.
             noise_multiplier: sigma, standard deviation of the noise over the sensitivity: the total
                 that the accountant sees, of which count queries take their share; of the first step
                 where the strategy has a noise schedule.
@@ -101,7 +106,8 @@ class FastPrivacyEngine(OpacusModes):
                 "per_layer".
             batch_first: samples lie along axis 0 of the model's inputs; else along axis 1.
             loss_reduction: "mean" (over the physical batch) or "sum".
-            poisson_sampling: sample every row independently with rate q, as accounting assumes.
+            poisson_sampling: draw every row independently with rate q. Else rows are trained on in
+                the loader's order, and accounted without amplification: each is in every pass.
             clipping: a strategy of fastclip.clipping, or Opacus' "flat", "per_layer" or "adaptive"
                 (whose keywords of Opacus are taken, too).
             noise_generator: source of the noise, for reproducible runs.
@@ -109,6 +115,13 @@ class FastPrivacyEngine(OpacusModes):
                 own modes ("hooks", "functorch", "ew", ...) take their gradients from Opacus' code.
             wrap_model: False intercepts the model in place and returns a handle with `cleanup()`.
             rand_on_empty: an empty batch becomes one placeholder row, which contributes nothing.
+            sample_rate, expected_batch_size: public q and B, of rows or units; give both.
+            max_batch_size: most rows or units of a step; larger draws are cut at random, which
+                accountant="pld" accounts for. None: as many as are drawn.
+            unit_ids: whose every row of the data set is, [rows]: a tensor, list, array, or the name of
+                a column. Then all is said of units (patients), not of rows: q, B, clipping, epsilon.
+            max_rows_per_unit: rows of a unit that a step takes at most, drawn at random; None: all.
+            unit_reduction: a unit's gradient is the "mean" or the "sum" of its rows' gradients.
 
         Returns:
             (model or handle, optimizer, data loader); with "ghost", (..., criterion, data loader).
@@ -117,10 +130,10 @@ class FastPrivacyEngine(OpacusModes):
             fastclip.errors.*: naming the module or keyword and the way out. Nothing is changed.
 
         Formal guarantee: every real step of the optimizer is a Gaussian mechanism with noise
-        multiplier sigma on a Poisson sample of rate q; `get_epsilon` composes the steps taken. It
-        holds for poisson_sampling=True, and for neighbours that differ in one row that was added or
-        removed, where q and the expected batch size B are public (where they follow from the number
-        of rows: one row zeroed out).
+        multiplier sigma on a Poisson sample of rate q; `get_epsilon` composes the steps taken, for
+        neighbours that differ in one row (or unit) that was added or removed, where q and B are given
+        (else, and for poisson_sampling=False: one that is zeroed out, N being public).
+        `mechanism()` says all of it.
         """
         validation.choice("grad_sample_mode", grad_sample_mode, MODES)
         validation.choice("loss_reduction", loss_reduction, ("mean", "sum"))
@@ -130,7 +143,18 @@ class FastPrivacyEngine(OpacusModes):
         if grad_sample_mode not in ("ghost_fsdp", "ghost_tp"):  # which take the losses row by row
             check_coupling(criterion)
         validation.check_inner_step(optimizer)
+        values = (
+            sample_rate, expected_batch_size, max_batch_size, unit_ids, max_rows_per_unit,
+            unit_reduction,
+        )  # fmt: skip
+        sampling: dict[str, Any] = dict(zip(SAMPLING, values, strict=True))
         if grad_sample_mode not in FAST_MODES:
+            asked = [name for name in SAMPLING[:-1] if sampling[name] is not None]
+            if asked:
+                raise ArgumentError(
+                    f"grad_sample_mode={grad_sample_mode!r} draws rows as Opacus does, without "
+                    f"{', '.join(asked)}; omit grad_sample_mode, or these"
+                )
             if rand_on_empty and grad_sample_mode not in MATERIALISED_MODES:
                 raise ArgumentError(
                     f"rand_on_empty=True in grad_sample_mode={grad_sample_mode!r} would train on "
@@ -168,15 +192,16 @@ class FastPrivacyEngine(OpacusModes):
         )
         inner = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
         try:
-            loader, batch_size, rate = self._prepare_sampling(
-                data_loader, poisson_sampling, batch_first, rand_on_empty
-            )
+            loader, design = self._prepare_sampling(
+                data_loader, poisson_sampling=poisson_sampling, batch_first=batch_first,
+                rand_on_empty=rand_on_empty, **sampling,
+            )  # fmt: skip
             draws = self._watched(
                 loader, poisson_sampling, rand_on_empty, required=poisson_sampling
             )
             private = FastDPOptimizer(
                 inner, keeper=module.keeper, noise_multiplier=noise_multiplier,
-                expected_batch_size=batch_size, loss_reduction=loss_reduction,
+                expected_batch_size=design.expected_batch_size, loss_reduction=loss_reduction,
                 generator=noise_generator, secure_mode=self.secure_mode,
             )  # fmt: skip
         except Exception:
@@ -185,32 +210,29 @@ class FastPrivacyEngine(OpacusModes):
         if poisson_sampling:
             module.forbid_grad_accumulation()
         module.keeper.batch.draws = draws
-        private.account_with(self._accounting_hook(rate))
-        self._keepers = [keeper for keeper in self._keepers if not keeper.batch.retired]
-        self._keepers.append(module.keeper)
+        private.account_with(Releases(design, draws, lambda: self.accountant))
+        self._runs = [run for run in self._runs if not run.keeper.batch.retired]
+        self._runs.append(Run(module.keeper, private, design))
         if grad_sample_mode == "ghost":
             return module, private, criterion, loader
         return module, private, loader
 
     def make_private_with_epsilon(  # type: ignore[override]
-        self, *, module: nn.Module, optimizer: torch.optim.Optimizer, criterion: Any = None,
-        data_loader: DataLoader, target_epsilon: float, target_delta: float, epochs: int,
-        max_grad_norm: float | Sequence[float], batch_first: bool = True,
-        loss_reduction: str = "mean", poisson_sampling: bool = True,
-        clipping: str | Clipping = "flat", noise_generator: torch.Generator | None = None,
-        grad_sample_mode: str = "fast", wrap_model: bool = True, rand_on_empty: bool = False,
-        **kwargs: Any,
+        self, *, data_loader: DataLoader, target_epsilon: float, target_delta: float,
+        epochs: float, clipping: str | Clipping = "flat", **options: Any,
     ) -> tuple:  # fmt: skip
         """`make_private` with the noise multiplier that a privacy budget affords.
 
         Args:
+            data_loader, clipping: as in `make_private`.
             target_epsilon, target_delta: the budget, spent after `epochs` passes over the data; a
-                guarantee as of `get_epsilon`, for Poisson sampling.
-            epochs: number of passes (1 / q steps each). A noise schedule is composed over all of
-                them, and the noise multiplier found is that of its first step.
-            **kwargs: options of the accountant ("epsilon_tolerance", "alphas", "eps_error", ...);
-                what the optimizer of one of Opacus' own modes takes goes to it.
-            Everything else as in `make_private`.
+                guarantee as of `get_epsilon`.
+            epochs: number of passes, of 1 / q steps each; the loader draws exactly as many. A noise
+                schedule is composed over all of them, and the noise multiplier found is that of its
+                first step.
+            **options: everything else that `make_private` takes, and options of the accountant
+                ("epsilon_tolerance", "alphas", "eps_error", ...); what the optimizer of one of Opacus'
+                own modes takes goes to it.
 
         Returns:
             As `make_private`.
@@ -220,111 +242,34 @@ class FastPrivacyEngine(OpacusModes):
                 "data_loader expects a torch.utils.data.DataLoader, got "
                 f"{type(data_loader).__name__}"
             )
-        check_loader(data_loader)
         validation.check_budget(target_epsilon, target_delta, epochs)
+        asked = {name: options[name] for name in (*SAMPLING, "poisson_sampling") if name in options}
+        design = self._plan_sampling(
+            data_loader, distributed=True, **{"poisson_sampling": True, **asked}
+        ).design
         known = {"epsilon_tolerance", *inspect.signature(self.accountant.get_epsilon).parameters}
-        accounting = {name: value for name, value in kwargs.items() if name in known}
-        rest = {name: value for name, value in kwargs.items() if name not in known}
+        accounting = {name: value for name, value in options.items() if name in known}
+        rest = {name: value for name, value in options.items() if name not in known}
         if len(self.accountant) > 0:
             warnings.warn(
                 "make_private_with_epsilon assumes that nothing of the budget is spent, but this "
                 "engine's accountant has recorded steps: the overall epsilon will be higher",
                 stacklevel=2,
             )
+        schedule = clipping.noise if isinstance(clipping, Clipping) else ConstantNoise()
+        records = planned_history(design, schedule, 1.0, epochs)
         noise_multiplier = find_noise_multiplier(
             target_epsilon=target_epsilon, target_delta=target_delta,
-            sample_rate=1 / len(data_loader), steps=math.ceil(epochs * len(data_loader) - 1e-9),
-            schedule=clipping.noise if isinstance(clipping, Clipping) else ConstantNoise(),
+            sample_rate=records[0][1], steps=sum(count for *_, count in records),
+            schedule=AsPlanned(design, schedule, epochs),
             accountant=self.accountant.mechanism(), **accounting,
         )  # fmt: skip
-        return self.make_private(
-            module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,
-            noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm,
-            batch_first=batch_first, loss_reduction=loss_reduction,
-            poisson_sampling=poisson_sampling, clipping=clipping,
-            noise_generator=noise_generator, grad_sample_mode=grad_sample_mode,
-            wrap_model=wrap_model, rand_on_empty=rand_on_empty, **rest,
-        )  # fmt: skip
-
-    def plan(self) -> Plan:
-        """The trainable layers, how each one's norm is computed, and what it holds; print it.
-
-        Shapes and methods are those of the last backward pass of the last model made private.
-        """
-        keeper = self._require_keepers()[-1]
-        return keeper.plan_log.plan(keeper.calls.looks)
-
-    def explain(
-        self, *, module: nn.Module, optimizer: torch.optim.Optimizer | None = None,
-        data_loader: DataLoader | None = None, criterion: Any = None, delta: float | None = None,
-        poisson_sampling: bool = True, loss_reduction: str = "mean", batch: Any = None,
-    ) -> Explanation:  # fmt: skip
-        """What `make_private` would do with these arguments; print it before training.
-
-        It names what is trained and frozen, layers without a rule of their own, whatever would be
-        refused, and known traps: rows not drawn by Poisson sampling, a last incomplete batch, delta
-        larger than 1 / N, losses that couple samples, noise that can be foreseen. Nothing is
-        changed, and no data is looked at but `batch`.
-
-        Args:
-            module: the model, before `make_private`. The rest: as for `make_private`, as far as known.
-            delta: that of the epsilon to be stated.
-            batch: what the model is called with: a tensor, a tuple of arguments, a dictionary of
-                keywords. A copy of the model is then run on a few of its rows, as in the first step:
-                uses of parameters, refusals of coupled rows, and what that look costs are told, too.
-
-        Returns:
-            An Explanation, with `rows`, `frozen`, `slow`, `refused` and `traps`.
-        """
-        return explain(
-            Setup(
-                module, optimizer, data_loader, criterion, delta, poisson_sampling, loss_reduction,
-                self.secure_mode, batch,
-            )
-        )  # fmt: skip
-
-    def set_groups(self, ids: Tensor, module: nn.Module | None = None) -> None:
-        """Say which group each row of the next backward pass belongs to.
-
-        For strategies of groups, before every backward pass, on physical batches as on whole ones;
-        other strategies ignore it, so a training loop may always call it. Ids that no backward pass
-        has used are forgotten at the next real step.
-
-        Args:
-            ids: int64 [b], from 0 to num_groups - 1. On an accelerator the values are not looked
-                at: a row outside the range contributes nothing and counts nowhere.
-            module: the private model whose pass comes next, where the engine has several.
-
-        Raises:
-            ArgumentError, ArgumentTypeError: for other values, shapes or types, or no such model.
-        """
-        live = [keeper for keeper in self._require_keepers() if not keeper.batch.retired]
-        if module is not None:
-            live = [keeper for keeper in live if keeper is getattr(module, "keeper", None)]
-        if len(live) != 1:
-            raise ArgumentError(
-                f"set_groups expects the private model that it speaks of: {len(live)} models of this "
-                "engine come into question; pass module=, the model that make_private returned"
-            )
-        draws = live[0].batch.draws
-        live[0].clipping.set_groups(ids, draws is not None and draws.empty_in_hand)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Forward passes made inside contribute nothing, however often they are differentiated.
-
-        For adversarial inputs, saliency maps and the like: gradients of the inputs are exact, the
-        parameters receive none.
-        """
-        keepers = list(self._require_keepers())
-        before = [keeper.paused for keeper in keepers]
-        for keeper in keepers:
-            keeper.paused = True
-        try:
-            yield
-        finally:
-            for keeper, paused in zip(keepers, before, strict=True):
-                keeper.paused = paused
+        made = self.make_private(
+            data_loader=data_loader, noise_multiplier=noise_multiplier, clipping=clipping, **rest
+        )
+        if self._runs and made[1] is self._runs[-1].optimizer:
+            self._runs[-1].epochs, self._runs[-1].delta = epochs, target_delta
+        return made
 
     def is_compatible(
         self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
@@ -357,15 +302,6 @@ class FastPrivacyEngine(OpacusModes):
         validation.check_training(fixed)
         validation.check_module(fixed)
         return fixed
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy has the ledger, and no model: what was released goes on elsewhere."""
-        return {**super().__getstate__(), "_keepers": []}
-
-    def _require_keepers(self) -> list[BookKeeper]:
-        if not self._keepers:
-            raise StepError("call make_private first (in the fast mode): there is no model yet")
-        return self._keepers
 
     def _prepare_fast_model(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, clipping: Clipping,

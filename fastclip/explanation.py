@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.criterion import check_coupling, check_criterion
 from fastclip.backward.one_process import check_not_distributed
 from fastclip.clipping import dp_sgd
-from fastclip.data.samplers import check_order, check_poisson
+from fastclip.data.design import SamplingDesign
+from fastclip.data.plan import Request, plan_sampling
 from fastclip.errors import ArgumentError, FastclipError
 from fastclip.model.interception import ATTRIBUTE
 from fastclip.model.module import FastGradSampleModule
@@ -42,6 +43,21 @@ class Setup:
     loss_reduction: str = "mean"
     secure_mode: bool = False
     batch: Any = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """sample_rate, expected_batch_size, unit_ids, ..."""
+
+    def design(self) -> SamplingDesign:
+        """How its rows would be drawn.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: they would not.
+        """
+        assert self.data_loader is not None
+        plan = plan_sampling(
+            self.data_loader, Request(**self.sampling), poisson_sampling=self.poisson_sampling,
+            secure=self.secure_mode,
+        )  # fmt: skip
+        return plan.design
 
 
 @dataclass(frozen=True)
@@ -132,11 +148,8 @@ def _refused_around(setup: Setup) -> Iterator[str]:
     if setup.criterion is not None:
         checks.append(lambda: check_criterion(setup.criterion, setup.loss_reduction))
         checks.append(lambda: check_coupling(setup.criterion))
-    loader = setup.data_loader
-    if loader is not None and setup.poisson_sampling:
-        checks.append(lambda: check_poisson(loader, distributed=False))
-    elif loader is not None:
-        checks.append(lambda: check_order(loader))
+    if setup.data_loader is not None:
+        checks.append(setup.design)
     for check in checks:
         try:
             check()
@@ -223,31 +236,38 @@ def _traps(setup: Setup, owned: set[nn.Parameter]) -> Iterator[str]:
 
 
 def _loader_traps(setup: Setup, loader: DataLoader) -> Iterator[str]:
-    rows, batches = len(loader.dataset), len(loader)  # type: ignore[arg-type]
-    if setup.delta is not None and setup.delta > 1 / rows:
+    try:
+        design = setup.design()
+    except FastclipError:
+        return  # told among what is refused
+    n, unit, B = design.units, design.unit, design.expected_batch_size
+    if setup.delta is not None and n and setup.delta > 1 / n:
         yield (
-            f"delta = {setup.delta:g} is larger than 1 / N = {1 / rows:.2g}: a mechanism that publishes "
-            "a random patient's row outright would satisfy it; choose delta well below 1 / N"
+            f"delta = {setup.delta:g} is larger than 1 / N = {1 / n:.2g}: a mechanism that publishes "
+            f"a random patient's {unit} outright would satisfy it; choose delta well below 1 / N"
         )
-    if not batches:
-        yield "the data loader has no batch (drop_last=True with a batch larger than the data)"
-        return
+    if not design.public:
+        yield (
+            f"q = {design.rate:.4g} and B = {B:g} follow from the number of {unit}s, N = {n}: epsilon "
+            f"takes N for public, and protects what a {unit} holds, not whether it is there; pass "
+            "sample_rate= and expected_batch_size= that do not depend on the data to protect both"
+        )
     if not setup.poisson_sampling:
         yield (
-            "poisson_sampling=False: epsilon is computed for Poisson sampling, and the loader's own "
-            "order is another mechanism, for which it may be too small; omit it"
+            "poisson_sampling=False: every row is in every pass, so that sampling protects nobody: a "
+            "pass is accounted as one step of q = 1, and epsilon is far larger; omit it"
         )
         size = loader.batch_size
-        if size and rows % size and not loader.drop_last:
+        if size and n % size and not loader.drop_last:
             yield (
-                f"the last batch has {rows % size} rows, but its sum is divided by the expected "
-                f"{int(rows / batches)} like any other; drop_last=True leaves it out"
+                f"the last batch has {n % size} rows, but its sum is divided by the expected "
+                f"{B:g} like any other; drop_last=True leaves it out"
             )
         return
     if loader.drop_last:
         yield "drop_last=True has no meaning under Poisson sampling, whose batches vary in size"
-    if loader.batch_size and int(rows / batches) != loader.batch_size:
+    if loader.batch_size and unit == "row" and loader.batch_size != B:
         yield (
-            f"the expected batch size is {int(rows / batches)}, not {loader.batch_size}: {rows} rows in "
-            f"{batches} batches"
+            f"the expected batch size is {B:g}, not {loader.batch_size}: {n} rows drawn at "
+            f"q = {design.rate:.4g}"
         )

@@ -194,7 +194,7 @@ def test_to_standard_module() -> None:
 def test_checkpoint() -> None:
     """Saved and loaded, a run goes on bit for bit once its generators are restored.
 
-    What the engine that loads it has recorded is kept: its own 4 steps, the file's 8, 4 more.
+    What the engine that loads it has recorded is kept: its own pass, the file's 2, one more.
     """
 
     def epoch(model: Any, optimizer: Any, loader: Any, seed: int) -> torch.Tensor:
@@ -221,8 +221,8 @@ def test_checkpoint() -> None:
     epoch(other, other_optimizer, loader, 7)
     resumed.load_checkpoint(path=file, module=other, optimizer=other_optimizer)
     assert torch.equal(epoch(other, other_optimizer, loader, 9), straight)
-    assert engine.accountant.history == [(0.8, 0.25, 12)]
-    assert resumed.accountant.history == [(0.8, 0.25, 16)]
+    assert engine.accountant.history == [(0.8, 1.0, 3)]
+    assert resumed.accountant.history == [(0.8, 1.0, 4)]
 
 
 def test_schedulers() -> None:

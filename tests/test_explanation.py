@@ -42,11 +42,17 @@ def loader(rows: int = 64, **kwargs) -> DataLoader:
     return DataLoader(TensorDataset(torch.zeros(rows, 6)), batch_size=8, **kwargs)
 
 
+PUBLIC = {"sample_rate": 0.125, "expected_batch_size": 8}
+FOLLOWING = dict.fromkeys(PUBLIC)
+
+
 def test_what_is_trained_frozen_and_slow() -> None:
     model = nn.Sequential(nn.Linear(6, 6), Scale(), nn.ReLU(), nn.Linear(6, 3))
     model[0].requires_grad_(False)
     before = {name: p.clone() for name, p in model.state_dict().items()}
-    found = engine().explain(module=model, optimizer=sgd(model), data_loader=loader(), delta=1e-5)
+    found = engine().explain(
+        module=model, optimizer=sgd(model), data_loader=loader(), delta=1e-5, **PUBLIC
+    )
     assert [(row.path, row.rule) for row in found.rows] == [
         ("1.factor", "where it is used"),
         ("3", "linear"),
@@ -127,13 +133,16 @@ def test_a_model_that_cannot_be_copied() -> None:
 TRAPS = {
     "seed": ({}, r"generator that can be seeded.*secure_mode=True"),
     "delta": ({"delta": 0.1}, r"delta = 0.1 is larger than 1 / N = 0.016"),
-    "order": ({"poisson_sampling": False}, "poisson_sampling=False: epsilon is computed for Poisson"),
+    "number of rows": (FOLLOWING, "q = 0.125 and B = 8 follow from the number of rows, N = 64"),
+    "order": ({"poisson_sampling": False, **FOLLOWING}, "poisson_sampling=False: every row is in every"),
     "last batch": (
-        {"poisson_sampling": False, "data_loader": loader(60)}, "the last batch has 4 rows.*expected 7"
+        {"poisson_sampling": False, "data_loader": loader(60), **FOLLOWING},
+        "the last batch has 4 rows.*expected 7",
     ),
-    "batch size": ({"data_loader": loader(61)}, "expected batch size is 7, not 8: 61 rows in 8"),
+    "batch size": (
+        {"data_loader": loader(61), **FOLLOWING}, "expected batch size is 7, not 8: 61 rows drawn at",
+    ),
     "drop_last": ({"data_loader": loader(drop_last=True)}, "drop_last=True has no meaning"),
-    "no batch": ({"data_loader": loader(5, drop_last=True)}, "the data loader has no batch"),
     "optimizer": (
         {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)},
         r"2 trainable parameters are not in the optimizer \(weight, ...\)",
@@ -145,17 +154,21 @@ TRAPS = {
 def test_every_trap_is_named(name: str) -> None:
     arguments, message = TRAPS[name]
     model = nn.Linear(6, 3)
-    clean = {"module": model, "optimizer": sgd(model), "data_loader": loader(), "delta": 1e-5}
+    clean = {
+        "module": model, "optimizer": sgd(model), "data_loader": loader(), "delta": 1e-5, **PUBLIC
+    }  # fmt: skip
     assert not engine().explain(**clean, criterion=nn.CrossEntropyLoss()).traps
     found = engine(secure=name != "seed").explain(**{**clean, **arguments})
     assert any(re.search(message, trap) for trap in found.traps), found.traps
 
 
-@pytest.mark.parametrize("poisson", [True, False])
-def test_loaders_that_would_be_refused(poisson: bool) -> None:
+def test_loaders_that_would_be_refused() -> None:
     weighted = loader(sampler=WeightedRandomSampler([1.0] * 64, 64))
-    found = engine().explain(module=nn.Linear(6, 3), data_loader=weighted, poisson_sampling=poisson)
+    found = engine().explain(module=nn.Linear(6, 3), data_loader=weighted, poisson_sampling=False)
     assert any("WeightedRandomSampler" in reason for reason in found.refused)
+    none = loader(5, drop_last=True)
+    found = engine().explain(module=nn.Linear(6, 3), data_loader=none)
+    assert any("has no batch" in reason for reason in found.refused)
     assert not engine().explain(module=nn.Linear(6, 3), data_loader=loader()).refused
 
 

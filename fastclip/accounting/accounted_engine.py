@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from opacus import PrivacyEngine
 from opacus.accountants import IAccountant
-from opacus.optimizers import DPOptimizer
 from torch import nn
 
 from fastclip.accounting.history import spent
 from fastclip.accounting.ledger import Ledger, keep_ledger
-from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
+from fastclip.errors import ArgumentError, ArgumentTypeError
 
 _ACCOUNTANT = "privacy_accountant_state_dict"
 
@@ -65,20 +63,6 @@ class AccountedEngine(PrivacyEngine):
                 numerics.
         """
         return spent(self.accountant, delta)
-
-    def _accounting_hook(self, rate: float) -> Callable[[DPOptimizer], None]:
-        """Opacus' hook, of whichever accountant the engine has when a step is taken."""
-
-        def account(optimizer: DPOptimizer) -> None:
-            joined = optimizer.accumulated_iterations
-            if joined * rate > 1 + 1e-9:
-                raise StepError(
-                    f"this step joins {joined} batches, more than the {round(1 / rate)} of one pass "
-                    "over the data, so rows are in it twice; call optimizer.step() more often"
-                )
-            self.accountant.get_optimizer_hook_fn(sample_rate=rate)(optimizer)
-
-        return account
 
     def load_checkpoint(
         self, *, path: Any, module: nn.Module, optimizer: Any = None, noise_scheduler: Any = None,

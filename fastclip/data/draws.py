@@ -69,6 +69,8 @@ class Draws:
         """Drawn and not used, in order."""
         self._used: list[PhysicalBatch] = []
         """What the logical batch that is being gathered consists of."""
+        self.released: list[Iteration] = []
+        """The passes over the data that the last step belongs to; none where they are not known."""
         self._newest: PhysicalBatch | None = None
         self._read_by: WeakKeyDictionary[Any, weakref.ref[Iteration]] = WeakKeyDictionary()
         self._largest = 0
@@ -250,6 +252,7 @@ class Draws:
 
     def release(self) -> None:
         """A real step has used up the logical batch."""
+        self.released = list(dict.fromkeys(b.draw.iteration for b in self._used))
         self._used.clear()
 
     def give_up(self, *, forget: bool) -> None:

@@ -27,6 +27,8 @@ class Iteration:
     over: bool = False
     """The sampler has no more draws."""
     drawn: int = 0
+    recorded: float = float("inf")
+    """Least noise multiplier at which steps of this pass were accounted."""
     newest: PhysicalBatch | None = None
 
     def look(self) -> float:

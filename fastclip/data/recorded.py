@@ -1,0 +1,107 @@
+"""What an accountant records of steps whose rows are drawn in one design."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from opacus.accountants import IAccountant
+from opacus.optimizers import DPOptimizer
+
+from fastclip.accounting.history import history
+from fastclip.accounting.segments import Entry, runs
+from fastclip.clipping.schedules import NoiseSchedule
+from fastclip.data.design import STREAM, SamplingDesign
+from fastclip.data.draws import Draws
+from fastclip.errors import StepError
+
+
+def planned_history(
+    design: SamplingDesign, schedule: NoiseSchedule, noise_multiplier: float, epochs: float
+) -> list[Entry]:
+    """What an accountant holds after `epochs` passes.
+
+    Args:
+        design: how rows are drawn. schedule: of the noise. noise_multiplier: sigma_1, of the first step.
+
+    Returns:
+        (sigma, q, steps) in order. Of what is not Poisson sampling: as `Releases` records it.
+    """
+    steps = design.steps_in(epochs)
+    if design.poisson:
+        return history(schedule, noise_multiplier, design.rate, steps)
+    whole = history(schedule, noise_multiplier, 1.0, steps)
+    if design.sampler == STREAM:
+        return whole
+    each = [sigma for sigma, _, length in whole for _ in range(length)]
+    found: list[Entry] = []
+    for start in range(0, steps, design.steps):
+        least = float("inf")
+        for sigma in each[start : start + design.steps]:
+            if sigma < least:
+                found.append((sigma, 1.0, 1))
+                least = sigma
+    return runs(found)
+
+
+@dataclass(frozen=True)
+class AsPlanned:
+    """A noise schedule whose stages are what an accountant records, not steps; see `planned_history`."""
+
+    design: SamplingDesign
+    schedule: NoiseSchedule
+    epochs: float
+
+    def factor(self, step: int) -> float:
+        """Of the noise itself."""
+        return self.schedule.factor(step)
+
+    def runs(self, length: int) -> list[tuple[float, int]]:
+        """(factor, number of records) of the whole run; its number of records must be `length`."""
+        entries = planned_history(self.design, self.schedule, 1.0, self.epochs)
+        assert sum(count for *_, count in entries) == length
+        return [(factor, count) for factor, _, count in entries]
+
+
+class Releases:
+    """Records each real step of one model, as its rows were drawn.
+
+    Formal guarantee: Poisson steps are subsampled Gaussian mechanisms at the design's rate. Of a
+    shuffled or given order a row is in one step of each pass, and which one does not depend on what it
+    holds: for neighbours in which a row is zeroed out, a pass is one Gaussian mechanism of q = 1 with
+    the noise of that step (parallel composition), recorded at the least noise of the pass. Of a stream
+    every step is one.
+
+    Args:
+        design: how rows are drawn. draws: of the loader. accountant: who records, when a step is taken.
+    """
+
+    def __init__(
+        self, design: SamplingDesign, draws: Draws, accountant: Callable[[], IAccountant]
+    ) -> None:
+        self.design, self._draws, self._accountant = design, draws, accountant
+
+    def __call__(self, optimizer: DPOptimizer) -> None:
+        """A step is about to be released.
+
+        Raises:
+            StepError: it joins more batches than one pass has.
+        """
+        joined = optimizer.accumulated_iterations
+        if joined > self.design.steps:
+            raise StepError(
+                f"this step joins {joined} batches, more than the {self.design.steps} of one pass "
+                "over the data, so rows are in it twice; call optimizer.step() more often"
+            )
+        accountant = self._accountant()
+        if self.design.poisson:
+            accountant.get_optimizer_hook_fn(sample_rate=self.design.rate)(optimizer)
+            return
+        sigma = optimizer.noise_multiplier
+        passes = [] if self.design.sampler == STREAM else self._draws.released
+        if not passes:  # nothing tells which rows it holds
+            accountant.step(noise_multiplier=sigma, sample_rate=1.0)
+        for each in passes:
+            if sigma < each.recorded:
+                accountant.step(noise_multiplier=sigma, sample_rate=1.0)
+                each.recorded = sigma

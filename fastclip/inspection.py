@@ -1,0 +1,178 @@
+"""What may be asked of the engine: its plan, its guarantee, what it would do with a set-up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from fastclip.accounting.history import epsilon
+from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.clipping.checks import between
+from fastclip.data.design import SamplingDesign
+from fastclip.data.recorded import planned_history
+from fastclip.errors import ArgumentError, StepError
+from fastclip.explanation import Explanation, Setup, explain
+from fastclip.mechanism import Mechanism, neighbours, trusted
+from fastclip.optim.opacus_modes import OpacusModes
+from fastclip.optim.optimizer import FastDPOptimizer
+from fastclip.planner.report import Plan
+
+_DRAWN = (
+    "noise of the gradients and of counts", "which rows are drawn",
+    "the last bits of noise, from which sums could be read",
+)  # fmt: skip
+"""What secure mode keeps from those who could foresee or repeat it."""
+
+
+@dataclass
+class Run:
+    """One model that was made private."""
+
+    keeper: BookKeeper
+    optimizer: FastDPOptimizer
+    design: SamplingDesign
+    epochs: float | None = None
+    """Passes that its noise was found for."""
+    delta: float | None = None
+    """Of the budget that its noise was found for."""
+
+
+class InspectedEngine(OpacusModes):
+    """The part of FastPrivacyEngine that answers questions."""
+
+    _runs: list[Run]
+
+    def plan(self) -> Plan:
+        """The trainable layers, how each one's norm is computed, and what it holds; print it.
+
+        Shapes and methods are those of the last backward pass of the last model made private.
+        """
+        keeper = self._require_keepers()[-1]
+        return keeper.plan_log.plan(keeper.calls.looks)
+
+    def explain(
+        self, *, module: nn.Module, optimizer: torch.optim.Optimizer | None = None,
+        data_loader: DataLoader | None = None, criterion: Any = None, delta: float | None = None,
+        poisson_sampling: bool = True, loss_reduction: str = "mean", batch: Any = None,
+        **sampling: Any,
+    ) -> Explanation:  # fmt: skip
+        """What `make_private` would do with these arguments; print it before training.
+
+        It names what is trained and frozen, layers without a rule of their own, whatever would be
+        refused, and known traps: rows not drawn by Poisson sampling, a last incomplete batch, delta
+        larger than 1 / N, losses that couple samples, noise that can be foreseen. Nothing is
+        changed, and no data is looked at but `batch`.
+
+        Args:
+            module: the model, before `make_private`. The rest: as for `make_private`, as far as known.
+            delta: that of the epsilon to be stated.
+            batch: what the model is called with: a tensor, a tuple of arguments, a dictionary of
+                keywords. A copy of the model is then run on a few of its rows, as in the first step:
+                uses of parameters, refusals of coupled rows, and what that look costs are told, too.
+            sampling: sample_rate, expected_batch_size, unit_ids, ... as for `make_private`.
+
+        Returns:
+            An Explanation, with `rows`, `frozen`, `slow`, `refused` and `traps`.
+        """
+        return explain(
+            Setup(
+                module, optimizer, data_loader, criterion, delta, poisson_sampling, loss_reduction,
+                self.secure_mode, batch, sampling,
+            )
+        )  # fmt: skip
+
+    def mechanism(self, *, delta: float | None = None, epochs: float | None = None) -> Mechanism:
+        """What the last model made private guarantees, said exactly; print it, or `as_json()`.
+
+        Args:
+            delta: in (0, 1); None for that of `make_private_with_epsilon`.
+            epochs: length of the whole run, in passes; None for that of `make_private_with_epsilon`.
+
+        Returns:
+            A `fastclip.mechanism.Mechanism`: neighbours, privacy unit, sampling, noise by step,
+            sensitivity, steps taken and planned, epsilon, what is secure and what is trusted.
+
+        Raises:
+            StepError: before make_private. ArgumentError: for a delta or number of epochs out of range.
+        """
+        self._require_keepers()
+        run = self._runs[-1]
+        design, state, accountant = run.design, run.keeper.clipping, self.accountant.mechanism()
+        delta = run.delta if delta is None else between("delta", delta, 0, 1)
+        epochs = run.epochs if epochs is None else epochs
+        schedule, planned = state.strategy.noise, []
+        if epochs is not None:
+            planned = planned_history(design, schedule, state.first_multiplier, epochs)
+        return Mechanism(
+            unit=design.unit, neighbours=neighbours(design), sampler=design.sampler,
+            sample_rate=design.rate, sampled_independently=design.poisson,
+            public_size=design.public, units=design.units,
+            expected_batch_size=design.expected_batch_size, max_batch_size=design.max_batch_size,
+            max_rows_per_unit=design.max_rows_per_unit, clipping=str(state.strategy),
+            sensitivity=float(run.optimizer.sensitivity), noise=run.optimizer.noise_levels,
+            schedule=str(schedule), taken=tuple(self.accountant.history), planned=tuple(planned),
+            accountant=accountant, delta=delta,
+            epsilon=None if delta is None else self.get_epsilon(delta),
+            planned_epsilon=epsilon(planned, delta, accountant) if delta and planned else None,
+            secure=_DRAWN if self.secure_mode else (), insecure=() if self.secure_mode else _DRAWN,
+            trusted=trusted(design),
+        )  # fmt: skip
+
+    def set_groups(self, ids: Tensor, module: nn.Module | None = None) -> None:
+        """Say which group each row of the next backward pass belongs to.
+
+        For strategies of groups, before every backward pass, on physical batches as on whole ones;
+        other strategies ignore it, so a training loop may always call it. Ids that no backward pass
+        has used are forgotten at the next real step.
+
+        Args:
+            ids: int64 [b], from 0 to num_groups - 1. On an accelerator the values are not looked
+                at: a row outside the range contributes nothing and counts nowhere.
+            module: the private model whose pass comes next, where the engine has several.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: for other values, shapes or types, or no such model.
+        """
+        live = [keeper for keeper in self._require_keepers() if not keeper.batch.retired]
+        if module is not None:
+            live = [keeper for keeper in live if keeper is getattr(module, "keeper", None)]
+        if len(live) != 1:
+            raise ArgumentError(
+                f"set_groups expects the private model that it speaks of: {len(live)} models of this "
+                "engine come into question; pass module=, the model that make_private returned"
+            )
+        draws = live[0].batch.draws
+        live[0].clipping.set_groups(ids, draws is not None and draws.empty_in_hand)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Forward passes made inside contribute nothing, however often they are differentiated.
+
+        For adversarial inputs, saliency maps and the like: gradients of the inputs are exact, the
+        parameters receive none.
+        """
+        keepers = list(self._require_keepers())
+        before = [keeper.paused for keeper in keepers]
+        for keeper in keepers:
+            keeper.paused = True
+        try:
+            yield
+        finally:
+            for keeper, paused in zip(keepers, before, strict=True):
+                keeper.paused = paused
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the ledger, and no model: what was released goes on elsewhere."""
+        return {**super().__getstate__(), "_runs": []}
+
+    def _require_keepers(self) -> list[BookKeeper]:
+        keepers = [run.keeper for run in self._runs]
+        if not keepers:
+            raise StepError("call make_private first (in the fast mode): there is no model yet")
+        return keepers
