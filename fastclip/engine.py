@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +18,6 @@ from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.criterion import check_coupling, check_criterion
 from fastclip.backward.one_process import check_not_distributed
 from fastclip.clipping import Clipping, ConstantNoise, resolve
-from fastclip.data.samplers import (
-    check_loader,
-)
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 from fastclip.explanation import Explanation, Setup, explain
 from fastclip.model import validation
@@ -168,15 +164,16 @@ class FastPrivacyEngine(OpacusModes):
         )
         inner = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
         try:
-            loader, batch_size, rate = self._prepare_sampling(
-                data_loader, poisson_sampling, batch_first, rand_on_empty
-            )
+            loader, design = self._prepare_sampling(
+                data_loader, poisson_sampling=poisson_sampling, batch_first=batch_first,
+                rand_on_empty=rand_on_empty,
+            )  # fmt: skip
             draws = self._watched(
                 loader, poisson_sampling, rand_on_empty, required=poisson_sampling
             )
             private = FastDPOptimizer(
                 inner, keeper=module.keeper, noise_multiplier=noise_multiplier,
-                expected_batch_size=batch_size, loss_reduction=loss_reduction,
+                expected_batch_size=design.expected_batch_size, loss_reduction=loss_reduction,
                 generator=noise_generator, secure_mode=self.secure_mode,
             )  # fmt: skip
         except Exception:
@@ -185,7 +182,7 @@ class FastPrivacyEngine(OpacusModes):
         if poisson_sampling:
             module.forbid_grad_accumulation()
         module.keeper.batch.draws = draws
-        private.account_with(self._accounting_hook(rate))
+        private.account_with(self._accounting_hook(design.rate))
         self._keepers = [keeper for keeper in self._keepers if not keeper.batch.retired]
         self._keepers.append(module.keeper)
         if grad_sample_mode == "ghost":
@@ -220,7 +217,9 @@ class FastPrivacyEngine(OpacusModes):
                 "data_loader expects a torch.utils.data.DataLoader, got "
                 f"{type(data_loader).__name__}"
             )
-        check_loader(data_loader)
+        design = self._plan_sampling(
+            data_loader, poisson_sampling=poisson_sampling, distributed=True
+        ).design
         validation.check_budget(target_epsilon, target_delta, epochs)
         known = {"epsilon_tolerance", *inspect.signature(self.accountant.get_epsilon).parameters}
         accounting = {name: value for name, value in kwargs.items() if name in known}
@@ -233,7 +232,7 @@ class FastPrivacyEngine(OpacusModes):
             )
         noise_multiplier = find_noise_multiplier(
             target_epsilon=target_epsilon, target_delta=target_delta,
-            sample_rate=1 / len(data_loader), steps=math.ceil(epochs * len(data_loader) - 1e-9),
+            sample_rate=design.rate, steps=design.steps_in(epochs),
             schedule=clipping.noise if isinstance(clipping, Clipping) else ConstantNoise(),
             accountant=self.accountant.mechanism(), **accounting,
         )  # fmt: skip
