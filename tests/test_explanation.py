@@ -162,10 +162,15 @@ def test_every_trap_is_named(name: str) -> None:
     assert any(re.search(message, trap) for trap in found.traps), found.traps
 
 
-def test_loaders_that_would_be_refused() -> None:
-    weighted = loader(sampler=WeightedRandomSampler([1.0] * 64, 64))
-    found = engine().explain(module=nn.Linear(6, 3), data_loader=weighted, poisson_sampling=False)
-    assert any("WeightedRandomSampler" in reason for reason in found.refused)
+@pytest.mark.parametrize("poisson", [True, False])
+def test_loaders_that_would_be_refused(poisson: bool) -> None:
+    class Mine(WeightedRandomSampler):
+        """Who knows what it draws."""
+
+    kind = Mine if poisson else WeightedRandomSampler  # whose weights Poisson sampling keeps
+    weighted = loader(sampler=kind([1.0] * 64, 64))
+    found = engine().explain(module=nn.Linear(6, 3), data_loader=weighted, poisson_sampling=poisson)
+    assert any(kind.__name__ in reason for reason in found.refused)
     none = loader(5, drop_last=True)
     found = engine().explain(module=nn.Linear(6, 3), data_loader=none)
     assert any("has no batch" in reason for reason in found.refused)

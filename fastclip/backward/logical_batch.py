@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from fastclip.backward.batch_states import TABLE, Event, Refusal, State
 from fastclip.data.draws import Draws
 from fastclip.data.iteration import PhysicalBatch
+from fastclip.data.units import UnitRows
 from fastclip.errors import StepError
 
 _DONE = (State.RELEASED, State.STALE, State.RETIRED)
@@ -134,6 +135,14 @@ class LogicalBatch:
         """
         self._found = None if self.draws is None else self.draws.find(rows)
         return self._found is None or self._found.draw.size > 0
+
+    def unit_rows(self, rows: int) -> UnitRows | None:
+        """Whose the `rows` rows of the pass are; None where each is a unit of its own.
+
+        Raises:
+            StepError, BatchSizeError: they are not the rows that the data loader drew of those units.
+        """
+        return None if self.draws is None else self.draws.units_of(rows)
 
     def end_pass(self, rows: int, calls: int) -> None:
         """The pass has contributed, through `calls` calls of the model."""

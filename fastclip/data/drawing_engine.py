@@ -2,40 +2,73 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.utils.data import DataLoader, IterableDataset
 
 from fastclip.accounting.accounted_engine import AccountedEngine
+from fastclip.data.design import SamplingDesign
 from fastclip.data.draws import Draws
 from fastclip.data.loader import watch_draws
-from fastclip.data.samplers import check_order, check_poisson, draws_independently, set_steps
+from fastclip.data.plan import Plan, Request, plan_sampling
+from fastclip.data.row_order import check_row_order
+from fastclip.data.samplers import check_order, draws_independently, set_steps
 from fastclip.data.sampling import check_secure, draw_securely
 
 
 class DrawingEngine(AccountedEngine):
     """Every mode's data loader comes from here."""
 
+    _drawn_by: SamplingDesign | None = None
+    """How the loader of the make_private under way draws."""
+
     def _prepare_data_loader(  # type: ignore[override]
         self, data_loader: DataLoader, *, poisson_sampling: bool, distributed: bool,
         batch_first: bool = True, rand_on_empty: bool = False,
     ) -> DataLoader:  # fmt: skip
-        """Opacus' loader, of as many batches as the given one.
+        """Opacus' loader, of as many batches as the given one; its design is noted.
 
         In secure mode its rows are drawn from cryptographic randomness.
         """
-        if poisson_sampling:
-            check_poisson(data_loader, distributed)
-        else:
-            check_order(data_loader)
-            if self.secure_mode:
-                check_secure(data_loader)
+        plan = self._plan_sampling(
+            data_loader, poisson_sampling=poisson_sampling, distributed=distributed
+        )
+        return self._planned_loader(
+            plan, data_loader, poisson_sampling=poisson_sampling, distributed=distributed,
+            batch_first=batch_first, rand_on_empty=rand_on_empty,
+        )  # fmt: skip
+
+    def _plan_sampling(
+        self, data_loader: DataLoader, *, poisson_sampling: bool, distributed: bool = False,
+        **request: Any,
+    ) -> Plan:  # fmt: skip
+        """How rows would be drawn, before anything is changed; `request` is of a Request."""
+        plan = plan_sampling(
+            data_loader, Request(**request), poisson_sampling=poisson_sampling,
+            secure=self.secure_mode, distributed=distributed,
+        )  # fmt: skip
+        if not poisson_sampling and self.secure_mode:
+            check_secure(data_loader)
+        return plan
+
+    def _planned_loader(
+        self, plan: Plan, data_loader: DataLoader, *, poisson_sampling: bool, distributed: bool,
+        batch_first: bool, rand_on_empty: bool,
+    ) -> DataLoader:  # fmt: skip
         loader = super()._prepare_data_loader(
             data_loader, poisson_sampling=poisson_sampling, distributed=distributed,
             batch_first=batch_first, rand_on_empty=rand_on_empty,
         )  # fmt: skip
-        if poisson_sampling:
-            set_steps(loader, len(data_loader))
-        if self.secure_mode:
-            draw_securely(loader)
+        if poisson_sampling and not distributed:
+            sampler = plan.sampler(data_loader.generator)
+            object.__setattr__(loader, "batch_sampler", sampler)
+            loader.sample_rate = plan.design.rate  # type: ignore[attr-defined]
+        else:
+            if poisson_sampling:
+                set_steps(loader, len(data_loader))
+            if self.secure_mode:
+                draw_securely(loader)
+        self._drawn_by = plan.design
         return loader
 
     @staticmethod
@@ -55,18 +88,25 @@ class DrawingEngine(AccountedEngine):
         return draws
 
     def _prepare_sampling(
-        self, data_loader: DataLoader, poisson_sampling: bool, batch_first: bool,
-        rand_on_empty: bool,
-    ) -> tuple[DataLoader, int, float]:  # fmt: skip
-        """The loader, the public expected batch size B = int(N q), and the sampling rate q."""
-        loader = self._prepare_data_loader(
-            data_loader, distributed=False, poisson_sampling=poisson_sampling,
+        self, data_loader: DataLoader, *, poisson_sampling: bool, batch_first: bool,
+        rand_on_empty: bool, **request: Any,
+    ) -> tuple[DataLoader, SamplingDesign]:  # fmt: skip
+        """The loader that trains, and how it draws.
+
+        Args:
+            request: sample_rate, expected_batch_size, max_batch_size, unit_ids, max_rows_per_unit and
+                unit_reduction, as of `Request`.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: as `plan_sampling`, and for a collate function that may
+                change the order of a unit's rows. Nothing is changed.
+        """
+        plan = self._plan_sampling(data_loader, poisson_sampling=poisson_sampling, **request)
+        if plan.unit is not None:
+            drawn = (plan.unit >= 0).nonzero().reshape(-1).tolist()
+            check_row_order(data_loader, drawn, batch_first)
+        loader = self._planned_loader(
+            plan, data_loader, poisson_sampling=poisson_sampling, distributed=False,
             batch_first=batch_first, rand_on_empty=rand_on_empty,
         )  # fmt: skip
-        return loader, self._expected_rows(loader), 1 / len(loader)
-
-    @staticmethod
-    def _expected_rows(loader: DataLoader) -> int:
-        """B = int(N q), of all processes together."""
-        # N / len, not N * (1 / len), whose rounding can lose a whole sample (49 of 49 batches: B = 0)
-        return int(len(loader.dataset) / len(loader))  # type: ignore[arg-type]
+        return loader, plan.design

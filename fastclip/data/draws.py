@@ -18,36 +18,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from fastclip.data.iteration import Draw, Iteration, PhysicalBatch, place_of, reading
+from fastclip.data.refusals import AHEAD, ANOTHER, BORDER, UNCLEAR, UNDRAWN
+from fastclip.data.unit_rows import unit_rows
+from fastclip.data.units import UnitBatch, UnitRows
 from fastclip.errors import BatchSizeError, StepError
-
-_ANOTHER = (
-    "sums of an unfinished logical batch are held (its loop was left, or one of its physical batches "
-    "was skipped), and this batch is another draw of the data loader: a sample of both would contribute "
-    "twice to one release. Call optimizer.discard_logical_batch() where a loop is left or a batch "
-    "skipped, and let every draw be a step of its own (BatchMemoryManager splits large ones)"
-)
-_BORDER = (
-    "batches of two passes over the data loader are accumulated for one step: a sample of both would "
-    "contribute twice to one release. Call optimizer.step() at the end of each pass, or leave the last "
-    "batches out with optimizer.discard_logical_batch()"
-)
-_AHEAD = (
-    "a physical batch was drawn before the one before it was stepped, so it is not known which of them "
-    "ends the logical batch: leave the loop. Where a batch is skipped, call "
-    "optimizer.discard_logical_batch() before the next one is drawn; where another library draws ahead, "
-    "prepare the loader with Accelerate before BatchMemoryManager"
-)
-_UNDRAWN = (
-    "a backward pass came without a batch of the data loader that make_private returned: its batches "
-    "have all been used, or this one comes from another loader, whose draws epsilon does not speak of. "
-    "Iterate over the returned loader and use each of its batches once; wrap passes that must not "
-    "train in engine.paused()"
-)
-_UNCLEAR = (
-    "several batches have been drawn ahead, one of them is empty (rand_on_empty=True puts a placeholder "
-    "row in its place), and it cannot be told whether that row is the one of this backward pass; draw "
-    "the next batch after the step, or set rand_on_empty=False"
-)
 
 _MOST = 2**16
 """Batches that may wait."""
@@ -82,6 +56,8 @@ class Draws:
         """Fewest batches of this iteration that were out beyond those being used."""
         self._locked = False
         """Which physical batch is in hand cannot be told any more in this iteration."""
+        self.physical_rows: int | None = None
+        """Rows of the physical batches into which the training loop itself cuts a draw of units."""
 
     def __reduce__(self) -> Any:
         """A copy hears of no draws: loaders tell the original."""
@@ -89,8 +65,8 @@ class Draws:
 
     # The data loader's side
 
-    def drawn(self, iteration: Iteration, size: int) -> None:
-        """The batch sampler has drawn `size` rows."""
+    def drawn(self, iteration: Iteration, size: int, units: UnitBatch | None = None) -> None:
+        """The batch sampler has drawn `size` rows, of these units."""
         if not iteration.drawn:
             self._begin(iteration)
         who = reading()
@@ -104,7 +80,7 @@ class Draws:
         if last is not None and last.draw.iteration is iteration and last.place == place:
             self._waiting.pop()  # a sampler around this one passed it over, or reading it failed
         self._largest = max(self._largest, size)
-        self._add(PhysicalBatch(Draw(size, iteration), place))
+        self._add(PhysicalBatch(Draw(size, iteration, units), place))
 
     def exhausted(self, iteration: Iteration) -> None:
         """The batch sampler was asked for a draw and had none."""
@@ -121,9 +97,10 @@ class Draws:
         iteration.look()
         newest = iteration.newest
         if newest.place == place_of(who) and newest.skip is None:
-            newest.skip = skip
+            newest.skip, newest.number = skip, 0
         else:
-            self._add(PhysicalBatch(newest.draw, place_of(who), skip))
+            number = 1 + (newest.number or 0)
+            self._add(PhysicalBatch(newest.draw, place_of(who), skip, number))
         return True
 
     def _begin(self, iteration: Iteration) -> None:
@@ -192,10 +169,25 @@ class Draws:
         others = [b for b in self._used if b.draw is not batch.draw]
         if others:
             if self.independent or batch.skip is not None or others[-1].skip is not None:
-                raise StepError(_ANOTHER)
+                raise StepError(ANOTHER)
             if any(b.draw.iteration is not batch.draw.iteration for b in others):
-                raise StepError(_BORDER)
+                raise StepError(BORDER)
         return batch
+
+    def units_of(self, rows: int) -> UnitRows | None:
+        """Whose the `rows` rows of the backward pass are; None where single rows are drawn.
+
+        Raises:
+            StepError, BatchSizeError: as `find`, or it cannot be told whose they are.
+        """
+        batch = self.find(rows)
+        if batch is None or batch.draw.units is None:
+            return None
+        out = self._out()
+        first = batch in out[:1] and self._ahead < inf and self._first_in_hand(out)
+        told = self._lags is False or first
+        again = batch.number is not None and batch in self._used
+        return unit_rows(batch, [] if told else out, rows, self.physical_rows, again=again)
 
     def use(self, batch: PhysicalBatch, rows: int, calls: int = 1) -> bool:
         """`rows` rows of `batch` contribute; False if it is an empty draw, so that none may.
@@ -300,14 +292,14 @@ class Draws:
         if self._locked or (
             len(out) > 1 and self._lags is not False and any(b.skip is not None for b in out)
         ):
-            raise StepError(_AHEAD)
+            raise StepError(AHEAD)
         if self._lags is False or last.skip is not None:
             if not last.fits(rows):
                 raise self._too_many(last, rows)
             return last
         exact = [b for b in out if self._holds(b, rows)]
         if len({b.draw.size > 0 for b in exact}) > 1 and not self._first_in_hand(out):
-            raise StepError(_UNCLEAR)
+            raise StepError(UNCLEAR)
         possible = exact or [b for b in out if b.fits(rows)]
         if not possible:
             raise self._too_many(first, rows)
@@ -328,7 +320,7 @@ class Draws:
         if self._used:
             raise self._too_many(self._used[-1], rows)
         if self.independent:
-            raise StepError(_UNDRAWN)
+            raise StepError(UNDRAWN)
         batch = PhysicalBatch(Draw(self._largest, Iteration()), 0)
         if not batch.fits(rows):
             raise self._too_many(batch, rows)

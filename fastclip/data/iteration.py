@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastclip._torch import NEXT_INDEX, RECEIVED, SENT, YIELDED, LoaderIterator
+from fastclip.data.units import UnitBatch
 
 
 @dataclass(eq=False)
@@ -45,6 +46,8 @@ class Draw:
 
     size: int
     iteration: Iteration
+    units: UnitBatch | None = None
+    """Whose its rows are, where units are drawn."""
     credited: int = 0
     """Rows that have contributed."""
     called_twice: bool = False
@@ -59,6 +62,8 @@ class PhysicalBatch:
     place: int
     skip: bool | None = None
     """Whether its step only accumulates, where a splitting sampler says so."""
+    number: int | None = None
+    """Which part of the draw it is, where a splitting sampler says that it is one."""
 
     @property
     def rows_left(self) -> int:

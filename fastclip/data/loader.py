@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Sampler
 from fastclip.data.distinct import Distinct
 from fastclip.data.draws import Draws
 from fastclip.data.iteration import Iteration
+from fastclip.data.units import UnitBatch
 
 
 def watch_draws(loader: DataLoader, draws: Draws, distinct: Distinct | None = None) -> None:
@@ -66,7 +67,8 @@ class _Watched:
             raise
         if self._distinct is not None:
             self._distinct.check(drawn)
-        self._draws.drawn(self._iteration, len(drawn))
+        units = drawn if isinstance(drawn, UnitBatch) else None
+        self._draws.drawn(self._iteration, len(drawn), units)
         return drawn
 
 

@@ -1,18 +1,20 @@
-"""Data loaders whose draws are not those that epsilon is stated for.
+"""What a data loader's own sampler chose: kept by the draws that epsilon is stated for, or refused.
 
-Under Poisson sampling the engine draws from all rows of the data set, whatever the loader's sampler
-chose; without it, the sampler's rows are trained on as they come, and each counts as drawn once in
-1 / q batches.
+Poisson sampling takes the sampler's place, so it must draw from the same rows, with the same weights;
+without it, the sampler's rows are trained on as they come.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,
 )
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -26,12 +28,18 @@ from torch.utils.data import (
 
 from fastclip.data.distinct import Distinct
 from fastclip.data.loader import unwatched
-from fastclip.data.sampling import SecureRandomSampler, SecureSubsetSampler
+from fastclip.data.sampling import PoissonSampler, SecureRandomSampler, SecureSubsetSampler
+from fastclip.data.unit_sampler import UnitSampler
 from fastclip.errors import ArgumentError
 
 _POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
+POISSON_OF_ROWS = (UniformWithReplacementSampler, PoissonSampler)
 _ALL_ROWS = (SequentialSampler, RandomSampler, SecureRandomSampler)
 _SUBSETS = (SubsetRandomSampler, SecureSubsetSampler)
+_UNITS = (
+    "the data loader draws units already, all rows of one or none; pass the one that make_private was "
+    "given, not the one that it returned, and unit_ids again"
+)
 _HELD_OUT = (
     "; to train on a part of the data pass a data loader over "
     "torch.utils.data.Subset(dataset, indices), without a sampler"
@@ -68,11 +76,26 @@ def check_loader(data_loader: Any) -> None:
         )
 
 
-def check_poisson(data_loader: DataLoader, distributed: bool) -> None:
-    """Refuse a sampler that Poisson sampling from all rows may not take the place of.
+@dataclass(frozen=True)
+class Choice:
+    """What Poisson sampling must keep of a data loader's sampler."""
+
+    a_pass: int
+    """Rows in one pass over the data, on average."""
+    rows: Tensor | None = None
+    """Which may be drawn, int64; None: all."""
+    weights: Tensor | None = None
+    """Of each row, float64 [n]: rates are proportional to them."""
+    rate: float | None = None
+    """Of a loader that samples by Poisson already."""
+    generator: Any = None
+
+
+def check_poisson(data_loader: DataLoader, distributed: bool) -> Choice:
+    """What Poisson sampling in the place of the loader's sampler must keep.
 
     Raises:
-        ArgumentError: a sampler of some rows, with weights, or of the user's own.
+        ArgumentError: a sampler whose choice cannot be kept: of the user's own, or a subclass.
     """
     check_loader(data_loader)
     if isinstance(data_loader.dataset, IterableDataset):
@@ -81,13 +104,24 @@ def check_poisson(data_loader: DataLoader, distributed: bool) -> None:
             "one; pass a data set with __getitem__ and __len__, or poisson_sampling=False"
         )
     outer: Any = data_loader.batch_sampler
-    if isinstance(outer, _POISSON):
-        return
     sampler = outer.sampler if unwatched(outer) is BatchSampler else outer
     kind = unwatched(sampler)
     rows = len(data_loader.dataset)  # type: ignore[arg-type]
+    generator = getattr(sampler, "generator", None)
+    if isinstance(sampler, UnitSampler):
+        raise ArgumentError(_UNITS)
+    if kind in _SUBSETS:
+        chosen = torch.tensor([int(i) for i in sampler.indices], dtype=torch.int64, device="cpu")
+        Distinct(rows, kind.__name__).check(chosen)
+        return Choice(len(chosen), chosen % rows, generator=generator)
+    if kind is WeightedRandomSampler:
+        return Choice(sampler.num_samples, weights=_weights(sampler, rows), generator=generator)
+    if kind in POISSON_OF_ROWS:
+        return _as_before(sampler, rows)
+    if kind is DistributedUniformWithReplacementSampler and distributed:
+        return Choice(rows)
     if kind is DistributedSampler and (distributed or sampler.num_replicas == 1):
-        return
+        return Choice(rows)
     if kind not in _ALL_ROWS:
         raise ArgumentError(
             f"poisson_sampling=True draws from all {rows} rows of the data set, in the place of the "
@@ -99,6 +133,39 @@ def check_poisson(data_loader: DataLoader, distributed: bool) -> None:
             f"poisson_sampling=True draws from all {rows} rows of the data set, but the data loader's "
             f"{kind.__name__} draws from {len(sampler.data_source)}{_HELD_OUT}"
         )
+    return Choice(getattr(sampler, "num_samples", rows), generator=generator)
+
+
+def _weights(sampler: WeightedRandomSampler, rows: int) -> Tensor:
+    weights = torch.as_tensor(sampler.weights, dtype=torch.float64, device="cpu")
+    if weights.shape != (rows,):
+        raise ArgumentError(
+            f"the data loader's WeightedRandomSampler expects a weight for each of the {rows} rows of "
+            f"the data set, got {list(weights.shape)}; give rows that may not be drawn a weight of 0"
+        )
+    if not bool((weights.isfinite() & (weights >= 0)).all()) or not bool(weights.any()):
+        raise ArgumentError(
+            "the data loader's WeightedRandomSampler expects finite weights of 0 or more, one of them "
+            "above 0, for rows are drawn in proportion to them"
+        )
+    return weights
+
+
+def _as_before(sampler: Any, rows: int) -> Choice:
+    """Of a loader that samples by Poisson: the same rows, at the same rate."""
+    again = "; pass the data loader that make_private was given, not the one that it returned"
+    if getattr(sampler, "max_batch_size", None) is not None:
+        raise ArgumentError(f"the data loader cuts its draws (max_batch_size) already{again}")
+    chosen, rates = getattr(sampler, "rows", None), getattr(sampler, "rates", None)
+    if rates is not None:
+        raise ArgumentError(f"the data loader draws rows at rates of their own already{again}")
+    if sampler.num_samples != (rows if chosen is None else len(chosen)):
+        raise ArgumentError(
+            f"the data loader's {unwatched(sampler).__name__} draws from {sampler.num_samples} rows, "
+            f"and the data set has {rows}{_HELD_OUT}"
+        )
+    a_pass = sampler.num_samples
+    return Choice(a_pass, chosen, rate=sampler.sample_rate, generator=sampler.generator)
 
 
 def check_order(data_loader: DataLoader) -> Distinct | None:
@@ -116,6 +183,8 @@ def check_order(data_loader: DataLoader) -> Distinct | None:
     kind = unwatched(sampler)
     if isinstance(data_loader.dataset, IterableDataset):
         return None
+    if isinstance(sampler, UnitSampler):
+        raise ArgumentError(_UNITS)
     rows = len(data_loader.dataset)  # type: ignore[arg-type]
     inner = getattr(outer, "sampler", outer)
     again = "; use shuffle=True, or poisson_sampling=True without a sampler"
@@ -147,6 +216,18 @@ def check_order(data_loader: DataLoader) -> Distinct | None:
 def draws_independently(loader: DataLoader) -> bool:
     """Whether a row may be in several draws of one pass."""
     return isinstance(loader.batch_sampler, _POISSON)
+
+
+def order_of(loader: DataLoader) -> tuple[int, bool]:
+    """(rows in one pass, whether their order is drawn at random) of a loader's own sampler."""
+    outer: Any = loader.batch_sampler
+    sampler = outer.sampler if unwatched(outer) is BatchSampler else outer
+    kind = unwatched(sampler)
+    if kind in _SUBSETS:
+        return len(sampler.indices), True
+    if kind in (RandomSampler, SecureRandomSampler):
+        return sampler.num_samples, True
+    return len(loader.dataset), False  # type: ignore[arg-type]
 
 
 def set_steps(loader: DataLoader, steps: int) -> None:

@@ -50,19 +50,51 @@ def random_words(n: int) -> Iterator[Tensor]:
 
 
 @disable_dynamo
-def poisson_sample(n: int, rate: float) -> Tensor:
+def poisson_sample(n: int, rate: float | Tensor) -> Tensor:
     """Indices of the rows drawn, int64: each of `n` rows independently, with probability `rate`.
+
+    Args:
+        rate: of all rows, or float64 [n], of each.
 
     Formal guarantee: the probability is floor(rate * 2^64) / 2^64, never above `rate`.
     """
-    below = int(Fraction(rate) * 2**64)  # exact
+    below = 0 if isinstance(rate, Tensor) else int(Fraction(rate) * 2**64)  # exact
     if below >= 2**64:
         return torch.arange(n, device="cpu")
     drawn = [torch.empty(0, dtype=torch.int64, device="cpu")]
     for start in range(0, n, CHUNK):
-        with random_words(min(CHUNK, n - start)) as words:
-            drawn.append((words < below - 2**63).nonzero().reshape(-1) + start)
+        size = min(CHUNK, n - start)
+        with random_words(size) as words:
+            if isinstance(rate, Tensor):
+                in_draw = _below(words, rate[start : start + size])
+            else:
+                in_draw = words < below - 2**63
+            drawn.append(in_draw.nonzero().reshape(-1) + start)
     return torch.cat(drawn)
+
+
+def _below(words: Tensor, rates: Tensor) -> Tensor:
+    """Which words (uniform int64) are below -2^63 + floor(rate * 2^64), exactly; float64 [n]."""
+    scaled = rates * 2.0**64  # exact
+    small = scaled < 2.0**63
+    # Above 2^63 the difference is exact in float64, below it the number itself is an int64.
+    low = torch.where(small, scaled, 0.0).to(torch.int64) + torch.iinfo(torch.int64).min
+    high = torch.where(small | (rates >= 1), 0.0, scaled - 2.0**63).to(torch.int64)
+    return (words < torch.where(small, low, high)) | (rates >= 1)
+
+
+def _uniform_sample(n: int, rate: float, generator: Any) -> Tensor:
+    """As `poisson_sample`, from torch's generator: Opacus' float32 numbers, of 24 bits, and more bits
+    for those that are equal to the rate's 24: alone they would round the rate up, by 6% of 10^-6."""
+    words = torch.rand(n, generator=generator, dtype=torch.float32, device="cpu").double() * 2**24
+    whole, part = divmod(rate * 2**24, 1.0)
+    drawn = words < whole
+    if part:
+        tied = (words == whole).nonzero().reshape(-1)
+        if len(tied):
+            more = torch.rand(len(tied), generator=generator, dtype=torch.float64, device="cpu")
+            drawn[tied] = more < part
+    return drawn.nonzero().reshape(-1)
 
 
 @disable_dynamo
@@ -72,12 +104,64 @@ def permutation(n: int) -> Tensor:
         return words.argsort()
 
 
-class SecureUniformSampler(UniformWithReplacementSampler):
-    """Opacus' Poisson sampler, drawing from cryptographic randomness."""
+class PoissonSampler(UniformWithReplacementSampler):
+    """Opacus' Poisson sampler, exact, with what it cannot do: chosen rows, rates by row, a largest draw.
+
+    A plain one draws what Opacus' draws from the same generator, but where the uniform number, of 24
+    bits, is the very one that holds the rate: there a second number decides.
+
+    Args:
+        num_samples: n, how many are drawn from. sample_rate: q. steps: draws in one pass.
+        generator: torch's, or None. rows: int64 [n], what is drawn; None: 0 to n - 1.
+        rates: float64 [n], probabilities in the place of q. max_batch_size: a draw of more is cut to
+            a subset of this size, uniformly random among them. secure: cryptographic randomness.
+
+    Formal guarantee: each of the n is in a draw independently of the others, with probability q (float
+    rounding of 2^-77 aside; in secure mode q rounded down to 64 bits).
+    """
+
+    rows: Tensor | None = None
+    rates: Tensor | None = None
+    max_batch_size: int | None = None
+    secure = False
+
+    def __init__(
+        self, *, num_samples: int, sample_rate: float, steps: int, generator: Any = None,
+        rows: Tensor | None = None, rates: Tensor | None = None,
+        max_batch_size: int | None = None, secure: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            num_samples=num_samples, sample_rate=sample_rate, generator=generator, steps=steps
+        )
+        self.rows, self.rates, self.max_batch_size = rows, rates, max_batch_size
+        self.secure = secure
 
     def __iter__(self) -> Iterator[list[int]]:
         for _ in range(self.steps):
-            yield poisson_sample(self.num_samples, self.sample_rate).tolist()
+            drawn = self.draw()
+            yield (drawn if self.rows is None else self.rows[drawn]).tolist()
+
+    def draw(self) -> Tensor:
+        """Numbers from 0 to n - 1, int64, in ascending order."""
+        n, most = self.num_samples, self.max_batch_size
+        if self.secure:
+            drawn = poisson_sample(n, self.sample_rate if self.rates is None else self.rates)
+        elif self.rates is None:
+            drawn = _uniform_sample(n, self.sample_rate, self.generator)
+        else:
+            words = torch.rand(n, generator=self.generator, dtype=torch.float64, device="cpu")
+            drawn = (words < self.rates).nonzero().reshape(-1)
+        return drawn if most is None else drawn[self.some(len(drawn), most)]
+
+    def some(self, n: int, most: int) -> Tensor:
+        """`most` of n places, a uniformly random subset, in ascending order; all where n is smaller."""
+        if n <= most:
+            return torch.arange(n, dtype=torch.int64, device="cpu")
+        if self.secure:
+            order = permutation(n)
+        else:
+            order = torch.randperm(n, generator=self.generator, dtype=torch.int64, device="cpu")
+        return order[:most].sort().values
 
 
 class SecureDistributedSampler(DistributedUniformWithReplacementSampler):
@@ -114,10 +198,9 @@ class SecureSubsetSampler(SubsetRandomSampler):
 
 _SECURE: dict[type, type] = {
     kind.__bases__[0]: kind
-    for kind in (
-        SecureUniformSampler, SecureDistributedSampler, SecureRandomSampler, SecureSubsetSampler,
-    )
-}  # fmt: skip
+    for kind in (SecureDistributedSampler, SecureRandomSampler, SecureSubsetSampler)
+}
+_SECURE[UniformWithReplacementSampler] = PoissonSampler
 
 
 def draw_securely(loader: DataLoader) -> None:
@@ -129,6 +212,8 @@ def draw_securely(loader: DataLoader) -> None:
     sampler, secure = check_secure(loader)
     if secure is not None:
         sampler.__class__ = secure
+    if isinstance(sampler, PoissonSampler):
+        sampler.secure = True
 
 
 def check_secure(loader: DataLoader) -> tuple[Any, type | None]:

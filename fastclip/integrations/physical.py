@@ -7,13 +7,16 @@ and of the loss by their label -100.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from fastclip._torch import tree_leaves
+from fastclip.data.units import cut_between_units
 from fastclip.errors import ArgumentError
 
 _OF_ROWS = (
@@ -31,13 +34,37 @@ class LogicalBatchData(list):
         self.sizes = sizes
 
 
+class NumberedRows:
+    """A data set whose rows come with the number of their unit, for SplitCollate to cut between units.
+
+    Args:
+        dataset: any with __getitem__. unit: int64 [rows], the unit of each row (`Plan.unit`).
+    """
+
+    def __init__(self, dataset: Any, unit: Tensor) -> None:
+        self.dataset, self.unit = dataset, unit
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, row: int) -> tuple[int, Any]:
+        return int(self.unit[row]), self.dataset[row]
+
+    def __getitems__(self, rows: list[int]) -> list[tuple[int, Any]]:
+        """Many at once, where the data set can."""
+        read = getattr(self.dataset, "__getitems__", None)
+        found = read(rows) if read else [self.dataset[row] for row in rows]
+        return [(int(self.unit[i]), row) for i, row in zip(rows, found, strict=True)]
+
+
 class SplitCollate:
     """Collates a logical batch into physical ones of at most `rows` rows each.
 
-    They are cut as Opacus' BatchMemoryManager cuts them: as equal as can be. An empty logical batch
-    (Poisson sampling draws one at times) becomes one physical batch of a placeholder row: the engine
-    knows that the draw was empty, so it contributes exactly nothing, and the model need not bear an
-    input without rows.
+    They are cut as Opacus' BatchMemoryManager cuts them: as equal as can be; where units are drawn
+    (the data set is NumberedRows), between units (`Draws.physical_rows` must say so, too). An
+    empty logical batch (Poisson sampling draws one at times) becomes one physical batch of a
+    placeholder row: the engine knows that the draw was empty, so it contributes exactly nothing, and
+    the model need not bear an input without rows.
 
     Args:
         collate: the user's data collator. dataset: gives the placeholder row its shape.
@@ -50,8 +77,13 @@ class SplitCollate:
     def __call__(self, drawn: list[Any]) -> LogicalBatchData:
         if not drawn:
             return LogicalBatchData([self._placeholder()], [0])
-        parts = -(-len(drawn) // (self.rows or len(drawn)))
-        cuts = [part.tolist() for part in np.array_split(np.arange(len(drawn)), parts)]
+        cuts: Sequence[Sequence[int]]
+        if isinstance(self.dataset, NumberedRows):
+            sizes = [len(list(rows)) for _, rows in groupby(drawn, key=itemgetter(0))]
+            cuts, drawn = cut_between_units(sizes, self.rows), [row for _, row in drawn]
+        else:
+            parts = -(-len(drawn) // (self.rows or len(drawn)))
+            cuts = [part.tolist() for part in np.array_split(np.arange(len(drawn)), parts)]
         batches = [self._collated([drawn[i] for i in cut]) for cut in cuts]
         return LogicalBatchData(batches, [len(cut) for cut in cuts])
 
@@ -68,7 +100,8 @@ class SplitCollate:
         return batch
 
     def _placeholder(self) -> Any:
-        return self._collated([self.dataset[0]])
+        row = self.dataset[0]
+        return self._collated([row[1] if isinstance(self.dataset, NumberedRows) else row])
 
 
 def _row_counts(batch: Any) -> list[int]:

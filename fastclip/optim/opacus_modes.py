@@ -9,9 +9,9 @@ from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from opacus.optimizers import DPOptimizer
 from opacus.validators import ModuleValidator
 from torch import nn
-from torch.utils.data import DataLoader
 
 from fastclip.data.drawing_engine import DrawingEngine
+from fastclip.data.recorded import Releases
 from fastclip.model.ownership import check_free
 from fastclip.optim.materialised import optimizer_class
 
@@ -21,8 +21,6 @@ class OpacusModes(DrawingEngine):
 
     _new: AbstractGradSampleHooks | None = None
     """What the make_private under way has wrapped."""
-    _size = 0
-    """Rows that the loader of the make_private under way is expected to draw at once."""
 
     def _make_private_by_opacus(
         self, *, module: nn.Module, wrap_model: bool, poisson_sampling: bool,
@@ -45,10 +43,10 @@ class OpacusModes(DrawingEngine):
             self._new = None
         wrapper, optimizer, loader = made[0], made[1], made[-1]
         optimizer.bind(wrapper)
-        optimizer.account_with(self._accounting_hook(1 / len(loader)))
-        optimizer.batch.draws = self._watched(
-            loader, poisson_sampling, rand_on_empty, required=False
-        )
+        assert self._drawn_by is not None
+        draws = self._watched(loader, poisson_sampling, rand_on_empty, required=False)
+        optimizer.batch.draws = draws
+        optimizer.account_with(Releases(self._drawn_by, draws, lambda: self.accountant))
         return made
 
     def _prepare_model(self, module: nn.Module, **kwargs: Any) -> Any:
@@ -56,11 +54,6 @@ class OpacusModes(DrawingEngine):
         wrapper = super()._prepare_model(module, **kwargs)
         self._new = None if wrapper is module else wrapper
         return wrapper
-
-    def _prepare_data_loader(self, *args: Any, **kwargs: Any) -> DataLoader:
-        loader = super()._prepare_data_loader(*args, **kwargs)
-        self._size = self._expected_rows(loader)
-        return loader
 
     def _prepare_optimizer(  # type: ignore[override]
         self, *, optimizer: torch.optim.Optimizer, clipping: str, distributed: bool,
@@ -70,7 +63,10 @@ class OpacusModes(DrawingEngine):
         """The optimizer of one of Opacus' own modes; B is the fast mode's, on each process its share."""
         kind = optimizer_class(clipping, distributed, grad_sample_mode)
         inner = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
-        size = self._size / torch.distributed.get_world_size() if distributed else self._size
+        assert self._drawn_by is not None
+        size = self._drawn_by.expected_batch_size
+        if distributed:
+            size /= torch.distributed.get_world_size()
         return kind(
             inner, expected_batch_size=size, generator=noise_generator,
             secure_mode=self.secure_mode, **kwargs,

@@ -77,8 +77,6 @@ class OwnBatches(BatchSampler):
 
 
 HELD_OUT: dict[str, Any] = {
-    "a subset": {"sampler": SubsetRandomSampler(range(6)), "batch_size": 4},
-    "weights": {"sampler": WeightedRandomSampler([1.0] * 6 + [0.0] * 6, N), "batch_size": 4},
     "one's own": {"sampler": Own(list(range(6))), "batch_size": 4},
     "batches": {"batch_sampler": OwnBatches(SequentialSampler(DATA), 4, False)},
     "listed batches": {"batch_sampler": [[0, 1], [2, 3]]},
@@ -96,6 +94,42 @@ def test_poisson_sampling_does_not_take_the_place_of_a_choice_of_rows(name: str,
     with refused(r"torch.utils.data.Subset\(dataset, indices\)", ArgumentError):
         start(loader, mode=mode)
     assert type(loader.batch_sampler) is before
+
+
+KEPT: dict[str, Any] = {
+    "a subset": SubsetRandomSampler(range(6)),
+    "weights": WeightedRandomSampler([1.0] * 6 + [0.0] * 6, 6),
+}
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", KEPT)
+def test_poisson_sampling_keeps_a_choice_of_rows(name: str, mode: str, secure: bool) -> None:
+    """Six rows of twelve, in three batches: each at the rate 1/3, with B = 2, and no other row."""
+    loader = DataLoader(DATA, batch_size=2, sampler=KEPT[name])
+    engine, model, optimizer, loader = start(loader, mode=mode, secure=secure)
+    assert optimizer.expected_batch_size == 2
+    drawn = [x for _ in range(8) for x in train(model, optimizer, loader)]
+    assert engine.accountant.history == [(1.0, pytest.approx(1 / 3), 24)]
+    seen = torch.cat(drawn).flatten().tolist()
+    assert set(seen) == set(range(6))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_are_accounted_at_the_largest_rate(mode: str) -> None:
+    """Also where a budget is planned: a row of rate 1/2 among rows of 1/6."""
+    sampler = WeightedRandomSampler([3.0, 1.0] * 6, N)
+    engine, net = FastPrivacyEngine(accountant="rdp"), nn.Linear(1, 1)
+    model, optimizer, loader = engine.make_private_with_epsilon(
+        module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.0), grad_sample_mode=mode,
+        data_loader=DataLoader(DATA, 4, sampler=sampler), target_epsilon=2.0, target_delta=1e-3,
+        epochs=2, max_grad_norm=1.0, epsilon_tolerance=1e-4,
+    )  # fmt: skip
+    for _ in range(2):
+        train(model, optimizer, loader)
+    assert [(q, steps) for _, q, steps in engine.accountant.history] == [(0.5, 6)]
+    assert engine.get_epsilon(1e-3) == pytest.approx(2.0, abs=1e-3)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,0 +1,217 @@
+"""From a data loader, and what is asked of its draws, to their design; nothing is drawn or changed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from fastclip.data.design import (
+    GIVEN_ORDER,
+    POISSON,
+    SHUFFLED,
+    STREAM,
+    TRUNCATED,
+    SamplingDesign,
+    steps_of,
+)
+from fastclip.data.loader import unwatched
+from fastclip.data.samplers import POISSON_OF_ROWS, Choice, check_order, check_poisson, order_of
+from fastclip.data.sampling import PoissonSampler
+from fastclip.data.unit_ids import unit_numbers
+from fastclip.data.unit_sampler import UnitSampler, rows_by_unit
+from fastclip.errors import ArgumentError, ArgumentTypeError
+
+
+@dataclass(frozen=True)
+class Request:
+    """What make_private is asked of the draws, beside the loader.
+
+    Args:
+        sample_rate: q, in (0, 1]: draws have exactly this rate, and a pass has `steps_of(q)` steps; with
+            weights, which must then be in [0, 1], the rate of weight 1. expected_batch_size: B > 0, in
+            units. Only both together make q and B public. q alone leaves B = q N; B alone leaves
+            q = 1 / len(data_loader): these depend on N.
+        max_batch_size: draws of more units are cut to a random subset of this size.
+        unit_ids: whose each row is (`unit_numbers`). max_rows_per_unit: of a unit, in one draw.
+        unit_reduction: a unit's gradient is the "mean" or the "sum" of its rows'.
+    """
+
+    sample_rate: float | None = None
+    expected_batch_size: float | None = None
+    max_batch_size: int | None = None
+    unit_ids: Any = None
+    max_rows_per_unit: int | None = None
+    unit_reduction: str = "mean"
+
+    def check(self, poisson_sampling: bool) -> None:
+        """Refuse values out of range, and what only Poisson sampling can give."""
+        _number("sample_rate", self.sample_rate, 1.0)
+        _number("expected_batch_size", self.expected_batch_size, math.inf)
+        _count("max_batch_size", self.max_batch_size)
+        _count("max_rows_per_unit", self.max_rows_per_unit)
+        if self.unit_reduction not in ("mean", "sum"):
+            raise ArgumentError(
+                f"unit_reduction expects 'mean' or 'sum', got {self.unit_reduction!r}"
+            )
+        if self.max_rows_per_unit is not None and self.unit_ids is None:
+            raise ArgumentError("max_rows_per_unit needs unit_ids, which say whose each row is")
+        if not poisson_sampling:
+            for name in ("sample_rate", "max_batch_size", "unit_ids"):
+                if getattr(self, name) is not None:
+                    raise ArgumentError(
+                        f"{name} needs poisson_sampling=True, which draws every unit independently; "
+                        f"pass that, or omit {name}"
+                    )
+
+
+def _number(name: str, value: Any, most: float) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ArgumentTypeError(f"{name} expects a number, got {type(value).__name__}")
+    if not (0 < value <= most and math.isfinite(value)):
+        upto = "" if most == math.inf else f" and at most {most:g}"
+        raise ArgumentError(f"{name} expects a finite number above 0{upto}, got {value}")
+
+
+def _count(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{name} expects an integer, got {type(value).__name__}")
+    if value < 1:
+        raise ArgumentError(f"{name} expects 1 or more, got {value}")
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A design, and what a sampler needs to draw by it."""
+
+    design: SamplingDesign
+    choice: Choice | None = None
+    """None without Poisson sampling, where the loader's own sampler draws."""
+    unit: Tensor | None = None
+    """The unit of each row of the data set, int64, -1 for rows that are not drawn."""
+
+    def sampler(self, generator: Any) -> PoissonSampler:
+        """The batch sampler of this design, drawing from `generator` unless it is secure."""
+        design, choice = self.design, self.choice
+        assert choice is not None
+        shared: dict[str, Any] = {
+            "sample_rate": design.rate, "steps": design.steps, "secure": design.secure,
+            "generator": choice.generator if generator is None else generator,
+            "max_batch_size": design.max_batch_size,
+        }  # fmt: skip
+        if self.unit is not None:
+            return UnitSampler(
+                self.unit, max_rows_per_unit=design.max_rows_per_unit,
+                reduction=str(design.unit_reduction), **shared,
+            )  # fmt: skip
+        return PoissonSampler(
+            num_samples=design.units, rows=choice.rows, rates=design.rates, **shared
+        )
+
+
+def plan_sampling(
+    data_loader: DataLoader, request: Request, *, poisson_sampling: bool, secure: bool = False,
+    distributed: bool = False,
+) -> Plan:  # fmt: skip
+    """How the rows of a loader will be drawn.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: for a loader whose choice of rows cannot be kept, or values out
+            of range.
+    """
+    request.check(poisson_sampling)
+    if not poisson_sampling:
+        return Plan(_of_its_own(data_loader, request, secure))
+    choice = check_poisson(data_loader, distributed)
+    if choice.weights is not None:
+        return Plan(_weighted(data_loader, request, choice.weights, choice.a_pass, secure), choice)
+    unit = None
+    n = rows = len(data_loader.dataset) if choice.rows is None else len(choice.rows)  # type: ignore[arg-type]
+    if request.unit_ids is not None:
+        unit = unit_numbers(request.unit_ids, data_loader.dataset)
+        if choice.rows is not None:
+            kept = torch.full_like(unit, -1)
+            kept[choice.rows] = unit[choice.rows]
+            unit = kept
+        n = len(rows_by_unit(unit)[1])
+    steps, rate = len(data_loader), choice.rate
+    if request.sample_rate is not None:
+        rate = float(request.sample_rate)
+        steps = steps_of(rate)
+    elif rate is None:
+        rate = 1 / steps if choice.a_pass == rows else min(1.0, choice.a_pass / rows / steps)
+    size = request.expected_batch_size
+    if size is None:
+        as_opacus = unit is None and rate == 1 / len(data_loader) and request.sample_rate is None
+        # n / len, not n * (1 / len), whose rounding can lose a whole sample (49 of 49 batches: B = 0)
+        size = int(n / len(data_loader)) if as_opacus else n * rate
+    return Plan(
+        SamplingDesign(
+            POISSON if request.max_batch_size is None else TRUNCATED, rate, size, steps, n,
+            public=None not in (request.sample_rate, request.expected_batch_size),
+            max_batch_size=request.max_batch_size, unit="row" if unit is None else "unit",
+            max_rows_per_unit=request.max_rows_per_unit,
+            unit_reduction=None if unit is None else request.unit_reduction, secure=secure,
+        ),
+        choice, unit,
+    )  # fmt: skip
+
+
+def _weighted(
+    loader: DataLoader, request: Request, weights: Tensor, a_pass: int, secure: bool
+) -> SamplingDesign:
+    """Rates in proportion to weights: they add up to B, but for those that are capped at 1."""
+    if request.unit_ids is not None or request.max_batch_size is not None:
+        name = "max_batch_size" if request.unit_ids is None else "unit_ids"
+        raise ArgumentError(
+            f"{name} is priced for one rate of all units, got a data loader with a "
+            f"WeightedRandomSampler; omit {name}, or pass a data loader with shuffle=True"
+        )
+    if request.sample_rate is None:
+        steps, size = len(loader), a_pass / len(loader)
+        rates = (weights * (size / weights.sum())).clamp(max=1.0)
+        rate = float(rates.max())
+    else:
+        rate = float(request.sample_rate)
+        steps = steps_of(rate)
+        if bool((weights > 1).any()):
+            raise ArgumentError(
+                "with sample_rate the weights of the data loader's WeightedRandomSampler are factors "
+                f"of it, expected in [0, 1], got {float(weights.max()):g}; divide them by a public bound"
+            )
+        rates = weights * rate
+        size = float(rates.sum())
+    given = request.expected_batch_size
+    return SamplingDesign(
+        POISSON, rate, size if given is None else given, steps, len(weights), rates=rates,
+        public=None not in (request.sample_rate, given), secure=secure,
+    )  # fmt: skip
+
+
+def _of_its_own(loader: DataLoader, request: Request, secure: bool) -> SamplingDesign:
+    """What the loader's own sampler does; B = rows of a pass / batches, unless it is given."""
+    check_order(loader)
+    sampler: Any = loader.batch_sampler
+    steps = len(loader)
+    rows, shuffled = order_of(loader)
+    size = request.expected_batch_size or int(rows / steps) or rows / steps
+    if isinstance(loader.dataset, IterableDataset):
+        name = STREAM
+    elif unwatched(sampler) in POISSON_OF_ROWS:
+        most = getattr(sampler, "max_batch_size", None)
+        return SamplingDesign(
+            POISSON if most is None else TRUNCATED, sampler.sample_rate, size, steps,
+            sampler.num_samples, rates=getattr(sampler, "rates", None), max_batch_size=most,
+            secure=secure,
+        )  # fmt: skip
+    else:
+        name = SHUFFLED if shuffled else GIVEN_ORDER
+    return SamplingDesign(name, 1 / steps, size, steps, rows, secure=secure)

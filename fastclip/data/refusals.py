@@ -1,0 +1,42 @@
+"""What is said of a backward pass that may not train on the batch in hand."""
+
+from __future__ import annotations
+
+ANOTHER = (
+    "sums of an unfinished logical batch are held (its loop was left, or one of its physical batches "
+    "was skipped), and this batch is another draw of the data loader: a sample of both would contribute "
+    "twice to one release. Call optimizer.discard_logical_batch() where a loop is left or a batch "
+    "skipped, and let every draw be a step of its own (BatchMemoryManager splits large ones)"
+)
+BORDER = (
+    "batches of two passes over the data loader are accumulated for one step: a sample of both would "
+    "contribute twice to one release. Call optimizer.step() at the end of each pass, or leave the last "
+    "batches out with optimizer.discard_logical_batch()"
+)
+AHEAD = (
+    "a physical batch was drawn before the one before it was stepped, so it is not known which of them "
+    "ends the logical batch: leave the loop. Where a batch is skipped, call "
+    "optimizer.discard_logical_batch() before the next one is drawn; where another library draws ahead, "
+    "prepare the loader with Accelerate before BatchMemoryManager"
+)
+UNDRAWN = (
+    "a backward pass came without a batch of the data loader that make_private returned: its batches "
+    "have all been used, or this one comes from another loader, whose draws epsilon does not speak of. "
+    "Iterate over the returned loader and use each of its batches once; wrap passes that must not "
+    "train in engine.paused()"
+)
+UNCLEAR = (
+    "several batches have been drawn ahead, one of them is empty (rand_on_empty=True puts a placeholder "
+    "row in its place), and it cannot be told whether that row is the one of this backward pass; draw "
+    "the next batch after the step, or set rand_on_empty=False"
+)
+UNCLEAR_UNITS = (
+    "several batches of as many rows have been drawn and not used, and it cannot be told which of them "
+    "this backward pass trains on, so neither whose its rows are: draw the next batch after the step "
+    "(no prefetcher, no batch left out)"
+)
+UNKNOWN_CUT = (
+    "a sampler around the data loader's has split a draw of units, and it is not known where, so that "
+    "rows of one unit may be in two parts: split by Opacus' BatchMemoryManager, "
+    "or bound the draw by max_batch_size and max_rows_per_unit"
+)

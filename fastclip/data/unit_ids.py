@@ -1,0 +1,116 @@
+"""Whose each row of a data set is: ids of any kind, as the numbers 0, 1, 2, ..."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Subset
+
+from fastclip.errors import ArgumentError, ArgumentTypeError
+
+_EACH = "unit_ids expects one id for each row of the data set, in its order"
+
+
+def unit_numbers(unit_ids: Any, dataset: Any) -> Tensor:
+    """The unit of each row, int64 [rows], from 0, in the order in which units first appear.
+
+    Args:
+        unit_ids: one id a row of the data set, in its order: a tensor, a list, an array or a Series of
+            ids that can be compared (numbers, strings, tuples), or the name of a column: of a Hugging
+            Face data set, or of the one DataFrame of as many rows that the data set holds, whose rows
+            must come in the data set's order. Of a Subset: a column of what it is a subset of.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: no such column, another number of ids, or a missing id: rows
+            of one unit would count as several.
+    """
+    rows = len(dataset)
+    ids = _column(dataset, unit_ids) if isinstance(unit_ids, str) else _listed(unit_ids)
+    if len(ids) != rows:
+        raise ArgumentError(f"{_EACH}: {rows} of them, got {len(ids)}")
+    numbers: dict[Any, int] = {}
+    found = [numbers.setdefault(_comparable(i, row), len(numbers)) for row, i in enumerate(ids)]
+    return torch.tensor(found, dtype=torch.int64, device="cpu")
+
+
+def _listed(ids: Any) -> list[Any]:
+    if isinstance(ids, (bytes, dict, set, frozenset)):
+        raise ArgumentTypeError(
+            f"{_EACH} (a tensor, list, array, or the name of a column), got {type(ids).__name__}"
+        )
+    shape = getattr(ids, "shape", None)
+    if shape is not None and len(shape) != 1:
+        raise ArgumentError(f"{_EACH}, of shape [rows], got shape {list(shape)}")
+    try:
+        return ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"{_EACH} (a tensor, list, array, or the name of a column), got {type(ids).__name__}"
+        ) from error
+
+
+def _comparable(unit: Any, row: int) -> Any:
+    """The id as something that is equal where ids are."""
+    if isinstance(unit, tuple):
+        return tuple(_comparable(part, row) for part in unit)
+    if isinstance(unit, Tensor):  # compared by identity
+        if unit.dim():
+            raise ArgumentError(f"{_EACH}, got a tensor of shape {list(unit.shape)} for row {row}")
+        unit = unit.item()
+    kind = type(unit)
+    if unit is not None and (kind.__hash__ is None or kind.__eq__ is object.__eq__):
+        raise ArgumentTypeError(
+            f"{_EACH}, each of which can be hashed and compared by value (a number, a string, a tuple), "
+            f"got {kind.__name__} for row {row}"
+        )
+    try:
+        missing = unit is None or bool(unit != unit)
+    except TypeError:  # pandas' missing value is neither equal to itself nor not
+        missing = True
+    if missing:
+        raise ArgumentError(
+            f"{_EACH}, got none ({unit!r}) for row {row}: such rows would count as units of their own; "
+            "leave them out of the data set, or give each its unit"
+        )
+    return unit
+
+
+def _column(dataset: Any, name: str) -> list[Any]:
+    """A column of what the data set is, or holds."""
+    if type(dataset) is Subset:
+        whole = _column(dataset.dataset, name)
+        return [whole[int(i)] for i in dataset.indices]
+    tables = list(_tables(dataset, name))
+    if len(tables) != 1:
+        raise ArgumentError(
+            f"unit_ids={name!r} expects such a column in the data set ({type(dataset).__name__}), "
+            f"or in a DataFrame that it holds, with a row for each of its rows, found {len(tables)}; "
+            "pass the ids themselves, one for each row"
+        )
+    return _listed(tables[0][name])
+
+
+def _tables(dataset: Any, name: str) -> Iterator[Any]:
+    """The data set, or what it holds, where that has a column of this name."""
+    if name in _names(dataset):
+        yield dataset
+        return
+    seen: set[int] = set()
+    for held in getattr(dataset, "__dict__", {}).values():
+        if name in _names(held) and len(held) == len(dataset) and id(held) not in seen:
+            seen.add(id(held))
+            yield held
+
+
+def _names(table: Any) -> list[Any]:
+    for attribute in ("column_names", "columns"):
+        names = getattr(table, attribute, None)
+        if names is not None and not callable(names) and hasattr(table, "__getitem__"):
+            try:
+                return list(names)
+            except TypeError:
+                continue
+    return []

@@ -1,0 +1,62 @@
+"""Whose the rows of a backward pass are: exactly those that were drawn, in their order, or refused.
+
+Of single rows only the number matters. A unit's rows are clipped as one, so a pass must hold all rows of
+a physical batch and no others: of fewer it is not known which were left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fastclip.data.iteration import PhysicalBatch
+from fastclip.data.refusals import UNCLEAR_UNITS, UNKNOWN_CUT
+from fastclip.data.units import UnitRows, cut_between_units
+from fastclip.errors import BatchSizeError, StepError
+
+
+def unit_rows(
+    batch: PhysicalBatch, out: Iterable[PhysicalBatch], rows: int, most: int | None, *, again: bool
+) -> UnitRows:
+    """Whose the `rows` rows of a backward pass over `batch` are.
+
+    Args:
+        out: batches that may be the one in hand as well.
+        most: rows of the physical batches into which the loop cuts a draw; None: it does not.
+        again: the batch has had its pass.
+
+    Raises:
+        BatchSizeError: other rows than were drawn. StepError: it may be another batch.
+    """
+    units = batch.draw.units
+    assert units is not None
+    if not batch.draw.size:  # a placeholder, which contributes nothing
+        return UnitRows.of([rows] if rows else [], units.reduction)
+    part = _next_part(batch, most)
+    owners = units.rows_of(part)
+    if owners is None or again or rows != len(part):
+        raise BatchSizeError(
+            f"expected all {0 if again else len(part)} rows that the loader drew of its units, each "
+            f"once and in their order, got {rows}: of other rows it cannot be told whose they are. Let "
+            "collate_fn and the loop leave none out, add none and split none off (BatchMemoryManager "
+            "splits between units); filter rows before training"
+        )
+    for other in out:
+        if other is not batch and other.draw.size and other.draw.units is not None:
+            theirs = _next_part(other, most)
+            same = other.draw.units.rows_of(theirs)
+            if len(theirs) == rows and (same is None or not same.owner.equal(owners.owner)):
+                raise StepError(UNCLEAR_UNITS)
+    return owners
+
+
+def _next_part(batch: PhysicalBatch, most: int | None) -> range:
+    """The rows of the draw that its next pass must hold."""
+    draw = batch.draw
+    assert draw.units is not None
+    if batch.number is not None:
+        if draw.units.cuts is None:
+            raise StepError(UNKNOWN_CUT)
+        return draw.units.cuts[batch.number]
+    parts = cut_between_units(draw.units.sizes, most)
+    done = draw.credited
+    return next((part for part in parts if part.start == done), range(done, draw.size))

@@ -1,0 +1,159 @@
+"""Ids of units, of every kind that data sets have them in."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from fastclip.data.unit_ids import unit_numbers
+from fastclip.errors import ArgumentError, ArgumentTypeError
+from tests.refusal import refused
+
+ROWS = TensorDataset(torch.zeros(5, 1))
+DAY = datetime.date(2020, 1, 1)
+
+
+class Series:
+    """As pandas': a column that lists itself."""
+
+    def __init__(self, values: list) -> None:
+        self.values, self.shape = values, (len(values),)
+
+    def tolist(self) -> list:
+        return self.values
+
+
+class Frame:
+    """As a pandas DataFrame."""
+
+    columns = ("patient", "age")
+
+    def __init__(self, patients: list) -> None:
+        self.patients = patients
+
+    def __len__(self) -> int:
+        return len(self.patients)
+
+    def __getitem__(self, name: str) -> Series:
+        return Series(self.patients if name == "patient" else [30] * len(self))
+
+
+class Table:
+    """As a Hugging Face data set, rows and columns by []."""
+
+    column_names = ("patient", "text")
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, key: Any) -> Any:
+        return ["p", "q", "p", "r", "q"] if key == "patient" else {"text": key}
+
+
+class Holding(Dataset):
+    """A data set of the user's own around a DataFrame."""
+
+    def __init__(self, frame: Frame, **more: Any) -> None:
+        self.frame, self.cache = frame, frame
+        self.__dict__.update(more)
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, row: int) -> int:
+        return row
+
+
+SAME: dict[str, Any] = {
+    "tensor": torch.tensor([7, 3, 7, 9, 3]),
+    "list": ["p", "q", "p", "r", "q"],
+    "tuple": ("p", "q", "p", "r", "q"),
+    "pairs": [("a", 1), ("b", 1), ("a", 1), ("a", 2), ("b", 1)],
+    "array": np.array([7, 3, 7, 9, 3], dtype=np.int16),
+    "strings": np.array(["p", "q", "p", "r", "q"]),
+    "objects": np.array(["p", 3, "p", (1, 2), 3], dtype=object),
+    "floats": torch.tensor([0.5, 1.5, 0.5, 2.0, 1.5]),
+    "series": Series(["p", "q", "p", "r", "q"]),
+    "tensors": [*torch.tensor([7, 3, 7, 9, 3])],
+    "dates": [DAY, None, DAY, DAY.replace(day=2), None],
+    "numpy's numbers": [*np.array([7, 3, 7, 9, 3])],
+}
+SAME["dates"][1] = SAME["dates"][4] = DAY.replace(day=3)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_ids_of_every_kind(name: str) -> None:
+    """Equal ids are one unit, however they are held: tensors are equal by value, too."""
+    found = unit_numbers(SAME[name], ROWS)
+    assert found.tolist() == [0, 1, 0, 2, 1]
+    assert found.dtype == torch.int64
+
+
+def test_columns() -> None:
+    expected = [0, 1, 0, 2, 1]
+    assert unit_numbers("patient", Table()).tolist() == expected
+    holding = Holding(Frame(["p", "q", "p", "r", "q"]))
+    assert unit_numbers("patient", holding).tolist() == expected
+    assert unit_numbers("age", holding).tolist() == [0] * 5
+    assert unit_numbers("patient", Subset(Table(), [3, 0, 2])).tolist() == [0, 1, 1]
+    assert unit_numbers("patient", Subset(holding, torch.tensor([4, 1, 0]))).tolist() == [0, 0, 1]
+
+
+def test_columns_that_are_not_clear() -> None:
+    two = Holding(Frame(["p"] * 5), other=Frame(["q"] * 5))
+    other_length = Holding(Frame(["p"] * 4))
+    for dataset in (two, other_length, ROWS, [0] * 5):
+        with refused("pass the ids themselves", ArgumentError):
+            unit_numbers("patient", dataset)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([1, 2, 3], "5 of them, got 3"),
+        (torch.zeros(6), "5 of them, got 6"),
+        (torch.zeros(5, 1), r"of shape \[rows\], got shape \[5, 1\]"),
+        ([1, None, 1, 2, 2], "got none .* for row 1"),
+        ([1, 2, float("nan"), 2, 2], "got none .* for row 2"),
+        ([("a", 1), ("a", None), ("b", 1), ("b", 1), ("b", 1)], "for row 1"),
+        ([torch.zeros(2)] * 5, r"a tensor of shape \[2\] for row 0"),
+    ],
+)
+def test_ids_that_are_missing(ids: Any, message: str) -> None:
+    """A row without an id would be a unit of its own, and its patient would have several."""
+    with refused(message, ArgumentError):
+        unit_numbers(ids, ROWS)
+
+
+class Missing:
+    """As pandas' NA: comparisons have no truth value."""
+
+    def __eq__(self, other: object) -> Any:
+        return self
+
+    __ne__ = __eq__
+
+    def __hash__(self) -> int:
+        return 1
+
+    def __bool__(self) -> bool:
+        raise TypeError("boolean value of NA is ambiguous")
+
+
+def test_pandas_missing_values() -> None:
+    with refused("got none .* for row 4", ArgumentError):
+        unit_numbers([1, 1, 2, 2, Missing()], ROWS)
+
+
+@pytest.mark.parametrize(
+    "ids", [[[1], [2], [1], [2], [1]], [object() for _ in range(5)], [{1}] * 5, 5, {1: 2}, b"abcde"]
+)
+def test_ids_that_cannot_be_compared(ids: Any) -> None:
+    """Objects are equal to themselves alone: each row would be a unit of its own."""
+    with pytest.raises(ArgumentTypeError, match="unit_ids expects one id"):
+        unit_numbers(ids, ROWS)
