@@ -15,6 +15,7 @@ from torch import nn
 
 from fastclip.accounting.history import spent
 from fastclip.accounting.ledger import Ledger, keep_ledger
+from fastclip.accounting.truncation import Rate, probability
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 
 _ACCOUNTANT = "privacy_accountant_state_dict"
@@ -66,14 +67,19 @@ class AccountedEngine(PrivacyEngine):
         """
         return spent(self.accountant, delta)
 
-    def _accounting_hook(self, rate: float) -> Callable[[DPOptimizer], None]:
-        """Opacus' hook, of whichever accountant the engine has when a step is taken."""
+    def _accounting_hook(self, rate: Rate) -> Callable[[DPOptimizer], None]:
+        """Opacus' hook, of whichever accountant the engine has when a step is taken.
+
+        Args:
+            rate: q of a Poisson draw, or a TruncatedPoisson.
+        """
+        drawn = probability(rate)
 
         def account(optimizer: DPOptimizer) -> None:
             joined = optimizer.accumulated_iterations
-            if joined * rate > 1 + 1e-9:
+            if joined * drawn > 1 + 1e-9:
                 raise StepError(
-                    f"this step joins {joined} batches, more than the {round(1 / rate)} of one pass "
+                    f"this step joins {joined} batches, more than the {round(1 / drawn)} of one pass "
                     "over the data, so rows are in it twice; call optimizer.step() more often"
                 )
             self.accountant.get_optimizer_hook_fn(sample_rate=rate)(optimizer)
