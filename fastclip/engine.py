@@ -13,11 +13,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fastclip.accounting import find_noise_multiplier
+from fastclip.accounting.truncation import refuse_truncated
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.criterion import check_coupling, check_criterion
 from fastclip.backward.one_process import check_not_distributed
 from fastclip.clipping import Clipping, ConstantNoise, resolve
-from fastclip.data.recorded import AsPlanned, Releases, planned_history
+from fastclip.data.recorded import AsPlanned, Releases, accounted_rate, planned_history
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.inspection import InspectedEngine, Run
 from fastclip.model import validation
@@ -196,6 +197,7 @@ class FastPrivacyEngine(InspectedEngine):
                 data_loader, poisson_sampling=poisson_sampling, batch_first=batch_first,
                 rand_on_empty=rand_on_empty, **sampling,
             )  # fmt: skip
+            refuse_truncated([(0.0, accounted_rate(design), 1)], self.accountant.mechanism())
             draws = self._watched(
                 loader, poisson_sampling, rand_on_empty, required=poisson_sampling
             )

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastclip.accounting import NoiseLevels
 from fastclip.accounting.segments import Entry
+from fastclip.accounting.truncation import encoded
 from fastclip.data.design import SHUFFLED, SamplingDesign
 
 _GUARANTEE = {
@@ -74,7 +75,7 @@ class Mechanism:
             if isinstance(value, float) and not math.isfinite(value):
                 found[name] = None
             elif isinstance(value, tuple):
-                found[name] = [list(x) if isinstance(x, tuple) else x for x in value]
+                found[name] = [_plain(x) if isinstance(x, tuple) else x for x in value]
         return found
 
     def __str__(self) -> str:
@@ -108,6 +109,11 @@ class Mechanism:
             lines.append(f"{title}:" if entries else f"{title}: nothing")
             lines += [f"  - {entry}" for entry in entries]
         return "\n".join(lines)
+
+
+def _plain(entry: Entry) -> list[Any]:
+    sigma, rate, steps = entry
+    return [sigma, encoded(rate), steps]
 
 
 def neighbours(design: SamplingDesign) -> str:

@@ -3,16 +3,22 @@
 `python -m fastclip.accounting` prints the forecast of a run.
 """
 
+from fastclip.accounting.attack import Attack, strongest_attack
 from fastclip.accounting.calibration import find_noise_multiplier
 from fastclip.accounting.history import epsilon, history
 from fastclip.accounting.hpo import TunedEpsilon, hpo_epsilon
+from fastclip.accounting.pld import PLDAccountant
 from fastclip.accounting.shares import NoiseLevels, compose, remaining, split
 from fastclip.accounting.trials import Poisson, TruncatedNegativeBinomial
+from fastclip.accounting.truncation import TruncatedPoisson
 
 __all__ = [
+    "Attack",
     "NoiseLevels",
+    "PLDAccountant",
     "Poisson",
     "TruncatedNegativeBinomial",
+    "TruncatedPoisson",
     "TunedEpsilon",
     "compose",
     "epsilon",
@@ -21,4 +27,5 @@ __all__ = [
     "hpo_epsilon",
     "remaining",
     "split",
+    "strongest_attack",
 ]

@@ -48,9 +48,9 @@ class AccountedEngine(PrivacyEngine):
     def get_epsilon(self, delta: float) -> float:
         """The (epsilon, delta) that all steps taken so far have spent.
 
-        Formal guarantee: for batches drawn by Poisson sampling, and neighbours that differ in one row
-        that was added or removed, where q and B are public (where they follow from the number of
-        rows: one row zeroed out). Without Poisson sampling the number is no guarantee.
+        Formal guarantee: for neighbours that differ in one row (or unit) that was added or removed,
+        where q and B were given; else, and where rows were not drawn by Poisson sampling, in one that
+        is zeroed out. `mechanism()` says which.
 
         Args:
             delta: in (0, 1), smaller than 1 / rows.

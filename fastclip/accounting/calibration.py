@@ -16,6 +16,7 @@ from fastclip.accounting.history import (
     refuse_changing_noise,
 )
 from fastclip.accounting.rdp import quiet_orders
+from fastclip.accounting.truncation import Rate, checked_rate, probability, refuse_truncated
 from fastclip.clipping.checks import between, positive, whole
 from fastclip.clipping.schedules import ConstantNoise, NoiseSchedule
 from fastclip.errors import ArgumentError
@@ -30,7 +31,7 @@ def find_noise_multiplier(
     *,
     target_epsilon: float,
     target_delta: float,
-    sample_rate: float,
+    sample_rate: Rate,
     epochs: float | None = None,
     steps: int | None = None,
     schedule: NoiseSchedule = _CONSTANT,
@@ -47,11 +48,11 @@ def find_noise_multiplier(
 
     Args:
         target_epsilon, target_delta: the budget.
-        sample_rate: q in (0, 1]; Opacus uses 1 / len(data_loader).
+        sample_rate: q in (0, 1]; Opacus uses 1 / len(data_loader). Or a TruncatedPoisson.
         epochs: length in passes over the data, int(epochs / sample_rate) steps as in Opacus.
         steps: length in real steps; give either.
         schedule: how the multiplier changes during the run.
-        accountant: "prv" or "rdp"; "gdp" for constant noise.
+        accountant: "prv", "pld" or "rdp"; "gdp" for constant noise.
         epsilon_tolerance: how far below the target epsilon may stay.
         options: of the accountant (`eps_error`, `delta_error`; `alphas`).
 
@@ -74,6 +75,7 @@ def find_noise_multiplier(
             "reached: let it decay more slowly"
         )
     open_accountant(accountant)
+    refuse_truncated(unit, accountant)
     if accountant == "gdp":
         refuse_changing_noise(unit)
 
@@ -94,7 +96,7 @@ def find_noise_multiplier(
     return _search(spent, target, tolerance, start=1 / min(factors))
 
 
-def planned_steps(sample_rate: float, epochs: float | None, steps: int | None) -> int:
+def planned_steps(sample_rate: Rate, epochs: float | None, steps: int | None) -> int:
     """Real steps of a run given by exactly one of its lengths; int(epochs / q) as in Opacus.
 
     Raises:
@@ -104,7 +106,7 @@ def planned_steps(sample_rate: float, epochs: float | None, steps: int | None) -
         raise ArgumentError(f"give either epochs or steps, got epochs={epochs}, steps={steps}")
     if steps is not None:
         return whole("steps", steps, 1)
-    rate = between("sample_rate", sample_rate, 0, 1, closed=True)
+    rate = probability(checked_rate(sample_rate))
     count = int(positive("epochs", epochs) / rate)
     if count == 0:
         raise ArgumentError(f"epochs={epochs} at sample_rate={rate:g} is less than one step")
@@ -116,7 +118,7 @@ def _scaled(unit: list[Entry], sigma: float) -> list[Entry]:
 
 
 def _by_opacus(
-    target: float, delta: float, rate: float, steps: int, accountant: str, **options: Any
+    target: float, delta: float, rate: Rate, steps: int, accountant: str, **options: Any
 ) -> float:
     try:
         return get_noise_multiplier(

@@ -1,7 +1,8 @@
 """A planned run as the accountants see it, and its epsilon.
 
 A history is a list of (noise multiplier, sample rate, number of steps), as Opacus' accountants keep
-it: each step is a Poisson-subsampled Gaussian mechanism, and the entries compose adaptively.
+it: each step is a Poisson-subsampled Gaussian mechanism, and the entries compose adaptively. In the
+place of a rate may stand a TruncatedPoisson.
 """
 
 from __future__ import annotations
@@ -13,26 +14,29 @@ from typing import Any
 
 from opacus.accountants import IAccountant, RDPAccountant, create_accountant
 
+from fastclip.accounting import pld  # noqa: F401 - create_accountant("pld")
 from fastclip.accounting.rdp import quiet_orders
 from fastclip.accounting.segments import Entry, History, runs
 from fastclip.accounting.shares import multiplier
+from fastclip.accounting.truncation import Rate, checked_rate, refuse_truncated
 from fastclip.clipping.checks import between, whole
 from fastclip.clipping.schedules import NoiseSchedule
-from fastclip.errors import ArgumentError
+from fastclip.errors import ArgumentError, FastclipError
 
 # Most points on which PRV may discretise a privacy loss: about 2 GB in all.
 _MOST_POINTS = 2**25
 
 
 def history(
-    schedule: NoiseSchedule, noise_multiplier: float, sample_rate: float, steps: int
+    schedule: NoiseSchedule, noise_multiplier: float, sample_rate: Rate, steps: int
 ) -> list[Entry]:
     """What an accountant holds after a run of `steps` steps under a noise schedule.
 
     Args:
         schedule: sigma_t = noise_multiplier * schedule.factor(t).
         noise_multiplier: sigma_1, the total multiplier of the first step; 0 for no noise.
-        sample_rate: q in (0, 1], the probability of each sample to be in a logical batch.
+        sample_rate: q in (0, 1], the probability of each sample to be in a logical batch; or a
+            TruncatedPoisson.
         steps: number of real steps.
 
     Returns:
@@ -42,7 +46,7 @@ def history(
         ArgumentError: for a value out of range.
     """
     sigma = multiplier("noise_multiplier", noise_multiplier)
-    rate = between("sample_rate", sample_rate, 0, 1, closed=True)
+    rate = checked_rate(sample_rate)
     stages = schedule.runs(whole("steps", steps, 0))
     return runs((sigma * factor, rate, length) for factor, length in stages)
 
@@ -53,13 +57,14 @@ def epsilon(history: History, delta: float, accountant: str = "prv", **options: 
     Formal guarantee: the run is (epsilon, delta)-DP for neighbours that differ by one added or
     removed sample, if every batch is a Poisson sample of its public rate q (where q and B follow
     from the number of samples: neighbours in which one is zeroed out). "prv" is at most
-    2 * `eps_error` (0.01) above the tight value, "rdp" a looser upper bound; "gdp" is an
-    approximation that can be too small.
+    2 * `eps_error` (0.01) above the tight value, "pld" at most `eps_error` (0.01), "rdp" a looser
+    upper bound; "gdp" is an approximation that can be too small.
 
     Args:
         history: (noise multiplier, sample rate, steps) entries.
         delta: in (0, 1).
-        accountant: "prv", "rdp", "gdp" or another mechanism registered with Opacus.
+        accountant: "prv", "pld" (through the library dp-accounting; also for a TruncatedPoisson),
+            "rdp", "gdp" or another mechanism registered with Opacus.
         options: of the accountant's get_epsilon (`eps_error`, `delta_error`; `alphas`).
 
     Returns:
@@ -80,6 +85,7 @@ def spent(book: IAccountant, delta: float, **options: Any) -> float:
     accountant, entries = book.mechanism(), runs(book.history)
     if not entries:
         return 0.0
+    refuse_truncated(entries, accountant)
     if any(sigma == 0 for sigma, _, _ in entries):
         return math.inf
     book.history = entries  # "gdp" reads the last one only
@@ -92,6 +98,8 @@ def spent(book: IAccountant, delta: float, **options: Any) -> float:
     try:
         with advice:
             found = float(book.get_epsilon(delta=delta, **options))
+    except FastclipError:
+        raise
     except (ArithmeticError, RuntimeError, ValueError) as error:
         raise _numerics(accountant, entries, f"failed with {error}") from error
     if math.isnan(found):
@@ -108,7 +116,11 @@ def open_accountant(name: str) -> IAccountant:
     try:
         return create_accountant(name)
     except ValueError as error:
-        raise ArgumentError(f"accountant expects 'prv', 'rdp' or 'gdp', got {name!r}") from error
+        if isinstance(error, FastclipError):  # of a library that is missing
+            raise
+        raise ArgumentError(
+            f"accountant expects 'prv', 'pld', 'rdp' or 'gdp', got {name!r}"
+        ) from error
 
 
 def refuse_changing_noise(entries: Sequence[Entry]) -> None:

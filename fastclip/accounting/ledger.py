@@ -19,8 +19,10 @@ from fastclip.accounting.segments import (
     read_segments,
     remainder,
     runs,
+    saved_entries,
     union,
 )
+from fastclip.accounting.truncation import refuse_truncated
 
 
 class Ledger(IAccountant):
@@ -37,7 +39,12 @@ class Ledger(IAccountant):
     _process: int
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """As Opacus; a history that it leaves half written by an error is put back."""
+        """As Opacus; a history that it leaves half written by an error is put back.
+
+        Raises:
+            ArgumentError: for a truncated draw that this accountant does not know.
+        """
+        refuse_truncated([(0.0, kwargs.get("sample_rate"), 1)], self.mechanism())
         if self._process != os.getpid():  # a fork: its parent goes on under the same name
             self._begin(self.segments())
         before = list(self.history)
@@ -69,7 +76,7 @@ class Ledger(IAccountant):
     def state_dict(self, destination: Any = None) -> Any:
         """As Opacus, and the names of the steps."""
         state = super().state_dict(destination)
-        state[KEY] = self.segments()
+        state[KEY] = {name: saved_entries(part) for name, part in self.segments().items()}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -93,6 +100,7 @@ class Ledger(IAccountant):
 
     def _with(self, others: Segments) -> Segments:
         merged = union(self.segments(), others)
+        refuse_truncated(joined(merged), self.mechanism())
         if self.mechanism() == "gdp":
             refuse_changing_noise(joined(merged))
         return merged

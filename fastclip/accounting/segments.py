@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
 from typing import Any
 
+from fastclip.accounting.truncation import Rate, decoded, encoded
 from fastclip.errors import ArgumentError
 
-Entry = tuple[float, float, int]
+Entry = tuple[float, Rate, int]
 """(noise multiplier, sampling rate, steps), as Opacus' accountants keep it."""
 History = Sequence[Entry]
 """What an accountant holds of a whole run."""
@@ -70,6 +71,11 @@ def union(own: Segments, others: Segments) -> Segments:
     return merged
 
 
+def saved_entries(entries: Iterable[Entry]) -> list[tuple[float, Any, int]]:
+    """A history as plain values, for JSON and checkpoints."""
+    return [(sigma, encoded(rate), steps) for sigma, rate, steps in entries]
+
+
 def read_segments(saved: Any, mechanism: str, place: str) -> Segments:
     """The segments of an accountant's state.
 
@@ -102,12 +108,12 @@ def read_segments(saved: Any, mechanism: str, place: str) -> Segments:
 
 
 def _entries(history: Any) -> list[Entry]:
-    entries = [(float(sigma), float(rate), int(steps)) for sigma, rate, steps in history]
+    entries = [(float(sigma), decoded(rate), int(steps)) for sigma, rate, steps in history]
     return runs(entry for entry in entries if entry[2])
 
 
-def _totals(history: Iterable[Entry]) -> Mapping[tuple[float, float], int]:
-    totals: Counter[tuple[float, float]] = Counter()
+def _totals(history: Iterable[Entry]) -> Counter[tuple[float, Rate]]:
+    totals: Counter[tuple[float, Rate]] = Counter()
     for sigma, rate, steps in history:
         totals[sigma, rate] += steps
     return totals

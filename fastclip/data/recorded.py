@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from opacus.accountants import IAccountant
 from opacus.optimizers import DPOptimizer
 
 from fastclip.accounting.history import history
 from fastclip.accounting.segments import Entry, runs
+from fastclip.accounting.truncation import Rate, TruncatedPoisson
 from fastclip.clipping.schedules import NoiseSchedule
 from fastclip.data.design import STREAM, SamplingDesign
 from fastclip.data.draws import Draws
 from fastclip.errors import StepError
+
+
+def accounted_rate(design: SamplingDesign) -> Rate:
+    """What an accountant is told in the place of q: a truncated draw as what it is."""
+    if design.max_batch_size is None:
+        return design.rate
+    return TruncatedPoisson(design.rate, design.units, design.max_batch_size)
 
 
 def planned_history(
@@ -29,7 +38,7 @@ def planned_history(
     """
     steps = design.steps_in(epochs)
     if design.poisson:
-        return history(schedule, noise_multiplier, design.rate, steps)
+        return history(schedule, noise_multiplier, accounted_rate(design), steps)
     whole = history(schedule, noise_multiplier, 1.0, steps)
     if design.sampler == STREAM:
         return whole
@@ -80,6 +89,7 @@ class Releases:
         self, design: SamplingDesign, draws: Draws, accountant: Callable[[], IAccountant]
     ) -> None:
         self.design, self._draws, self._accountant = design, draws, accountant
+        self._rate: Any = accounted_rate(design)
 
     def __call__(self, optimizer: DPOptimizer) -> None:
         """A step is about to be released.
@@ -95,7 +105,7 @@ class Releases:
             )
         accountant = self._accountant()
         if self.design.poisson:
-            accountant.get_optimizer_hook_fn(sample_rate=self.design.rate)(optimizer)
+            accountant.get_optimizer_hook_fn(sample_rate=self._rate)(optimizer)
             return
         sigma = optimizer.noise_multiplier
         passes = [] if self.design.sampler == STREAM else self._draws.released

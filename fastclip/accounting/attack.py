@@ -1,0 +1,191 @@
+"""What the best attacker can do at this epsilon: the trade-off of false and true positives.
+
+The attacker knows every row but one, sees everything that is released, and says whether that row is in
+("membership inference"). No test can do better than what is stated here, whatever it computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.stats import norm
+
+from fastclip.accounting.history import epsilon
+from fastclip.accounting.pld import loss_distribution, rounding
+from fastclip.accounting.rdp import quiet_orders
+from fastclip.accounting.segments import History, runs
+from fastclip.clipping.checks import between
+from fastclip.errors import ArgumentError
+
+RATES = (0.001, 0.01, 0.1)
+"""False-positive rates that are asked for by default."""
+_LEAST = 1e-9
+"""The smallest delta of the curve."""
+_LARGEST = 500.0
+"""The largest epsilon of the curve: exp of it is still a number."""
+_POINTS, _FEW = 1000, 25
+"""Points of a curve that is known everywhere, and of one that an accountant is asked for."""
+
+
+class TradeOff:
+    """An upper bound on any attacker's true-positive rate, by the false-positive rate.
+
+    A run that is (epsilon, delta)-DP allows at most min(delta + e^epsilon a,
+    1 - e^-epsilon (1 - delta - a)) at the false-positive rate a, whichever of two neighbours is the
+    true one; so does the least of these over many epsilons.
+
+    Source: Wasserman and Zhou 2010; Dong, Roth and Su 2019 (Proposition 2.5).
+
+    Args:
+        curve: (epsilon, delta) pairs that the run keeps, any number of them.
+    """
+
+    def __init__(self, curve: Sequence[tuple[float, float]]) -> None:
+        lines = {(0.0, 1.0), (1.0, 1.0)}  # (slope, at 0); nothing is above 1
+        for spent, delta in curve:
+            if spent <= _LARGEST:
+                lines |= {
+                    (math.exp(spent), delta),
+                    (math.exp(-spent), self._mirrored(spent, delta)),
+                }
+        self.lines = _envelope(sorted(lines, reverse=True))
+
+    @staticmethod
+    def _mirrored(spent: float, delta: float) -> float:
+        return -math.expm1(-spent) + math.exp(-spent) * delta
+
+    def __call__(self, rates: Any) -> np.ndarray:
+        """The largest true-positive rates at these false-positive rates, of their shape."""
+        rates = np.asarray(rates, dtype=float)
+        slopes, starts = (np.array(part) for part in zip(*self.lines, strict=True))
+        return (rates[..., None] * slopes + starts).min(-1).clip(0, 1)
+
+    def corners(self) -> np.ndarray:
+        """False-positive rates in (0, 1) between which the bound is linear, ascending."""
+        found = [
+            (start - before) / (slope - flatter)
+            for (slope, before), (flatter, start) in zip(self.lines, self.lines[1:], strict=False)
+        ]
+        return np.array([rate for rate in found if 0 < rate < 1])
+
+    def mu(self, slack: float) -> float:
+        """The least mu for which the bound is at most that of mu-Gaussian DP, and `slack` more.
+
+        The bound is linear between its corners and that of the Gaussian mechanism is concave, so
+        that they differ most at a corner.
+        """
+        rates = self.corners()
+        above = self(rates) - slack
+        inside = (above > 0) & (above < 1)
+        if self(0.0) > slack * (1 + 1e-9) or (above >= 1).any():
+            return math.inf
+        mus = norm.ppf(above[inside]) - norm.ppf(rates[inside])
+        return max(float(mus.max(initial=0.0)), 0.0)
+
+
+class Attack(NamedTuple):
+    """Upper bounds on what any attacker can do with everything that a run releases.
+
+    mu: the run is as private as one Gaussian mechanism of noise multiplier 1 / mu (mu-Gaussian DP),
+        but for `delta`: no true-positive rate exceeds Phi(Phi^-1(a) + mu) + delta. It is not the mu
+        of the central limit theorem, which can be too small.
+    true_positive_rates: by false-positive rate.
+    advantage: the most by which the true-positive rate exceeds the false-positive rate.
+    accountant: whose (epsilon, delta) curve it comes from. delta: as above.
+    trade_off: the whole curve.
+    """
+
+    mu: float
+    true_positive_rates: dict[float, float]
+    advantage: float
+    accountant: str
+    delta: float
+    trade_off: TradeOff
+
+
+def strongest_attack(
+    history: History,
+    delta: float,
+    false_positive_rates: Sequence[float] = RATES,
+    *,
+    accountant: str | None = None,
+) -> Attack:
+    """What the best attacker can tell of one row.
+
+    Formal guarantee: upper bounds, as tight as the accountant's curve of epsilons: "pld" to its mesh,
+    over both directions (a row removed, and added); for the neighbours of
+    `fastclip.accounting.epsilon`.
+
+    Args:
+        history: (noise multiplier, rate, steps) entries of the run.
+        delta: in (0, 1), of the run's own (epsilon, delta): what mu leaves aside.
+        false_positive_rates: each in (0, 1).
+        accountant: "pld", "prv" or "rdp"; by default "pld", or "rdp" where dp-accounting is missing.
+
+    Returns:
+        mu, true-positive rates, the advantage, and the curve.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: for a value out of range, an accountant that gives no upper
+            bound ("gdp"), or one that cannot compose the history.
+    """
+    delta = between("delta", delta, 0, 1)
+    asked = [between("false_positive_rates", rate, 0, 1) for rate in false_positive_rates]
+    if accountant is None:
+        accountant = "pld" if find_spec("dp_accounting") else "rdp"
+    if accountant == "gdp":
+        raise ArgumentError(
+            "accountant='gdp' is an approximation and no upper bound on an attacker: use "
+            "accountant='pld', 'prv' or 'rdp'"
+        )
+    bound = TradeOff(_curve(runs(history), delta, accountant))
+    rates = {rate: float(bound(rate)) for rate in asked}
+    corners = np.array([0.0, *bound.corners()])
+    advantage = float((bound(corners) - corners).max(initial=0.0))
+    return Attack(bound.mu(delta), rates, advantage, accountant, delta, bound)
+
+
+def _curve(history: History, delta: float, accountant: str) -> list[tuple[float, float]]:
+    """(epsilon, delta) pairs, down to small deltas; the given one among them."""
+    last = epsilon(history, delta, accountant)
+    if math.isinf(last):
+        return []
+    curve = [(last, delta)]
+    if accountant == "pld" and history:
+        lost = rounding(history)
+        losses = loss_distribution(history, 0.01, min(delta, 1e-5) / 1000)
+        furthest = losses.get_epsilon_for_delta(max(_LEAST, 4 * lost))
+        grid = np.linspace(0, min(furthest, _LARGEST), _POINTS)
+        deltas = losses.get_delta_for_epsilon(grid) + lost
+        return [*curve, *zip(grid.tolist(), deltas.tolist(), strict=True)]
+    for least in (*np.geomspace(_LEAST, 0.5, _FEW), 0.7, 0.9):
+        try:
+            with quiet_orders():
+                curve.append((epsilon(history, float(least), accountant), float(least)))
+        except ArgumentError:  # fewer points are a looser bound, not a wrong one
+            continue
+    return curve
+
+
+def _envelope(lines: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those of the lines that are somewhere the least, by falling slope; `lines` are so sorted."""
+    kept: list[tuple[float, float]] = []
+    for slope, start in lines:
+        if kept and kept[-1][0] == slope:  # parallel; the lower one comes last
+            kept.pop()
+        while kept and start <= kept[-1][1]:
+            kept.pop()
+        while len(kept) > 1 and _crossing(kept[-2], (slope, start)) <= _crossing(
+            kept[-2], kept[-1]
+        ):
+            kept.pop()
+        kept.append((slope, start))
+    return kept
+
+
+def _crossing(steep: tuple[float, float], flat: tuple[float, float]) -> float:
+    return (flat[1] - steep[1]) / (steep[0] - flat[0])
