@@ -29,18 +29,13 @@ from fastclip.samples.mixed_outputs import Found, mixed_outputs, note_gradients
 from fastclip.samples.owners import agrees
 from fastclip.samples.place import Place, places
 from fastclip.samples.positions import check_constants, check_copies, check_first
-from fastclip.samples.probing import INPUT, Probe, Runs
+from fastclip.samples.probing import INPUT, Opened, Probe, Runs
 from fastclip.samples.routers import places_returned, route
 
 _SMALLEST = 2
 """Rows that are held against a batch of nothing else."""
 _SEEDS = (1, 2, 3)
-"""Of the runs whose gradients are looked at; one is enough where nothing is drawn. The first is that of
-the runs whose values are compared: it says whose they are."""
-
-
-class Opened(Exception):
-    """Layers were found that must run as they were: what they do is looked at anew."""
+"""Of the runs that are looked at; one is enough where nothing is drawn. Owners are of the first."""
 
 
 class Comparison:
@@ -49,7 +44,7 @@ class Comparison:
     Args:
         layout: where the samples are. run: the call. cuts: how its inputs are cut into rows.
         probes, outputs: of the runs on two and on three copies of one row.
-        telling: rows that, alone with copies of themselves, have shown something in an earlier look.
+        telling: rows that, alone with copies of themselves, have shown moves in an earlier look.
     """
 
     def __init__(
@@ -106,10 +101,9 @@ class Comparison:
 
     def _compare_sizes(self, two: Probe, three: Probe, outputs: list[Any]) -> None:
         """Copies of one row are alike, and the same in two and in three."""
-        check_copies(two, outputs[0], self.of_outputs, self.layout.places)
-        check_copies(three, outputs[1], self.of_outputs, self.layout.places)
-        of_both = (outputs[0], outputs[1])
-        check_values(two, three, of_both, [0], self.of_outputs, other_size=True)
+        for probe, out in zip((two, three), outputs, strict=True):
+            check_copies(probe, out, self.of_outputs, self.layout.places)
+        check_values(two, three, (*outputs,), [0], self.of_outputs, other_size=True)
         check_layers(two, three, [0], self.layout.places)
 
     def _compare(self, real: list[int], synthetic: bool, ordered: bool) -> None:
@@ -132,8 +126,9 @@ class Comparison:
             if not drawn:
                 break
         self._settle()
-        if choice > 1:
-            self._disturb(rows, groups)
+        for seed in _SEEDS if choice > 1 else ():
+            if not self._disturb(rows, groups, seed):
+                break
         self._choose()
         for kept in groups if found and choice > 1 else []:
             others: Found = {}
@@ -241,11 +236,14 @@ class Comparison:
 
     # Disturbance
 
-    def _disturb(self, rows: list[int], groups: list[frozenset[int]]) -> None:
-        """Rows are changed, to one of the others or to noise, of which the others must show nothing."""
+    def _disturb(self, rows: list[int], groups: list[frozenset[int]], seed: int) -> bool:
+        """Rows are changed, to one of the others or to noise, of which the others must show nothing.
+
+        Returns whether other random numbers may show more, where no gradient tells.
+        """
         count = len(rows)
         base = Probe(self.layout, count)
-        out = self.run.once(base, rows, seed=_SEEDS[0])
+        out = self.run.once(base, rows, seed)
         self.several = None if base.draws else (out, rows)
         extreme = extreme_rows(base, self.layout.places)[:_SMALLEST]
         small = [frozenset({row}) for row in {**self.telling, **dict.fromkeys(extreme)}]
@@ -254,7 +252,7 @@ class Comparison:
             noisy = frozenset(range(count)) - kept if kept in groups else frozenset()
             probe = Probe(self.layout, count, replaced=noisy)
             halves += [probe] * (kept in groups)
-            found = self.run.once(probe, others_changed(rows, kept), seed=_SEEDS[0])
+            found = self.run.once(probe, others_changed(rows, kept), seed)
             if kept in small and not probe.draws:  # copies of one row
                 check_copies(probe, found, self.of_outputs, self.layout.places)
             self._narrow_by_values(base, probe, sorted(kept))
@@ -264,12 +262,14 @@ class Comparison:
                 self.layout.moved |= dict.fromkeys(moved)
                 self.layout.open |= {name for name in moved if isinstance(name, str)}
                 raise Opened
-            check_somewhere(self.layout.moved, base, probe, self.owned, kept)
+            owned = self.owned if seed == _SEEDS[0] else {}
+            check_somewhere(self.layout.moved, base, probe, owned, kept)
             check_values(base, probe, (out, found), sorted(kept), self.of_outputs)
         if not base.draws:
             unknown = {n for n, c in self.candidates.items() if not c or n in self.layout.moved}
             check_in_either(unknown - self.reached, base, halves)
             self._compare_with_few(base, out, few(rows))
+        return base.draws and bool(self.candidates.keys() - self.reached)
 
     def _compare_with_few(self, base: Probe, out: Any, rows: list[int]) -> None:
         """These, which come first in `base`, are the same in a smaller batch."""

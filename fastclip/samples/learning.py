@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fastclip.errors import BatchSizeError, FastclipError, UnsupportedLayerError, where
-from fastclip.samples.comparison import Comparison, Opened
+from fastclip.samples.comparison import Comparison
 from fastclip.samples.independence import UNBATCHED, by_row, called, followed, rows_come_out
 from fastclip.samples.inputs import Cuts, flatten, tensors_of, ways_to_cut
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.place import Place
 from fastclip.samples.probe_state import stirred
-from fastclip.samples.probing import Misjudged, Probe, Runs
+from fastclip.samples.probing import Misjudged, Opened, Probe, Runs
 from fastclip.samples.routers import selected, shorter
 from fastclip.samples.taint import Kept, Taint
 from fastclip.samples.watch import Watch

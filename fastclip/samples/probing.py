@@ -38,6 +38,10 @@ class Misjudged(Exception):
     """Something was taken for a value of parameters alone, and is known to be a use now."""
 
 
+class Opened(Exception):
+    """Layers were found that must run as they were: what they do is looked at anew."""
+
+
 @dataclass
 class Output:
     """A tensor that layers or uses returned in a run: gradients of it may be asked for."""
