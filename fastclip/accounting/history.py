@@ -155,11 +155,11 @@ def _refuse_huge_mesh(
     steps = sum(length for _, _, length in entries)
     with quiet_orders():
         width = 2 * (book.get_epsilon(error / 4) + 3)
-    if width > 2 * _MOST_LOSS:
-        raise _numerics("prv", entries, "would overflow")
     points = width * math.sqrt(steps * math.log(12 / error) / 2) / eps_error
     if not points <= _MOST_POINTS:
         raise _numerics("prv", entries, f"would need {points:.1g} mesh points")
+    if width > 2 * _MOST_LOSS:
+        raise _numerics("prv", entries, "would overflow")
 
 
 def _prv_delta(entries: Sequence[Entry], delta: float) -> float:

@@ -118,7 +118,7 @@ def test_an_upper_bound_on_the_rows() -> None:
 
     def spent(rows: int, at_most: bool) -> float:
         entries = [(sigma, TruncatedPoisson(rate, rows, size, at_most), 50)]
-        return epsilon(entries, DELTA, "pld", eps_error=0.05)
+        return epsilon(entries, DELTA, "pld", eps_error=0.2)
 
     bound = spent(1000, True)
     assert max(spent(rows, False) for rows in (10, 64, 65, 300, 700, 900, 999, 1000)) <= bound
@@ -158,7 +158,7 @@ def test_an_accountant_that_does_not_know_it_fails(accountant: type) -> None:
 
 
 def test_a_noise_multiplier() -> None:
-    cut, coarse = TruncatedPoisson(0.05, 600, 40), {"accountant": "pld", "eps_error": 0.05}
+    cut, coarse = TruncatedPoisson(0.05, 600, 40), {"accountant": "pld", "eps_error": 0.3}
     for schedule in (ConstantNoise(), StepNoise(40, 2, 0.8)):
         sigma = find_noise_multiplier(
             target_epsilon=2.0, target_delta=DELTA, sample_rate=cut, epochs=2, schedule=schedule,
