@@ -8,8 +8,11 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 
+from fastclip.accounting.attack import RATES, in_words, strongest_attack
 from fastclip.accounting.calibration import find_noise_multiplier, planned_steps
 from fastclip.accounting.forecast import forecast, table
+from fastclip.accounting.history import history
+from fastclip.accounting.picture import draw_attack
 from fastclip.accounting.trials import Poisson, Trials, TruncatedNegativeBinomial
 from fastclip.clipping.checks import positive, whole
 from fastclip.clipping.schedules import (
@@ -71,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--accountant",
-        choices=("prv", "rdp", "gdp"),
+        choices=("prv", "pld", "rdp", "gdp"),
         default="prv",
         help="whose epsilon is the total and the target's (%(default)s)",
     )
@@ -82,6 +85,16 @@ def parser() -> argparse.ArgumentParser:
         help="of their number: truncated negative binomial (default) or Poisson",
     )
     add("--eta", type=float, help="shape of tnb: 0 logarithmic (default), 1 geometric")
+    add(
+        "--attack",
+        type=float,
+        nargs="*",
+        metavar="RATE",
+        help="what an attacker can do at most: mu of Gaussian DP, and true-positive rates at these "
+        f"false-positive rates ({' '.join(f'{rate:g}' for rate in RATES)}); by pld where "
+        "dp-accounting is installed, else by rdp",
+    )
+    add("--picture", metavar="FILE.png", help="draw the best attack (matplotlib); implies --attack")
     add("--json", action="store_true", help="print JSON")
     return command
 
@@ -128,6 +141,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             count_noise_ratio=given.count_noise_ratio,
             trials=trials,
         )
+        best = None
+        if given.attack is not None or given.picture is not None:
+            entries = history(schedule, sigma, rate, steps)
+            best = strongest_attack(entries, delta, given.attack or RATES)
+        if given.picture is not None and best is not None:
+            title = f"epsilon = {planned.epsilon:.3g} at delta = {delta:.2g} ({given.accountant})"
+            draw_attack(best, title, given.picture)
     except FastclipError as error:
         command.error(str(error))
     if delta >= 1 / samples:
@@ -137,11 +157,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
     if given.json:
-        print(json.dumps(planned.as_json(), indent=2, allow_nan=False))
+        attack = best.as_json() if best else None
+        print(json.dumps({**planned.as_json(), "attack": attack}, indent=2, allow_nan=False))
     else:
         print(f"N = {samples}, B = {batch}, q = B / N = {rate:.6g}", end="")
         print(f" (Opacus' loader: 1 / {math.ceil(samples / batch)})\n")
         print(table(planned))
+        if best:
+            print("\n" + in_words(best))
     return 0
 
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import norm
 
-from fastclip.accounting.history import epsilon
-from fastclip.accounting.pld import loss_distribution, rounding
-from fastclip.accounting.rdp import quiet_orders
+from fastclip.accounting.history import epsilon, open_accountant
+from fastclip.accounting.pld import above_rounding, loss_distribution, rounding
+from fastclip.accounting.rdp import ORDERS, run_rdp, to_epsilon
 from fastclip.accounting.segments import History, runs
 from fastclip.clipping.checks import between
 from fastclip.errors import ArgumentError
@@ -27,6 +27,8 @@ _LEAST = 1e-9
 """The smallest delta of the curve."""
 _LARGEST = 500.0
 """The largest epsilon of the curve: exp of it is still a number."""
+_ERROR = 0.05
+"""eps_error of the curve by "pld"."""
 _POINTS, _FEW = 1000, 25
 """Points of a curve that is known everywhere, and of one that an accountant is asked for."""
 
@@ -106,6 +108,17 @@ class Attack(NamedTuple):
     delta: float
     trade_off: TradeOff
 
+    def as_json(self) -> dict[str, Any]:
+        """All but the curve as plain values; an infinite mu is None."""
+        rates = [{"false": rate, "true": power} for rate, power in self.true_positive_rates.items()]
+        return {
+            "accountant": self.accountant,
+            "delta": self.delta,
+            "mu": self.mu if math.isfinite(self.mu) else None,
+            "advantage": self.advantage,
+            "positive_rates": rates,
+        }
+
 
 def strongest_attack(
     history: History,
@@ -142,6 +155,8 @@ def strongest_attack(
             "accountant='gdp' is an approximation and no upper bound on an attacker: use "
             "accountant='pld', 'prv' or 'rdp'"
         )
+    if accountant not in ("pld", "rdp"):
+        open_accountant(accountant)  # refuses a name that it does not know
     bound = TradeOff(_curve(runs(history), delta, accountant))
     rates = {rate: float(bound(rate)) for rate in asked}
     corners = np.array([0.0, *bound.corners()])
@@ -151,21 +166,24 @@ def strongest_attack(
 
 def _curve(history: History, delta: float, accountant: str) -> list[tuple[float, float]]:
     """(epsilon, delta) pairs, down to small deltas; the given one among them."""
-    last = epsilon(history, delta, accountant)
-    if math.isinf(last):
+    if any(sigma == 0 for sigma, _, _ in history):
         return []
-    curve = [(last, delta)]
     if accountant == "pld" and history:
+        losses = loss_distribution(history, _ERROR, min(delta, 1e-5) / 1000)
         lost = rounding(history)
-        losses = loss_distribution(history, 0.01, min(delta, 1e-5) / 1000)
+        last = losses.get_epsilon_for_delta(above_rounding(history, delta))
         furthest = losses.get_epsilon_for_delta(max(_LEAST, 4 * lost))
         grid = np.linspace(0, min(furthest, _LARGEST), _POINTS)
         deltas = losses.get_delta_for_epsilon(grid) + lost
-        return [*curve, *zip(grid.tolist(), deltas.tolist(), strict=True)]
-    for least in (*np.geomspace(_LEAST, 0.5, _FEW), 0.7, 0.9):
+        return [(last, delta), *zip(grid.tolist(), deltas.tolist(), strict=True)]
+    deltas = np.array([delta, *np.geomspace(_LEAST, 0.5, _FEW), 0.7, 0.9])
+    if accountant == "rdp":
+        rdp = run_rdp(history)
+        return [(to_epsilon(rdp, ORDERS, least)[0], least) for least in deltas.tolist()]
+    curve = [(epsilon(history, delta, accountant), delta)]
+    for least in deltas[1:].tolist():
         try:
-            with quiet_orders():
-                curve.append((epsilon(history, float(least), accountant), float(least)))
+            curve.append((epsilon(history, least, accountant), least))
         except ArgumentError:  # fewer points are a looser bound, not a wrong one
             continue
     return curve
@@ -189,3 +207,19 @@ def _envelope(lines: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _crossing(steep: tuple[float, float], flat: tuple[float, float]) -> float:
     return (flat[1] - steep[1]) / (steep[0] - flat[0])
+
+
+def in_words(attack: Attack) -> str:
+    """What the numbers mean, for a terminal."""
+    lines = [
+        f"What any attacker can do who knows all samples but one ({attack.accountant}):",
+        *(
+            f"  with {100 * rate:g} % false alarms, at most {100 * power:.3g} % of the true samples "
+            f"are recognised ({power / rate:.3g} times a guess)"
+            for rate, power in attack.true_positive_rates.items()
+        ),
+        f"  at any rate, at most {100 * attack.advantage:.3g} points more true than false positives",
+        f"  mu = {attack.mu:.4f}: no better than against one Gaussian release of noise multiplier "
+        f"1 / mu, but for delta = {attack.delta:.3g}",
+    ]
+    return "\n".join(lines)

@@ -58,7 +58,8 @@ def find_noise_multiplier(
 
     Returns:
         sigma_1 with target_epsilon - epsilon_tolerance <= epsilon <= target_epsilon. For constant
-        noise it is opacus.accountants.utils.get_noise_multiplier's. Where epsilon jumps past that
+        noise it is opacus.accountants.utils.get_noise_multiplier's, unless float64 has rounded that
+        one's epsilon down. Where epsilon jumps past that
         interval, the smallest sigma_1 found that keeps the budget.
 
     Raises:
@@ -92,7 +93,8 @@ def find_noise_multiplier(
         constant = _by_opacus(
             target, delta, rate, length, accountant, epsilon_tolerance=tolerance, **options
         )
-        return constant / factors[0]
+        if spent(constant / factors[0]) <= target:
+            return constant / factors[0]
     return _search(spent, target, tolerance, start=1 / min(factors))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from opacus.accountants import IAccountant, RDPAccountant, create_accountant
 
-from fastclip.accounting import pld  # noqa: F401 - create_accountant("pld")
+from fastclip.accounting.pld import above_rounding, rounding  # and create_accountant("pld")
 from fastclip.accounting.rdp import quiet_orders
 from fastclip.accounting.segments import Entry, History, runs
 from fastclip.accounting.shares import multiplier
@@ -25,6 +25,10 @@ from fastclip.errors import ArgumentError, FastclipError
 
 # Most points on which PRV may discretise a privacy loss: about 2 GB in all.
 _MOST_POINTS = 2**25
+# Largest privacy loss whose exponential PRV can write down.
+_MOST_LOSS = 700
+# Share of delta that float64 may hide before it is taken into account.
+_HIDDEN = 1e-4
 
 
 def history(
@@ -93,6 +97,7 @@ def spent(book: IAccountant, delta: float, **options: Any) -> float:
         refuse_changing_noise(entries)
     if accountant == "prv":
         _refuse_huge_mesh(entries, delta, **options)
+        delta = _prv_delta(entries, delta)
     # PRV sizes its mesh by RDP, where the grid of orders does not matter.
     advice = quiet_orders() if accountant == "prv" else nullcontext()
     try:
@@ -102,7 +107,7 @@ def spent(book: IAccountant, delta: float, **options: Any) -> float:
         raise
     except (ArithmeticError, RuntimeError, ValueError) as error:
         raise _numerics(accountant, entries, f"failed with {error}") from error
-    if math.isnan(found):
+    if math.isnan(found) or (accountant == "prv" and math.isinf(found)):
         raise _numerics(accountant, entries, "found no number")
     return max(found, 0.0)  # PRV goes below 0 where delta alone already covers the run
 
@@ -153,6 +158,19 @@ def _refuse_huge_mesh(
     points = width * math.sqrt(steps * math.log(12 / error) / 2) / eps_error
     if not points <= _MOST_POINTS:
         raise _numerics("prv", entries, f"would need {points:.1g} mesh points")
+    if width > 2 * _MOST_LOSS:
+        raise _numerics("prv", entries, "would overflow")
+
+
+def _prv_delta(entries: Sequence[Entry], delta: float) -> float:
+    """The delta to ask PRV for: less than `delta` where float64's rounding is a part of it.
+
+    PRV takes a Fourier transform to the power of the steps, and for a small delta and many steps its
+    epsilon would be too small by more than its stated error.
+    """
+    if rounding(entries) <= _HIDDEN * delta:
+        return delta  # and epsilon is Opacus' own
+    return above_rounding(entries, delta)
 
 
 def _numerics(accountant: str, entries: Sequence[Entry], what: str) -> ArgumentError:

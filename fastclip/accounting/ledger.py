@@ -24,6 +24,18 @@ from fastclip.accounting.segments import (
 )
 from fastclip.accounting.truncation import refuse_truncated
 
+_forks = 0
+"""Of this process since its first ancestor that imported this: a child may get any number as its pid."""
+
+
+def _forked() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
 
 class Ledger(IAccountant):
     """What `keep_ledger` adds to an accountant: names of its steps (fastclip.accounting.segments).
@@ -36,7 +48,7 @@ class Ledger(IAccountant):
     history: list[Entry]
     _others: Segments
     _name: str
-    _process: int
+    _process: tuple[int, int]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """As Opacus; a history that it leaves half written by an error is put back.
@@ -45,7 +57,7 @@ class Ledger(IAccountant):
             ArgumentError: for a truncated draw that this accountant does not know.
         """
         refuse_truncated([(0.0, kwargs.get("sample_rate"), 1)], self.mechanism())
-        if self._process != os.getpid():  # a fork: its parent goes on under the same name
+        if self._process != (os.getpid(), _forks):  # a fork: its parent goes on under the same name
             self._begin(self.segments())
         before = list(self.history)
         try:
@@ -107,7 +119,7 @@ class Ledger(IAccountant):
 
     def _begin(self, others: Segments) -> None:
         """What is recorded from now on has a name of its own."""
-        self._others, self._name, self._process = others, new_name(), os.getpid()
+        self._others, self._name, self._process = others, new_name(), (os.getpid(), _forks)
 
     def __reduce__(self) -> Any:
         """A copy, in this process or another, is a fork: its steps are not those of the original."""

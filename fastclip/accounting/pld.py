@@ -74,14 +74,9 @@ class PLDAccountant(IAccountant):
         )
         if not self.history:
             return 0.0
-        lost = rounding(self.history)
-        if delta <= 2 * lost:
-            raise ArgumentError(
-                f"delta expects more than {2 * lost:.2g} for so many steps, got {delta:g}: below it "
-                "the rounding of float64 hides what was spent; use a larger delta, or accountant='rdp'"
-            )
+        visible = above_rounding(self.history, delta)
         losses = loss_distribution(self.history, eps_error, error)
-        return float(losses.get_epsilon_for_delta(delta - lost)) if losses else math.inf
+        return float(losses.get_epsilon_for_delta(visible)) if losses else math.inf
 
     def state_dict(self, destination: Any = None) -> Any:
         """As Opacus; truncated draws as plain values."""
@@ -127,6 +122,21 @@ def rounding(history: Iterable[Entry]) -> float:
     Against closed forms the error is about a tenth of it.
     """
     return sys.float_info.epsilon * sum(64 + steps for _, _, steps in history)
+
+
+def above_rounding(history: Iterable[Entry], delta: float) -> float:
+    """`delta` without what float64 may hide of it.
+
+    Raises:
+        ArgumentError: if that is half of it.
+    """
+    lost = rounding(history)
+    if delta <= 2 * lost:
+        raise ArgumentError(
+            f"delta expects more than {2 * lost:.2g} for so many steps, got {delta:g}: below it the "
+            "rounding of float64 hides what was spent; use a larger delta, or accountant='rdp'"
+        )
+    return delta - lost
 
 
 def loss_distribution(history: Iterable[Entry], eps_error: float, delta_error: float) -> Any:

@@ -80,7 +80,7 @@ def read_segments(saved: Any, mechanism: str, place: str) -> Segments:
     """The segments of an accountant's state.
 
     A history without names (of plain Opacus, or changed by hand) gets a new one: it is not known to
-    be of any run, so it will be added.
+    be of any run, so it will be added. One that lacks steps that are named is counted beside them.
 
     Args:
         saved: what state_dict() returned, perhaps by way of JSON.
@@ -102,9 +102,12 @@ def read_segments(saved: Any, mechanism: str, place: str) -> Segments:
             f"{place} was accounted by {found!r}, this run by {mechanism!r}; resume with "
             f"accountant={found!r}"
         )
-    if _totals(joined(named)) == _totals(history):
+    by_name, whole = _totals(joined(named)), _totals(history)
+    if by_name == whole:
         return named
-    return {new_name(): history}
+    if by_name <= whole:
+        return {new_name(): history}
+    return {**named, new_name(): history}  # names of steps that the history has lost
 
 
 def _entries(history: Any) -> list[Entry]:

