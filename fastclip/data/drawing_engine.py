@@ -10,7 +10,7 @@ from fastclip.accounting.accounted_engine import AccountedEngine
 from fastclip.data.design import SamplingDesign
 from fastclip.data.draws import Draws
 from fastclip.data.loader import watch_draws
-from fastclip.data.plan import Plan, Request, plan_sampling
+from fastclip.data.plan import Plan, Request, plan_sampling, use_sampler
 from fastclip.data.row_order import check_row_order
 from fastclip.data.samplers import check_order, draws_independently, set_steps
 from fastclip.data.sampling import check_secure, draw_securely
@@ -60,9 +60,7 @@ class DrawingEngine(AccountedEngine):
             batch_first=batch_first, rand_on_empty=rand_on_empty,
         )  # fmt: skip
         if poisson_sampling and not distributed:
-            sampler = plan.sampler(data_loader.generator)
-            object.__setattr__(loader, "batch_sampler", sampler)
-            loader.sample_rate = plan.design.rate  # type: ignore[attr-defined]
+            use_sampler(loader, plan, data_loader.generator)
         else:
             if poisson_sampling:
                 set_steps(loader, len(data_loader))

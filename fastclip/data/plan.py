@@ -131,8 +131,8 @@ def plan_sampling(
     if not poisson_sampling:
         return Plan(_of_its_own(data_loader, request, secure))
     choice = check_poisson(data_loader, distributed)
-    if choice.weights is not None:
-        return Plan(_weighted(data_loader, request, choice.weights, choice.a_pass, secure), choice)
+    if choice.weights is not None or choice.rates is not None:
+        return Plan(_weighted(data_loader, request, choice, secure), choice)
     unit = None
     n = rows = len(data_loader.dataset) if choice.rows is None else len(choice.rows)  # type: ignore[arg-type]
     if request.unit_ids is not None:
@@ -165,18 +165,32 @@ def plan_sampling(
     )  # fmt: skip
 
 
-def _weighted(
-    loader: DataLoader, request: Request, weights: Tensor, a_pass: int, secure: bool
-) -> SamplingDesign:
+def use_sampler(loader: DataLoader, plan: Plan, generator: Any) -> None:
+    """Make Opacus' Poisson loader draw by the plan."""
+    object.__setattr__(loader, "batch_sampler", plan.sampler(generator))
+    loader.sample_rate = plan.design.rate  # type: ignore[attr-defined]
+
+
+def _weighted(loader: DataLoader, request: Request, choice: Choice, secure: bool) -> SamplingDesign:
     """Rates in proportion to weights: they add up to B, but for those that are capped at 1."""
+    weights = choice.weights if choice.rates is None else choice.rates
+    assert weights is not None
     if request.unit_ids is not None or request.max_batch_size is not None:
         name = "max_batch_size" if request.unit_ids is None else "unit_ids"
         raise ArgumentError(
             f"{name} is priced for one rate of all units, got a data loader with a "
             f"WeightedRandomSampler; omit {name}, or pass a data loader with shuffle=True"
         )
-    if request.sample_rate is None:
-        steps, size = len(loader), a_pass / len(loader)
+    if choice.rates is not None:
+        if request.sample_rate is not None:
+            raise ArgumentError(
+                "sample_rate expects a data loader whose rates are not set yet; pass the one that "
+                "make_private was given, not the one that it returned"
+            )
+        steps, rates = len(loader), choice.rates
+        rate, size = float(rates.max()), float(rates.sum())
+    elif request.sample_rate is None:
+        steps, size = len(loader), choice.a_pass / len(loader)
         rates = (weights * (size / weights.sum())).clamp(max=1.0)
         rate = float(rates.max())
     else:

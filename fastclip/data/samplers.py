@@ -88,6 +88,8 @@ class Choice:
     """Of each row, float64 [n]: rates are proportional to them."""
     rate: float | None = None
     """Of a loader that samples by Poisson already."""
+    rates: Tensor | None = None
+    """Of each row, float64 [n], of such a loader."""
     generator: Any = None
 
 
@@ -153,19 +155,21 @@ def _weights(sampler: WeightedRandomSampler, rows: int) -> Tensor:
 
 def _as_before(sampler: Any, rows: int) -> Choice:
     """Of a loader that samples by Poisson: the same rows, at the same rate."""
-    again = "; pass the data loader that make_private was given, not the one that it returned"
     if getattr(sampler, "max_batch_size", None) is not None:
-        raise ArgumentError(f"the data loader cuts its draws (max_batch_size) already{again}")
+        raise ArgumentError(
+            "the data loader cuts its draws (max_batch_size) already; pass the data loader that "
+            "make_private was given, not the one that it returned"
+        )
     chosen, rates = getattr(sampler, "rows", None), getattr(sampler, "rates", None)
-    if rates is not None:
-        raise ArgumentError(f"the data loader draws rows at rates of their own already{again}")
     if sampler.num_samples != (rows if chosen is None else len(chosen)):
         raise ArgumentError(
             f"the data loader's {unwatched(sampler).__name__} draws from {sampler.num_samples} rows, "
             f"and the data set has {rows}{_HELD_OUT}"
         )
     a_pass = sampler.num_samples
-    return Choice(a_pass, chosen, rate=sampler.sample_rate, generator=sampler.generator)
+    return Choice(
+        a_pass, chosen, rate=sampler.sample_rate, rates=rates, generator=sampler.generator
+    )
 
 
 def check_order(data_loader: DataLoader) -> Distinct | None:

@@ -25,7 +25,7 @@ from opacus.data_loader import DPDataLoader
 from torch.utils.data import DataLoader
 
 from fastclip.clipping.checks import between
-from fastclip.data.samplers import check_poisson, set_steps
+from fastclip.data.plan import Request, plan_sampling, use_sampler
 from fastclip.engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.integrations.budget import Budget
@@ -61,13 +61,13 @@ class DPLightningDataModule(LightningDataModule):
         self.datamodule.setup(stage)  # type: ignore[arg-type]
 
     def train_dataloader(self) -> DataLoader:
-        """The training loader, drawing every row independently."""
+        """The training loader, drawing every row independently: of those and as often as its sampler."""
         if self.private_loader is not None:
             return self.private_loader
         loader = self.datamodule.train_dataloader()
-        check_poisson(loader, distributed=False)
+        plan = plan_sampling(loader, Request(), poisson_sampling=True)
         private = DPDataLoader.from_data_loader(loader, generator=self.generator)
-        set_steps(private, len(loader))
+        use_sampler(private, plan, self.generator or loader.generator)
         return private
 
     def val_dataloader(self) -> Any:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from opacus.data_loader import DPDataLoader
 from torch import nn
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from fastclip import FastPrivacyEngine
 from fastclip.data import sampling
@@ -171,7 +171,7 @@ def test_the_data_module_draws_poisson_samples() -> None:
     assert len({len(batch[0]) for batch in loader}) > 1
 
 
-def test_the_data_module_draws_from_all_rows_in_as_many_steps() -> None:
+def test_the_data_module_keeps_the_choice_of_rows_and_the_steps() -> None:
     class Held(pl.LightningDataModule):
         def __init__(self, rows: int, sampler=None) -> None:
             super().__init__()
@@ -183,8 +183,25 @@ def test_the_data_module_draws_from_all_rows_in_as_many_steps() -> None:
     for batches in (49, 93, 99, 105):
         module = integration.DPLightningDataModule(Held(2 * batches))
         assert len(module.train_dataloader()) == batches
+    for sampler in (
+        SubsetRandomSampler([1, 6]),
+        WeightedRandomSampler([0, 1, 0, 0, 0, 0, 3, 0], 2),
+    ):
+        kept = integration.DPLightningDataModule(Held(8, sampler)).train_dataloader()
+        loader, _ = FastPrivacyEngine()._prepare_sampling(
+            kept, poisson_sampling=True, batch_first=True, rand_on_empty=False
+        )
+        for which in (kept, loader):
+            assert {row for _ in range(80) for rows in which.batch_sampler for row in rows} == {
+                1,
+                6,
+            }
+
+    class Mine(SubsetRandomSampler):
+        pass
+
     with refused("torch.utils.data.Subset"):
-        integration.DPLightningDataModule(Held(8, SubsetRandomSampler([1]))).train_dataloader()
+        integration.DPLightningDataModule(Held(8, Mine([1]))).train_dataloader()
 
 
 def test_a_budget_is_kept() -> None:
