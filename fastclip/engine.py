@@ -18,6 +18,7 @@ from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.criterion import check_coupling, check_criterion
 from fastclip.backward.one_process import check_not_distributed
 from fastclip.clipping import Clipping, ConstantNoise, resolve
+from fastclip.data.plan import SAMPLING
 from fastclip.data.recorded import AsPlanned, Releases, accounted_rate, planned_history
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.inspection import InspectedEngine, Run
@@ -32,13 +33,6 @@ from fastclip.planner import Planner
 FAST_MODES = ("fast", "ghost")
 MATERIALISED_MODES = ("hooks", "functorch", "ew")
 MODES = (*FAST_MODES, "hooks", "functorch", "ew", "ghost_fsdp", "ghost_tp", "no_op")
-
-
-SAMPLING = (
-    "sample_rate", "expected_batch_size", "max_batch_size", "unit_ids", "max_rows_per_unit",
-    "unit_reduction",
-)  # fmt: skip
-"""Arguments of make_private that say how rows are drawn."""
 
 
 class FastPrivacyEngine(InspectedEngine):
@@ -246,9 +240,7 @@ class FastPrivacyEngine(InspectedEngine):
             )
         validation.check_budget(target_epsilon, target_delta, epochs)
         asked = {name: options[name] for name in (*SAMPLING, "poisson_sampling") if name in options}
-        design = self._plan_sampling(
-            data_loader, distributed=True, **{"poisson_sampling": True, **asked}
-        ).design
+        design = self.plan_sampling(data_loader, **asked)
         known = {"epsilon_tolerance", *inspect.signature(self.accountant.get_epsilon).parameters}
         accounting = {name: value for name, value in options.items() if name in known}
         rest = {name: value for name, value in options.items() if name not in known}

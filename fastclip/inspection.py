@@ -48,6 +48,32 @@ class InspectedEngine(OpacusModes):
 
     _runs: list[Run]
 
+    @property
+    def sampling(self) -> SamplingDesign:
+        """How the rows of the last model made private are drawn.
+
+        Raises:
+            StepError: before make_private.
+        """
+        self._require_keepers()
+        return self._runs[-1].design
+
+    def plan_sampling(
+        self, data_loader: DataLoader, *, poisson_sampling: bool = True, **sampling: Any
+    ) -> SamplingDesign:
+        """How `make_private` would draw the rows of a loader; nothing is drawn or changed.
+
+        Args:
+            sampling: sample_rate, expected_batch_size, unit_ids, ... as for `make_private`.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: it would refuse to.
+        """
+        plan = self._plan_sampling(
+            data_loader, poisson_sampling=poisson_sampling, distributed=True, **sampling
+        )
+        return plan.design
+
     def plan(self) -> Plan:
         """The trainable layers, how each one's norm is computed, and what it holds; print it.
 

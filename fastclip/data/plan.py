@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -67,6 +67,10 @@ class Request:
                         f"{name} needs poisson_sampling=True, which draws every unit independently; "
                         f"pass that, or omit {name}"
                     )
+
+
+SAMPLING = tuple(field.name for field in fields(Request))
+"""What make_private is asked of the draws, by name."""
 
 
 def _number(name: str, value: Any, most: float) -> None:

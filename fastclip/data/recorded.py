@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from opacus.accountants import IAccountant
 from opacus.optimizers import DPOptimizer
 
-from fastclip.accounting.history import history
 from fastclip.accounting.segments import Entry, runs
 from fastclip.accounting.truncation import Rate, TruncatedPoisson
 from fastclip.clipping.schedules import NoiseSchedule
@@ -34,19 +33,25 @@ def planned_history(
         design: how rows are drawn. schedule: of the noise. noise_multiplier: sigma_1, of the first step.
 
     Returns:
-        (sigma, q, steps) in order. Of what is not Poisson sampling: as `Releases` records it.
+        (sigma, q, steps) in order, as `Releases` records it.
     """
-    steps = design.steps_in(epochs)
-    if design.poisson:
-        return history(schedule, noise_multiplier, accounted_rate(design), steps)
-    whole = history(schedule, noise_multiplier, 1.0, steps)
-    if design.sampler == STREAM:
-        return whole
-    each = [sigma for sigma, _, length in whole for _ in range(length)]
+    stages = schedule.runs(design.steps_in(epochs))
+    return records(design, [noise_multiplier * f for f, length in stages for _ in range(length)])
+
+
+def records(design: SamplingDesign, sigmas: Sequence[float]) -> list[Entry]:
+    """What an accountant holds after steps of these noise multipliers.
+
+    Args:
+        sigmas: of steps in their order; the first begins a pass over the data.
+    """
+    if design.poisson or design.sampler == STREAM:
+        rate = accounted_rate(design) if design.poisson else 1.0
+        return runs((sigma, rate, 1) for sigma in sigmas)
     found: list[Entry] = []
-    for start in range(0, steps, design.steps):
+    for start in range(0, len(sigmas), design.steps):
         least = float("inf")
-        for sigma in each[start : start + design.steps]:
+        for sigma in sigmas[start : start + design.steps]:
             if sigma < least:
                 found.append((sigma, 1.0, 1))
                 least = sigma

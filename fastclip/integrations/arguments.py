@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from fastclip.data.plan import SAMPLING
+from fastclip.data.unit_ids import unit_numbers
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.explanation import Setup, explain
 
@@ -29,7 +31,9 @@ class PrivacyArguments:
         clipping: a strategy of fastclip.clipping (a Clipping), or "flat", "per_layer", "adaptive".
         accountant: "prv", "rdp" or "gdp".
         secure_mode: noise and sampling from ChaCha20 (docs/secure_mode.md).
-        poisson_sampling: draw every row independently, as the accountant assumes.
+        poisson_sampling: draw every row independently. Else a pass is accounted as one step of q = 1.
+        sample_rate, expected_batch_size, max_batch_size, unit_ids, max_rows_per_unit, unit_reduction: as
+            of `make_private`: public q and B, patients as units. unit_ids may be a column's name.
         group_column: the column that holds each row's group, for strategies of groups.
     """
 
@@ -42,6 +46,19 @@ class PrivacyArguments:
     secure_mode: bool = False
     poisson_sampling: bool = True
     group_column: str | None = None
+    sample_rate: float | None = None
+    expected_batch_size: float | None = None
+    max_batch_size: int | None = None
+    unit_ids: Any = None
+    max_rows_per_unit: int | None = None
+    unit_reduction: str = "mean"
+
+    def sampling(self, dataset: Any) -> dict[str, Any]:
+        """How rows are drawn, for `make_private`; units by number, for a Trainer drops columns."""
+        found = {name: getattr(self, name) for name in ("poisson_sampling", *SAMPLING)}
+        if self.unit_ids is not None:
+            found["unit_ids"] = unit_numbers(self.unit_ids, dataset)
+        return found
 
     def __post_init__(self) -> None:
         if (self.noise_multiplier is None) == (self.target_epsilon is None):
@@ -102,11 +119,14 @@ def check_still_private(trainer: Any) -> None:
         )
 
 
-def loader_traps(loader: DataLoader, privacy: PrivacyArguments) -> Iterator[str]:
+def loader_traps(
+    loader: DataLoader, privacy: PrivacyArguments, sampling: dict[str, Any]
+) -> Iterator[str]:
     """What `engine.explain` would say of the data loader and of delta."""
     setup = Setup(
         nn.Identity(), data_loader=loader, delta=privacy.target_delta, secure_mode=True,
         poisson_sampling=privacy.poisson_sampling,
+        sampling={name: sampling[name] for name in SAMPLING},
     )  # fmt: skip
     return iter(explain(setup).traps)
 

@@ -9,6 +9,8 @@ from typing import Any
 from opacus.accountants import IAccountant
 
 from fastclip.accounting import epsilon
+from fastclip.data.design import SamplingDesign
+from fastclip.data.recorded import records
 from fastclip.errors import ArgumentError
 from fastclip.optim.optimizer import FastDPOptimizer
 
@@ -25,7 +27,8 @@ class Budget:
     """Of the accountant's get_epsilon."""
 
     def check(
-        self, accountant: IAccountant, optimizer: FastDPOptimizer, rate: float, steps: int, way_out: str
+        self, accountant: IAccountant, optimizer: FastDPOptimizer, design: SamplingDesign, steps: int,
+        way_out: str,
     ) -> None:  # fmt: skip
         """Refuse a run whose steps, with those that are spent already, would exceed the budget.
 
@@ -34,17 +37,17 @@ class Budget:
 
         Args:
             accountant: what was spent. optimizer: as it is about to go on: its noise and stage.
-            rate: q. steps: real steps to come. way_out: of the message.
+            design: how rows are drawn. steps: real steps to come. way_out: of the message.
 
         Raises:
             ArgumentError: with the epsilon that would be reached.
         """
         state = optimizer.keeper.clipping
-        to_come = [
-            (state.first_multiplier * state.strategy.noise.factor(state.step + ahead), rate, 1)
+        sigmas = [
+            state.first_multiplier * state.strategy.noise.factor(state.step + ahead)
             for ahead in range(steps)
         ]
-        entries = [*accountant.history, *to_come]
+        entries = [*accountant.history, *records(design, sigmas)]
         reached = epsilon(entries, self.delta, accountant.mechanism(), **self.options)
         if reached > self.epsilon * (1 + _ROUNDING):
             raise ArgumentError(

@@ -50,7 +50,7 @@ class Resumed:
         if trainer.privacy.target_epsilon is not None:
             before = self.saved.get("noise_multiplier", "the run's")
             Budget(trainer.privacy.target_epsilon, trainer.privacy.target_delta).check(
-                accountant, optimizer, trainer.mechanism[1], steps,
+                accountant, optimizer, trainer.engine.sampling, steps,
                 "resume with the batch, the epochs and the target of that run, or pass "
                 f"noise_multiplier={before} and watch epsilon",
             )  # fmt: skip

@@ -19,6 +19,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from fastclip.clipping import Clipping
+from fastclip.data.design import epochs_of
 from fastclip.engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError
 from fastclip.integrations.adapters import check_adapters
@@ -35,7 +36,7 @@ from fastclip.integrations.checkpoints import (
     Resumed,
     read_checkpoint,
 )
-from fastclip.integrations.physical import LogicalBatchData, SplitCollate
+from fastclip.integrations.physical import LogicalBatchData, SplitCollate, by_units
 from fastclip.integrations.row_losses import Checked
 from fastclip.integrations.trainer_loss import RowLossTrainer
 from fastclip.optim.optimizer import FastDPOptimizer
@@ -170,15 +171,15 @@ class PrivateTrainer(RowLossTrainer):
     def _make_private(self, loader: DataLoader) -> DataLoader:
         model: Any = self.model
         check_adapters(model)
-        steps = self.args.max_steps
-        for trap in loader_traps(loader, self.privacy):
+        steps, sampling = self.args.max_steps, self.privacy.sampling(self.train_dataset)
+        for trap in loader_traps(loader, self.privacy, sampling):
             warnings.warn(trap, stacklevel=2)
         self.create_optimizer()
         arguments: dict[str, Any] = {
             "module": model.train(), "optimizer": _innermost(self.optimizer),
             "data_loader": loader, "max_grad_norm": self.privacy.per_sample_max_grad_norm,
-            "clipping": self.privacy.clipping, "poisson_sampling": self.privacy.poisson_sampling,
-            "noise_generator": self._generator(), "wrap_model": False,
+            "clipping": self.privacy.clipping, "noise_generator": self._generator(),
+            "wrap_model": False, **sampling,
         }  # fmt: skip
         if self.privacy.target_epsilon is None:
             made = self.engine.make_private(
@@ -186,7 +187,8 @@ class PrivateTrainer(RowLossTrainer):
                 **arguments,
             )
         else:
-            epochs = steps / len(loader) if steps > 0 else self.args.num_train_epochs
+            a_pass = self.engine.plan_sampling(loader, **sampling).steps
+            epochs = epochs_of(steps, a_pass) if steps > 0 else self.args.num_train_epochs
             made = self.engine.make_private_with_epsilon(
                 target_epsilon=self.privacy.target_epsilon,
                 target_delta=self.privacy.target_delta,
@@ -194,10 +196,10 @@ class PrivateTrainer(RowLossTrainer):
                 **arguments,
             )
         self._handle, self.optimizer, private = made
-        private.collate_fn = SplitCollate(
-            loader.collate_fn, loader.dataset, self.physical_batch_size
-        )
-        self.mechanism = (self.dp_optimizer.noise_multiplier, 1 / len(loader))
+        draws, unit = self.dp_optimizer.keeper.batch.draws, sampling["unit_ids"]
+        dataset = by_units(private, unit, draws, self.physical_batch_size)
+        private.collate_fn = SplitCollate(loader.collate_fn, dataset, self.physical_batch_size)
+        self.mechanism = (self.dp_optimizer.noise_multiplier, self.engine.sampling.rate)
         if self.resumed:
             self.engine.accountant.load_state_dict(self.resumed.saved)
         return private

@@ -170,7 +170,7 @@ class PrivacyCallback(Callback):
         if math.isinf(steps):
             steps = math.ceil(epochs * an_epoch)
         budget.check(
-            self.engine.accountant, optimizer, 1 / an_epoch, max(steps - trainer.global_step, 0),
+            self.engine.accountant, optimizer, self.engine.sampling, max(steps - trainer.global_step, 0),
             "resume with the batch, the length and the target of that run, or pass noise_multiplier= "
             "and watch epsilon",
         )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from fastclip._torch import tree_leaves
 from fastclip.data.units import cut_between_units
@@ -55,6 +56,20 @@ class NumberedRows:
         read = getattr(self.dataset, "__getitems__", None)
         found = read(rows) if read else [self.dataset[row] for row in rows]
         return [(int(self.unit[i]), row) for i, row in zip(rows, found, strict=True)]
+
+
+def by_units(loader: DataLoader, unit: Tensor | None, draws: Any, rows: int | None) -> Any:
+    """The data set of a private loader, whose rows come with the numbers of their units, if it has any.
+
+    Args:
+        unit: of each row, int64. draws: of the loader. rows: most rows of a physical batch.
+    """
+    if unit is None:
+        return loader.dataset
+    numbered = NumberedRows(loader.dataset, unit)
+    object.__setattr__(loader, "dataset", numbered)
+    draws.physical_rows = rows
+    return numbered
 
 
 class SplitCollate:

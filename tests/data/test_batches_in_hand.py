@@ -63,7 +63,7 @@ def test_accumulation_with_workers_that_draw_ahead(ahead: int, workers: int, mod
                 run.optimizer.step()
                 assert run.released().sum() == 6
                 run.optimizer.zero_grad()
-    assert run.engine.accountant.history == [(0.0, 0.5, 4)]
+    assert run.engine.accountant.history == [(0.0, 1.0, 2)]
 
 
 @pytest.mark.parametrize("mode", ["fast", "hooks"])
