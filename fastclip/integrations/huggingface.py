@@ -19,6 +19,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from fastclip.clipping import Clipping
+from fastclip.data.design import epochs_of
 from fastclip.engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError
 from fastclip.integrations.adapters import check_adapters
@@ -186,7 +187,7 @@ class PrivateTrainer(RowLossTrainer):
                 **arguments,
             )
         else:
-            epochs = steps / len(loader) if steps > 0 else self.args.num_train_epochs
+            epochs = epochs_of(steps, len(loader)) if steps > 0 else self.args.num_train_epochs
             made = self.engine.make_private_with_epsilon(
                 target_epsilon=self.privacy.target_epsilon,
                 target_delta=self.privacy.target_delta,
