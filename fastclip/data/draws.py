@@ -183,11 +183,8 @@ class Draws:
         batch = self.find(rows)
         if batch is None or batch.draw.units is None:
             return None
-        out = self._out()
-        first = batch in out[:1] and self._ahead < inf and self._first_in_hand(out)
-        told = self._lags is False or first
         again = batch.number is not None and batch in self._used
-        return unit_rows(batch, [] if told else out, rows, self.physical_rows, again=again)
+        return unit_rows(batch, self._out(), rows, self.physical_rows, again=again)
 
     def use(self, batch: PhysicalBatch, rows: int, calls: int = 1) -> bool:
         """`rows` rows of `batch` contribute; False if it is an empty draw, so that none may.

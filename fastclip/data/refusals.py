@@ -32,8 +32,8 @@ UNCLEAR = (
 )
 UNCLEAR_UNITS = (
     "several batches of as many rows have been drawn and not used, and it cannot be told which of them "
-    "this backward pass trains on, so neither whose its rows are: draw the next batch after the step "
-    "(no prefetcher, no batch left out)"
+    "this backward pass trains on, so neither whose its rows are: use every batch, and draw the "
+    "next one after the step (neither prefetch nor skip; iterate over the returned loader itself)"
 )
 UNKNOWN_CUT = (
     "a sampler around the data loader's has split a draw of units, and it is not known where, so that "

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from opacus.data_loader import CollateFnWithEmpty
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, default_collate
 
@@ -37,6 +38,8 @@ def check_row_order(loader: DataLoader, rows: list[int], batch_first: bool = Tru
         ArgumentError: the batches are not the same rows in these orders, or it cannot be told.
     """
     dataset, collate = loader.dataset, loader.collate_fn
+    while isinstance(collate, CollateFnWithEmpty):  # of a Poisson loader, around the user's own
+        collate = collate.wrapped_collator_fn or list
     if collate is default_collate and not _reads_at_once(dataset):
         return
     n = min(len(rows), _MOST)

@@ -20,7 +20,8 @@ def unit_rows(
     """Whose the `rows` rows of a backward pass over `batch` are.
 
     Args:
-        out: batches that may be the one in hand as well.
+        out: all batches that are out. Which of them is in hand is inferred from how the loop has gone
+            so far, which is enough for numbers of rows: here any of them may be the one.
         most: rows of the physical batches into which the loop cuts a draw; None: it does not.
         again: the batch has had its pass.
 

@@ -25,6 +25,7 @@ from opacus.data_loader import DPDataLoader
 from torch.utils.data import DataLoader
 
 from fastclip.clipping.checks import between
+from fastclip.data.design import epochs_of
 from fastclip.data.plan import Request, plan_sampling, use_sampler
 from fastclip.engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError, ArgumentTypeError
@@ -166,9 +167,9 @@ class PrivacyCallback(Callback):
             return
         private = (o for o in trainer.optimizers if isinstance(o, FastDPOptimizer))
         optimizer = next(o for o in private if not o.keeper.batch.retired)
-        an_epoch, steps = len(trainer.datamodule.private_loader), trainer.estimated_stepping_batches
+        loader, steps = trainer.datamodule.private_loader, trainer.estimated_stepping_batches
         if math.isinf(steps):
-            steps = math.ceil(epochs * an_epoch)
+            steps = math.ceil(epochs * len(loader))
         budget.check(
             self.engine.accountant, optimizer, self.engine.sampling, max(steps - trainer.global_step, 0),
             "resume with the batch, the length and the target of that run, or pass noise_multiplier= "
@@ -215,7 +216,7 @@ def _check_resumed(trainer: Any, engine: FastPrivacyEngine) -> None:
 
 def _epochs(trainer: Any, steps_an_epoch: int) -> float:
     if trainer.max_steps is not None and trainer.max_steps > 0:
-        return trainer.max_steps / steps_an_epoch
+        return epochs_of(trainer.max_steps, steps_an_epoch)
     if trainer.max_epochs is None or trainer.max_epochs < 1:
         raise ArgumentError("target_epsilon needs the length of the run: Trainer(max_epochs=...)")
     return trainer.max_epochs

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from opacus.data_loader import DPDataLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
@@ -179,6 +181,16 @@ def test_random_rows_are_read_once() -> None:
     check(padded, Once())
     with refused("keep the order"):
         check(lambda rows: padded(sorted(rows, key=lambda r: int(r["ids"].sum()))), Once())
+
+
+def test_the_collate_function_of_a_poisson_loader() -> None:
+    """Opacus wraps it; what is inside counts."""
+    zeros = DataLoader(TensorDataset(torch.zeros(N, 2)), 4)
+    check_row_order(DPDataLoader.from_data_loader(zeros), list(range(N)))
+    for collate, way_out in ((padded, None), (by_length, "keeps the order")):
+        loader = DPDataLoader.from_data_loader(DataLoader(Texts(), 4, collate_fn=collate))
+        with refused(way_out) if way_out else nullcontext():
+            check_row_order(loader, list(range(N)))
 
 
 def test_rows_that_are_all_alike_tell_nothing() -> None:
