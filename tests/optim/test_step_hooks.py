@@ -74,7 +74,7 @@ def test_every_step_is_recorded_once(mode: str, way: Callable) -> None:
     way(optimizer, seen)
     for steps in (1, 2):
         step(private, optimizer)
-        assert engine.accountant.history == [(1.0, 0.25, steps)]
+        assert engine.accountant.history == [(1.0, 1.0, steps)]
     assert len(seen) == (1 if way is removed else 2)
 
 
@@ -105,7 +105,7 @@ def test_a_hook_that_fails_releases_nothing_and_the_next_step_is_recorded(mode: 
     optimizer.step_hook = None
     recorded = sum(steps for *_, steps in engine.accountant.history)
     step(private, optimizer)
-    assert engine.accountant.history == [(1.0, 0.25, recorded + 1)]
+    assert engine.accountant.history == [(1.0, 1.0, recorded + 1)]
 
 
 def test_an_accountant_that_fails_releases_nothing(mode: str, monkeypatch) -> None:
