@@ -6,6 +6,7 @@ without it, the sampler's rows are trained on as they come.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +114,7 @@ def check_poisson(data_loader: DataLoader, distributed: bool) -> Choice:
     if isinstance(sampler, UnitSampler):
         raise ArgumentError(_UNITS)
     if kind in _SUBSETS:
-        chosen = torch.tensor([int(i) for i in sampler.indices], dtype=torch.int64, device="cpu")
+        chosen = _numbers(sampler.indices, kind.__name__)
         Distinct(rows, kind.__name__).check(chosen)
         return Choice(len(chosen), chosen % rows, generator=generator)
     if kind is WeightedRandomSampler:
@@ -136,6 +137,17 @@ def check_poisson(data_loader: DataLoader, distributed: bool) -> Choice:
             f"{kind.__name__} draws from {len(sampler.data_source)}{_HELD_OUT}"
         )
     return Choice(getattr(sampler, "num_samples", rows), generator=generator)
+
+
+def _numbers(indices: Any, name: str) -> Tensor:
+    try:
+        listed = [operator.index(i) for i in indices]
+    except TypeError as error:
+        raise ArgumentError(
+            f"poisson_sampling=True draws rows by their numbers, and the data loader's {name} has other "
+            f"keys{_HELD_OUT}"
+        ) from error
+    return torch.tensor(listed, dtype=torch.int64, device="cpu")
 
 
 def _weights(sampler: WeightedRandomSampler, rows: int) -> Tensor:

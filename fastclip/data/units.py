@@ -100,7 +100,7 @@ class UnitBatch(list):
         self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any
     ) -> Any:
         plain: list[Any] = [_plain(a) for a in args]
-        if function is not np.array_split or args[:1] != (self,) or kwargs:
+        if function is not np.array_split or kwargs or args[0] is not self:
             return function(*plain, **kwargs)
         most = _physical_rows()
         if most is None:
