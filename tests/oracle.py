@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fastclip import FastPrivacyEngine
 from fastclip.errors import FastclipError
+from fastclip.ops.units import UnitRows
 
 Grads = Mapping[str, torch.Tensor]
 
@@ -92,6 +93,7 @@ def per_sample_gradients(
     inputs: Batch | torch.Tensor | tuple,
     loss_fn: LossFn = row_loss,
     names: Iterable[str] | None = None,
+    units: UnitRows | None = None,
 ) -> dict[str, torch.Tensor]:
     """Gradient of each sample's own loss, float64, from a copy of `model` that sees it alone.
 
@@ -99,6 +101,7 @@ def per_sample_gradients(
         model: not yet private; left untouched. Dropout is switched off in the copy.
         loss_fn: (output, target) -> the losses of the rows, [b].
         names: parameters to differentiate by; all trainable ones if None.
+        units: samples are units, whose loss is the mean, or the sum, of their rows'.
 
     Returns:
         {parameter name: [b, *shape]}; zeros for a parameter that a sample does not touch.
@@ -115,13 +118,18 @@ def per_sample_gradients(
     with torch.no_grad():
         samples = len(loss_fn(twin(*batch.args, **batch.kwargs), batch.target))
     rows: dict[str, list[torch.Tensor]] = {n: [] for n in chosen}
-    for i in range(samples):
-        one = batch.row(i)
-        losses = loss_fn(twin(*one.args, **one.kwargs), one.target)
-        if losses.shape != (1,):
-            raise ValueError(f"row {i} of the batch gave losses of shape {tuple(losses.shape)}")
+    whose = range(samples) if units is None else units.owner.tolist()
+    for sample in range(samples if units is None else units.count):
+        losses = []
+        for i in (i for i, owner in enumerate(whose) if owner == sample):
+            one = batch.row(i)
+            own = loss_fn(twin(*one.args, **one.kwargs), one.target)
+            if own.shape != (1,):
+                raise ValueError(f"row {i} of the batch gave losses of shape {tuple(own.shape)}")
+            losses.append(own[0])
+        total = torch.stack(losses)
         twin.zero_grad()
-        losses[0].backward()
+        (total.sum() if units is not None and units.reduction == "sum" else total.mean()).backward()
         for name, p in chosen.items():
             rows[name].append(torch.zeros_like(p) if p.grad is None else p.grad.clone())
     return {name: torch.stack(grads) for name, grads in rows.items()}
@@ -232,6 +240,7 @@ def check_exact(
     norm_tol: float | None = None,
     loss_reduction: str = "mean",
     optimizer_names: Sequence[str] | None = None,
+    units: Callable[[int], UnitRows] | None = None,
     **kwargs: Any,
 ) -> None:
     """One backward of the engine in `dtype` against the oracle on the same, rounded, numbers.
@@ -242,15 +251,23 @@ def check_exact(
             clipped and some are not.
         tol: relative error of the sums; norm_tol: of the norms, `tol` if None.
         optimizer_names: parameters that the optimizer holds; all trainable ones if None.
+        units: those that so many rows are clipped by; None: by themselves.
         kwargs: passed on to `make_private`.
     """
     tol = TOLERANCE[dtype] if tol is None else tol
     model = copy.deepcopy(model).to(dtype)
     batch = as_batch(inputs).to(dtype)
-    grads = per_sample_gradients(model, batch, loss_fn, optimizer_names)
+    joined = None
+    if units is not None:
+        with torch.no_grad():
+            twin = copy.deepcopy(model)
+            joined = units(len(loss_fn(twin(*batch.args, **batch.kwargs), batch.target)))
+    grads = per_sample_gradients(model, batch, loss_fn, optimizer_names, joined)
     ref_norms = norms(grads)
     if C is None:
         C = ref_norms.quantile(0.5).item()
+        if units is not None:  # few, of which the middle one may be the smallest
+            C = (0.5 * (ref_norms.min() + ref_norms.max())).item()
         if len(ref_norms) > 1:
             assert ref_norms.min() < C < ref_norms.max(), "the case clips all samples or none"
     params = dict(model.named_parameters())
@@ -261,6 +278,7 @@ def check_exact(
         optimizer_params=[params[n] for n in grads],
         **kwargs,
     )
+    optimizer.keeper.batch.next_units = joined
     backward(private, batch, loss_fn, loss_reduction)
 
     assert [n for n, p in params.items() if p.grad is not None] == []  # autograd made no dL/dw

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fastclip import clipping
+from fastclip.ops.units import UnitRows
 from tests.oracle import make_private, row_loss
 
 
@@ -54,11 +55,13 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.parametrize("units", [None, "cpu", "meta"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_looks_at_no_value(
-    name: str, strategy: str, monkeypatch: pytest.MonkeyPatch
+    name: str, strategy: str, units: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor of whose the rows are, wherever that is known."""
     build, inputs = MODELS[name]
     twin = build()
     _, here, _, _ = make_private(copy.deepcopy(twin))
@@ -74,6 +77,10 @@ def test_a_step_looks_at_no_value(
     for _ in range(3):
         optimizer.zero_grad()
         engine.set_groups(torch.empty(4, dtype=torch.int64, device="meta"))
+        if units is not None:
+            owner = torch.tensor([0, 1, 0, 1 if strategy == "groups" else 2]).to(units)
+            count = 2 if strategy == "groups" else 3
+            optimizer.keeper.batch.next_units = UnitRows(owner, count, 2)
         private(inputs().to("meta")).square().sum().backward()
         optimizer.step()
     assert all(p.grad is not None and p.grad.device.type == "meta" for p in model.parameters())

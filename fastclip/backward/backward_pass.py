@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from fastclip import ops
 from fastclip.backward.criterion import SeenLoss
+from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.errors import GraphError
 from fastclip.layers import KeptRecord, Record, join, joint_norm_sq
 from fastclip.ops.numerics import slack
+from fastclip.ops.units import UnitRows
 from fastclip.planner import Planner
 from fastclip.samples.calls import Calls, Forward
 from fastclip.uses.tap import Target
@@ -45,6 +47,8 @@ class BackwardPass:
         self._planner, self._shared = planner, shared
         self.begun = False
         """A contribution has been admitted."""
+        self.units: UnitRows | None = None
+        """Which rows are clipped as one; None: each alone."""
         self.forwards: list[Forward] = []
         self.entries: dict[nn.Parameter, Entry] = {}
         self._derived: dict[Any, list[tuple[Target, Record]]] = {}
@@ -88,8 +92,42 @@ class BackwardPass:
         """Nothing has been contributed."""
         return not self.entries and not self._derived
 
+    def admit(self, path: str, forward: Forward, rows: int, batch: LogicalBatch) -> None:
+        """Check that a layer's contribution may enter; the first one begins the pass."""
+        if forward.finished:
+            raise GraphError(
+                f"a second backward pass reached {path} over one forward pass: each loss would be "
+                "clipped alone; add the losses and call backward() once, or wrap passes that must "
+                "not train in engine.paused()"
+            )
+        if forward not in self.forwards:
+            self.forwards.append(forward)
+        first, self.begun = not self.begun, True
+        if first:
+            batch.begin_pass()
+        if forward.batch_size is None:
+            forward.batch_size = rows
+        if rows != self.batch_size:
+            raise GraphError(
+                f"{path} contributes {rows} samples to a backward pass of {self.batch_size}: "
+                "all forward passes under one loss must hold the same samples in the same rows"
+            )
+        if first:
+            self.units = batch.unit_rows(rows)
+
     def take(self, parameter: nn.Parameter, record: Record) -> None:
         """Take a contribution to `parameter`, and its norm at once unless more may come."""
+        self._hold(parameter, self._of_units(record))
+
+    @property
+    def joined(self) -> UnitRows | None:
+        """The units, if one may have several rows: then records are of units, not of rows."""
+        return self.units if self.units is not None and self.units.joined else None
+
+    def _of_units(self, record: Record) -> Record:
+        return record if self.joined is None else record.of_units(self.joined)
+
+    def _hold(self, parameter: nn.Parameter, record: Record) -> None:
         entry = self.entries.get(parameter)
         if entry is None:
             norm = None if parameter in self._shared else record.norm_sq()
@@ -118,7 +156,7 @@ class BackwardPass:
                 for _, record in held:
                     self.take(origin.parameter, origin.record(record, self._planner))
                 continue
-            rows = [record.per_sample() for _, record in held]
+            rows = [self._of_units(record).per_sample() for _, record in held]
             total = torch.stack(rows).sum(0) if len(rows) > 1 else rows[0]
             total = total.to(target.value.dtype)
             by_graph.setdefault(target.graph, []).append((target.edge, total))
@@ -128,14 +166,18 @@ class BackwardPass:
         for graph, contributions in by_graph.items():
             for parameter, gradient in graph.pull_back(contributions).items():
                 if parameter in self._wanted:
-                    self.take(parameter, KeptRecord(ops.widen(gradient)))
+                    self._hold(parameter, KeptRecord(ops.widen(gradient)))
 
-    def norms(self, unit: float) -> tuple[Tensor, dict[nn.Parameter, int]]:
-        """Squared norms [l, b] of the parameters that took part, in true gradient units.
+    def norms(self, factor: float) -> tuple[Tensor, dict[nn.Parameter, int]]:
+        """Squared norms [l, b] of the parameters that took part, of the true gradients.
 
         Args:
-            unit: what the gradients at hand are multiplied by.
+            factor: what the gradients at hand are multiplied by.
+
+        Returns:
+            [l, u] where rows are clipped by units; and the place of each parameter in them.
         """
+        samples = self.batch_size if self.joined is None else self.joined.count
         norms: list[Tensor] = []
         rows: dict[nn.Parameter, int] = {}
         for parameter, entry in self.entries.items():
@@ -143,10 +185,10 @@ class BackwardPass:
             norm = entry.norm_sq
             if norm is None:
                 norm = joint_norm_sq(entry.records, self._planner)
-            if norm.shape != (self.batch_size,):
+            if norm.shape != (samples,):
                 raise GraphError(
                     f"a rule recorded norms of shape {list(norm.shape)} for a parameter of shape "
-                    f"{list(parameter.shape)}, but there are {self.batch_size} samples; a record holds "
+                    f"{list(parameter.shape)}, but there are {samples} samples; a record holds "
                     "the samples along axis 0"
                 )
             norms.append(norm)
@@ -156,4 +198,32 @@ class BackwardPass:
             n if n.dtype == dtype else n.to(dtype) * (1 + slack(n.dtype)) ** 2 for n in norms
         ]
         stacked = torch.stack([norm.to(norms[0].device) for norm in covered])
-        return stacked * unit**2, rows
+        return self._unit_norms(stacked, factor), rows
+
+    def _unit_norms(self, norm_sq: Tensor, factor: float) -> Tensor:
+        units, device = self.units, norm_sq.device
+        if units is None:
+            return norm_sq * factor**2
+        weights, unknown = units.weights(device), units.unknown(device)
+        if not units.joined:
+            norm_sq = norm_sq.index_select(1, units.firsts(device))
+        if weights is None:
+            norm_sq = norm_sq * factor**2
+        else:
+            norm_sq = (norm_sq.double() * (weights * factor).square()).to(norm_sq.dtype)
+        return norm_sq if unknown is None else norm_sq.masked_fill(unknown, torch.inf)
+
+    def factors(self, scales: Tensor, factor: float) -> Tensor:
+        """What the records' gradients are multiplied by: `scales` [b], or [l, b], and `factor`.
+
+        Args:
+            scales: [u], or [l, u], where rows are clipped by units.
+        """
+        if self.units is None:
+            return scales * factor
+        weights = self.units.weights(scales.device)
+        if weights is None:
+            factors = scales * factor
+        else:
+            factors = (scales.double() * weights * factor).to(scales.dtype)
+        return factors if self.units.joined else self.units.spread(factors)

@@ -31,6 +31,7 @@ from fastclip.clipping import Clipping
 from fastclip.errors import GraphError, StepError, where
 from fastclip.layers import Record
 from fastclip.ops import full_float32
+from fastclip.ops.units import UnitRows
 from fastclip.planner import Planner
 from fastclip.planner.report import PlanLog
 from fastclip.samples.calls import Calls, Forward
@@ -194,6 +195,11 @@ class BookKeeper:
         """A backward pass has been opened and not closed."""
         return self._pass is not None
 
+    @property
+    def units(self) -> UnitRows | None:
+        """Which rows of the running pass are clipped as one; None: each alone."""
+        return None if self._pass is None else self._pass.joined
+
     def shared(self, parameter: nn.Parameter) -> bool:
         """The parameter is known to be used more than once: its norm waits for the end."""
         return parameter in self._shared
@@ -211,24 +217,7 @@ class BookKeeper:
                 "private model; compute the loss from what the model's own forward returns, in one "
                 "backward pass, or wrap passes that must not train in engine.paused()"
             )
-        if forward.finished:
-            raise GraphError(
-                f"a second backward pass reached {path} over one forward pass: each loss would be "
-                "clipped alone; add the losses and call backward() once, or wrap passes that must "
-                "not train in engine.paused()"
-            )
-        if forward not in self._pass.forwards:
-            self._pass.forwards.append(forward)
-        if not self._pass.begun:
-            self._pass.begun = True
-            self.batch.begin_pass()
-        if forward.batch_size is None:
-            forward.batch_size = rows
-        if rows != self._pass.batch_size:
-            raise GraphError(
-                f"{path} contributes {rows} samples to a backward pass of {self._pass.batch_size}: "
-                "all forward passes under one loss must hold the same samples in the same rows"
-            )
+        self._pass.admit(path, forward, rows, self.batch)
 
     def record(self, parameter: nn.Parameter, record: Record) -> None:
         """Take a contribution to `parameter`, and its norm at once unless more may come."""
@@ -269,8 +258,8 @@ class BookKeeper:
         check_loss(current.loss, "mean" if self.mean_loss else "sum", batch_size)
         drawn = self.batch.find(batch_size)
         # The mean's 1/b, multiplied back, and the scale of the loss, which ends here.
-        unit = (float(batch_size) if self.mean_loss else 1.0) / current.loss_scale
-        norm_sq, rows = current.norms(unit)
+        factor = (float(batch_size) if self.mean_loss else 1.0) / current.loss_scale
+        norm_sq, rows = current.norms(factor)
         per_layer = self.clipping.strategy.threshold.per_layer
         with self.batch.changing():  # until every sum is written
             try:
@@ -279,17 +268,18 @@ class BookKeeper:
                     self._layers(current, norm_sq.device) if per_layer else None,
                     fresh=self.batch.fresh,
                     placeholder=not drawn,
+                    units=current.units,
                 )
             except Exception:  # refused, or failed: neither counted nor summed
                 self.batch.unchanged()
                 raise
-            factors = scales * unit
+            factors = current.factors(scales, factor)
             while current.entries:
                 parameter, entry = current.entries.popitem()
-                factor = factors[rows[parameter]] if per_layer else factors
+                own = factors[rows[parameter]] if per_layer else factors
                 for record in entry.records:
                     record.check_unmodified()
-                    self.sums.add(parameter, record.clipped_sum(factor.to(parameter.device)))
+                    self.sums.add(parameter, record.clipped_sum(own.to(parameter.device)))
             self.batch.end_pass(batch_size, calls)
         self.monitor.look(self.per_sample_norms)
 

@@ -23,6 +23,7 @@ from fastclip.clipping.contract import check_contract
 from fastclip.clipping.policy import LARGEST, SMALLEST
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 from fastclip.noise import NoiseSource, SeededNoise
+from fastclip.ops.units import UnitRows
 
 
 class ClippingState:
@@ -105,7 +106,9 @@ class ClippingState:
             )
         self._groups = ids.masked_fill(outside, -1)
 
-    def _take_groups(self, rows: int, device: torch.device, placeholder: bool) -> Tensor | None:
+    def _take_groups(
+        self, rows: int, device: torch.device, placeholder: bool, units: UnitRows | None
+    ) -> Tensor | None:
         """The groups of this pass, used up by it: a stale one must never serve another batch."""
         if self.strategy.threshold.num_groups is None:
             return None
@@ -118,18 +121,21 @@ class ClippingState:
                 f"clipping with {name} needs the group of every row: call engine.set_groups(ids), "
                 "ids an int64 tensor [b], before each backward pass"
             )
-        if len(groups) != rows:
+        expected = rows if units is None else len(units)
+        if len(groups) != expected:
             raise StepError(
-                f"engine.set_groups got {len(groups)} groups for a backward pass of {rows} samples; "
+                f"engine.set_groups got {len(groups)} groups for a backward pass of {expected} rows; "
                 "call it with the ids of this very (physical) batch"
             )
-        return groups.to(device, non_blocking=True)
+        groups = groups.to(device, non_blocking=True)
+        return groups if units is None else groups.index_select(0, units.firsts(device))
 
     # One backward pass
 
     def clip(
-        self, norm_sq: Tensor, layers: Tensor | None, *, fresh: bool, placeholder: bool
-    ) -> tuple[Tensor, Tensor]:
+        self, norm_sq: Tensor, layers: Tensor | None, *, fresh: bool, placeholder: bool,
+        units: UnitRows | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Scales of a physical batch, [b] (or [l, b] per layer), and its raw norms [b].
 
         Args:
@@ -137,12 +143,13 @@ class ClippingState:
             layers: their rows in a per-layer state, int64 [l].
             fresh: the first physical batch of its logical batch.
             placeholder: its one row stands for an empty draw: it is neither counted nor summed.
+            units: where rows are clipped by units, b of them: a unit is in the group of its first row.
         """
         policy = self.strategy.threshold
         if policy.same_step and not fresh:
             raise StepError(split_refused(type(policy).__name__))
         device, rows = norm_sq.device, norm_sq.shape[1]
-        groups = self._take_groups(rows, device, placeholder)
+        groups = self._take_groups(rows, device, placeholder, units)
         self.next = self.next.to(device)
         if fresh:
             self.current, self._counts, self._drawn = self.next, None, None

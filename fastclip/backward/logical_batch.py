@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from fastclip.backward.batch_states import TABLE, Event, Refusal, State
 from fastclip.data.draws import Draws
 from fastclip.data.iteration import PhysicalBatch
-from fastclip.data.units import UnitRows
-from fastclip.errors import StepError
+from fastclip.errors import BatchSizeError, StepError
+from fastclip.ops.units import UnitRows
 
 _DONE = (State.RELEASED, State.STALE, State.RETIRED)
 """In which no draw waits for a release."""
@@ -38,6 +38,8 @@ class LogicalBatch:
         self.draws: Draws | None = None
         """Of the data loader; None where there is none."""
         self._found: PhysicalBatch | None = None
+        self.next_units: UnitRows | None = None
+        """Which rows of the next pass are clipped as one; it is used up by that pass."""
 
     def signal(self, skip: bool) -> None:
         """The step of the physical batch that comes next only accumulates, or does not.
@@ -102,6 +104,7 @@ class LogicalBatch:
         with self.changing():
             yield
             self.flags.clear()
+            self.next_units = None
             if self.draws is not None:
                 self.draws.give_up(forget=True)
             self.pending, self._state = 0, after
@@ -137,12 +140,32 @@ class LogicalBatch:
         return self._found is None or self._found.draw.size > 0
 
     def unit_rows(self, rows: int) -> UnitRows | None:
-        """Whose the `rows` rows of the pass are; None where each is a unit of its own.
+        """Which of the `rows` rows of the pass that begins are clipped as one; None: each alone.
 
         Raises:
             StepError, BatchSizeError: they are not the rows that the data loader drew of those units.
         """
-        return None if self.draws is None else self.draws.units_of(rows)
+        units, self.next_units = self.next_units, None
+        if units is None and self.draws is not None:
+            units = self.draws.units_of(rows)
+        if units is not None and len(units) != rows:
+            raise BatchSizeError(
+                f"the units of {len(units)} rows are known, but the backward pass holds {rows}: the "
+                "model must see every row of the batch that the data loader handed out, in its order"
+            )
+        return units
+
+    def check_no_units(self) -> None:
+        """Refuse units where gradients of single rows are clipped.
+
+        Raises:
+            StepError: rows are to be clipped by units.
+        """
+        if self.next_units is not None or (self.draws is not None and self.draws.by_units):
+            raise StepError(
+                "rows are clipped by units (unit_ids), but Opacus' modes clip every row alone, which "
+                "protects rows only; use the fast mode (omit grad_sample_mode)"
+            )
 
     def end_pass(self, rows: int, calls: int) -> None:
         """The pass has contributed, through `calls` calls of the model."""

@@ -15,6 +15,7 @@ from fastclip.layers import Record
 from fastclip.layers.contribution import Contribution
 from fastclip.layers.folded import FoldedRecord
 from fastclip.layers.rule import check_customised
+from fastclip.ops.units import UnitRows
 from fastclip.samples.calls import Forward
 from fastclip.samples.place import Place
 
@@ -144,6 +145,9 @@ class LayerBackward(Contribution):
         if not place.plain and handle.rule.axis(self.module) is not None:
             record = FoldedRecord(record, place, self._batch(self.g))
         handle.keeper.record(self._wanted[name], record)
+
+    def _units(self) -> UnitRows | None:
+        return self._call.handle.keeper.units
 
     def _named(self) -> str:
         return f"the rule {self._rule} of {where(self.path, self.module)}"

@@ -20,8 +20,9 @@ from weakref import WeakKeyDictionary
 from fastclip.data.iteration import Draw, Iteration, PhysicalBatch, place_of, reading
 from fastclip.data.refusals import AHEAD, ANOTHER, BORDER, UNCLEAR, UNDRAWN
 from fastclip.data.unit_rows import unit_rows
-from fastclip.data.units import UnitBatch, UnitRows
+from fastclip.data.units import UnitBatch
 from fastclip.errors import BatchSizeError, StepError
+from fastclip.ops.units import UnitRows
 
 _MOST = 2**16
 """Batches that may wait."""
@@ -144,6 +145,11 @@ class Draws:
     def empty_in_hand(self) -> bool:
         """The batch in hand may be an empty draw."""
         return any(not b.draw.size for b in self._out())
+
+    @property
+    def by_units(self) -> bool:
+        """Rows of units are drawn, which belong together."""
+        return any(b.draw.units is not None for b in (*self._waiting, *self._used))
 
     @property
     def joined(self) -> int:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from fastclip.data.iteration import PhysicalBatch
 from fastclip.data.refusals import UNCLEAR_UNITS, UNKNOWN_CUT
-from fastclip.data.units import UnitRows, cut_between_units
+from fastclip.data.units import cut_between_units
 from fastclip.errors import BatchSizeError, StepError
+from fastclip.ops.units import UnitRows
 
 
 def unit_rows(
@@ -31,7 +34,7 @@ def unit_rows(
     units = batch.draw.units
     assert units is not None
     if not batch.draw.size:  # a placeholder, which contributes nothing
-        return UnitRows.of([rows] if rows else [], units.reduction)
+        return UnitRows(torch.zeros(rows, dtype=torch.int64, device="cpu"), 0, 0, units.reduction)
     part = _next_part(batch, most)
     owners = units.rows_of(part)
     if owners is None or again or rows != len(part):

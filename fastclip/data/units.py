@@ -8,39 +8,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
-from torch import Tensor
 
 from fastclip.errors import BatchSizeError
+from fastclip.ops.units import UnitRows
 
 
-@dataclass(frozen=True, eq=False)
-class UnitRows:
-    """Which unit each row of a batch belongs to.
-
-    Args:
-        owner: int64 [rows] on the CPU, from 0 to count - 1; rows of one unit are neighbours.
-        count: units in the batch. largest: rows of the largest of them; 0 without rows.
-        reduction: a unit's gradient is the "mean" or the "sum" of its rows' gradients.
-    """
-
-    owner: Tensor
-    count: int
-    largest: int
-    reduction: str
-
-    @classmethod
-    def of(cls, sizes: Sequence[int], reduction: str) -> UnitRows:
-        """Of units of so many rows each, in their order."""
-        counts = torch.tensor(sizes, dtype=torch.int64, device="cpu")
-        units = torch.arange(len(sizes), dtype=torch.int64, device="cpu")
-        owner = units.repeat_interleave(counts)
-        return cls(owner, len(sizes), max(sizes, default=0), reduction)
+def of_sizes(sizes: Sequence[int], reduction: str) -> UnitRows:
+    """The rows of units of so many rows each, in their order."""
+    counts = torch.tensor(sizes, dtype=torch.int64, device="cpu")
+    units = torch.arange(len(sizes), dtype=torch.int64, device="cpu")
+    return UnitRows(units.repeat_interleave(counts), len(sizes), max(sizes, default=0), reduction)
 
 
 def cut_between_units(sizes: Iterable[int], most: int | None) -> list[range]:
@@ -117,7 +99,7 @@ class UnitBatch(list):
             start, stop = stop, stop + size
             if part.start <= start and stop <= part.stop:
                 sizes.append(size)
-        return UnitRows.of(sizes, self.reduction) if sum(sizes) == len(part) else None
+        return of_sizes(sizes, self.reduction) if sum(sizes) == len(part) else None
 
 
 def _plain(value: Any) -> Any:

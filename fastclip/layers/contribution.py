@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fastclip import ops
 from fastclip.errors import GraphError
-from fastclip.layers.records import Record
+from fastclip.layers.record import Record
+from fastclip.ops.units import UnitRows
 from fastclip.planner import Choice, Planner
 from fastclip.planner.report import PlanLog
 
@@ -71,23 +73,34 @@ class Contribution(ABC):
         """Whether per-sample gradients may be held instead of what they are computed from."""
         return False
 
+    def _units(self) -> UnitRows | None:
+        """Which rows are clipped as one; None: each alone."""
+        return None
+
     def plan_linear(self, a: Tensor, g: Tensor, name: str = "weight") -> Choice:
         """The planner's choice for a [b, t, d] and g [b, t, p]."""
         b, t, d = a.shape
+        units = self._units()
+        if units is not None:
+            b, t = units.count, units.positions(t)
         choice = self._planner.linear(
             b, t, d, g.shape[2], a.element_size(), self._may_keep(name), a.device
         )
-        return self._noted(a, choice)
+        return self._noted(a, choice if units is None else replace(choice, of_units=True))
 
     def plan_conv(
         self, x: Tensor, g: Tensor, geometry: ops.ConvGeometry, name: str = "weight"
     ) -> Choice:
         """The planner's choice for a convolution over x [b, c, *space]."""
+        b, space, out = x.shape[0], *(torch.Size(y.shape[2:]).numel() for y in (x, g))
+        units = self._units()
+        if units is not None:
+            each = b // max(1, len(units))  # rows of the layer's that are one of the batch's
+            b, space, out = units.count, *(units.positions(each * n) for n in (space, out))
         choice = self._planner.conv(
-            x.shape[0], torch.Size(x.shape[2:]).numel(), torch.Size(g.shape[2:]).numel(), geometry,
-            x.element_size(), self._may_keep(name), x.device,
-        )  # fmt: skip
-        return self._noted(x, choice)
+            b, space, out, geometry, x.element_size(), self._may_keep(name), x.device
+        )
+        return self._noted(x, choice if units is None else replace(choice, of_units=True))
 
     def _noted(self, x: Tensor, choice: Choice) -> Choice:
         self._log.note(self._label, self._rule, tuple(x.shape), choice)

@@ -50,12 +50,12 @@ class ConvRule(LayerRule):
             call.record("bias", KeptRecord(ops.widen(g).flatten(2).sum(2)))
         if call.wants("weight"):
             choice = call.plan_conv(x, g, geo)
-            if choice.keep:
+            if choice.keep and not choice.of_units:
                 slack = ops.product_slack(x, g, torch.Size(geo.kernel).numel())
                 gradients = ops.conv_per_sample_gradients(x, g, geo)
                 call.record("weight", KeptRecord(gradients, slack))
             else:
-                call.record("weight", ConvRecord(x, g, geo, ghost=choice.ghost))
+                call.record("weight", ConvRecord(x, g, geo, ghost=choice.ghost, keep=choice.keep))
         if not call.needs_input_grad:
             return None
         return torch.ops.aten.convolution_backward(

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from fastclip import ops
 from fastclip.errors import UnsupportedLayerError
-from fastclip.layers.records import LookupRecord, Record
+from fastclip.layers.record import Record, ViewedRecord
+from fastclip.layers.records import LookupRecord
 from fastclip.layers.rule import LayerCall, LayerRule, register_rule
+from fastclip.ops.units import UnitRows
 
 
 def _check_options(module: Any) -> None:
@@ -150,3 +152,14 @@ class MaxBagRecord(Record):
         g = ops.widen(self.g)
         table = g.new_zeros(g.shape[0], self.num_embeddings, g.shape[1])
         return table.scatter_add_(1, self.index[:, None], g[:, None])
+
+    def of_units(self, units: UnitRows) -> Record:
+        """Rows of a unit may share cells: these are looked up, one by one."""
+        d = self.g.shape[1]
+        cells = self.index * d + torch.arange(d, dtype=torch.int64, device=self.g.device)
+        owner = units.on(self.g.device).repeat_interleave(d)
+        record = LookupRecord(
+            cells.flatten(), owner, self.g.reshape(-1, 1), batch_size=units.count,
+            num_embeddings=self.num_embeddings * d,
+        )  # fmt: skip
+        return ViewedRecord(record, torch.Size((self.num_embeddings, d)))

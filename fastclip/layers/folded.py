@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.layers.records import KeptRecord, Record
+from fastclip.layers.record import KeptRecord, Record
+from fastclip.ops.units import UnitRows
 from fastclip.samples.place import Place
 
 
@@ -39,6 +40,12 @@ class FoldedRecord(Record):
         if slack is None:
             return None
         return Place(0, self.place.outer, self.place.inner).rows(slack, self.batch).sum(1)
+
+    def of_units(self, units: UnitRows) -> Record:
+        """Of the rows at once: those of a unit are more by those that are folded."""
+        size = len(self._operands[0])
+        rows = self.place.owners(size, self.batch, units.owner.device)
+        return self.record.of_units(units.of_entries(rows, size // max(self.batch, 1)))
 
     def _kept(self) -> KeptRecord:
         return KeptRecord(self.per_sample(), self.slack())

@@ -69,10 +69,10 @@ def linear_record(
 ) -> Record:
     """The record that the planner prefers for a [b, t, d] and g [b, t, p] of this parameter, [p, d]."""
     choice = call.plan_linear(a, g, name)
-    if choice.keep:
+    if choice.keep and not choice.of_units:
         pair = (g, a) if transposed else (a, g)
         return KeptRecord(ops.per_sample_gradients(*pair), ops.product_slack(a, g))
-    return LinearRecord(a, g, ghost=choice.ghost, transposed=transposed)
+    return LinearRecord(a, g, ghost=choice.ghost, transposed=transposed, keep=choice.keep)
 
 
 def _not_a_view(out: Tensor) -> Tensor:

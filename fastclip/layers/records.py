@@ -1,114 +1,40 @@
-"""What a layer's backward leaves behind: enough to know each sample's norm, then its clipped sum.
-
-A record belongs to one parameter and one call of one layer. It answers three questions: the
-squared norm of every sample's gradient, the weighted sum of these gradients, and, where uses of
-different kinds share a parameter, the gradients themselves.
-"""
+"""Records of the layers: linear maps, convolutions, look-ups."""
 
 from __future__ import annotations
-
-from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.errors import GraphError
+from fastclip.layers.record import KeptRecord, Record, ViewedRecord, join
+from fastclip.layers.unit_record import LaidRecord, UnitRecord
+from fastclip.ops.units import Layout, UnitRows
+
+__all__ = [
+    "ConvRecord",
+    "KeptRecord",
+    "LinearRecord",
+    "LookupRecord",
+    "Record",
+    "ViewedRecord",
+    "join",
+]
 
 
-class Record(ABC):
-    """One contribution to one parameter's gradient, for the b samples of a batch."""
+class LinearRecord(LaidRecord):
+    """A linear map of a [b, t, d] with g [b, t, p]: g_b^T a_b, transposed where weights are [d, p].
 
-    def __init__(self, *operands: Tensor) -> None:
-        self._operands = operands
-        self._versions = tuple(x._version for x in operands)
-
-    def check_unmodified(self) -> None:
-        """Raise if an operand was changed in place since the norm was taken."""
-        if tuple(x._version for x in self._operands) != self._versions:
-            raise GraphError(
-                "an activation or output gradient was modified in place between the backward pass "
-                "and the clipped sum, so the recorded norm no longer bounds the contribution; do "
-                "not change tensors of the forward pass before loss.backward() has returned"
-            )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held until the end of the backward pass."""
-        return sum(x.numel() * x.element_size() for x in self._operands)
-
-    def merge(self, other: Record) -> Record | None:
-        """One record for this contribution and `other` to the same parameter, or None."""
-        return None
-
-    @abstractmethod
-    def norm_sq(self) -> Tensor:
-        """Squared norms of the samples' gradients, [b]."""
-
-    @abstractmethod
-    def clipped_sum(self, scale: Tensor) -> Tensor:
-        """sum_b scale_b times sample b's gradient, in the parameter's shape; scale is [b]."""
-
-    @abstractmethod
-    def per_sample(self) -> Tensor:
-        """The gradients themselves, [b, *parameter shape]."""
-
-    def slack(self) -> Tensor | None:
-        """What rounding can hide of the norms of `per_sample`, [b]; None for gradients as given."""
-        return None
-
-
-def join(records: list[Record], record: Record) -> None:
-    """Add a contribution to those of the same parameter: to the first that it makes one record with."""
-    for i, held in enumerate(records):
-        merged = held.merge(record)
-        if merged is not None:
-            records[i] = merged
-            return
-    records.append(record)
-
-
-class KeptRecord(Record):
-    """Per-sample gradients that were computed outright, [b, *parameter shape]."""
-
-    def __init__(self, gradients: Tensor, slack: Tensor | None = None) -> None:
-        super().__init__(gradients)
-        self.gradients = gradients
-        self._slack = slack
-
-    def merge(self, other: Record) -> Record | None:
-        if isinstance(other, KeptRecord):
-            slack = self._slack if other._slack is None else other._slack
-            if self._slack is not None and other._slack is not None:
-                slack = self._slack + other._slack
-            return KeptRecord(self.gradients + other.gradients, slack)
-        return None
-
-    def norm_sq(self) -> Tensor:
-        norm_sq = ops.row_norm_sq(self.gradients)
-        return norm_sq if self._slack is None else (norm_sq.sqrt() + self._slack).square()
-
-    @ops.in_full_float32
-    def clipped_sum(self, scale: Tensor) -> Tensor:
-        (gradients,) = ops.drop_zeroed(scale, self.gradients)
-        flat = gradients.reshape(len(scale), gradients.shape[1:].numel())
-        return (scale.to(flat.dtype) @ flat).view(gradients.shape[1:])
-
-    def per_sample(self) -> Tensor:
-        return self.gradients
-
-    def slack(self) -> Tensor | None:
-        return self._slack
-
-
-class LinearRecord(Record):
-    """A linear map of a [b, t, d] with g [b, t, p]: g_b^T a_b, transposed where weights are [d, p]."""
+    Args:
+        ghost: its norm is taken from Grams. keep: where samples are units, their gradients are held.
+    """
 
     def __init__(
-        self, a: Tensor, g: Tensor, *, ghost: bool = True, transposed: bool = False
-    ) -> None:
+        self, a: Tensor, g: Tensor, *, ghost: bool = True, transposed: bool = False,
+        keep: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(a, g)
         self.a, self.g, self.ghost, self.transposed = a, g, ghost, transposed
+        self.keep = keep
 
     def norm_sq(self) -> Tensor:
         if self.ghost:
@@ -133,13 +59,25 @@ class LinearRecord(Record):
     def slack(self) -> Tensor | None:
         return ops.product_slack(self.a, self.g)
 
+    def laid(self, layout: Layout) -> list[LinearRecord]:
+        pairs = zip(layout.split(self.a), layout.split(self.g), strict=True)
+        return [
+            LinearRecord(
+                a.flatten(1, 2), g.flatten(1, 2), ghost=self.ghost, transposed=self.transposed
+            )
+            for a, g in pairs
+        ]
 
-class ConvRecord(Record):
-    """A convolution over x [b, c, *space] with output gradient g [b, o, *out]."""
 
-    def __init__(self, x: Tensor, g: Tensor, geometry: ops.ConvGeometry, *, ghost: bool) -> None:
+class ConvRecord(LaidRecord):
+    """A convolution over x [b, c, *space] with output gradient g [b, o, *out]; see `LinearRecord`."""
+
+    def __init__(
+        self, x: Tensor, g: Tensor, geometry: ops.ConvGeometry, *, ghost: bool, keep: bool = False
+    ) -> None:
         super().__init__(x, g)
         self.x, self.g, self.geometry, self.ghost = x, g, geometry, ghost
+        self.keep = keep
 
     def norm_sq(self) -> Tensor:
         norm = ops.conv_ghost_norm if self.ghost else ops.conv_norm
@@ -154,8 +92,34 @@ class ConvRecord(Record):
     def slack(self) -> Tensor | None:
         return ops.product_slack(self.x, self.g, torch.Size(self.geometry.kernel).numel())
 
+    def laid(self, layout: Layout) -> list[UnitConvRecord]:
+        pairs = zip(layout.split(self.x), layout.split(self.g), strict=True)
+        return [UnitConvRecord(x, g, self.geometry, ghost=self.ghost) for x, g in pairs]
 
-class LookupRecord(Record):
+
+class UnitConvRecord(Record):
+    """A convolution over the n rows of each unit, x [u, n, c, *space] and g [u, n, o, *out]."""
+
+    def __init__(self, x: Tensor, g: Tensor, geometry: ops.ConvGeometry, *, ghost: bool) -> None:
+        super().__init__(x, g)
+        self.x, self.g, self.geometry, self.ghost = x, g, geometry, ghost
+
+    def norm_sq(self) -> Tensor:
+        norm = ops.conv_unit_ghost_norm if self.ghost else ops.conv_unit_norm
+        return norm(self.x, self.g, self.geometry)
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        rows = scale.repeat_interleave(self.x.shape[1])
+        return ops.conv_sum(self.x.flatten(0, 1), self.g.flatten(0, 1), rows, self.geometry)
+
+    def per_sample(self) -> Tensor:
+        return ops.conv_unit_gradients(self.x, self.g, self.geometry)
+
+    def slack(self) -> Tensor | None:
+        return ops.product_slack(self.x, self.g, torch.Size(self.geometry.kernel).numel())
+
+
+class LookupRecord(LaidRecord):
     """Rows looked up in a table: entry j took row ids[j] for sample[j] and received g[j].
 
     `per_sample_count` is t where the entries are those of ids [b, t] in order, else None (ragged).
@@ -182,6 +146,8 @@ class LookupRecord(Record):
 
     def merge(self, other: Record) -> Record | None:
         """The entries of both: uses of one table may cancel, and are summed before any rounding."""
+        if isinstance(other, UnitRecord) and other.whole is not None:
+            other = other.whole
         if not isinstance(other, LookupRecord) or other.batch_size != self.batch_size:
             return None
         padding = self.padding_idx
@@ -227,6 +193,24 @@ class LookupRecord(Record):
             return None
         shape = (self.batch_size, self.per_sample_count)
         return self.ids.view(shape), self._without_padding().view(*shape, -1)
+
+    def of_units(self, units: UnitRows) -> Record:
+        """Entries say whose they are; in their places in the rows they are kept for `tied_norm`."""
+        whole = LookupRecord(
+            self.ids, units.owners_of(self.sample), self.g, batch_size=units.count,
+            num_embeddings=self.num_embeddings, padding_idx=self.padding_idx,
+        )  # fmt: skip
+        ragged = self.per_sample_count is None or not self.batch_size
+        return whole if ragged else UnitRecord(self, units, whole)
+
+    def laid(self, layout: Layout) -> list[LookupRecord]:
+        dense = self.dense()
+        assert dense is not None
+        ids, g = map(layout.split, dense)
+        return [
+            LookupRecord.from_dense(i.flatten(1, 2), x.flatten(1, 2), self.num_embeddings)
+            for i, x in zip(ids, g, strict=True)
+        ]
 
     def _without_padding(self) -> Tensor:
         g = ops.widen(self.g)

@@ -16,11 +16,17 @@ from torch import Tensor
 
 from fastclip import ops
 from fastclip.layers.records import LinearRecord, LookupRecord, Record
+from fastclip.layers.unit_record import of_one_kind
 from fastclip.planner import Planner
 
 
 def joint_norm_sq(records: Sequence[Record], planner: Planner) -> Tensor:
     """Squared norms [b] of the summed gradients that `records` contribute to one parameter."""
+    together = of_one_kind(records)
+    if together is not None and len(together) > 1:
+        layout = together[0].layout(together[1:])
+        runs = zip(*(record.rows.laid(layout) for record in together), strict=True)
+        return layout.gather([joint_norm_sq(run, planner) for run in runs])
     uses = [(r.a, r.g) for r in records if isinstance(r, LinearRecord)]
     if len(uses) == len(records) > 1 and _alike(records) and _ghost(uses, planner):
         return ops.ghost_norm_concat(uses)

@@ -8,6 +8,9 @@ from fastclip.ops.conv import (
     conv_norm,
     conv_per_sample_gradients,
     conv_sum,
+    conv_unit_ghost_norm,
+    conv_unit_gradients,
+    conv_unit_norm,
 )
 from fastclip.ops.embedding import (
     embedding_norm,
@@ -55,6 +58,9 @@ __all__ = [
     "conv_norm",
     "conv_per_sample_gradients",
     "conv_sum",
+    "conv_unit_ghost_norm",
+    "conv_unit_gradients",
+    "conv_unit_norm",
     "drop_zeroed",
     "embedding_norm",
     "embedding_sum",

@@ -163,6 +163,55 @@ def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
 
 
 @in_full_float32
+def conv_unit_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
+    """The sums of the weight gradients of n rows each: x [u, n, c, *space], g [u, n, o, *out].
+
+    Returns:
+        [u, *weight_shape].
+    """
+    x, g = widen(x), widen(g)
+    (u, n), groups = x.shape[:2], geometry.groups
+    out_channels, in_channels = geometry.weight_shape[:2]
+    if not u or n == 1 or (not geometry.is_pointwise and _slides_faster(x, geometry)):
+        rows = conv_per_sample_gradients(x.flatten(0, 1), g.flatten(0, 1), geometry)
+        return rows.unflatten(0, (u, n)).sum(1)
+    if geometry.is_pointwise:
+        x = _stride(x.flatten(0, 1), geometry.stride).unflatten(0, (u, n))
+        a, b = (
+            y.reshape(u, n, groups, channels, -1).permute(0, 2, 3, 1, 4).flatten(3).flatten(0, 1)
+            for y, channels in ((x, in_channels), (g, out_channels // groups))
+        )
+        return torch.bmm(b, a.transpose(1, 2)).view(u, *geometry.weight_shape)
+    if x.device.type == "cpu":  # a tenth of the time that samples as groups take
+        pairs = zip(x, g, strict=True)
+        return torch.stack([_weight_gradient(*p, geometry, groups, out_channels) for p in pairs])
+    x, g = (y.transpose(0, 1).flatten(1, 2) for y in (x, g))
+    gradient = _weight_gradient(x, g, geometry, groups=u * groups, out_channels=u * out_channels)
+    return gradient.reshape(u, *geometry.weight_shape)
+
+
+def conv_unit_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
+    """Squared norms of `conv_unit_gradients`, [u], a few at a time."""
+    units = max(1, (8 << 20) // max(1, 4 * torch.Size(geometry.weight_shape).numel()))
+    parts = [
+        row_norm_sq(conv_unit_gradients(xs, gs, geometry))
+        for xs, gs in zip(x.split(units), g.split(units), strict=True)
+    ]
+    slack = product_slack(x, g, torch.Size(geometry.kernel).numel())
+    return (torch.cat(parts).sqrt() + slack).square()
+
+
+def conv_unit_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
+    """The same from the pixel Gram: the rows are one more dimension, along which the kernel is 1."""
+    o, c, *kernel = geometry.weight_shape
+    deeper = ConvGeometry(
+        (o, c, 1, *kernel), (1, *geometry.stride), (0, *geometry.padding), (1, *geometry.dilation),
+        geometry.groups,
+    )  # fmt: skip
+    return conv_ghost_norm(x.transpose(1, 2), g.transpose(1, 2), deeper)
+
+
+@in_full_float32
 def conv_sum(x: Tensor, g: Tensor, scale: Tensor, geometry: ConvGeometry) -> Tensor:
     """sum_b scale_b times the weight gradient of sample b, of weight_shape; scale is [b]."""
     x, g = drop_zeroed(scale, widen(x), widen(g))

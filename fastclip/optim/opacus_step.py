@@ -117,6 +117,7 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
         if released:
             self._check_ready()
             self.batch.begin_pass()
+            self.batch.check_no_units()
             if not self.batch.contribute(self._rows()):
                 self._drop_samples()
             skip = self._check_skip_next_step()

@@ -138,7 +138,7 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
 
     @property
     def per_sample_norms(self) -> Tensor | None:
-        """Raw norms [physical batch] of the last backward. For debugging; NOT private."""
+        """Raw norms [rows, or units] of the last backward. For debugging; NOT private."""
         return self.keeper.per_sample_norms
 
     @property

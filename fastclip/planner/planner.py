@@ -30,6 +30,8 @@ class Choice:
     seconds: float
     nbytes: int
     """Bytes held until the end of the backward pass."""
+    of_units: bool = False
+    """It is of units, whose rows are still to be put together."""
 
     @property
     def keep(self) -> bool:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from fastclip.layers.linear import linear_record
-from fastclip.layers.records import KeptRecord, Record
+from fastclip.layers.records import KeptRecord, Record, ViewedRecord
 from fastclip.layers.rule import autocast_operand
 from fastclip.uses.equations import LETTERS, WRITTEN, Product
-from fastclip.uses.records import ProductRecord, RoutedRecord, ViewedRecord
+from fastclip.uses.records import ProductRecord, RoutedRecord
 from fastclip.uses.reductions import aligned, summed_to
 from fastclip.uses.rule import Operands, UseRule, register_use
 

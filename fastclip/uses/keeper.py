@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 
 from fastclip.layers.records import Record
+from fastclip.ops.units import UnitRows
 from fastclip.planner import Planner
 from fastclip.planner.report import PlanLog
 from fastclip.samples.calls import Calls, Forward
@@ -23,6 +24,10 @@ class Keeper(Protocol):
     calls: Calls
     planner: Planner
     plan_log: PlanLog
+
+    @property
+    def units(self) -> UnitRows | None:
+        """Which rows of the running pass are clipped as one; None: each alone."""
 
     def layer_forward(self, path: Hashable | None = None) -> tuple[Forward, bool]:
         """The Forward that a use belongs to, and whether its output must open the pass itself."""

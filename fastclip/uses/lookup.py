@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fastclip.errors import UnsupportedLayerError
-from fastclip.layers.records import LookupRecord, Record
-from fastclip.uses.records import ViewedRecord
+from fastclip.layers.records import LookupRecord, Record, ViewedRecord
 from fastclip.uses.rule import Operands, UseRule, register_use
 
 if TYPE_CHECKING:

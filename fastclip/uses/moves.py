@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.layers.records import KeptRecord, LookupRecord, Record
+from fastclip.layers.records import KeptRecord, LookupRecord, Record, ViewedRecord
 from fastclip.uses.elementwise import flat_operands
-from fastclip.uses.records import ViewedRecord
 from fastclip.uses.rule import Operands, UseRule, register_use
 
 if TYPE_CHECKING:

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from fastclip._torch import Native, memory_of, tree_leaves, tree_map
-from fastclip.layers.records import LinearRecord, Record
+from fastclip.layers.records import LinearRecord, Record, ViewedRecord
 from fastclip.planner import Planner
 from fastclip.uses.lookup import looked_up, table_ids
-from fastclip.uses.records import ViewedRecord
 from fastclip.uses.regions import RegionsRecord, geometry_of
 from fastclip.uses.rule import plain_name
 

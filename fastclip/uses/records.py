@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from string import ascii_letters
 
 import torch
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.layers.records import Record
+from fastclip.layers.record import Record
+from fastclip.layers.unit_record import LaidRecord
 from fastclip.ops.numerics import PRODUCT_ERROR_FACTOR
+from fastclip.ops.units import Layout, UnitRows
 
 _SCRATCH_BYTES = 8 << 20
-
-
-class ViewedRecord(Record):
-    """A record of the parameter's entries in another shape."""
-
-    def __init__(self, record: Record, shape: torch.Size) -> None:
-        super().__init__(*record._operands)
-        self.record, self.shape = record, shape
-
-    def merge(self, other: Record) -> Record | None:
-        if not isinstance(other, ViewedRecord) or other.shape != self.shape:
-            return None
-        merged = self.record.merge(other.record)
-        return None if merged is None else ViewedRecord(merged, self.shape)
-
-    def norm_sq(self) -> Tensor:
-        return self.record.norm_sq()
-
-    def clipped_sum(self, scale: Tensor) -> Tensor:
-        return self.record.clipped_sum(scale).view(self.shape)
-
-    def per_sample(self) -> Tensor:
-        own = self.record.per_sample()
-        return own.view(len(own), *self.shape)
-
-    def slack(self) -> Tensor | None:
-        return self.record.slack()
 
 
 class RoutedRecord(Record):
@@ -83,6 +59,12 @@ class RoutedRecord(Record):
     def slack(self) -> Tensor:
         return ops.routed_slack(self.a, self.g, self.owner, self.batch)
 
+    def of_units(self, units: UnitRows) -> Record:
+        owner = units.owners_of(self.owner)
+        return RoutedRecord(
+            self.a, self.g, owner, batch=units.count, transposed=self.transposed
+        )  # fmt: skip
+
 
 class GroupedRecord(Record):
     """A stack of linear maps [e, d, p], each over rows of its own: the record of b * e samples.
@@ -100,6 +82,7 @@ class GroupedRecord(Record):
         self.each = RoutedRecord(a, g, pair, batch=batch * members, transposed=True)
         super().__init__(*self.each._operands)
         self.shape, self.total = (batch, members), total
+        self.owner, self.member = owner, member
 
     def norm_sq(self) -> Tensor:
         return self.each.norm_sq().view(self.shape).sum(1)
@@ -115,8 +98,14 @@ class GroupedRecord(Record):
     def slack(self) -> Tensor:
         return self.each.slack().view(self.shape).square().sum(1).sqrt()
 
+    def of_units(self, units: UnitRows) -> Record:
+        return GroupedRecord(
+            self.each.a, self.each.g, units.owners_of(self.owner), self.member, batch=units.count,
+            members=self.shape[1], total=self.total,
+        )  # fmt: skip
 
-class ProductRecord(Record):
+
+class ProductRecord(LaidRecord):
     """An einsum of the output's gradient and the other factors, made a few samples at a time.
 
     Args:
@@ -167,6 +156,18 @@ class ProductRecord(Record):
             own = x if self.sample in letters else x[None]
             size = size * ops.row_norm_sq(own)
         return PRODUCT_ERROR_FACTOR * ops.unit_roundoff(size.dtype) * size.sqrt()
+
+    def laid(self, layout: Layout) -> list[ProductRecord]:
+        row = next(x for x in ascii_letters if not any(x in y for y in (*self.letters, self.own)))
+        columns = [
+            layout.split(x) if self.sample in y else [x] * len(layout.runs)
+            for x, y in zip(self.factors, self.letters, strict=True)
+        ]
+        letters = [y.replace(self.sample, self.sample + row) for y in self.letters]
+        return [
+            ProductRecord(factors, letters, self.sample, self.own)
+            for factors in zip(*columns, strict=True)
+        ]
 
     def _made(self, rows: slice, out: str) -> Tensor:
         pairs = zip(self.factors, self.letters, strict=True)

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastclip.layers.records import Record, join
+from fastclip.layers.record import Record, join
 from fastclip.layers.reuse import instantiated_norm_sq, joint_norm_sq
+from fastclip.ops.units import UnitRows
 from fastclip.planner import Planner
 
 
@@ -94,6 +95,10 @@ class RegionsRecord(Record):
     def slack(self) -> Tensor | None:
         known = [s for _, record in self.parts if (s := record.slack()) is not None]
         return torch.stack(known).sum(0) if known else None
+
+    def of_units(self, units: UnitRows) -> Record:
+        parts = [(geometry, record.of_units(units)) for geometry, record in self.parts]
+        return RegionsRecord(self.shape, parts, self.planner)
 
 
 def _first(geometry: Geometry) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

@@ -18,6 +18,7 @@ from fastclip.errors import BatchSizeError, GraphError
 from fastclip.graph import differentiable_once, taking_part
 from fastclip.layers.contribution import Contribution
 from fastclip.layers.records import Record
+from fastclip.ops.units import UnitRows
 from fastclip.samples.owners import NOBODY
 from fastclip.samples.place import Place
 from fastclip.uses.routing import several
@@ -279,6 +280,9 @@ class UseBackward(Contribution):
         out = self._call.func(*args, **kwargs)
         out = args[0] if out is None else out
         return out if isinstance(out, Tensor) else out[self._call.number_of_output]
+
+    def _units(self) -> UnitRows | None:
+        return self._call.interceptor.keeper.units
 
     def _take(self, name: str, record: Record) -> None:
         call, target = self._call, self._call.targets[name]

@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from fastclip import FastPrivacyEngine
 from fastclip.backward.logical_batch import LogicalBatch
-from fastclip.data.units import UnitRows, cut_between_units
+from fastclip.data.units import cut_between_units
 from fastclip.errors import BatchSizeError, FastclipError, StepError
 from fastclip.integrations.physical import NumberedRows, SplitCollate
+from fastclip.ops.units import UnitRows
 from tests.refusal import refused
 
 SIZES = (1, 3, 2, 4, 1, 2, 3, 1, 2, 1)

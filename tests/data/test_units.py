@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
 
-from fastclip.data.units import UnitBatch, UnitRows, cut_between_units
+from fastclip.data.units import UnitBatch, cut_between_units, of_sizes
 from fastclip.errors import BatchSizeError
 from tests.refusal import refused
 
@@ -38,10 +38,10 @@ def test_a_unit_that_fits_into_no_part() -> None:
 
 
 def test_whose_the_rows_are() -> None:
-    rows = UnitRows.of([2, 1, 3], "sum")
+    rows = of_sizes([2, 1, 3], "sum")
     assert rows.owner.tolist() == [0, 0, 1, 2, 2, 2]
     assert (rows.count, rows.largest, rows.reduction) == (3, 3, "sum")
-    empty = UnitRows.of([], "mean")
+    empty = of_sizes([], "mean")
     assert (empty.owner.tolist(), empty.count, empty.largest) == ([], 0, 0)
 
 

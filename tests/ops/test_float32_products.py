@@ -64,7 +64,10 @@ class Spy(TorchDispatchMode):
             while frame is not None:
                 files.add(frame.f_code.co_filename.replace("\\", "/"))
                 frame = frame.f_back  # type: ignore[assignment]
-            ours = any("/fastclip/ops/" in f or f.endswith("layers/records.py") for f in files)
+            ours = any(
+                "/fastclip/ops/" in f or f.endswith(("layers/record.py", "layers/records.py"))
+                for f in files
+            )
             dtypes = [x.dtype for x in args if isinstance(x, Tensor)]
             (self.engine if ours else self.model).append((name, flags(), dtypes))
         return func(*args, **(kwargs or {}))

@@ -105,7 +105,9 @@ def test_every_step_is_opacus(mode: str, clip: str, way: str) -> None:
         pytest.skip("Opacus' ew mode takes one backward pass a step")
     ours, theirs = (trained(kind, clip, mode, way) for kind in (FastPrivacyEngine, PrivacyEngine))
     assert len(ours) == len(theirs)
-    if way == "two backward passes":  # without Poisson sampling, which Opacus accounts for all the same
+    if (
+        way == "two backward passes"
+    ):  # without Poisson sampling, which Opacus accounts for all the same
         assert ours.pop() > theirs.pop()
     for found, expected in zip(ours, theirs, strict=True):
         assert torch.allclose(found.double(), expected.double(), rtol=1e-5, atol=1e-5)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from fastclip.ops.units import UnitRows
 from tests.oracle import (
     assert_sums,
     clipped_sum,
@@ -145,24 +146,39 @@ def per_sample(model: nn.Module, inputs: Any, loss: Loss) -> dict[str, Tensor]:
     return {name: torch.stack(found) for name, found in rows.items()}
 
 
+def by_units(
+    grads: dict[str, Tensor], units: Callable[[int], UnitRows] | None
+) -> dict[str, Tensor]:
+    """The gradients of units [u, *shape] from their rows' [b, *shape]; of rows where there are none."""
+    if units is None:
+        return grads
+    known = units(len(next(iter(grads.values()))))
+    own = [known.owner == unit for unit in range(known.count)]
+    return {
+        n: torch.stack([getattr(g[x], known.reduction)(0) for x in own]) for n, g in grads.items()
+    }
+
+
 def check(
     member: Member,
     *,
     sizes: tuple[int, ...] = (B, 3),
     around: Callable[[nn.Module], nn.Module] | None = None,
     tolerance: float | None = None,
+    units: Callable[[int], UnitRows] | None = None,
     **options: Any,
 ) -> None:
     """Some steps of the engine, each against one sample at a time.
 
     Args:
         sizes: of the batches. around: makes of the private model what is called.
+        units: those that so many rows are clipped by.
         options: of make_private.
     """
     batches = [member.batch(b, seed) for seed, b in enumerate(sizes)]
     check_model(
         member.model(), member.model(), batches, member.loss,
-        around=around, tolerance=tolerance or member.tolerance, **options,
+        around=around, tolerance=tolerance or member.tolerance, units=units, **options,
     )  # fmt: skip
 
 
@@ -174,6 +190,7 @@ def check_model(
     *,
     around: Callable[[nn.Module], nn.Module] | None = None,
     tolerance: float = 1e-10,
+    units: Callable[[int], UnitRows] | None = None,
     **options: Any,
 ) -> None:
     """Train `model` on these batches with a threshold at the middle norm of the first.
@@ -181,7 +198,7 @@ def check_model(
     Args:
         twin: the same model once more (some cannot be copied), which stays ordinary.
     """
-    first = norms(per_sample(twin, batches[0], loss))
+    first = norms(by_units(per_sample(twin, batches[0], loss), units))
     C = float(first.quantile(0.5))
     assert C > 0
     _, private, optimizer, _ = make_private(model, max_grad_norm=C, lr=0.05, **options)
@@ -192,6 +209,9 @@ def check_model(
     for batch in batches:
         twin.load_state_dict(model.state_dict(), strict=False)
         grads = per_sample(twin, batch, loss)
+        if units is not None:
+            optimizer.keeper.batch.next_units = units(len(next(iter(grads.values()))))
+            grads = by_units(grads, units)
         optimizer.zero_grad()
         loss(called, batch).backward()
         assert [n for n, p in trained.items() if p.grad is not None] == []

@@ -1,0 +1,139 @@
+"""What a layer's backward leaves behind: enough to know each sample's norm, then its clipped sum.
+
+A record belongs to one parameter and one call of one layer. It answers three questions: the
+squared norm of every sample's gradient, the weighted sum of these gradients, and, where uses of
+different kinds share a parameter, the gradients themselves.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from fastclip import ops
+from fastclip.errors import GraphError
+from fastclip.ops.units import UnitRows
+
+
+class Record(ABC):
+    """One contribution to one parameter's gradient, for the b samples of a batch."""
+
+    def __init__(self, *operands: Tensor) -> None:
+        self._operands = operands
+        self._versions = tuple(x._version for x in operands)
+
+    def check_unmodified(self) -> None:
+        """Raise if an operand was changed in place since the norm was taken."""
+        if tuple(x._version for x in self._operands) != self._versions:
+            raise GraphError(
+                "an activation or output gradient was modified in place between the backward pass "
+                "and the clipped sum, so the recorded norm no longer bounds the contribution; do "
+                "not change tensors of the forward pass before loss.backward() has returned"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held until the end of the backward pass."""
+        return sum(x.numel() * x.element_size() for x in self._operands)
+
+    def merge(self, other: Record) -> Record | None:
+        """One record for this contribution and `other` to the same parameter, or None."""
+        return None
+
+    @abstractmethod
+    def norm_sq(self) -> Tensor:
+        """Squared norms of the samples' gradients, [b]."""
+
+    @abstractmethod
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        """sum_b scale_b times sample b's gradient, in the parameter's shape; scale is [b]."""
+
+    @abstractmethod
+    def per_sample(self) -> Tensor:
+        """The gradients themselves, [b, *parameter shape]."""
+
+    def slack(self) -> Tensor | None:
+        """What rounding can hide of the norms of `per_sample`, [b]; None for gradients as given."""
+        return None
+
+    def of_units(self, units: UnitRows) -> Record:
+        """The same with units for samples: a unit's gradient is the sum of its rows'."""
+        slack = self.slack()
+        return KeptRecord(
+            units.total(self.per_sample()), None if slack is None else units.total(slack)
+        )
+
+
+def join(records: list[Record], record: Record) -> None:
+    """Add a contribution to those of the same parameter: to the first that it makes one record with."""
+    for i, held in enumerate(records):
+        merged = held.merge(record)
+        if merged is not None:
+            records[i] = merged
+            return
+    records.append(record)
+
+
+class KeptRecord(Record):
+    """Per-sample gradients that were computed outright, [b, *parameter shape]."""
+
+    def __init__(self, gradients: Tensor, slack: Tensor | None = None) -> None:
+        super().__init__(gradients)
+        self.gradients = gradients
+        self._slack = slack
+
+    def merge(self, other: Record) -> Record | None:
+        if isinstance(other, KeptRecord):
+            slack = self._slack if other._slack is None else other._slack
+            if self._slack is not None and other._slack is not None:
+                slack = self._slack + other._slack
+            return KeptRecord(self.gradients + other.gradients, slack)
+        return None
+
+    def norm_sq(self) -> Tensor:
+        norm_sq = ops.row_norm_sq(self.gradients)
+        return norm_sq if self._slack is None else (norm_sq.sqrt() + self._slack).square()
+
+    @ops.in_full_float32
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        (gradients,) = ops.drop_zeroed(scale, self.gradients)
+        flat = gradients.reshape(len(scale), gradients.shape[1:].numel())
+        return (scale.to(flat.dtype) @ flat).view(gradients.shape[1:])
+
+    def per_sample(self) -> Tensor:
+        return self.gradients
+
+    def slack(self) -> Tensor | None:
+        return self._slack
+
+
+class ViewedRecord(Record):
+    """A record of the parameter's entries in another shape."""
+
+    def __init__(self, record: Record, shape: torch.Size) -> None:
+        super().__init__(*record._operands)
+        self.record, self.shape = record, shape
+
+    def merge(self, other: Record) -> Record | None:
+        if not isinstance(other, ViewedRecord) or other.shape != self.shape:
+            return None
+        merged = self.record.merge(other.record)
+        return None if merged is None else ViewedRecord(merged, self.shape)
+
+    def norm_sq(self) -> Tensor:
+        return self.record.norm_sq()
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        return self.record.clipped_sum(scale).view(self.shape)
+
+    def per_sample(self) -> Tensor:
+        own = self.record.per_sample()
+        return own.view(len(own), *self.shape)
+
+    def slack(self) -> Tensor | None:
+        return self.record.slack()
+
+    def of_units(self, units: UnitRows) -> Record:
+        return ViewedRecord(self.record.of_units(units), self.shape)

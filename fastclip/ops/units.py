@@ -1,0 +1,229 @@
+"""Which rows of a batch belong together, and how they are laid side by side.
+
+A unit (a patient) is clipped as one: its gradient is the mean, or the sum, of its rows' gradients.
+Clipped sums need nothing new, each row takes its unit's scale; norms need the rows of a unit together.
+Where owners are on the CPU, units of as many rows are laid out together and nothing is padded; on
+another device, which would have to be waited for, all are padded to the largest.
+
+Index letters: b row, u unit, n rows of a unit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from fastclip.errors import ArgumentError, ArgumentTypeError
+from fastclip.ops.numerics import widen
+
+_IN_PLACE_BYTES = 256 << 10
+"""Of one run, above which one more call of an operation costs less than copying the run, on a CPU."""
+
+
+@dataclass(frozen=True, eq=False)
+class UnitRows:
+    """The rows of a physical batch, by the unit that each belongs to.
+
+    Args:
+        owner: of each row its unit, 0 to count - 1 in any order, int64 [b]; best on the CPU.
+        count: units in the batch; every one has a row. 0: the rows are placeholders of an empty draw.
+        largest: rows of the largest unit.
+        reduction: a unit's gradient is the "mean" or the "sum" of its rows' gradients.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: they do not fit each other (on a GPU, which would have to be
+            waited for, a unit of more rows than `largest` contributes nothing).
+    """
+
+    owner: Tensor
+    count: int
+    largest: int
+    reduction: str = "mean"
+
+    def __post_init__(self) -> None:
+        owner = self.owner
+        if not isinstance(owner, Tensor) or owner.dtype != torch.int64 or owner.dim() != 1:
+            got = f"{owner.dtype} {list(owner.shape)}" if isinstance(owner, Tensor) else repr(owner)
+            raise ArgumentTypeError(
+                f"UnitRows expects owner as an int64 tensor [rows], got {got}; number the units of "
+                "this batch from 0 and give each row the number of its unit"
+            )
+        if self.reduction not in ("mean", "sum"):
+            raise ArgumentError(
+                f'UnitRows expects reduction="mean" or "sum", got {self.reduction!r}'
+            )
+        if self.count < 0 or (self.count > 0) != (self.largest > 0):
+            raise ArgumentError(
+                "UnitRows expects count and largest both positive, or both 0 for the placeholders of an "
+                f"empty draw, got count={self.count} and largest={self.largest}"
+            )
+        if self.count and (sizes := self.sizes) is not None:
+            bad = len(owner) and int(owner.min()) < 0
+            if bad or len(sizes) != self.count or not all(sizes) or max(sizes) != self.largest:
+                raise ArgumentError(
+                    f"UnitRows expects count={self.count} units numbered from 0, each with a row and "
+                    f"the largest with largest={self.largest}; got "
+                    + ("a negative number" if bad else f"units of {sizes[:8]} rows")
+                )
+
+    def __len__(self) -> int:
+        return len(self.owner)
+
+    @property
+    def joined(self) -> bool:
+        """Some unit may have several rows."""
+        return self.largest > 1
+
+    @cached_property
+    def sizes(self) -> list[int] | None:
+        """Rows of every unit, where this can be known without waiting."""
+        if self.owner.device.type != "cpu":
+            return None
+        return self.owner.clamp_min(0).bincount(minlength=self.count).tolist()
+
+    @cached_property
+    def _made(self) -> dict[object, Tensor | Layout | None]:
+        """What was made of the owners, by device."""
+        return {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """The owners on a device."""
+        known = self._made.get(device)
+        if not isinstance(known, Tensor):
+            known = self._made[device] = self.owner.to(device, non_blocking=True)
+        return known
+
+    def counted(self, device: torch.device) -> Tensor:
+        """Rows of every unit, int64 [u]."""
+        owner = self.on(device)
+        return torch.zeros(self.count, dtype=torch.int64, device=device).index_add_(
+            0, owner, torch.ones_like(owner)
+        )
+
+    def weights(self, device: torch.device) -> Tensor | None:
+        """What a unit's sum is multiplied by to be its gradient, float64 [u]; None for 1."""
+        if self.reduction == "sum" or not self.joined:
+            return None
+        return self.counted(device).to(torch.float64).reciprocal()
+
+    def unknown(self, device: torch.device) -> Tensor | None:
+        """Units of more rows than was said, bool [u]; None where that was looked at."""
+        return None if self.sizes is not None else self.counted(device) > self.largest
+
+    def firsts(self, device: torch.device) -> Tensor:
+        """The first row of every unit, int64 [u]."""
+        owner = self.on(device)
+        numbers = torch.arange(len(owner), dtype=torch.int64, device=device)
+        none = torch.full((self.count,), len(owner), dtype=torch.int64, device=device)
+        if not self.count:
+            return none
+        return none.scatter_reduce_(0, owner, numbers, "amin")
+
+    def spread(self, scales: Tensor) -> Tensor:
+        """Scales [..., u] as those of the rows, [..., b]."""
+        if not self.count:
+            return scales.new_zeros(*scales.shape[:-1], len(self))
+        return scales.index_select(-1, self.on(scales.device))
+
+    def total(self, x: Tensor) -> Tensor:
+        """Rows [b, ...] added up for every unit, [u, ...], in the accumulation type."""
+        x = widen(x)
+        return x.new_zeros(self.count, *x.shape[1:]).index_add_(0, self.on(x.device), x)
+
+    def owners_of(self, rows: Tensor) -> Tensor:
+        """The unit of each of these rows, int64; -1 for -1, nobody's."""
+        owner = self.on(rows.device)
+        return torch.cat([owner.new_full((1,), -1), owner])[rows + 1]
+
+    def of_entries(self, rows: Tensor, each: int) -> UnitRows:
+        """The units of entries, `each` of every row: `rows`, where `owner` is, says whose they are."""
+        return replace(
+            self, owner=self.owner.index_select(0, rows), largest=self.largest * each
+        )  # fmt: skip
+
+    def positions(self, each: int) -> int:
+        """Positions of a unit whose rows have `each`, in root mean square: Grams cost its square."""
+        if not self.sizes:
+            return self.largest * each
+        mean = sum(n * n for n in self.sizes) / len(self.sizes)
+        return max(1, round(mean**0.5 * each))
+
+    def layout(self, device: torch.device, nbytes: int) -> Layout:
+        """How rows of so many bytes in all are laid out by units."""
+        adjacent = self._adjacent
+        in_place = adjacent is not None and (
+            len(adjacent) <= len(set(self.sizes or ()))
+            or (device.type == "cpu" and nbytes >= _IN_PLACE_BYTES * len(adjacent))
+        )
+        known = self._made.get((device, in_place))
+        if not isinstance(known, Layout):
+            if in_place:
+                assert adjacent is not None
+                known = Layout(adjacent)
+            else:
+                known = self._padded(device) if self.sizes is None else self._sorted(device)
+            self._made[device, in_place] = known
+        return known
+
+    @cached_property
+    def _adjacent(self) -> tuple[tuple[int, int], ...] | None:
+        """Runs of units of as many rows, if units lie one behind the other; None if they do not."""
+        if self.sizes is None or bool((self.owner.diff() < 0).any()):
+            return None
+        return tuple((len(list(run)), n) for n, run in groupby(self.sizes))
+
+    def _sorted(self, device: torch.device) -> Layout:
+        """Smaller units first."""
+        sizes = self.owner.bincount(minlength=self.count)
+        order = (sizes[self.owner] * self.count + self.owner).argsort(stable=True)
+        units = sizes.argsort(stable=True)
+        runs = tuple((len(list(run)), n) for n, run in groupby(sizes[units].tolist()))
+        return Layout(
+            runs, order.to(device, non_blocking=True),
+            units.argsort().to(device, non_blocking=True),
+        )  # fmt: skip
+
+    def _padded(self, device: torch.device) -> Layout:
+        """All units as large as the largest."""
+        owner, sizes = self.on(device), self.counted(device)
+        order = owner.argsort(stable=True)
+        place = torch.arange(self.largest, dtype=torch.int64, device=device)
+        first = (sizes.cumsum(0) - sizes)[:, None]
+        rows = order[(first + place).clamp_max(len(owner) - 1)]  # [u, n]
+        lacking = place >= sizes[:, None]
+        return Layout(((self.count, self.largest),), rows.flatten(), None, lacking.flatten())
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Rows laid out by units.
+
+    Args:
+        runs: units in it and rows of each, run by run.
+        order: the rows as the runs take them, int64; None: as they are.
+        places: where each unit is among the runs', int64 [u]; None: in order.
+        lacking: which of `order` stand for rows that a unit does not have, bool.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    order: Tensor | None = None
+    places: Tensor | None = None
+    lacking: Tensor | None = None
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """Rows [b, ...] by units, run by run: [u, n, ...]."""
+        if self.order is not None:
+            x = x.index_select(0, self.order)
+        if self.lacking is not None:
+            x.masked_fill_(self.lacking.view(-1, *[1] * (x.dim() - 1)), 0)
+        parts = x.split([u * n for u, n in self.runs])
+        return [part.unflatten(0, run) for part, run in zip(parts, self.runs, strict=True)]
+
+    def gather(self, parts: list[Tensor]) -> Tensor:
+        """What was computed of the runs, [u, ...] each, in the order of the units."""
+        found = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return found if self.places is None else found.index_select(0, self.places)
