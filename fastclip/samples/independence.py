@@ -181,13 +181,12 @@ def _again(
 
     With the shape; None where nothing can be compared.
     """
-    others = [x.reshape(-1, x.shape[-1]) for x in second.seen.get(name, []) if x.dim() > 1]
+    others = [x.flatten(0, -2) for x in second.seen.get(name, []) if x.dim() > 1]
     for x in first.seen.get(name, []):
         alike = [y for y in others if x.dim() > 1 and y.shape[1] == x.shape[-1]]
         found = None
-        if alike and x.is_floating_point():
-            rows = x.reshape(-1, x.shape[-1])
-            known = [any(_close_to_one(row, y) for y in alike) for row in rows]
+        if alike and x.numel() and x.is_floating_point():
+            known = [any(_close_to_one(row, y) for y in alike) for row in x.flatten(0, -2)]
             found = torch.tensor(known, dtype=torch.bool, device=x.device)
         yield x.shape, found
 
