@@ -1,15 +1,18 @@
 """A frozen clinical transformer with a trained head: `python -m examples.clinicalbert [--folder F]`.
 
-The setting of the SoftAdaClip paper: a frozen encoder, notes of up to 512 tokens, logical batches of 500
+The setting of the SoftAdaClip paper: a frozen encoder, notes of up to 512 tokens, large logical batches
 cut into physical ones, clipping that adapts softly. Only the head is trained: the encoder is not
 intercepted, keeps no activations, and comes out bit for bit as it went in.
 
+The privacy unit is the patient: all notes of a patient are drawn, clipped and protected as one, at most
+16 of them a step. q and B are public: they follow from about how many patients there are (--patients, a
+number that was fixed before anyone counted), not from the data.
+
 F holds what is yours and never leaves the machine:
     config.json, model.safetensors, tokenizer files    such as a download of ClinicalBERT
-    notes.csv    columns text, label (0, 1, ...), group (0, 1, ...), one row a patient
+    notes.csv    columns text, label (0, 1, ...), group (0, 1, ...), patient (any name), one row a note
 
-Without --folder a tiny encoder with random weights reads made-up notes, in seconds. The privacy unit is
-one row: where a patient has several notes, join them first.
+Without --folder a tiny encoder with random weights reads made-up notes, in seconds.
 """
 
 from __future__ import annotations
@@ -35,23 +38,42 @@ from fastclip.integrations import head_only
 from fastclip.integrations.huggingface import PrivacyArguments, PrivateTrainer
 
 Notes = list[dict]
-BATCH_SIZE, LONGEST = 500, 512
-TINY_TOKENS, TINY_VOCABULARY, TINY_NOTES = 24, 200, 3000
+BATCH_SIZE, LONGEST, MOST_NOTES = 250, 512, 16
+"""Patients of a step, tokens of a note, notes of a patient in a step."""
+TINY_TOKENS, TINY_VOCABULARY, TINY_PATIENTS, TINY_NOTES = 24, 200, 1200, 4
 CLS = 1  # what a tokenizer puts in front, and the classifier looks at
-HELD_OUT = 5  # every fifth note
+HELD_OUT = 5  # every fifth patient
 
 
-def made_up_notes(count: int = TINY_NOTES) -> Notes:
-    """Notes whose words lean towards their label; a tenth of the patients writes in other words."""
+def made_up_notes(patients: int = TINY_PATIENTS) -> Notes:
+    """Notes whose words lean towards their label; a tenth of the patients writes in other words.
+
+    A patient has 1 to 4 notes, all of one label.
+    """
     generator = torch.Generator().manual_seed(0)
     notes = []
-    for _ in range(count):
+    for patient in range(patients):
         label = int(torch.randint(2, (), generator=generator))
         group = int(torch.rand((), generator=generator) < 0.1)
         low = 3 + 60 * label + 40 * group
-        tokens = torch.randint(low, low + 80, (TINY_TOKENS,), generator=generator)
-        notes.append({"input_ids": [CLS, *tokens.tolist()], "label": label, "group": group})
+        for _ in range(1 + int(torch.randint(TINY_NOTES, (), generator=generator))):
+            tokens = torch.randint(low, low + 80, (TINY_TOKENS,), generator=generator)
+            notes.append({
+                "input_ids": [CLS, *tokens.tolist()], "label": label, "group": group,
+                "patient": str(patient),
+            })  # fmt: skip
     return notes
+
+
+def split(notes: Notes) -> tuple[Notes, Notes]:
+    """Notes to train on, and to test on; no patient has notes in both."""
+    number: dict[str, int] = {}
+    for note in notes:
+        number.setdefault(note["patient"], len(number))
+    parts: tuple[Notes, Notes] = ([], [])
+    for note in notes:
+        parts[number[note["patient"]] % HELD_OUT == 0].append(note)
+    return parts
 
 
 def made_up_model() -> PreTrainedModel:
@@ -75,6 +97,7 @@ def load(folder: Path) -> tuple[PreTrainedModel, Notes]:
             "input_ids": tokenizer(row["text"], truncation=True, max_length=LONGEST)["input_ids"],
             "label": int(row["label"]),
             "group": int(row["group"]),
+            "patient": row["patient"],
         }
         for row in table
     ]
@@ -100,15 +123,15 @@ def train(model: PreTrainedModel, notes: Notes, folder: str, **options: float) -
     """Train the head privately.
 
     Args:
-        options: physical (rows of a physical batch, a divisor of 500), epochs, epsilon.
+        options: physical (notes of a physical batch, at least 16), epochs, epsilon, patients (about how
+            many there are to train on).
     """
-    physical = int(options["physical"])
+    physical, (training, _) = int(options["physical"]), split(notes)
     trainer = PrivateTrainer(
         model=head_only(model, "classifier"),
         args=TrainingArguments(
             folder,
             per_device_train_batch_size=physical,
-            gradient_accumulation_steps=BATCH_SIZE // physical,
             per_device_eval_batch_size=physical,
             num_train_epochs=options["epochs"],
             learning_rate=2e-2,
@@ -118,13 +141,17 @@ def train(model: PreTrainedModel, notes: Notes, folder: str, **options: float) -
             disable_tqdm=True,
             dataloader_pin_memory=torch.cuda.is_available(),
         ),
-        train_dataset=[note for i, note in enumerate(notes) if i % HELD_OUT],
+        train_dataset=training,
         data_collator=pad,
         privacy=PrivacyArguments(
             per_sample_max_grad_norm=1.0,
             target_epsilon=options["epsilon"],
             target_delta=1e-5,
             clipping=clipping.soft_ada_clip(),
+            unit_ids=[note["patient"] for note in training],
+            sample_rate=min(1.0, BATCH_SIZE / options["patients"]),
+            expected_batch_size=BATCH_SIZE,
+            max_rows_per_unit=MOST_NOTES,
         ),
     )
     trainer.train()
@@ -133,7 +160,7 @@ def train(model: PreTrainedModel, notes: Notes, folder: str, **options: float) -
 
 def accuracy_by_group(trainer: PrivateTrainer, notes: Notes) -> dict[int, float]:
     """Of the held-out notes. It looks at raw data: not private."""
-    held_out = [note for i, note in enumerate(notes) if i % HELD_OUT == 0]
+    _, held_out = split(notes)
     right = trainer.predict(held_out).predictions.argmax(1) == [note["label"] for note in held_out]
     groups = torch.tensor([note["group"] for note in held_out])
     return {
@@ -147,7 +174,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.clinicalbert", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--folder", type=Path, help="your model and notes; made up without it")
-    parser.add_argument("--physical", type=int, default=50, help="rows at once; divides 500")
+    parser.add_argument("--physical", type=int, default=50, help="notes at once, at least 16")
+    parser.add_argument(
+        "--patients", type=int, default=1000, help="about how many, a public number"
+    )
     parser.add_argument("--epochs", type=float, default=10)
     parser.add_argument("--epsilon", type=float, default=3.0)
     options = parser.parse_args()
@@ -157,10 +187,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = train(
             model, notes, folder, physical=options.physical, epochs=options.epochs,
-            epsilon=options.epsilon,
+            epsilon=options.epsilon, patients=options.patients,
         )  # fmt: skip
         print(trainer.engine.plan())
-        print(f"epsilon {trainer.epsilon():.2f} at delta {trainer.privacy.target_delta:g}")
+        print(trainer.engine.mechanism())
         for group, accuracy in accuracy_by_group(trainer, notes).items():
             print(f"group {group}: accuracy {accuracy:.1%} (raw data, not private)")
 

@@ -138,9 +138,9 @@ class InspectedEngine(OpacusModes):
         return Mechanism(
             unit=design.unit, neighbours=neighbours(design), sampler=design.sampler,
             sample_rate=design.rate, sampled_independently=design.poisson,
-            public_size=design.public, units=design.units,
+            public_size=design.public, units=None if design.public else design.units,
             expected_batch_size=design.expected_batch_size, max_batch_size=design.max_batch_size,
-            max_rows_per_unit=design.max_rows_per_unit, clipping=str(state.strategy),
+            max_rows_per_unit=design.max_rows_per_unit, clipping=state.strategy.kind,
             sensitivity=float(run.optimizer.sensitivity), noise=run.optimizer.noise_levels,
             schedule=str(schedule), taken=tuple(self.accountant.history), planned=tuple(planned),
             accountant=accountant, delta=delta,

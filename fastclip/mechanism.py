@@ -38,8 +38,8 @@ class Mechanism:
     """Poisson sampling; else no amplification is accounted: a unit is in every pass once."""
     public_size: bool
     """q and B were given, so that neither depends on the number of units."""
-    units: int
-    """N, how many may be drawn."""
+    units: int | None
+    """N, how many may be drawn, where q and B follow from it; None where it is to be kept secret."""
     expected_batch_size: float
     """B, the public divisor of the noisy sums."""
     max_batch_size: int | None
@@ -92,7 +92,8 @@ class Mechanism:
             "neighbours": self.neighbours,
             "privacy unit": self.unit,
             "sampling": drawn,
-            "batch size": f"B = {self.expected_batch_size:g}, of N = {self.units}",
+            "batch size": f"B = {self.expected_batch_size:g}"
+            + ("" if self.units is None else f", of N = {self.units}"),
             "clipping": f"{self.clipping}, sensitivity {self.sensitivity:.4g}",
             "noise": f"sigma = {self.noise.total:.4g} (gradients {self.noise.gradients:.4g}), "
             f"{self.schedule}",

@@ -30,11 +30,24 @@ def test_hf_trainer(tmp_path: Path) -> None:
 
 
 def test_clinicalbert(tmp_path: Path) -> None:
-    """A batch of 500 in physical ones of 100; the encoder comes out as it went in."""
-    model, notes = clinicalbert.made_up_model(), clinicalbert.made_up_notes(1500)
+    """Patients are units, in physical batches of 100 notes; the encoder comes out as it went in."""
+    model, notes = clinicalbert.made_up_model(), clinicalbert.made_up_notes(600)
+    training, held_out = clinicalbert.split(notes)
+    patients = {note["patient"] for note in training}
+    assert not patients & {note["patient"] for note in held_out}
     before = weights(model)
-    run = clinicalbert.train(model, notes, str(tmp_path), physical=100, epochs=2, epsilon=3.0)
-    assert run.dp_optimizer.expected_batch_size == 400  # 1,200 rows in three steps
+    run = clinicalbert.train(
+        model, notes, str(tmp_path), physical=100, epochs=2, epsilon=3.0, patients=500
+    )
+    found = run.engine.mechanism()
+    assert (found.unit, run.engine.sampling.units, found.sample_rate) == (
+        "unit",
+        len(patients),
+        0.5,
+    )
+    assert run.dp_optimizer.expected_batch_size == 250
+    assert sum(steps for *_, steps in found.taken) == run.state.global_step == 4
+    assert "added or removed" in found.neighbours
     assert run.epsilon() <= 3
     changed = {name for name, p in weights(model).items() if not torch.equal(p, before[name])}
     assert changed == {"classifier.weight", "classifier.bias"}
@@ -48,7 +61,9 @@ def test_clinicalbert_reads_a_folder(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     model = clinicalbert.made_up_model()
     model.save_pretrained(tmp_path)
-    (tmp_path / "notes.csv").write_text('text,label,group\n"cough, fever",1,0\nwell,0,1\n')
+    (tmp_path / "notes.csv").write_text(
+        'text,label,group,patient\n"cough, fever",1,0,a\nwell,0,1,b\n'
+    )
     loaded, notes = clinicalbert.load(tmp_path)
     assert furthest(weights(loaded), weights(model)) == 0
     assert [(note["label"], note["group"]) for note in notes] == [(1, 0), (0, 1)]
