@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     add("--samples", type=int, required=True, metavar="N", help="size of the training set")
     add("--batch-size", type=int, required=True, metavar="B", help="expected logical batch size")
     length = command.add_mutually_exclusive_group(required=True)
-    length.add_argument("--epochs", type=float, help="length as passes: int(epochs / q) steps")
+    length.add_argument("--epochs", type=float, help="length as passes of 1 / q steps")
     length.add_argument("--steps", type=int, help="length in real steps")
     add("--delta", type=float, help="default: 1 / (10 N); it should stay well below 1 / N")
     budget = command.add_mutually_exclusive_group(required=True)

@@ -49,7 +49,7 @@ def find_noise_multiplier(
     Args:
         target_epsilon, target_delta: the budget.
         sample_rate: q in (0, 1]; Opacus uses 1 / len(data_loader). Or a TruncatedPoisson.
-        epochs: length in passes over the data, int(epochs / sample_rate) steps as in Opacus.
+        epochs: length in passes over the data, `steps_of(sample_rate, epochs)` steps.
         steps: length in real steps; give either.
         schedule: how the multiplier changes during the run.
         accountant: "prv", "pld" or "rdp"; "gdp" for constant noise.
@@ -98,21 +98,35 @@ def find_noise_multiplier(
     return _search(spent, target, tolerance, start=1 / min(factors))
 
 
+def steps_of(rate: float, epochs: float = 1) -> int:
+    """Steps in `epochs` passes at sampling rate q: a pass is 1 / q steps, to the nearest integer.
+
+    The samplers take exactly as many and budgets are planned for as many. (The floor of 1 / q loses a
+    step for some loader lengths n, since 1 / (1 / 49) is below 49; the ceiling adds one for others.)
+
+    Args:
+        rate: q, in (0, 1]. epochs: passes, 0 or more; a fraction of a step counts as a step.
+    """
+    return in_passes(max(1, round(1 / rate)), epochs)
+
+
+def in_passes(steps: int, epochs: float) -> int:
+    """Steps of `epochs` passes of so many."""
+    return math.ceil(epochs * steps)  # no tolerance: transformers' Trainer rounds the same product
+
+
 def planned_steps(sample_rate: Rate, epochs: float | None, steps: int | None) -> int:
-    """Real steps of a run given by exactly one of its lengths; int(epochs / q) as in Opacus.
+    """Real steps of a run given by exactly one of its lengths.
 
     Raises:
-        ArgumentError: if both or none is given, or the run has no step.
+        ArgumentError: if both or none is given, or it is not positive.
     """
     if (epochs is None) == (steps is None):
         raise ArgumentError(f"give either epochs or steps, got epochs={epochs}, steps={steps}")
     if steps is not None:
         return whole("steps", steps, 1)
     rate = probability(checked_rate(sample_rate))
-    count = int(positive("epochs", epochs) / rate)
-    if count == 0:
-        raise ArgumentError(f"epochs={epochs} at sample_rate={rate:g} is less than one step")
-    return count
+    return steps_of(rate, positive("epochs", epochs))
 
 
 def _scaled(unit: list[Entry], sigma: float) -> list[Entry]:

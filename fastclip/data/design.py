@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from fastclip.accounting.calibration import in_passes
 
 POISSON = "Poisson"
 """Every unit is in a draw independently of all others."""
@@ -17,22 +18,6 @@ GIVEN_ORDER = "given order"
 """An order that is not drawn here: the loader's own sampler, a sequence, a list of batches."""
 STREAM = "stream"
 """An IterableDataset: nobody but itself knows which rows come, and how often."""
-
-
-def steps_of(rate: float, epochs: float = 1) -> int:
-    """Steps in `epochs` passes at sampling rate q: a pass is 1 / q steps, to the nearest integer.
-
-    The samplers take exactly as many and budgets are planned for as many. (The floor of 1 / q loses a
-    step for some loader lengths n, since 1 / (1 / 49) is below 49; the ceiling adds one for others.)
-
-    Args:
-        rate: q, in (0, 1]. epochs: passes, 0 or more; a fraction of a step counts as a step.
-    """
-    return _passes(max(1, round(1 / rate)), epochs)
-
-
-def _passes(steps: int, epochs: float) -> int:
-    return math.ceil(epochs * steps)  # no tolerance: transformers' Trainer rounds the same product
 
 
 def epochs_of(steps: int, a_pass: int) -> float:
@@ -90,4 +75,4 @@ class SamplingDesign:
 
     def steps_in(self, epochs: float) -> int:
         """Steps in `epochs` passes; `steps_of(rate, epochs)` wherever 1 / q is the length of a pass."""
-        return _passes(self.steps, epochs)
+        return in_passes(self.steps, epochs)

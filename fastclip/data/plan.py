@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from fastclip.accounting.calibration import steps_of
 from fastclip.data.design import (
     GIVEN_ORDER,
     POISSON,
@@ -17,7 +18,6 @@ from fastclip.data.design import (
     STREAM,
     TRUNCATED,
     SamplingDesign,
-    steps_of,
 )
 from fastclip.data.loader import unwatched
 from fastclip.data.samplers import POISSON_OF_ROWS, Choice, check_order, check_poisson, order_of

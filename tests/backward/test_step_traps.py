@@ -105,7 +105,7 @@ def test_accumulation_under_poisson_sampling() -> None:
 
 
 def test_accumulation_without_poisson_sampling() -> None:
-    """Both batches count: in the sums, the denominator and the sampling rate."""
+    """Both batches count, in the sums and in the denominator."""
     model, x = mlp(), rows(8)
     grads = per_sample_gradients(model, x)
     C = norms(grads).median().item()
@@ -121,7 +121,7 @@ def test_accumulation_without_poisson_sampling() -> None:
     optimizer.step()
     for name, p in params.items():
         assert torch.allclose(p.grad, expected[name] / 8, rtol=1e-9, atol=1e-14)
-    assert engine.accountant.history == [(0.0, 0.5, 1)]  # (sigma, twice a quarter, steps)
+    assert engine.accountant.history == [(0.0, 1.0, 1)]  # nothing is amplified
 
 
 def trained(split: int | None) -> tuple[dict, list]:

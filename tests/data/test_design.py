@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine
-from fastclip.data.design import SamplingDesign, epochs_of, steps_of
+from fastclip.accounting.calibration import steps_of
+from fastclip.data.design import SamplingDesign, epochs_of
 from fastclip.data.plan import Request, plan_sampling
 
 
