@@ -58,8 +58,8 @@ CYCLES = {
 LONGEST = 300
 LONGER = {
     "kernels/ghost_norm.py": 392,
-    "engine.py": 330,
-    "data/draws.py": 353,
+    "engine.py": 325,
+    "data/draws.py": 351,
     "backward/bookkeeping.py": 340,
     "samples/comparison.py": 301,
     "kernels/conv_norm.py": 333,

@@ -57,6 +57,8 @@ class Draws:
         """Fewest batches of this iteration that were out beyond those being used."""
         self._locked = False
         """Which physical batch is in hand cannot be told any more in this iteration."""
+        self.by_units = False
+        """Rows of units are drawn, which belong together."""
         self.physical_rows: int | None = None
         """Rows of the physical batches into which the training loop itself cuts a draw of units."""
 
@@ -68,6 +70,7 @@ class Draws:
 
     def drawn(self, iteration: Iteration, size: int, units: UnitBatch | None = None) -> None:
         """The batch sampler has drawn `size` rows, of these units."""
+        self.by_units |= units is not None
         if not iteration.drawn:
             self._begin(iteration)
         who = reading()
@@ -147,11 +150,6 @@ class Draws:
         return any(not b.draw.size for b in self._out())
 
     @property
-    def by_units(self) -> bool:
-        """Rows of units are drawn, which belong together."""
-        return any(b.draw.units is not None for b in (*self._waiting, *self._used))
-
-    @property
     def joined(self) -> int:
         """Draws that the logical batch consists of."""
         return len({id(b.draw) for b in self._used})
@@ -186,7 +184,7 @@ class Draws:
         Raises:
             StepError, BatchSizeError: as `find`, or it cannot be told whose they are.
         """
-        batch = self.find(rows)
+        batch = self.find(rows) if self.by_units else None
         if batch is None or batch.draw.units is None:
             return None
         again = batch.number is not None and batch in self._used

@@ -28,6 +28,9 @@ from fastclip.accounting.ledger import keep_ledger
 from fastclip.accounting.pld import loss_distribution
 from fastclip.accounting.trials import Poisson
 from fastclip.clipping.schedules import ConstantNoise, StepNoise
+from fastclip.data.design import TRUNCATED, SamplingDesign
+from fastclip.data.draws import Draws
+from fastclip.data.recorded import Releases
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 from tests.refusal import refused
 
@@ -236,10 +239,15 @@ class Step:
 
 def test_an_engine_records_a_cut_draw() -> None:
     engine = FastPrivacyEngine(accountant="pld")
-    engine._accounting_hook(CUT)(Step(1))
+    design = SamplingDesign(
+        TRUNCATED, CUT.rate, 3.0, 10, CUT.rows, max_batch_size=CUT.max_batch_size
+    )
+    draws = Draws(independent=True, required=False)
+    record = Releases(design, draws, lambda: engine.accountant)
+    record(Step(1))
     assert engine.accountant.history == [(1.0, CUT, 1)]
     with refused("after every draw", StepError):
-        engine._accounting_hook(CUT)(Step(2))
+        record(Step(2))
     assert engine.accountant.history == [(1.0, CUT, 1)]
     assert engine.get_epsilon(DELTA) == epsilon([(1.0, CUT, 1)], DELTA, "pld")
     with refused("use accountant='pld'"):

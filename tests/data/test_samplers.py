@@ -202,7 +202,7 @@ def test_samplers_of_the_users_own_that_do_not() -> None:
         engine, model, optimizer, loader = start(DataLoader(DATA, **options), poisson=False)
         for _ in range(2):
             assert sum(len(x) for x in train(model, optimizer, loader)) == 3
-        assert engine.accountant.history == [(1.0, 0.5, 4)]
+        assert engine.accountant.history == [(1.0, 1.0, 2)]
 
 
 class Keyed(torch.utils.data.Dataset):

@@ -119,7 +119,7 @@ def test_the_environment_and_later_changes_are_checked(tmp_path: Path, monkeypat
     ("told", "trap"),
     [
         ({"target_delta": 0.5}, "larger than 1 / N"),
-        ({"poisson_sampling": False}, "another mechanism"),
+        ({"poisson_sampling": False}, "every row is in every pass"),
     ],
 )
 def test_traps_are_warned_of(tmp_path: Path, told: dict, trap: str) -> None:
