@@ -17,7 +17,8 @@ SHUFFLED = "shuffled"
 GIVEN_ORDER = "given order"
 """An order that is not drawn here: the loader's own sampler, a sequence, a list of batches."""
 STREAM = "stream"
-"""An IterableDataset: nobody but itself knows which rows come, and how often."""
+"""Nobody knows which rows come, and how often in a pass: an IterableDataset, a Poisson sampler of the
+user's own."""
 
 
 def epochs_of(steps: int, a_pass: int) -> float:

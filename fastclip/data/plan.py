@@ -20,7 +20,14 @@ from fastclip.data.design import (
     SamplingDesign,
 )
 from fastclip.data.loader import unwatched
-from fastclip.data.samplers import POISSON_OF_ROWS, Choice, check_order, check_poisson, order_of
+from fastclip.data.samplers import (
+    POISSON_OF_ROWS,
+    Choice,
+    check_order,
+    check_poisson,
+    draws_independently,
+    order_of,
+)
 from fastclip.data.sampling import PoissonSampler
 from fastclip.data.unit_ids import unit_numbers
 from fastclip.data.unit_sampler import UnitSampler, rows_by_unit
@@ -230,6 +237,8 @@ def _of_its_own(loader: DataLoader, request: Request, secure: bool) -> SamplingD
             sampler.num_samples, rates=getattr(sampler, "rates", None), max_batch_size=most,
             secure=secure,
         )  # fmt: skip
+    elif draws_independently(loader):  # a kind of Poisson sampler whose rates nobody knows
+        name = STREAM
     else:
         name = SHUFFLED if shuffled else GIVEN_ORDER
     return SamplingDesign(name, 1 / steps, size, steps, rows, secure=secure)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -72,6 +73,23 @@ def test_a_stream_counts_every_step() -> None:
     engine = FastPrivacyEngine()
     train(private(engine, Stream()))
     assert engine.accountant.history == [(1.0, 1.0, 3)]
+
+
+def test_a_sampler_that_may_draw_a_row_in_every_step() -> None:
+    class Mine(UniformWithReplacementSampler):
+        """Rows again and again, at rates of its own."""
+
+    engine, model = FastPrivacyEngine(), nn.Linear(D, 1)
+    loader = DataLoader(
+        TensorDataset(torch.ones(N, D)),
+        batch_sampler=Mine(num_samples=N, sample_rate=0.25, steps=4),
+    )
+    made = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=loader,
+        noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=False,
+    )  # fmt: skip
+    train(made, passes=2)
+    assert engine.accountant.history == [(1.0, 1.0, 8)]
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 3])
