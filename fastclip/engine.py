@@ -206,9 +206,9 @@ class FastPrivacyEngine(InspectedEngine):
         if poisson_sampling:
             module.forbid_grad_accumulation()
         module.keeper.batch.draws = draws
-        private.account_with(Releases(design, draws, lambda: self.accountant))
+        private.account_with(releases := Releases(design, draws, lambda: self.accountant))
         self._runs = [run for run in self._runs if not run.keeper.batch.retired]
-        self._runs.append(Run(module.keeper, private, design))
+        self._runs.append(Run(module.keeper, private, releases))
         if grad_sample_mode == "ghost":
             return module, private, criterion, loader
         return module, private, loader

@@ -15,7 +15,7 @@ from fastclip.accounting.history import epsilon
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.clipping.checks import between
 from fastclip.data.design import SamplingDesign
-from fastclip.data.recorded import planned_history
+from fastclip.data.recorded import Releases, planned_history
 from fastclip.errors import ArgumentError, StepError
 from fastclip.explanation import Explanation, Setup, explain
 from fastclip.mechanism import Mechanism, neighbours, trusted
@@ -36,11 +36,16 @@ class Run:
 
     keeper: BookKeeper
     optimizer: FastDPOptimizer
-    design: SamplingDesign
+    releases: Releases
     epochs: float | None = None
     """Passes that its noise was found for."""
     delta: float | None = None
     """Of the budget that its noise was found for."""
+
+    @property
+    def design(self) -> SamplingDesign:
+        """How its rows are drawn."""
+        return self.releases.design
 
 
 class InspectedEngine(OpacusModes):
@@ -73,6 +78,22 @@ class InspectedEngine(OpacusModes):
             data_loader, poisson_sampling=poisson_sampling, distributed=True, **sampling
         )
         return plan.design
+
+    def row_epsilon(self, delta: float, rate: float) -> float:
+        """Epsilon, so far, for a row of the last model made private that is drawn with its own rate.
+
+        Formal guarantee: as of `get_epsilon`, for neighbours that differ in this row. Steps of other
+        models, and of checkpoints that were loaded, count at the rates that were recorded.
+
+        Args:
+            delta: in (0, 1). rate: q_i of the row, of `engine.sampling.rates`.
+
+        Raises:
+            StepError: before make_private. ArgumentError: for a rate or delta out of range.
+        """
+        self._require_keepers()
+        entries = self._runs[-1].releases.at_rate(self.accountant.history, rate)
+        return epsilon(entries, delta, self.accountant.mechanism())
 
     def plan(self) -> Plan:
         """The trainable layers, how each one's norm is computed, and what it holds; print it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from fastclip.accounting.truncation import Rate, TruncatedPoisson
 from fastclip.clipping.schedules import NoiseSchedule
 from fastclip.data.design import STREAM, SamplingDesign
 from fastclip.data.draws import Draws
-from fastclip.errors import StepError
+from fastclip.errors import ArgumentError, StepError
 
 
 def accounted_rate(design: SamplingDesign) -> Rate:
@@ -95,6 +96,8 @@ class Releases:
     ) -> None:
         self.design, self._draws, self._accountant = design, draws, accountant
         self._rate: Any = accounted_rate(design)
+        self._taken: Counter[float] = Counter()
+        """Steps of one Poisson draw each, by their noise multiplier."""
 
     def __call__(self, optimizer: DPOptimizer) -> None:
         """A step is about to be released.
@@ -111,6 +114,7 @@ class Releases:
         accountant = self._accountant()
         if self.design.poisson:
             accountant.get_optimizer_hook_fn(sample_rate=self._rate)(optimizer)
+            self._taken[optimizer.noise_multiplier] += joined == 1
             return
         sigma = optimizer.noise_multiplier
         passes = [] if self.design.sampler == STREAM else self._draws.released
@@ -120,3 +124,30 @@ class Releases:
             if sigma < each.recorded:
                 accountant.step(noise_multiplier=sigma, sample_rate=1.0)
                 each.recorded = sigma
+
+    def at_rate(self, history: Sequence[Entry], rate: float) -> list[Entry]:
+        """What a whole history is for a row that the steps taken here have drawn with another rate.
+
+        Args:
+            history: of the accountant. rate: q_i, at most the design's, which all were recorded at.
+
+        Raises:
+            ArgumentError: for a rate that no row can have.
+        """
+        if not self.design.poisson or self.design.max_batch_size is not None:
+            raise ArgumentError(
+                "a rate of its own is known for rows that are drawn by Poisson sampling without "
+                f"max_batch_size, and these are drawn as {self.design.sampler}"
+            )
+        if not 0 < rate <= self.design.rate:
+            raise ArgumentError(
+                f"rate expects one of this loader's rows, above 0 and at most {self.design.rate:.6g}, "
+                f"got {rate!r}"
+            )
+        left = Counter(self._taken)
+        found: list[Entry] = []
+        for sigma, q, steps in history:
+            own = min(steps, left[sigma]) if q == self.design.rate else 0
+            left[sigma] -= own
+            found += [(sigma, rate, own)] * bool(own) + [(sigma, q, steps - own)] * (own < steps)
+        return runs(found)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from fastclip import FastPrivacyEngine
 from fastclip.accounting import epsilon
 from fastclip.clipping import Clipping, StepNoise, dp_sgd
+from tests.refusal import refused
 
 N, D = 12, 3
 
@@ -58,6 +59,33 @@ def test_a_pass_is_one_gaussian_mechanism(shuffle: bool) -> None:
     assert found.planned == found.taken
     assert "zero-out" in found.neighbours
     assert "without amplification" in str(found)
+
+
+def test_epsilon_of_a_row_by_its_own_rate() -> None:
+    """Weights 1 and 1/2: rows of the smaller rate spend less; other models' steps count as they were."""
+    engine = FastPrivacyEngine()
+    weights = [1.0] * 6 + [0.5] * 6
+    for passes in (1, 2):
+        model = nn.Linear(D, 1)
+        made = engine.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(
+                TensorDataset(torch.ones(N, D)), batch_size=4,
+                sampler=WeightedRandomSampler(weights, N),
+            ),
+            noise_multiplier=1.0, max_grad_norm=1.0, sample_rate=0.5, expected_batch_size=4,
+        )  # fmt: skip
+        train(made, passes=passes)
+    rates = engine.sampling.rates
+    assert rates is not None
+    assert rates.tolist() == [0.5] * 6 + [0.25] * 6
+    assert engine.accountant.history == [(1.0, 0.5, 6)]
+    assert engine.row_epsilon(1e-3, 0.5) == engine.get_epsilon(1e-3)
+    mixed = epsilon([(1.0, 0.5, 2), (1.0, 0.25, 4)], 1e-3)  # only the last model's at its own
+    assert engine.row_epsilon(1e-3, 0.25) == pytest.approx(mixed, abs=1e-6)
+    for rate in (0.0, 0.6, math.nan):
+        with refused("one of this loader's rows"):
+            engine.row_epsilon(1e-3, rate)
 
 
 def test_a_pass_that_was_left_counts_whole() -> None:
