@@ -17,6 +17,7 @@ from fastclip.accounting.truncation import refuse_truncated
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.criterion import check_coupling, check_criterion
 from fastclip.backward.one_process import check_not_distributed
+from fastclip.checks import not_negative
 from fastclip.clipping import Clipping, ConstantNoise, resolve
 from fastclip.data.plan import SAMPLING
 from fastclip.data.recorded import AsPlanned, Releases, accounted_rate, planned_history
@@ -170,8 +171,7 @@ class FastPrivacyEngine(InspectedEngine):
                 wrap_model=wrap_model, rand_on_empty=rand_on_empty, **kwargs,
             )  # fmt: skip
         validation.check_arguments(
-            module=module, data_loader=data_loader, noise_multiplier=noise_multiplier,
-            noise_generator=noise_generator,
+            module=module, data_loader=data_loader, noise_generator=noise_generator,
             flags={
                 "batch_first": batch_first, "poisson_sampling": poisson_sampling,
                 "wrap_model": wrap_model, "rand_on_empty": rand_on_empty,
@@ -179,6 +179,7 @@ class FastPrivacyEngine(InspectedEngine):
         )  # fmt: skip
         if noise_generator is not None and self.secure_mode:
             raise ArgumentError("Passing seed is prohibited in secure mode: omit noise_generator")
+        noise_multiplier = not_negative("noise_multiplier", noise_multiplier)
         validation.check_optimizer(module, optimizer)
         strategy = resolve(clipping, kwargs, noise_multiplier)
         validation.check_schedule(strategy.noise, self.accountant.mechanism())
@@ -286,8 +287,7 @@ class FastPrivacyEngine(InspectedEngine):
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
         """A copy of the model with what does not train as it is replaced (BatchNorm); validated.
 
-        The model itself is left as it was, wherever its classes were defined; what was tied in it
-        is tied in the copy.
+        The model, wherever its classes were defined, is left as it was; what is tied stays tied.
 
         Raises:
             UnsupportedModuleError: for a layer without a replacement, naming the way out.

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from fastclip.accounting.history import epsilon
 from fastclip.backward.bookkeeping import BookKeeper
-from fastclip.clipping.checks import between
+from fastclip.checks import between
 from fastclip.data.design import SamplingDesign
 from fastclip.data.recorded import Releases, planned_history
 from fastclip.errors import ArgumentError, StepError

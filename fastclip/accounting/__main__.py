@@ -14,7 +14,7 @@ from fastclip.accounting.forecast import forecast, table
 from fastclip.accounting.history import history
 from fastclip.accounting.picture import draw_attack
 from fastclip.accounting.trials import Poisson, Trials, TruncatedNegativeBinomial
-from fastclip.clipping.checks import positive, whole
+from fastclip.checks import positive, whole
 from fastclip.clipping.schedules import (
     ConstantNoise,
     ExponentialNoise,

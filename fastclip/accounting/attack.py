@@ -18,7 +18,7 @@ from fastclip.accounting.history import epsilon, open_accountant
 from fastclip.accounting.pld import above_rounding, loss_distribution, rounding
 from fastclip.accounting.rdp import ORDERS, run_rdp, to_epsilon
 from fastclip.accounting.segments import History, runs
-from fastclip.clipping.checks import between
+from fastclip.checks import between
 from fastclip.errors import ArgumentError
 
 RATES = (0.001, 0.01, 0.1)

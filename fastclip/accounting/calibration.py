@@ -17,7 +17,7 @@ from fastclip.accounting.history import (
 )
 from fastclip.accounting.rdp import quiet_orders
 from fastclip.accounting.truncation import Rate, checked_rate, probability, refuse_truncated
-from fastclip.clipping.checks import between, positive, whole
+from fastclip.checks import between, positive, whole
 from fastclip.clipping.schedules import ConstantNoise, NoiseSchedule
 from fastclip.errors import ArgumentError
 

@@ -19,7 +19,7 @@ from fastclip.accounting.rdp import quiet_orders
 from fastclip.accounting.segments import Entry, History, runs
 from fastclip.accounting.shares import multiplier
 from fastclip.accounting.truncation import Rate, checked_rate, refuse_truncated
-from fastclip.clipping.checks import between, whole
+from fastclip.checks import between, whole
 from fastclip.clipping.schedules import NoiseSchedule
 from fastclip.errors import ArgumentError, FastclipError
 

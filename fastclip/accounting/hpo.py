@@ -10,7 +10,7 @@ import numpy as np
 from fastclip.accounting.rdp import ORDERS, run_rdp, to_epsilon
 from fastclip.accounting.segments import History
 from fastclip.accounting.trials import Trials
-from fastclip.clipping.checks import between
+from fastclip.checks import between
 
 
 class TunedEpsilon(NamedTuple):

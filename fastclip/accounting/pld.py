@@ -15,7 +15,7 @@ from scipy.stats import binom
 from fastclip.accounting.rdp import quiet_orders
 from fastclip.accounting.segments import Entry, saved_entries
 from fastclip.accounting.truncation import Rate, TruncatedPoisson, decoded, probability
-from fastclip.clipping.checks import between, positive
+from fastclip.checks import between, positive
 from fastclip.errors import ArgumentError
 
 _FINEST = 100

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from fastclip.clipping.checks import positive
+from fastclip.checks import positive
 from fastclip.errors import ArgumentError, StepError
 
 

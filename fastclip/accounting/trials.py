@@ -17,7 +17,7 @@ import numpy as np
 from scipy.optimize import brentq
 
 from fastclip.accounting.rdp import checked_orders
-from fastclip.clipping.checks import between, positive
+from fastclip.checks import between, positive
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
 _MOST_LOG = 690.0  # exp(-690) is still a normal number, and so is its inverse

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
-from fastclip.clipping.checks import between, whole
+from fastclip.checks import between, whole
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from fastclip import ops
 from fastclip.accounting import NoiseLevels, remaining, split
 from fastclip.accounting.shares import multiplier
+from fastclip.checks import whole
 from fastclip.clipping import Clipping, Thresholds
-from fastclip.clipping.checks import whole
 from fastclip.clipping.contract import check_contract
 from fastclip.clipping.policy import LARGEST, SMALLEST
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError

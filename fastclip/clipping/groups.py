@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fastclip.clipping.checks import positive, whole
+from fastclip.checks import positive, whole
 from fastclip.clipping.policy import ThresholdPolicy, Thresholds, clamp
 from fastclip.clipping.thresholds import two_way_counts
 from fastclip.errors import ArgumentError

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from fastclip.clipping.checks import positive
+from fastclip.checks import positive
 from fastclip.clipping.presets import adaptive, dp_sgd, per_layer
 from fastclip.clipping.strategy import Clipping
 from fastclip.clipping.thresholds import Quantile

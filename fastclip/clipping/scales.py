@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from fastclip.clipping.checks import between
+from fastclip.checks import between
 from fastclip.clipping.policy import SMALLEST, threshold
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fastclip.clipping.checks import between, positive, whole
+from fastclip.checks import between, positive, whole
 from fastclip.clipping.policy import ThresholdPolicy, Thresholds, clamp, threshold
 from fastclip.clipping.schedules import Stages
 from fastclip.errors import ArgumentError, ArgumentTypeError

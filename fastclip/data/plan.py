@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from fastclip.accounting.calibration import steps_of
+from fastclip.checks import between, positive, whole
 from fastclip.data.design import (
     GIVEN_ORDER,
     POISSON,
@@ -31,7 +31,7 @@ from fastclip.data.samplers import (
 from fastclip.data.sampling import PoissonSampler
 from fastclip.data.unit_ids import unit_numbers
 from fastclip.data.unit_sampler import UnitSampler, rows_by_unit
-from fastclip.errors import ArgumentError, ArgumentTypeError
+from fastclip.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,21 @@ class Request:
     max_rows_per_unit: int | None = None
     unit_reduction: str = "mean"
 
-    def check(self, poisson_sampling: bool) -> None:
-        """Refuse values out of range, and what only Poisson sampling can give."""
-        _number("sample_rate", self.sample_rate, 1.0)
-        _number("expected_batch_size", self.expected_batch_size, math.inf)
-        _count("max_batch_size", self.max_batch_size)
-        _count("max_rows_per_unit", self.max_rows_per_unit)
+    def checked(self, poisson_sampling: bool) -> Request:
+        """The same, in Python's own numbers.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: for values out of range, and for what only Poisson sampling
+                can give.
+        """
+        given: dict[str, Any] = {}
+        if self.sample_rate is not None:
+            given["sample_rate"] = between("sample_rate", self.sample_rate, 0, 1, closed=True)
+        if self.expected_batch_size is not None:
+            given["expected_batch_size"] = positive("expected_batch_size", self.expected_batch_size)
+        for name in ("max_batch_size", "max_rows_per_unit"):
+            if getattr(self, name) is not None:
+                given[name] = whole(name, getattr(self, name), 1)
         if self.unit_reduction not in ("mean", "sum"):
             raise ArgumentError(
                 f"unit_reduction expects 'mean' or 'sum', got {self.unit_reduction!r}"
@@ -74,29 +83,11 @@ class Request:
                         f"{name} needs poisson_sampling=True, which draws every unit independently; "
                         f"pass that, or omit {name}"
                     )
+        return replace(self, **given)
 
 
 SAMPLING = tuple(field.name for field in fields(Request))
 """What make_private is asked of the draws, by name."""
-
-
-def _number(name: str, value: Any, most: float) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ArgumentTypeError(f"{name} expects a number, got {type(value).__name__}")
-    if not (0 < value <= most and math.isfinite(value)):
-        upto = "" if most == math.inf else f" and at most {most:g}"
-        raise ArgumentError(f"{name} expects a finite number above 0{upto}, got {value}")
-
-
-def _count(name: str, value: Any) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(f"{name} expects an integer, got {type(value).__name__}")
-    if value < 1:
-        raise ArgumentError(f"{name} expects 1 or more, got {value}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +129,7 @@ def plan_sampling(
         ArgumentError, ArgumentTypeError: for a loader whose choice of rows cannot be kept, or values out
             of range.
     """
-    request.check(poisson_sampling)
+    request = request.checked(poisson_sampling)
     if not poisson_sampling:
         return Plan(_of_its_own(data_loader, request, secure))
     choice = check_poisson(data_loader, distributed)

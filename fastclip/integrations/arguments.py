@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from fastclip.checks import between
 from fastclip.data.plan import SAMPLING
 from fastclip.data.unit_ids import unit_numbers
 from fastclip.errors import ArgumentError, ArgumentTypeError
@@ -66,10 +67,7 @@ class PrivacyArguments:
                 "PrivacyArguments expects either noise_multiplier or target_epsilon, got "
                 f"noise_multiplier={self.noise_multiplier}, target_epsilon={self.target_epsilon}"
             )
-        if not 0 < self.target_delta < 1:
-            raise ArgumentError(
-                f"target_delta expects a number between 0 and 1, got {self.target_delta!r}"
-            )
+        between("target_delta", self.target_delta, 0, 1)
 
 
 def check_training_arguments(args: Any, privacy: Any) -> None:

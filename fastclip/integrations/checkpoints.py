@@ -77,7 +77,7 @@ def read_checkpoint(folder: str, accountant: Any) -> Resumed:
     return Resumed(folder, saved, int(saved.get("run", 0)))
 
 
-class Releases(TrainerCallback):
+class AccountedCheckpoints(TrainerCallback):
     """Saves what was spent with every checkpoint, checks a resumed run, seeds the epochs' draws."""
 
     def __init__(self, trainer: Any) -> None:

@@ -32,7 +32,7 @@ from fastclip.integrations.arguments import (
 )
 from fastclip.integrations.checkpoints import (
     ACCOUNTANT_NAME,
-    Releases,
+    AccountedCheckpoints,
     Resumed,
     read_checkpoint,
 )
@@ -107,7 +107,7 @@ class PrivateTrainer(RowLossTrainer):
         self.resumed: Resumed | None = None  # what this run goes on from
         super().__init__(model, args, *rest, **kwargs)
         check_still_private(self)
-        self.add_callback(Releases(self))
+        self.add_callback(AccountedCheckpoints(self))
 
     # Before training
 

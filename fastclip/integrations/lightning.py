@@ -24,7 +24,7 @@ import torch
 from opacus.data_loader import DPDataLoader
 from torch.utils.data import DataLoader
 
-from fastclip.clipping.checks import between
+from fastclip.checks import between
 from fastclip.data.design import epochs_of
 from fastclip.data.plan import Request, plan_sampling, use_sampler
 from fastclip.engine import FastPrivacyEngine

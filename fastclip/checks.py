@@ -1,8 +1,12 @@
-"""Ranges of the numbers that strategies are made of; each error names its argument."""
+"""Ranges of the numbers that users give; each error names its argument.
+
+A number is whatever Python counts as one (numpy's included), or a tensor without dimensions; True and
+False are none.
+"""
 
 from __future__ import annotations
 
-from numbers import Real
+from numbers import Integral, Real
 
 from torch import Tensor
 
@@ -14,6 +18,14 @@ def positive(name: str, value: object) -> float:
     number = _number(name, value, "a positive number")
     if not 0 < number < float("inf"):
         raise ArgumentError(f"{name} expects a positive finite number, got {value!r}")
+    return number
+
+
+def not_negative(name: str, value: object) -> float:
+    """`value` as a finite float of at least 0."""
+    number = _number(name, value, "a number >= 0")
+    if not 0 <= number < float("inf"):
+        raise ArgumentError(f"{name} expects a finite number >= 0, got {value!r}")
     return number
 
 
@@ -29,20 +41,20 @@ def between(name: str, value: object, low: float, high: float, *, closed: bool =
 
 def whole(name: str, value: object, least: int) -> int:
     """`value` as an integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    number = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+    if isinstance(number, bool) or not isinstance(number, Integral):
         raise ArgumentTypeError(
             f"{name} expects an integer, got {value!r} ({type(value).__name__})"
         )
-    if value < least:
+    if number < least:
         raise ArgumentError(f"{name} expects an integer of at least {least}, got {value}")
-    return value
+    return int(number)
 
 
 def _number(name: str, value: object, expected: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        if isinstance(value, Tensor) and value.dim() == 0:
-            return _number(name, value.item(), expected)
+    number = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+    if isinstance(number, bool) or not isinstance(number, Real):
         raise ArgumentTypeError(
             f"{name} expects {expected}, got {value!r} ({type(value).__name__})"
         )
-    return float(value)
+    return float(number)
