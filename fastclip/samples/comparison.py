@@ -251,7 +251,6 @@ class Comparison:
         for kept in (*groups, *small):
             noisy = frozenset(range(count)) - kept if kept in groups else frozenset()
             probe = Probe(self.layout, count, replaced=noisy)
-            halves += [probe] * (kept in groups)
             found = self.run.once(probe, others_changed(rows, kept), seed)
             if kept in small and not probe.draws:  # copies of one row
                 check_copies(probe, found, self.of_outputs, self.layout.places)
@@ -265,6 +264,7 @@ class Comparison:
             owned = self.owned if seed == _SEEDS[0] else {}
             check_somewhere(self.layout.moved, base, probe, owned, kept)
             check_values(base, probe, (out, found), sorted(kept), self.of_outputs)
+            halves += [probe.without(self.reached)] * (kept in groups)
         if not base.draws:
             unknown = {n for n, c in self.candidates.items() if not c or n in self.layout.moved}
             check_in_either(unknown - self.reached, base, halves)

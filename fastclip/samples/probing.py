@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -96,6 +96,12 @@ class Probe:
     """Random numbers were drawn."""
     in_double: bool = False
     """All that is computed of the batch is so in float64, as the last run with a taint has told."""
+
+    def without(self, names: Collection[Hashable]) -> Probe:
+        """This one, with nothing kept of these any more: its graph and their values are freed."""
+        self.seen = {name: values for name, values in self.seen.items() if name not in names}
+        self.sources, self.returned, self.first, self.graph = [], [], None, None
+        return self
 
     def noisy(self, place: Place, value: Tensor) -> Tensor:
         """The first layer's output, with what stands in the replaced rows."""

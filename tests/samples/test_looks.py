@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Hashable, Iterable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastclip.samples import comparison
+from fastclip.samples.probing import Probe
 from tests.apart import B, D, Hidden, LatePositions, T, Use, step
 from tests.oracle import (
     Batch,
@@ -70,6 +73,24 @@ def test_looks_are_few() -> None:
     for b in (16, 32, 5, 1):
         step(private, optimizer, torch.randn(b, T, D))
     assert seen == [16, 32, 5, 1]
+
+
+def test_runs_that_keep_a_half_hold_only_what_no_gradient_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They wait for each other: whole runs would cost the first step its peak of memory."""
+    held = []
+
+    def check(names: Iterable[Hashable], first: Probe, others: list[Probe]) -> None:
+        held.extend((set(names), set(first.seen), set(other.seen)) for other in others)
+
+    monkeypatch.setattr(comparison, "check_in_either", check)
+    private, optimizer = make_private(nn.Sequential(nn.Linear(D, D), nn.Linear(D, 2)))[1:3]
+    step(private, optimizer, torch.randn(B, D))
+    assert len(held) == 2
+    for names, whole, kept in held:
+        assert whole == {"0", "1"}
+        assert names <= kept == set()
 
 
 def test_nothing_of_a_look_is_held() -> None:
