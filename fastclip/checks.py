@@ -51,6 +51,12 @@ def whole(name: str, value: object, least: int) -> int:
     return int(number)
 
 
+def keep(owner: object, **numbers: float) -> None:
+    """Put checked numbers in the place of what a frozen dataclass was given."""
+    for name, number in numbers.items():
+        object.__setattr__(owner, name, number)
+
+
 def _number(name: str, value: object, expected: str) -> float:
     number = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
     if isinstance(number, bool) or not isinstance(number, Real):

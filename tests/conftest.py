@@ -1,4 +1,4 @@
-"""One seed for every test, one thread a worker under xdist, one expected warning silenced."""
+"""One seed and the same examples for every test, one thread a worker, one expected warning silenced."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import os
 import tempfile
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
 pytest.register_assert_rewrite("tests.oracle")
+
+# The same examples in every run, and no clock: a busy machine fails no test.
+hypothesis.settings.register_profile("steady", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("steady")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)

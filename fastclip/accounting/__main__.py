@@ -14,6 +14,12 @@ from fastclip.accounting.forecast import forecast, table
 from fastclip.accounting.history import history
 from fastclip.accounting.picture import draw_attack
 from fastclip.accounting.trials import Poisson, Trials, TruncatedNegativeBinomial
+from fastclip.accounting.truncation import (
+    Rate,
+    TruncatedPoisson,
+    probability,
+    refuse_truncated,
+)
 from fastclip.checks import positive, whole
 from fastclip.clipping.schedules import (
     ConstantNoise,
@@ -53,6 +59,12 @@ def parser() -> argparse.ArgumentParser:
     add = command.add_argument
     add("--samples", type=int, required=True, metavar="N", help="size of the training set")
     add("--batch-size", type=int, required=True, metavar="B", help="expected logical batch size")
+    add(
+        "--max-batch-size",
+        type=int,
+        metavar="M",
+        help="draws of more rows are cut to a random M; --accountant pld knows what that costs",
+    )
     length = command.add_mutually_exclusive_group(required=True)
     length.add_argument("--epochs", type=float, help="length as passes of 1 / q steps")
     length.add_argument("--steps", type=int, help="length in real steps")
@@ -115,7 +127,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         batch = whole("--batch-size", given.batch_size, 1)
         if batch > samples:
             raise ArgumentError(f"--batch-size expects at most --samples = {samples}, got {batch}")
-        rate = batch / samples
+        rate: Rate = batch / samples
+        if given.max_batch_size is not None:
+            most = whole("--max-batch-size", given.max_batch_size, 1)
+            rate = TruncatedPoisson(batch / samples, samples, most)
+            refuse_truncated([(1.0, rate, 1)], given.accountant)
+            if given.trials is not None:
+                raise ArgumentError(
+                    "--trials prices a search by Renyi divergences, of which none is known for draws "
+                    "that are cut; omit --max-batch-size"
+                )
         steps = planned_steps(rate, given.epochs, given.steps)
         schedule = _schedule(given, steps)
         trials = _trials(given)
@@ -160,7 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         attack = best.as_json() if best else None
         print(json.dumps({**planned.as_json(), "attack": attack}, indent=2, allow_nan=False))
     else:
-        print(f"N = {samples}, B = {batch}, q = B / N = {rate:.6g}", end="")
+        cut = "" if given.max_batch_size is None else f", at most {given.max_batch_size} rows"
+        print(f"N = {samples}, B = {batch}{cut}, q = B / N = {probability(rate):.6g}", end="")
         print(f" (Opacus' loader: 1 / {math.ceil(samples / batch)})\n")
         print(table(planned))
         if best:

@@ -12,6 +12,13 @@ from fastclip.accounting.hpo import TunedEpsilon, hpo_epsilon
 from fastclip.accounting.rdp import quiet_orders
 from fastclip.accounting.shares import NoiseLevels, split
 from fastclip.accounting.trials import Trials
+from fastclip.accounting.truncation import (
+    Rate,
+    TruncatedPoisson,
+    encoded,
+    probability,
+    refuse_truncated,
+)
 from fastclip.clipping.schedules import NoiseSchedule
 
 COLUMNS = ("rdp", "prv")
@@ -30,7 +37,7 @@ class Stage:
 class Forecast:
     """A planned run; `tuned` is the cost of a hyperparameter search over such runs."""
 
-    sample_rate: float
+    sample_rate: Rate
     steps: int
     delta: float
     accountant: str
@@ -45,7 +52,7 @@ class Forecast:
     def as_json(self) -> dict[str, Any]:
         """The forecast as plain values; an infinite epsilon is None."""
         return {
-            "sample_rate": self.sample_rate,
+            "sample_rate": encoded(self.sample_rate),
             "steps": self.steps,
             "delta": self.delta,
             "accountant": self.accountant,
@@ -67,7 +74,7 @@ class Forecast:
 def forecast(
     schedule: NoiseSchedule,
     noise_multiplier: float,
-    sample_rate: float,
+    sample_rate: Rate,
     steps: int,
     delta: float,
     *,
@@ -80,7 +87,8 @@ def forecast(
     Args:
         schedule, noise_multiplier, sample_rate, steps: as in `history`.
         delta: in (0, 1).
-        accountant: whose epsilon is the total; "rdp" and "prv" are computed in any case.
+        accountant: whose epsilon is the total; "rdp" and "prv", too, are computed where they know
+            what the draws cost.
         count_noise_ratio: as in `split`.
         trials: number of runs of a hyperparameter search; None for a single run.
 
@@ -88,7 +96,9 @@ def forecast(
         ArgumentError: for a value out of range, or one that an accountant cannot handle.
     """
     entries = history(schedule, noise_multiplier, sample_rate, steps)
-    columns = dict.fromkeys((*COLUMNS, accountant))
+    refuse_truncated(entries, accountant)
+    others = () if isinstance(sample_rate, TruncatedPoisson) else COLUMNS
+    columns = dict.fromkeys((*others, accountant))
     stages = [
         Stage(
             entry[2],
@@ -116,7 +126,7 @@ def table(planned: Forecast) -> str:
     ]
     lines = [*_aligned([head, *rows]), ""]
     lines.append(
-        f"{planned.steps} steps at sample rate {planned.sample_rate:.6g}: "
+        f"{planned.steps} steps at sample rate {probability(planned.sample_rate):.6g}: "
         f"epsilon = {planned.epsilon:.4f} ({planned.accountant}) at delta = {planned.delta:.3g}"
     )
     if planned.tuned:

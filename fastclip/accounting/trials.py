@@ -17,7 +17,7 @@ import numpy as np
 from scipy.optimize import brentq
 
 from fastclip.accounting.rdp import checked_orders
-from fastclip.checks import between, positive
+from fastclip.checks import between, keep, positive
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
 _MOST_LOG = 690.0  # exp(-690) is still a normal number, and so is its inverse
@@ -55,8 +55,8 @@ class TruncatedNegativeBinomial:
     gamma: float
 
     def __post_init__(self) -> None:
-        between("eta", self.eta, -1, math.inf)
-        between("gamma", self.gamma, 0, 1)
+        keep(self, eta=between("eta", self.eta, -1, math.inf))
+        keep(self, gamma=between("gamma", self.gamma, 0, 1))
 
     @classmethod
     def from_mean(cls, mean: float, eta: float = 0.0) -> TruncatedNegativeBinomial:

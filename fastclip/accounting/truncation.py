@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
-from fastclip.checks import between, whole
+from fastclip.checks import between, keep, whole
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 
 
@@ -36,9 +36,9 @@ class TruncatedPoisson:
     at_most: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rate", between("sample_rate", self.rate, 0, 1, closed=True))
-        whole("rows", self.rows, 1)
-        whole("max_batch_size", self.max_batch_size, 1)
+        keep(self, rate=between("sample_rate", self.rate, 0, 1, closed=True))
+        keep(self, rows=whole("rows", self.rows, 1))
+        keep(self, max_batch_size=whole("max_batch_size", self.max_batch_size, 1))
         if not isinstance(self.at_most, bool):
             raise ArgumentTypeError(f"at_most expects True or False, got {self.at_most!r}")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fastclip.checks import positive, whole
+from fastclip.checks import keep, positive, whole
 from fastclip.clipping.policy import ThresholdPolicy, Thresholds, clamp
 from fastclip.clipping.thresholds import two_way_counts
 from fastclip.errors import ArgumentError
@@ -29,8 +29,8 @@ class _Groups(ThresholdPolicy):
     moves = True
 
     def __post_init__(self) -> None:
-        whole("num_groups", self.num_groups, 1)
-        positive("count_noise_ratio", self.count_noise_ratio)
+        keep(self, num_groups=whole("num_groups", self.num_groups, 1))
+        keep(self, count_noise_ratio=positive("count_noise_ratio", self.count_noise_ratio))
         if self.thresholds not in STEPS:
             raise ArgumentError(f"thresholds expects one of {STEPS}, got {self.thresholds!r}")
 
@@ -64,7 +64,7 @@ class Group(_Groups):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("max_ratio", self.max_ratio)
+        keep(self, max_ratio=positive("max_ratio", self.max_ratio))
 
     @property
     def count_shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -110,7 +110,7 @@ class Reweighted(_Groups):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("max_weight", self.max_weight)
+        keep(self, max_weight=positive("max_weight", self.max_weight))
 
     @property
     def count_shape(self) -> tuple[int, ...]:  # type: ignore[override]

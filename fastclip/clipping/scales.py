@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from fastclip.checks import between
+from fastclip.checks import between, keep
 from fastclip.clipping.policy import SMALLEST, threshold
 
 
@@ -67,7 +67,7 @@ class Tanh(_Clip):
     normalized: bool = False
 
     def __post_init__(self) -> None:
-        between("eps", self.eps, SMALLEST / 2, math.inf)
+        keep(self, eps=between("eps", self.eps, SMALLEST / 2, math.inf))
 
     def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:
         return torch.tanh(thresholds / (norms + self.eps))
@@ -81,7 +81,7 @@ class Automatic(_Clip):
     normalized: bool = False
 
     def __post_init__(self) -> None:
-        between("gamma", self.gamma, SMALLEST / 2, math.inf)
+        keep(self, gamma=between("gamma", self.gamma, SMALLEST / 2, math.inf))
 
     def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:
         return thresholds / (norms + self.gamma)

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Protocol
 
-from fastclip.checks import between, positive, whole
+from fastclip.checks import between, keep, positive, whole
 from fastclip.errors import ArgumentError
 
 _FURTHEST = 1e6  # of a level from sigma_1, either way
@@ -58,9 +58,9 @@ class Stages:
     length_decay: float = 1.0
 
     def __post_init__(self) -> None:
-        whole("stages", self.stages, 1)
-        whole("total_steps", self.total_steps, self.stages)
-        between("length_decay", self.length_decay, 0, 1, closed=True)
+        keep(self, stages=whole("stages", self.stages, 1))
+        keep(self, total_steps=whole("total_steps", self.total_steps, self.stages))
+        keep(self, length_decay=between("length_decay", self.length_decay, 0, 1, closed=True))
         edges = (0, *self.borders(), self.total_steps)
         if any(start == end for start, end in pairwise(edges)):
             raise ArgumentError(
@@ -137,7 +137,7 @@ class StagedNoise(_InStages):
     length_decay: float = 0.9
 
     def __post_init__(self) -> None:
-        between("noise_decay", self.decay, 0, 1, closed=True)
+        keep(self, decay=between("noise_decay", self.decay, 0, 1, closed=True))
         self._check()
 
     @cached_property
@@ -165,7 +165,7 @@ class StepNoise(_EqualStages):
     decay: float = 0.9
 
     def __post_init__(self) -> None:
-        between("noise_decay", self.decay, 0, 1, closed=True)
+        keep(self, decay=between("noise_decay", self.decay, 0, 1, closed=True))
         self._check()
 
     def level(self, stage: int) -> float:
@@ -179,7 +179,7 @@ class LinearNoise(_EqualStages):
     final: float = 0.5
 
     def __post_init__(self) -> None:
-        positive("final_noise", self.final)
+        keep(self, final=positive("final_noise", self.final))
         self._check()
 
     def level(self, stage: int) -> float:
@@ -193,7 +193,7 @@ class ExponentialNoise(_EqualStages):
     rate: float = 0.1
 
     def __post_init__(self) -> None:
-        positive("rate", self.rate)
+        keep(self, rate=positive("rate", self.rate))
         self._check()
 
     def level(self, stage: int) -> float:
@@ -207,7 +207,7 @@ class TimeNoise(_EqualStages):
     rate: float = 0.1
 
     def __post_init__(self) -> None:
-        positive("rate", self.rate)
+        keep(self, rate=positive("rate", self.rate))
         self._check()
 
     def level(self, stage: int) -> float:

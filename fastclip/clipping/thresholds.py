@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fastclip.checks import between, positive, whole
+from fastclip.checks import between, keep, positive, whole
 from fastclip.clipping.policy import ThresholdPolicy, Thresholds, clamp, threshold
 from fastclip.clipping.schedules import Stages
 from fastclip.errors import ArgumentError, ArgumentTypeError
@@ -67,7 +67,7 @@ class StagedThreshold(ThresholdPolicy):
     moves = True
 
     def __post_init__(self) -> None:
-        between("threshold_decay", self.decay, 0, 1, closed=True)
+        keep(self, decay=between("threshold_decay", self.decay, 0, 1, closed=True))
         _ = self.plan  # refuses empty stages
 
     @cached_property
@@ -120,10 +120,10 @@ class Quantile(ThresholdPolicy):
     def __post_init__(self) -> None:
         if self.count_as not in ("below", "above"):
             raise ArgumentError(f"count_as expects 'below' or 'above', got {self.count_as!r}")
-        between("target_quantile", self.target, 0, 1)
-        positive("threshold_lr", self.learning_rate)
-        positive("tau", self.tau)
-        positive("count_noise_ratio", self.count_noise_ratio)
+        keep(self, target=between("target_quantile", self.target, 0, 1))
+        keep(self, learning_rate=positive("threshold_lr", self.learning_rate))
+        keep(self, tau=positive("tau", self.tau))
+        keep(self, count_noise_ratio=positive("count_noise_ratio", self.count_noise_ratio))
         if self.tau != 1 and self.count_as == "below":
             raise ArgumentError(
                 f"tau={self.tau} expects count_as='above': norms are counted below C itself"
@@ -134,7 +134,7 @@ class Quantile(ThresholdPolicy):
         if self.lower is not None and self.upper is not None and self.lower > self.upper:
             raise ArgumentError(f"lower={self.lower} expects at most upper={self.upper}")
         if self.num_groups is not None:
-            whole("num_groups", self.num_groups, 1)
+            keep(self, num_groups=whole("num_groups", self.num_groups, 1))
             if self.centred:
                 raise ArgumentError(
                     "centred=True expects a single count: counts of groups are one-hot, so that a "

@@ -19,6 +19,7 @@ from fastclip.accounting import (
     split,
 )
 from fastclip.accounting.__main__ import main
+from fastclip.accounting.truncation import TruncatedPoisson, encoded
 from fastclip.clipping.schedules import (
     ConstantNoise,
     ExponentialNoise,
@@ -118,6 +119,22 @@ def test_a_search_is_charged(
 
 
 @pytest.mark.filterwarnings("ignore:GDP accounting")
+def test_draws_that_are_cut(capsys: pytest.CaptureFixture) -> None:
+    """The cut's own price, by the one accountant that knows it; dearer than no cut."""
+    cut = ["--max-batch-size", "100", "--accountant", "pld"]
+    found = as_json(capsys, *SIGMA, *cut, "--attack", "0.01")
+    draws = TruncatedPoisson(RATE, 5000, 100)
+    assert found["epsilon"] == epsilon(history(ConstantNoise(), 2.0, draws, STEPS), DELTA, "pld")
+    assert found["sample_rate"] == encoded(draws)
+    uncut = as_json(capsys, *SIGMA, *cut[2:], "--attack", "0.01")
+    assert found["epsilon"] > 1.2 * uncut["epsilon"]
+    assert found["attack"]["mu"] > uncut["attack"]["mu"]
+    solved = as_json(capsys, "--epsilon", "1", *cut)
+    assert solved["stages"][0]["sigma"] == find_noise_multiplier(
+        target_epsilon=1, target_delta=DELTA, sample_rate=draws, steps=STEPS, accountant="pld"
+    )
+
+
 def test_the_table_shows_the_same_numbers(capsys: pytest.CaptureFixture) -> None:
     arguments = [*SIGMA, "--accountant", "gdp", "--count-noise-ratio", "10", "--trials", "8"]
     printed = as_json(capsys, *arguments)
@@ -175,6 +192,12 @@ def test_infinite_epsilon_is_not_json() -> None:
         (
             [*RUN, *SIGMA, "--trials", "5", "--eta", "1", "--trials-distribution", "poisson"],
             "--eta belongs",
+        ),
+        ([*RUN, *SIGMA, "--max-batch-size", "0"], "--max-batch-size expects"),
+        ([*RUN, *SIGMA, "--max-batch-size", "150"], "use accountant='pld'"),
+        (
+            [*RUN, *SIGMA, "--max-batch-size", "150", "--accountant", "pld", "--trials", "5"],
+            "omit --max-batch-size",
         ),
         (["--samples", "9", "--batch-size", "10", "--steps", "5", *SIGMA], "--batch-size expects"),
         (["--samples", "0", "--batch-size", "1", "--steps", "5", *SIGMA], "--samples expects"),

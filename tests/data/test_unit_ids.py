@@ -115,7 +115,7 @@ def test_columns_that_are_not_clear() -> None:
 def test_ids_that_can_be_read_once_only() -> None:
     """Plans are made before the draws are, from the same ids."""
     with pytest.raises(
-        ArgumentTypeError, match="one id for each row of the data set.*got generator"
+        ArgumentTypeError, match=r"one id for each row of the data set.*got generator"
     ):
         unit_numbers((row for row in range(5)), ROWS)
 
