@@ -14,6 +14,7 @@ from fastclip.accounting.forecast import forecast, table
 from fastclip.accounting.history import history
 from fastclip.accounting.picture import draw_attack
 from fastclip.accounting.trials import Poisson, Trials, TruncatedNegativeBinomial
+from fastclip.accounting.truncation import Rate, TruncatedPoisson
 from fastclip.clipping.checks import positive, whole
 from fastclip.clipping.schedules import (
     ConstantNoise,
@@ -53,6 +54,12 @@ def parser() -> argparse.ArgumentParser:
     add = command.add_argument
     add("--samples", type=int, required=True, metavar="N", help="size of the training set")
     add("--batch-size", type=int, required=True, metavar="B", help="expected logical batch size")
+    add(
+        "--max-batch-size",
+        type=int,
+        metavar="M",
+        help="most samples of a step: larger draws are cut at random (with --accountant pld)",
+    )
     length = command.add_mutually_exclusive_group(required=True)
     length.add_argument("--epochs", type=float, help="length as passes of 1 / q steps")
     length.add_argument("--steps", type=int, help="length in real steps")
@@ -115,7 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         batch = whole("--batch-size", given.batch_size, 1)
         if batch > samples:
             raise ArgumentError(f"--batch-size expects at most --samples = {samples}, got {batch}")
-        rate = batch / samples
+        rate: Rate = batch / samples
+        if given.max_batch_size is not None:
+            rate = TruncatedPoisson(batch / samples, samples, given.max_batch_size)
         steps = planned_steps(rate, given.epochs, given.steps)
         schedule = _schedule(given, steps)
         trials = _trials(given)
@@ -160,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         attack = best.as_json() if best else None
         print(json.dumps({**planned.as_json(), "attack": attack}, indent=2, allow_nan=False))
     else:
-        print(f"N = {samples}, B = {batch}, q = B / N = {rate:.6g}", end="")
+        print(f"N = {samples}, B = {batch}, q = B / N = {batch / samples:.6g}", end="")
         print(f" (Opacus' loader: 1 / {math.ceil(samples / batch)})\n")
         print(table(planned))
         if best:

@@ -12,6 +12,7 @@ from fastclip.accounting.hpo import TunedEpsilon, hpo_epsilon
 from fastclip.accounting.rdp import quiet_orders
 from fastclip.accounting.shares import NoiseLevels, split
 from fastclip.accounting.trials import Trials
+from fastclip.accounting.truncation import Rate, TruncatedPoisson, probability
 from fastclip.clipping.schedules import NoiseSchedule
 
 COLUMNS = ("rdp", "prv")
@@ -36,6 +37,8 @@ class Forecast:
     accountant: str
     stages: tuple[Stage, ...]
     tuned: TunedEpsilon | None
+    max_batch_size: int | None = None
+    """Most samples of a step, where larger draws are cut."""
 
     @property
     def epsilon(self) -> float:
@@ -46,6 +49,7 @@ class Forecast:
         """The forecast as plain values; an infinite epsilon is None."""
         return {
             "sample_rate": self.sample_rate,
+            "max_batch_size": self.max_batch_size,
             "steps": self.steps,
             "delta": self.delta,
             "accountant": self.accountant,
@@ -67,7 +71,7 @@ class Forecast:
 def forecast(
     schedule: NoiseSchedule,
     noise_multiplier: float,
-    sample_rate: float,
+    sample_rate: Rate,
     steps: int,
     delta: float,
     *,
@@ -80,7 +84,7 @@ def forecast(
     Args:
         schedule, noise_multiplier, sample_rate, steps: as in `history`.
         delta: in (0, 1).
-        accountant: whose epsilon is the total; "rdp" and "prv" are computed in any case.
+        accountant: whose epsilon is the total; "rdp" and "prv" are computed, too, unless draws are cut.
         count_noise_ratio: as in `split`.
         trials: number of runs of a hyperparameter search; None for a single run.
 
@@ -88,7 +92,8 @@ def forecast(
         ArgumentError: for a value out of range, or one that an accountant cannot handle.
     """
     entries = history(schedule, noise_multiplier, sample_rate, steps)
-    columns = dict.fromkeys((*COLUMNS, accountant))
+    most = sample_rate.max_batch_size if isinstance(sample_rate, TruncatedPoisson) else None
+    columns = dict.fromkeys((*COLUMNS, accountant) if most is None else (accountant,))
     stages = [
         Stage(
             entry[2],
@@ -98,7 +103,7 @@ def forecast(
         for end, entry in enumerate(entries)
     ]
     tuned = hpo_epsilon(entries, delta, trials) if trials else None
-    return Forecast(sample_rate, steps, delta, accountant, tuple(stages), tuned)
+    return Forecast(probability(sample_rate), steps, delta, accountant, tuple(stages), tuned, most)
 
 
 def table(planned: Forecast) -> str:
@@ -115,8 +120,11 @@ def table(planned: Forecast) -> str:
         for number, stage in enumerate(planned.stages, 1)
     ]
     lines = [*_aligned([head, *rows]), ""]
+    cut = planned.max_batch_size
     lines.append(
-        f"{planned.steps} steps at sample rate {planned.sample_rate:.6g}: "
+        f"{planned.steps} steps at sample rate {planned.sample_rate:.6g}"
+        + ("" if cut is None else f", of at most {cut} samples")
+        + ": "
         f"epsilon = {planned.epsilon:.4f} ({planned.accountant}) at delta = {planned.delta:.3g}"
     )
     if planned.tuned:

@@ -12,6 +12,7 @@ import pytest
 from fastclip.accounting import (
     Poisson,
     TruncatedNegativeBinomial,
+    TruncatedPoisson,
     epsilon,
     find_noise_multiplier,
     history,
@@ -200,3 +201,18 @@ def test_as_a_module(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPa
     assert caught.value.code == 0
     spent = json.loads(capsys.readouterr().out)["epsilon"]
     assert spent == epsilon([(2.0, RATE, STEPS)], 1 / (10 * 5000))
+
+
+def test_draws_that_are_cut(capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("dp_accounting")
+    cut = ["--max-batch-size", "110", "--accountant", "pld"]
+    printed = as_json(capsys, *SIGMA, *cut)
+    entries = [(2.0, TruncatedPoisson(RATE, 5000, 110), STEPS)]
+    assert printed["epsilon"] == epsilon(entries, printed["delta"], "pld")
+    assert printed["stages"][0]["epsilon"] == {"pld": printed["epsilon"]}
+    assert (printed["sample_rate"], printed["max_batch_size"]) == (RATE, 110)
+    assert main([*RUN, "--epsilon", "2", *cut, "--attack", "0.1"]) == 0
+    assert "of at most 110 samples" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*RUN, *SIGMA, "--max-batch-size", "110"])
+    assert "use accountant='pld'" in capsys.readouterr().err
