@@ -216,3 +216,16 @@ def test_draws_that_are_cut(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         main([*RUN, *SIGMA, "--max-batch-size", "110"])
     assert "use accountant='pld'" in capsys.readouterr().err
+
+
+def test_a_run_that_another_accountant_cannot_compose(capsys: pytest.CaptureFixture) -> None:
+    """PRV would need too large a mesh; "rdp" was asked for, and tells."""
+    little = ["--noise-multiplier", "1e-3", "--accountant", "rdp"]
+    printed = as_json(capsys, *little)
+    assert printed["epsilon"] == epsilon([(1e-3, RATE, STEPS)], printed["delta"], "rdp")
+    assert printed["stages"][0]["epsilon"]["prv"] is None
+    assert main([*RUN, *little]) == 0
+    assert capsys.readouterr().out.splitlines()[3].split()[-1] == "-"
+    with pytest.raises(SystemExit):
+        main([*RUN, "--noise-multiplier", "1e-3"])
+    assert "use more noise, or accountant='rdp'" in capsys.readouterr().err
