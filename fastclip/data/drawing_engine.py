@@ -14,7 +14,7 @@ from fastclip.data.plan import Plan, Request, plan_sampling, use_sampler
 from fastclip.data.recorded import Releases, Stated
 from fastclip.data.row_order import check_row_order
 from fastclip.data.samplers import check_order, draws_independently, set_steps
-from fastclip.data.sampling import check_secure, draw_securely
+from fastclip.data.sampling import check_secure, draw_exactly, draw_securely
 
 
 class DrawingEngine(AccountedEngine):
@@ -73,6 +73,8 @@ class DrawingEngine(AccountedEngine):
         else:
             if poisson_sampling:
                 set_steps(loader, len(data_loader))
+            else:
+                draw_exactly(loader)
             if self.secure_mode:
                 draw_securely(loader)
         self._drawn_by = plan.design
