@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from fastclip.accounting.history import epsilon
 from fastclip.backward.bookkeeping import BookKeeper
-from fastclip.checks import between
+from fastclip.checks import between, positive
 from fastclip.data.design import SamplingDesign
 from fastclip.data.recorded import Releases, planned_history
 from fastclip.errors import ArgumentError, StepError
@@ -79,7 +79,7 @@ class InspectedEngine(OpacusModes):
         )
         return plan.design
 
-    def row_epsilon(self, delta: float, rate: float) -> float:
+    def row_epsilon(self, delta: float, rate: float | Tensor) -> float:
         """Epsilon, so far, for a row of the last model made private that is drawn with its own rate.
 
         Formal guarantee: as of `get_epsilon`, for neighbours that differ in this row. Steps of other
@@ -152,14 +152,15 @@ class InspectedEngine(OpacusModes):
         run = self._runs[-1]
         design, state, accountant = run.design, run.keeper.clipping, self.accountant.mechanism()
         delta = run.delta if delta is None else between("delta", delta, 0, 1)
-        epochs = run.epochs if epochs is None else epochs
+        epochs = run.epochs if epochs is None else positive("epochs", epochs)
         schedule, planned = state.strategy.noise, []
+        hidden = self._stated.hides_size(design)
         if epochs is not None:
             planned = planned_history(design, schedule, state.first_multiplier, epochs)
         return Mechanism(
-            unit=design.unit, neighbours=neighbours(design), sampler=design.sampler,
+            unit=design.unit, neighbours=neighbours(design, hidden), sampler=design.sampler,
             sample_rate=design.rate, sampled_independently=design.poisson,
-            public_size=design.public, units=None if design.public else design.units,
+            public_size=design.public, units=None if hidden else design.units,
             expected_batch_size=design.expected_batch_size, max_batch_size=design.max_batch_size,
             max_rows_per_unit=design.max_rows_per_unit, clipping=state.strategy.kind,
             sensitivity=float(run.optimizer.sensitivity), noise=run.optimizer.noise_levels,
@@ -168,7 +169,7 @@ class InspectedEngine(OpacusModes):
             epsilon=None if delta is None else self.get_epsilon(delta),
             planned_epsilon=epsilon(planned, delta, accountant) if delta and planned else None,
             secure=_DRAWN if self.secure_mode else (), insecure=() if self.secure_mode else _DRAWN,
-            trusted=trusted(design),
+            trusted=trusted(design, hidden),
         )  # fmt: skip
 
     def set_groups(self, ids: Tensor, module: nn.Module | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from fastclip.accounting import NoiseLevels
 from fastclip.accounting.segments import Entry
 from fastclip.accounting.truncation import encoded
-from fastclip.data.design import SHUFFLED, SamplingDesign
+from fastclip.data.design import GIVEN_ORDER, STREAM, SamplingDesign
 
 _GUARANTEE = {
     "added": "data sets that differ in one {unit}, added or removed",
@@ -39,7 +39,7 @@ class Mechanism:
     public_size: bool
     """q and B were given, so that neither depends on the number of units."""
     units: int | None
-    """N, how many may be drawn, where q and B follow from it; None where it is to be kept secret."""
+    """N, how many may be drawn; None where nothing depends on it, so that it stays secret."""
     expected_batch_size: float
     """B, the public divisor of the noisy sums."""
     max_batch_size: int | None
@@ -117,28 +117,39 @@ def _plain(entry: Entry) -> list[Any]:
     return [sigma, encoded(rate), steps]
 
 
-def neighbours(design: SamplingDesign) -> str:
+def neighbours(design: SamplingDesign, size_is_secret: bool) -> str:
     """Who the data sets are between which nobody can tell, in words."""
-    known = design.public and design.poisson and design.max_batch_size is None
-    return _GUARANTEE["added" if known else "zeroed"].format(unit=design.unit)
+    return _GUARANTEE["added" if size_is_secret else "zeroed"].format(unit=design.unit)
 
 
-def trusted(design: SamplingDesign) -> tuple[str, ...]:
+def trusted(design: SamplingDesign, size_is_secret: bool) -> tuple[str, ...]:
     """What the guarantee takes on faith, in words."""
     found = [
-        "the training loop uses each batch of the returned loader for nothing but its backward pass, "
-        "and what it reports (losses, metrics) is not released",
+        "the training loop takes a step for every batch of the returned loader, an empty one too, uses "
+        "it for nothing but its backward pass, and what it reports (losses, metrics) is not released",
         "hyperparameters were not chosen by looking at private data (fastclip.accounting.hpo_epsilon "
         "accounts for a search)",
     ]
-    if not design.public:
-        found.insert(0, f"N = {design.units}, from which q and B follow, is public knowledge")
+    if not size_is_secret:
+        why = "from which q and B follow"
+        if design.public:
+            why = "which other steps of epsilon tell"
+        if design.public and design.max_batch_size is not None:
+            why = "on which the price of cut draws depends"
+        found.insert(0, f"N = {design.units}, {why}, is public knowledge")
     if design.unit == "unit":
         found.append(
             "unit_ids says of every row whose it is, and a unit's rows follow from it alone"
         )
-    if design.sampler == SHUFFLED:
-        found.append("the order of rows does not depend on their values")
+    if design.rates is not None:
+        whose = "depends on no other row" if design.public else "is public, as the weights are"
+        found.append(f"the rate at which a row is drawn {whose}")
+    if design.sampler == GIVEN_ORDER:
+        found.append("the order of rows, which is not drawn here, does not depend on their values")
+    if design.sampler == STREAM:
+        found.append(
+            "a row is in a step at most once, and which rows come does not depend on their values"
+        )
     return tuple(found)
 
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import norm
 
-from fastclip.accounting.history import epsilon, open_accountant
+from fastclip.accounting.history import checked, epsilon, open_accountant
 from fastclip.accounting.pld import above_rounding, loss_distribution, rounding
 from fastclip.accounting.rdp import ORDERS, run_rdp, to_epsilon
-from fastclip.accounting.segments import History, runs
+from fastclip.accounting.segments import History
 from fastclip.checks import between
 from fastclip.errors import ArgumentError
 
@@ -157,7 +157,7 @@ def strongest_attack(
         )
     if accountant not in ("pld", "rdp"):
         open_accountant(accountant)  # refuses a name that it does not know
-    bound = TradeOff(_curve(runs(history), delta, accountant))
+    bound = TradeOff(_curve(checked(history), delta, accountant))
     rates = {rate: float(bound(rate)) for rate in asked}
     corners = np.array([0.0, *bound.corners()])
     advantage = float((bound(corners) - corners).max(initial=0.0))

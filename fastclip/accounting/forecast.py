@@ -20,6 +20,7 @@ from fastclip.accounting.truncation import (
     refuse_truncated,
 )
 from fastclip.clipping.schedules import NoiseSchedule
+from fastclip.errors import ArgumentError
 
 COLUMNS = ("rdp", "prv")
 
@@ -87,8 +88,8 @@ def forecast(
     Args:
         schedule, noise_multiplier, sample_rate, steps: as in `history`.
         delta: in (0, 1).
-        accountant: whose epsilon is the total; "rdp" and "prv", too, are computed where they know
-            what the draws cost.
+        accountant: whose epsilon is the total; "rdp" and "prv" are computed, too, where they can
+            compose the run (else NaN), unless draws are cut.
         count_noise_ratio: as in `split`.
         trials: number of runs of a hyperparameter search; None for a single run.
 
@@ -103,7 +104,10 @@ def forecast(
         Stage(
             entry[2],
             split(entry[0], count_noise_ratio),
-            {name: _spent(entries[: end + 1], delta, name) for name in columns},
+            {
+                name: _spent(entries[: end + 1], delta, name, asked=name == accountant)
+                for name in columns
+            },
         )
         for end, entry in enumerate(entries)
     ]
@@ -137,9 +141,15 @@ def table(planned: Forecast) -> str:
     return "\n".join(lines)
 
 
-def _spent(entries: Sequence[Entry], delta: float, accountant: str) -> float:
+def _spent(entries: Sequence[Entry], delta: float, accountant: str, *, asked: bool) -> float:
+    """Epsilon; NaN where an accountant that was not asked for cannot compose the run."""
     with quiet_orders():
-        return epsilon(entries, delta, accountant)
+        try:
+            return epsilon(entries, delta, accountant)
+        except ArgumentError:
+            if asked:
+                raise
+            return math.nan
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:
@@ -151,7 +161,7 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 
 
 def _decimal(number: float | None) -> str:
-    return "-" if number is None else f"{number:.4f}"
+    return "-" if number is None or math.isnan(number) else f"{number:.4f}"
 
 
 def _finite(number: float) -> float | None:

@@ -79,14 +79,14 @@ def epsilon(history: History, delta: float, accountant: str = "prv", **options: 
             numerics.
     """
     book = open_accountant(accountant)
-    book.history = runs(history)
+    book.history = checked(history)
     return spent(book, delta, **options)
 
 
 def spent(book: IAccountant, delta: float, **options: Any) -> float:
     """Epsilon of what an accountant has recorded; guarantee, arguments and errors as of `epsilon`."""
     delta = between("delta", delta, 0, 1)
-    accountant, entries = book.mechanism(), runs(book.history)
+    accountant, entries = book.mechanism(), checked(book.history)
     if not entries:
         return 0.0
     refuse_truncated(entries, accountant)
@@ -110,6 +110,20 @@ def spent(book: IAccountant, delta: float, **options: Any) -> float:
     if math.isnan(found) or (accountant == "prv" and math.isinf(found)):
         raise _numerics(accountant, entries, "found no number")
     return max(found, 0.0)  # PRV goes below 0 where delta alone already covers the run
+
+
+def checked(history: History) -> list[Entry]:
+    """Entries in Python's own numbers, adjacent equal ones merged, those of no step left out.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: for an entry of no Gaussian mechanism: a multiplier that is
+            negative or not finite, a rate outside (0, 1], a negative number of steps.
+    """
+    entries = (
+        (multiplier("noise_multiplier", sigma), checked_rate(rate), whole("steps", steps, 0))
+        for sigma, rate, steps in history
+    )
+    return runs(entry for entry in entries if entry[2])
 
 
 def open_accountant(name: str) -> IAccountant:

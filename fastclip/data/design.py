@@ -70,6 +70,11 @@ class SamplingDesign:
     """Drawn from cryptographic randomness."""
 
     @property
+    def size_is_secret(self) -> bool:
+        """Nothing depends on N: q and B were given, and no draw is cut, whose price does."""
+        return self.public and self.max_batch_size is None
+
+    @property
     def poisson(self) -> bool:
         """Units are drawn independently, so that amplification by sampling holds."""
         return self.sampler in (POISSON, TRUNCATED)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from opacus.accountants import IAccountant
 from opacus.optimizers import DPOptimizer
+from torch import Tensor
 
 from fastclip.accounting.segments import Entry, runs
 from fastclip.accounting.truncation import Rate, TruncatedPoisson
@@ -37,6 +40,9 @@ def planned_history(
         (sigma, q, steps) in order, as `Releases` records it.
     """
     stages = schedule.runs(design.steps_in(epochs))
+    if design.poisson:  # of which there may be many
+        rate = accounted_rate(design)
+        return runs((noise_multiplier * factor, rate, length) for factor, length in stages)
     return records(design, [noise_multiplier * f for f, length in stages for _ in range(length)])
 
 
@@ -78,6 +84,41 @@ class AsPlanned:
         return [(factor, count) for factor, _, count in entries]
 
 
+class Stated:
+    """Whom the steps that one engine has recorded protect: its one epsilon is of all of them."""
+
+    def __init__(self) -> None:
+        self._units: set[str] = set()
+        self._size_is_secret = True
+
+    def check(self, design: SamplingDesign) -> None:
+        """Refuse steps that protect another unit than those before.
+
+        Raises:
+            StepError: epsilon would be stated for rows and for units at once.
+        """
+        for unit in self._units - {design.unit}:
+            raise StepError(
+                f"this engine has recorded steps that protect single {unit}s, and these protect single "
+                f"{design.unit}s, so that one epsilon would hold for neither; use an engine of its own "
+                "for each, FastPrivacyEngine(), and state both epsilons"
+            )
+
+    def add(self, design: SamplingDesign) -> None:
+        """A step of this design is about to be recorded.
+
+        Raises:
+            StepError: as `check`.
+        """
+        self.check(design)
+        self._units.add(design.unit)
+        self._size_is_secret &= design.size_is_secret
+
+    def hides_size(self, design: SamplingDesign) -> bool:
+        """Whether N stays secret in the steps so far and in those of this design."""
+        return self._size_is_secret and design.size_is_secret
+
+
 class Releases:
     """Records each real step of one model, as its rows were drawn.
 
@@ -89,12 +130,15 @@ class Releases:
 
     Args:
         design: how rows are drawn. draws: of the loader. accountant: who records, when a step is taken.
+        stated: whom the engine's other steps protect.
     """
 
     def __init__(
-        self, design: SamplingDesign, draws: Draws, accountant: Callable[[], IAccountant]
-    ) -> None:
+        self, design: SamplingDesign, draws: Draws, accountant: Callable[[], IAccountant],
+        stated: Stated | None = None,
+    ) -> None:  # fmt: skip
         self.design, self._draws, self._accountant = design, draws, accountant
+        self._stated = stated or Stated()
         self._rate: Any = accounted_rate(design)
         self._taken: Counter[float] = Counter()
         """Steps of one Poisson draw each, by their noise multiplier."""
@@ -103,7 +147,8 @@ class Releases:
         """A step is about to be released.
 
         Raises:
-            StepError: it joins more batches than one pass has.
+            StepError: it joins more batches than one pass has, or protects another unit than the steps
+                of the engine before.
         """
         joined = optimizer.accumulated_iterations
         if joined > self.design.steps:
@@ -111,6 +156,7 @@ class Releases:
                 f"this step joins {joined} batches, more than the {self.design.steps} of one pass "
                 "over the data, so rows are in it twice; call optimizer.step() more often"
             )
+        self._stated.add(self.design)
         accountant = self._accountant()
         if self.design.poisson:
             accountant.get_optimizer_hook_fn(sample_rate=self._rate)(optimizer)
@@ -125,7 +171,7 @@ class Releases:
                 accountant.step(noise_multiplier=sigma, sample_rate=1.0)
                 each.recorded = sigma
 
-    def at_rate(self, history: Sequence[Entry], rate: float) -> list[Entry]:
+    def at_rate(self, history: Sequence[Entry], rate: Any) -> list[Entry]:
         """What a whole history is for a row that the steps taken here have drawn with another rate.
 
         Args:
@@ -139,7 +185,9 @@ class Releases:
                 "a rate of its own is known for rows that are drawn by Poisson sampling without "
                 f"max_batch_size, and these are drawn as {self.design.sampler}"
             )
-        if not 0 < rate <= self.design.rate:
+        value = rate.item() if isinstance(rate, Tensor) and rate.numel() == 1 else rate
+        number = float(value) if isinstance(value, Real) else math.nan
+        if not 0 < number <= self.design.rate:
             raise ArgumentError(
                 f"rate expects one of this loader's rows, above 0 and at most {self.design.rate:.6g}, "
                 f"got {rate!r}"
@@ -149,5 +197,5 @@ class Releases:
         for sigma, q, steps in history:
             own = min(steps, left[sigma]) if q == self.design.rate else 0
             left[sigma] -= own
-            found += [(sigma, rate, own)] * bool(own) + [(sigma, q, steps - own)] * (own < steps)
+            found += [(sigma, number, own)] * bool(own) + [(sigma, q, steps - own)] * (own < steps)
         return runs(found)

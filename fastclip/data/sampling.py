@@ -203,6 +203,13 @@ _SECURE: dict[type, type] = {
 _SECURE[UniformWithReplacementSampler] = PoissonSampler
 
 
+def draw_exactly(loader: DataLoader) -> None:
+    """Make Opacus' own Poisson sampler draw with its rate, which its float32 numbers round up."""
+    sampler: Any = loader.batch_sampler
+    if type(sampler) is UniformWithReplacementSampler:
+        sampler.__class__ = PoissonSampler
+
+
 def draw_securely(loader: DataLoader) -> None:
     """Make the samplers of `loader` draw from cryptographic randomness; they keep their types.
 

@@ -12,6 +12,7 @@ import pytest
 from fastclip.accounting import (
     Poisson,
     TruncatedNegativeBinomial,
+    TruncatedPoisson,
     epsilon,
     find_noise_multiplier,
     history,
@@ -19,7 +20,7 @@ from fastclip.accounting import (
     split,
 )
 from fastclip.accounting.__main__ import main
-from fastclip.accounting.truncation import TruncatedPoisson, encoded
+from fastclip.accounting.truncation import encoded
 from fastclip.clipping.schedules import (
     ConstantNoise,
     ExponentialNoise,
@@ -121,6 +122,7 @@ def test_a_search_is_charged(
 @pytest.mark.filterwarnings("ignore:GDP accounting")
 def test_draws_that_are_cut(capsys: pytest.CaptureFixture) -> None:
     """The cut's own price, by the one accountant that knows it; dearer than no cut."""
+    pytest.importorskip("dp_accounting")
     cut = ["--max-batch-size", "100", "--accountant", "pld"]
     found = as_json(capsys, *SIGMA, *cut, "--attack", "0.01")
     draws = TruncatedPoisson(RATE, 5000, 100)
@@ -223,3 +225,16 @@ def test_as_a_module(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPa
     assert caught.value.code == 0
     spent = json.loads(capsys.readouterr().out)["epsilon"]
     assert spent == epsilon([(2.0, RATE, STEPS)], 1 / (10 * 5000))
+
+
+def test_a_run_that_another_accountant_cannot_compose(capsys: pytest.CaptureFixture) -> None:
+    """PRV would need too large a mesh; "rdp" was asked for, and tells."""
+    little = ["--noise-multiplier", "1e-3", "--accountant", "rdp"]
+    printed = as_json(capsys, *little)
+    assert printed["epsilon"] == epsilon([(1e-3, RATE, STEPS)], printed["delta"], "rdp")
+    assert printed["stages"][0]["epsilon"]["prv"] is None
+    assert main([*RUN, *little]) == 0
+    assert capsys.readouterr().out.splitlines()[3].split()[-1] == "-"
+    with pytest.raises(SystemExit):
+        main([*RUN, "--noise-multiplier", "1e-3"])
+    assert "use more noise, or accountant='rdp'" in capsys.readouterr().err

@@ -134,6 +134,11 @@ def test_prv_beyond_its_memory() -> None:
         (lambda: history(ConstantNoise(), 1.0, 1.1, 1), ArgumentError),
         (lambda: history(ConstantNoise(), 1.0, 0.1, -1), ArgumentError),
         (lambda: history(ConstantNoise(), 1.0, 0.1, 1.5), ArgumentTypeError),
+        (lambda: epsilon([(-1.0, 0.1, 1)], DELTA), ArgumentError),
+        (lambda: epsilon([(math.nan, 0.1, 1)], DELTA), ArgumentError),
+        (lambda: epsilon([(1.0, 0.1, 5), (2.0, 0.1, -5)], DELTA), ArgumentError),
+        (lambda: epsilon([(1.0, 1.1, 1)], DELTA, "gdp"), ArgumentError),
+        (lambda: epsilon([("1", 0.1, 1)], DELTA), ArgumentTypeError),
     ],
 )
 def test_refused(call: Any, error: type[Exception]) -> None:

@@ -83,7 +83,8 @@ def test_epsilon_of_a_row_by_its_own_rate() -> None:
     assert engine.row_epsilon(1e-3, 0.5) == engine.get_epsilon(1e-3)
     mixed = epsilon([(1.0, 0.5, 2), (1.0, 0.25, 4)], 1e-3)  # only the last model's at its own
     assert engine.row_epsilon(1e-3, 0.25) == pytest.approx(mixed, abs=1e-6)
-    for rate in (0.0, 0.6, math.nan):
+    assert engine.row_epsilon(1e-3, rates[-1]) == engine.row_epsilon(1e-3, 0.25)
+    for rate in (0.0, 0.6, math.nan, "0.25", rates):
         with refused("one of this loader's rows"):
             engine.row_epsilon(1e-3, rate)
 
@@ -146,3 +147,19 @@ def test_noise_found_for_a_shuffled_loader_keeps_its_budget(epochs: int) -> None
     train(made, passes=epochs)
     assert 3.9 <= engine.get_epsilon(1e-5) <= 4.0
     assert engine.mechanism().planned_epsilon == pytest.approx(engine.get_epsilon(1e-5))
+
+
+def test_a_poisson_loader_of_opacus_draws_with_the_rate_that_is_accounted() -> None:
+    """Opacus' own sampler compares float32 numbers, multiples of 2^-24: it would draw at 2^-24 here."""
+    rows, rate = 10**6, 0.05 * 2**-24
+    sampler = UniformWithReplacementSampler(num_samples=rows, sample_rate=rate, steps=800)
+    engine, model = FastPrivacyEngine(), nn.Linear(D, 1)
+    *_, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.ones(rows, D)), batch_sampler=sampler),
+        noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=False,
+    )  # fmt: skip
+    assert engine.sampling.rate == rate
+    torch.manual_seed(0)
+    drawn = sum(len(rows) for rows in loader.batch_sampler)
+    assert drawn <= 12  # 2.4 are expected, and 48 at 2^-24

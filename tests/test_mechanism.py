@@ -1,0 +1,131 @@
+"""What engine.mechanism() says: of whom, and on whose word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from fastclip import FastPrivacyEngine
+from fastclip.errors import StepError
+from tests.refusal import refused
+
+N, D = 12, 3
+PUBLIC = {"sample_rate": 0.25, "expected_batch_size": 3.0}
+UNITS = {**PUBLIC, "unit_ids": [row // 3 for row in range(N)]}
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from torch.ones(N, D)
+
+    def __len__(self) -> int:
+        return N
+
+
+def private(engine: FastPrivacyEngine, loader: DataLoader | None = None, **options: Any) -> tuple:
+    model = nn.Linear(D, 1)
+    return engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=loader or DataLoader(TensorDataset(torch.ones(N, D)), batch_size=4),
+        noise_multiplier=1.0, max_grad_norm=1.0, **options,
+    )  # fmt: skip
+
+
+def train(made: tuple) -> None:
+    model, optimizer, loader = made
+    for (x,) in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("before", "after"), [({}, UNITS), (UNITS, {})], ids=["rows", "units"])
+def test_rows_and_units_have_no_epsilon_in_common(before: dict, after: dict) -> None:
+    engine = FastPrivacyEngine()
+    train(private(engine, **before))
+    taken = list(engine.accountant.history)
+    with refused("an engine of its own", StepError):
+        private(engine, **after)
+    assert engine.accountant.history == taken
+
+
+@pytest.mark.parametrize("mode", ["fast", "hooks"])
+def test_steps_that_protect_another_unit_are_refused(mode: str) -> None:
+    """Both models were made private before the first step of either."""
+    engine = FastPrivacyEngine()
+    rows, units = private(engine, grad_sample_mode=mode), private(engine, **UNITS)
+    train(units)
+    taken = list(engine.accountant.history)
+    with refused("an engine of its own", StepError):
+        train(rows)
+    assert engine.accountant.history == taken
+
+
+def test_a_run_of_a_public_size_beside_one_whose_size_shows() -> None:
+    engine = FastPrivacyEngine()
+    train(private(engine))
+    private(engine, **PUBLIC)
+    found = engine.mechanism()
+    assert "zero-out" in found.neighbours
+    assert found.units == N
+    assert any("N = 12, which other steps of epsilon tell" in line for line in found.trusted)
+    assert FastPrivacyEngine().accountant.history == []  # and another engine starts anew
+
+
+def test_cut_draws_tell_the_number_of_rows() -> None:
+    pytest.importorskip("dp_accounting")
+    engine = FastPrivacyEngine(accountant="pld")
+    private(engine, max_batch_size=4, **PUBLIC)
+    found = engine.mechanism()
+    assert found.public_size
+    assert found.units == N
+    assert "N = 12, on which the price of cut draws depends, is public knowledge" in found.trusted
+
+
+WEIGHTED = WeightedRandomSampler([1.0] * 6 + [0.5] * 6, N)
+ROWS = TensorDataset(torch.ones(N, D))
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "line"),
+    [
+        (DataLoader(ROWS, 4, shuffle=True), {"poisson_sampling": False}, None),
+        (DataLoader(ROWS, 4), {"poisson_sampling": False}, "the order of rows"),
+        (
+            DataLoader(ROWS, 4, sampler=list(range(N))),
+            {"poisson_sampling": False},
+            "the order of rows",
+        ),
+        (DataLoader(Stream(), 4), {"poisson_sampling": False}, "a row is in a step at most once"),
+        (DataLoader(ROWS, 4), {}, None),
+        (DataLoader(ROWS, 4, sampler=WEIGHTED), {}, "is public, as the weights are"),
+        (DataLoader(ROWS, 4, sampler=WEIGHTED), PUBLIC, "depends on no other row"),
+    ],
+)
+def test_what_is_trusted_of_the_draws(loader: DataLoader, options: dict, line: str | None) -> None:
+    """An order that is drawn here needs no trust; one that the user's sampler makes does."""
+    engine = FastPrivacyEngine()
+    private(engine, loader, **options)
+    told = ("order of rows", "at most once", "the rate at which a row")
+    of_draws = [t for t in engine.mechanism().trusted if any(part in t for part in told)]
+    assert len(of_draws) == (line is not None)
+    assert line is None or line in of_draws[0]
+
+
+@pytest.mark.parametrize("epochs", [0, -1.0, float("nan"), float("inf")])
+def test_a_length_that_is_none(epochs: float) -> None:
+    engine = FastPrivacyEngine()
+    private(engine)
+    with refused("epochs expects a positive"):
+        engine.mechanism(epochs=epochs)
+
+
+def test_a_plan_of_many_steps() -> None:
+    """Billions of steps of one kind are one entry."""
+    engine = FastPrivacyEngine()
+    private(engine)
+    assert engine.mechanism(epochs=1e9).planned == ((1.0, 1 / 3, 3 * 10**9),)
