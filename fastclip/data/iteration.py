@@ -28,6 +28,8 @@ class Iteration:
     over: bool = False
     """The sampler has no more draws."""
     drawn: int = 0
+    used: bool = False
+    """A batch of it has contributed."""
     recorded: float = float("inf")
     """Least noise multiplier at which steps of this pass were accounted."""
     newest: PhysicalBatch | None = None
@@ -38,6 +40,13 @@ class Iteration:
         if who is not None:
             self.handed = _handed_out(who)
         return self.handed
+
+    def end_of(self, who: Any) -> None:
+        """`who` begins another pass: worker processes that stay count from 0 again."""
+        if who is not None and self.reader is not None and self.reader() is who:
+            self.reader = self.kept = None
+            if self.over:
+                self.handed = float("inf")
 
 
 @dataclass(eq=False)

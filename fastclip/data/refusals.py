@@ -25,6 +25,19 @@ UNDRAWN = (
     "Iterate over the returned loader and use each of its batches once; wrap passes that must not "
     "train in engine.paused()"
 )
+HALVES = (
+    "the calls of the model under one loss were given {rows} rows for {drawn} that the data loader "
+    "drew, and rows of several calls are credited as the same samples: pass every call the whole batch, "
+    "its rows in the same order (BatchMemoryManager splits large batches; leave out rows in the data "
+    "set, not in collate_fn)"
+)
+TOO_MANY = (
+    "expected at most {left} samples in this backward pass, for the data loader drew {drawn} rows "
+    "({used} of them have contributed to this step), got {rows}: a row of the data set must stay one "
+    "row of the batch, for each is clipped as one. Use each batch once, and let neither the data set "
+    "nor collate_fn make several rows of one (average the losses of its views inside the model's row "
+    "instead)"
+)
 UNCLEAR = (
     "several batches have been drawn ahead, one of them is empty (rand_on_empty=True puts a placeholder "
     "row in its place), and it cannot be told whether that row is the one of this backward pass; draw "
