@@ -44,9 +44,9 @@ UNCLEAR = (
     "the next batch after the step, or set rand_on_empty=False"
 )
 UNCLEAR_UNITS = (
-    "several batches of as many rows have been drawn and not used, and it cannot be told which of them "
-    "this backward pass trains on, so neither whose its rows are: use every batch, and draw the "
-    "next one after the step (neither prefetch nor skip; iterate over the returned loader itself)"
+    "several batches have been drawn and not used, and it cannot be told which of them this backward "
+    "pass trains on, so neither whose its rows are: use every batch, and draw the next one after the "
+    "step (neither prefetch, keep nor skip; iterate over the returned loader itself)"
 )
 UNKNOWN_CUT = (
     "a sampler around the data loader's has split a draw of units, and it is not known where, so that "

@@ -6,7 +6,7 @@ a physical batch and no others: of fewer it is not known which were left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -58,7 +58,7 @@ class PassedOver:
 
 
 def unit_rows(
-    batch: PhysicalBatch, out: Iterable[PhysicalBatch], rows: int, most: int | None, *, again: bool
+    batch: PhysicalBatch, out: Sequence[PhysicalBatch], rows: int, most: int | None, *, again: bool
 ) -> UnitRows:
     """Whose the `rows` rows of a backward pass over `batch` are.
 
@@ -75,6 +75,10 @@ def unit_rows(
     units = batch.draw.units
     assert units is not None
     if not batch.draw.size:  # a placeholder, which contributes nothing
+        if rows > 1 and any(
+            other.draw.size for other in out
+        ):  # or another batch, which would be lost
+            raise StepError(UNCLEAR_UNITS)
         return UnitRows(torch.zeros(rows, dtype=torch.int64, device="cpu"), 0, 0, units.reduction)
     part = _next_part(batch, most)
     owners = units.rows_of(part)
