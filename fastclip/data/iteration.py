@@ -11,7 +11,9 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from fastclip._torch import NEXT_INDEX, RECEIVED, SENT, YIELDED, LoaderIterator
+from opacus.utils.batch_memory_manager import BatchSplittingSampler
+
+from fastclip._torch import INDEX_SAMPLER, NEXT_INDEX, RECEIVED, SENT, YIELDED, LoaderIterator
 from fastclip.data.units import UnitBatch
 
 
@@ -97,6 +99,23 @@ def reading() -> Any:
             if isinstance(who, LoaderIterator):
                 return who
         frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def sampler_between(who: Any) -> str | None:
+    """The name of a sampler of the user's own around the one that draws; None where there is none.
+
+    Args:
+        who: the iterator of a DataLoader.
+    """
+    sampler: Any = getattr(who, INDEX_SAMPLER, None)
+    while sampler is not None and not hasattr(type(sampler), "unwatched"):
+        if isinstance(sampler, BatchSplittingSampler):
+            sampler = sampler.sampler
+        elif type(sampler).__module__.startswith("accelerate."):  # which skips whole draws
+            sampler = getattr(sampler, "batch_sampler", None)
+        else:
+            return type(sampler).__name__
     return None
 
 

@@ -25,6 +25,11 @@ UNDRAWN = (
     "Iterate over the returned loader and use each of its batches once; wrap passes that must not "
     "train in engine.paused()"
 )
+REORDERED = (
+    "the rows of a draw come through a {name} around the sampler of the data loader that make_private "
+    "returned, and a row's place in its draw says whose it is (unit_ids): iterate over that loader "
+    "itself (BatchMemoryManager and Accelerate may be around it)"
+)
 HALVES = (
     "the calls of the model under one loss were given {rows} rows for {drawn} that the data loader "
     "drew, and rows of several calls are credited as the same samples: pass every call the whole batch, "
