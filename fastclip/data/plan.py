@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -54,6 +55,12 @@ class Request:
     unit_ids: Any = None
     max_rows_per_unit: int | None = None
     unit_reduction: str = "mean"
+
+    def __post_init__(self) -> None:
+        for name in ("sample_rate", "expected_batch_size", "max_batch_size", "max_rows_per_unit"):
+            value = getattr(self, name)
+            if isinstance(value, np.number):
+                object.__setattr__(self, name, value.item())
 
     def check(self, poisson_sampling: bool) -> None:
         """Refuse values out of range, and what only Poisson sampling can give."""

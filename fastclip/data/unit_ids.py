@@ -37,7 +37,7 @@ def unit_numbers(unit_ids: Any, dataset: Any) -> Tensor:
 
 
 def _listed(ids: Any) -> list[Any]:
-    if isinstance(ids, (bytes, dict, set, frozenset)):
+    if isinstance(ids, (bytes, dict, set, frozenset, Iterator)):  # the last read once
         raise ArgumentTypeError(
             f"{_EACH} (a tensor, list, array, or the name of a column), got {type(ids).__name__}"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from opacus.data_loader import DPDataLoader
@@ -111,6 +112,18 @@ def test_values_of_other_types(name: str) -> None:
     for value in ("4", True, torch.tensor(4)):
         with pytest.raises(ArgumentTypeError, match=f"{name} expects"):
             design(DataLoader(rows(), 4), **{name: value})
+
+
+def test_numbers_of_numpy() -> None:
+    """As they come of what a user computes, such as a quantile."""
+    asked = {
+        "sample_rate": np.float32(0.25), "expected_batch_size": np.int64(3),
+        "max_batch_size": np.int32(5), "max_rows_per_unit": np.int64(2), "unit_ids": [0] * N,
+    }  # fmt: skip
+    found = design(DataLoader(rows(), 4), **asked)
+    told = (found.rate, found.expected_batch_size, found.max_batch_size, found.max_rows_per_unit)
+    assert told == (0.25, 3, 5, 2)
+    assert [type(number) for number in told] == [float, int, int, int]
 
 
 @pytest.mark.parametrize("name", ["sample_rate", "max_batch_size", "unit_ids"])

@@ -174,7 +174,16 @@ def test_pandas_missing_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "ids", [[[1], [2], [1], [2], [1]], [object() for _ in range(5)], [{1}] * 5, 5, {1: 2}, b"abcde"]
+    "ids",
+    [
+        [[1], [2], [1], [2], [1]],
+        [object() for _ in range(5)],
+        [{1}] * 5,
+        5,
+        {1: 2},
+        b"abcde",
+        map(str, range(5)),
+    ],
 )
 def test_ids_that_cannot_be_compared(ids: Any) -> None:
     """Objects are equal to themselves alone: each row would be a unit of its own."""
