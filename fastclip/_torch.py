@@ -178,6 +178,8 @@ SENT, RECEIVED = "_send_idx", "_rcvd_idx"
 """With workers: places of the next batch to be drawn, and of the next to be handed out."""
 YIELDED = "_num_yielded"
 """Batches that were handed out."""
+INDEX_SAMPLER = "_index_sampler"
+"""The batch sampler that it asks."""
 
 # Opacus
 

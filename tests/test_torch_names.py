@@ -291,8 +291,10 @@ def test_iterators_of_loaders(workers: int) -> None:
                     Rows.asking = sys._getframe(1).f_code.co_name
                 yield [i]
 
-    reader = iter(DataLoader(range(4), batch_sampler=Rows(), num_workers=workers))
+    rows: Any = Rows()
+    reader = iter(DataLoader(range(4), batch_sampler=rows, num_workers=workers))
     assert isinstance(reader, _torch.LoaderIterator)
+    assert getattr(reader, _torch.INDEX_SAMPLER) is rows
     next(reader)
     next(reader)
     assert Rows.asking == _torch.NEXT_INDEX

@@ -38,6 +38,8 @@ class LogicalBatch:
         self.draws: Draws | None = None
         """Of the data loader; None where there is none."""
         self._found: PhysicalBatch | None = None
+        self._begun: PhysicalBatch | None = None
+        """The batch by whose units the pass under way clips; a loader in another thread draws on."""
         self.next_units: UnitRows | None = None
         """Which rows of the next pass are clipped as one; it is used up by that pass."""
 
@@ -136,7 +138,9 @@ class LogicalBatch:
         Raises:
             StepError, BatchSizeError: the data loader did not draw them.
         """
-        self._found = None if self.draws is None else self.draws.find(rows)
+        self._found, self._begun = self._begun, None
+        if self._found is None and self.draws is not None:
+            self._found = self.draws.find(rows)
         return self._found is None or self._found.draw.size > 0
 
     def unit_rows(self, rows: int) -> UnitRows | None:
@@ -145,9 +149,9 @@ class LogicalBatch:
         Raises:
             StepError, BatchSizeError: they are not the rows that the data loader drew of those units.
         """
-        units, self.next_units = self.next_units, None
+        units, self.next_units, self._begun = self.next_units, None, None
         if units is None and self.draws is not None:
-            units = self.draws.units_of(rows)
+            self._begun, units = self.draws.units_of(rows)
         if units is not None and len(units) != rows:
             raise BatchSizeError(
                 f"the units of {len(units)} rows are known, but the backward pass holds {rows}: the "

@@ -18,8 +18,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from fastclip.data.iteration import Draw, Iteration, PhysicalBatch, place_of, reading
-from fastclip.data.refusals import AHEAD, ANOTHER, BORDER, UNCLEAR, UNDRAWN
-from fastclip.data.unit_rows import unit_rows
+from fastclip.data.refusals import AHEAD, ANOTHER, BORDER, HALVES, TOO_MANY, UNCLEAR, UNDRAWN
+from fastclip.data.unit_rows import PassedOver, unit_rows
 from fastclip.data.units import UnitBatch
 from fastclip.errors import BatchSizeError, StepError
 from fastclip.ops.units import UnitRows
@@ -59,6 +59,7 @@ class Draws:
         """Which physical batch is in hand cannot be told any more in this iteration."""
         self.by_units = False
         """Rows of units are drawn, which belong together."""
+        self._passed = PassedOver()
         self.physical_rows: int | None = None
         """Rows of the physical batches into which the training loop itself cuts a draw of units."""
 
@@ -108,7 +109,10 @@ class Draws:
         return True
 
     def _begin(self, iteration: Iteration) -> None:
-        who, out = reading(), self._out()
+        who = reading()
+        for batch in self._waiting:
+            batch.draw.iteration.end_of(who)
+        out = self._out()
         before = None if self._newest is None else self._newest.draw.iteration
         # A prefetcher holds what is out still; a loop that only looked at it (an evaluation) does not.
         held = self.independent and len(out) == 1 if self._lags is None else self._lags
@@ -116,10 +120,7 @@ class Draws:
         if before is not None and _alive(before) and not before.over and out:
             gone.discard(out[-1])  # a pass inside another, whose batch is in hand
         self._waiting = [b for b in self._waiting if b not in gone]
-        for batch in self._waiting:
-            earlier = batch.draw.iteration
-            if who is not None and earlier.reader is not None and earlier.reader() is who:
-                earlier.reader = earlier.kept = None  # of worker processes that stay for this pass
+        self._passed.new_pass(before, [b for b in out if b in gone], self._lags is False)
         self._watching, self._lags, self._locked, self._ahead = True, None, False, inf
 
     def _add(self, batch: PhysicalBatch) -> None:
@@ -178,17 +179,18 @@ class Draws:
                 raise StepError(BORDER)
         return batch
 
-    def units_of(self, rows: int) -> UnitRows | None:
-        """Whose the `rows` rows of the backward pass are; None where single rows are drawn.
+    def units_of(self, rows: int) -> tuple[PhysicalBatch | None, UnitRows | None]:
+        """The batch of a backward pass, and whose its rows are; None where single rows are drawn.
 
         Raises:
             StepError, BatchSizeError: as `find`, or it cannot be told whose they are.
         """
         batch = self.find(rows) if self.by_units else None
         if batch is None or batch.draw.units is None:
-            return None
+            return None, None
         again = batch.number is not None and batch in self._used
-        return unit_rows(batch, self._out(), rows, self.physical_rows, again=again)
+        others = self._passed.beside(self._out(), batch)
+        return batch, unit_rows(batch, others, rows, self.physical_rows, again=again)
 
     def use(self, batch: PhysicalBatch, rows: int, calls: int = 1) -> bool:
         """`rows` rows of `batch` contribute; False if it is an empty draw, so that none may.
@@ -203,6 +205,8 @@ class Draws:
                 self._ahead = min(self._ahead, len(out) - 1)
             gone = out[: out.index(batch) + 1]
             self._waiting = [b for b in self._waiting if b not in gone]
+            self._passed.add(gone[:-1])
+        batch.draw.iteration.used = True
         if not self._used or self._used[-1] is not batch:
             self._used.append(batch)
         batch.draw.credited += rows if batch.draw.size else 0
@@ -235,13 +239,7 @@ class Draws:
         for batch in self._used:
             draw = batch.draw
             if draw.called_twice and draw.credited < draw.size:
-                raise BatchSizeError(
-                    f"the calls of the model under one loss were given {draw.credited} rows for "
-                    f"{draw.size} that the data loader drew, and rows of several calls are credited as "
-                    "the same samples: pass every call the whole batch, its rows in the same order "
-                    "(BatchMemoryManager splits large batches; leave out rows in the data set, not in "
-                    "collate_fn)"
-                )
+                raise BatchSizeError(HALVES.format(rows=draw.credited, drawn=draw.size))
 
     def release(self) -> None:
         """A real step has used up the logical batch."""
@@ -334,12 +332,9 @@ class Draws:
 
     @staticmethod
     def _too_many(batch: PhysicalBatch, rows: int) -> BatchSizeError:
+        draw = batch.draw
         return BatchSizeError(
-            f"expected at most {batch.rows_left} samples in this backward pass, for the data loader "
-            f"drew {batch.draw.size} rows ({batch.draw.credited} of them have contributed to this "
-            f"step), got {rows}: a row of the data set must stay one row of the batch, for each is "
-            "clipped as one. Use each batch once, and let neither the data set nor collate_fn make "
-            "several rows of one (average the losses of its views inside the model's row instead)"
+            TOO_MANY.format(left=batch.rows_left, drawn=draw.size, used=draw.credited, rows=rows)
         )
 
 

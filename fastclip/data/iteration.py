@@ -11,7 +11,9 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from fastclip._torch import NEXT_INDEX, RECEIVED, SENT, YIELDED, LoaderIterator
+from opacus.utils.batch_memory_manager import BatchSplittingSampler
+
+from fastclip._torch import INDEX_SAMPLER, NEXT_INDEX, RECEIVED, SENT, YIELDED, LoaderIterator
 from fastclip.data.units import UnitBatch
 
 
@@ -28,6 +30,8 @@ class Iteration:
     over: bool = False
     """The sampler has no more draws."""
     drawn: int = 0
+    used: bool = False
+    """A batch of it has contributed."""
     recorded: float = float("inf")
     """Least noise multiplier at which steps of this pass were accounted."""
     newest: PhysicalBatch | None = None
@@ -38,6 +42,13 @@ class Iteration:
         if who is not None:
             self.handed = _handed_out(who)
         return self.handed
+
+    def end_of(self, who: Any) -> None:
+        """`who` begins another pass: worker processes that stay count from 0 again."""
+        if who is not None and self.reader is not None and self.reader() is who:
+            self.reader = self.kept = None
+            if self.over:
+                self.handed = float("inf")
 
 
 @dataclass(eq=False)
@@ -88,6 +99,23 @@ def reading() -> Any:
             if isinstance(who, LoaderIterator):
                 return who
         frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def sampler_between(who: Any) -> str | None:
+    """The name of a sampler of the user's own around the one that draws; None where there is none.
+
+    Args:
+        who: the iterator of a DataLoader.
+    """
+    sampler: Any = getattr(who, INDEX_SAMPLER, None)
+    while sampler is not None and not hasattr(type(sampler), "unwatched"):
+        if isinstance(sampler, BatchSplittingSampler):
+            sampler = sampler.sampler
+        elif type(sampler).__module__.startswith("accelerate."):  # which skips whole draws
+            sampler = getattr(sampler, "batch_sampler", None)
+        else:
+            return type(sampler).__name__
     return None
 
 

@@ -13,8 +13,10 @@ from torch.utils.data import DataLoader, Sampler
 
 from fastclip.data.distinct import Distinct
 from fastclip.data.draws import Draws
-from fastclip.data.iteration import Iteration
+from fastclip.data.iteration import Iteration, reading, sampler_between
+from fastclip.data.refusals import REORDERED
 from fastclip.data.units import UnitBatch
+from fastclip.errors import ArgumentError
 
 
 def watch_draws(loader: DataLoader, draws: Draws, distinct: Distinct | None = None) -> None:
@@ -68,6 +70,8 @@ class _Watched:
         if self._distinct is not None:
             self._distinct.check(drawn)
         units = drawn if isinstance(drawn, UnitBatch) else None
+        if units is not None and (name := sampler_between(reading())):
+            raise ArgumentError(REORDERED.format(name=name))
         self._draws.drawn(self._iteration, len(drawn), units)
         return drawn
 

@@ -25,15 +25,33 @@ UNDRAWN = (
     "Iterate over the returned loader and use each of its batches once; wrap passes that must not "
     "train in engine.paused()"
 )
+REORDERED = (
+    "the rows of a draw come through a {name} around the sampler of the data loader that make_private "
+    "returned, and a row's place in its draw says whose it is (unit_ids): iterate over that loader "
+    "itself (BatchMemoryManager and Accelerate may be around it)"
+)
+HALVES = (
+    "the calls of the model under one loss were given {rows} rows for {drawn} that the data loader "
+    "drew, and rows of several calls are credited as the same samples: pass every call the whole batch, "
+    "its rows in the same order (BatchMemoryManager splits large batches; leave out rows in the data "
+    "set, not in collate_fn)"
+)
+TOO_MANY = (
+    "expected at most {left} samples in this backward pass, for the data loader drew {drawn} rows "
+    "({used} of them have contributed to this step), got {rows}: a row of the data set must stay one "
+    "row of the batch, for each is clipped as one. Use each batch once, and let neither the data set "
+    "nor collate_fn make several rows of one (average the losses of its views inside the model's row "
+    "instead)"
+)
 UNCLEAR = (
     "several batches have been drawn ahead, one of them is empty (rand_on_empty=True puts a placeholder "
     "row in its place), and it cannot be told whether that row is the one of this backward pass; draw "
     "the next batch after the step, or set rand_on_empty=False"
 )
 UNCLEAR_UNITS = (
-    "several batches of as many rows have been drawn and not used, and it cannot be told which of them "
-    "this backward pass trains on, so neither whose its rows are: use every batch, and draw the "
-    "next one after the step (neither prefetch nor skip; iterate over the returned loader itself)"
+    "several batches have been drawn and not used, and it cannot be told which of them this backward "
+    "pass trains on, so neither whose its rows are: use every batch, and draw the next one after the "
+    "step (neither prefetch, keep nor skip; iterate over the returned loader itself)"
 )
 UNKNOWN_CUT = (
     "a sampler around the data loader's has split a draw of units, and it is not known where, so that "

@@ -46,7 +46,9 @@ def check_row_order(loader: DataLoader, rows: list[int], batch_first: bool = Tru
     chosen = [rows[i * (len(rows) - 1) // max(n - 1, 1)] for i in range(n)]
     generator = torch.Generator().manual_seed(0)
     shuffled = torch.randperm(n, generator=generator, device="cpu").tolist()
-    name = getattr(collate, "__name__", type(collate).__name__)
+    name = f"collate_fn {getattr(collate, '__name__', type(collate).__name__)}"
+    if _reads_at_once(dataset):
+        name = f"{type(dataset).__name__}.__getitems__, or {name},"
     with _generators_restored() as again:
         read = _reader(dataset, chosen)
         plain = list(_leaves(collate(read(range(n)))))
@@ -56,13 +58,13 @@ def check_row_order(loader: DataLoader, rows: list[int], batch_first: bool = Tru
             read = _reader(dataset, chosen) if _reads_at_once(dataset) else read
             other = list(_leaves(collate(read(order))))
             if len(other) != len(plain):
-                raise ArgumentError(f"collate_fn {name} gives rows in another order{_WAY_OUT}")
+                raise ArgumentError(f"{name} gives rows in another order{_WAY_OUT}")
             moved += sum(
                 _follows(a, b, order, name, batch_first) for a, b in zip(plain, other, strict=True)
             )
         if not moved and n > 1:
             raise ArgumentError(
-                f"it cannot be told whether collate_fn {name} keeps the order of rows: nothing in its "
+                f"it cannot be told whether {name} keeps the order of rows: nothing in its "
                 f"batch of {n} rows changes with them{_WAY_OUT}"
             )
 
@@ -79,6 +81,10 @@ def _reader(dataset: Any, chosen: list[int]) -> Any:
     if _reads_at_once(dataset):
         return lambda order: dataset.__getitems__([chosen[i] for i in order])
     kept = [dataset[row] for row in chosen]  # once: a data set may draw random numbers
+    try:
+        copy.deepcopy(kept)
+    except Exception:  # whatever their own classes raise: a row that holds a lock, a file, a graph
+        return lambda order: [dataset[chosen[i]] for i in order]
     return lambda order: [copy.deepcopy(kept[i]) for i in order]  # a collator may take rows apart
 
 
@@ -95,7 +101,7 @@ def _follows(a: Any, b: Any, order: list[int], name: str, batch_first: bool) -> 
                 return not _same(a, b)
     if not _same(a, b) or _length(a, 0) == len(order) > 1:
         raise ArgumentError(
-            f"collate_fn {name} does not keep the order of rows, or draws random numbers{_WAY_OUT}"
+            f"{name} does not keep the order of rows, or draws random numbers{_WAY_OUT}"
         )
     return False
 

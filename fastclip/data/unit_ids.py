@@ -37,9 +37,7 @@ def unit_numbers(unit_ids: Any, dataset: Any) -> Tensor:
 
 
 def _listed(ids: Any) -> list[Any]:
-    if isinstance(
-        ids, (bytes, dict, set, frozenset, Iterator)
-    ):  # an iterator can be read once only
+    if isinstance(ids, (bytes, dict, set, frozenset, Iterator)):  # the last is read once
         raise ArgumentTypeError(
             f"{_EACH} (a tensor, list, array, or the name of a column), got {type(ids).__name__}"
         )
@@ -82,10 +80,10 @@ def _comparable(unit: Any, row: int) -> Any:
 
 def _column(dataset: Any, name: str) -> list[Any]:
     """A column of what the data set is, or holds."""
-    if type(dataset) is Subset:
+    tables = list(_tables(dataset, name))
+    if not tables and isinstance(dataset, Subset):
         whole = _column(dataset.dataset, name)
         return [whole[int(i)] for i in dataset.indices]
-    tables = list(_tables(dataset, name))
     if len(tables) != 1:
         raise ArgumentError(
             f"unit_ids={name!r} expects such a column in the data set ({type(dataset).__name__}), "
@@ -100,7 +98,8 @@ def _tables(dataset: Any, name: str) -> Iterator[Any]:
     if name in _names(dataset):
         yield dataset
         return
-    seen: set[int] = set()
+    # of a Subset the whole is in another order, even where it has as many rows
+    seen = {id(dataset.dataset)} if isinstance(dataset, Subset) else set()
     for held in getattr(dataset, "__dict__", {}).values():
         if name in _names(held) and len(held) == len(dataset) and id(held) not in seen:
             seen.add(id(held))

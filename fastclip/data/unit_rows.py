@@ -6,25 +6,66 @@ a physical batch and no others: of fewer it is not known which were left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from fastclip.data.iteration import PhysicalBatch
+from fastclip.data.iteration import Iteration, PhysicalBatch
 from fastclip.data.refusals import UNCLEAR_UNITS, UNKNOWN_CUT
 from fastclip.data.units import cut_between_units
 from fastclip.errors import BatchSizeError, StepError
 from fastclip.ops.units import UnitRows
 
+_MOST = 2**16
+"""Batches that are remembered."""
+
+
+class PassedOver:
+    """Batches of units that were handed out, and that the loop has gone on without.
+
+    It may have kept them (a buffer that is shuffled, a list of several passes), so the batch of a later
+    backward pass may be one of them.
+    """
+
+    def __init__(self) -> None:
+        self._batches: list[PhysicalBatch] = []
+
+    def add(self, batches: Iterable[PhysicalBatch]) -> None:
+        """They were not used when a later one was, or when another pass over the data began."""
+        self._batches += [b for b in batches if b.draw.units is not None and b.draw.size]
+        del self._batches[:-_MOST]
+
+    def new_pass(
+        self, before: Iteration | None, left: Iterable[PhysicalBatch], direct: bool
+    ) -> None:
+        """A pass over the data begins, after `before`, of which these batches are left.
+
+        Args:
+            direct: every batch was used as soon as it was handed out, or never.
+        """
+        if self._batches or not direct:
+            self._batches = [b for b in self._batches if b.draw.iteration is before]
+            self.add(left)
+
+    def beside(self, out: list[PhysicalBatch], batch: PhysicalBatch) -> list[PhysicalBatch]:
+        """All batches that a backward pass over `batch` may be over, where these are out."""
+        if len(out) == 1:  # used as soon as handed out; a pass that was only looked at is over
+            now = batch.draw.iteration
+            self._batches = [
+                b for b in self._batches if b.draw.iteration.used or b.draw.iteration is now
+            ]
+        return [*out, *self._batches]
+
 
 def unit_rows(
-    batch: PhysicalBatch, out: Iterable[PhysicalBatch], rows: int, most: int | None, *, again: bool
+    batch: PhysicalBatch, out: Sequence[PhysicalBatch], rows: int, most: int | None, *, again: bool
 ) -> UnitRows:
     """Whose the `rows` rows of a backward pass over `batch` are.
 
     Args:
-        out: all batches that are out. Which of them is in hand is inferred from how the loop has gone
-            so far, which is enough for numbers of rows: here any of them may be the one.
+        out: all batches that are out, and those that were passed over. Which of them is in hand is
+            inferred from how the loop has gone so far, which is enough for numbers of rows: here any of
+            them may be the one.
         most: rows of the physical batches into which the loop cuts a draw; None: it does not.
         again: the batch has had its pass.
 
@@ -34,6 +75,10 @@ def unit_rows(
     units = batch.draw.units
     assert units is not None
     if not batch.draw.size:  # a placeholder, which contributes nothing
+        if rows > 1 and any(
+            other.draw.size for other in out
+        ):  # or another batch, which would be lost
+            raise StepError(UNCLEAR_UNITS)
         return UnitRows(torch.zeros(rows, dtype=torch.int64, device="cpu"), 0, 0, units.reduction)
     part = _next_part(batch, most)
     owners = units.rows_of(part)

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fastclip._torch import tree_leaves
-from fastclip.data.units import cut_between_units
-from fastclip.errors import ArgumentError
+from fastclip.data.units import cut_between_units, too_large
+from fastclip.errors import ArgumentError, BatchSizeError
 
 _OF_ROWS = (
     "labels", "label", "label_ids", "input_ids", "attention_mask", "token_type_ids", "inputs_embeds",
@@ -63,9 +63,15 @@ def by_units(loader: DataLoader, unit: Tensor | None, draws: Any, rows: int | No
 
     Args:
         unit: of each row, int64. draws: of the loader. rows: most rows of a physical batch.
+
+    Raises:
+        BatchSizeError: a unit may bring more rows; said before training, not when it is drawn.
     """
     if unit is None:
         return loader.dataset
+    largest = loader.batch_sampler.largest  # type: ignore[union-attr]
+    if rows is not None and largest > rows:
+        raise BatchSizeError(too_large(largest, rows))
     numbered = NumberedRows(loader.dataset, unit)
     object.__setattr__(loader, "dataset", numbered)
     draws.physical_rows = rows

@@ -104,6 +104,29 @@ def test_columns() -> None:
     assert unit_numbers("patient", Subset(holding, torch.tensor([4, 1, 0]))).tolist() == [0, 0, 1]
 
 
+class Transformed(Subset):
+    """A Subset of the user's own."""
+
+    def __getitem__(self, row: Any) -> Any:
+        return [super().__getitem__(row)]
+
+    def __getitems__(self, rows: list[int]) -> list[Any]:
+        return [self[row] for row in rows]
+
+
+def test_columns_of_subsets_of_all_rows() -> None:
+    """As many rows as the whole, in another order."""
+    order = [4, 2, 0, 1, 3]
+    for whole in (Table(), Holding(Frame(["p", "q", "p", "r", "q"]))):
+        for kind in (Subset, Transformed):
+            assert unit_numbers("patient", kind(whole, order)).tolist() == [0, 1, 1, 0, 2]
+            some = Subset(kind(whole, order), [4, 0, 3])
+            assert unit_numbers("patient", some).tolist() == [0, 1, 1]
+    own = Transformed(Table(), order)
+    own.frame = Frame(["a", "a", "b", "b", "c"])  # type: ignore[attr-defined]
+    assert unit_numbers("patient", own).tolist() == [0, 0, 1, 1, 2]
+
+
 def test_columns_that_are_not_clear() -> None:
     two = Holding(Frame(["p"] * 5), other=Frame(["q"] * 5))
     other_length = Holding(Frame(["p"] * 4))
@@ -159,7 +182,16 @@ def test_pandas_missing_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "ids", [[[1], [2], [1], [2], [1]], [object() for _ in range(5)], [{1}] * 5, 5, {1: 2}, b"abcde"]
+    "ids",
+    [
+        [[1], [2], [1], [2], [1]],
+        [object() for _ in range(5)],
+        [{1}] * 5,
+        5,
+        {1: 2},
+        b"abcde",
+        map(str, range(5)),
+    ],
 )
 def test_ids_that_cannot_be_compared(ids: Any) -> None:
     """Objects are equal to themselves alone: each row would be a unit of its own."""

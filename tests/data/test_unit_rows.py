@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import pytest
@@ -286,6 +286,119 @@ def iter_ahead(batches: Any, ahead: int) -> Iterator[Any]:
     yield from waiting
 
 
+def shuffled(batches: Iterable[Any], generator: random.Random) -> Iterator[Any]:
+    """From a buffer of two, in any order."""
+    held: list[Any] = []
+    for x in batches:
+        held.append(x)
+        if len(held) > 2:
+            yield held.pop(generator.randrange(3))
+    yield from held
+
+
+def two_passes(loader: Any, generator: random.Random) -> Iterator[Any]:
+    return iter([*loader, *loader])
+
+
+def from_a_buffer(loader: Any, generator: random.Random) -> Iterator[Any]:
+    return shuffled(chain(loader, loader, loader), generator)
+
+
+def smallest_first(loader: Any, generator: random.Random) -> Iterator[Any]:
+    batches = iter(loader)
+    while few := list(islice(batches, 3)):
+        yield from sorted(few, key=len)
+
+
+def some_of_them_later(loader: Any, generator: random.Random) -> Iterator[Any]:
+    late = []
+    for x in loader:
+        if generator.random() < 0.3:
+            late.append(x)
+        else:
+            yield x
+    yield from late
+
+
+@pytest.mark.parametrize("loop", [two_passes, from_a_buffer, smallest_first, some_of_them_later])
+def test_batches_that_are_kept_and_used_in_another_order(loop: Any) -> None:
+    """One that the loop has gone past may still come: its rows are never given to other units."""
+    told = 0
+    for seed in range(60):
+        run = Run(4, seed=seed)
+        for x in loop(run.loader, random.Random(seed)):
+            try:
+                units = run.one_pass(x)
+            except FastclipError:
+                break
+            if run.contributes:
+                assert_whose(units, x)
+                told += 1
+            else:  # taken for the placeholder of an empty draw
+                assert empty(x) or len(x) == 1
+    assert told
+
+
+def test_batches_that_were_only_looked_at_are_forgotten() -> None:
+    """An evaluation over the training loader, a loop that is left: the next pass is not refused."""
+    told = 0
+    for seed in range(10):
+        run = Run(8, seed=seed)
+        for _ in range(3):
+            for _x in run.loader:
+                pass
+            for number, x in enumerate(run.loader):
+                if number == 2:
+                    break
+                assert_whose(run.one_pass(x), x)
+                told += not empty(x)
+    assert told > 40
+
+
+class DrawsOn(LogicalBatch):
+    """Another thread draws the next batch when the units of a pass have been told."""
+
+    batches: Iterator[Any]
+    next: Any = None
+
+    def find(self, rows: int) -> bool:
+        self.next = next(self.batches, None)
+        return super().find(rows)
+
+
+def test_batches_that_are_drawn_during_a_pass() -> None:
+    """The pass is over the batch whose units it was told."""
+    told = 0
+    for seed in range(10):
+        run = Run(6, seed=seed)
+        run.batch.__class__ = DrawsOn
+        run.batch.batches = batches = iter(run.loader)  # type: ignore[attr-defined]
+        x = next(batches)
+        while x is not None:
+            units = run.one_pass(x)
+            if run.contributes:
+                assert_whose(units, x)
+                told += 1
+            x = run.batch.next  # type: ignore[attr-defined]
+    assert told > 10
+
+
+def test_the_last_batch_of_worker_processes_that_stay() -> None:
+    """They count from 0 again in the next pass, while the loop still holds it."""
+    told = 0
+    for seed in range(4):
+        run = Run(6, seed=seed, num_workers=2, persistent_workers=True)
+        try:
+            for x in iter_ahead(chain(run.loader, run.loader), 1):
+                units = run.one_pass(x)
+                if run.contributes:
+                    assert_whose(units, x)
+                    told += 1
+        except StepError as error:
+            assert "several batches" in str(error)  # noqa: PT017
+    assert told > 10
+
+
 def test_placeholder_rows() -> None:
     """A row that stands for an empty draw is a unit that contributes nothing."""
     run, seen = Run(1, rand_on_empty=True, seed=3), 0
@@ -312,9 +425,34 @@ def test_a_split_that_does_not_know_of_units() -> None:
 
     run = Run(14, seed=2)
     loader: Any = DataLoader(Patients(), batch_sampler=ByRows(run))
-    with refused("has split a draw of units", StepError):
+    with refused("come through a ByRows"):
         for x in loader:
             run.one_pass(x)
+
+
+class InFileOrder(torch.utils.data.Sampler):
+    """As files are read fastest."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return map(sorted, self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_around_the_one_that_draws(workers: int) -> None:
+    """It may give the rows of a draw in another order, which nothing else would show."""
+    run = Run(14, seed=2)
+    around: Any = InFileOrder(run.loader.batch_sampler)
+    with refused("come through a InFileOrder"):
+        next(iter(DataLoader(Patients(), batch_sampler=around, num_workers=workers)))
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    loader = accelerate.skip_first_batches(run.loader, 1)
+    assert sum(assert_whose(run.one_pass(x), x) != [] for x in loader) > 0
 
 
 # A loop that cuts the draws itself, as the Trainer
