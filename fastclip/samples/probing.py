@@ -269,6 +269,12 @@ class Runs:
             return out
 
 
+def own_axis(name: str, cuts: Cuts) -> int:
+    """Of an input of the model, by its name, or of a layer that counts its rows itself."""
+    number = name.removeprefix(INPUT)
+    return (cuts[int(number)] or 0) if name != number else 0
+
+
 def _differ(cut: list[tuple[Any, int]], i: int, j: int) -> bool:
     for leaf, axis in cut:
         one, other = (take_rows(leaf, axis, [n]) for n in (i, j))

@@ -106,3 +106,23 @@ def test_half_precision(dtype: torch.dtype) -> None:
     private = make_private(Hidden(lambda m, h: h + 1e-3 * h.roll(1, 0), "nothing").to(dtype))[1]
     with refused("computed from itself alone"):
         private(x)
+
+
+class Masked(Hidden):
+    """Scales by a statistic of the batch, and then rules the first class out."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(lambda m, h: h, "nothing")
+        self.value = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return (y / y.detach().abs().mean()).masked_fill(torch.tensor([True, False]), self.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("value", [-1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf])
+def test_beside_what_a_mask_has_written(value: float, dtype: torch.dtype) -> None:
+    private = make_private(Masked(value).to(dtype))[1]
+    with refused("computed from itself alone"):
+        private(torch.randn(6, T, D, dtype=dtype))
