@@ -31,6 +31,7 @@ from fastclip.samples.place import Place, places
 from fastclip.samples.positions import check_constants, check_copies, check_first
 from fastclip.samples.probing import INPUT, Opened, Probe, Runs, own_axis
 from fastclip.samples.routers import places_returned, route
+from fastclip.samples.slopes import check_slopes
 
 _SMALLEST = 2
 """Rows that are held against a batch of nothing else."""
@@ -139,9 +140,6 @@ class Comparison:
             axes = self.unfolded.axes
             self.layout.mixed |= mixed_outputs(found, others, sorted(kept), axes, len(rows))
 
-    def _once(self, probe: Probe, rows: list[int], seed: int) -> list[Tensor]:
-        return self.unfolded(self.run.once(probe, rows, seed), probe.rows)
-
     # Influence
 
     def _influence(self, rows: list[int], seed: int, found: Found) -> bool:
@@ -243,7 +241,7 @@ class Comparison:
         """
         count = len(rows)
         base = Probe(self.layout, count)
-        out = self._once(base, rows, seed)
+        out = self.unfolded.once(self.run, base, rows, seed)
         self.several = None if base.draws else (out, rows)
         extreme = extreme_rows(base, self.layout.places)[:_SMALLEST]
         small = [frozenset({row}) for row in {**self.telling, **dict.fromkeys(extreme)}]
@@ -252,7 +250,7 @@ class Comparison:
             noisy = frozenset(range(count)) - kept if kept in groups else frozenset()
             probe = Probe(self.layout, count, replaced=noisy)
             halves += [probe] * (kept in groups)
-            found = self._once(probe, others_changed(rows, kept), seed)
+            found = self.unfolded.once(self.run, probe, others_changed(rows, kept), seed)
             if kept in small and not probe.draws:  # copies of one row
                 check_copies(probe, found, self.unfolded.axes, self.layout.places)
             self._narrow_by_values(base, probe, sorted(kept))
@@ -265,6 +263,7 @@ class Comparison:
             owned = self.owned if seed == _SEEDS[0] else {}
             check_somewhere(self.layout.moved, base, probe, owned, kept)
             check_values(base, probe, (out, found), sorted(kept), self.unfolded.axes)
+            check_slopes(base, probe, sorted(kept), self.layout.places)
         if not base.draws:
             unknown = {n for n, c in self.candidates.items() if not c or n in self.layout.moved}
             check_in_either(unknown - self.reached, base, halves)
@@ -274,9 +273,10 @@ class Comparison:
     def _compare_with_few(self, base: Probe, out: Any, rows: list[int]) -> None:
         """These, which come first in `base`, are the same in a smaller batch."""
         smaller, kept = Probe(self.layout, len(rows)), list(range(len(rows)))
-        found = self._once(smaller, rows, _SEEDS[0])
+        found = self.unfolded.once(self.run, smaller, rows, _SEEDS[0])
         check_values(base, smaller, (out, found), kept, self.unfolded.axes, other_size=True)
         check_layers(base, smaller, kept, self.layout.places)
+        check_slopes(base, smaller, kept, self.layout.places)
 
     def _narrow_by_values(self, base: Probe, probe: Probe, kept: list[int]) -> None:
         """Where gradients could not tell, rows that were kept are the same."""

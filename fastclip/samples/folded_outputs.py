@@ -14,6 +14,7 @@ from fastclip.samples.groups import others_changed
 from fastclip.samples.independence import axes_of_outputs, by_row, coupled, rows_agree
 from fastclip.samples.place import Place, places
 from fastclip.samples.probing import Probe, Runs
+from fastclip.samples.slopes import note_slopes
 
 
 class Unfolded:
@@ -42,6 +43,15 @@ class Unfolded:
             else x
             for n, x in enumerate(by_row(output))
         ]
+
+    def once(self, run: Runs, probe: Probe, rows: list[int], seed: int) -> list[Tensor]:
+        """The output on these rows; slopes are noted in `probe`."""
+        probe.slopes = []
+
+        def note(output: Any) -> None:
+            note_slopes(probe, self(output, probe.rows), self.axes)
+
+        return self(run.once(probe, rows, seed, note), probe.rows)
 
     def find(
         self, run: Runs, copies: list[Probe], rows: list[int], groups: list[frozenset[int]],

@@ -94,6 +94,8 @@ class Probe:
     """Inside a layer that is known to keep account of its rows."""
     draws: bool = False
     """Random numbers were drawn."""
+    slopes: list[tuple[Hashable, Tensor | None]] | None = None
+    """Gradients of the sources, if they are asked for: fastclip.samples.slopes."""
     in_double: bool = False
     """All that is computed of the batch is so in float64, as the last run with a taint has told."""
 
@@ -113,8 +115,9 @@ class Probe:
 
     def source(self, name: Hashable, value: Any) -> None:
         """Gradients of `value` will be asked for."""
-        asked = self.differentiable and not self.trusted and not self.closed
-        if asked and isinstance(value, Tensor) and value.requires_grad:
+        if self.trusted or self.closed or not (self.differentiable or self.slopes is not None):
+            return
+        if isinstance(value, Tensor) and value.requires_grad:
             self.sources.append(Output(name, get_gradient_edge(value), tuple(value.shape)))
 
     def show(self, name: Hashable, value: Tensor) -> None:
