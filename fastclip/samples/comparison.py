@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastclip.errors import BatchSizeError, FastclipError
 from fastclip.samples.folded_outputs import Unfolded
-from fastclip.samples.groups import few, others_changed, spread
+from fastclip.samples.groups import few, others_changed, smaller, spread
 from fastclip.samples.independence import (
     called,
     check_in_either,
@@ -267,7 +267,8 @@ class Comparison:
         if not base.draws:
             unknown = {n for n, c in self.candidates.items() if not c or n in self.layout.moved}
             check_in_either(unknown - self.reached, base, halves)
-            self._compare_with_few(base, out, few(rows))
+            for some in smaller(rows, self.run.rows(self.cuts)):
+                self._compare_with_few(base, out, some)
         return base.draws and bool(self.candidates.keys() - self.reached)
 
     def _compare_with_few(self, base: Probe, out: Any, rows: list[int]) -> None:
@@ -288,14 +289,13 @@ class Comparison:
 
     def _choose(self) -> None:
         """What is left of where samples may be."""
-        layout = self.layout
         for name, candidates in self.candidates.items():
             known = len(candidates) == 1 or (candidates and candidates[0].plain)
             if known and name not in self.moved:
-                layout.places[name] = candidates[0]
+                self.layout.places[name] = candidates[0]
                 self._folds(name, candidates[0])
                 continue
-            layout.places.pop(name, None)
-            if isinstance(name, str) and name in layout.met and name not in layout.open:
-                layout.open.add(name)
+            self.layout.places.pop(name, None)
+            if isinstance(name, str) and name in self.layout.met - self.layout.open:
+                self.layout.open.add(name)
                 raise Opened

@@ -52,6 +52,13 @@ def test_a_layer_for_large_batches_alone() -> None:
         private(torch.randn(9, T, D))
 
 
+@pytest.mark.parametrize("b", [1, 2, 3, 4, 6, 8])
+def test_rows_that_are_coupled_in_batches_of_this_size(b: int) -> None:
+    private = make_private(Hidden(lambda m, h: h - 0.1 * h.mean() * (len(h) == b), "nothing"))[1]
+    with refused("computed from itself alone"):
+        private(torch.randn(b, T, D))
+
+
 def test_looks_are_few() -> None:
     """At most eleven forward passes of at most eight rows at the first step, none at the next."""
     seen: list[int] = []
