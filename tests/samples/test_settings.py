@@ -62,6 +62,11 @@ class Switched(nn.Module):
         return self.head(self.softmax(coupled(h) if self.when(self, *args, **kwargs) else h))
 
 
+class OfLength(Switched):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, x.shape[1])
+
+
 class Centred(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return coupled(x)
@@ -150,6 +155,15 @@ def test_an_argument(first: Batch, second: Batch) -> None:
         private(torch.randn(B, D), *first.args, **first.kwargs)
     with refused(COUPLED):
         private(torch.randn(B, D), *second.args, **second.kwargs)
+
+
+@pytest.mark.parametrize("first", [3, 20])
+def test_longer_rows(first: int) -> None:
+    """A model may take another way for long rows, as attention in pieces does."""
+    private = make_private(OfLength(lambda m, t: (t > 8) != (first > 8)))[1]
+    private(torch.randn(B, first, D))
+    with refused(COUPLED):
+        private(torch.randn(B, 23 - first, D))
 
 
 def test_ways_to_call_that_take_turns() -> None:
