@@ -25,6 +25,7 @@ from fastclip.samples.comparison import Comparison
 from fastclip.samples.independence import UNBATCHED, by_row, called, followed, rows_come_out
 from fastclip.samples.inputs import Cuts, flatten, tensors_of, ways_to_cut
 from fastclip.samples.layout import BatchLayout
+from fastclip.samples.lengths import check_lengths
 from fastclip.samples.place import Place
 from fastclip.samples.probe_state import stirred
 from fastclip.samples.probing import Misjudged, Opened, Probe, Runs
@@ -239,6 +240,7 @@ class _Learner:
             try:
                 comparison = Comparison(self.layout, self.run, cuts, probes, outputs, telling)
                 comparison.hold_apart()
+                check_lengths(self.run, cuts, comparison.unfolded)
                 break
             except Opened:
                 self.run.cut(cuts)

@@ -62,8 +62,8 @@ class Probe:
     differentiable: bool = False
     taint: Taint | None = None
     """Tells which tensors hold numbers of the batch, in the first runs."""
-    shortened: bool = False
-    """The last row says that it is shorter."""
+    shortened: frozenset[int] = frozenset()
+    """These rows say that they are shorter."""
     fewer: bool = False
     """Masks select one entry less."""
     shapes: Shapes = field(default_factory=dict)
@@ -228,7 +228,7 @@ class Runs:
         for number, (leaf, axis) in enumerate(zip(self._pool, self._cuts, strict=True)):
             few = leaf if axis is None else take_rows(leaf, axis, rows)
             if probe.shortened and axis is not None:
-                few = shortened(few, axis)
+                few = shortened(few, axis, probe.shortened)
             numbers = isinstance(few, Tensor) and few.is_floating_point()
             if probe.differentiable and self.asks_inputs and axis is not None and numbers:
                 few = few.detach().clone().requires_grad_()
