@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from fastclip.errors import BatchSizeError, FastclipError
-from fastclip.samples.groups import few, others_changed, spread
+from fastclip.samples.folded_outputs import Unfolded
+from fastclip.samples.groups import few, others_changed, smaller, spread
 from fastclip.samples.independence import (
-    axes_of_outputs,
     called,
     check_in_either,
     check_layers,
@@ -23,14 +23,15 @@ from fastclip.samples.independence import (
     moved_between,
 )
 from fastclip.samples.influence import Influence, check_unmixed
-from fastclip.samples.inputs import Cuts
+from fastclip.samples.inputs import INPUT, Cuts, own_axis
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.mixed_outputs import Found, mixed_outputs, note_gradients
 from fastclip.samples.owners import agrees
 from fastclip.samples.place import Place, places
 from fastclip.samples.positions import check_constants, check_copies, check_first
-from fastclip.samples.probing import INPUT, Opened, Probe, Runs
+from fastclip.samples.probing import Opened, Probe, Runs
 from fastclip.samples.routers import places_returned, route
+from fastclip.samples.slopes import check_slopes
 
 _SMALLEST = 2
 """Rows that are held against a batch of nothing else."""
@@ -53,7 +54,7 @@ class Comparison:
     ) -> None:  # fmt: skip
         self.layout, self.run, self.cuts, self.telling = layout, run, cuts, telling
         self.probes, self.outputs = probes, outputs
-        self.of_outputs = axes_of_outputs(outputs)
+        self.unfolded = Unfolded(outputs)
         self.axes = followed(probes[0].shapes, probes[1].shapes)
         self.candidates: dict[Hashable, list[Place]] = {}
         """Where the samples may be."""
@@ -94,16 +95,17 @@ class Comparison:
         for probe in self.probes:
             check_constants(probe, self.layout.places)
         if not two.draws and not three.draws:
-            self._compare_sizes(two, three, self.outputs)
+            pair = (self.unfolded(self.outputs[0], 2), self.unfolded(self.outputs[1], 3))
+            self._compare_sizes(two, three, pair)
             if self.several is not None:
-                check_first(self.outputs[0], *self.several, self.of_outputs)
+                check_first(pair[0], *self.several, self.unfolded.axes)
         self.layout.compared = max(self.layout.compared, len(real))
 
-    def _compare_sizes(self, two: Probe, three: Probe, outputs: list[Any]) -> None:
+    def _compare_sizes(self, two: Probe, three: Probe, outputs: tuple[Any, Any]) -> None:
         """Copies of one row are alike, and the same in two and in three."""
         for probe, out in zip((two, three), outputs, strict=True):
-            check_copies(probe, out, self.of_outputs, self.layout.places)
-        check_values(two, three, (*outputs,), [0], self.of_outputs, other_size=True)
+            check_copies(probe, out, self.unfolded.axes, self.layout.places)
+        check_values(two, three, outputs, [0], self.unfolded.axes, other_size=True)
         check_layers(two, three, [0], self.layout.places)
 
     def _compare(self, real: list[int], synthetic: bool, ordered: bool) -> None:
@@ -112,6 +114,8 @@ class Comparison:
         self.candidates, self.owned, self.lengths = {}, {}, {}
         self.moved, self.reached = set(), set()
         found: Found = {}
+        if choice > 1:
+            self.unfolded.find(self.run, self.probes, rows, groups, _SEEDS[0])
         for seed in _SEEDS:
             noted, some = (found, rows) if seed == _SEEDS[0] else ({}, few(rows))
             try:
@@ -133,9 +137,8 @@ class Comparison:
         for kept in groups if found and choice > 1 else []:
             others: Found = {}
             self._ask(others_changed(rows, kept), _SEEDS[0], others)
-            self.layout.mixed |= mixed_outputs(
-                found, others, sorted(kept), self.of_outputs, len(rows)
-            )
+            axes = self.unfolded.axes
+            self.layout.mixed |= mixed_outputs(found, others, sorted(kept), axes, len(rows))
 
     # Influence
 
@@ -145,12 +148,12 @@ class Comparison:
 
         def ask(out: Any) -> None:
             count = len(rows)
-            influence = Influence(out, self.of_outputs, count)
+            influence = Influence(self.unfolded(out, count), self.unfolded.axes, count)
             for name in self.axes.keys() | probe.shapes.keys():
                 self._guess(name, probe)
             for source in probe.sources:
                 if source.name not in self.candidates:
-                    self.candidates[source.name] = [Place(self._own_axis(str(source.name)))]
+                    self.candidates[source.name] = [Place(own_axis(str(source.name), self.cuts))]
             owned: dict[Hashable, list[Tensor | None]] = {}
             for name, owner in influence.owners(probe.sources):
                 owned.setdefault(name, []).append(owner)
@@ -180,12 +183,7 @@ class Comparison:
 
     def _note(self, probe: Probe, found: Found, out: Any) -> None:
         settled = {n: c[0] for n, c in self.candidates.items() if len(c) == 1}
-        note_gradients(probe, settled, self.of_outputs, found, out)
-
-    def _own_axis(self, name: str) -> int:
-        """Of an input of the model, or of a layer that counts its rows itself."""
-        number = name.removeprefix(INPUT)
-        return (self.cuts[int(number)] or 0) if name != number else 0
+        note_gradients(probe, settled, self.unfolded.axes, found, out)
 
     def _guess(self, name: Hashable, probe: Probe) -> None:
         """Where shapes alone let the samples be; nowhere if they do not grow with the batch."""
@@ -243,7 +241,7 @@ class Comparison:
         """
         count = len(rows)
         base = Probe(self.layout, count)
-        out = self.run.once(base, rows, seed)
+        out = self.unfolded.once(self.run, base, rows, seed)
         self.several = None if base.draws else (out, rows)
         extreme = extreme_rows(base, self.layout.places)[:_SMALLEST]
         small = [frozenset({row}) for row in {**self.telling, **dict.fromkeys(extreme)}]
@@ -251,9 +249,9 @@ class Comparison:
         for kept in (*groups, *small):
             noisy = frozenset(range(count)) - kept if kept in groups else frozenset()
             probe = Probe(self.layout, count, replaced=noisy)
-            found = self.run.once(probe, others_changed(rows, kept), seed)
+            found = self.unfolded.once(self.run, probe, others_changed(rows, kept), seed)
             if kept in small and not probe.draws:  # copies of one row
-                check_copies(probe, found, self.of_outputs, self.layout.places)
+                check_copies(probe, found, self.unfolded.axes, self.layout.places)
             self._narrow_by_values(base, probe, sorted(kept))
             moved = moved_between(base, probe, sorted(kept), self.layout.places)
             if moved:  # the same rows in other places, or other rows
@@ -263,20 +261,23 @@ class Comparison:
                 raise Opened
             owned = self.owned if seed == _SEEDS[0] else {}
             check_somewhere(self.layout.moved, base, probe, owned, kept)
-            check_values(base, probe, (out, found), sorted(kept), self.of_outputs)
+            check_values(base, probe, (out, found), sorted(kept), self.unfolded.axes)
+            check_slopes(base, probe, sorted(kept), self.layout.places)
             halves += [probe.without(self.reached)] * (kept in groups)
         if not base.draws:
             unknown = {n for n, c in self.candidates.items() if not c or n in self.layout.moved}
             check_in_either(unknown - self.reached, base, halves)
-            self._compare_with_few(base, out, few(rows))
+            for some in smaller(rows, self.run.rows(self.cuts)):
+                self._compare_with_few(base, out, some)
         return base.draws and bool(self.candidates.keys() - self.reached)
 
     def _compare_with_few(self, base: Probe, out: Any, rows: list[int]) -> None:
         """These, which come first in `base`, are the same in a smaller batch."""
         smaller, kept = Probe(self.layout, len(rows)), list(range(len(rows)))
-        found = self.run.once(smaller, rows, seed=_SEEDS[0])
-        check_values(base, smaller, (out, found), kept, self.of_outputs, other_size=True)
+        found = self.unfolded.once(self.run, smaller, rows, _SEEDS[0])
+        check_values(base, smaller, (out, found), kept, self.unfolded.axes, other_size=True)
         check_layers(base, smaller, kept, self.layout.places)
+        check_slopes(base, smaller, kept, self.layout.places)
 
     def _narrow_by_values(self, base: Probe, probe: Probe, kept: list[int]) -> None:
         """Where gradients could not tell, rows that were kept are the same."""
@@ -288,14 +289,13 @@ class Comparison:
 
     def _choose(self) -> None:
         """What is left of where samples may be."""
-        layout = self.layout
         for name, candidates in self.candidates.items():
             known = len(candidates) == 1 or (candidates and candidates[0].plain)
             if known and name not in self.moved:
-                layout.places[name] = candidates[0]
+                self.layout.places[name] = candidates[0]
                 self._folds(name, candidates[0])
                 continue
-            layout.places.pop(name, None)
-            if isinstance(name, str) and name in layout.met and name not in layout.open:
-                layout.open.add(name)
+            self.layout.places.pop(name, None)
+            if isinstance(name, str) and name in self.layout.met - self.layout.open:
+                self.layout.open.add(name)
                 raise Opened

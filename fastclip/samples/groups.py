@@ -37,3 +37,9 @@ def few(rows: list[int]) -> list[int]:
     """The first of them, of which there are several."""
     distinct = list(dict.fromkeys(rows))[:_SEVERAL]
     return rows[: rows.index(distinct[-1]) + 1]
+
+
+def smaller(rows: list[int], batch: int) -> list[list[int]]:
+    """Their first few; and as many of them as the batch has, whose number a model may ask for."""
+    some = few(rows)
+    return [some] if batch in (len(some), *range(len(rows), batch + 1)) else [some, rows[:batch]]

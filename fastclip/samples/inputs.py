@@ -21,6 +21,8 @@ from fastclip._torch import (
 
 Cuts = tuple[int | None, ...]
 """For each input, by its number: the axis that holds samples, or None."""
+INPUT = "input "
+"""With its number: what an input of the model is called."""
 
 
 class _Fields:
@@ -135,3 +137,9 @@ def join_rows(first: Any, second: Any, axis: int) -> Any:
     padded[: len(one), : one.shape[1]] = one
     padded[: len(other), one.shape[1] :] = other
     return pack_padded_sequence(padded, torch.cat([n, m]), enforce_sorted=False)
+
+
+def own_axis(name: str, cuts: Cuts) -> int:
+    """Of an input of the model, by its name, or of a layer that counts its rows itself."""
+    number = name.removeprefix(INPUT)
+    return (cuts[int(number)] or 0) if name != number else 0

@@ -4,7 +4,7 @@ The axis of a layer's input, or of what a use of a parameter gives, that goes fr
 model's input does holds the samples, alone or folded with other dimensions. What was computed from
 parameters and constants alone has none. A layer whose input has no samples, or rows that the model
 has moved, is opened: the uses of its parameters are followed one by one. Then gradients are asked
-for (samples.influence), and rows changed (samples.independence). That makes 9 forward passes and 2
+for (samples.influence), and rows changed (samples.independence). That makes 9 forward passes and 8
 backward passes of at most 8 rows; 2 more forward passes each time that something is opened, where
 random numbers are drawn, and where an output (a loss) belongs to no one row.
 """
@@ -25,6 +25,7 @@ from fastclip.samples.comparison import Comparison
 from fastclip.samples.independence import UNBATCHED, by_row, called, followed, rows_come_out
 from fastclip.samples.inputs import Cuts, flatten, tensors_of, ways_to_cut
 from fastclip.samples.layout import BatchLayout
+from fastclip.samples.lengths import check_lengths
 from fastclip.samples.place import Place
 from fastclip.samples.probe_state import stirred
 from fastclip.samples.probing import Misjudged, Opened, Probe, Runs
@@ -239,6 +240,7 @@ class _Learner:
             try:
                 comparison = Comparison(self.layout, self.run, cuts, probes, outputs, telling)
                 comparison.hold_apart()
+                check_lengths(self.run, cuts, comparison.unfolded)
                 break
             except Opened:
                 self.run.cut(cuts)

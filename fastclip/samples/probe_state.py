@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastclip._torch import DropoutBase, applied_by, can_compile, parametrizations_apart
+from fastclip._torch import (
+    DropoutBase,
+    applied_by,
+    can_compile,
+    parametrizations_apart,
+    tree_leaves,
+)
 from fastclip.errors import UnsupportedLayerError
 from fastclip.samples.randomness import Generators
 
@@ -24,6 +30,8 @@ STIR = 0.1
 """Standard deviation of what is added to a parameter that says nothing."""
 _SMALL = 1e-2
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+OTHERS = frozenset({"builtins", "functools", "torch", "numpy", "fastclip"})
+"""Whose objects keep nothing of a batch."""
 _DEEPEST = 3
 _LONGEST = 64
 """Containers are looked into so far."""
@@ -91,7 +99,7 @@ def undisturbed(model: nn.Module, seed: int) -> Iterator[None]:
 @contextmanager
 def _own_attributes(model: nn.Module) -> Iterator[None]:
     """What the forward pass sets on modules (counters, stashes) is put back."""
-    saved = [(vars(module), dict(vars(module))) for module in model.modules()]
+    saved = [(table, dict(table)) for _, table in tables_of(model)]
     held = list(_held(model))
     filled = [(one, copy.copy(one)) for one in held if type(one) in _CONTAINERS]
     tensors = [
@@ -119,10 +127,29 @@ def generators_of(model: nn.Module) -> Generators:
     return Generators(_held(model))
 
 
-def _held(model: nn.Module) -> Iterator[Any]:
-    """What the model's modules hold, themselves or in containers; not what torch keeps on them."""
+def tables_of(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The attributes of the modules, and of the objects that they hold (running statistics), by path."""
     known: set[int] = set()
-    level = [v for module in model.modules() for n, v in vars(module).items() if n not in TORCHS]
+    for path, module in model.named_modules():
+        yield path, vars(module)
+        for name, value in list(vars(module).items()):
+            for one in () if name in TORCHS else tree_leaves(value):
+                if _is_object(one) and id(one) not in known:
+                    known.add(id(one))
+                    yield f"{path}.{name}".lstrip("."), vars(one)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether somebody's own class made it, whose objects may keep anything."""
+    if isinstance(value, (nn.Module, Tensor, type)) or not hasattr(value, "__dict__"):
+        return False
+    return type(value).__module__.partition(".")[0] not in OTHERS
+
+
+def _held(model: nn.Module) -> Iterator[Any]:
+    """What modules hold, themselves, in containers or in objects; not what torch keeps on them."""
+    known: set[int] = set()
+    level = [v for _, table in tables_of(model) for n, v in table.items() if n not in TORCHS]
     for _ in range(_DEEPEST):
         level = [one for one in level if id(one) not in known]
         known.update(map(id, level))

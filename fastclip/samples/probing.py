@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 
 from fastclip._torch import tree_unflatten
-from fastclip.samples.inputs import Cuts, flatten, join_rows, rows_of, take_rows, tensors_of
+from fastclip.samples.inputs import INPUT, Cuts, flatten, join_rows, rows_of, take_rows, tensors_of
 from fastclip.samples.place import Place
 from fastclip.samples.probe_state import generators_of, undisturbed
 from fastclip.samples.selected import Fewer, counts, shortened
@@ -28,8 +28,6 @@ _LOOKED_AT = 64
 """Rows of a batch among which distinct ones are looked for."""
 
 _NOISE = 3.0
-INPUT = "input "
-"""With its number: what an input of the model is called."""
 
 Shapes = dict[Hashable, list[tuple[int, ...]]]
 
@@ -62,8 +60,8 @@ class Probe:
     differentiable: bool = False
     taint: Taint | None = None
     """Tells which tensors hold numbers of the batch, in the first runs."""
-    shortened: bool = False
-    """The last row says that it is shorter."""
+    shortened: frozenset[int] = frozenset()
+    """These rows say that they are shorter."""
     fewer: bool = False
     """Masks select one entry less."""
     shapes: Shapes = field(default_factory=dict)
@@ -94,13 +92,16 @@ class Probe:
     """Inside a layer that is known to keep account of its rows."""
     draws: bool = False
     """Random numbers were drawn."""
+    slopes: list[tuple[Hashable, Tensor | None]] | None = None
+    """Gradients of the sources, if they are asked for: fastclip.samples.slopes."""
     in_double: bool = False
     """All that is computed of the batch is so in float64, as the last run with a taint has told."""
 
     def without(self, names: Collection[Hashable]) -> Probe:
         """This one, with nothing kept of these any more: its graph and their values are freed."""
         self.seen = {name: values for name, values in self.seen.items() if name not in names}
-        self.sources, self.returned, self.first, self.graph = [], [], None, None
+        self.sources, self.returned, self.slopes = [], [], None
+        self.first = self.graph = None
         return self
 
     def noisy(self, place: Place, value: Tensor) -> Tensor:
@@ -119,8 +120,9 @@ class Probe:
 
     def source(self, name: Hashable, value: Any) -> None:
         """Gradients of `value` will be asked for."""
-        asked = self.differentiable and not self.trusted and not self.closed
-        if asked and isinstance(value, Tensor) and value.requires_grad:
+        if self.trusted or self.closed or not (self.differentiable or self.slopes is not None):
+            return
+        if isinstance(value, Tensor) and value.requires_grad:
             self.sources.append(Output(name, get_gradient_edge(value), tuple(value.shape)))
 
     def show(self, name: Hashable, value: Tensor) -> None:
@@ -231,7 +233,7 @@ class Runs:
         for number, (leaf, axis) in enumerate(zip(self._pool, self._cuts, strict=True)):
             few = leaf if axis is None else take_rows(leaf, axis, rows)
             if probe.shortened and axis is not None:
-                few = shortened(few, axis)
+                few = shortened(few, axis, probe.shortened)
             numbers = isinstance(few, Tensor) and few.is_floating_point()
             if probe.differentiable and self.asks_inputs and axis is not None and numbers:
                 few = few.detach().clone().requires_grad_()

@@ -83,7 +83,7 @@ def shorter(run: Runs, copies: Probe) -> bool:
     """
     if not run.counted:
         return False
-    probe = Probe(run.layout, copies.rows, shortened=True)
+    probe = Probe(run.layout, copies.rows, shortened=frozenset({copies.rows - 1}))
     with suppress(Exception):  # a row that the model cannot take
         run.once(probe, [0] * copies.rows)
     return _moved(run.layout, copies, probe)

@@ -7,7 +7,7 @@ were selected.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -46,8 +46,8 @@ class Fewer(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def shortened(rows: Any, axis: int) -> Any:
-    """The last row says of itself that it is shorter: a mask's last entry is 0, a length is less by 1.
+def shortened(rows: Any, axis: int, which: Iterable[int]) -> Any:
+    """These rows say of themselves that they are shorter: a mask's last entry is 0, a length less by 1.
 
     Args:
         rows: of an input of the model, along `axis`; others than masks and whole numbers stay.
@@ -55,8 +55,9 @@ def shortened(rows: Any, axis: int) -> Any:
     if not counts(rows):
         return rows
     rows = rows.clone()
-    last = rows.select(axis, rows.shape[axis] - 1)
-    last.copy_(_fewer(last, by=1) if last.dim() else (last - 1).clamp_min(0))
+    for number in which:
+        row = rows.select(axis, number)
+        row.copy_(_fewer(row, by=1) if row.dim() else (row - 1).clamp_min(0))
     return rows
 
 

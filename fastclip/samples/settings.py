@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastclip.samples.probe_state import OTHERS, TORCHS
+
 Key = tuple[Hashable, ...]
 
 _PLAIN = (
@@ -31,7 +33,24 @@ def kind(value: Any) -> Any:
     """A setting's value; of anything else its type."""
     if type(value) in _MOST or isinstance(value, (*_PLAIN, nn.Module)):
         return value
-    return type(value)
+    if _is_set(value):
+        return frozenset(value)
+    return value.item() if _is_number(value) else type(value)
+
+
+def _is_set(value: Any) -> bool:
+    return isinstance(value, (set, frozenset)) and len(value) <= _LONGEST
+
+
+def _is_number(value: Any) -> bool:
+    """One of NumPy's own."""
+    return type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+
+
+def _is_flag(value: Any) -> bool:
+    """A tensor that holds one whole number, or whether something is so."""
+    one = isinstance(value, Tensor) and value.numel() == 1
+    return one and not (value.is_floating_point() or value.is_complex())
 
 
 class Settings:
@@ -74,7 +93,7 @@ class Settings:
         self._held: list[tuple[Any, Any]] = []
         """Where it stands, itself."""
         self._plain: list[tuple[Any, Any]] = []
-        self._tensors: list[tuple[dict[str, Any], str]] = []
+        self._tensors: list[tuple[Any, Any]] = []
         self._known: set[int] = set()
         for module in self._model.modules():
             self._of_module(module)
@@ -88,7 +107,10 @@ class Settings:
         for table in (module._buffers, module._parameters):
             self._tensors += [(table, name) for name in table]
         self._plain.append((vars(module), "training"))
-        if type(module).__module__.startswith("torch.nn."):
+        self._home = type(module).__module__
+        if self._home.startswith("torch.nn."):
+            own = [name for name in ("dim",) if name in vars(module)]
+            self._plain += [(vars(module), name) for name in ("forward", *own)]
             return
         self._of_table(vars(module), vars(module), 0)
         for base in type(module).__mro__:
@@ -102,10 +124,12 @@ class Settings:
         self._sized.append(table)
         for name in list(names):
             value = table.get(name)
-            if isinstance(value, _PLAIN):
+            if isinstance(value, _PLAIN) or _is_set(value) or _is_number(value):
                 if name != "training":
                     self._plain.append((table, name))
-            elif depth < _DEEPEST and not str(name).startswith("_"):
+            elif _is_flag(value):
+                self._tensors.append((table, name))
+            elif depth < _DEEPEST and name not in TORCHS:
                 self._of_value(table, name, value, depth + 1)
 
     def _of_value(self, table: Any, name: Any, value: Any, depth: int) -> None:
@@ -115,9 +139,19 @@ class Settings:
         elif isinstance(value, Mapping) and len(value) <= _LONGEST:
             self._held.append((table, name))
             self._of_table(value, value, depth)
-        elif _is_object(value):
+        elif self._is_object(name, value):
             self._held.append((table, name))
             self._of_table(vars(value), vars(value), depth)
+
+    def _is_object(self, name: Any, value: Any) -> bool:
+        """Whether its attributes are settings: a private one is so, or one that is called, where it
+        is of the module's own kin (others: a trainer)."""
+        if isinstance(value, (nn.Module, Tensor, ModuleType)) or not hasattr(value, "__dict__"):
+            return False
+        if type(value).__module__.partition(".")[0] in OTHERS:
+            return False
+        strange = callable(value) or str(name).startswith("_")
+        return not strange or type(value).__module__ == self._home
 
     @staticmethod
     def _owner(table: Any) -> int:
@@ -155,12 +189,6 @@ class _Attributes:
         """Of its settings, and of its forward."""
         own = vars(self.held).items()
         return [n for n, v in own if n == "forward" or not (callable(v) or n.startswith("__"))]
-
-
-def _is_object(value: Any) -> bool:
-    if isinstance(value, (nn.Module, Tensor, ModuleType)) or callable(value):
-        return False
-    return hasattr(value, "__dict__")
 
 
 def _version(tensor: Tensor | None) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastclip._torch import TorchDispatchMode, memory_of, tree_leaves
-from fastclip.samples.probe_state import TORCHS
+from fastclip._torch import TorchDispatchMode, memory_of, tree_leaves, tree_map
+from fastclip.samples.probe_state import TORCHS, tables_of
 from fastclip.samples.selected import selects
 from fastclip.samples.undrawn import undrawn
 
@@ -74,7 +74,8 @@ class Taint(TorchDispatchMode):
 
 
 class Kept:
-    """What a run has left on the modules that holds numbers of its batch; inside, it is there again.
+    """What a run has left on modules, or on what they hold, of the numbers of its batch; inside,
+    it is there again.
 
     Args:
         model: whose modules are looked at. taint: of that run.
@@ -85,13 +86,14 @@ class Kept:
         self._left: list[tuple[dict[str, Any], str, Any]] = []
         self.names: list[str] = []
         """Of the attributes."""
-        for path, module in model.named_modules():
-            for name, value in vars(module).items():
+        for path, table in tables_of(model):
+            for name, value in table.items():
                 if name in TORCHS:
                     continue
                 tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
                 if any(taint.holds(x) for x in tensors):
-                    self._left.append((vars(module), name, value))
+                    # containers as they are now: afterwards they hold what they did before
+                    self._left.append((table, name, tree_map(_itself, value)))
                     self.names.append(f"{path}.{name}".lstrip("."))
 
     def __enter__(self) -> None:
@@ -105,6 +107,10 @@ class Kept:
     def reaches(self, output: Iterable[Tensor]) -> bool:
         """Whether an output follows from what was left."""
         return any(self._taint.holds(x) for x in output)
+
+
+def _itself(x: Any) -> Any:
+    return x
 
 
 def _storage(x: Tensor) -> torch.UntypedStorage | None:

@@ -55,6 +55,13 @@ def test_a_layer_for_large_batches_alone() -> None:
         private(torch.randn(9, T, D))
 
 
+@pytest.mark.parametrize("b", [1, 2, 3, 4, 6, 8])
+def test_rows_that_are_coupled_in_batches_of_this_size(b: int) -> None:
+    private = make_private(Hidden(lambda m, h: h - 0.1 * h.mean() * (len(h) == b), "nothing"))[1]
+    with refused("computed from itself alone"):
+        private(torch.randn(b, T, D))
+
+
 def test_looks_are_few() -> None:
     """At most eleven forward passes of at most eight rows at the first step, none at the next."""
     seen: list[int] = []
@@ -73,6 +80,32 @@ def test_looks_are_few() -> None:
     for b in (16, 32, 5, 1):
         step(private, optimizer, torch.randn(b, T, D))
     assert seen == [16, 32, 5, 1]
+
+
+class WithMethods(nn.Module):
+    """Its methods are entries of their own while it is private, by objects that hang on it then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Sequential(nn.Linear(D, D), nn.ReLU()), nn.Linear(D, 2)
+
+    def _encode(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self._encode(x))
+
+
+def test_what_fastclip_keeps_on_a_model_is_no_setting() -> None:
+    model = WithMethods()
+    private, optimizer = make_private(model)[1:3]
+    seen: list[int] = []
+    private._module.inner.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    step(private, optimizer, torch.randn(B, D))
+    seen.clear()
+    for _ in range(3):
+        step(private, optimizer, torch.randn(B, D))
+    assert seen == [B] * 3
 
 
 def test_runs_that_keep_a_half_hold_only_what_no_gradient_reached(

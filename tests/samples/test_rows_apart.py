@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,6 +34,31 @@ def routed(m: nn.Module, h: Tensor) -> Tensor:
     return h.index_put((chosen,), h[chosen] * score[chosen].sigmoid()[:, None, None])
 
 
+class ByNumbers(torch.autograd.Function):
+    """The identity, whose gradient is scaled by a statistic of the batch."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        ctx.scale = h.square().sum()
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return g * ctx.scale
+
+
+def straight_through(h: Tensor, scale: Tensor | float) -> Tensor:
+    """`h`, with a gradient that many times as large."""
+    return h * scale + (h - h * scale).detach()
+
+
+def hooked(h: Tensor) -> Tensor:
+    out = h * 1
+    if out.requires_grad:
+        out.register_hook(lambda g: g * h.detach().square().sum())
+    return out
+
+
 COUPLINGS: dict[str, Use] = {
     "batch norm": lambda m, h: batch_norm(h),
     "centred": lambda m, h: h - h.mean(0),
@@ -44,6 +71,10 @@ COUPLINGS: dict[str, Use] = {
     "mixup": lambda m, h: 0.7 * h + 0.3 * h[torch.randperm(len(h))],
     "routing with capacity": routed,
     "number of rows": lambda m, h: h / len(h),
+    "gradient by a statistic": lambda m, h: straight_through(h, h.detach().square().sum()),
+    "gradient by the number of rows": lambda m, h: straight_through(h, len(h)),
+    "autograd function": lambda m, h: ByNumbers.apply(h),
+    "hook": lambda m, h: hooked(h),
     "gradient of another row": lambda m, h: h + 0.01 * (h.roll(1, 0) - h.roll(1, 0).detach()),
 }
 BEHIND = ["nothing", "zero head", "small head", "zero gate", "layer scale"]
@@ -71,6 +102,7 @@ APART: dict[str, Use] = {
     "parameter": lambda m, h: h + m.raw,
     "largest of its own": lambda m, h: h - h.detach().amax(-1, keepdim=True),
     "mean of its own": lambda m, h: h * h.mean((1, 2), keepdim=True),
+    "straight through": lambda m, h: straight_through(h, 3.0) + (h.sign() - h).detach(),
     "layer in another order": lambda m, h: m.second(h[(o := h[:, 0, 0].argsort())])[o.argsort()],
     "layer in a random order": lambda m, h: m.second(h[(o := torch.randperm(len(h)))])[o.argsort()],
     "first row of a parameter": lambda m, h: h + m.raw[0],
@@ -106,3 +138,23 @@ def test_half_precision(dtype: torch.dtype) -> None:
     private = make_private(Hidden(lambda m, h: h + 1e-3 * h.roll(1, 0), "nothing").to(dtype))[1]
     with refused("computed from itself alone"):
         private(x)
+
+
+class Masked(Hidden):
+    """Scales by a statistic of the batch, and then rules the first class out."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(lambda m, h: h, "nothing")
+        self.value = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return (y / y.detach().abs().mean()).masked_fill(torch.tensor([True, False]), self.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("value", [-1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf])
+def test_beside_what_a_mask_has_written(value: float, dtype: torch.dtype) -> None:
+    private = make_private(Masked(value).to(dtype))[1]
+    with refused("computed from itself alone"):
+        private(torch.randn(6, T, D, dtype=dtype))

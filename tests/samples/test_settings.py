@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,15 @@ def coupled(h: Tensor) -> Tensor:
     return h - h.mean(0)
 
 
+class Settings:
+    on = False
+
+
+class Called(Settings):
+    def __call__(self) -> bool:
+        return self.on
+
+
 class Switched(nn.Module):
     """Couples rows where `when` says so."""
 
@@ -39,12 +49,22 @@ class Switched(nn.Module):
         self.table: Any = {"warm": {"on": False}}
         self.items = [0, [False]]
         self.config = SimpleNamespace(part=SimpleNamespace(on=False))
+        self._private = {"on": False}
+        self._object, self.called = Settings(), Called()
+        self.names: set[str] = set()
+        self.number, self.flag = numpy.bool_(False), torch.tensor(False)
+        self.softmax = nn.Softmax(dim=-1)
         self.register_buffer("gate", torch.zeros(()))
         self.frozen = nn.Parameter(torch.zeros(()), requires_grad=False)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         h = self.middle(torch.tanh(self.first(x)))
-        return self.head(coupled(h) if self.when(self, *args, **kwargs) else h)
+        return self.head(self.softmax(coupled(h) if self.when(self, *args, **kwargs) else h))
+
+
+class OfLength(Switched):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, x.shape[1])
 
 
 class Centred(nn.Module):
@@ -71,6 +91,17 @@ LATER: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
     "frozen": (
         lambda m: m.frozen > 0,
         lambda m: m.load_state_dict({**m.state_dict(), "frozen": torch.ones(())}),
+    ),
+    "a private item": (lambda m: m._private["on"], lambda m: m._private.update(on=True)),
+    "a private object": (lambda m: m._object.on, lambda m: setattr(m._object, "on", True)),
+    "an object that is called": (lambda m: m.called(), lambda m: setattr(m.called, "on", True)),
+    "a set": (lambda m: "on" in m.names, lambda m: m.names.add("on")),
+    "NumPy's": (lambda m: m.number, lambda m: setattr(m, "number", numpy.bool_(True))),
+    "a tensor": (lambda m: m.flag, lambda m: m.flag.fill_(True)),
+    "another tensor": (lambda m: m.flag, lambda m: setattr(m, "flag", torch.tensor(True))),
+    "a dimension": (lambda m: False, lambda m: setattr(m.softmax, "dim", 0)),
+    "a forward": (
+        lambda m: False, lambda m: setattr(m.softmax, "forward", coupled),
     ),
     "a part": (lambda m: False, lambda m: setattr(m, "middle", Centred())),
     "a hook": (
@@ -124,6 +155,15 @@ def test_an_argument(first: Batch, second: Batch) -> None:
         private(torch.randn(B, D), *first.args, **first.kwargs)
     with refused(COUPLED):
         private(torch.randn(B, D), *second.args, **second.kwargs)
+
+
+@pytest.mark.parametrize("first", [3, 20])
+def test_longer_rows(first: int) -> None:
+    """A model may take another way for long rows, as attention in pieces does."""
+    private = make_private(OfLength(lambda m, t: (t > 8) != (first > 8)))[1]
+    private(torch.randn(B, first, D))
+    with refused(COUPLED):
+        private(torch.randn(B, 23 - first, D))
 
 
 def test_ways_to_call_that_take_turns() -> None:

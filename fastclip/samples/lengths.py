@@ -1,0 +1,56 @@
+"""A row among shorter ones: nothing of it may follow from how long the longest row of the batch is.
+
+Where all rows of a look are of one length, other rows show nothing of that. So a row that says of itself
+that it is shorter (fastclip.samples.selected) is run among rows that do, and among rows that do not.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from fastclip.errors import FastclipError
+from fastclip.samples.folded_outputs import Unfolded
+from fastclip.samples.independence import check_values
+from fastclip.samples.inputs import Cuts
+from fastclip.samples.mixed_outputs import Found, mixed_outputs, note_gradients
+from fastclip.samples.probing import Probe, Runs
+
+_ROWS = 3
+
+
+def check_lengths(run: Runs, cuts: Cuts, unfolded: Unfolded) -> None:
+    """Hold the last of three copies of a row, which is shorter, against itself among shorter ones.
+
+    Outputs that belong to no row, and couple rows of unequal lengths, are noted.
+
+    Raises:
+        BatchSizeError: its output is another one there.
+    """
+    run.cut(cuts)
+    if not run.counted:
+        return
+    probes, outputs, found = [], [], []
+    for shorter in ({_ROWS - 1}, set(range(_ROWS))):
+        probe = Probe(run.layout, _ROWS, differentiable=True, shortened=frozenset(shorter))
+        gradients: Found = {}
+        try:
+            outputs.append(
+                run.once(probe, [0] * _ROWS, 0, partial(_note, probe, unfolded, gradients))
+            )
+        except FastclipError:
+            raise
+        except Exception:  # a row that the model cannot take
+            return
+        probes.append(probe)
+        found.append(gradients)
+    if probes[0].draws:
+        return
+    own = (unfolded(outputs[0], _ROWS), unfolded(outputs[1], _ROWS))
+    check_values(probes[0], probes[1], own, [_ROWS - 1], unfolded.axes)
+    run.layout.mixed |= mixed_outputs(found[0], found[1], [_ROWS - 1], unfolded.axes, _ROWS)
+
+
+def _note(probe: Probe, unfolded: Unfolded, found: Found, output: Any) -> None:
+    places = {name: place for name, place in probe.layout.places.items() if place.plain}
+    note_gradients(probe, places, unfolded.axes, found, output)

@@ -1,0 +1,87 @@
+"""Slopes: where other rows change, the gradient of a row's own output stays.
+
+Values and influence do not see what scales a gradient by numbers of the batch and leaves the values as
+they are: straight-through estimates (x k - (x k).detach() + x.detach()), autograd functions that look at
+what they saved, hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+import torch
+from torch import Tensor
+
+from fastclip.samples.independence import called, coupled
+from fastclip.samples.place import Place
+from fastclip.samples.probing import Probe
+
+_SAME_SIZE = {torch.float64: 1e-7, torch.float32: 1e-2}
+_OTHER_SIZE = {torch.float64: 1e-6}
+_ROUGH = 0.1
+"""How far gradients may be apart, relative to their norm: one that lies at a kink takes the other side
+where another kernel has rounded it differently, as in batches of another size."""
+_SILENT = {torch.float64: 1e-12, torch.float32: 1e-5}
+"""Relative to the largest: what is smaller is left by rounding."""
+
+
+def note_slopes(probe: Probe, outputs: list[Tensor], axes: list[int]) -> None:
+    """Note in `probe` the gradients of its sources, if they are asked for."""
+    if probe.slopes is None:
+        return
+    count = probe.rows
+    pairs = [
+        (x, axis) for x, axis in zip(outputs, axes, strict=False)
+        if axis >= 0 and x.dim() > axis and x.shape[axis] == count and x.requires_grad
+    ]  # fmt: skip
+    if not pairs or not probe.sources:
+        return
+    seeds = []
+    for x, axis in pairs:  # the same for every row
+        generator = torch.Generator().manual_seed(1)
+        one = [1 if n == axis else size for n, size in enumerate(x.shape)]
+        seed = torch.randn(one, generator=generator, dtype=torch.float32, device="cpu")
+        probe.slopes.append((tuple(one), None))
+        seeds.append(seed.to(x.device, x.dtype).expand_as(x))
+    edges = [source.edge for source in probe.sources]
+    names = [source.name for source in probe.sources]
+    try:
+        found = torch.autograd.grad([x for x, _ in pairs], edges, seeds, allow_unused=True)
+        probe.slopes += zip(names, found, strict=True)
+    except Exception:  # a checkpoint that computes other numbers again, where rows were replaced
+        probe.slopes = []
+    probe.sources = []  # whose graph is done with
+
+
+def check_slopes(
+    first: Probe, second: Probe, kept: list[int], places: Mapping[Hashable, Place]
+) -> None:
+    """The gradients of these rows are the same in both runs.
+
+    Raises:
+        BatchSizeError: naming where they are not.
+    """
+    one, other = first.slopes or [], second.slopes or []
+    if [name for name, _ in one] != [name for name, _ in other]:
+        return
+    pairs = []
+    for (name, g), (_, h) in zip(one, other, strict=True):
+        place = places.get(name)
+        if g is None or h is None or place is None:
+            continue
+        if place.fits(g, first.rows) and place.fits(h, second.rows):
+            index = torch.tensor(kept, dtype=torch.int64, device=g.device)
+            x = place.rows(g, first.rows).index_select(0, index)
+            y = place.rows(h, second.rows).index_select(0, index)
+            if x.shape == y.shape and bool(torch.isfinite(x).all() & torch.isfinite(y).all()):
+                pairs.append((name, x, y))
+    norms = [max(float(x.norm()), float(y.norm())) for _, x, y in pairs]
+    for (name, x, y), norm in zip(pairs, norms, strict=True):
+        dtype = x.dtype.to_real()
+        if dtype == torch.float64 and not first.in_double:
+            dtype = torch.float32
+        same = first.rows == second.rows
+        allowed = (_SAME_SIZE if same else _OTHER_SIZE).get(dtype, _ROUGH)
+        loud = norm > _SILENT.get(dtype, _ROUGH) * max(norms)
+        if loud and float((x - y).norm()) > allowed * norm:
+            raise coupled(f"the gradient at {called(name)}", other_size=not same)

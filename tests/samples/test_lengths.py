@@ -1,0 +1,75 @@
+"""What follows from the longest row of the batch shows where all rows are of one length, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.oracle import Batch, check_exact, make_private
+from tests.refusal import refused
+
+B, T, D = 4, 5, 6
+Pool = Callable[[Tensor, Tensor], Tensor]
+
+
+def inside(lengths: Tensor) -> Tensor:
+    """Whether a position is in its row, [b, T, 1]."""
+    return (torch.arange(T) < lengths[:, None])[..., None].double()
+
+
+POOLS: dict[str, tuple[Pool, bool]] = {
+    "as far as the longest": (lambda h, n: h[:, : int(n.max())].mean(1), False),
+    "by the longest": (lambda h, n: (h * inside(n)).sum(1) / n.max(), False),
+    "by all": (lambda h, n: (h * inside(n)).sum(1) / n.double().mean(), False),
+    "by its own": (lambda h, n: (h * inside(n)).sum(1) / n[:, None], True),
+    "as far as the longest, by its own": (
+        lambda h, n: (h * inside(n))[:, : int(n.max())].sum(1) / n[:, None], True,
+    ),
+    "over everything": (lambda h, n: h.mean(1), True),
+}  # fmt: skip
+
+
+class Pooled(nn.Module):
+    """Pools rows of these lengths."""
+
+    def __init__(self, pool: Pool) -> None:
+        super().__init__()
+        self.layer, self.pool = nn.Linear(D, D), pool
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.pool(torch.tanh(self.layer(x)), lengths)
+
+
+class Loss(Pooled):
+    """The mean over all positions in rows, or over rows' own means."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        losses = torch.tanh(self.layer(x)).square() * inside(lengths)
+        return self.pool(losses, lengths).mean()
+
+
+@pytest.mark.parametrize("case", POOLS)
+def test_rows_of_one_length(case: str) -> None:
+    pool, apart = POOLS[case]
+    x, lengths = torch.randn(B, T, D, dtype=torch.float64), torch.full((B,), T)
+    if apart:
+        check_exact(Pooled(pool), Batch((x, lengths)), dtype=torch.float64)
+        return
+    private = make_private(Pooled(pool).double())[1]
+    with refused("computed from itself alone"):
+        private(x, lengths)
+
+
+@pytest.mark.parametrize("case", ["by all", "by its own"])
+def test_a_loss_inside(case: str) -> None:
+    pool, apart = POOLS[case]
+    private = make_private(Loss(pool).double())[1]
+    loss = private(torch.randn(B, T, D, dtype=torch.float64), torch.full((B,), T))
+    if apart:
+        loss.backward()
+        return
+    with refused("one loss a row"):
+        loss.backward()
