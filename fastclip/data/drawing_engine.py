@@ -12,7 +12,7 @@ from fastclip.data.draws import Draws
 from fastclip.data.loader import watch_draws
 from fastclip.data.plan import Plan, Request, plan_sampling, use_sampler
 from fastclip.data.recorded import Releases, Stated
-from fastclip.data.row_order import check_row_order
+from fastclip.data.row_order import check_row_order, know_empty
 from fastclip.data.samplers import check_order, draws_independently, set_steps
 from fastclip.data.sampling import check_secure, draw_exactly, draw_securely
 
@@ -70,6 +70,7 @@ class DrawingEngine(AccountedEngine):
         )  # fmt: skip
         if poisson_sampling and not distributed:
             use_sampler(loader, plan, data_loader.generator)
+            know_empty(loader, plan.first_row)
         else:
             if poisson_sampling:
                 set_steps(loader, len(data_loader))

@@ -17,8 +17,8 @@ from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from fastclip.data.iteration import Draw, Iteration, PhysicalBatch, place_of, reading
-from fastclip.data.refusals import AHEAD, ANOTHER, BORDER, HALVES, TOO_MANY, UNCLEAR, UNDRAWN
+from fastclip.data.iteration import Draw, Iteration, PhysicalBatch, leaves_empty, place_of, reading
+from fastclip.data.refusals import AHEAD, ANOTHER, BORDER, EMPTY, HALVES, UNCLEAR, UNDRAWN
 from fastclip.data.unit_rows import PassedOver, unit_rows
 from fastclip.data.units import UnitBatch
 from fastclip.errors import BatchSizeError, StepError
@@ -55,7 +55,7 @@ class Draws:
         """The newest that was out when a batch was used last."""
         self._ahead = inf
         """Fewest batches of this iteration that were out beyond those being used."""
-        self._locked = False
+        self._locked = ""
         """Which physical batch is in hand cannot be told any more in this iteration."""
         self.by_units = False
         """Rows of units are drawn, which belong together."""
@@ -117,11 +117,13 @@ class Draws:
         # A prefetcher holds what is out still; a loop that only looked at it (an evaluation) does not.
         held = self.independent and len(out) == 1 if self._lags is None else self._lags
         gone = {b for b in out if not held or b.skip is not None or b.draw.iteration is not before}
-        if before is not None and _alive(before) and not before.over and out:
+        if before is not None and before.alive and not before.over and out:
             gone.discard(out[-1])  # a pass inside another, whose batch is in hand
         self._waiting = [b for b in self._waiting if b not in gone]
         self._passed.new_pass(before, [b for b in out if b in gone], self._lags is False)
-        self._watching, self._lags, self._locked, self._ahead = True, None, False, inf
+        self._watching, self._lags, self._locked, self._ahead = True, None, "", inf
+        if self.independent and before is not None and before.used and before.over:
+            self._check_empty([*gone], before)
 
     def _add(self, batch: PhysicalBatch) -> None:
         self._waiting.append(batch)
@@ -137,7 +139,7 @@ class Draws:
             handed = batch.place < iteration.look()
             if handed:
                 out.append(batch)
-            if handed or _alive(iteration):
+            if handed or iteration.alive:
                 waiting.append(batch)
             iteration.kept = None
         self._waiting = waiting
@@ -171,6 +173,8 @@ class Draws:
             return None
         out = self._out()
         batch = self._part_of_the_last(out, rows) or self._choose(out, rows)
+        if self.independent and batch in out:
+            self._check_empty(out[: out.index(batch)], batch.draw.iteration)
         others = [b for b in self._used if b.draw is not batch.draw]
         if others:
             if self.independent or batch.skip is not None or others[-1].skip is not None:
@@ -178,6 +182,11 @@ class Draws:
             if any(b.draw.iteration is not batch.draw.iteration for b in others):
                 raise StepError(BORDER)
         return batch
+
+    def _check_empty(self, passed_over: list[PhysicalBatch], iteration: Iteration) -> None:
+        if leaves_empty(passed_over, iteration):
+            self._locked = EMPTY
+            raise StepError(EMPTY)
 
     def units_of(self, rows: int) -> tuple[PhysicalBatch | None, UnitRows | None]:
         """The batch of a backward pass, and whose its rows are; None where single rows are drawn.
@@ -223,7 +232,9 @@ class Draws:
             if out and not out[-1].draw.iteration.over:
                 self._ahead = min(self._ahead, max(more, 0))
             if not self._used and more > self._ahead:
-                skipped = set(out[: more - int(self._ahead)])
+                skipped = out[: more - int(self._ahead)]
+                if self.independent:
+                    self._check_empty(skipped, out[-1].draw.iteration)
                 self._waiting = [b for b in self._waiting if b not in skipped]
         for rows in parts:
             batch = self.find(rows)
@@ -263,7 +274,7 @@ class Draws:
         if not forget:
             self._waiting = [*back, *self._waiting]
         elif len(out) > 1 and any(b.skip is not None for b in out) and self._lags is not False:
-            self._locked = True
+            self._locked = AHEAD
         else:
             self._waiting = [b for b in self._waiting if b not in out or b.skip is None]
 
@@ -288,20 +299,20 @@ class Draws:
                 b.draw.iteration is iteration for b in self._waiting if b is not first
             ):
                 self._lags = False
-        if self._locked or (
-            len(out) > 1 and self._lags is not False and any(b.skip is not None for b in out)
-        ):
+        if self._locked:
+            raise StepError(self._locked)
+        if len(out) > 1 and self._lags is not False and any(b.skip is not None for b in out):
             raise StepError(AHEAD)
         if self._lags is False or last.skip is not None:
             if not last.fits(rows):
-                raise self._too_many(last, rows)
+                raise last.too_many(rows)
             return last
         exact = [b for b in out if self._holds(b, rows)]
         if len({b.draw.size > 0 for b in exact}) > 1 and not self._first_in_hand(out):
             raise StepError(UNCLEAR)
         possible = exact or [b for b in out if b.fits(rows)]
         if not possible:
-            raise self._too_many(first, rows)
+            raise first.too_many(rows)
         batch = possible[0]
         if exact and len(out) > 1:
             if exact == [last]:
@@ -317,29 +328,18 @@ class Draws:
     def _again(self, rows: int) -> PhysicalBatch:
         """A batch of an earlier pass, which without Poisson sampling the next one may repeat."""
         if self._used:
-            raise self._too_many(self._used[-1], rows)
+            raise self._used[-1].too_many(rows)
         if self.independent:
             raise StepError(UNDRAWN)
         batch = PhysicalBatch(Draw(self._largest, Iteration()), 0)
         if not batch.fits(rows):
-            raise self._too_many(batch, rows)
+            raise batch.too_many(rows)
         return batch
 
     def _holds(self, batch: PhysicalBatch, rows: int) -> bool:
         if batch.draw.size:
             return rows == batch.rows_left
         return rows == 0 or (self.placeholders and rows == 1)
-
-    @staticmethod
-    def _too_many(batch: PhysicalBatch, rows: int) -> BatchSizeError:
-        draw = batch.draw
-        return BatchSizeError(
-            TOO_MANY.format(left=batch.rows_left, drawn=draw.size, used=draw.credited, rows=rows)
-        )
-
-
-def _alive(iteration: Iteration) -> bool:
-    return iteration.reader is not None and iteration.reader() is not None
 
 
 def _copied(independent: bool, required: bool, placeholders: bool) -> Draws:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
 
 from fastclip._torch import INDEX_SAMPLER, NEXT_INDEX, RECEIVED, SENT, YIELDED, LoaderIterator
+from fastclip.data.refusals import TOO_MANY
 from fastclip.data.units import UnitBatch
+from fastclip.errors import BatchSizeError
 
 
 @dataclass(eq=False)
@@ -35,6 +38,11 @@ class Iteration:
     recorded: float = float("inf")
     """Least noise multiplier at which steps of this pass were accounted."""
     newest: PhysicalBatch | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Its DataLoader's iterator is held by somebody."""
+        return self.reader is not None and self.reader() is not None
 
     def look(self) -> float:
         """`handed` as it is now; of a reader that is gone, as it was last."""
@@ -84,6 +92,22 @@ class PhysicalBatch:
     def fits(self, rows: int) -> bool:
         """Whether it may hold `rows` rows; whatever stands for an empty draw contributes nothing."""
         return not self.draw.size or rows <= self.rows_left
+
+    def too_many(self, rows: int) -> BatchSizeError:
+        """The refusal of a backward pass over so many rows."""
+        draw = self.draw
+        return BatchSizeError(
+            TOO_MANY.format(left=self.rows_left, drawn=draw.size, used=draw.credited, rows=rows)
+        )
+
+
+def leaves_empty(passed_over: Collection[PhysicalBatch], iteration: Iteration) -> bool:
+    """Whether the loop has gone on without an empty draw of this pass, which is a step like any other.
+
+    Such a loop shows when nobody was drawn, and takes its steps with a rate that is larger than the one
+    that is accounted: q / (1 - (1 - q)^N).
+    """
+    return any(not b.draw.size and b.draw.iteration is iteration for b in passed_over)
 
 
 def reading() -> Any:

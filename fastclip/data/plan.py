@@ -100,6 +100,14 @@ class Plan:
     unit: Tensor | None = None
     """The unit of each row of the data set, int64, -1 for rows that are not drawn."""
 
+    @property
+    def first_row(self) -> int:
+        """One that may be drawn."""
+        if self.unit is not None:
+            return int((self.unit >= 0).nonzero()[0])
+        rows = None if self.choice is None else self.choice.rows
+        return 0 if rows is None else int(rows[0])
+
     def sampler(self, generator: Any) -> PoissonSampler:
         """The batch sampler of this design, drawing from `generator` unless it is secure."""
         design, choice = self.design, self.choice

@@ -25,6 +25,12 @@ UNDRAWN = (
     "Iterate over the returned loader and use each of its batches once; wrap passes that must not "
     "train in engine.paused()"
 )
+EMPTY = (
+    "a Poisson draw without rows was passed over: it is a step, of noise alone, and a loop that leaves "
+    "it out shows when nobody was drawn, so that epsilon would be larger than what is accounted. Train "
+    "on the empty batch as on the others; where the model or the loss cannot take 0 rows, pass "
+    "rand_on_empty=True to make_private, which makes it a placeholder row that contributes nothing"
+)
 REORDERED = (
     "the rows of a draw come through a {name} around the sampler of the data loader that make_private "
     "returned, and a row's place in its draw says whose it is (unit_ids): iterate over that loader "

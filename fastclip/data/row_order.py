@@ -1,11 +1,12 @@
-"""Whether a collate function keeps the order of rows, which tells whose each of them is."""
+"""Collate functions, tried before rows are drawn: whether they keep the order of rows, which tells whose
+each of them is, and what an empty batch looks like."""
 
 from __future__ import annotations
 
 import copy
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,21 @@ def check_row_order(loader: DataLoader, rows: list[int], batch_first: bool = Tru
                 f"it cannot be told whether {name} keeps the order of rows: nothing in its "
                 f"batch of {n} rows changes with them{_WAY_OUT}"
             )
+
+
+def know_empty(loader: DataLoader, row: int) -> None:
+    """Let Opacus' collate function learn from a row what a batch looks like, so that an empty one does.
+
+    It learns that from the first batch that is not empty, in every worker process anew.
+    """
+    collate = loader.collate_fn
+    if not isinstance(collate, CollateFnWithEmpty) or collate.first_batch is not None:
+        return
+    with (
+        _generators_restored(),
+        suppress(Exception),
+    ):  # of a row that cannot be read, the loader tells
+        collate(_reader(loader.dataset, [row])([0]))
 
 
 def _reads_at_once(dataset: Any) -> bool:

@@ -91,8 +91,8 @@ def start(
 
 
 def empty(x: Any) -> bool:
-    """Nobody was drawn; a list comes from a worker process that has seen no row yet."""
-    return isinstance(x, list) or not len(x)
+    """Nobody was drawn."""
+    return not len(x)
 
 
 def eightfold(rows: list[Tensor]) -> Tensor:
@@ -232,12 +232,11 @@ def test_a_step_that_was_given_up_may_be_repeated() -> None:
 @pytest.mark.parametrize("mode", ["fast", "hooks"])
 def test_joined_poisson_batches(workers: int, mode: str) -> None:
     """Loader workers draw ahead: which draw a batch is must be known all the same."""
-    run = start(1, num_workers=workers, mode=mode)
+    run = start(1, num_workers=workers, mode=mode, rand_on_empty=True)
     with refused("twice", StepError):
         for x in run.loader:
-            if not empty(x):
-                run.optimizer.signal_skip_step(True)
-                run.one_pass(x)
+            run.optimizer.signal_skip_step(True)
+            run.one_pass(x)
     assert run.steps == 0
 
 
@@ -336,19 +335,74 @@ def test_placeholder_rows_where_they_cannot_be_left_out(mode: str) -> None:
         start(mode=mode, rand_on_empty=True)
 
 
-# Loops that are no mistake
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_empty_batch_that_is_passed_over(seed: int, workers: int) -> None:
+    """Steps of the others alone have the rate q / (1 - (1 - q)^N), and tell who was there."""
+    run = start(1, seed=seed, num_workers=workers)
+    passed_over = used = 0
+    with refused("empty batch as on the others", StepError):
+        for x in run.loader:
+            if empty(x):
+                passed_over += 1
+            else:
+                run.one_pass(x)
+                used += 1
+    assert passed_over > 0
+    assert run.steps == used < N
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+def test_empty_batches_at_the_end_of_a_pass(workers: int) -> None:
+    """No later batch of the pass is there to notice them: the next pass does."""
+    for seed in range(200):
+        batches = list(start(2, seed=seed).loader)
+        if empty(batches[-1]) and not any(map(empty, batches[:-1])):
+            break
+    run = start(2, seed=seed, num_workers=workers)
+    with refused("empty batch as on the others", StepError):
+        for _ in range(2):
+            for x in run.loader:
+                if not empty(x):
+                    run.one_pass(x)
+    assert run.steps == N // 2 - 1
+
+
+class Named(Dataset):
+    """Rows as dictionaries, which Opacus can make no empty batch of before it has seen one."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        return {"x": torch.eye(N)[row]}
+
+
+@pytest.mark.parametrize("rand_on_empty", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_empty_batch_looks_like_the_others_from_the_first_on(
+    workers: int, rand_on_empty: bool
+) -> None:
+    sizes = set()
+    for seed in range(12):
+        options = {"seed": seed, "num_workers": workers, "rand_on_empty": rand_on_empty}
+        first = next(iter(start(1, data=Named(), **options).loader))["x"]
+        assert first.shape[1:] == (N,)
+        sizes.add(len(first))
+    assert rand_on_empty or 0 in sizes
+
+
 @pytest.mark.parametrize("seed", range(3))
-def test_empty_batches_may_be_passed_over(seed: int, workers: int) -> None:
-    run = start(1, seed=seed, num_workers=workers)
-    used = 0
+def test_empty_batches_that_have_their_steps(seed: int) -> None:
+    run, empties = start(1, seed=seed), 0
     for x in run.loader:
-        if not empty(x):
-            assert run.one_pass(x).sum() == len(x)
-            used += 1
-    assert run.steps == used < N
+        empties += empty(x)
+        run.one_pass(x)
+    assert empties
+    assert run.steps == N
+
+
+# Loops that are no mistake
 
 
 @pytest.mark.parametrize("workers", [0, 2])
