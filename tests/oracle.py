@@ -143,7 +143,9 @@ def norms(grads: Grads) -> torch.Tensor:
 def clipped_sum(grads: Grads, threshold: float) -> dict[str, torch.Tensor]:
     """sum_b min(1, threshold / n_b) g_b for every parameter."""
     scale = (threshold / norms(grads)).clamp(max=1.0)
-    return {name: torch.einsum("b,b...->...", scale, g.to(scale.dtype)) for name, g in grads.items()}
+    return {
+        name: torch.einsum("b,b...->...", scale, g.to(scale.dtype)) for name, g in grads.items()
+    }
 
 
 def relative_error(x: Grads | torch.Tensor, ref: Grads | torch.Tensor) -> float:

@@ -6,7 +6,6 @@ place of the batch that it draws, and how many it has handed out.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
 
 from fastclip._torch import INDEX_SAMPLER, NEXT_INDEX, RECEIVED, SENT, YIELDED, LoaderIterator
+from fastclip.data.callers import calling
 from fastclip.data.refusals import TOO_MANY
 from fastclip.data.units import UnitBatch
 from fastclip.errors import BatchSizeError
@@ -116,14 +116,7 @@ def reading() -> Any:
     It may be any DataLoader around the sampler (BatchMemoryManager's, Accelerate's), of which nothing
     but this call is to be seen.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == NEXT_INDEX:
-            who = frame.f_locals.get("self")
-            if isinstance(who, LoaderIterator):
-                return who
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+    return calling(LoaderIterator, NEXT_INDEX)
 
 
 def sampler_between(who: Any) -> str | None:

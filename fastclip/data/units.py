@@ -6,7 +6,6 @@ are cut between units alone: a unit's gradient is clipped as one, so its rows mu
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
 
+from fastclip.data.callers import calling
 from fastclip.errors import BatchSizeError
 from fastclip.ops.units import UnitRows
 
@@ -109,10 +109,5 @@ def _plain(value: Any) -> Any:
 
 def _physical_rows() -> int | None:
     """`max_physical_batch_size` of the BatchMemoryManager whose sampler is splitting just now."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        who = frame.f_locals.get("self")
-        if isinstance(who, BatchSplittingSampler):
-            return int(who.max_batch_size)
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+    sampler = calling(BatchSplittingSampler)
+    return None if sampler is None else int(sampler.max_batch_size)
