@@ -20,7 +20,7 @@ from fastclip.backward.one_process import check_not_distributed
 from fastclip.checks import not_negative
 from fastclip.clipping import Clipping, ConstantNoise, resolve
 from fastclip.data.plan import SAMPLING
-from fastclip.data.recorded import AsPlanned, accounted_rate, planned_history
+from fastclip.data.recorded import AsPlanned, Releases, accounted_rate, planned_history
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.inspection import InspectedEngine, Run
 from fastclip.model import validation
@@ -207,7 +207,7 @@ class FastPrivacyEngine(InspectedEngine):
         if poisson_sampling:
             module.forbid_grad_accumulation()
         module.keeper.batch.draws = draws
-        private.account_with(releases := self._releases(design, draws))
+        private.account_with(releases := Releases(design, draws, lambda: self.accountant))
         self._runs = [run for run in self._runs if not run.keeper.batch.retired]
         self._runs.append(Run(module.keeper, private, releases))
         if grad_sample_mode == "ghost":

@@ -154,7 +154,7 @@ class InspectedEngine(OpacusModes):
         delta = run.delta if delta is None else between("delta", delta, 0, 1)
         epochs = run.epochs if epochs is None else positive("epochs", epochs)
         schedule, planned = state.strategy.noise, []
-        hidden = self._stated.hides_size(design)
+        hidden = self.accountant.protected.beside(design.protected).size_is_secret
         if epochs is not None:
             planned = planned_history(design, schedule, state.first_multiplier, epochs)
         return Mechanism(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from opacus.accountants import PRVAccountant
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from fastclip import FastPrivacyEngine
-from fastclip.errors import StepError
+from fastclip.errors import ArgumentError
 from tests.refusal import refused
 
 N, D = 12, 3
@@ -48,7 +50,7 @@ def test_rows_and_units_have_no_epsilon_in_common(before: dict, after: dict) -> 
     engine = FastPrivacyEngine()
     train(private(engine, **before))
     taken = list(engine.accountant.history)
-    with refused("an engine of its own", StepError):
+    with refused("an engine of its own", ArgumentError):
         private(engine, **after)
     assert engine.accountant.history == taken
 
@@ -60,9 +62,58 @@ def test_steps_that_protect_another_unit_are_refused(mode: str) -> None:
     rows, units = private(engine, grad_sample_mode=mode), private(engine, **UNITS)
     train(units)
     taken = list(engine.accountant.history)
-    with refused("an engine of its own", StepError):
+    with refused("an engine of its own", ArgumentError):
         train(rows)
     assert engine.accountant.history == taken
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "accountant", "Opacus"])
+def test_steps_of_an_earlier_run_say_whom_they_protect(how: str, tmp_path: Path) -> None:
+    """Rows' steps that are loaded, or brought by an accountant, are none of a unit's epsilon."""
+    earlier, engine = FastPrivacyEngine(), FastPrivacyEngine()
+    made = private(earlier)
+    train(made)
+    later = private(engine, **UNITS)
+    with refused("an engine of its own", ArgumentError):
+        if how == "checkpoint":
+            earlier.save_checkpoint(path=tmp_path / "run.pt", module=made[0], optimizer=made[1])
+            engine.load_checkpoint(path=tmp_path / "run.pt", module=later[0], optimizer=later[1])
+        elif how == "accountant":
+            engine.accountant = earlier.accountant
+        else:
+            state = PRVAccountant().state_dict() | {"history": list(earlier.accountant.history)}
+            engine.accountant.load_state_dict(state)
+        train(later)
+
+
+def test_a_checkpoint_of_a_run_whose_size_shows(tmp_path: Path) -> None:
+    earlier, engine = FastPrivacyEngine(), FastPrivacyEngine()
+    made, later = private(earlier), private(engine, **PUBLIC)
+    train(made)
+    assert "added or removed" in engine.mechanism().neighbours
+    earlier.save_checkpoint(path=tmp_path / "run.pt", module=made[0], optimizer=made[1])
+    engine.load_checkpoint(path=tmp_path / "run.pt", module=later[0], optimizer=later[1])
+    assert "zero-out" in engine.mechanism().neighbours
+
+
+def test_units_go_on_from_their_own_checkpoint(tmp_path: Path) -> None:
+    earlier, engine = FastPrivacyEngine(), FastPrivacyEngine()
+    made, later = private(earlier, **UNITS), private(engine, **UNITS)
+    train(made)
+    earlier.save_checkpoint(path=tmp_path / "run.pt", module=made[0], optimizer=made[1])
+    engine.load_checkpoint(path=tmp_path / "run.pt", module=later[0], optimizer=later[1])
+    train(later)
+    assert sum(steps for *_, steps in engine.accountant.history) == 2 * engine.sampling.steps
+    assert "added or removed" in engine.mechanism().neighbours
+
+
+@pytest.mark.parametrize(
+    "saved", [{"units": ["patient"], "size_is_secret": True}, {"units": []}, 3]
+)
+def test_a_damaged_checkpoint(saved: Any) -> None:
+    state = FastPrivacyEngine().accountant.state_dict() | {"fastclip_protected": saved}
+    with refused("fastclip_protected of a saved accountant is damaged", ArgumentError):
+        FastPrivacyEngine().accountant.load_state_dict(state)
 
 
 def test_a_run_of_a_public_size_beside_one_whose_size_shows() -> None:

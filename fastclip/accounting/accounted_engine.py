@@ -42,7 +42,7 @@ class AccountedEngine(PrivacyEngine):
             )
         new = keep_ledger(value)
         if self._accountant is not None and self._accountant is not new:
-            new.join(self._accountant.segments())
+            new.join(self._accountant.segments(), self._accountant.protected)
         self._accountant = new
 
     def get_epsilon(self, delta: float) -> float:

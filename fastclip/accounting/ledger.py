@@ -10,6 +10,8 @@ from typing import Any
 from opacus.accountants import IAccountant
 
 from fastclip.accounting.history import refuse_changing_noise
+from fastclip.accounting.protected import BY_OPACUS, Protected, protected_by
+from fastclip.accounting.protected import KEY as PROTECTED
 from fastclip.accounting.segments import (
     KEY,
     Entry,
@@ -46,6 +48,8 @@ class Ledger(IAccountant):
     """
 
     history: list[Entry]
+    protected: Protected
+    """Whom all these steps protect."""
     _others: Segments
     _name: str
     _process: tuple[int, int]
@@ -75,20 +79,25 @@ class Ledger(IAccountant):
             own = history
         return {**self._others, self._name: own} if own else dict(self._others)
 
-    def join(self, others: Segments) -> None:
+    def join(self, others: Segments, protected: Protected) -> None:
         """Count these, too; what is known already counts once.
 
+        Args:
+            protected: whom they protect.
+
         Raises:
-            ArgumentError: if this accountant cannot compose them; it is then as it was.
+            ArgumentError: if this accountant cannot compose them, or they protect another unit; it is
+                then as it was.
         """
-        merged = self._with(others)
-        self.history = joined(merged)
+        merged, whom = self._with(others), self.protected.beside(protected)
+        self.history, self.protected = joined(merged), whom
         self._begin(merged)
 
     def state_dict(self, destination: Any = None) -> Any:
         """As Opacus, and the names of the steps."""
         state = super().state_dict(destination)
         state[KEY] = {name: saved_entries(part) for name, part in self.segments().items()}
+        state[PROTECTED] = self.protected.saved()
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -98,16 +107,19 @@ class Ledger(IAccountant):
         this one, or without names (plain Opacus) are added whole.
 
         Raises:
-            ArgumentError: for a damaged state, that of another mechanism, or a union that this
-                accountant cannot compose; it is then as it was.
+            ArgumentError: for a damaged state, that of another mechanism, a union that this accountant
+                cannot compose, or steps that protect another unit; it is then as it was.
         """
-        merged = self._with(read_segments(state_dict, self.mechanism(), "the accountant's state"))
+        loaded = read_segments(state_dict, self.mechanism(), "the accountant's state")
+        merged = self._with(loaded)
+        whom = self.protected.beside(protected_by(state_dict, joined(loaded)))
         before = self.history
         try:  # whatever else an accountant of the user's own keeps
             super().load_state_dict({**state_dict, "history": joined(merged)})
         except BaseException:
             self.history = before
             raise
+        self.protected = whom
         self._begin(merged)
 
     def _with(self, others: Segments) -> Segments:
@@ -132,6 +144,7 @@ def keep_ledger(accountant: IAccountant) -> Ledger:
     """The accountant itself, which from now on keeps the names of its steps."""
     if not isinstance(accountant, Ledger):
         accountant.__class__ = _kept(type(accountant))  # type: ignore[arg-type]
+        accountant.protected = BY_OPACUS if accountant.history else Protected()  # type: ignore[attr-defined]
         accountant._begin({})  # type: ignore[attr-defined]
     return accountant  # type: ignore[return-value]
 

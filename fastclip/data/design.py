@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from fastclip.accounting.calibration import in_passes
+from fastclip.accounting.protected import Protected
 
 POISSON = "Poisson"
 """Every unit is in a draw independently of all others."""
@@ -70,9 +71,10 @@ class SamplingDesign:
     """Drawn from cryptographic randomness."""
 
     @property
-    def size_is_secret(self) -> bool:
-        """Nothing depends on N: q and B were given, and no draw is cut, whose price does."""
-        return self.public and self.max_batch_size is None
+    def protected(self) -> Protected:
+        """Whom steps of such draws protect; N stays secret where q and B were given, and no draw is cut,
+        whose price depends on N."""
+        return Protected(frozenset({self.unit}), self.public and self.max_batch_size is None)
 
     @property
     def poisson(self) -> bool:

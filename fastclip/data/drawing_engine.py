@@ -11,7 +11,6 @@ from fastclip.data.design import SamplingDesign
 from fastclip.data.draws import Draws
 from fastclip.data.loader import watch_draws
 from fastclip.data.plan import Plan, Request, plan_sampling, use_sampler
-from fastclip.data.recorded import Releases, Stated
 from fastclip.data.row_order import check_row_order, know_empty
 from fastclip.data.samplers import check_order, draws_independently, set_steps
 from fastclip.data.sampling import check_secure, draw_exactly, draw_securely
@@ -22,14 +21,6 @@ class DrawingEngine(AccountedEngine):
 
     _drawn_by: SamplingDesign | None = None
     """How the loader of the make_private under way draws."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._stated = Stated()
-
-    def _releases(self, design: SamplingDesign, draws: Draws) -> Releases:
-        """What records the steps of one model."""
-        return Releases(design, draws, lambda: self.accountant, self._stated)
 
     def _prepare_data_loader(  # type: ignore[override]
         self, data_loader: DataLoader, *, poisson_sampling: bool, distributed: bool,
@@ -109,10 +100,11 @@ class DrawingEngine(AccountedEngine):
 
         Raises:
             ArgumentError, ArgumentTypeError: as `plan_sampling`, and for a collate function that may
-                change the order of a unit's rows. StepError: as `Stated.check`. Nothing is changed.
+                change the order of a unit's rows, or steps that protect another unit than the engine's
+                others. Nothing is changed.
         """
         plan = self._plan_sampling(data_loader, poisson_sampling=poisson_sampling, **request)
-        self._stated.check(plan.design)
+        self.accountant.protected.beside(plan.design.protected)
         if plan.unit is not None:
             drawn = (plan.unit >= 0).nonzero().reshape(-1).tolist()
             check_row_order(data_loader, drawn, batch_first)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from opacus.accountants import IAccountant
 from opacus.optimizers import DPOptimizer
 from torch import Tensor
 
+from fastclip.accounting.ledger import Ledger
 from fastclip.accounting.segments import Entry, runs
 from fastclip.accounting.truncation import Rate, TruncatedPoisson
 from fastclip.clipping.schedules import NoiseSchedule
@@ -84,41 +84,6 @@ class AsPlanned:
         return [(factor, count) for factor, _, count in entries]
 
 
-class Stated:
-    """Whom the steps that one engine has recorded protect: its one epsilon is of all of them."""
-
-    def __init__(self) -> None:
-        self._units: set[str] = set()
-        self._size_is_secret = True
-
-    def check(self, design: SamplingDesign) -> None:
-        """Refuse steps that protect another unit than those before.
-
-        Raises:
-            StepError: epsilon would be stated for rows and for units at once.
-        """
-        for unit in self._units - {design.unit}:
-            raise StepError(
-                f"this engine has recorded steps that protect single {unit}s, and these protect single "
-                f"{design.unit}s, so that one epsilon would hold for neither; use an engine of its own "
-                "for each, FastPrivacyEngine(), and state both epsilons"
-            )
-
-    def add(self, design: SamplingDesign) -> None:
-        """A step of this design is about to be recorded.
-
-        Raises:
-            StepError: as `check`.
-        """
-        self.check(design)
-        self._units.add(design.unit)
-        self._size_is_secret &= design.size_is_secret
-
-    def hides_size(self, design: SamplingDesign) -> bool:
-        """Whether N stays secret in the steps so far and in those of this design."""
-        return self._size_is_secret and design.size_is_secret
-
-
 class Releases:
     """Records each real step of one model, as its rows were drawn.
 
@@ -130,15 +95,12 @@ class Releases:
 
     Args:
         design: how rows are drawn. draws: of the loader. accountant: who records, when a step is taken.
-        stated: whom the engine's other steps protect.
     """
 
     def __init__(
-        self, design: SamplingDesign, draws: Draws, accountant: Callable[[], IAccountant],
-        stated: Stated | None = None,
-    ) -> None:  # fmt: skip
+        self, design: SamplingDesign, draws: Draws, accountant: Callable[[], Ledger]
+    ) -> None:
         self.design, self._draws, self._accountant = design, draws, accountant
-        self._stated = stated or Stated()
         self._rate: Any = accounted_rate(design)
         self._taken: Counter[float] = Counter()
         """Steps of one Poisson draw each, by their noise multiplier."""
@@ -147,8 +109,8 @@ class Releases:
         """A step is about to be released.
 
         Raises:
-            StepError: it joins more batches than one pass has, or protects another unit than the steps
-                of the engine before.
+            StepError: it joins more batches than one pass has.
+            ArgumentError: it protects another unit than the steps that the accountant knows.
         """
         joined = optimizer.accumulated_iterations
         if joined > self.design.steps:
@@ -156,8 +118,8 @@ class Releases:
                 f"this step joins {joined} batches, more than the {self.design.steps} of one pass "
                 "over the data, so rows are in it twice; call optimizer.step() more often"
             )
-        self._stated.add(self.design)
         accountant = self._accountant()
+        accountant.protected = accountant.protected.beside(self.design.protected)
         if self.design.poisson:
             accountant.get_optimizer_hook_fn(sample_rate=self._rate)(optimizer)
             self._taken[optimizer.noise_multiplier] += joined == 1

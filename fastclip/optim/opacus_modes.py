@@ -11,6 +11,7 @@ from opacus.validators import ModuleValidator
 from torch import nn
 
 from fastclip.data.drawing_engine import DrawingEngine
+from fastclip.data.recorded import Releases
 from fastclip.model.ownership import check_free
 from fastclip.optim.materialised import optimizer_class
 
@@ -45,7 +46,7 @@ class OpacusModes(DrawingEngine):
         assert self._drawn_by is not None
         draws = self._watched(loader, poisson_sampling, rand_on_empty, required=False)
         optimizer.batch.draws = draws
-        optimizer.account_with(self._releases(self._drawn_by, draws))
+        optimizer.account_with(Releases(self._drawn_by, draws, lambda: self.accountant))
         return made
 
     def _prepare_model(self, module: nn.Module, **kwargs: Any) -> Any:

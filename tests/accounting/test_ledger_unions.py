@@ -63,7 +63,7 @@ def test_a_ledger_holds_what_it_has_heard_of(moves: list[tuple[int, int, int]]) 
             books.append(Book(copies[second % 3](book.ledger), set(book.steps)))
         elif move == 5:
             other = books[second % len(books)]
-            book.ledger.join(other.ledger.segments())
+            book.ledger.join(other.ledger.segments(), other.ledger.protected)
             book.steps |= other.steps
         for one in books:
             one.check()

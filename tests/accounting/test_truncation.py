@@ -146,7 +146,7 @@ def test_other_accountants_refuse(accountant: str) -> None:
     with refused(way_out):
         book.step(noise_multiplier=1.0, sample_rate=CUT)
     with refused(way_out):
-        book.join({"name": [(1.0, CUT, 5)]})
+        book.join({"name": [(1.0, CUT, 5)]}, book.protected)
     assert book.history == [(1.0, 0.05, 1)]
 
 

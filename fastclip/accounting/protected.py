@@ -1,0 +1,68 @@
+"""Whom the steps of one accountant protect: its one epsilon is of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastclip.errors import ArgumentError
+
+KEY = "fastclip_protected"
+"""Of a saved state."""
+
+
+@dataclass(frozen=True)
+class Protected:
+    """The privacy unit of recorded steps, and whether their price leaves the number of units secret.
+
+    Args:
+        units: "row" or "unit"; empty before the first step. size_is_secret: nothing depends on N.
+    """
+
+    units: frozenset[str] = frozenset()
+    size_is_secret: bool = True
+
+    def beside(self, other: Protected) -> Protected:
+        """Of these steps and others.
+
+        Raises:
+            ArgumentError: one epsilon would be stated for rows and for units at once.
+        """
+        both = self.units | other.units
+        if len(both) > 1:
+            raise ArgumentError(
+                "steps that protect single rows and steps that protect whole units (unit_ids) meet in "
+                "one accountant, so that one epsilon would hold for neither; use an engine of its own "
+                "for each, FastPrivacyEngine(), and state both epsilons"
+            )
+        return Protected(both, self.size_is_secret and other.size_is_secret)
+
+    def saved(self) -> dict[str, Any]:
+        """As JSON and checkpoints hold it."""
+        return {"units": sorted(self.units), "size_is_secret": self.size_is_secret}
+
+
+BY_OPACUS = Protected(frozenset({"row"}), False)
+"""Steps of which nothing else is known: of rows, at a rate that follows from their number."""
+
+
+def protected_by(state: Mapping[str, Any], history: Iterable[Any]) -> Protected:
+    """Whom the steps of a saved accountant protect.
+
+    Args:
+        state: of the accountant. history: its entries, none if it has taken no step.
+
+    Raises:
+        ArgumentError: it is damaged.
+    """
+    saved = state.get(KEY)
+    if saved is None:
+        return BY_OPACUS if any(True for _ in history) else Protected()
+    try:
+        units, secret = frozenset(saved["units"]), saved["size_is_secret"]
+    except (KeyError, TypeError) as error:
+        raise ArgumentError(f"{KEY} of a saved accountant is damaged: {saved!r}") from error
+    if not units <= {"row", "unit"} or not isinstance(secret, bool):
+        raise ArgumentError(f"{KEY} of a saved accountant is damaged: {saved!r}")
+    return Protected(units, secret)
