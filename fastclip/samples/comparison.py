@@ -28,7 +28,7 @@ from fastclip.samples.layout import BatchLayout
 from fastclip.samples.mixed_outputs import Found, mixed_outputs, note_gradients
 from fastclip.samples.owners import agrees
 from fastclip.samples.place import Place, places
-from fastclip.samples.positions import check_constants, check_copies, check_first
+from fastclip.samples.positions import check_constants, check_copies, check_first, check_turned
 from fastclip.samples.probing import Opened, Probe, Runs
 from fastclip.samples.routers import places_returned, route
 from fastclip.samples.slopes import check_slopes
@@ -136,7 +136,9 @@ class Comparison:
         self._choose()
         for kept in groups if found and choice > 1 else []:
             others: Found = {}
-            self._ask(others_changed(rows, kept), _SEEDS[0], others)
+            probe = Probe(self.layout, len(rows), differentiable=True)
+            note = partial(self._note, probe, others)
+            self.run.once(probe, others_changed(rows, kept), _SEEDS[0], note)
             axes = self.unfolded.axes
             self.layout.mixed |= mixed_outputs(found, others, sorted(kept), axes, len(rows))
 
@@ -175,11 +177,6 @@ class Comparison:
 
         self.run.once(probe, rows, seed, ask)
         return probe.draws
-
-    def _ask(self, rows: list[int], seed: int, found: Found) -> None:
-        """Gradients of outputs without samples, of other rows."""
-        probe = Probe(self.layout, len(rows), differentiable=True)
-        self.run.once(probe, rows, seed, partial(self._note, probe, found))
 
     def _note(self, probe: Probe, found: Found, out: Any) -> None:
         settled = {n: c[0] for n, c in self.candidates.items() if len(c) == 1}
@@ -269,6 +266,11 @@ class Comparison:
             check_in_either(unknown - self.reached, base, halves)
             for some in smaller(rows, self.run.rows(self.cuts)):
                 self._compare_with_few(base, out, some)
+        elif seed == _SEEDS[0]:
+            turn = partial(
+                self.unfolded.once, self.run, Probe(self.layout, count), rows[::-1], seed
+            )
+            check_turned(turn, out, self.unfolded.axes, base)
         return base.draws and bool(self.candidates.keys() - self.reached)
 
     def _compare_with_few(self, base: Probe, out: Any, rows: list[int]) -> None:

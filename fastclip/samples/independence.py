@@ -255,21 +255,29 @@ def rows_agree(one: Tensor, other: Tensor, kept: list[int], place: Place, rows: 
 
 
 def extreme_rows(probe: Probe, places: Mapping[Hashable, Place]) -> list[int]:
-    """The rows that are smallest, first behind the first layer, then in most layers' inputs.
+    """All rows: first those that are smallest, behind the first layer, then in most layers' inputs.
 
-    What the sizes of other rows change, changes them.
+    What the sizes of other rows change, changes them. Of rows that are as large as each other in most
+    layers, copies among them, all but one come last: they may be what the others follow from.
     """
     placed = [] if probe.first is None else [probe.first]
     for name, values in probe.seen.items():
         place = places.get(name)
         placed += [(place, x) for x in values if place is not None]
-    found = []
+    sizes = []
     for place, x in placed:
         if x.is_floating_point() and x.numel() and place.fits(x, probe.rows):
-            rows = place.rows(x.detach().abs(), probe.rows)
-            sizes = rows.reshape(probe.rows, -1).amax(1)
-            found.append(int(sizes.nan_to_num(torch.inf).argmin()))
-    return list(dict.fromkeys(found[:1] + [row for row, _ in Counter(found).most_common()]))
+            rows = place.rows(x.detach().abs(), probe.rows).reshape(probe.rows, -1)
+            sizes.append(rows.amax(1).nan_to_num(torch.inf).tolist())
+    found = [of_rows.index(min(of_rows)) for of_rows in sizes]
+    common = [row for row, _ in Counter(found).most_common()]
+    order = list(dict.fromkeys([*found[:1], *common, *range(probe.rows)]))
+    apart: list[int] = []
+    for row in order:
+        equal = (sum(one[row] == one[other] for one in sizes) for other in apart)
+        if all(2 * number <= len(sizes) for number in equal):
+            apart.append(row)
+    return list(dict.fromkeys([*apart, *order]))
 
 
 def coupled(where: str, other_size: bool = False) -> BatchSizeError:
