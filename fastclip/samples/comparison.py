@@ -236,7 +236,7 @@ class Comparison:
 
         Returns whether other random numbers may show more, where no gradient tells.
         """
-        count = len(rows)
+        count, first = len(rows), seed == _SEEDS[0]
         base = Probe(self.layout, count)
         out = self.unfolded.once(self.run, base, rows, seed)
         self.several = None if base.draws else (out, rows)
@@ -256,8 +256,7 @@ class Comparison:
                 self.layout.moved |= dict.fromkeys(moved)
                 self.layout.open |= {name for name in moved if isinstance(name, str)}
                 raise Opened
-            owned = self.owned if seed == _SEEDS[0] else {}
-            check_somewhere(self.layout.moved, base, probe, owned, kept)
+            check_somewhere(self.layout.moved, base, probe, self.owned if first else {}, kept)
             check_values(base, probe, (out, found), sorted(kept), self.unfolded.axes)
             check_slopes(base, probe, sorted(kept), self.layout.places)
             halves += [probe.without(self.reached)] * (kept in groups)
@@ -266,10 +265,9 @@ class Comparison:
             check_in_either(unknown - self.reached, base, halves)
             for some in smaller(rows, self.run.rows(self.cuts)):
                 self._compare_with_few(base, out, some)
-        elif seed == _SEEDS[0]:
-            turn = partial(
-                self.unfolded.once, self.run, Probe(self.layout, count), rows[::-1], seed
-            )
+        elif first:
+            probe = Probe(self.layout, count)
+            turn = partial(self.unfolded.once, self.run, probe, rows[::-1], seed)
             check_turned(turn, out, self.unfolded.axes, base)
         return base.draws and bool(self.candidates.keys() - self.reached)
 
