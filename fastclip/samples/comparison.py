@@ -28,7 +28,7 @@ from fastclip.samples.layout import BatchLayout
 from fastclip.samples.mixed_outputs import Found, mixed_outputs, note_gradients
 from fastclip.samples.owners import agrees
 from fastclip.samples.place import Place, places
-from fastclip.samples.positions import check_constants, check_copies, check_first, check_turned
+from fastclip.samples.positions import check_constants, check_copies, check_first
 from fastclip.samples.probing import Opened, Probe, Runs
 from fastclip.samples.routers import places_returned, route
 from fastclip.samples.slopes import check_slopes
@@ -265,10 +265,6 @@ class Comparison:
             check_in_either(unknown - self.reached, base, halves)
             for some in smaller(rows, self.run.rows(self.cuts)):
                 self._compare_with_few(base, out, some)
-        elif first:
-            probe = Probe(self.layout, count)
-            turn = partial(self.unfolded.once, self.run, probe, rows[::-1], seed)
-            check_turned(turn, out, self.unfolded.axes, base)
         return base.draws and bool(self.candidates.keys() - self.reached)
 
     def _compare_with_few(self, base: Probe, out: Any, rows: list[int]) -> None:

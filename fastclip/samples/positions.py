@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastclip.errors import BatchSizeError, FastclipError
+from fastclip.errors import BatchSizeError
 from fastclip.samples.independence import IN_DOUBLE, OTHER_PLACE, by_row, called, close, coupled
 from fastclip.samples.place import Place
 from fastclip.samples.probing import Probe
@@ -76,30 +76,6 @@ def check_first(copies: Any, several: Any, rows: list[int], of_outputs: list[int
         mine, first = mine[tuple(common)], first[tuple(common)]
         if not close(first.expand_as(mine), mine, OTHER_PLACE):
             raise coupled("the output", other_size=True)
-
-
-def check_turned(
-    turn: Callable[[], Any], outputs: Any, of_outputs: list[int], probe: Probe
-) -> None:
-    """The same rows in the opposite order give the same outputs.
-
-    Args:
-        turn: runs them so. outputs: in their own order, of `probe`.
-
-    Raises:
-        BatchSizeError: they do not.
-    """
-    try:
-        turned = turn()
-    except FastclipError:
-        raise
-    except Exception:  # a model whose rows have to be in order
-        return
-    allowed = IN_DOUBLE if probe.in_double else OTHER_PLACE
-    for one, other, axis in zip(by_row(outputs), by_row(turned), of_outputs, strict=False):
-        held = axis >= 0 and one.shape == other.shape and one.shape[axis] == probe.rows
-        if held and not close(one, other.flip(axis), allowed):
-            raise placed("the output", drawn=probe.draws)
 
 
 def placed(where: str, drawn: bool = False) -> BatchSizeError:
