@@ -41,7 +41,7 @@ def between(name: str, value: object, low: float, high: float, *, closed: bool =
 
 def whole(name: str, value: object, least: int) -> int:
     """`value` as an integer of at least `least`."""
-    number = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+    number = _plain(value)
     if isinstance(number, bool) or not isinstance(number, Integral):
         raise ArgumentTypeError(
             f"{name} expects an integer, got {value!r} ({type(value).__name__})"
@@ -57,8 +57,13 @@ def keep(owner: object, **numbers: float) -> None:
         object.__setattr__(owner, name, number)
 
 
+def _plain(value: object) -> object:
+    """A tensor without dimensions as the number that it holds."""
+    return value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+
+
 def _number(name: str, value: object, expected: str) -> float:
-    number = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+    number = _plain(value)
     if isinstance(number, bool) or not isinstance(number, Real):
         raise ArgumentTypeError(
             f"{name} expects {expected}, got {value!r} ({type(value).__name__})"

@@ -66,7 +66,7 @@ def test_keywords(changes: dict, builtin: type[Exception], message: str) -> None
     ("changes", "message"),
     [
         ({"target_epsilon": 0.0}, "target_epsilon expects a positive"),
-        ({"target_delta": 2.0}, "target_delta expects a number in"),
+        ({"target_delta": 2.0}, r"target_delta expects a number in \(0, 1\), got 2.0"),
         ({"epochs": 0}, "epochs expects a positive"),
         ({"epsilon_tolerence": 0.1}, r"\['epsilon_tolerence'\]"),
     ],

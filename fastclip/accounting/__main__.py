@@ -14,12 +14,7 @@ from fastclip.accounting.forecast import forecast, table
 from fastclip.accounting.history import history
 from fastclip.accounting.picture import draw_attack
 from fastclip.accounting.trials import Poisson, Trials, TruncatedNegativeBinomial
-from fastclip.accounting.truncation import (
-    Rate,
-    TruncatedPoisson,
-    probability,
-    refuse_truncated,
-)
+from fastclip.accounting.truncation import Rate, TruncatedPoisson, probability
 from fastclip.checks import positive, whole
 from fastclip.clipping.schedules import (
     ConstantNoise,
@@ -131,7 +126,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.max_batch_size is not None:
             most = whole("--max-batch-size", given.max_batch_size, 1)
             rate = TruncatedPoisson(batch / samples, samples, most)
-            refuse_truncated([(1.0, rate, 1)], given.accountant)
             if given.trials is not None:
                 raise ArgumentError(
                     "--trials prices a search by Renyi divergences, of which none is known for draws "

@@ -12,13 +12,7 @@ from fastclip.accounting.hpo import TunedEpsilon, hpo_epsilon
 from fastclip.accounting.rdp import quiet_orders
 from fastclip.accounting.shares import NoiseLevels, split
 from fastclip.accounting.trials import Trials
-from fastclip.accounting.truncation import (
-    Rate,
-    TruncatedPoisson,
-    encoded,
-    probability,
-    refuse_truncated,
-)
+from fastclip.accounting.truncation import Rate, TruncatedPoisson, encoded, probability
 from fastclip.clipping.schedules import NoiseSchedule
 from fastclip.errors import ArgumentError
 
@@ -97,7 +91,6 @@ def forecast(
         ArgumentError: for a value out of range, or one that an accountant cannot handle.
     """
     entries = history(schedule, noise_multiplier, sample_rate, steps)
-    refuse_truncated(entries, accountant)
     others = () if isinstance(sample_rate, TruncatedPoisson) else COLUMNS
     columns = dict.fromkeys((*others, accountant))
     stages = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from opacus.accountants import IAccountant
 
@@ -142,11 +142,14 @@ class Ledger(IAccountant):
 
 def keep_ledger(accountant: IAccountant) -> Ledger:
     """The accountant itself, which from now on keeps the names of its steps."""
-    if not isinstance(accountant, Ledger):
-        accountant.__class__ = _kept(type(accountant))  # type: ignore[arg-type]
-        accountant.protected = BY_OPACUS if accountant.history else Protected()  # type: ignore[attr-defined]
-        accountant._begin({})  # type: ignore[attr-defined]
-    return accountant  # type: ignore[return-value]
+    if isinstance(accountant, Ledger):
+        return accountant
+    of: Any = accountant  # mypy knows no class that changes at run time
+    of.__class__ = _kept(of.__class__)
+    ledger = cast("Ledger", accountant)
+    ledger.protected = BY_OPACUS if ledger.history else Protected()
+    ledger._begin({})
+    return ledger
 
 
 @cache

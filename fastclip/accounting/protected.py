@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ BY_OPACUS = Protected(frozenset({"row"}), False)
 """Steps of which nothing else is known: of rows, at a rate that follows from their number."""
 
 
-def protected_by(state: Mapping[str, Any], history: Iterable[Any]) -> Protected:
+def protected_by(state: Mapping[str, Any], history: Sequence[Any]) -> Protected:
     """Whom the steps of a saved accountant protect.
 
     Args:
@@ -58,11 +58,11 @@ def protected_by(state: Mapping[str, Any], history: Iterable[Any]) -> Protected:
     """
     saved = state.get(KEY)
     if saved is None:
-        return BY_OPACUS if any(True for _ in history) else Protected()
+        return BY_OPACUS if history else Protected()
     try:
-        units, secret = frozenset(saved["units"]), saved["size_is_secret"]
-    except (KeyError, TypeError) as error:
-        raise ArgumentError(f"{KEY} of a saved accountant is damaged: {saved!r}") from error
-    if not units <= {"row", "unit"} or not isinstance(secret, bool):
+        found = Protected(frozenset(saved["units"]), saved["size_is_secret"])
+    except (KeyError, TypeError):
+        found = None
+    if found is None or found.units - {"row", "unit"} or type(found.size_is_secret) is not bool:
         raise ArgumentError(f"{KEY} of a saved accountant is damaged: {saved!r}")
-    return Protected(units, secret)
+    return found

@@ -122,7 +122,7 @@ class Draws:
         self._waiting = [b for b in self._waiting if b not in gone]
         self._passed.new_pass(before, [b for b in out if b in gone], self._lags is False)
         self._watching, self._lags, self._locked, self._ahead = True, None, "", inf
-        if self.independent and before is not None and before.used and before.over:
+        if before is not None and before.used and before.over:
             self._check_empty([*gone], before)
 
     def _add(self, batch: PhysicalBatch) -> None:
@@ -173,7 +173,7 @@ class Draws:
             return None
         out = self._out()
         batch = self._part_of_the_last(out, rows) or self._choose(out, rows)
-        if self.independent and batch in out:
+        if batch in out:
             self._check_empty(out[: out.index(batch)], batch.draw.iteration)
         others = [b for b in self._used if b.draw is not batch.draw]
         if others:
@@ -184,7 +184,7 @@ class Draws:
         return batch
 
     def _check_empty(self, passed_over: list[PhysicalBatch], iteration: Iteration) -> None:
-        if leaves_empty(passed_over, iteration):
+        if self.independent and leaves_empty(passed_over, iteration):
             self._locked = EMPTY
             raise StepError(EMPTY)
 
@@ -233,8 +233,7 @@ class Draws:
                 self._ahead = min(self._ahead, max(more, 0))
             if not self._used and more > self._ahead:
                 skipped = out[: more - int(self._ahead)]
-                if self.independent:
-                    self._check_empty(skipped, out[-1].draw.iteration)
+                self._check_empty(skipped, out[-1].draw.iteration)
                 self._waiting = [b for b in self._waiting if b not in skipped]
         for rows in parts:
             batch = self.find(rows)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 from opacus.optimizers import DPOptimizer
-from torch import Tensor
 
 from fastclip.accounting.ledger import Ledger
 from fastclip.accounting.segments import Entry, runs
 from fastclip.accounting.truncation import Rate, TruncatedPoisson
+from fastclip.checks import between
 from fastclip.clipping.schedules import NoiseSchedule
 from fastclip.data.design import STREAM, SamplingDesign
 from fastclip.data.draws import Draws
-from fastclip.errors import ArgumentError, StepError
+from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 
 
 def accounted_rate(design: SamplingDesign) -> Rate:
@@ -147,13 +145,13 @@ class Releases:
                 "a rate of its own is known for rows that are drawn by Poisson sampling without "
                 f"max_batch_size, and these are drawn as {self.design.sampler}"
             )
-        value = rate.item() if isinstance(rate, Tensor) and rate.numel() == 1 else rate
-        number = float(value) if isinstance(value, Real) else math.nan
-        if not 0 < number <= self.design.rate:
+        try:
+            number = between("rate", rate, 0, self.design.rate, closed=True)
+        except (ArgumentError, ArgumentTypeError) as error:
             raise ArgumentError(
                 f"rate expects one of this loader's rows, above 0 and at most {self.design.rate:.6g}, "
                 f"got {rate!r}"
-            )
+            ) from error
         left = Counter(self._taken)
         found: list[Entry] = []
         for sigma, q, steps in history:

@@ -69,7 +69,8 @@ def by_units(loader: DataLoader, unit: Tensor | None, draws: Any, rows: int | No
     """
     if unit is None:
         return loader.dataset
-    largest = loader.batch_sampler.largest  # type: ignore[union-attr]
+    sampler: Any = loader.batch_sampler  # a UnitSampler, for there are units
+    largest = sampler.largest
     if rows is not None and largest > rows:
         raise BatchSizeError(too_large(largest, rows))
     numbered = NumberedRows(loader.dataset, unit)

@@ -119,7 +119,6 @@ def test_a_search_is_charged(
     assert printed["search"] == charged._asdict()
 
 
-@pytest.mark.filterwarnings("ignore:GDP accounting")
 def test_draws_that_are_cut(capsys: pytest.CaptureFixture) -> None:
     """The cut's own price, by the one accountant that knows it; dearer than no cut."""
     pytest.importorskip("dp_accounting")
@@ -137,6 +136,7 @@ def test_draws_that_are_cut(capsys: pytest.CaptureFixture) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:GDP accounting")
 def test_the_table_shows_the_same_numbers(capsys: pytest.CaptureFixture) -> None:
     arguments = [*SIGMA, "--accountant", "gdp", "--count-noise-ratio", "10", "--trials", "8"]
     printed = as_json(capsys, *arguments)

@@ -91,9 +91,9 @@ def test_what_is_public(request_: dict, expected: tuple) -> None:
 @pytest.mark.parametrize(
     ("request_", "message", "error"),
     [
-        ({"sample_rate": 0.0}, "sample_rate expects a number in", ArgumentError),
-        ({"sample_rate": 1.5}, "got 1.5", ArgumentError),
-        ({"sample_rate": float("nan")}, "sample_rate expects a number in", ArgumentError),
+        ({"sample_rate": 0.0}, r"sample_rate expects a number in \(0, 1\], got 0.0", ArgumentError),
+        ({"sample_rate": 1.5}, r"a number in \(0, 1\], got 1.5", ArgumentError),
+        ({"sample_rate": float("nan")}, r"sample_rate expects a number in \(0, 1\]", ArgumentError),
         ({"expected_batch_size": float("inf")}, "expected_batch_size expects", ArgumentError),
         ({"expected_batch_size": 0}, "expected_batch_size expects", ArgumentError),
         ({"max_batch_size": 0}, "max_batch_size expects an integer of at least 1", ArgumentError),
