@@ -32,6 +32,7 @@ from fastclip.samples.positions import check_constants, check_copies, check_firs
 from fastclip.samples.probing import Opened, Probe, Runs
 from fastclip.samples.routers import places_returned, route
 from fastclip.samples.slopes import check_slopes
+from fastclip.samples.taint import Taint
 
 _SMALLEST = 2
 """Rows that are held against a batch of nothing else."""
@@ -239,7 +240,8 @@ class Comparison:
         count, first = len(rows), seed == _SEEDS[0]
         base = Probe(self.layout, count)
         out = self.unfolded.once(self.run, base, rows, seed)
-        self.several = None if base.draws else (out, rows)
+        drawn = base.draws
+        self.several = None if drawn else (out, rows)
         extreme = extreme_rows(base, self.layout.places)[:_SMALLEST]
         small = [frozenset({row}) for row in {**self.telling, **dict.fromkeys(extreme)}]
         halves = []
@@ -260,20 +262,34 @@ class Comparison:
             check_values(base, probe, (out, found), sorted(kept), self.unfolded.axes)
             check_slopes(base, probe, sorted(kept), self.layout.places)
             halves += [probe.without(self.reached)] * (kept in groups)
-        if not base.draws:
+        if not drawn:
             unknown = {n for n, c in self.candidates.items() if not c or n in self.layout.moved}
             check_in_either(unknown - self.reached, base, halves)
-            for some in smaller(rows, self.run.rows(self.cuts)):
-                self._compare_with_few(base, out, some)
-        return base.draws and bool(self.candidates.keys() - self.reached)
+            self._compare_with_few(rows, base, out)
+        elif first:
+            self._compare_undrawn(rows, seed)
+        return drawn and bool(self.candidates.keys() - self.reached)
 
-    def _compare_with_few(self, base: Probe, out: Any, rows: list[int]) -> None:
-        """These, which come first in `base`, are the same in a smaller batch."""
-        smaller, kept = Probe(self.layout, len(rows)), list(range(len(rows)))
-        found = self.unfolded.once(self.run, smaller, rows, _SEEDS[0])
-        check_values(base, smaller, (out, found), kept, self.unfolded.axes, other_size=True)
-        check_layers(base, smaller, kept, self.layout.places)
-        check_slopes(base, smaller, kept, self.layout.places)
+    def _compare_undrawn(self, rows: list[int], seed: int) -> None:
+        """The same as if nothing were drawn: by copies of one row, and in smaller batches."""
+        base, copies = (Probe(self.layout, len(rows), taint=Taint(())) for _ in range(2))
+        out = self.unfolded.once(self.run, base, rows, seed)
+        if base.draws:  # by NumPy or Python
+            return
+        found = self.unfolded.once(self.run, copies, rows[:1] * len(rows), seed)
+        check_copies(copies, found, self.unfolded.axes, self.layout.places)
+        self.several = (out, rows)
+        self._compare_with_few(rows, base, out)
+
+    def _compare_with_few(self, rows: list[int], base: Probe, out: Any) -> None:
+        """The first of these rows are the same in smaller batches."""
+        for some in smaller(rows, self.run.rows(self.cuts)):
+            taint = None if base.taint is None else Taint(())
+            probe, kept = Probe(self.layout, len(some), taint=taint), list(range(len(some)))
+            found = self.unfolded.once(self.run, probe, some, _SEEDS[0])
+            check_values(base, probe, (out, found), kept, self.unfolded.axes, other_size=True)
+            check_layers(base, probe, kept, self.layout.places)
+            check_slopes(base, probe, kept, self.layout.places)
 
     def _narrow_by_values(self, base: Probe, probe: Probe, kept: list[int]) -> None:
         """Where gradients could not tell, rows that were kept are the same."""

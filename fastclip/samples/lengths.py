@@ -14,7 +14,8 @@ from fastclip.samples.folded_outputs import Unfolded
 from fastclip.samples.independence import check_values
 from fastclip.samples.inputs import Cuts
 from fastclip.samples.mixed_outputs import Found, mixed_outputs, note_gradients
-from fastclip.samples.probing import Probe, Runs
+from fastclip.samples.probing import Opened, Probe, Runs
+from fastclip.samples.taint import Taint
 
 _ROWS = 3
 
@@ -32,13 +33,15 @@ def check_lengths(run: Runs, cuts: Cuts, unfolded: Unfolded) -> None:
         return
     probes, outputs, found = [], [], []
     for shorter in ({_ROWS - 1}, set(range(_ROWS))):
-        probe = Probe(run.layout, _ROWS, differentiable=True, shortened=frozenset(shorter))
+        probe = Probe(
+            run.layout, _ROWS, differentiable=True, taint=Taint(()), shortened=frozenset(shorter)
+        )
         gradients: Found = {}
         try:
             outputs.append(
                 run.once(probe, [0] * _ROWS, 0, partial(_note, probe, unfolded, gradients))
             )
-        except FastclipError:
+        except (FastclipError, Opened):
             raise
         except Exception:  # a row that the model cannot take
             return

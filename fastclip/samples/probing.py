@@ -32,12 +32,12 @@ _NOISE = 3.0
 Shapes = dict[Hashable, list[tuple[int, ...]]]
 
 
-class Misjudged(Exception):
-    """Something was taken for a value of parameters alone, and is known to be a use now."""
-
-
 class Opened(Exception):
     """Layers were found that must run as they were: what they do is looked at anew."""
+
+
+class Misjudged(Opened):
+    """Something was taken for a value of parameters alone, and is known to be a use now."""
 
 
 @dataclass

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.oracle import backward, make_private, norms, relative_error, row_loss
@@ -92,3 +93,34 @@ def test_numbers_of_a_rows_own(noise: Callable, why: str) -> None:
     _, private, _, _ = make_private(build(noise, torch.ones(1)))
     with refused(why):
         backward(private, torch.randn(B, D, dtype=torch.float64))
+
+
+def counted(x: Tensor) -> Tensor:
+    return x * (1.01 if len(x) > 3 else 1.0)
+
+
+def placed(x: Tensor) -> Tensor:
+    return torch.cat([x[:3], 1.01 * x[3:]])
+
+
+def steeper(x: Tensor) -> Tensor:
+    """Only its gradient follows from how many there are."""
+    return x * len(x) - (x * (len(x) - 1)).detach()
+
+
+class Dropped(nn.Module):
+    """What random numbers of the model's own must not hide."""
+
+    def __init__(self, coupling: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.coupling = nn.Linear(D, D), nn.Linear(D, 2), coupling
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.coupling(F.dropout(torch.tanh(self.first(x)))))
+
+
+@pytest.mark.parametrize("coupling", [counted, placed, steeper], ids=lambda f: f.__name__)
+def test_couplings_behind_dropout(coupling: Callable) -> None:
+    _, private, _, _ = make_private(Dropped(coupling).double())
+    with refused("the number of rows|its number in the batch"):
+        backward(private, torch.randn(8, D, dtype=torch.float64))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.oracle import Batch, check_exact, make_private
@@ -61,6 +62,14 @@ def test_rows_of_one_length(case: str) -> None:
     private = make_private(Pooled(pool).double())[1]
     with refused("computed from itself alone"):
         private(x, lengths)
+
+
+@pytest.mark.parametrize("case", [case for case, (_, apart) in POOLS.items() if not apart])
+def test_behind_dropout(case: str) -> None:
+    pool, _ = POOLS[case]
+    private = make_private(Pooled(lambda h, n: pool(F.dropout(h), n)).double())[1]
+    with refused("computed from itself alone"):
+        private(torch.randn(B, T, D, dtype=torch.float64), torch.full((B,), T))
 
 
 @pytest.mark.parametrize("case", ["by all", "by its own"])
