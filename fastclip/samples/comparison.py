@@ -10,11 +10,10 @@ from torch import Tensor
 
 from fastclip.errors import BatchSizeError, FastclipError
 from fastclip.samples.folded_outputs import Unfolded
-from fastclip.samples.groups import few, others_changed, smaller, spread
+from fastclip.samples.groups import few, others_changed, spread
 from fastclip.samples.independence import (
     called,
     check_in_either,
-    check_layers,
     check_somewhere,
     check_values,
     coupled,
@@ -31,8 +30,8 @@ from fastclip.samples.place import Place, places
 from fastclip.samples.positions import check_constants, check_copies, check_first
 from fastclip.samples.probing import Opened, Probe, Runs
 from fastclip.samples.routers import places_returned, route
+from fastclip.samples.sizes import Sizes
 from fastclip.samples.slopes import check_slopes
-from fastclip.samples.taint import Taint
 
 _SMALLEST = 2
 """Rows that are held against a batch of nothing else."""
@@ -56,6 +55,7 @@ class Comparison:
         self.layout, self.run, self.cuts, self.telling = layout, run, cuts, telling
         self.probes, self.outputs = probes, outputs
         self.unfolded = Unfolded(outputs)
+        self.sizes = Sizes(run, self.unfolded, run.rows(cuts))
         self.axes = followed(probes[0].shapes, probes[1].shapes)
         self.candidates: dict[Hashable, list[Place]] = {}
         """Where the samples may be."""
@@ -97,17 +97,10 @@ class Comparison:
             check_constants(probe, self.layout.places)
         if not two.draws and not three.draws:
             pair = (self.unfolded(self.outputs[0], 2), self.unfolded(self.outputs[1], 3))
-            self._compare_sizes(two, three, pair)
+            self.sizes.compare_copies(two, three, pair)
             if self.several is not None:
                 check_first(pair[0], *self.several, self.unfolded.axes)
         self.layout.compared = max(self.layout.compared, len(real))
-
-    def _compare_sizes(self, two: Probe, three: Probe, outputs: tuple[Any, Any]) -> None:
-        """Copies of one row are alike, and the same in two and in three."""
-        for probe, out in zip((two, three), outputs, strict=True):
-            check_copies(probe, out, self.unfolded.axes, self.layout.places)
-        check_values(two, three, outputs, [0], self.unfolded.axes, other_size=True)
-        check_layers(two, three, [0], self.layout.places)
 
     def _compare(self, real: list[int], synthetic: bool, ordered: bool) -> None:
         choice = self.run.cut(self.cuts, real or None, synthetic)
@@ -265,31 +258,10 @@ class Comparison:
         if not drawn:
             unknown = {n for n, c in self.candidates.items() if not c or n in self.layout.moved}
             check_in_either(unknown - self.reached, base, halves)
-            self._compare_with_few(rows, base, out)
+            self.sizes.compare(rows, base, out, seed)
         elif first:
-            self._compare_undrawn(rows, seed)
+            self.several = self.sizes.compare_undrawn(rows, seed)
         return drawn and bool(self.candidates.keys() - self.reached)
-
-    def _compare_undrawn(self, rows: list[int], seed: int) -> None:
-        """The same as if nothing were drawn: by copies of one row, and in smaller batches."""
-        base, copies = (Probe(self.layout, len(rows), taint=Taint(())) for _ in range(2))
-        out = self.unfolded.once(self.run, base, rows, seed)
-        if base.draws:  # by NumPy or Python
-            return
-        found = self.unfolded.once(self.run, copies, rows[:1] * len(rows), seed)
-        check_copies(copies, found, self.unfolded.axes, self.layout.places)
-        self.several = (out, rows)
-        self._compare_with_few(rows, base, out)
-
-    def _compare_with_few(self, rows: list[int], base: Probe, out: Any) -> None:
-        """The first of these rows are the same in smaller batches."""
-        for some in smaller(rows, self.run.rows(self.cuts)):
-            taint = None if base.taint is None else Taint(())
-            probe, kept = Probe(self.layout, len(some), taint=taint), list(range(len(some)))
-            found = self.unfolded.once(self.run, probe, some, _SEEDS[0])
-            check_values(base, probe, (out, found), kept, self.unfolded.axes, other_size=True)
-            check_layers(base, probe, kept, self.layout.places)
-            check_slopes(base, probe, kept, self.layout.places)
 
     def _narrow_by_values(self, base: Probe, probe: Probe, kept: list[int]) -> None:
         """Where gradients could not tell, rows that were kept are the same."""

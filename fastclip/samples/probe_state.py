@@ -30,7 +30,7 @@ STIR = 0.1
 """Standard deviation of what is added to a parameter that says nothing."""
 _SMALL = 1e-2
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
-OTHERS = frozenset({"builtins", "functools", "torch", "numpy", "fastclip"})
+_OTHERS = frozenset({"builtins", "functools", "torch", "numpy", "fastclip"})
 """Whose objects keep nothing of a batch."""
 _DEEPEST = 3
 _LONGEST = 64
@@ -134,16 +134,16 @@ def tables_of(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
         yield path, vars(module)
         for name, value in list(vars(module).items()):
             for one in () if name in TORCHS else tree_leaves(value):
-                if _is_object(one) and id(one) not in known:
+                if is_object(one) and id(one) not in known:
                     known.add(id(one))
                     yield f"{path}.{name}".lstrip("."), vars(one)
 
 
-def _is_object(value: Any) -> bool:
+def is_object(value: Any) -> bool:
     """Whether somebody's own class made it, whose objects may keep anything."""
     if isinstance(value, (nn.Module, Tensor, type)) or not hasattr(value, "__dict__"):
         return False
-    return type(value).__module__.partition(".")[0] not in OTHERS
+    return type(value).__module__.partition(".")[0] not in _OTHERS
 
 
 def _held(model: nn.Module) -> Iterator[Any]:

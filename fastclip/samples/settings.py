@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sized
 from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastclip.samples.probe_state import OTHERS, TORCHS
+from fastclip.samples.probe_state import TORCHS, is_object
 
 Key = tuple[Hashable, ...]
 
@@ -139,19 +139,15 @@ class Settings:
         elif isinstance(value, Mapping) and len(value) <= _LONGEST:
             self._held.append((table, name))
             self._of_table(value, value, depth)
-        elif self._is_object(name, value):
+        elif is_object(value) and not self._is_strange(name, value):
             self._held.append((table, name))
             self._of_table(vars(value), vars(value), depth)
 
-    def _is_object(self, name: Any, value: Any) -> bool:
-        """Whether its attributes are settings: a private one is so, or one that is called, where it
-        is of the module's own kin (others: a trainer)."""
-        if isinstance(value, (nn.Module, Tensor, ModuleType)) or not hasattr(value, "__dict__"):
-            return False
-        if type(value).__module__.partition(".")[0] in OTHERS:
-            return False
-        strange = callable(value) or str(name).startswith("_")
-        return not strange or type(value).__module__ == self._home
+    def _is_strange(self, name: Any, value: Any) -> bool:
+        """Whether its attributes are no settings: it is private, or is called, and is not of the
+        module's own kin (a trainer)."""
+        apart = callable(value) or str(name).startswith("_")
+        return apart and type(value).__module__ != self._home
 
     @staticmethod
     def _owner(table: Any) -> int:

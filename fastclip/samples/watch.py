@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-from fastclip.samples.inputs import flatten, tensors_of
+from fastclip.samples.inputs import flatten
 from fastclip.samples.settings import Key, Settings, kind
 
 _PATIENCE = 16
@@ -34,10 +35,11 @@ class Watch:
         """The structures of the arguments that were met."""
         self._given: list[list[Any]] = []
         """What stood in them at the last call of each."""
-        way, _ = self._way(args, kwargs)
+        leaves, structure = flatten((args, kwargs))
+        way, _ = self._way(leaves, structure)
         self._seen = [self._flags(way)]
         self._moves: dict[Key, int] = {}
-        self._lengths = {self._long(way, args, kwargs)}
+        self._lengths = {self._long(way, leaves)}
         self._calls = 0
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -47,9 +49,10 @@ class Watch:
     def changed(self, args: tuple, kwargs: dict) -> bool:
         """Whether this call finds a state that was not looked at; to be asked once a call."""
         self._calls += 1
-        way, moved = self._way(args, kwargs)
+        leaves, structure = flatten((args, kwargs))
+        way, moved = self._way(leaves, structure)
         moved += self._settings.changed()
-        long = self._long(way, args, kwargs)
+        long = self._long(way, leaves)
         if long not in self._lengths and len(self._lengths) < _MOST_STATES:
             self._lengths.add(long)
             return True
@@ -67,9 +70,8 @@ class Watch:
         """True at every doubling of the calls."""
         return not self._calls & (self._calls - 1)
 
-    def _way(self, args: tuple, kwargs: dict) -> tuple[int, list[Key]]:
+    def _way(self, leaves: list[Any], structure: Any) -> tuple[int, list[Key]]:
         """The number of this structure of arguments, and which of them have changed."""
-        leaves, structure = flatten((args, kwargs))
         given = [_shown(leaf) for leaf in leaves]
         if structure not in self._ways:
             self._ways.append(structure)
@@ -83,14 +85,21 @@ class Watch:
         return way, [("way", way, number) for number, (old, new) in pairs if old != new]
 
     @staticmethod
-    def _long(way: int, args: tuple, kwargs: dict) -> tuple[int, ...]:
+    def _long(way: int, leaves: list[Any]) -> tuple[int, ...]:
         """How long rows are, to a factor of two: a longer one may take another way."""
-        sizes = (size for x in tensors_of((args, kwargs)) for size in x.shape[1:])
+        sizes = (size for x in leaves for size in _sizes(x))
         return way, *((size - 1).bit_length() for size in sizes)
 
     def _flags(self, way: int) -> tuple[Any, ...]:
         values = (*self._settings.values, *self._given[way])
         return way, *(v for v in values if not isinstance(v, (int, float)) or isinstance(v, bool))
+
+
+def _sizes(leaf: Any) -> tuple[int, ...]:
+    """Of one row, as far as its samples lie along axis 0."""
+    if isinstance(leaf, PackedSequence):
+        return (len(leaf.batch_sizes),)
+    return tuple(leaf.shape[1:]) if isinstance(leaf, Tensor) else ()
 
 
 def _shown(leaf: Any) -> Any:

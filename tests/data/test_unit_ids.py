@@ -123,7 +123,7 @@ def test_columns_of_subsets_of_all_rows() -> None:
             some = Subset(kind(whole, order), [4, 0, 3])
             assert unit_numbers("patient", some).tolist() == [0, 1, 1]
     own = Transformed(Table(), order)
-    own.frame = Frame(["a", "a", "b", "b", "c"])  # type: ignore[attr-defined]
+    own.frame = Frame(["a", "a", "b", "b", "c"])  # type: ignore[attr-defined]  # as users set it
     assert unit_numbers("patient", own).tolist() == [0, 0, 1, 1, 2]
 
 
