@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 from opacus import PrivacyEngine
@@ -133,6 +134,38 @@ MODES: dict[str, Callable[..., tuple]] = {
 }
 
 
+class Training:
+    """A model that a mode trains, a batch a step.
+
+    Args:
+        workload, mode: their names. batch_size: rows of every batch.
+    """
+
+    def __init__(self, workload: str, mode: str, batch_size: int = BATCH_SIZE) -> None:
+        torch.manual_seed(0)
+        task = WORKLOADS[workload]
+        n = BATCHES * batch_size
+        data = TensorDataset(task.inputs(n), torch.randint(CLASSES, (n,)))
+        model = task.model().train()
+        self.model, self.optimizer, self.criterion, loader = MODES[mode](
+            model,
+            torch.optim.SGD(model.parameters(), lr=task.lr, momentum=0.9),
+            nn.CrossEntropyLoss(),
+            DataLoader(data, batch_size=batch_size),
+        )
+        self._batches = cycle(list(loader))
+
+    def step(self) -> float:
+        """One step on the next batch; its loss."""
+        x, y = next(self._batches)
+        self.optimizer.zero_grad()
+        output = self.model(x)
+        loss = self.criterion(getattr(output, "logits", output), y)  # transformers return an object
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+
 def measure(workload: str, mode: str, steps: int, threads: int | None = None) -> dict:
     """Train `WARM_UP + steps` steps; the times of the last `steps` and the peak memory of all.
 
@@ -145,29 +178,13 @@ def measure(workload: str, mode: str, steps: int, threads: int | None = None) ->
     warnings.filterwarnings("ignore")
     if threads is not None:
         torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    task = WORKLOADS[workload]
-    n = BATCHES * BATCH_SIZE
-    data = TensorDataset(task.inputs(n), torch.randint(CLASSES, (n,)))
-    model = task.model().train()
-    model, optimizer, criterion, loader = MODES[mode](
-        model,
-        torch.optim.SGD(model.parameters(), lr=task.lr, momentum=0.9),
-        nn.CrossEntropyLoss(),
-        DataLoader(data, batch_size=BATCH_SIZE),
-    )
-    batches = list(loader)
+    training = Training(workload, mode)
     memory = PeakMemory()
     wait = CpuWait()
     seconds = []
-    for step in range(WARM_UP + steps):
-        x, y = batches[step % BATCHES]
+    for _ in range(WARM_UP + steps):
         start = time.perf_counter()
-        optimizer.zero_grad()
-        output = model(x)
-        loss = criterion(getattr(output, "logits", output), y)  # transformers return an object
-        loss.backward()
-        optimizer.step()
+        loss = training.step()
         seconds.append(time.perf_counter() - start)
     return {
         "step_s": quartiles(seconds[WARM_UP:]),
@@ -175,6 +192,6 @@ def measure(workload: str, mode: str, steps: int, threads: int | None = None) ->
         "built_mib": memory.start / 2**20,
         "cpu_wait": wait.share(),
         "memory_method": memory.method,
-        "loss": float(loss.item()),
+        "loss": loss,
         "threads": torch.get_num_threads(),
     }

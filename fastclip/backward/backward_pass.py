@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +12,8 @@ from torch import Tensor, nn
 from fastclip import ops
 from fastclip.backward.criterion import SeenLoss
 from fastclip.backward.logical_batch import LogicalBatch
+from fastclip.backward.sums import ClippedSums
+from fastclip.backward.together import Entry, Stack, raise_norms, stack_small, waits
 from fastclip.errors import GraphError
 from fastclip.layers import KeptRecord, Record, join, joint_norm_sq
 from fastclip.ops.numerics import slack
@@ -20,15 +21,6 @@ from fastclip.ops.units import UnitRows
 from fastclip.planner import Planner
 from fastclip.samples.calls import Calls, Forward
 from fastclip.uses.tap import Target
-
-
-@dataclass
-class Entry:
-    """The contributions of one pass to one parameter."""
-
-    records: list[Record]
-    norm_sq: Tensor | None
-    """[b]; None while the parameter may be used again."""
 
 
 class BackwardPass:
@@ -51,6 +43,9 @@ class BackwardPass:
         """Which rows are clipped as one; None: each alone."""
         self.forwards: list[Forward] = []
         self.entries: dict[nn.Parameter, Entry] = {}
+        self.stacks: list[Stack] = []
+        """Gradients of small parameters, once the norms are known."""
+        self._grams = ops.Grams()
         self._derived: dict[Any, list[tuple[Target, Record]]] = {}
         """Contributions to values computed from parameters, by these values."""
         self._wanted: set[nn.Parameter] = set()
@@ -130,7 +125,8 @@ class BackwardPass:
     def _hold(self, parameter: nn.Parameter, record: Record) -> None:
         entry = self.entries.get(parameter)
         if entry is None:
-            norm = None if parameter in self._shared else record.norm_sq()
+            later = parameter in self._shared or waits(record)
+            norm = None if later else record.norm_parts(self._grams)
             self.entries[parameter] = Entry([record], norm)
             return
         self._shared.add(parameter)
@@ -180,10 +176,13 @@ class BackwardPass:
         samples = self.batch_size if self.joined is None else self.joined.count
         norms: list[Tensor] = []
         rows: dict[nn.Parameter, int] = {}
+        self._grams = ops.Grams()  # the input in it is not held any longer
+        self.stacks = stack_small(self.entries)
+        raise_norms(self.entries.values())
         for parameter, entry in self.entries.items():
             rows[parameter] = len(norms)
             norm = entry.norm_sq
-            if norm is None:
+            if not isinstance(norm, Tensor):
                 norm = joint_norm_sq(entry.records, self._planner)
             if norm.shape != (samples,):
                 raise GraphError(
@@ -227,3 +226,26 @@ class BackwardPass:
         else:
             factors = (scales.double() * weights * factor).to(scales.dtype)
         return factors if self.units.joined else self.units.spread(factors)
+
+    def sum_into(
+        self, sums: ClippedSums, factors: Tensor, rows: dict[nn.Parameter, int] | None
+    ) -> None:
+        """Add the clipped sums of what the pass holds, and let go of it.
+
+        Args:
+            factors: [b]; or [l, b], and the row of each parameter there.
+        """
+        while self.stacks:
+            stack = self.stacks.pop()
+            own = factors
+            if rows is not None:
+                of_stack = tuple(rows[parameter] for parameter in stack.parameters)
+                own = factors.index_select(0, ops.index_on(of_stack, factors.device))
+            for parameter, total in stack.clipped_sums(own.to(stack.gradients.device)):
+                sums.add(parameter, total)
+        while self.entries:
+            parameter, entry = self.entries.popitem()
+            own = factors if rows is None else factors[rows[parameter]]
+            for record in entry.records:
+                record.check_unmodified()
+                sums.add(parameter, record.clipped_sum(own.to(parameter.device)))

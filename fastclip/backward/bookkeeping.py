@@ -274,12 +274,8 @@ class BookKeeper:
                 self.batch.unchanged()
                 raise
             factors = current.factors(scales, factor)
-            while current.entries:
-                parameter, entry = current.entries.popitem()
-                own = factors[rows[parameter]] if per_layer else factors
-                for record in entry.records:
-                    record.check_unmodified()
-                    self.sums.add(parameter, record.clipped_sum(own.to(parameter.device)))
+            with ops.looked_at(factors):
+                current.sum_into(self.sums, factors, rows if per_layer else None)
             self.batch.end_pass(batch_size, calls)
         self.monitor.look(self.per_sample_norms)
 

@@ -46,6 +46,14 @@ class Record(ABC):
     def norm_sq(self) -> Tensor:
         """Squared norms of the samples' gradients, [b]."""
 
+    def norm_parts(self, grams: ops.Grams) -> Tensor | ops.GramNorm:
+        """The same, or what it is made of, to be raised with that of other layers.
+
+        Args:
+            grams: of the inputs that the pass has met last.
+        """
+        return self.norm_sq()
+
     @abstractmethod
     def clipped_sum(self, scale: Tensor) -> Tensor:
         """sum_b scale_b times sample b's gradient, in the parameter's shape; scale is [b]."""
@@ -96,11 +104,8 @@ class KeptRecord(Record):
         norm_sq = ops.row_norm_sq(self.gradients)
         return norm_sq if self._slack is None else (norm_sq.sqrt() + self._slack).square()
 
-    @ops.in_full_float32
     def clipped_sum(self, scale: Tensor) -> Tensor:
-        (gradients,) = ops.drop_zeroed(scale, self.gradients)
-        flat = gradients.reshape(len(scale), gradients.shape[1:].numel())
-        return (scale.to(flat.dtype) @ flat).view(gradients.shape[1:])
+        return ops.kept_sum(self.gradients, scale)
 
     def per_sample(self) -> Tensor:
         return self.gradients
@@ -124,6 +129,9 @@ class ViewedRecord(Record):
 
     def norm_sq(self) -> Tensor:
         return self.record.norm_sq()
+
+    def norm_parts(self, grams: ops.Grams) -> Tensor | ops.GramNorm:
+        return self.record.norm_parts(grams)
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
         return self.record.clipped_sum(scale).view(self.shape)

@@ -43,6 +43,11 @@ class LinearRecord(LaidRecord):
         assert isinstance(norm, Tensor)
         return norm
 
+    def norm_parts(self, grams: ops.Grams) -> Tensor | ops.GramNorm:
+        if self.ghost and ops.computes_reference(self.a):
+            return ops.ghost_parts(self.a, self.g, grams)
+        return self.norm_sq()
+
     def clipped_sum(self, scale: Tensor) -> Tensor:
         if self.transposed:
             return ops.scaled_sum(self.g, self.a, scale)
@@ -82,6 +87,12 @@ class ConvRecord(LaidRecord):
     def norm_sq(self) -> Tensor:
         norm = ops.conv_ghost_norm if self.ghost else ops.conv_norm
         return norm(self.x, self.g, self.geometry)
+
+    def norm_parts(self, grams: ops.Grams) -> Tensor | ops.GramNorm:
+        whole = self.ghost and self.geometry.groups == 1 and len(self.x) > 0
+        if whole and ops.computes_reference(self.x):
+            return ops.conv_ghost_parts(self.x, self.g, self.geometry)
+        return self.norm_sq()
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
         return ops.conv_sum(self.x, self.g, scale, self.geometry)

@@ -5,6 +5,7 @@ from fastclip.ops.clip import clip_scale, threshold_step
 from fastclip.ops.conv import (
     ConvGeometry,
     conv_ghost_norm,
+    conv_ghost_parts,
     conv_norm,
     conv_per_sample_gradients,
     conv_sum,
@@ -12,6 +13,7 @@ from fastclip.ops.conv import (
     conv_unit_gradients,
     conv_unit_norm,
 )
+from fastclip.ops.dispatch import computes_reference
 from fastclip.ops.embedding import (
     embedding_norm,
     embedding_sum,
@@ -22,12 +24,13 @@ from fastclip.ops.embedding import (
     tied_norm,
 )
 from fastclip.ops.finalize import check_floating, check_std, fill_normal, noise_finalize
+from fastclip.ops.gram import GramNorm, Grams, gram, gram_product, raised_together
 from fastclip.ops.index import index_on
+from fastclip.ops.kept import kept_sum, kept_sums
 from fastclip.ops.linear import (
     ghost_norm,
     ghost_norm_concat,
-    gram,
-    gram_product,
+    ghost_parts,
     instantiated_norm,
     per_sample_gradients,
     scaled_sum,
@@ -40,6 +43,7 @@ from fastclip.ops.norm_backward import (
 )
 from fastclip.ops.numerics import (
     drop_zeroed,
+    looked_at,
     product_slack,
     row_norm_sq,
     unit_roundoff,
@@ -50,11 +54,15 @@ from fastclip.ops.routed import routed_gradients, routed_norm, routed_slack, sum
 
 __all__ = [
     "ConvGeometry",
+    "GramNorm",
+    "Grams",
     "check_floating",
     "check_std",
     "clip_accumulate",
     "clip_scale",
+    "computes_reference",
     "conv_ghost_norm",
+    "conv_ghost_parts",
     "conv_norm",
     "conv_per_sample_gradients",
     "conv_sum",
@@ -69,6 +77,7 @@ __all__ = [
     "full_float32",
     "ghost_norm",
     "ghost_norm_concat",
+    "ghost_parts",
     "gram",
     "gram_product",
     "group_norm_backward",
@@ -76,14 +85,18 @@ __all__ = [
     "in_full_float32",
     "index_on",
     "instantiated_norm",
+    "kept_sum",
+    "kept_sums",
     "layer_norm_backward",
     "layer_norm_grads",
+    "looked_at",
     "lookup_norm",
     "lookup_slack",
     "lookup_sum",
     "noise_finalize",
     "per_sample_gradients",
     "product_slack",
+    "raised_together",
     "rms_norm_backward",
     "rms_norm_grads",
     "routed_gradients",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastclip.ops.dispatch import operation
-from fastclip.ops.linear import gram, gram_product
+from fastclip.ops.gram import GramNorm, gram, gram_norm
 from fastclip.ops.numerics import drop_zeroed, product_slack, row_norm_sq, widen
 from fastclip.ops.precision import in_full_float32
 
@@ -53,11 +53,17 @@ def conv_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     Returns:
         [b].
     """
+    if not x.shape[0]:
+        return widen(x).new_zeros(0)
+    norms = conv_ghost_parts(x, g, geometry).raised()
+    return norms.view(-1, geometry.groups).sum(1)
+
+
+@in_full_float32
+def conv_ghost_parts(x: Tensor, g: Tensor, geometry: ConvGeometry) -> GramNorm:
+    """What `conv_ghost_norm` makes of its arguments, [b * groups], to be raised with others."""
     x, g = widen(x), widen(g)
-    b, out = x.shape[0], g.shape[2:]
-    if not b:
-        return x.new_zeros(0)
-    groups = geometry.groups
+    b, out, groups = x.shape[0], g.shape[2:], geometry.groups
     if geometry.is_pointwise:
         x = _stride(x, geometry.stride)
     pixels = x.reshape(b * groups, x.shape[1] // groups, -1).transpose(1, 2)
@@ -67,8 +73,7 @@ def conv_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     outputs = gram(g.reshape(b * groups, g.shape[1] // groups, -1).transpose(1, 2))
     out_channels, in_channels = geometry.weight_shape[:2]
     taps = torch.Size(geometry.kernel).numel()
-    norms = gram_product(patches, outputs, taps * in_channels, out_channels // groups)
-    return norms.view(b, groups).sum(1)
+    return gram_norm(patches, outputs, taps * in_channels, out_channels // groups)
 
 
 def _slide(pixels: Tensor, space: Sequence[int], out: Sequence[int], geo: ConvGeometry) -> Tensor:

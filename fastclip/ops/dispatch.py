@@ -57,10 +57,8 @@ def operation(reference: _Function) -> _Function:
 
     @functools.wraps(reference)
     def dispatched(*args: Any, **kwargs: Any) -> Any:
-        if _STATE.requested == "reference":
-            return reference(*args, **kwargs)
         tensor = _first_tensor(args)
-        if tensor is None or (tensor.device.type == "cpu" and _STATE.requested == "auto"):
+        if tensor is None or computes_reference(tensor):
             return reference(*args, **kwargs)
         for backend in _candidates(tensor.device):
             kernel = _kernel(backend, name)
@@ -72,6 +70,13 @@ def operation(reference: _Function) -> _Function:
 
     dispatched.reference = reference  # type: ignore[attr-defined]
     return dispatched  # type: ignore[return-value]
+
+
+def computes_reference(x: Tensor) -> bool:
+    """No kernel takes tensors like this one: the reference computes, in steps that may be joined."""
+    return _STATE.requested == "reference" or (
+        x.device.type == "cpu" and _STATE.requested == "auto"
+    )
 
 
 def _first_tensor(values: Any) -> Tensor | None:

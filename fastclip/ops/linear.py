@@ -8,80 +8,17 @@ import torch
 from torch import Tensor
 
 from fastclip.ops.dispatch import operation
+from fastclip.ops.gram import GramNorm, Grams, gram, gram_norm
 from fastclip.ops.numerics import (
-    CANCELLATION,
-    CANCELLED_ERROR_FACTOR,
-    GRAM_ERROR_FACTOR,
     drop_zeroed,
     lost_squares,
     product_slack,
     row_norm_sq,
-    unit_roundoff,
     widen,
 )
 from fastclip.ops.precision import in_full_float32
 
 _SCRATCH_BYTES = 8 << 20
-_SHORT = 4096  # entries up to which a batched dot product beats a product and a sum
-
-
-@in_full_float32
-def gram(x: Tensor) -> Tensor:
-    """Gram matrix of the positions of each sample: x [b, t, d] -> [b, t, t]."""
-    x = widen(x)
-    return torch.bmm(x, x.transpose(1, 2))
-
-
-@in_full_float32
-def gram_product(gram_a: Tensor, gram_g: Tensor, d: int, p: int) -> Tensor:
-    """sum_{t,s} (a_t.a_s)(g_t.g_s) from two Grams [b, t, t], raised by its rounding bound; [b].
-
-    With large, nearly orthogonal terms the sum cancels and can come out far too small, even
-    negative. It is clamped at 0 and raised by `gram_bound`, so that the norm is never
-    under-estimated. d and p are the lengths of the dot products.
-    """
-    t = gram_a.shape[1]
-    total = row_dot(gram_a, gram_g).clamp_min(0)
-    bound = gram_bound(total, t, trace(gram_a), trace(gram_g), t * d, t * p)
-    # Terms of one sign round alike: the products of long rows come out low by up to (d + p) / 45 u
-    # (measured: 650 u at 29184), where a sum of both signs errs by a few u of `bound`.
-    return total * (1 + (d + p) / 32 * unit_roundoff(total.dtype)) + bound
-
-
-def gram_bound(
-    total: Tensor, t: int | Tensor, norm_a: Tensor, norm_g: Tensor, a_entries: int | Tensor,
-    g_entries: int | Tensor,
-) -> Tensor:  # fmt: skip
-    """What rounding and underflow can hide of a product of Grams, [b].
-
-    c * u * ||A||^2 ||G||^2, where c grows with how much of that has cancelled, and for squares below
-    the range of the type their number times its smallest number: the Gram of one operand is off by at
-    most that, entry by entry.
-
-    Args:
-        total: the product, as computed, of Grams [b, t, t]. t: positions, of all samples or of each.
-        norm_a, norm_g: ||A_b||^2 and ||G_b||^2, [b].
-        a_entries, g_entries: how many numbers A_b and G_b hold.
-    """
-    dtype = norm_a.dtype
-    product = norm_a * norm_g
-    left = CANCELLATION * t * (total / product)  # NaN where both are 0 or inf: no share of c then
-    cancelled = (1 / (1 + left)).nan_to_num(0.0)
-    c = GRAM_ERROR_FACTOR + (CANCELLED_ERROR_FACTOR - GRAM_ERROR_FACTOR) * cancelled
-    rounding = c * unit_roundoff(dtype) * product
-    return rounding + lost_squares(1, dtype) * (a_entries * norm_g + g_entries * norm_a)
-
-
-def row_dot(x: Tensor, y: Tensor) -> Tensor:
-    """Inner product of the samples, x and y [b, t, s] -> [b]."""
-    if x.shape[1] * x.shape[2] <= _SHORT:
-        return torch.bmm(x.flatten(1)[:, None], y.flatten(1)[:, :, None]).view(-1)
-    return (x * y).sum((1, 2))
-
-
-def trace(grams: Tensor) -> Tensor:
-    """Trace of each matrix, [b, t, t] -> [b]."""
-    return grams.diagonal(dim1=1, dim2=2).sum(1)
 
 
 @operation
@@ -96,9 +33,16 @@ def ghost_norm(a: Tensor, g: Tensor) -> Tensor:
     Returns:
         [b], float32 (float64 for float64 inputs), never below the exact value.
     """
+    found = ghost_parts(a, g, Grams())
+    return found.raised() if isinstance(found, GramNorm) else found
+
+
+@in_full_float32
+def ghost_parts(a: Tensor, g: Tensor, grams: Grams) -> GramNorm | Tensor:
+    """What `ghost_norm` makes of a [b, t, d] and g [b, t, p], to be raised with that of other layers."""
     if a.shape[1] == 1:
         return single_norm(a, g)
-    return gram_product(gram(a), gram(g), a.shape[2], g.shape[2])
+    return gram_norm(grams.of(a), gram(g), a.shape[2], g.shape[2])
 
 
 @operation

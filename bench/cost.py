@@ -1,0 +1,171 @@
+"""What a step costs that no noise of the machine can touch: FLOPs, bytes, operator calls, allocations.
+
+    python -m bench.cost
+    python -m bench.cost --workloads bert --where
+
+One step of each workload, private and not, is run under a dispatch mode. Views are not counted.
+`bytes` are those of the operands that operators read and of the results that they write; a step on a
+CPU is bound by them. `--where` says which function of fastclip called them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from tqdm import tqdm
+
+from bench.measure import now, versions
+from bench.workloads import BATCH_SIZE, WARM_UP, WORKLOADS, Training
+
+OUT = Path(__file__).resolve().parent / "results" / "cost.json"
+FASTCLIP = str(Path(__file__).resolve().parents[1] / "fastclip")
+DEFAULT = ["resnet18", "bert", "vit"]
+KINDS = ("flops", "bytes", "calls", "allocations")
+
+
+class Cost(TorchDispatchMode):
+    """Counts the operators that run inside, from all parts of the program.
+
+    Attributes:
+        total: FLOPs (of products, as torch counts them), bytes, calls and allocations (results in
+            memory of their own).
+        places: the same by the function of fastclip that called them, "" for all others.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total: Counter[str] = Counter()
+        self.places: dict[str, Counter[str]] = defaultdict(Counter)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if _is_view(func):
+            return out
+        given = list(_tensors((args, kwargs)))
+        held = {x.untyped_storage().data_ptr() for x in given}
+        found = list(_tensors(out))
+        fresh = sum(x.untyped_storage().data_ptr() not in held for x in found)
+        flops = flop_registry.get(func._overloadpacket)
+        counted = {
+            "flops": 0 if flops is None else flops(*args, **kwargs, out_val=out),
+            "bytes": sum(map(_size, given + found)),
+            "calls": 1,
+            "allocations": fresh,
+        }
+        self.total.update(counted)
+        self.places[_caller()].update(counted)
+        return out
+
+
+def _is_view(func: Any) -> bool:
+    """It returns another look at an argument, or only asks for something."""
+    returns = func._schema.returns
+    views = [r.alias_info is not None and not r.alias_info.is_write for r in returns]
+    return not returns or all(views) or func.namespace == "prim"
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (x for x in tree_leaves(value) if isinstance(x, Tensor))
+
+
+def _size(x: Tensor) -> int:
+    """Bytes that hold its entries: those of an expanded tensor once."""
+    expanded = [n for n, stride in zip(x.shape, x.stride(), strict=True) if stride == 0 and n]
+    return x.numel() * x.element_size() // torch.Size(expanded).numel()
+
+
+def _caller() -> str:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(FASTCLIP) and code.co_name != "guarded":
+            return f"{Path(code.co_filename).stem}.{code.co_qualname}"
+        frame = frame.f_back
+    return ""
+
+
+def step_cost(step: Callable[[], Any]) -> Cost:
+    """What `step` costs."""
+    with Cost() as cost:
+        step()
+    return cost
+
+
+def compare(workload: str, batch_size: int = BATCH_SIZE) -> dict[str, Any]:
+    """Costs of a step of this workload, not private and private, after some to warm up.
+
+    Returns:
+        non_private, fastclip: by kind. ratio: of the two. places: of fastclip's, by function.
+    """
+    costs = {}
+    for mode in ("non_private", "fastclip"):
+        training = Training(workload, mode, batch_size)
+        for _ in range(WARM_UP):
+            training.step()
+        costs[mode] = step_cost(training.step)
+    base, own = (costs[mode].total for mode in costs)
+    ratio = {kind: round(own[kind] / base[kind], 4) for kind in KINDS}
+    places = costs["fastclip"].places
+    order = sorted(places, key=lambda place: -places[place]["bytes"])
+    return {
+        "workload": workload,
+        "batch_size": batch_size,
+        **{mode: dict(cost.total) for mode, cost in costs.items()},
+        "ratio": ratio,
+        "places": {place: dict(places[place]) for place in order},
+    }
+
+
+def table(rows: list[dict], *, where: bool) -> str:
+    """A line for each workload: ratios, and operator calls; with `where`, the functions as well."""
+    lines = [f"{'':<16}" + "".join(f"{kind:>13}" for kind in KINDS)]
+    for row in rows:
+        ratios = "".join(f"{row['ratio'][kind]:>12.2f}x" for kind in KINDS)
+        calls = " -> ".join(f"{row[mode]['calls']:,}" for mode in ("non_private", "fastclip"))
+        lines.append(f"{row['workload']:<16}{ratios}   calls {calls}")
+        for place, found in row["places"].items() if where else ():
+            size = f"{found['bytes'] / 2**20:>10.1f} MiB {found['calls']:>6} calls"
+            lines.append(f"{size}  {place or 'all others'}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Count, print the table and write the JSON file."""
+    parser = argparse.ArgumentParser(prog="python -m bench.cost", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=DEFAULT)
+    parser.add_argument("--batch-size", type=int, default=BATCH_SIZE)
+    parser.add_argument("--where", action="store_true", help="show the functions that call")
+    parser.add_argument("--out", type=Path, default=OUT, help="JSON file to write")
+    options = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore")
+    rows = [compare(name, options.batch_size) for name in tqdm(options.workloads)]
+    command = " ".join(sys.argv[1:] if arguments is None else arguments)
+    result = {
+        "command": f"python -m bench.cost {command}".strip(),
+        "date": now(),
+        "versions": versions(),
+        "rows": rows,
+    }
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(rows, where=options.where))
+
+
+if __name__ == "__main__":
+    main()

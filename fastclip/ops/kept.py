@@ -1,0 +1,27 @@
+"""Clipped sums of per-sample gradients that are at hand."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastclip.ops.numerics import drop_zeroed
+from fastclip.ops.precision import in_full_float32
+
+
+@in_full_float32
+def kept_sum(gradients: Tensor, scale: Tensor) -> Tensor:
+    """sum_b scale_b gradients_b, for gradients [b, *shape] and scale [b]: [*shape]."""
+    (gradients,) = drop_zeroed(scale, gradients)
+    flat = gradients.reshape(len(scale), gradients.shape[1:].numel())
+    return (scale.to(flat.dtype) @ flat).view(gradients.shape[1:])
+
+
+@in_full_float32
+def kept_sums(gradients: Tensor, scales: Tensor) -> Tensor:
+    """The same for k parameters of one size, [k, b, n], at scales [b] or [k, b]: [k, n]."""
+    if scales.dim() == 1:
+        (rows,) = drop_zeroed(scales, gradients.transpose(0, 1))
+        return torch.matmul(scales.to(rows.dtype), rows.transpose(0, 1))
+    (rows,) = drop_zeroed(scales.flatten(), gradients.flatten(0, 1))
+    return torch.bmm(scales.to(rows.dtype)[:, None], rows.view(gradients.shape))[:, 0]

@@ -1,0 +1,62 @@
+"""Operations over several layers at once give what they give one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastclip import ops
+
+B = 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_products_of_grams(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    shapes = [(2, 5, 4), (7, 3, 9), (4, 4, 4)]
+    pairs = [(torch.randn(B, t, d).to(dtype), torch.randn(B, t, p).to(dtype)) for t, d, p in shapes]
+    pairs[1][0][1] *= 1e-30  # nothing of its norm is left in float32 but what underflow can hide
+    pairs[2][1][2] = torch.inf
+    parts = [ops.ghost_parts(a, g, ops.Grams()) for a, g in pairs]
+    norms = [part for part in parts if isinstance(part, ops.GramNorm)]
+    assert len(norms) == len(pairs)
+    together, single = ops.raised_together(norms), torch.stack([n.raised() for n in norms])
+    torch.testing.assert_close(together, single, rtol=1e-6, atol=0, equal_nan=True)
+    assert (together[1] > 0).all()
+
+
+def test_a_gram_is_made_once_for_what_is_the_same() -> None:
+    grams, x = ops.Grams(), torch.randn(B, 4, 5)
+    first = grams.of(x)
+    assert grams.of(x.view(B, 4, 5)) is first
+    x.mul_(2)
+    torch.testing.assert_close(grams.of(x), ops.gram(x))  # changed in place
+    for other in (x[:, :2], x.transpose(1, 2), x.double(), torch.randn(B, 4, 5)):
+        torch.testing.assert_close(grams.of(other), ops.gram(other))
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_sums_of_kept_gradients(per_layer: bool) -> None:
+    """A sample of scale 0 contributes 0 even where it is not finite."""
+    torch.manual_seed(0)
+    gradients = torch.randn(4, B, 5, dtype=torch.float64)
+    scales = torch.rand(*(4,) * per_layer, B, dtype=torch.float64)
+    scales[..., 1] = 0
+    gradients[2, 1] = torch.nan
+    own = scales if per_layer else scales.expand(4, B)
+    expected = torch.stack([ops.kept_sum(g, s) for g, s in zip(gradients, own, strict=True)])
+    assert expected.isfinite().all()
+    torch.testing.assert_close(ops.kept_sums(gradients, scales), expected)
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_scales_are_looked_at_once(dead: bool) -> None:
+    scales, x = torch.tensor([[1.0, 0.0 if dead else 2.0]]), torch.full((2, 1), torch.inf)
+    with ops.looked_at(scales):
+        for known in (scales[0], scales.view(-1)):
+            (found,) = ops.drop_zeroed(known, x)
+            assert (found is x) is (not dead)
+        (found,) = ops.drop_zeroed(torch.tensor([0.0, 1.0]), x)  # others are looked at
+        assert found[0] == 0
+    (found,) = ops.drop_zeroed(scales[0] * 0, x)
+    assert (found == 0).all()
