@@ -31,7 +31,7 @@ from fastclip.samples.positions import check_constants, check_copies, check_firs
 from fastclip.samples.probing import Opened, Probe, Runs
 from fastclip.samples.routers import places_returned, route
 from fastclip.samples.sizes import Sizes
-from fastclip.samples.slopes import check_slopes
+from fastclip.samples.slopes import check_copied_slopes, check_slopes
 
 _SMALLEST = 2
 """Rows that are held against a batch of nothing else."""
@@ -244,6 +244,7 @@ class Comparison:
             found = self.unfolded.once(self.run, probe, others_changed(rows, kept), seed)
             if kept in small and not probe.draws:  # copies of one row
                 check_copies(probe, found, self.unfolded.axes, self.layout.places)
+                check_copied_slopes(probe, self.layout.places)
             self._narrow_by_values(base, probe, sorted(kept))
             moved = moved_between(base, probe, sorted(kept), self.layout.places)
             if moved:  # the same rows in other places, or other rows

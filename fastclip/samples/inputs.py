@@ -139,6 +139,29 @@ def join_rows(first: Any, second: Any, axis: int) -> Any:
     return pack_padded_sequence(padded, torch.cat([n, m]), enforce_sorted=False)
 
 
+def rows_differ(cut: list[tuple[Any, int]], i: int, j: int) -> bool:
+    """Whether two rows of these inputs, each cut along its axis, are not the same."""
+    for leaf, axis in cut:
+        one, other = (take_rows(leaf, axis, [n]) for n in (i, j))
+        if isinstance(leaf, PackedSequence):
+            one, other = one.data, other.data
+        if one.shape != other.shape or not torch.equal(one, other):
+            return True
+    return False
+
+
+def another_row(rows: Any, axis: int) -> Any:
+    """A row [1 along axis] with the first one's values in another order, so that it is as valid."""
+    first = take_rows(rows, axis, [0])
+    if isinstance(first, PackedSequence):
+        return first
+    other = first.flip([d for d in range(first.dim()) if d != axis])
+    if first.is_floating_point() and torch.equal(other, first):
+        ramp = torch.linspace(0, 1, first.numel(), dtype=first.dtype, device=first.device)
+        other = first + ramp.view(first.shape) + 0.5
+    return other
+
+
 def own_axis(name: str, cuts: Cuts) -> int:
     """Of an input of the model, by its name, or of a layer that counts its rows itself."""
     number = name.removeprefix(INPUT)

@@ -5,8 +5,8 @@ model's input does holds the samples, alone or folded with other dimensions. Wha
 parameters and constants alone has none. A layer whose input has no samples, or rows that the model
 has moved, is opened: the uses of its parameters are followed one by one. Then gradients are asked
 for (samples.influence), and rows changed (samples.independence). That makes 9 forward passes and 8
-backward passes of at most 8 rows; 4 and 6 more where functions draw random numbers; 2 more forward
-passes each time that something is opened, and where an output (a loss) belongs to no one row.
+backward passes of at most 8 rows; 4 to 15 and 6 more where functions draw random numbers; 2 more
+forward passes each time that something is opened, and where an output (a loss) belongs to no one row.
 """
 
 from __future__ import annotations

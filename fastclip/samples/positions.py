@@ -78,6 +78,15 @@ def check_first(copies: Any, several: Any, rows: list[int], of_outputs: list[int
             raise coupled("the output", other_size=True)
 
 
+def drawn_by_others() -> BatchSizeError:
+    """The refusal of a model that has drawn for its rows, which differ in batches of other sizes."""
+    return BatchSizeError(
+        "what a sample has in a batch of another size is something else, but NumPy's or Python's own "
+        "generators have drawn other numbers for it there, so whether it depends on the number of rows "
+        "cannot be told; draw with torch's own functions, such as torch.rand"
+    )
+
+
 def placed(where: str, drawn: bool = False) -> BatchSizeError:
     """The refusal of a model that treats rows by their number, or that may have `drawn` for them."""
     drawn_for = (

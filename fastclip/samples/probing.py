@@ -10,15 +10,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn.utils.rnn import PackedSequence
 
 from fastclip._torch import tree_unflatten
-from fastclip.samples.inputs import INPUT, Cuts, flatten, join_rows, rows_of, take_rows, tensors_of
+from fastclip.samples.inputs import (
+    INPUT,
+    Cuts,
+    another_row,
+    flatten,
+    join_rows,
+    rows_differ,
+    rows_of,
+    take_rows,
+    tensors_of,
+)
 from fastclip.samples.place import Place
-from fastclip.samples.probe_state import generators_of, undisturbed
+from fastclip.samples.probe_state import generators_of, tables_of, undisturbed
 from fastclip.samples.selected import Fewer, counts, shortened
 from fastclip.samples.taint import Kept, Taint
 from fastclip.samples.ties import Ties
+from fastclip.samples.undrawn import Even
 
 if TYPE_CHECKING:
     from fastclip.samples.layout import BatchLayout
@@ -91,7 +101,9 @@ class Probe:
     trusted: bool = False
     """Inside a layer that is known to keep account of its rows."""
     draws: bool = False
-    """Random numbers were drawn."""
+    """Random numbers were drawn, in the forward pass or in the gradients that were asked for."""
+    stand: list[Any] = field(default_factory=list)
+    """Of the generators, afterwards."""
     slopes: list[tuple[Hashable, Tensor | None]] | None = None
     """Gradients of the sources, if they are asked for: fastclip.samples.slopes."""
     in_double: bool = False
@@ -191,7 +203,7 @@ class Runs:
         ]
         if synthetic:
             self._pool = [
-                leaf if axis is None else join_rows(leaf, _another(leaf, axis), axis)
+                leaf if axis is None else join_rows(leaf, another_row(leaf, axis), axis)
                 for leaf, axis in zip(self._pool, cuts, strict=True)
             ]
         return len(real or [self.first_row]) + synthetic
@@ -207,7 +219,7 @@ class Runs:
         cut = [(x, a) for x, a in zip(self._leaves, cuts, strict=True) if a is not None]
         found: list[int] = []
         for i in range(self.first_row, min(self.rows(cuts), self.first_row + _LOOKED_AT)):
-            if all(_differ(cut, i, j) for j in found):
+            if all(rows_differ(cut, i, j) for j in found):
                 found.append(i)
             if len(found) == MOST_ROWS:
                 break
@@ -243,7 +255,7 @@ class Runs:
             if axis is not None:
                 cut.append(few)
         if probe.taint is not None:
-            probe.taint = Taint(tensors_of(cut))
+            probe.taint = Taint(tensors_of(cut), probe.taint.undrawn)
         return self._run(probe, leaves, seed, then, left)
 
     def as_called(self) -> None:
@@ -261,39 +273,21 @@ class Runs:
         with self._watch(probe), undisturbed(self.model, seed + 1000 * self.trial), graph:
             generators = generators_of(self.model)
             before = generators.states()
+            if probe.taint is not None:
+                probe.taint.undrawn.take_over(table for _, table in tables_of(self.model))
             with ExitStack() as stack:
                 ties = None if probe.trusted else Ties()
-                for mode in (left, probe.taint, ties, Fewer() if probe.fewer else None):
+                even = None if probe.trusted else Even()
+                for mode in (even, left, probe.taint, ties, Fewer() if probe.fewer else None):
                     if mode is not None:
                         stack.enter_context(mode)
                 out = self.forward(*args, **kwargs)
-                probe.draws = generators.states() != before
                 if probe.taint is not None:
                     self._in_double = not probe.taint.coarse
                 probe.in_double = self._in_double
                 probe.closed = True
                 if then is not None:
                     then(out)
+                probe.stand = generators.states()
+                probe.draws = probe.stand != before
             return out
-
-
-def _differ(cut: list[tuple[Any, int]], i: int, j: int) -> bool:
-    for leaf, axis in cut:
-        one, other = (take_rows(leaf, axis, [n]) for n in (i, j))
-        if isinstance(leaf, PackedSequence):
-            one, other = one.data, other.data
-        if one.shape != other.shape or not torch.equal(one, other):
-            return True
-    return False
-
-
-def _another(rows: Any, axis: int) -> Any:
-    """A row [1 along axis] with the first one's values in another order, so that it is as valid."""
-    first = take_rows(rows, axis, [0])
-    if isinstance(first, PackedSequence):
-        return first
-    other = first.flip([d for d in range(first.dim()) if d != axis])
-    if first.is_floating_point() and torch.equal(other, first):
-        ramp = torch.linspace(0, 1, first.numel(), dtype=first.dtype, device=first.device)
-        other = first + ramp.view(first.shape) + 0.5
-    return other

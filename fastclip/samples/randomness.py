@@ -29,7 +29,7 @@ class Generators:
         """Where they stand: equal lists if nothing was drawn between."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         array = None if self._numpy is None else self._numpy.random.get_state()
-        own = [_state(one) for one in self._own]
+        own = [state_of(one) for one in self._own]
         return [
             _comparable(x) for x in (random.getstate(), array, torch.get_rng_state(), *cuda, *own)
         ]
@@ -39,7 +39,7 @@ class Generators:
         """All of them start at `seed` inside, and are put back."""
         python = random.getstate()
         array = None if self._numpy is None else self._numpy.random.get_state()
-        own = [_state(one) for one in self._own]
+        own = [state_of(one) for one in self._own]
         cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
         try:
             with torch.random.fork_rng(devices=cuda):
@@ -50,17 +50,25 @@ class Generators:
                 if self._numpy is not None:
                     self._numpy.random.seed(seed)
                 for one in self._own:
-                    _seed(one, seed)
+                    start(one, seed)
                 yield
         finally:
             random.setstate(python)
             if self._numpy is not None:
                 self._numpy.random.set_state(array)
             for one, state in zip(self._own, own, strict=True):
-                _put_back(one, state)
+                put_back(one, state)
 
 
-def _state(one: Any) -> Any:
+def is_outside_torch(one: Any) -> bool:
+    """Whether it is a generator of Python's or NumPy's."""
+    numpy = sys.modules.get("numpy")
+    kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
+    return isinstance(one, (random.Random, *kinds))
+
+
+def state_of(one: Any) -> Any:
+    """Where one generator stands."""
     if isinstance(one, torch.Generator):
         return one.get_state().clone()
     if isinstance(one, random.Random):
@@ -78,7 +86,8 @@ def _comparable(state: Any) -> Any:
     return state.tobytes() if hasattr(state, "tobytes") else state
 
 
-def _seed(one: Any, seed: int) -> None:
+def start(one: Any, seed: int) -> None:
+    """Let one generator start at `seed`."""
     if isinstance(one, torch.Generator):
         one.manual_seed(seed)
     elif hasattr(one, "bit_generator"):
@@ -87,7 +96,8 @@ def _seed(one: Any, seed: int) -> None:
         one.seed(seed)
 
 
-def _put_back(one: Any, state: Any) -> None:
+def put_back(one: Any, state: Any) -> None:
+    """Let one generator go on from where it stood."""
     if isinstance(one, random.Random):
         one.setstate(state)
     elif hasattr(one, "bit_generator"):

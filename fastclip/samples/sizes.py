@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastclip.errors import BatchSizeError, FastclipError
 from fastclip.samples.folded_outputs import Unfolded
 from fastclip.samples.groups import smaller
 from fastclip.samples.independence import check_layers, check_values
-from fastclip.samples.positions import check_copies
-from fastclip.samples.probing import Probe, Runs
-from fastclip.samples.slopes import check_slopes
+from fastclip.samples.positions import check_copies, drawn_by_others
+from fastclip.samples.probing import Opened, Probe, Runs
+from fastclip.samples.slopes import check_copied_slopes, check_slopes
 from fastclip.samples.taint import Taint
+from fastclip.samples.undrawn import BY_ROW, HIGH, LOW, Undrawn
 
 
 class Sizes:
@@ -34,27 +36,69 @@ class Sizes:
         check_values(two, three, outputs, [0], self.unfolded.axes, other_size=True)
         check_layers(two, three, [0], places)
 
-    def compare(self, rows: list[int], base: Probe, out: Any, seed: int) -> None:
-        """The first `rows` of `base`, which has returned `out`, are the same in smaller batches."""
-        places = self.run.layout.places
+    def compare(self, rows: list[int], base: Probe, out: Any, seed: int) -> list[Probe]:
+        """The first `rows` of `base`, which has returned `out`, are the same in smaller batches: these.
+
+        Raises:
+            BatchSizeError: they are not; or generators that nothing stops gave them other numbers.
+        """
+        places, probes = self.run.layout.places, []
         for some in smaller(rows, self.batch):
-            taint = None if base.taint is None else Taint(())
-            probe, kept = Probe(self.run.layout, len(some), taint=taint), list(range(len(some)))
+            probe, kept = self._like(base, len(some)), list(range(len(some)))
             found = self.unfolded.once(self.run, probe, some, seed)
-            check_values(base, probe, (out, found), kept, self.unfolded.axes, other_size=True)
-            check_layers(base, probe, kept, places)
-            check_slopes(base, probe, kept, places)
+            try:
+                check_values(base, probe, (out, found), kept, self.unfolded.axes, other_size=True)
+                check_layers(base, probe, kept, places)
+                check_slopes(base, probe, kept, places)
+            except BatchSizeError as error:
+                if probe.stand == base.stand:
+                    raise
+                raise drawn_by_others() from error
+            probes.append(probe)
+        return probes
 
     def compare_undrawn(self, rows: list[int], seed: int) -> tuple[Any, list[int]] | None:
         """All of this where random numbers are the same for every row; what came out, and of which rows.
 
-        None where NumPy or Python draws them, which nothing stops.
+        None where something draws them that nothing stops.
         """
-        base, copies = (Probe(self.run.layout, len(rows), taint=Taint(())) for _ in range(2))
+        base, smaller_ones, out = self._among(Undrawn(), rows, seed)
+        assert base.taint is not None
+        others = [Undrawn(LOW), Undrawn(HIGH)] if base.taint.undrawn.varies else []
+        of_rows = _of_rows([base, *smaller_ones])
+        if of_rows:
+            others.append(Undrawn(BY_ROW, of_rows))
+        for undrawn in others:
+            try:
+                self._among(undrawn, rows, seed)
+            except (FastclipError, Opened):
+                raise
+            except Exception:  # the model cannot take such numbers
+                continue
+        return None if base.draws else (out, rows)
+
+    def _among(
+        self, undrawn: Undrawn, rows: list[int], seed: int
+    ) -> tuple[Probe, list[Probe], Any]:
+        """Among fewer rows, and among copies: the run, those on fewer rows, what came out."""
+        base = Probe(self.run.layout, len(rows), taint=Taint((), undrawn))
         out = self.unfolded.once(self.run, base, rows, seed)
-        if base.draws:
-            return None
-        found = self.unfolded.once(self.run, copies, rows[:1] * len(rows), seed)
-        check_copies(copies, found, self.unfolded.axes, self.run.layout.places)
-        self.compare(rows, base, out, seed)
-        return out, rows
+        smaller_ones = self.compare(rows, base, out, seed)
+        if not base.draws and undrawn.level != BY_ROW:
+            copies = self._like(base, len(rows))
+            found = self.unfolded.once(self.run, copies, rows[:1] * len(rows), seed)
+            check_copies(copies, found, self.unfolded.axes, self.run.layout.places)
+            check_copied_slopes(copies, self.run.layout.places)
+        return base, smaller_ones, out
+
+    def _like(self, base: Probe, rows: int) -> Probe:
+        taint = None if base.taint is None else Taint((), base.taint.undrawn)
+        return Probe(self.run.layout, rows, taint=taint)
+
+
+def _of_rows(probes: list[Probe]) -> set[int]:
+    """The draws that have as many numbers along their first axis as there are rows, in every batch."""
+    sizes = [(probe.rows, probe.taint.undrawn.sizes) for probe in probes if probe.taint]
+    if len({len(found) for _, found in sizes}) != 1:
+        return set()
+    return {n for n in range(len(sizes[0][1])) if all(found[n] == rows for rows, found in sizes)}

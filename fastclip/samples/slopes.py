@@ -1,4 +1,4 @@
-"""Slopes: where other rows change, the gradient of a row's own output stays.
+"""Slopes: where other rows change, the gradient of a row's own output stays; copies have the same.
 
 Values and influence do not see what scales a gradient by numbers of the batch and leaves the values as
 they are: straight-through estimates (x k - (x k).detach() + x.detach()), autograd functions that look at
@@ -7,13 +7,14 @@ what they saved, hooks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from fastclip.samples.independence import called, coupled
 from fastclip.samples.place import Place
+from fastclip.samples.positions import placed
 from fastclip.samples.probing import Probe
 
 _SAME_SIZE = {torch.float64: 1e-7, torch.float32: 1e-2}
@@ -77,13 +78,38 @@ def check_slopes(
             y = place.rows(h, second.rows).index_select(0, index)
             if x.shape == y.shape and bool(torch.isfinite(x).all() & torch.isfinite(y).all()):
                 pairs.append((name, x, y))
+    same = first.rows == second.rows
+    for name in _apart(pairs, first, _SAME_SIZE if same else _OTHER_SIZE):
+        raise coupled(f"the gradient at {called(name)}", other_size=not same)
+
+
+def check_copied_slopes(probe: Probe, places: Mapping[Hashable, Place]) -> None:
+    """Copies of one row have the same gradients.
+
+    Raises:
+        BatchSizeError: naming where they have not.
+    """
+    pairs = []
+    for name, g in probe.slopes or []:
+        place = places.get(name)
+        if g is None or place is None or not place.plain or not place.fits(g, probe.rows):
+            continue
+        rows = place.rows(g, probe.rows)
+        if len(rows) and bool(torch.isfinite(rows).all()):
+            pairs.append((name, rows, rows[:1].expand_as(rows)))
+    for name in _apart(pairs, probe, _OTHER_SIZE):
+        raise placed(f"the gradient at {called(name)}")
+
+
+def _apart(
+    pairs: list[tuple[Hashable, Tensor, Tensor]], probe: Probe, allowed: dict[torch.dtype, float]
+) -> Iterator[Hashable]:
+    """Where gradients that must be the same are not."""
     norms = [max(float(x.norm()), float(y.norm())) for _, x, y in pairs]
     for (name, x, y), norm in zip(pairs, norms, strict=True):
         dtype = x.dtype.to_real()
-        if dtype == torch.float64 and not first.in_double:
+        if dtype == torch.float64 and not probe.in_double:
             dtype = torch.float32
-        same = first.rows == second.rows
-        allowed = (_SAME_SIZE if same else _OTHER_SIZE).get(dtype, _ROUGH)
         loud = norm > _SILENT.get(dtype, _ROUGH) * max(norms)
-        if loud and float((x - y).norm()) > allowed * norm:
-            raise coupled(f"the gradient at {called(name)}", other_size=not same)
+        if loud and float((x - y).norm()) > allowed.get(dtype, _ROUGH) * norm:
+            yield name

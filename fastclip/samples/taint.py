@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from fastclip._torch import TorchDispatchMode, memory_of, tree_leaves, tree_map
 from fastclip.samples.probe_state import TORCHS, tables_of
 from fastclip.samples.selected import selects
-from fastclip.samples.undrawn import undrawn
+from fastclip.samples.undrawn import Undrawn
 
 _COARSE = (torch.float32, torch.complex64, torch.float16, torch.bfloat16)
 
@@ -22,11 +23,13 @@ class Taint(TorchDispatchMode):
     Random numbers are the same for all rows.
 
     Args:
-        batch: the tensors that hold them at first.
+        batch: the tensors that hold them at first. undrawn: what is drawn.
     """
 
-    def __init__(self, batch: Iterable[Tensor]) -> None:
+    def __init__(self, batch: Iterable[Tensor], undrawn: Undrawn | None = None) -> None:
         super().__init__()
+        self.undrawn = Undrawn() if undrawn is None else undrawn.again()
+        self._outside: list[AbstractContextManager[None]] = []
         self._memory: dict[int, Any] = {}
         self.coarse = False
         """Numbers of the batch have been computed with less than float64."""
@@ -40,12 +43,22 @@ class Taint(TorchDispatchMode):
         storage = _storage(x)
         return storage is None or memory_of(x) in self._memory
 
+    def __enter__(self) -> Taint:
+        self._outside.append(self.undrawn.outside_torch())
+        self._outside[-1].__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._outside.pop().__exit__(None, None, None)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        out = undrawn(func, args, kwargs)
+        out = self.undrawn(func, args, kwargs)
         if out is NotImplemented:
             out = func(*args, **kwargs)
         if any(self.holds(x) for x in given):

@@ -261,3 +261,27 @@ def test_an_embedding_bag_elsewhere_does_not_hide_coupling() -> None:
     _, private, _, _ = make_private(Bags())
     with pytest.raises(FastclipError, match="depends on another sample"):
         private(torch.randint(9, (B, T)))
+
+
+def steeper_below(h: torch.Tensor) -> torch.Tensor:
+    return torch.cat([h[:2], 1.5 * h[2:] - 0.5 * h[2:].detach()])
+
+
+class Backwards(torch.autograd.Function):
+    """The identity; from the third row on its gradient is larger."""
+
+    @staticmethod
+    def forward(ctx, h: torch.Tensor) -> torch.Tensor:
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, g: torch.Tensor) -> torch.Tensor:
+        return torch.cat([g[:2], 1.5 * g[2:]])
+
+
+@pytest.mark.parametrize("coupling", [steeper_below, Backwards.apply], ids=["detached", "backward"])
+def test_gradients_that_follow_from_the_place_of_a_row(coupling) -> None:
+    """Their values are the same everywhere."""
+    _, private, _, _ = make_private(Model(lambda m, x: m.layer(coupling(m.layer(x)))))
+    with pytest.raises(FastclipError, match=r"the gradient at .* its number in the batch"):
+        private(torch.randn(B, T, D))

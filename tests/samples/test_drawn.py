@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from numpy.random import rand as imported
 from torch import Tensor, nn
 
 from tests.oracle import backward, make_private, norms, relative_error, row_loss
@@ -40,6 +43,14 @@ def numpys(x: Tensor) -> Tensor:
     return torch.from_numpy(np.random.rand(len(x), 1))
 
 
+def pythons(x: Tensor) -> Tensor:
+    return torch.tensor([[random.random()] for _ in x], dtype=x.dtype)
+
+
+def numpys_own(x: Tensor) -> Tensor:
+    return torch.from_numpy(imported(len(x), 1))
+
+
 def seeded(x: Tensor) -> Tensor:
     return torch.rand(len(x), 1, dtype=x.dtype, generator=torch.Generator().manual_seed(1))
 
@@ -62,8 +73,26 @@ def build(noise: Callable[[Tensor], Tensor], beta: Tensor) -> Noisy:
     return Noisy(noise, beta).double()
 
 
+def start(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def own_norms(model: nn.Module, x: Tensor) -> Tensor:
+    """Of every row's gradient, in one forward pass, whose draws are all rows'."""
+    out, parameters = model(x), dict(model.named_parameters())
+    rows = [
+        torch.autograd.grad(row_loss(out[i : i + 1]).sum(), parameters.values(), retain_graph=True)
+        for i in range(len(x))
+    ]
+    return norms(dict(zip(parameters, map(torch.stack, zip(*rows, strict=True)), strict=True)))
+
+
 @pytest.mark.parametrize(
-    "noise", [uniform, normal, gamma, dirichlet, one_by_one], ids=lambda f: f.__name__
+    "noise",
+    [uniform, normal, gamma, dirichlet, one_by_one, numpys, pythons],
+    ids=lambda f: f.__name__,
 )
 @pytest.mark.parametrize("beta", [torch.zeros(1), torch.ones(D)], ids=["scalar", "features"])
 def test_exact_under_the_draws_of_the_step(noise: Callable, beta: Tensor) -> None:
@@ -72,22 +101,14 @@ def test_exact_under_the_draws_of_the_step(noise: Callable, beta: Tensor) -> Non
     _, private, optimizer, _ = make_private(model, max_grad_norm=0.1)
     for seed in range(2):
         optimizer.zero_grad()
-        torch.manual_seed(seed)
+        start(seed)
         backward(private, x)
-        torch.manual_seed(seed)
-        out, parameters = twin(x), dict(twin.named_parameters())
-        rows = [
-            torch.autograd.grad(
-                row_loss(out[i : i + 1]).sum(), parameters.values(), retain_graph=True
-            )
-            for i in range(B)
-        ]
-        grads = dict(zip(parameters, map(torch.stack, zip(*rows, strict=True)), strict=True))
-        assert relative_error(optimizer.per_sample_norms, norms(grads)) <= 1e-10
+        start(seed)
+        assert relative_error(optimizer.per_sample_norms, own_norms(twin, x)) <= 1e-10
 
 
 @pytest.mark.parametrize(
-    ("noise", "why"), [(numpys, "torch.rand"), (seeded, "treat every row of the batch alike")]
+    ("noise", "why"), [(numpys_own, "torch.rand"), (seeded, "treat every row of the batch alike")]
 )
 def test_numbers_of_a_rows_own(noise: Callable, why: str) -> None:
     _, private, _, _ = make_private(build(noise, torch.ones(1)))
@@ -111,16 +132,169 @@ def steeper(x: Tensor) -> Tensor:
 class Dropped(nn.Module):
     """What random numbers of the model's own must not hide."""
 
-    def __init__(self, coupling: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, draw: Callable[[Tensor], Tensor], coupling: Callable[[Tensor], Tensor]
+    ) -> None:
         super().__init__()
-        self.first, self.second, self.coupling = nn.Linear(D, D), nn.Linear(D, 2), coupling
+        self.first, self.second = nn.Linear(D, D), nn.Linear(D, 2)
+        self.draw, self.coupling = draw, coupling
+        self.generator = np.random.default_rng(0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.coupling(F.dropout(torch.tanh(self.first(x)))))
+        h = torch.tanh(self.first(x))
+        if self.draw is held:
+            h = h * torch.from_numpy(self.generator.random((len(h), 1)))
+        return self.second(self.coupling(self.draw(h)))
+
+
+def held(h: Tensor) -> Tensor:
+    """The model draws from a generator of its own."""
+    return h
+
+
+def by_python(h: Tensor) -> Tensor:
+    return h * random.uniform(1.0, 2.0)
+
+
+def by_numpy(h: Tensor) -> Tensor:
+    return h * torch.from_numpy(np.random.rand(len(h), 1))
+
+
+def masked(h: Tensor) -> Tensor:
+    return h * torch.randint(0, 2, (len(h), 1))
+
+
+def leaky(h: Tensor) -> Tensor:
+    return F.rrelu(h, training=True)
+
+
+def of_gamma(h: Tensor) -> Tensor:
+    """The values say how many numbers are drawn."""
+    return torch.distributions.Gamma(F.softplus(h) + 0.5, torch.ones_like(h)).rsample()
+
+
+def of_dirichlet(h: Tensor) -> Tensor:
+    return torch.distributions.Dirichlet(F.softplus(h) + 0.5).rsample()
+
+
+def shuffled(h: Tensor) -> Tensor:
+    """Features, in an order that is one for all rows."""
+    return h[:, torch.randperm(D)]
+
+
+def again(h: Tensor) -> Tensor:
+    """Until the number is small enough."""
+    while (u := torch.rand(()).item()) > 0.3:
+        pass
+    return h * u
+
+
+DRAWS = [
+    F.dropout,
+    held,
+    by_python,
+    by_numpy,
+    masked,
+    leaky,
+    of_gamma,
+    of_dirichlet,
+    shuffled,
+    again,
+]
+
+
+def dropped(draw: Callable, coupling: Callable = lambda h: h) -> Dropped:
+    torch.manual_seed(0)
+    return Dropped(draw, coupling).double()
 
 
 @pytest.mark.parametrize("coupling", [counted, placed, steeper], ids=lambda f: f.__name__)
-def test_couplings_behind_dropout(coupling: Callable) -> None:
-    _, private, _, _ = make_private(Dropped(coupling).double())
+@pytest.mark.parametrize("draw", DRAWS, ids=lambda f: f.__name__)
+def test_couplings_behind_draws(draw: Callable, coupling: Callable) -> None:
+    _, private, _, _ = make_private(dropped(draw, coupling))
     with refused("the number of rows|its number in the batch"):
+        backward(private, torch.randn(8, D, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("draw", DRAWS, ids=lambda f: f.__name__)
+def test_draws_without_a_coupling(draw: Callable) -> None:
+    model, twin, x = dropped(draw), dropped(draw), torch.randn(8, D, dtype=torch.float64)
+    _, private, optimizer, _ = make_private(model, max_grad_norm=0.1)
+    start(1)
+    backward(private, x)
+    start(1)
+    assert relative_error(optimizer.per_sample_norms, own_norms(twin, x)) <= 1e-10
+
+
+@pytest.mark.parametrize("coupling", [counted, placed], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "seldom",
+    [
+        lambda: torch.rand(()).item() < 0.05,
+        lambda: torch.rand(1) > 0.95,
+        lambda: torch.bernoulli(torch.tensor(0.05)).bool(),
+        lambda: torch.randint(10, ()) == 9,
+        lambda: random.random() < 0.05,
+        lambda: np.random.uniform() > 0.95,
+    ],
+    ids=["rand", "high", "bernoulli", "randint", "python", "numpy"],
+)
+def test_a_way_that_is_seldom_taken(seldom: Callable[[], bool], coupling: Callable) -> None:
+    model = dropped(lambda h: h, lambda h: coupling(h) if seldom() else h)
+    _, private, _, _ = make_private(model)
+    with refused("the number of rows|its number in the batch"):
+        backward(private, torch.randn(8, D, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda h: F.dropout(torch.ones_like(h), 0.3),
+        lambda h: torch.empty_like(h).bernoulli_(0.7),
+        lambda h: torch.bernoulli(torch.full_like(h, 0.7)),
+        lambda h: (torch.rand_like(h) < 0.7).to(h.dtype),
+    ],
+    ids=["dropout", "bernoulli_", "bernoulli", "rand"],
+)
+def test_a_mask_that_is_scaled_by_the_rest_of_it(mask: Callable[[Tensor], Tensor]) -> None:
+    """As DropBlock does: how many entries of other rows are kept."""
+    own = Dropped(
+        lambda h: h * (m := mask(h)) / m.mean(1, keepdim=True).clamp_min(0.1), held
+    ).double()
+    of_all = Dropped(lambda h: h * (m := mask(h)) * m.numel() / m.sum(), held).double()
+    x = torch.randn(8, D, dtype=torch.float64)
+    backward(make_private(own)[1], x)
+    with refused("the number of rows"):
+        backward(make_private(of_all)[1], x)
+
+
+@pytest.mark.parametrize("coupling", [counted, placed], ids=lambda f: f.__name__)
+def test_values_that_only_say_what_is_drawn(coupling: Callable) -> None:
+    model = dropped(coupling, lambda h: torch.normal(h, 0.1))
+    _, private, _, _ = make_private(model)
+    with refused("the number of rows|its number in the batch"):
+        backward(private, torch.randn(8, D, dtype=torch.float64))
+
+
+def test_numbers_that_cannot_be_stopped() -> None:
+    _, private, _, _ = make_private(dropped(lambda h: h * numpys_own(h), counted))
+    with refused("draw with torch's own functions"):
+        backward(private, torch.randn(8, D, dtype=torch.float64))
+
+
+class Seldom(torch.autograd.Function):
+    """The identity, whose gradient is seldom another one in a larger batch."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return counted(g) if torch.rand(()).item() < 0.01 else g
+
+
+def test_a_way_back_that_is_seldom_taken() -> None:
+    _, private, _, _ = make_private(dropped(Seldom.apply))
+    with refused("the number of rows"):
         backward(private, torch.randn(8, D, dtype=torch.float64))
