@@ -29,13 +29,17 @@ def check_lengths(run: Runs, cuts: Cuts, unfolded: Unfolded) -> None:
         BatchSizeError: its output is another one there.
     """
     run.cut(cuts)
-    if not run.counted:
-        return
+    for filler in run.fillers() if run.counted else ():
+        _check(run, unfolded, filler)
+
+
+def _check(run: Runs, unfolded: Unfolded, filler: int | None) -> None:
     probes, outputs, found = [], [], []
     for shorter in ({_ROWS - 1}, set(range(_ROWS))):
         probe = Probe(
-            run.layout, _ROWS, differentiable=True, taint=Taint(()), shortened=frozenset(shorter)
-        )
+            run.layout, _ROWS, differentiable=True, taint=Taint(()), shortened=frozenset(shorter),
+            filler=filler,
+        )  # fmt: skip
         gradients: Found = {}
         try:
             outputs.append(

@@ -25,7 +25,7 @@ from fastclip.samples.inputs import (
 )
 from fastclip.samples.place import Place
 from fastclip.samples.probe_state import generators_of, tables_of, undisturbed
-from fastclip.samples.selected import Fewer, counts, shortened
+from fastclip.samples.selected import Fewer, counts, fillers, holds_ids, shortened
 from fastclip.samples.taint import Kept, Taint
 from fastclip.samples.ties import Ties
 from fastclip.samples.undrawn import Even
@@ -72,6 +72,8 @@ class Probe:
     """Tells which tensors hold numbers of the batch, in the first runs."""
     shortened: frozenset[int] = frozenset()
     """These rows say that they are shorter."""
+    filler: int | None = None
+    """The id that says so, at their ends."""
     fewer: bool = False
     """Masks select one entry less."""
     shapes: Shapes = field(default_factory=dict)
@@ -214,6 +216,11 @@ class Runs:
         pairs = zip(self._pool, self._cuts, strict=True)
         return any(axis is not None and counts(leaf) for leaf, axis in pairs)
 
+    def fillers(self) -> list[int | None]:
+        """Ids by which a row may say that it is shorter; None: it says so by masks and numbers."""
+        tables = (table for _, table in tables_of(self.model))
+        return [None, *(fillers(tables) if any(map(holds_ids, self._pool)) else ())]
+
     def distinct(self, cuts: Cuts) -> list[int]:
         """Numbers of rows of the real inputs that differ from one another, at most MOST_ROWS."""
         cut = [(x, a) for x, a in zip(self._leaves, cuts, strict=True) if a is not None]
@@ -245,7 +252,7 @@ class Runs:
         for number, (leaf, axis) in enumerate(zip(self._pool, self._cuts, strict=True)):
             few = leaf if axis is None else take_rows(leaf, axis, rows)
             if probe.shortened and axis is not None:
-                few = shortened(few, axis, probe.shortened)
+                few = shortened(few, axis, probe.shortened, probe.filler)
             numbers = isinstance(few, Tensor) and few.is_floating_point()
             if probe.differentiable and self.asks_inputs and axis is not None and numbers:
                 few = few.detach().clone().requires_grad_()

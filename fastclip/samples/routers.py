@@ -83,10 +83,14 @@ def shorter(run: Runs, copies: Probe) -> bool:
     """
     if not run.counted:
         return False
-    probe = Probe(run.layout, copies.rows, shortened=frozenset({copies.rows - 1}))
-    with suppress(Exception):  # a row that the model cannot take
-        run.once(probe, [0] * copies.rows)
-    return _moved(run.layout, copies, probe)
+    found = False
+    for filler in run.fillers():
+        last = frozenset({copies.rows - 1})
+        probe = Probe(run.layout, copies.rows, shortened=last, filler=filler)
+        with suppress(Exception):  # a row that the model cannot take
+            run.once(probe, [0] * copies.rows)
+        found |= _moved(run.layout, copies, probe)
+    return found
 
 
 def _moved(layout: BatchLayout, before: Probe, after: Probe) -> bool:

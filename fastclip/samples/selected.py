@@ -7,7 +7,8 @@ were selected.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import re
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,10 @@ from fastclip._torch import TorchDispatchMode, tree_leaves, tree_map
 _ASK_WHERE = ("aten::nonzero", "aten::masked_select")
 _REPEAT = "aten::repeat_interleave"
 _TAKE_MASKS = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+
+_FILLER = re.compile(r"_?pad.*(id|idx|index)$")
+"""Names of attributes that say which id stands for nothing."""
+_MOST_FILLERS = 3
 
 Shapes = dict[Hashable, list[tuple[int, ...]]]
 
@@ -46,19 +51,40 @@ class Fewer(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def shortened(rows: Any, axis: int, which: Iterable[int]) -> Any:
+def shortened(rows: Any, axis: int, which: Iterable[int], filler: int | None = None) -> Any:
     """These rows say of themselves that they are shorter: a mask's last entry is 0, a length less by 1.
 
     Args:
         rows: of an input of the model, along `axis`; others than masks and whole numbers stay.
+        filler: the id that stands for nothing, which the last ids become; None: they are less by 1.
     """
     if not counts(rows):
         return rows
-    rows = rows.clone()
+    ids, rows = filler is not None and holds_ids(rows), rows.clone()
     for number in which:
         row = rows.select(axis, number)
-        row.copy_(_fewer(row, by=1) if row.dim() else (row - 1).clamp_min(0))
+        if ids:
+            row[-1] = filler
+        else:
+            row.copy_(_fewer(row, by=1) if row.dim() else (row - 1).clamp_min(0))
     return rows
+
+
+def holds_ids(x: Any) -> bool:
+    """Whether it holds several whole numbers a row, which are no mask."""
+    if not isinstance(x, Tensor) or x.dim() < 2 or not x.numel() or _is_mask(x):
+        return False
+    whole = not (x.is_floating_point() or x.is_complex())
+    return whole and bool((x > 1).any())
+
+
+def fillers(tables: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Ids that may stand for nothing: those that attributes tell, and 0."""
+    told = [
+        value for table in tables for name, value in table.items()
+        if type(value) is int and value >= 0 and _FILLER.match(name)
+    ]  # fmt: skip
+    return list(dict.fromkeys([*told, 0]))[:_MOST_FILLERS]
 
 
 def counts(x: Any) -> bool:

@@ -82,3 +82,31 @@ def test_a_loss_inside(case: str) -> None:
         return
     with refused("one loss a row"):
         loss.backward()
+
+
+class Words(nn.Module):
+    """Finds the lengths of its rows itself: ids that stand for nothing end them."""
+
+    def __init__(self, pool: Pool, filler: int, told: bool) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(9, D), nn.Linear(D, D)
+        self.pool, self.nothing = pool, torch.tensor(filler)
+        if told:
+            self.pad_token_id = filler
+
+    def forward(self, ids: Tensor) -> Tensor:
+        lengths = (ids != self.nothing).sum(1)
+        return self.pool(torch.tanh(self.layer(self.table(ids))), lengths)
+
+
+@pytest.mark.parametrize("case", ["by the longest", "by its own"])
+@pytest.mark.parametrize("filler", [0, 1, 8])
+def test_lengths_that_ids_tell(filler: int, case: str) -> None:
+    pool, apart = POOLS[case]
+    ids = torch.randint(2, 8, (B, T))
+    if apart:
+        check_exact(Words(pool, filler, told=True), Batch((ids,)), dtype=torch.float64)
+        return
+    private = make_private(Words(pool, filler, told=filler > 0).double())[1]
+    with refused("computed from itself alone"):
+        private(ids)
