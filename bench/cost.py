@@ -28,11 +28,12 @@ from torch.utils.flop_counter import flop_registry
 from tqdm import tqdm
 
 from bench.measure import now, versions
-from bench.workloads import BATCH_SIZE, WARM_UP, WORKLOADS, Training
+from bench.workloads import WARM_UP, WORKLOADS, Training
 
 OUT = Path(__file__).resolve().parent / "results" / "cost.json"
 FASTCLIP = str(Path(__file__).resolve().parents[1] / "fastclip")
 DEFAULT = ["resnet18", "bert", "vit"]
+_EMPTY = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty)
 KINDS = ("flops", "bytes", "calls", "allocations")
 
 
@@ -61,6 +62,8 @@ class Cost(TorchDispatchMode):
         held = {x.untyped_storage().data_ptr() for x in given}
         found = list(_tensors(out))
         fresh = sum(x.untyped_storage().data_ptr() not in held for x in found)
+        if func.overloadpacket in _EMPTY:  # nothing is written yet
+            found = []
         flops = flop_registry.get(func._overloadpacket)
         counted = {
             "flops": 0 if flops is None else flops(*args, **kwargs, out_val=out),
@@ -107,7 +110,7 @@ def step_cost(step: Callable[[], Any]) -> Cost:
     return cost
 
 
-def compare(workload: str, batch_size: int = BATCH_SIZE) -> dict[str, Any]:
+def compare(workload: str, batch_size: int | None = None) -> dict[str, Any]:
     """Costs of a step of this workload, not private and private, after some to warm up.
 
     Returns:
@@ -125,7 +128,7 @@ def compare(workload: str, batch_size: int = BATCH_SIZE) -> dict[str, Any]:
     order = sorted(places, key=lambda place: -places[place]["bytes"])
     return {
         "workload": workload,
-        "batch_size": batch_size,
+        "batch_size": batch_size or WORKLOADS[workload].batch_size,
         **{mode: dict(cost.total) for mode, cost in costs.items()},
         "ratio": ratio,
         "places": {place: dict(places[place]) for place in order},
@@ -150,7 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.cost", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=DEFAULT)
-    parser.add_argument("--batch-size", type=int, default=BATCH_SIZE)
+    parser.add_argument("--batch-size", type=int, help="rows of a step (default: the workload's)")
     parser.add_argument("--where", action="store_true", help="show the functions that call")
     parser.add_argument("--out", type=Path, default=OUT, help="JSON file to write")
     options = parser.parse_args(arguments)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -207,9 +208,19 @@ def bert(
     return BertForSequenceClassification(config).to(dtype or torch.get_default_dtype())
 
 
-def vit(layers: int = 4, hidden: int = 256, num_labels: int = 2) -> ViTForImageClassification:
-    """ViT for images of 64 pixels; input [b, 3, 64, 64], output with `logits`."""
-    config = ViTConfig(num_labels=num_labels, **_patches(layers, hidden))
+def lora_bert(rank: int = 8, **options: Any) -> nn.Module:
+    """`bert` of these options, of which adapters at all linear maps and the head are trained."""
+    from peft import LoraConfig, TaskType, get_peft_model  # the other models run without it
+
+    config = LoraConfig(r=rank, target_modules="all-linear", task_type=TaskType.SEQ_CLS)
+    return get_peft_model(bert(**options), config)
+
+
+def vit(
+    layers: int = 4, hidden: int = 256, image: int = 64, num_labels: int = 2
+) -> ViTForImageClassification:
+    """ViT in patches of 8; input [b, 3, image, image], output with `logits`."""
+    config = ViTConfig(num_labels=num_labels, **_patches(layers, hidden, image))
     return ViTForImageClassification(config)
 
 
@@ -222,10 +233,10 @@ def beit(layers: int = 4, hidden: int = 256, num_labels: int = 2) -> BeitForImag
     return BeitForImageClassification(config)
 
 
-def _patches(layers: int, hidden: int) -> dict[str, int]:
+def _patches(layers: int, hidden: int, image: int = 64) -> dict[str, int]:
     return {
         "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 4,
-        "intermediate_size": 4 * hidden, "image_size": 64, "patch_size": 8,
+        "intermediate_size": 4 * hidden, "image_size": image, "patch_size": 8,
     }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 Every mode trains the same model from the same seed on the same synthetic batches with
 SGD(momentum 0.9). The private ones clip each sample to norm 1 and add noise of multiplier 1;
-batches are fixed at 32 (no Poisson sampling), so that each step does the same work.
+batches are of a fixed size (no Poisson sampling), so that each step does the same work.
 """
 
 from __future__ import annotations
@@ -19,9 +19,20 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bench.measure import CpuWait, PeakMemory, quartiles
-from bench.models import ExplicitBert, beit, bert, convnext, mamba, resnet18, vit
+from bench.models import (
+    ExplicitBert,
+    ExplicitGpt2,
+    SampleMeanCrossEntropy,
+    beit,
+    bert,
+    convnext,
+    lora_bert,
+    mamba,
+    resnet18,
+    resnet50,
+    vit,
+)
 
-BATCH_SIZE = 32
 BATCHES = 4
 WARM_UP = 2
 CLASSES = 10
@@ -38,12 +49,18 @@ class Workload:
         model: builds the model.
         inputs: builds `n` inputs, [n, ...].
         lr: learning rate, small: nothing is learned here.
+        batch_size: rows of a step.
+        targets: what belongs to such inputs; classes by default.
+        criterion: builds the loss.
     """
 
     title: str
     model: Callable[[], nn.Module]
     inputs: Callable[[int], torch.Tensor]
     lr: float = 0.01
+    batch_size: int = 32
+    targets: Callable[[torch.Tensor], torch.Tensor] = lambda x: torch.randint(CLASSES, (len(x),))
+    criterion: Callable[[], nn.Module] = nn.CrossEntropyLoss
 
 
 WORKLOADS = {
@@ -63,9 +80,35 @@ WORKLOADS = {
         lambda n: torch.randint(VOCABULARY, (n, 128)),
     ),
     "vit": Workload(
-        "ViT 4 layers d=256, 3x64x64 in patches of 8, batch 32",
-        lambda: vit(num_labels=CLASSES),
+        "ViT 6 layers d=192, 3x96x96 in patches of 8, batch 16",
+        lambda: vit(layers=6, hidden=192, image=96, num_labels=CLASSES),
+        lambda n: torch.randn(n, 3, 96, 96),
+        batch_size=16,
+    ),
+    "lora": Workload(
+        "LoRA of rank 8 on BERT as above, T=128, batch 32",
+        lambda: lora_bert(vocab=VOCABULARY, num_labels=CLASSES),
+        lambda n: torch.randint(VOCABULARY, (n, 128)),
+    ),
+    "bert_base": Workload(
+        "BERT-base, T=128, batch 8",
+        lambda: bert(12, 768, 12, 3072, vocab=30522, num_labels=CLASSES),
+        lambda n: torch.randint(30522, (n, 128)),
+        batch_size=8,
+    ),
+    "resnet50": Workload(
+        "ResNet-50 (GroupNorm), 3x64x64, batch 16",
+        lambda: resnet50(num_classes=CLASSES),
         lambda n: torch.randn(n, 3, 64, 64),
+        batch_size=16,
+    ),
+    "gpt2": Workload(
+        "GPT-2 small, head tied to the table, T=256, batch 4",
+        ExplicitGpt2,
+        lambda n: torch.randint(50257, (n, 256)),
+        batch_size=4,
+        targets=lambda x: x.roll(-1, 1),
+        criterion=SampleMeanCrossEntropy,
     ),
     "beit": Workload(
         "BEiT 4 layers d=256, relative positions, 3x64x64 in patches of 8, batch 32",
@@ -138,20 +181,22 @@ class Training:
     """A model that a mode trains, a batch a step.
 
     Args:
-        workload, mode: their names. batch_size: rows of every batch.
+        workload, mode: their names. batch_size: rows of every batch; the workload's own if None.
     """
 
-    def __init__(self, workload: str, mode: str, batch_size: int = BATCH_SIZE) -> None:
+    def __init__(self, workload: str, mode: str, batch_size: int | None = None) -> None:
         torch.manual_seed(0)
         task = WORKLOADS[workload]
-        n = BATCHES * batch_size
-        data = TensorDataset(task.inputs(n), torch.randint(CLASSES, (n,)))
+        size = batch_size or task.batch_size
+        x = task.inputs(BATCHES * size)
+        data = TensorDataset(x, task.targets(x))
         model = task.model().train()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.model, self.optimizer, self.criterion, loader = MODES[mode](
             model,
-            torch.optim.SGD(model.parameters(), lr=task.lr, momentum=0.9),
-            nn.CrossEntropyLoss(),
-            DataLoader(data, batch_size=batch_size),
+            torch.optim.SGD(trained, lr=task.lr, momentum=0.9),
+            task.criterion(),
+            DataLoader(data, batch_size=size),
         )
         self._batches = cycle(list(loader))
 

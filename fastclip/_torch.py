@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -63,6 +64,11 @@ InstanceNormBase = nn.modules.instancenorm._InstanceNorm
 """Every InstanceNorm."""
 DropoutBase = nn.modules.dropout._DropoutNd
 """Every dropout; its rate is `p`."""
+
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""What a tensor is a view of; None if of nothing."""
+foreach_add_: Callable[..., None] = torch._foreach_add_
+"""x += alpha y for every pair of two lists, in one call."""
 
 # Autograd
 

@@ -45,7 +45,7 @@ class BackwardPass:
         self.entries: dict[nn.Parameter, Entry] = {}
         self.stacks: list[Stack] = []
         """Gradients of small parameters, once the norms are known."""
-        self._grams = ops.Grams()
+        self.last_input = ops.LastInput()
         self._derived: dict[Any, list[tuple[Target, Record]]] = {}
         """Contributions to values computed from parameters, by these values."""
         self._wanted: set[nn.Parameter] = set()
@@ -126,7 +126,7 @@ class BackwardPass:
         entry = self.entries.get(parameter)
         if entry is None:
             later = parameter in self._shared or waits(record)
-            norm = None if later else record.norm_parts(self._grams)
+            norm = None if later else record.norm_parts(self.last_input)
             self.entries[parameter] = Entry([record], norm)
             return
         self._shared.add(parameter)
@@ -164,6 +164,11 @@ class BackwardPass:
                 if parameter in self._wanted:
                     self._hold(parameter, KeptRecord(ops.widen(gradient)))
 
+    def places(self, parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
+        """Of those that took part, in the order of all `parameters`, int64."""
+        order = {parameter: i for i, parameter in enumerate(parameters)}
+        return ops.index_on(tuple(order[parameter] for parameter in self.entries), device)
+
     def norms(self, factor: float) -> tuple[Tensor, dict[nn.Parameter, int]]:
         """Squared norms [l, b] of the parameters that took part, of the true gradients.
 
@@ -176,7 +181,7 @@ class BackwardPass:
         samples = self.batch_size if self.joined is None else self.joined.count
         norms: list[Tensor] = []
         rows: dict[nn.Parameter, int] = {}
-        self._grams = ops.Grams()  # the input in it is not held any longer
+        self.last_input = ops.LastInput()  # the one in it is not held any longer
         self.stacks = stack_small(self.entries)
         raise_norms(self.entries.values())
         for parameter, entry in self.entries.items():

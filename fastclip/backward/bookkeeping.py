@@ -200,6 +200,11 @@ class BookKeeper:
         """Which rows of the running pass are clipped as one; None: each alone."""
         return None if self._pass is None else self._pass.joined
 
+    @property
+    def last_input(self) -> ops.LastInput:
+        """What is known of the input that the running pass has met last."""
+        return ops.LastInput() if self._pass is None else self._pass.last_input
+
     def shared(self, parameter: nn.Parameter) -> bool:
         """The parameter is known to be used more than once: its norm waits for the end."""
         return parameter in self._shared
@@ -265,7 +270,7 @@ class BookKeeper:
             try:
                 scales, self.per_sample_norms = self.clipping.clip(
                     norm_sq,
-                    self._layers(current, norm_sq.device) if per_layer else None,
+                    current.places(self.names, norm_sq.device) if per_layer else None,
                     fresh=self.batch.fresh,
                     placeholder=not drawn,
                     units=current.units,
@@ -278,11 +283,6 @@ class BookKeeper:
                 current.sum_into(self.sums, factors, rows if per_layer else None)
             self.batch.end_pass(batch_size, calls)
         self.monitor.look(self.per_sample_norms)
-
-    def _layers(self, current: BackwardPass, device: torch.device) -> Tensor:
-        """Places of the pass's parameters in the order of all private ones."""
-        order = {parameter: i for i, parameter in enumerate(self.names)}
-        return ops.index_on(tuple(order[parameter] for parameter in current.entries), device)
 
     # Step
 

@@ -106,7 +106,9 @@ class LayerBackward(Contribution):
         handle = call.handle
         keeper, rule = handle.keeper, handle.rule
         assert rule is not None
-        super().__init__(handle.path, rule.name, g, wanted, keeper.planner, keeper.plan_log)
+        super().__init__(
+            handle.path, rule.name, g, wanted, keeper.planner, keeper.plan_log, keeper.last_input
+        )
         self._call, self._wanted = call, wanted
         self.saved: tuple[Any, ...] = saved
         self.needs_input_grad = needs_input_grad

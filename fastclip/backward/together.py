@@ -21,13 +21,13 @@ class Entry:
     """The contributions of one pass to one parameter."""
 
     records: list[Record]
-    norm_sq: Tensor | ops.GramNorm | None
+    norm_sq: Tensor | ops.RaisedNorm | None
     """[b], or what it is made of; None while it waits: for another use, or for other parameters."""
 
 
 def waits(record: Record) -> bool:
     """It holds the gradients of a small parameter, as they are."""
-    if type(record) is not KeptRecord or record.slack() is not None:
+    if type(record) is not KeptRecord or not record.as_given:
         return False
     return record.gradients.dim() > 0 and record.gradients.shape[1:].numel() <= SMALL
 
@@ -79,12 +79,12 @@ def stack_small(entries: dict[nn.Parameter, Entry]) -> list[Stack]:
 
 
 def raise_norms(entries: Iterable[Entry]) -> None:
-    """Products of Grams become norms."""
-    groups: dict[Any, list[tuple[Entry, ops.GramNorm]]] = {}
+    """Norms are raised by what rounding can hide of them."""
+    groups: dict[Any, list[tuple[Entry, ops.RaisedNorm]]] = {}
     for entry in entries:
-        if isinstance(entry.norm_sq, ops.GramNorm):
+        if isinstance(entry.norm_sq, ops.RaisedNorm):
             total = entry.norm_sq.total
-            key = (total.shape, total.dtype, total.device)
+            key = (type(entry.norm_sq), total.shape, total.dtype, total.device)
             groups.setdefault(key, []).append((entry, entry.norm_sq))
     for pairs in groups.values():
         norms = ops.raised_together([norm for _, norm in pairs])

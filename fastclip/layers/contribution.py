@@ -23,13 +23,14 @@ class Contribution(ABC):
     Args:
         label, rule: its names in the plan. g: gradient of its output. wanted: names of the parameters
             that take part. planner, log: how norms are computed, and where that is noted.
+        last_input: what is known of the one that the pass has met last.
     """
 
     def __init__(
         self, label: str, rule: str, g: Tensor, wanted: Collection[str], planner: Planner,
-        log: PlanLog,
+        log: PlanLog, last_input: ops.LastInput,
     ) -> None:  # fmt: skip
-        self.g = g
+        self.g, self.last_input = g, last_input
         self._label, self._rule, self._names = label, rule, wanted
         self._planner, self._log = planner, log
         self._recorded: set[str] = set()

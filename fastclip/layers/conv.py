@@ -51,7 +51,8 @@ class ConvRule(LayerRule):
         if call.wants("weight"):
             choice = call.plan_conv(x, g, geo)
             if choice.keep and not choice.of_units:
-                slack = ops.product_slack(x, g, torch.Size(geo.kernel).numel())
+                taps = torch.Size(geo.kernel).numel()
+                slack = ops.ProductSlack(call.last_input.norm_sq(x), ops.row_norm_sq(g), taps)
                 gradients = ops.conv_per_sample_gradients(x, g, geo)
                 call.record("weight", KeptRecord(gradients, slack))
             else:

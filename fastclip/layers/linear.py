@@ -71,7 +71,8 @@ def linear_record(
     choice = call.plan_linear(a, g, name)
     if choice.keep and not choice.of_units:
         pair = (g, a) if transposed else (a, g)
-        return KeptRecord(ops.per_sample_gradients(*pair), ops.product_slack(a, g))
+        slack = ops.ProductSlack(call.last_input.norm_sq(a), ops.row_norm_sq(g))
+        return KeptRecord(ops.per_sample_gradients(*pair), slack)
     return LinearRecord(a, g, ghost=choice.ghost, transposed=transposed, keep=choice.keep)
 
 

@@ -46,11 +46,11 @@ class Record(ABC):
     def norm_sq(self) -> Tensor:
         """Squared norms of the samples' gradients, [b]."""
 
-    def norm_parts(self, grams: ops.Grams) -> Tensor | ops.GramNorm:
+    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.RaisedNorm:
         """The same, or what it is made of, to be raised with that of other layers.
 
         Args:
-            grams: of the inputs that the pass has met last.
+            last_input: what is known of the one that the pass has met last.
         """
         return self.norm_sq()
 
@@ -85,24 +85,34 @@ def join(records: list[Record], record: Record) -> None:
 
 
 class KeptRecord(Record):
-    """Per-sample gradients that were computed outright, [b, *parameter shape]."""
+    """Per-sample gradients that were computed outright, [b, *parameter shape].
 
-    def __init__(self, gradients: Tensor, slack: Tensor | None = None) -> None:
+    Args:
+        slack: what rounding can hide of their norms; None where they are as given.
+    """
+
+    def __init__(self, gradients: Tensor, slack: Tensor | ops.ProductSlack | None = None) -> None:
         super().__init__(gradients)
         self.gradients = gradients
         self._slack = slack
 
     def merge(self, other: Record) -> Record | None:
         if isinstance(other, KeptRecord):
-            slack = self._slack if other._slack is None else other._slack
-            if self._slack is not None and other._slack is not None:
-                slack = self._slack + other._slack
+            own, added = self.slack(), other.slack()
+            slack = own if added is None else added
+            if own is not None and added is not None:
+                slack = own + added
             return KeptRecord(self.gradients + other.gradients, slack)
         return None
 
     def norm_sq(self) -> Tensor:
-        norm_sq = ops.row_norm_sq(self.gradients)
-        return norm_sq if self._slack is None else (norm_sq.sqrt() + self._slack).square()
+        norm_sq, slack = ops.row_norm_sq(self.gradients), self.slack()
+        return norm_sq if slack is None else (norm_sq.sqrt() + slack).square()
+
+    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.RaisedNorm:
+        if isinstance(self._slack, ops.ProductSlack):
+            return self._slack.of(self.gradients)
+        return self.norm_sq()
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
         return ops.kept_sum(self.gradients, scale)
@@ -110,8 +120,14 @@ class KeptRecord(Record):
     def per_sample(self) -> Tensor:
         return self.gradients
 
+    @property
+    def as_given(self) -> bool:
+        """Nothing of their norms is hidden."""
+        return self._slack is None
+
     def slack(self) -> Tensor | None:
-        return self._slack
+        known = self._slack
+        return known.value() if isinstance(known, ops.ProductSlack) else known
 
 
 class ViewedRecord(Record):
@@ -130,8 +146,8 @@ class ViewedRecord(Record):
     def norm_sq(self) -> Tensor:
         return self.record.norm_sq()
 
-    def norm_parts(self, grams: ops.Grams) -> Tensor | ops.GramNorm:
-        return self.record.norm_parts(grams)
+    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.RaisedNorm:
+        return self.record.norm_parts(last_input)
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
         return self.record.clipped_sum(scale).view(self.shape)

@@ -43,9 +43,9 @@ class LinearRecord(LaidRecord):
         assert isinstance(norm, Tensor)
         return norm
 
-    def norm_parts(self, grams: ops.Grams) -> Tensor | ops.GramNorm:
+    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.RaisedNorm:
         if self.ghost and ops.computes_reference(self.a):
-            return ops.ghost_parts(self.a, self.g, grams)
+            return ops.ghost_parts(self.a, self.g, last_input)
         return self.norm_sq()
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class ConvRecord(LaidRecord):
         norm = ops.conv_ghost_norm if self.ghost else ops.conv_norm
         return norm(self.x, self.g, self.geometry)
 
-    def norm_parts(self, grams: ops.Grams) -> Tensor | ops.GramNorm:
+    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.RaisedNorm:
         whole = self.ghost and self.geometry.groups == 1 and len(self.x) > 0
         if whole and ops.computes_reference(self.x):
             return ops.conv_ghost_parts(self.x, self.g, self.geometry)

@@ -22,7 +22,13 @@ from fastclip.planner import Choice
 
 
 class Plans(Protocol):
-    """How the norms of a contribution are computed."""
+    """How the norms of a contribution are computed.
+
+    Attributes:
+        last_input: what is known of the one that the pass has met last.
+    """
+
+    last_input: ops.LastInput
 
     def plan_linear(self, a: Tensor, g: Tensor, name: str = "weight") -> Choice:
         """The planner's choice for a [b, t, d] and g [b, t, p]."""

@@ -1,6 +1,7 @@
 """The operations of the engine; here their PyTorch reference, which later kernels must equal."""
 
 from fastclip.ops.accumulate import clip_accumulate
+from fastclip.ops.bounds import ProductSlack, RaisedNorm, product_slack, raised_together
 from fastclip.ops.clip import clip_scale, threshold_step
 from fastclip.ops.conv import (
     ConvGeometry,
@@ -24,7 +25,7 @@ from fastclip.ops.embedding import (
     tied_norm,
 )
 from fastclip.ops.finalize import check_floating, check_std, fill_normal, noise_finalize
-from fastclip.ops.gram import GramNorm, Grams, gram, gram_product, raised_together
+from fastclip.ops.grams import LastInput, gram, gram_product
 from fastclip.ops.index import index_on
 from fastclip.ops.kept import kept_sum, kept_sums
 from fastclip.ops.linear import (
@@ -44,7 +45,6 @@ from fastclip.ops.norm_backward import (
 from fastclip.ops.numerics import (
     drop_zeroed,
     looked_at,
-    product_slack,
     row_norm_sq,
     unit_roundoff,
     widen,
@@ -54,8 +54,9 @@ from fastclip.ops.routed import routed_gradients, routed_norm, routed_slack, sum
 
 __all__ = [
     "ConvGeometry",
-    "GramNorm",
-    "Grams",
+    "LastInput",
+    "ProductSlack",
+    "RaisedNorm",
     "check_floating",
     "check_std",
     "clip_accumulate",

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastclip.ops.bounds import GramNorm, product_slack
 from fastclip.ops.dispatch import operation
-from fastclip.ops.gram import GramNorm, gram, gram_norm
-from fastclip.ops.numerics import drop_zeroed, product_slack, row_norm_sq, widen
+from fastclip.ops.grams import gram, gram_norm
+from fastclip.ops.numerics import drop_zeroed, row_norm_sq, widen
 from fastclip.ops.precision import in_full_float32
 
 
@@ -86,22 +87,33 @@ def _slide(pixels: Tensor, space: Sequence[int], out: Sequence[int], geo: ConvGe
     for axis in range(dims):
         sizes = list(grams.shape)
         sizes[1 + axis] = sizes[1 + dims + axis] = out[axis]
-        total = grams.new_zeros(sizes)
-        for offset in range(geo.kernel[axis]):
-            stride, start = geo.stride[axis], offset * geo.dilation[axis] - geo.padding[axis]
-            first = max(0, -(start // stride))  # smallest o with stride * o + start >= 0
-            last = min(out[axis] - 1, (space[axis] - 1 - start) // stride)
-            if last < first:
+        total = None
+        for to, of in _windows(axis, space[axis], out[axis], geo):
+            index: list[slice] = [slice(None)] * (1 + 2 * dims)
+            index[1 + axis] = index[1 + dims + axis] = of
+            window = grams[tuple(index)]
+            if total is None and list(window.shape) == sizes:
+                total = window.clone()
                 continue
-            to: list[slice] = [slice(None)] * (1 + 2 * dims)
-            of = list(to)
-            to[1 + axis] = to[1 + dims + axis] = slice(first, last + 1)
-            window = slice(stride * first + start, stride * last + start + 1, stride)
-            of[1 + axis] = of[1 + dims + axis] = window
-            total[tuple(to)] += grams[tuple(of)]
-        grams = total
+            total = grams.new_zeros(sizes) if total is None else total
+            index[1 + axis] = index[1 + dims + axis] = to
+            total[tuple(index)] += window
+        grams = grams.new_zeros(sizes) if total is None else total
     positions = torch.Size(out).numel()
     return grams.reshape(-1, positions, positions)
+
+
+def _windows(axis: int, space: int, out: int, geo: ConvGeometry) -> list[tuple[slice, slice]]:
+    """Of every offset of the kernel: which outputs see the image, and where; the widest first."""
+    found = []
+    for offset in range(geo.kernel[axis]):
+        stride, start = geo.stride[axis], offset * geo.dilation[axis] - geo.padding[axis]
+        first = max(0, -(start // stride))  # smallest o with stride * o + start >= 0
+        last = min(out - 1, (space - 1 - start) // stride)
+        if last >= first:
+            of = slice(stride * first + start, stride * last + start + 1, stride)
+            found.append((slice(first, last + 1), of))
+    return sorted(found, key=lambda pair: pair[0].start - pair[0].stop)
 
 
 @in_full_float32

@@ -74,8 +74,8 @@ def lookup_sum(
     """
     accumulated = accumulation_dtype(g.dtype)
     per_entry = scale[sample]
-    (g,) = drop_zeroed(per_entry, g.double())
-    weighted = g * per_entry.to(g.dtype)[:, None]
+    (g,) = drop_zeroed(per_entry, g)
+    weighted = g * per_entry.double()[:, None]  # float64, whatever g is
     skip = -1 if padding_idx is None else padding_idx
     if num_embeddings <= len(ids):
         return _sum_rows(weighted, ids, num_embeddings, skip).to(accumulated)

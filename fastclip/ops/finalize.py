@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastclip._torch import foreach_add_
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.ops.dispatch import operation
 
@@ -65,7 +66,7 @@ def noise_finalize(
     if not isinstance(std, Tensor):
         check_std(std)
     gradients = []
-    for total, parameter in zip(summed, like, strict=True):
+    for parameter in like:
         check_floating(parameter)
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         gradient = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
@@ -76,10 +77,11 @@ def noise_finalize(
             source.normal_(gradient, std / divisor)
         else:
             gradient.zero_()
-        if total is not None:
-            gradient.add_(total, alpha=1 / divisor)
-        gradients.append(gradient.to(parameter.dtype))
-    return gradients
+        gradients.append(gradient)
+    touched = [(g, total) for g, total in zip(gradients, summed, strict=True) if total is not None]
+    if touched:
+        foreach_add_(*map(list, zip(*touched, strict=True)), alpha=1 / divisor)
+    return [g.to(parameter.dtype) for g, parameter in zip(gradients, like, strict=True)]
 
 
 @operation

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastclip.ops.bounds import GramNorm, product_slack
 from fastclip.ops.dispatch import operation
-from fastclip.ops.gram import GramNorm, Grams, gram, gram_norm
+from fastclip.ops.grams import LastInput, gram, gram_norm
 from fastclip.ops.numerics import (
     drop_zeroed,
     lost_squares,
-    product_slack,
     row_norm_sq,
     widen,
 )
@@ -33,16 +33,16 @@ def ghost_norm(a: Tensor, g: Tensor) -> Tensor:
     Returns:
         [b], float32 (float64 for float64 inputs), never below the exact value.
     """
-    found = ghost_parts(a, g, Grams())
+    found = ghost_parts(a, g, LastInput())
     return found.raised() if isinstance(found, GramNorm) else found
 
 
 @in_full_float32
-def ghost_parts(a: Tensor, g: Tensor, grams: Grams) -> GramNorm | Tensor:
+def ghost_parts(a: Tensor, g: Tensor, last_input: LastInput) -> GramNorm | Tensor:
     """What `ghost_norm` makes of a [b, t, d] and g [b, t, p], to be raised with that of other layers."""
     if a.shape[1] == 1:
         return single_norm(a, g)
-    return gram_norm(grams.of(a), gram(g), a.shape[2], g.shape[2])
+    return gram_norm(last_input.gram(a), gram(g), a.shape[2], g.shape[2])
 
 
 @operation

@@ -52,7 +52,6 @@ def group_norm_grads(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[
     b, c, t = x.shape
     # Dot products as a batched product: g * x is never in memory.
     product = torch.bmm(g.reshape(b * c, 1, t), x.reshape(b * c, t, 1)).view(b, c)
-    per_group = x.shape[1] // mean.shape[1]
-    mean = widen(mean).repeat_interleave(per_group, dim=1)
-    rstd = widen(rstd).repeat_interleave(per_group, dim=1)
-    return (product - mean * bias) * rstd, bias
+    groups = (b, mean.shape[1], c // mean.shape[1])
+    centred = product.view(groups) - widen(mean)[:, :, None] * bias.view(groups)
+    return (centred * widen(rstd)[:, :, None]).view(b, c), bias

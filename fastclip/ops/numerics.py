@@ -5,12 +5,15 @@ Index letters: b sample, t position, d input feature, p output feature.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
 from torch import Tensor
+
+from fastclip._torch import base_of
 
 _ROW_CHUNK = 1024
 _ALIVE: ContextVar[Tensor | None] = ContextVar("alive", default=None)
@@ -60,6 +63,13 @@ def lost_squares(entries: int, dtype: torch.dtype) -> float:
     return entries * torch.finfo(accumulation_dtype(dtype)).tiny
 
 
+@functools.lru_cache(maxsize=1024)
+def _chunk(length: int) -> int:
+    """Into which a row is cut: without a rest, if it can be."""
+    divisors = (n for n in range(_ROW_CHUNK, _ROW_CHUNK // 8, -1) if length % n == 0)
+    return next(divisors, _ROW_CHUNK)
+
+
 def row_norm_sq(x: Tensor) -> Tensor:
     """Squared Euclidean norm of each row, ||x_b||^2, for x [b, ...]; returns [b].
 
@@ -70,23 +80,13 @@ def row_norm_sq(x: Tensor) -> Tensor:
     length = x.shape[1]
     if length <= _ROW_CHUNK:
         return torch.linalg.vector_norm(x, dim=1).square()
-    whole = length - length % _ROW_CHUNK
-    chunks = x[:, :whole].unflatten(1, (-1, _ROW_CHUNK))
+    chunk = _chunk(length)
+    whole = length - length % chunk
+    chunks = x[:, :whole].unflatten(1, (-1, chunk))
     total = torch.linalg.vector_norm(chunks, dim=2).square().sum(1)
     if whole < length:
         total = total + torch.linalg.vector_norm(x[:, whole:], dim=1).square()
     return total
-
-
-def product_slack(a: Tensor, g: Tensor, taps: int = 1) -> Tensor:
-    """What rounding can hide of the norm of sample b's product g_b^T a_b, [b].
-
-    Where large terms cancel, the computed product is off by up to c * u * ||A_b|| ||G_b||; added to
-    its norm, the norm is never under-estimated. `taps` is the kernel size of a convolution, whose
-    patches repeat each pixel at most so often.
-    """
-    size = (taps * row_norm_sq(a) * row_norm_sq(g)).sqrt()
-    return PRODUCT_ERROR_FACTOR * unit_roundoff(size.dtype) * size
 
 
 def drop_zeroed(scale: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
@@ -96,7 +96,7 @@ def drop_zeroed(scale: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
     always made, because looking would synchronise.
     """
     alive = _ALIVE.get()
-    if alive is not None and (scale is alive or scale._base is alive):
+    if alive is not None and (scale is alive or base_of(scale) is alive):
         return operands
     dead = scale == 0
     if dead.device.type == "cpu" and not bool(dead.any()):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastclip.ops.gram import gram_bound
+from fastclip.ops.bounds import gram_bound
 from fastclip.ops.linear import per_sample_gradients
 from fastclip.ops.numerics import (
     PRODUCT_ERROR_FACTOR,

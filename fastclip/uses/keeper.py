@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 
 from fastclip.layers.records import Record
+from fastclip.ops import LastInput
 from fastclip.ops.units import UnitRows
 from fastclip.planner import Planner
 from fastclip.planner.report import PlanLog
@@ -24,6 +25,10 @@ class Keeper(Protocol):
     calls: Calls
     planner: Planner
     plan_log: PlanLog
+
+    @property
+    def last_input(self) -> LastInput:
+        """What is known of the input that the running pass has met last."""
 
     @property
     def units(self) -> UnitRows | None:

@@ -22,7 +22,7 @@ from fastclip.ops.units import UnitRows
 from fastclip.samples.owners import NOBODY
 from fastclip.samples.place import Place
 from fastclip.uses.routing import several
-from fastclip.uses.rule import Operands, UseRule, plain_name
+from fastclip.uses.rule import LastInput, UseRule, plain_name
 
 if TYPE_CHECKING:
     from fastclip.samples.calls import Forward
@@ -59,7 +59,7 @@ class UseCall:
 
     def __init__(
         self, interceptor: Intercepts, forward: Forward, func: Callable, rule: UseRule,
-        operands: Operands, targets: dict[str, Target], place: Place | None, *, changes: bool,
+        operands: LastInput, targets: dict[str, Target], place: Place | None, *, changes: bool,
         label: str,
     ) -> None:  # fmt: skip
         self.interceptor, self.forward, self.func, self.rule = interceptor, forward, func, rule
@@ -169,7 +169,9 @@ class UseBackward(Contribution):
             n for n, target in call.targets.items() if not wanted.isdisjoint(target.parameters)
         }
         keeper = call.interceptor.keeper
-        super().__init__(call.label, call.rule.name, g, names, keeper.planner, keeper.plan_log)
+        super().__init__(
+            call.label, call.rule.name, g, names, keeper.planner, keeper.plan_log, keeper.last_input
+        )
         self._call, self._saved, self._wanted = call, saved, wanted
         self.place, self.operands = call.place, call.operands
         self.private = list(call.targets)

@@ -17,22 +17,24 @@ def test_products_of_grams(dtype: torch.dtype) -> None:
     pairs = [(torch.randn(B, t, d).to(dtype), torch.randn(B, t, p).to(dtype)) for t, d, p in shapes]
     pairs[1][0][1] *= 1e-30  # nothing of its norm is left in float32 but what underflow can hide
     pairs[2][1][2] = torch.inf
-    parts = [ops.ghost_parts(a, g, ops.Grams()) for a, g in pairs]
-    norms = [part for part in parts if isinstance(part, ops.GramNorm)]
+    parts = [ops.ghost_parts(a, g, ops.LastInput()) for a, g in pairs]
+    norms = [part for part in parts if isinstance(part, ops.RaisedNorm)]
     assert len(norms) == len(pairs)
     together, single = ops.raised_together(norms), torch.stack([n.raised() for n in norms])
     torch.testing.assert_close(together, single, rtol=1e-6, atol=0, equal_nan=True)
     assert (together[1] > 0).all()
 
 
-def test_a_gram_is_made_once_for_what_is_the_same() -> None:
-    grams, x = ops.Grams(), torch.randn(B, 4, 5)
-    first = grams.of(x)
-    assert grams.of(x.view(B, 4, 5)) is first
+def test_what_is_known_of_an_input_is_known_of_it_alone() -> None:
+    last, x = ops.LastInput(), torch.randn(B, 4, 5)
+    first, norm = last.gram(x), last.norm_sq(x)
+    assert last.gram(x.view(B, 4, 5)) is first
+    assert last.norm_sq(x.view(B, 4, 5)) is norm
     x.mul_(2)
-    torch.testing.assert_close(grams.of(x), ops.gram(x))  # changed in place
+    torch.testing.assert_close(last.norm_sq(x), 4 * norm)  # changed in place
     for other in (x[:, :2], x.transpose(1, 2), x.double(), torch.randn(B, 4, 5)):
-        torch.testing.assert_close(grams.of(other), ops.gram(other))
+        torch.testing.assert_close(last.gram(other), ops.gram(other))
+        torch.testing.assert_close(last.norm_sq(other), ops.row_norm_sq(other))
 
 
 @pytest.mark.parametrize("per_layer", [False, True])
