@@ -20,7 +20,7 @@ from fastclip.layers.rule import autocast_operand
 from fastclip.uses.equations import LETTERS, WRITTEN, Product
 from fastclip.uses.records import ProductRecord, RoutedRecord
 from fastclip.uses.reductions import aligned, summed_to
-from fastclip.uses.rule import LastInput, UseRule, register_use
+from fastclip.uses.rule import Operands, UseRule, register_use
 
 if TYPE_CHECKING:
     from fastclip.samples.place import Place
@@ -38,7 +38,7 @@ class ContractionUse(UseRule):
     routed = True
     own_memory = True
 
-    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> LastInput | None:
+    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands | None:
         if kwargs.get("out") is not None:
             return None
         kwargs = {n: v for n, v in kwargs.items() if n != "out"}
@@ -49,11 +49,11 @@ class ContractionUse(UseRule):
         if found is None:
             return None
         product, factors, bias = found
-        operands: LastInput = {str(i): x for i, x in enumerate(factors)}
+        operands: Operands = {str(i): x for i, x in enumerate(factors)}
         return {**operands, "product": product, **({} if bias is None else {"bias": bias})}
 
     def fits(
-        self, operands: LastInput, private: list[str], out: Tensor, place: Place | None
+        self, operands: Operands, private: list[str], out: Tensor, place: Place | None
     ) -> bool:
         product: Product = operands["product"]
         if out.dim() != len(product.out) or out.is_complex():
@@ -76,7 +76,7 @@ class ContractionUse(UseRule):
                 return False
         return True
 
-    def saved(self, operands: LastInput, private: list[str]) -> list[str]:
+    def saved(self, operands: Operands, private: list[str]) -> list[str]:
         needed = {str(i) for n in private if n != "bias" for i in operands["product"].but(int(n))}
         names = [n for n in _factors(operands) if n in needed and n not in private]
         for name in names:
@@ -94,7 +94,7 @@ class ContractionUse(UseRule):
                 use.record(str(number), made(use, product, number))
 
 
-def _maps_rows(product: Product, operands: LastInput, private: list[str]) -> bool:
+def _maps_rows(product: Product, operands: Operands, private: list[str]) -> bool:
     """x [..., d] to out [..., p] by a matrix, whose rows may be anybody's."""
     factors = [n for n in private if n != "bias"]
     if len(product.letters) != 2 or len(factors) > 1 or product.factor != 1 or len(product.out) < 2:

@@ -13,7 +13,7 @@ from fastclip.layers.folded import FoldedRecord
 from fastclip.layers.records import ConvRecord, KeptRecord, Record
 from fastclip.layers.rule import autocast_operand
 from fastclip.uses.reductions import summed_to
-from fastclip.uses.rule import LastInput, UseRule, register_use
+from fastclip.uses.rule import Operands, UseRule, register_use
 
 if TYPE_CHECKING:
     from fastclip.samples.place import Place
@@ -49,7 +49,7 @@ class ConvUse(UseRule):
     name = "conv"
     own_memory = True
 
-    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> LastInput | None:
+    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands | None:
         transposed = "transpose" in name
         names = _TRANSPOSED if transposed else _CONV
         given = {**_DEFAULTS, **dict(zip(names, args, strict=False)), **kwargs}
@@ -58,7 +58,7 @@ class ConvUse(UseRule):
         return {**given, "transposed": transposed}
 
     def fits(
-        self, operands: LastInput, private: list[str], out: Tensor, place: Place | None
+        self, operands: Operands, private: list[str], out: Tensor, place: Place | None
     ) -> bool:
         x, weight = operands["input"], operands["weight"]
         if place is None or place.axis or "input" in private or x.dim() != weight.dim():
@@ -73,7 +73,7 @@ class ConvUse(UseRule):
             return all(added < stride for added, stride in steps) and not out.is_complex()
         return not out.is_complex()
 
-    def saved(self, operands: LastInput, private: list[str]) -> list[str]:
+    def saved(self, operands: Operands, private: list[str]) -> list[str]:
         if "weight" not in private:
             return []
         operands["input"] = autocast_operand(operands["input"])

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastclip._torch import tree_flatten
 from fastclip.layers.records import KeptRecord
 from fastclip.uses.reductions import aligned, summed_to
-from fastclip.uses.rule import LastInput, UseRule, register_use
+from fastclip.uses.rule import Operands, UseRule, register_use
 
 if TYPE_CHECKING:
     from fastclip.samples.place import Place
@@ -26,7 +26,7 @@ _SUMS = frozenset({"add", "sub", "expand", "expand_as", "broadcast_to"})
 _PRODUCTS = frozenset({"mul", "multiply"})
 
 
-def flat_operands(name: str, args: tuple, kwargs: Mapping[str, Any]) -> LastInput:
+def flat_operands(name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands:
     """The leaves of the arguments by their number, and how they are put together again."""
     leaves, structure = tree_flatten((args, dict(kwargs)))
     known = {"function": name, "structure": structure, "keywords": tuple(kwargs)}
@@ -45,11 +45,11 @@ class ElementwiseUse(UseRule):
     name = "element-wise"
     routed = True
 
-    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> LastInput | None:
+    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands | None:
         return None if "out" in kwargs else flat_operands(name, args, kwargs)
 
     def fits(
-        self, operands: LastInput, private: list[str], out: Tensor, place: Place | None
+        self, operands: Operands, private: list[str], out: Tensor, place: Place | None
     ) -> bool:
         shapes = [operands[name].shape for name in private]
         if any(len(shape) > out.dim() for shape in shapes):
@@ -61,7 +61,7 @@ class ElementwiseUse(UseRule):
             and all(aligned(shape, out.dim())[axis] == 1 for shape in shapes for axis in axes)
         )
 
-    def saved(self, operands: LastInput, private: list[str]) -> list[str]:
+    def saved(self, operands: Operands, private: list[str]) -> list[str]:
         if _is_sum(operands):
             return []
         return [n for n, v in operands.items() if isinstance(v, Tensor) and n not in private]
@@ -91,5 +91,5 @@ class ElementwiseUse(UseRule):
                 use.record(name, KeptRecord(summed_to(use, each, use.shape_of(name))))
 
 
-def _is_sum(operands: LastInput) -> bool:
+def _is_sum(operands: Operands) -> bool:
     return operands["function"] in _SUMS and "alpha" not in operands["keywords"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastclip import ops
 from fastclip.uses.elementwise import flat_operands
 from fastclip.uses.records import GroupedRecord
-from fastclip.uses.rule import LastInput, UseRule, register_use
+from fastclip.uses.rule import Operands, UseRule, register_use
 
 if TYPE_CHECKING:
     from fastclip.samples.place import Place
@@ -25,18 +25,18 @@ class GroupedUse(UseRule):
     name = "grouped product"
     routed = True
 
-    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> LastInput | None:
+    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands | None:
         return flat_operands(name, args, kwargs) if len(args) > 1 else None
 
     def fits(
-        self, operands: LastInput, private: list[str], out: Tensor, place: Place | None
+        self, operands: Operands, private: list[str], out: Tensor, place: Place | None
     ) -> bool:
         x, weight = operands["0"], operands["1"]
         return (
             private == ["1"] and x.dim() == 2 and weight.dim() == 3 and _ends(operands) is not None
         )
 
-    def saved(self, operands: LastInput, private: list[str]) -> list[str]:
+    def saved(self, operands: Operands, private: list[str]) -> list[str]:
         return [n for n, v in operands.items() if isinstance(v, Tensor) and n not in private]
 
     def records(self, use: UseBackward) -> None:
@@ -59,6 +59,6 @@ class GroupedUse(UseRule):
         use.record("1", record)
 
 
-def _ends(operands: LastInput) -> Tensor | None:
+def _ends(operands: Operands) -> Tensor | None:
     found = [v for v in operands.values() if isinstance(v, Tensor) and not v.is_floating_point()]
     return found[0] if len(found) == 1 else None

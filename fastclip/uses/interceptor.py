@@ -27,7 +27,7 @@ from fastclip.uses.key import Key, Keys
 from fastclip.uses.probed import probed
 from fastclip.uses.proxy import PrivateParameter, detached, intercepted, is_private
 from fastclip.uses.replay import RANDOM, ReplayUse
-from fastclip.uses.rule import LastInput, UseRule, in_place, plain_name, rules_of
+from fastclip.uses.rule import Operands, UseRule, in_place, plain_name, rules_of
 from fastclip.uses.tap import Target, UseCall
 
 _REPLAY = ReplayUse()
@@ -208,7 +208,7 @@ def _may_need(func: Callable, kwargs: dict) -> bool:
 
 def _rule(
     func: Callable, args: tuple, kwargs: dict, out: Tensor, place: Place | None, *, whole: bool
-) -> tuple[UseRule, LastInput]:
+) -> tuple[UseRule, Operands]:
     name = plain_name(func)
     # of complex numbers the rules know nothing: a product's gradient takes the other's conjugate
     for rule in rules_of(func) if whole and not out.is_complex() else []:

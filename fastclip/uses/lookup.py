@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastclip.errors import UnsupportedLayerError
 from fastclip.layers.records import LookupRecord, Record, ViewedRecord
-from fastclip.uses.rule import LastInput, UseRule, register_use
+from fastclip.uses.rule import Operands, UseRule, register_use
 
 if TYPE_CHECKING:
     from fastclip.samples.place import Place
@@ -23,19 +23,19 @@ class LookupUse(UseRule):
 
     name = "lookup"
 
-    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> LastInput | None:
+    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands | None:
         operands = table_ids(name, args, kwargs)
         return _checked(operands) if operands is not None and name == "embedding" else operands
 
     def fits(
-        self, operands: LastInput, private: list[str], out: Tensor, place: Place | None
+        self, operands: Operands, private: list[str], out: Tensor, place: Place | None
     ) -> bool:
         table, ids = operands["table"], operands["ids"]
         if private != ["table"] or place is None or out.dim() != ids.dim() + table.dim() - 1:
             return False
         return place.axis < ids.dim()
 
-    def saved(self, operands: LastInput, private: list[str]) -> list[str]:
+    def saved(self, operands: Operands, private: list[str]) -> list[str]:
         return ["ids"]
 
     def records(self, use: UseBackward) -> None:
@@ -49,7 +49,7 @@ class LookupUse(UseRule):
         use.record("table", looked_up(ids, g, table, use.operands.get("padding")))
 
 
-def table_ids(name: str, args: tuple, kwargs: Mapping[str, Any]) -> LastInput | None:
+def table_ids(name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands | None:
     """What is looked up where; None for another kind of index."""
     if name == "embedding":
         names = ("ids", "table", "padding", "max_norm", "norm_type", "by_freq", "sparse")
@@ -75,7 +75,7 @@ def looked_up(ids: Tensor, g: Tensor, table: torch.Size, padding: int | None) ->
     return record if len(table) == 2 else ViewedRecord(record, table)
 
 
-def _checked(operands: LastInput) -> LastInput:
+def _checked(operands: Operands) -> Operands:
     asked = [name for name in ("max_norm", "by_freq", "sparse") if operands.get(name)]
     if asked:
         raise UnsupportedLayerError(

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastclip import ops
 from fastclip.layers.records import KeptRecord, LookupRecord, Record, ViewedRecord
 from fastclip.uses.elementwise import flat_operands
-from fastclip.uses.rule import LastInput, UseRule, register_use
+from fastclip.uses.rule import Operands, UseRule, register_use
 
 if TYPE_CHECKING:
     from fastclip.samples.place import Place
@@ -41,15 +41,15 @@ class MoveUse(UseRule):
     routed = True
     last = True
 
-    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> LastInput | None:
+    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands | None:
         return None if "out" in kwargs else flat_operands(name, args, kwargs)
 
     def fits(
-        self, operands: LastInput, private: list[str], out: Tensor, place: Place | None
+        self, operands: Operands, private: list[str], out: Tensor, place: Place | None
     ) -> bool:
         return out.is_floating_point()
 
-    def saved(self, operands: LastInput, private: list[str]) -> list[str]:
+    def saved(self, operands: Operands, private: list[str]) -> list[str]:
         return [n for n, v in operands.items() if isinstance(v, Tensor) and n not in private]
 
     def records(self, use: UseBackward) -> None:

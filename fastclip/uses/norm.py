@@ -12,7 +12,7 @@ from torch import Tensor
 from fastclip import ops
 from fastclip.layers.records import KeptRecord
 from fastclip.uses.reductions import aligned, summed_to
-from fastclip.uses.rule import LastInput, UseRule, register_use
+from fastclip.uses.rule import Operands, UseRule, register_use
 
 if TYPE_CHECKING:
     from fastclip.samples.place import Place
@@ -51,7 +51,7 @@ class NormUse(UseRule):
 
     name = "norm"
 
-    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> LastInput | None:
+    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands | None:
         names = _ARGUMENTS[name]
         if len(args) > len(names):  # torch.layer_norm and torch.batch_norm take more
             return None
@@ -66,7 +66,7 @@ class NormUse(UseRule):
         return {**given, "function": name}
 
     def fits(
-        self, operands: LastInput, private: list[str], out: Tensor, place: Place | None
+        self, operands: Operands, private: list[str], out: Tensor, place: Place | None
     ) -> bool:
         if place is None or not set(private) <= {"weight", "bias"} or out.is_complex():
             return False
@@ -75,7 +75,7 @@ class NormUse(UseRule):
         own = _lies(operands["function"], operands[private[0]].shape, out.dim())
         return len(own) == out.dim() and own[place.axis] == 1
 
-    def saved(self, operands: LastInput, private: list[str]) -> list[str]:
+    def saved(self, operands: Operands, private: list[str]) -> list[str]:
         if "weight" not in private:
             return []
         statistics = ["running_mean", "running_var"] if operands["function"] == "batch_norm" else []

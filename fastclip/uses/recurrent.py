@@ -27,7 +27,7 @@ from fastclip.uses.cells import projected
 from fastclip.uses.composite import composite
 from fastclip.uses.proxy import detached, is_private
 from fastclip.uses.records import RoutedRecord
-from fastclip.uses.rule import LastInput, UseRule, register_use
+from fastclip.uses.rule import Operands, UseRule, register_use
 
 if TYPE_CHECKING:
     from fastclip.samples.place import Place
@@ -187,11 +187,11 @@ class HiddenUse(UseRule):
     name = "recurrent"
     routed = True
 
-    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> LastInput | None:
+    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands | None:
         return dict(zip(("gates", "weight", "bias", "memory"), args, strict=True))
 
     def fits(
-        self, operands: LastInput, private: list[str], out: Tensor, place: Place | None
+        self, operands: Operands, private: list[str], out: Tensor, place: Place | None
     ) -> bool:
         return place is None or place.axis < 2
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastclip import ops
 from fastclip.layers.records import KeptRecord
 from fastclip.uses.elementwise import flat_operands
-from fastclip.uses.rule import LastInput, UseRule
+from fastclip.uses.rule import Operands, UseRule
 
 if TYPE_CHECKING:
     from fastclip.uses.tap import UseBackward
@@ -51,10 +51,10 @@ class ReplayUse(UseRule):
     routed = True
     keeps_output = True
 
-    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> LastInput:
+    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands:
         return flat_operands(name, args, kwargs)
 
-    def saved(self, operands: LastInput, private: list[str]) -> list[str]:
+    def saved(self, operands: Operands, private: list[str]) -> list[str]:
         return [n for n, v in operands.items() if isinstance(v, Tensor) and n not in private]
 
     def records(self, use: UseBackward) -> None:

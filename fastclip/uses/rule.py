@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fastclip.samples.place import Place
     from fastclip.uses.tap import UseBackward
 
-LastInput = dict[str, Any]
+Operands = dict[str, Any]
 """The arguments of a call by name; private ones among them as they are."""
 
 
@@ -39,11 +39,11 @@ class UseRule(ABC):
         return self  # rules hold no state of a model
 
     @abstractmethod
-    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> LastInput | None:
+    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands | None:
         """The operands of this call; None where the rule does not answer for it."""
 
     def fits(
-        self, operands: LastInput, private: list[str], out: Tensor, place: Place | None
+        self, operands: Operands, private: list[str], out: Tensor, place: Place | None
     ) -> bool:
         """Whether the rule can tell the samples of this output apart.
 
@@ -53,7 +53,7 @@ class UseRule(ABC):
         """
         return True
 
-    def saved(self, operands: LastInput, private: list[str]) -> list[str]:
+    def saved(self, operands: Operands, private: list[str]) -> list[str]:
         """Names of the tensors that `records` needs, beside the output's gradient."""
         return []
 

@@ -22,7 +22,7 @@ from fastclip.ops.units import UnitRows
 from fastclip.samples.owners import NOBODY
 from fastclip.samples.place import Place
 from fastclip.uses.routing import several
-from fastclip.uses.rule import LastInput, UseRule, plain_name
+from fastclip.uses.rule import Operands, UseRule, plain_name
 
 if TYPE_CHECKING:
     from fastclip.samples.calls import Forward
@@ -59,7 +59,7 @@ class UseCall:
 
     def __init__(
         self, interceptor: Intercepts, forward: Forward, func: Callable, rule: UseRule,
-        operands: LastInput, targets: dict[str, Target], place: Place | None, *, changes: bool,
+        operands: Operands, targets: dict[str, Target], place: Place | None, *, changes: bool,
         label: str,
     ) -> None:  # fmt: skip
         self.interceptor, self.forward, self.func, self.rule = interceptor, forward, func, rule

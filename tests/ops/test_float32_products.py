@@ -109,7 +109,7 @@ def operations(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
 
 @each_setting
 def test_every_operation(allow: Callable[[], None]) -> None:
-    """LastInput are widened, too: 16-bit flags of reductions have nothing to change."""
+    """Operands are widened, too: 16-bit flags of reductions have nothing to change."""
     for dtype in (torch.float32, torch.bfloat16):
         for name, call in operations(dtype).items():
             allow()

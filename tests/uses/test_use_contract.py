@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastclip.layers import KeptRecord
 from fastclip.uses import rule as rules
-from fastclip.uses.rule import LastInput, UseRule, register_use
+from fastclip.uses.rule import Operands, UseRule, register_use
 from tests.oracle import backward, make_private
 from tests.refusal import refused
 from tests.uses.functions import Model, batch, check_rule
@@ -24,16 +24,16 @@ class CdistUse(UseRule):
     keeps_output = True
     fault = ""
 
-    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> LastInput | None:
+    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands | None:
         known = (
             len(args) == 2 and kwargs.get("p", 2) == 2
         )  # torch hands on every option by its name
         return {"x": args[0], "w": args[1]} if known else None
 
-    def fits(self, operands: LastInput, private: list[str], out: Tensor, place: Any) -> bool:
+    def fits(self, operands: Operands, private: list[str], out: Tensor, place: Any) -> bool:
         return private == ["w"] and operands["w"].dim() == 2 and place.axis < out.dim() - 1
 
-    def saved(self, operands: LastInput, private: list[str]) -> list[str]:
+    def saved(self, operands: Operands, private: list[str]) -> list[str]:
         return ["x"]
 
     def records(self, use: Any) -> None:

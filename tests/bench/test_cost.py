@@ -1,0 +1,78 @@
+"""What a step costs, counted: the counter itself, and limits that a heavier step would pass."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from bench import cost
+from bench.cost import Cost, compare, step_cost
+from bench.workloads import CLASSES, WORKLOADS, Workload
+
+FLOAT = 4  # bytes
+
+
+def counted(function: object) -> dict[str, int]:
+    return dict(step_cost(function).total)  # type: ignore[arg-type]  # any function serves
+
+
+def test_a_product() -> None:
+    a, b = torch.randn(3, 5), torch.randn(5, 7)
+    size = FLOAT * (3 * 5 + 5 * 7 + 3 * 7)
+    assert counted(lambda: a @ b) == {
+        "flops": 2 * 3 * 5 * 7, "bytes": size, "calls": 1, "allocations": 1,
+    }  # fmt: skip
+
+
+def test_views_cost_nothing_and_an_expanded_tensor_once() -> None:
+    x = torch.randn(4, 1)
+    assert counted(lambda: x.view(2, 2).t()[:1]) == {}
+    assert counted(lambda: x.expand(4, 100).neg())["bytes"] == FLOAT * (4 + 400)
+
+
+def test_in_place_and_empty() -> None:
+    x = torch.randn(10)
+    assert counted(lambda: x.mul_(2)) == {
+        "flops": 0, "bytes": 2 * 10 * FLOAT, "calls": 1, "allocations": 0,
+    }  # fmt: skip
+    assert counted(lambda: torch.empty(10))["bytes"] == 0
+
+
+def test_backward_passes_are_counted_and_places_are_told() -> None:
+    model = nn.Linear(3, 2)
+    with Cost() as seen:
+        model(torch.randn(4, 3)).sum().backward()
+    assert seen.total["flops"] == 2 * 2 * 4 * 3 * 2  # out, and the weight's gradient
+    assert set(seen.places) == {""}
+    assert sum(place["bytes"] for place in seen.places.values()) == seen.total["bytes"]
+
+
+LIMITS = {  # at 8 rows a step, as measured and a little more: FLOPs, bytes, calls
+    "resnet18": (1.80, 1.66, 3.05),
+    "bert": (1.16, 1.41, 2.30),
+    "vit": (1.07, 1.73, 2.55),
+}
+
+
+@pytest.mark.parametrize("workload", LIMITS)
+def test_no_step_gets_heavier(workload: str) -> None:
+    """Ratios to the same step without privacy. Lower the limits when a step gets lighter."""
+    row = compare(workload, 8)
+    found = tuple(row["ratio"][kind] for kind in ("flops", "bytes", "calls"))
+    assert all(map(float.__le__, found, LIMITS[workload])), (found, row["places"])
+
+
+def test_a_short_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    small = Workload("small", lambda: nn.Linear(6, CLASSES), lambda n: torch.randn(n, 6))
+    monkeypatch.setitem(WORKLOADS, "bert", small)
+    cost.main(["--workloads", "bert", "--where", "--out", str(tmp_path / "cost.json")])
+    (row,) = json.loads((tmp_path / "cost.json").read_text())["rows"]
+    assert row["batch_size"] == small.batch_size
+    assert row["non_private"]["flops"] > 0
+    assert "linear.LinearRule.backward" in capsys.readouterr().out
