@@ -108,7 +108,9 @@ def main(arguments: list[str] | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     summary = {"date": now(), "machine": host, "versions": versions(), "runs": runs}
     (options.out / "demo.json").write_text(json.dumps(summary, indent=1) + "\n")
-    draw(runs, options.out / "demo.png", f"{host['processor']}, {host['cores']} cores")
+    warning = busy_warning((f"{run['task']} {run['engine']}", run.get("cpu_wait")) for run in runs)
+    where = f"{host['processor']}, {host['cores']} cores"
+    draw(runs, options.out / "demo.png", where, warning)
 
     print(table(runs))
     delta = TASKS[options.tasks[0]].target_delta
@@ -118,9 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     if any("error" in run and "opacus" in run["engine"] for run in runs):
         print(OPACUS_AND_BERT)
-    if warning := busy_warning(
-        (f"{run['task']} {run['engine']}", run.get("cpu_wait")) for run in runs
-    ):
+    if warning:
         print(warning)
     print(f"{time.perf_counter() - start:.0f} s; written to {options.out}: demo.json, demo.png")
 

@@ -25,8 +25,12 @@ PANELS = (  # key of a run, title, how a bar is labelled
 )
 
 
-def draw(runs: list[dict], path: Path, footnote: str) -> None:
-    """Write the picture of `runs` (see examples/demo.py) to `path`."""
+def draw(runs: list[dict], path: Path, where: str, warning: str | None = None) -> None:
+    """Write the picture of `runs` (see examples/demo.py) to `path`.
+
+    Args:
+        where: the machine. warning: what makes the times of these runs doubtful.
+    """
     tasks = list(dict.fromkeys(run["task"] for run in runs))
     figure = plt.figure(figsize=(12, 0.6 + 3.2 * len(tasks)), layout="constrained")
     parts = figure.subfigures(len(tasks), 1, squeeze=False)[:, 0]
@@ -37,8 +41,10 @@ def draw(runs: list[dict], path: Path, footnote: str) -> None:
             _panel(axes, mine, key, title, label)
     figure.supxlabel(
         "Time and memory as multiples of training without privacy (dashed line at 1x). "
-        f"One run each, same model, data and settings; {footnote}.",
+        f"One run each, same model, data and settings; {where}."
+        + (f"\n{warning}" if warning else ""),
         fontsize=9,
+        color=FAILURE if warning else None,
     )
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -47,7 +47,7 @@ class ConvRule(LayerRule):
         geo: ops.ConvGeometry = call.extra
         g = call.g
         if call.wants("bias"):
-            call.record("bias", KeptRecord(ops.widen(g).flatten(2).sum(2)))
+            call.record("bias", KeptRecord(ops.wide_sum(g.flatten(2), 2)))
         if call.wants("weight"):
             choice = call.plan_conv(x, g, geo)
             if choice.keep and not choice.of_units:

@@ -38,7 +38,7 @@ class LinearRule(LayerRule):
             rows = call.samples(g)
             rows = rows.reshape(rows.shape[0], _positions(rows), rows.shape[-1])  # [b, t, p]
             if call.wants("bias"):
-                call.record("bias", KeptRecord(ops.widen(rows).sum(1)))
+                call.record("bias", KeptRecord(ops.wide_sum(rows, 1)))
             if call.wants("weight"):
                 assert x is not None
                 a = call.samples(x)

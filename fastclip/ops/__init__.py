@@ -47,6 +47,7 @@ from fastclip.ops.numerics import (
     looked_at,
     row_norm_sq,
     unit_roundoff,
+    wide_sum,
     widen,
 )
 from fastclip.ops.precision import full_float32, in_full_float32
@@ -109,5 +110,6 @@ __all__ = [
     "threshold_step",
     "tied_norm",
     "unit_roundoff",
+    "wide_sum",
     "widen",
 ]

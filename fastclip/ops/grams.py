@@ -7,8 +7,10 @@ negative. It is clamped at 0 and raised by its rounding bound, so that a norm is
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastclip.ops.bounds import GramNorm
 from fastclip.ops.numerics import row_norm_sq, widen
@@ -50,33 +52,43 @@ def trace(grams: Tensor) -> Tensor:
     return grams.diagonal(dim1=1, dim2=2).sum(1)
 
 
+@dataclass
+class _Known:
+    key: tuple
+    x: Tensor
+    gram: Tensor | None = None
+    norm_sq: Tensor | None = None
+
+
 class LastInput:
     """What is known of the layer's input that a pass has met last: layers that share it share that.
 
-    It holds that input, so that no other tensor can come to lie in its place.
+    It holds that input, so that no other tensor can come to lie in its place. Passes of several devices
+    run on threads of their own, which may ask in turn: each goes on with what it has found.
     """
 
     def __init__(self) -> None:
-        self._key: tuple | None = None
-        self._held: Tensor | None = None
-        self._gram: Tensor | None = None
-        self._norm_sq: Tensor | None = None
+        self._last: _Known | None = None
 
     def gram(self, x: Tensor) -> Tensor:
         """Of `x` [b, t, d], as `gram`."""
-        self._meet(x)
-        if self._gram is None:
-            self._gram = gram(x)
-        return self._gram
+        known = self._known(x)
+        if known.gram is None:
+            known.gram = gram(x)
+        return known.gram
 
     def norm_sq(self, x: Tensor) -> Tensor:
         """Of `x` [b, ...], as `row_norm_sq`."""
-        self._meet(x)
-        if self._norm_sq is None:
-            self._norm_sq = row_norm_sq(x)
-        return self._norm_sq
+        known = self._known(x)
+        if known.norm_sq is None:
+            known.norm_sq = row_norm_sq(x)
+        return known.norm_sq
 
-    def _meet(self, x: Tensor) -> None:
-        key = (x.data_ptr(), x._version, x.dtype, x.shape, x.stride())
-        if self._held is None or key != self._key:
-            self._key, self._held, self._gram, self._norm_sq = key, x, None, None
+    def _known(self, x: Tensor) -> _Known:
+        if type(x) not in (Tensor, nn.Parameter) or not x.data_ptr():  # nobody knows where it lies
+            return _Known((), x)
+        key = (x.data_ptr(), x.device, x._version, x.dtype, x.shape, x.stride())
+        last = self._last
+        if last is None or last.key != key:
+            last = self._last = _Known(key, x)
+        return last

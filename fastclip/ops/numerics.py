@@ -40,6 +40,11 @@ def widen(x: Tensor) -> Tensor:
     return x.to(accumulation_dtype(x.dtype))
 
 
+def wide_sum(x: Tensor, dim: int) -> Tensor:
+    """Sum along `dim` in the accumulation type, without a copy of `x` in it."""
+    return x.sum(dim, dtype=accumulation_dtype(x.dtype))
+
+
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Unit roundoff u of the accumulation type of `dtype`."""
     return torch.finfo(accumulation_dtype(dtype)).eps / 2

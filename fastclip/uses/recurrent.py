@@ -204,7 +204,7 @@ def _record_placed(use: UseBackward, before: Tensor, g: Tensor) -> None:
     a, g = use.rows(before), use.rows(g)
     a, g = (x.reshape(len(x), x.shape[1:-1].numel(), x.shape[-1]) for x in (a, g))
     if use.wants("bias"):
-        use.record("bias", KeptRecord(ops.widen(g).sum(1)))
+        use.record("bias", KeptRecord(ops.wide_sum(g, 1)))
     if use.wants("weight"):
         use.record("weight", linear_record(use, a, g))
 

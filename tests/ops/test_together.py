@@ -37,6 +37,30 @@ def test_what_is_known_of_an_input_is_known_of_it_alone() -> None:
         torch.testing.assert_close(last.norm_sq(other), ops.row_norm_sq(other))
 
 
+def test_nothing_is_known_of_what_lies_nowhere() -> None:
+    """Wrappers around other tensors have no address of their own."""
+
+    class Wrapper(torch.Tensor):
+        def data_ptr(self) -> int:
+            return 0
+
+    last = ops.LastInput()
+    for x in (torch.randn(B, 4, 5), torch.randn(B, 4, 5)):
+        wrapped = x.as_subclass(Wrapper)
+        torch.testing.assert_close(last.norm_sq(wrapped), ops.row_norm_sq(x), check_dtype=False)
+        torch.testing.assert_close(torch.Tensor(last.gram(wrapped)), ops.gram(x))
+
+
+def test_two_threads_that_ask_in_turn() -> None:
+    """One is interrupted in the middle by the other."""
+    last, x, other = ops.LastInput(), torch.randn(B, 4, 5), torch.randn(B, 4, 5)
+    known = last._known(x)
+    last.norm_sq(other)
+    known.norm_sq = ops.row_norm_sq(x)
+    torch.testing.assert_close(last.norm_sq(other), ops.row_norm_sq(other))
+    torch.testing.assert_close(last.norm_sq(x), ops.row_norm_sq(x))
+
+
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_sums_of_kept_gradients(per_layer: bool) -> None:
     """A sample of scale 0 contributes 0 even where it is not finite."""
