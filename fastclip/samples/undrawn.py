@@ -216,7 +216,8 @@ def _uniform(out: Tensor, level: int, given: dict[str, Any]) -> Tensor:
 
 def _normal(out: Tensor, level: int, given: dict[str, Any]) -> Tensor:
     mean, std = given.get("mean", 0.0), given.get("std", 1.0)
-    return out.copy_(torch.as_tensor(mean + _DEVIATIONS[level] * std, device=out.device))
+    drawn = mean + _DEVIATIONS[level] * std
+    return out.copy_(drawn) if isinstance(drawn, Tensor) else out.fill_(drawn)
 
 
 def _whole(out: Tensor, level: int, given: dict[str, Any]) -> Tensor:
