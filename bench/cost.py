@@ -5,7 +5,8 @@
 
 One step of each workload, private and not, is run under a dispatch mode. Views are not counted.
 `bytes` are those of the operands that operators read and of the results that they write; a step on a
-CPU is bound by them. `--where` says which function of fastclip called them.
+CPU is bound by them. What fastclip._C computes is no operator and is not seen (of a convolution: one
+read of two Grams). `--where` says which function of fastclip called them.
 """
 
 from __future__ import annotations

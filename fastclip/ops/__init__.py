@@ -13,6 +13,7 @@ from fastclip.ops.conv import (
     conv_unit_ghost_norm,
     conv_unit_gradients,
     conv_unit_norm,
+    patch_products,
 )
 from fastclip.ops.dispatch import computes_reference
 from fastclip.ops.embedding import (
@@ -96,6 +97,7 @@ __all__ = [
     "lookup_slack",
     "lookup_sum",
     "noise_finalize",
+    "patch_products",
     "per_sample_gradients",
     "product_slack",
     "raised_together",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastclip.ops.bounds import GramNorm, product_slack
 from fastclip.ops.dispatch import operation
-from fastclip.ops.grams import gram, gram_norm
+from fastclip.ops.grams import gram, gram_norm, row_dot, trace
 from fastclip.ops.numerics import drop_zeroed, row_norm_sq, widen
 from fastclip.ops.precision import in_full_float32
 
@@ -68,13 +68,33 @@ def conv_ghost_parts(x: Tensor, g: Tensor, geometry: ConvGeometry) -> GramNorm:
     if geometry.is_pointwise:
         x = _stride(x, geometry.stride)
     pixels = x.reshape(b * groups, x.shape[1] // groups, -1).transpose(1, 2)
-    patches = gram(pixels)
-    if not geometry.is_pointwise:
-        patches = _slide(patches, x.shape[2:], out, geometry)
     outputs = gram(g.reshape(b * groups, g.shape[1] // groups, -1).transpose(1, 2))
     out_channels, in_channels = geometry.weight_shape[:2]
-    taps = torch.Size(geometry.kernel).numel()
-    return gram_norm(patches, outputs, taps * in_channels, out_channels // groups)
+    d, p = torch.Size(geometry.kernel).numel() * in_channels, out_channels // groups
+    if geometry.is_pointwise:
+        return gram_norm(gram(pixels), outputs, d, p)
+    total, norm_x = patch_products(gram(pixels), outputs, tuple(x.shape[2:]), tuple(out), geometry)
+    t = outputs.shape[1]
+    return GramNorm(total, norm_x, trace(outputs), t, t * d, t * p, d + p)
+
+
+@operation
+@in_full_float32
+def patch_products(
+    pixels: Tensor, outputs: Tensor, space: tuple[int, ...], out: tuple[int, ...],
+    geometry: ConvGeometry,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Inner product of the patches' Gram with another one, and its trace.
+
+    Args:
+        pixels: Gram of the pixels, [n, prod(space), prod(space)]. outputs: [n, prod(out), prod(out)].
+        space: of the input. out: of the output.
+
+    Returns:
+        [n] and [n].
+    """
+    patches = _slide(pixels, space, out, geometry)
+    return row_dot(patches, outputs), trace(patches)
 
 
 def _slide(pixels: Tensor, space: Sequence[int], out: Sequence[int], geo: ConvGeometry) -> Tensor:
@@ -88,7 +108,7 @@ def _slide(pixels: Tensor, space: Sequence[int], out: Sequence[int], geo: ConvGe
         sizes = list(grams.shape)
         sizes[1 + axis] = sizes[1 + dims + axis] = out[axis]
         total = None
-        for to, of in _windows(axis, space[axis], out[axis], geo):
+        for to, of in windows(axis, space[axis], out[axis], geo):
             index: list[slice] = [slice(None)] * (1 + 2 * dims)
             index[1 + axis] = index[1 + dims + axis] = of
             window = grams[tuple(index)]
@@ -103,7 +123,7 @@ def _slide(pixels: Tensor, space: Sequence[int], out: Sequence[int], geo: ConvGe
     return grams.reshape(-1, positions, positions)
 
 
-def _windows(axis: int, space: int, out: int, geo: ConvGeometry) -> list[tuple[slice, slice]]:
+def windows(axis: int, space: int, out: int, geo: ConvGeometry) -> list[tuple[slice, slice]]:
     """Of every offset of the kernel: which outputs see the image, and where; the widest first."""
     found = []
     for offset in range(geo.kernel[axis]):

@@ -5,6 +5,9 @@ tensors lie on an NVIDIA GPU and one exists; "triton" asks for it by name, also 
 Triton's interpreter (TRITON_INTERPRET=1). A kernel that is missing, or whose first launch fails, is
 replaced by the reference with one warning; an error in its result is never hidden: kernels either
 give what the reference gives or raise.
+
+On a CPU, "auto" also takes what fastclip._C computes there ("host"): what is one loop in C++ and a
+chain of operations in PyTorch.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from torch import Tensor
 from fastclip.errors import ArgumentError, FastclipError
 
 BACKENDS = ("auto", "reference", "triton", "cuda")
+_MODULES = {"triton": "fastclip.kernels", "cuda": "fastclip.cuda", "host": "fastclip.cuda.host"}
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -58,7 +62,7 @@ def operation(reference: _Function) -> _Function:
     @functools.wraps(reference)
     def dispatched(*args: Any, **kwargs: Any) -> Any:
         tensor = _first_tensor(args)
-        if tensor is None or computes_reference(tensor):
+        if tensor is None or _STATE.requested == "reference":
             return reference(*args, **kwargs)
         for backend in _candidates(tensor.device):
             kernel = _kernel(backend, name)
@@ -73,7 +77,7 @@ def operation(reference: _Function) -> _Function:
 
 
 def computes_reference(x: Tensor) -> bool:
-    """No kernel takes tensors like this one: the reference computes, in steps that may be joined."""
+    """No kernel takes norms of tensors like this one: the reference does, in steps to be joined."""
     return _STATE.requested == "reference" or (
         x.device.type == "cpu" and _STATE.requested == "auto"
     )
@@ -90,6 +94,8 @@ def _first_tensor(values: Any) -> Tensor | None:
 
 def _candidates(device: torch.device) -> tuple[str, ...]:
     """Backends to try for tensors on `device`, in order."""
+    if device.type == "cpu" and _STATE.requested == "auto":
+        return ("host",)
     if _STATE.requested in ("triton", "cuda"):
         return (_STATE.requested,)
     return ("cuda", "triton") if device.type == "cuda" else ()
@@ -110,7 +116,7 @@ def _kernel(backend: str, name: str) -> Callable[..., Any] | None:
 def _load(backend: str) -> dict[str, Callable[..., Any]]:
     if backend not in _STATE.kernels:
         try:
-            module = {"triton": "fastclip.kernels", "cuda": "fastclip.cuda"}[backend]
+            module = _MODULES[backend]
             _STATE.kernels[backend] = dict(importlib.import_module(module).KERNELS)
         except ImportError as error:
             _STATE.kernels[backend] = {}
@@ -160,6 +166,8 @@ def backend_of(name: str, device: torch.device) -> tuple[str, str]:
         key = f"{backend} {name}"
         if name in _load(backend) and key not in _STATE.why_not:
             return backend, "launched" if key in _STATE.proven else "available"
+        if backend == "host":  # few operations have one, and none needs it
+            continue
         reason = _STATE.why_not.get(key) or _STATE.why_not.get(backend, "no kernel is written")
         reasons.append(f"{backend}: {reason}")
     return "reference", "; ".join(reasons) or f"kernels run on NVIDIA GPUs, not on {device.type}"

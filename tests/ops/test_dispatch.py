@@ -145,7 +145,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     for device in found["devices"]:
         assert set(device["operations"]) == set(OPERATIONS)
         for choice in device["operations"].values():
-            assert choice["backend"] in dispatch.BACKENDS[1:]
+            assert choice["backend"] in (*dispatch.BACKENDS[1:], "host")
             assert choice["why"]
     assert doctor.main([]) == 0
     text = capsys.readouterr().out
