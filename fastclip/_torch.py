@@ -23,6 +23,7 @@ from torch._compile import _disable_dynamo as disable_dynamo
 from torch.autograd import Function, Variable
 from torch.distributed._composable.fsdp import FSDPModule
 from torch.distributed._tensor.experimental import implicit_replication
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,6 +44,7 @@ __all__ = [
     "FSDPModule",  # what fully_shard makes of a module
     "LoaderIterator",  # what iter() of a DataLoader gives
     "Native",  # inside, classes of tensors do not hear of functions
+    "StorageWeakRef",  # keeps the number of a tensor's memory, not the memory
     "TorchDispatchMode",  # hears of every operation
     "TreeSpec",  # the nesting of inputs and outputs, which the pytree functions take apart
     "check_unprocessed",  # Opacus' mark on gradients that were clipped: raises if it is there

@@ -156,7 +156,7 @@ def check_somewhere(
             if found is None or owner is None or owner.shape != shape:
                 continue
             of_kept = torch.tensor([*kept], dtype=torch.int64, device=owner.device)
-            mine = torch.isin(owner.reshape(len(found), -1).amax(1), of_kept)
+            mine = torch.isin(owner.reshape(len(found), -1).amax(1).to(torch.int64), of_kept)
             if not bool(found[mine].all()):
                 raise coupled(called(name))
 

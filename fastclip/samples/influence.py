@@ -50,7 +50,7 @@ class Influence:
             self._coded.append(coded_by(seed, axis, digits - count // 2))
 
     def owners(self, asked: Iterable[Output]) -> list[tuple[Hashable, Tensor | None]]:
-        """The sample of every entry, by name, in the order asked; None where no gradient reaches."""
+        """The sample of every entry, int8, by name, in the order asked; None: no gradient reaches it."""
         asked = list(asked)
         if not self._from or not asked:
             return []
@@ -65,10 +65,14 @@ class Influence:
             self._coded = [x * factor for x in self._coded]
             plain, scaled = self._both(edges)
         found: list[tuple[Hashable, Tensor | None]] = []
-        for output, one, other in zip(asked, plain, scaled, strict=True):
+        pairs = list(zip(plain, scaled, strict=True))
+        del plain, scaled
+        for number, output in enumerate(asked):
+            one, other = pairs[number]
+            pairs[number] = (None, None)  # gradients of everything are large
             owner = None
             if one is not None and other is not None:
-                owner = owners(one, other, self.count, coarse=bool(halves))
+                owner = owners(one, other, self.count, coarse=bool(halves)).to(torch.int8)
             reached = owner is not None and bool((owner != NOBODY).any())
             found.append((output.name, owner if reached else None))
         return found

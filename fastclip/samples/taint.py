@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastclip._torch import TorchDispatchMode, memory_of, tree_leaves, tree_map
+from fastclip._torch import StorageWeakRef, TorchDispatchMode, memory_of, tree_leaves, tree_map
 from fastclip.samples.probe_state import TORCHS, tables_of
 from fastclip.samples.selected import selects
 from fastclip.samples.undrawn import Undrawn
@@ -82,8 +82,8 @@ class Taint(TorchDispatchMode):
     def mark(self, x: Tensor) -> None:
         """`x` holds numbers of the batch, or has its samples."""
         storage = _storage(x)
-        if storage is not None:  # held, so that its address is not another tensor's later
-            self._memory[memory_of(x)] = storage
+        if storage is not None:  # its number is no other's until this is let go, its memory is free
+            self._memory[memory_of(x)] = StorageWeakRef(storage)
 
 
 class Kept:
