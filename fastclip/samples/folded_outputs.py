@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastclip.samples.groups import others_changed
 from fastclip.samples.independence import axes_of_outputs, by_row, coupled, rows_agree
+from fastclip.samples.inputs import without_graph
 from fastclip.samples.place import Place, places
 from fastclip.samples.probing import Probe, Runs
 from fastclip.samples.slopes import note_slopes
@@ -51,7 +52,8 @@ class Unfolded:
         def note(output: Any) -> None:
             note_slopes(probe, self(output, probe.rows), self.axes)
 
-        return self(run.once(probe, rows, seed, note), probe.rows)
+        out = without_graph(run.once(probe, rows, seed, note))  # which is as large as all else
+        return self(out, probe.rows)
 
     def find(
         self, run: Runs, copies: list[Probe], rows: list[int], groups: list[frozenset[int]],

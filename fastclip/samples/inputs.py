@@ -80,6 +80,12 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
             yield leaf
 
 
+def without_graph(value: Any) -> Any:
+    """A nested structure whose tensors do not hold what they were computed from."""
+    leaves, structure = flatten(value)
+    return rebuild([x.detach() if isinstance(x, Tensor) else x for x in leaves], structure)
+
+
 def rows_of(leaf: Any, axis: int) -> int | None:
     """Number of samples in one input if they lie along `axis`; None where it has no such axis."""
     if isinstance(leaf, PackedSequence):

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fastclip.errors import BatchSizeError, FastclipError, UnsupportedLayerError, where
 from fastclip.samples.comparison import Comparison
 from fastclip.samples.independence import UNBATCHED, by_row, called, followed, rows_come_out
-from fastclip.samples.inputs import Cuts, flatten, tensors_of, ways_to_cut
+from fastclip.samples.inputs import Cuts, flatten, tensors_of, ways_to_cut, without_graph
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.lengths import check_lengths
 from fastclip.samples.place import Place
@@ -191,7 +191,7 @@ class _Learner:
             kept: list[Kept] = []
             try:
                 first = self.run.once(two, [0, 0], then=partial(self._note_kept, two, kept))
-                return probes, [first, self._next(three, kept[0])]
+                return probes, [without_graph(first), without_graph(self._next(three, kept[0]))]
             except Misjudged:
                 continue
         raise BatchSizeError("what the model computes from its parameters alone cannot be told")
