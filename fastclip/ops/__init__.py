@@ -26,7 +26,7 @@ from fastclip.ops.embedding import (
     tied_norm,
 )
 from fastclip.ops.finalize import check_floating, check_std, fill_normal, noise_finalize
-from fastclip.ops.grams import LastInput, gram, gram_product
+from fastclip.ops.grams import LastInput, gram
 from fastclip.ops.index import index_on
 from fastclip.ops.kept import kept_sum, kept_sums
 from fastclip.ops.linear import (
@@ -82,7 +82,6 @@ __all__ = [
     "ghost_norm_concat",
     "ghost_parts",
     "gram",
-    "gram_product",
     "group_norm_backward",
     "group_norm_grads",
     "in_full_float32",

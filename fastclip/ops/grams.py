@@ -35,11 +35,6 @@ def gram_norm(gram_a: Tensor, gram_g: Tensor, d: int, p: int) -> GramNorm:
     )  # fmt: skip
 
 
-def gram_product(gram_a: Tensor, gram_g: Tensor, d: int, p: int) -> Tensor:
-    """The same, raised by its rounding bound; [b]."""
-    return gram_norm(gram_a, gram_g, d, p).raised()
-
-
 def row_dot(x: Tensor, y: Tensor) -> Tensor:
     """Inner product of the samples, x and y [b, t, s] -> [b]."""
     if x.shape[1] * x.shape[2] <= _SHORT:

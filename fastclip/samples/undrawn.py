@@ -142,7 +142,7 @@ class Undrawn:
         if threading.get_ident() != thread or not self._more():
             return function(*args, **kwargs)
         self.varies = True
-        one = function.__self__  # type: ignore[attr-defined]
+        one = function.__self__  # type: ignore[attr-defined]  # a bound method
         before = state_of(one)
         start(one, _SEEDS[MIDDLE if self.level == BY_ROW else self.level])
         try:
@@ -160,7 +160,7 @@ class _StandIn:
     def __init__(self, one: Any, first: Callable[..., Any]) -> None:
         self._one, self._through = one, first
 
-    @property  # type: ignore[misc]
+    @property  # type: ignore[misc]  # mypy knows __class__ as an attribute
     def __class__(self) -> Any:  # so that it is one for isinstance
         return type(self._one)
 
