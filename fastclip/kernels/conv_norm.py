@@ -8,8 +8,9 @@ conv_norm is an implicit GEMM: a program holds a tile of W_b in registers, loops
 sums. x is read o / BLOCK_O times a tap and g once a tile of columns, mostly from the cache. Where c
 is large enough a tile of columns belongs to one tap, so that bounds are tested once a position.
 conv_ghost_norm, for small maps, holds a pair i <= j of tiles of positions of both Grams, patch
-patch^T and g^T g; pairs off the diagonal count twice. Any strides are taken; channels-last maps
-load 16 bytes at a time. A few sums a tile are written; a second launch adds them in fixed order.
+patch^T and g^T g; pairs off the diagonal count twice. Any strides are taken; 16-bit maps that cannot
+be loaded 16 bytes at a time are first copied channels-last (`conv_arguments`). A few sums a tile are
+written; a second launch adds them in fixed order.
 
 Neither result is below the exact value: the bounds are those of fastclip.ops.conv, raised for the
 accumulators of tensor cores as in ghost_norm and instantiated_norm.
@@ -17,7 +18,6 @@ accumulators of tensor cores as in ghost_norm and instantiated_norm.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -25,17 +25,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastclip.kernels.ghost_norm import (
+from fastclip.kernels.conv_arguments import arguments, sees_all
+from fastclip.kernels.ghost_norm import pair_of
+from fastclip.kernels.products import (
     STEP,
     TILE_SUM,
     UNIT,
     multiply,
     one_sided,
     ordered_sum,
-    pair_of,
     product_mode,
 )
-from fastclip.kernels.runtime import autotuned, launched, runs_on
+from fastclip.kernels.runtime import autotuned, launched
 from fastclip.ops.conv import ConvGeometry
 from fastclip.ops.numerics import GRAM_ERROR_FACTOR, PRODUCT_ERROR_FACTOR, lost_squares
 
@@ -43,11 +44,14 @@ GHOST_TILE = 32  # the smallest tile of positions that is tried
 MAX_GHOST = 4096  # positions beyond which a Gram is out of the question
 
 
-def _exact_steps(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
-    """Exact float32 products are added STEP at a time, which the bounds count on."""
+def _usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
+    """Exact float32 products are added STEP at a time, which the bounds count on; tiles of more than
+    64 numbers a thread do not stay in registers."""
     options = {**named, **kwargs}
     exact = "ieee" in (options["MODE"], options.get("G_MODE"))
-    return [c for c in configs if c.kwargs["BLOCK_K"] == STEP or not exact]
+    tile = options.get("BLOCK_O", 0) * options.get("BLOCK_N", 0)
+    fits = [c for c in configs if tile <= 64 * 32 * c.num_warps]
+    return [c for c in fits if c.kwargs["BLOCK_K"] == STEP or not exact]
 
 
 def _config(warps: int, stages: int, **sizes: int) -> triton.Config:
@@ -71,7 +75,7 @@ def _pixel(at, dh, dw, h, w, width, sxh, sxw, SH: tl.constexpr, SW: tl.constexpr
         _config(4, 4, BLOCK_K=STEP), _config(8, 3, BLOCK_K=STEP), _config(8, 4, BLOCK_K=STEP),
     ],
     key=["c", "o", "sxc", "BUCKET", "BLOCK_O", "BLOCK_N", "KH", "KW", "SH", "MODE"],
-    prune=_exact_steps,
+    prune=_usable,
 )  # fmt: skip
 @launched(do_not_specialize=["out_s"])
 def _tiles(X, G, OUT, c, o, h, w, positions, width, groups, row_tiles, col_tiles, out_s,  # type: ignore[no-untyped-def]
@@ -139,7 +143,7 @@ def _finish_tiles(OUT, UNSEEN, NORMS, columns, factor, slack, out_s, BLOCK: tl.c
         _config(4, 3, BLOCK_P=64, BLOCK_K=STEP), _config(4, 3, BLOCK_P=32, BLOCK_K=STEP),
     ],
     key=["c", "o", "sxc", "BUCKET", "KH", "KW", "SH", "MODE", "G_MODE"],
-    prune=_exact_steps,
+    prune=_usable,
 )  # fmt: skip
 @launched(do_not_specialize=["out_s"])
 def _pairs(X, G, OUT, c, o, h, w, positions, width, groups, room, out_s,  # type: ignore[no-untyped-def]
@@ -213,7 +217,7 @@ def _finish_pairs(OUT, NORMS, groups, pairs, room, c, m, w_k, w_h, lost_k, lost_
 
 def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     """As fastclip.ops.conv_norm: x [b, c, *space], g [b, o, *out] of any strides -> [b]."""
-    call = _arguments(x, g, geometry)
+    call = arguments(x, g, geometry)
     if call is None:
         return NotImplemented
     x, g, sizes, constants = call
@@ -236,7 +240,7 @@ def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
         ONE_TAP=one_tap, BLOCK_O=block_o, BLOCK_N=block_n, MODE=mode, **constants,
     )  # fmt: skip
     unseen = None
-    if not _sees_all(geometry, (h, w), (positions // width, width)):
+    if not sees_all(geometry, (h, w), (positions // width, width)):
         # Pixels in no patch are no part of the gradient, but one that is not finite must still be
         # noticed, as the reference does.
         unseen = taps**0.5 * torch.linalg.vector_norm(x, dim=(1, 2, 3), dtype=torch.float32)
@@ -250,7 +254,7 @@ def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
 
 def conv_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     """As fastclip.ops.conv_ghost_norm: x [b, c, *space], g [b, o, *out] of any strides -> [b]."""
-    call = _arguments(x, g, geometry)
+    call = arguments(x, g, geometry)
     if call is None or call[2][4] > MAX_GHOST:
         return NotImplemented
     x, g, sizes, constants = call
@@ -288,46 +292,3 @@ def _pairs_of_tiles(positions: int, block: int) -> int:
 
 def _block(columns: int) -> int:
     return min(1024, max(32, triton.next_power_of_2(columns)))
-
-
-def _arguments(
-    x: Tensor, g: Tensor, geo: ConvGeometry
-) -> tuple[Tensor, Tensor, tuple[int, ...], dict[str, Any]] | None:
-    """x [b, c, h, w], g [b, o, t], the kernels' sizes and constants; None where out of reach."""
-    if len(geo.kernel) > 2 or not runs_on(x, g):
-        return None
-    window = [geo.kernel, geo.stride, geo.padding, geo.dilation]
-    if len(geo.kernel) == 1:
-        x, g = x.unsqueeze(2), g.unsqueeze(2)
-        window = [(neutral, *n) for neutral, n in zip((1, 1, 0, 1), window, strict=True)]
-    (kh, kw), (sh, sw), (ph, pw), (dh, dw) = window
-    (h, w), (height, width) = x.shape[2:], g.shape[2:]
-    g = g.flatten(2)  # a view, unless the pixels of g lie in no regular order
-    flat = (kh, kw, sh, sw, ph, pw) == (1, 1, 1, 1, 0, 0) and x.stride(2) == w * x.stride(3)
-    if flat:
-        x, h, w = x.flatten(2).unsqueeze(2), 1, h * w
-    for y in (x, g):  # offsets inside a sample are 32-bit
-        if sum((n - 1) * s for n, s in zip(y.shape[1:], y.stride()[1:], strict=True)) >= 1 << 31:
-            return None
-    groups, positions = geo.groups, height * width
-    sizes = (x.shape[1] // groups, g.shape[1] // groups, h, w, positions, width, groups)
-    constants = {
-        "BUCKET": triton.next_power_of_2(positions), "FLAT": flat, "KH": kh, "KW": kw, "SH": sh,
-        "SW": sw, "PH": ph, "PW": pw, "DH": dh, "DW": dw,
-    }  # fmt: skip
-    return x, g, sizes, constants
-
-
-def _sees_all(geo: ConvGeometry, space: tuple[int, int], out: tuple[int, int]) -> bool:
-    """Whether every pixel lies in some patch."""
-    dims = len(geo.kernel)
-    window = (space[-dims:], out[-dims:], geo.kernel, geo.stride, geo.padding, geo.dilation)
-    return all(_covers(*one) for one in zip(*window, strict=True))
-
-
-@functools.lru_cache(maxsize=1024)
-def _covers(
-    pixels: int, outputs: int, kernel: int, stride: int, padding: int, dilation: int
-) -> bool:
-    places = (stride * t + dilation * k - padding for t in range(outputs) for k in range(kernel))
-    return len({p for p in places if 0 <= p < pixels}) == pixels

@@ -9,7 +9,7 @@ written: six sums a pair, which a second launch adds in fixed order (one configu
 result: `runtime.autotuned`); where one tile holds every position there is no second launch. With n
 tiles of positions a and g are read n times, from L2 after the first.
 
-The result is never below the exact value. Added are, with u = 2^-24 and m, w of `one_sided`:
+The result is never below the exact value. Added are, with u = 2^-24 and m, w of `products.one_sided`:
 - 2 u ||A||^2 ||G||^2 and what underflow hides, as the reference does: independent errors;
 - m u sum |K_ts H_ts|: errors of one sign. Tensor cores truncate their float32 accumulator (Fasi et
   al. 2021, Khattak and Mikaitis 2025), and equal terms round alike wherever they are added;
@@ -27,66 +27,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastclip.kernels.runtime import INTERPRETED, autotuned, launched, runs_on
+from fastclip.kernels.alignment import aligned, stretches, to_copy
+from fastclip.kernels.products import (
+    STEP,
+    TILE_SUM,
+    UNIT,
+    multiply,
+    one_sided,
+    ordered_sum,
+    product_mode,
+    takes,
+)
+from fastclip.kernels.runtime import autotuned, launched
 from fastclip.ops.numerics import GRAM_ERROR_FACTOR, lost_squares
-from fastclip.ops.precision import user_allows_tf32
 
-UNIT = 2.0**-24
-"""u of float32, in which everything accumulates."""
-STEP = 32
-"""Terms of an exact float32 product between two additions to its accumulator."""
-TILE_SUM = 16
-"""Error of one sign, in u, of a tile's own sum: a thread adds up to 64 terms."""
 _STATS = 6  # sums of KH, |KH|, K^2, H^2; traces of K, H
 CHUNK = 4096
 """Features after which a tile starts a new sum (vocabularies), so that its error stays small."""
 _MOST_USES = 4
-_WIDEN = tl.constexpr(INTERPRETED)  # the interpreter would multiply bfloat16's bits
-
-
-def product_mode(x: Tensor, y: Tensor) -> str:
-    """How x and y are multiplied: "native" (16-bit tensor cores), "ieee" or "tf32x3".
-
-    tf32 rounds by up to 2^-11, which neither a useful bound nor the slack of the scales (2^-18)
-    covers; where the user allows it, three tf32 products that together keep 21 bits take its place.
-    """
-    if x.dtype == y.dtype and x.dtype != torch.float32:
-        return "native"
-    with_float32 = torch.float32 in (x.dtype, y.dtype)
-    return "tf32x3" if with_float32 and user_allows_tf32() else "ieee"
-
-
-def takes(*tensors: Tensor) -> bool:
-    """Whether these kernels can take [b, t, n] tensors: a block's step must fit in 32 bits."""
-    return runs_on(*tensors) and all(max(x.stride()[1:], default=0) < 1 << 24 for x in tensors)
-
-
-def one_sided(n: int, mode: str) -> tuple[float, float]:
-    """(m, w): largest error of one sign, in u, of an accumulated sum of n products.
-
-    m: where the products have one sign, relative to their sum. w: where they cancel, relative to n
-    and to the norms of the factors. A model of the A100 (8 products a step, one guard bit) loses up
-    to 0.22 n and 0.02 n, of the H100 less; float32 products are rounded, `STEP` at a time.
-    """
-    if mode == "native":
-        return n / 4, 1 / 32
-    if mode == "tf32x3":  # 4 products a step, and 2^-21 that no product holds
-        return n / 2 + 8, 1 / 16
-    return (min(n, STEP) + n / STEP) / 4, 0.0
-
-
-@triton.jit
-def multiply(left, right, acc, MODE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """acc + left right, in float32."""
-    if _WIDEN or MODE != "native":
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    if MODE == "ieee":  # a short sum first; by fma, because an addition is fused into the product
-        acc = tl.fma(tl.dot(left, right, input_precision="ieee"), 1.0, acc)
-    elif MODE == "tf32x3":
-        acc = tl.dot(left, right, acc, input_precision="tf32x3")
-    else:
-        acc = tl.dot(left, right, acc, input_precision="ieee")
-    return acc
 
 
 @triton.jit
@@ -225,18 +183,6 @@ def _pairs_kernel(  # type: ignore[no-untyped-def]
         tl.store(at + 5 * stats_s, trace_h)
 
 
-@triton.jit
-def ordered_sum(x, n, stride, BLOCK: tl.constexpr, SQUARED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sum of n numbers (of their squares) in fixed order."""
-    local = tl.arange(0, BLOCK)
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, n, BLOCK):
-        at = start + local.to(tl.int64)
-        value = tl.load(x + at * stride, mask=at < n, other=0.0).to(tl.float32)
-        acc += value * value if SQUARED else value
-    return tl.sum(acc)
-
-
 @launched(do_not_specialize=["columns"])
 def _finish_kernel(  # type: ignore[no-untyped-def]
     stats, norms, columns, c, m, w_k, w_h, lost_k, lost_h, lost, stats_s, stats_b,
@@ -337,8 +283,8 @@ def ghost_norm_concat(parts: Sequence[Use]) -> Tensor:
     """Squared norm of sum_k g_k^T a_k over the uses of one parameter, [b].
 
     The Grams of the concatenation along t: the uses' own terms, and twice their cross terms, with
-    one bound for all (uses may cancel). Nothing is copied, unless there are many uses: each pair of
-    them is a launch.
+    one bound for all (uses may cancel). Each pair of uses is a launch; nothing is copied, unless
+    there are many, or they lie badly (`alignment`).
 
     Args:
         parts: the uses; t may differ from use to use.
@@ -347,13 +293,30 @@ def ghost_norm_concat(parts: Sequence[Use]) -> Tensor:
         return NotImplemented
     b, _, d = parts[0][0].shape
     uses = [use for use in parts if use[0].shape[1]]
-    norms = torch.zeros(b, dtype=torch.float32, device=parts[0][0].device)
     if not (b and d and parts[0][1].shape[2] and uses):
-        return norms
+        return torch.zeros(b, dtype=torch.float32, device=parts[0][0].device)
     if len(uses) == 1 and uses[0][0].shape[1] == 1:
         return one_position_norm(*uses[0])
     if len(uses) > _MOST_USES:
         uses = [(torch.cat([a for a, _ in uses], 1), torch.cat([g for _, g in uses], 1))]
+    reads = triton.cdiv(max(a.shape[1] for a, _ in uses), 64)
+    sizes = [max(to_copy(x, reads) for x in side) for side in zip(*uses, strict=True)]
+    if not any(sizes):
+        return _norms(uses)
+
+    def ready(x: Tensor, size: int, samples: slice) -> Tensor:
+        return aligned(x[samples]) if size else x[samples]  # of all uses, or their n would differ
+
+    return torch.cat([
+        _norms([(ready(a, sizes[0], part), ready(g, sizes[1], part)) for a, g in uses])
+        for part in stretches(b, sum(sizes) * len(uses))
+    ])  # fmt: skip
+
+
+def _norms(uses: Sequence[Use]) -> Tensor:
+    """ghost_norm_concat of uses that lie well, none of them empty."""
+    b, device = uses[0][0].shape[0], uses[0][0].device
+    norms = torch.zeros(b, dtype=torch.float32, device=device)
     pairs = [(x, y) for k, x in enumerate(uses) for y in uses[k:]]
     alone, bounds = len(uses) == 1, _bounds(uses)
     # A launch begins where the configuration of the one before it ended: what a trial of smaller

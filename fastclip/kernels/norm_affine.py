@@ -105,7 +105,7 @@ def _store(DX, channel, position, channels, t, dx, sdc, sdt):  # type: ignore[no
 
 
 @autotuned(
-    _configs((4096, 8), (4096, 4), (2048, 4), (8192, 8), (8192, 16), (1024, 2)),
+    _configs((4096, 8), (2048, 4), (8192, 8), (8192, 16), (1024, 2)),
     key=["channels", "C2", "T2", "NEED_INPUT"],
 )
 @launched

@@ -12,12 +12,13 @@ A sample's contribution must not exceed its sensitivity, and the scales leave 2^
 s_b g_b rounded to bfloat16 (2^-9 a value, alike for equal values) would break it, and so would two
 bfloat16 halves (2^-17). So nothing is rounded before a product:
 - 16-bit operands are multiplied as they are (exactly, on tensor cores), one sample after the other,
-  and each sample's float32 sum is scaled: 1 multiply-add a value of the tile and sample;
+  and each sample's float32 sum is scaled by one multiply-add a value of the tile and sample. A tile
+  of up to 128 positions holds a whole sample where it can: then no second accumulator is carried;
 - float32 operands, and fewer than 16 positions (a tile then holds many samples), are scaled in
   float32 as they are loaded; 16-bit operands are then multiplied as three tf32 products, which
   keep 21 bits of s_b g_b and all of a_b.
 
-A sample of scale 0 contributes 0 even where its operands are not finite.
+A sample of scale 0 contributes 0 even where its operands are not finite: they are not read.
 """
 
 from __future__ import annotations
@@ -29,24 +30,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastclip.kernels.ghost_norm import STEP, multiply, product_mode, takes
+from fastclip.kernels.alignment import WIDE, aligned, stretches, to_copy
 from fastclip.kernels.instantiated_norm import usable
+from fastclip.kernels.products import STEP, multiply, product_mode, takes
 from fastclip.kernels.runtime import autotuned, launched, product_configs, runs_on
 
 _FEW = 16
 """Positions from which samples are summed one after the other: the shortest native product."""
+_WHOLE = 128
+"""Positions of the longest tile."""
+_SIDE = 128
+"""Rows and columns of the tiles that large products are cut into."""
+# Loads of a sample's tiles wait for its scale: of 5 stages 3 hold tiles, of 3 stages 2.
 _CONFIGS = product_configs(
-    (64, 64, 64, 4, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (64, 128, 64, 4, 3),
-    (128, 64, 64, 4, 3), (64, 256, 64, 8, 3), (16, 128, 64, 4, 4), (128, 16, 64, 4, 4),
+    (64, 64, 64, 4, 5), (128, 128, 64, 8, 3), (128, 128, 64, 8, 5), (64, 128, 64, 4, 5),
+    (128, 64, 64, 4, 5), (64, 256, 64, 8, 5), (16, 128, 64, 4, 5), (128, 16, 64, 4, 5),
+    (64, 64, _WHOLE, 4, 3), (64, 128, _WHOLE, 4, 3), (128, 128, _WHOLE, 8, 3),
     (64, 64, STEP, 4, 3), (64, 64, STEP, 8, 3), (128, 128, STEP, 8, 3), (16, 64, STEP, 4, 3),
     (64, 16, STEP, 4, 3),
 )  # fmt: skip
 
 
+def _usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
+    """As of instantiated_norm; the longest tiles only for samples that would not fit in others."""
+    whole = kwargs["BUCKET"] == _WHOLE
+    return [c for c in usable(configs, named, **kwargs) if whole or c.kwargs["BLOCK_T"] < _WHOLE]
+
+
 @autotuned(
     _CONFIGS,
     key=["d", "p", "BUCKET", "MODE", "BY_SAMPLE"],
-    prune=usable,
+    prune=_usable,
 )
 @launched(do_not_specialize=["b", "splits"])
 def _tiles_kernel(  # type: ignore[no-untyped-def]
@@ -65,6 +79,7 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
     in_p, in_d = rows[:, None] < p, cols[None, :] < d
     acc = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
     if BY_SAMPLE:
+        ONE: tl.constexpr = BUCKET <= BLOCK_T  # a chunk is a sample
         chunks = tl.cdiv(t, BLOCK_T)  # of a sample
         share = tl.cdiv(b * chunks, splits)
         first, stop = split * share, tl.minimum((split + 1) * share, b * chunks)
@@ -72,14 +87,15 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
         for chunk in range(first, stop):
             sample, t0 = (chunk // chunks).to(tl.int64), chunk % chunks * BLOCK_T
             at = (t0 + local).to(tl.int64)
+            factor = tl.load(scale + sample * scale_b).to(tl.float32)
+            inside = at < tl.where(factor == 0, 0, t)  # dead samples are not even read
             g_at = g + (sample * g_b + at[None, :] * g_t)
             a_at = a + (sample * a_b + at[:, None] * a_t)
-            g_tile = tl.load(g_at, mask=in_p & (at[None, :] < t), other=0.0)
-            a_tile = tl.load(a_at, mask=in_d & (at[:, None] < t), other=0.0)
+            g_tile = tl.load(g_at, mask=in_p & inside[None, :], other=0.0)
+            a_tile = tl.load(a_at, mask=in_d & inside[:, None], other=0.0)
             part = multiply(g_tile, a_tile, part, MODE)
-            if (t0 + BLOCK_T >= t) | (chunk == stop - 1):
-                factor = tl.load(scale + sample * scale_b).to(tl.float32)
-                acc += tl.where(factor == 0, 0.0, factor * part)
+            if ONE or (t0 + BLOCK_T >= t) | (chunk == stop - 1):
+                acc = tl.fma(part, factor, acc)
                 part = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
     else:
         share = tl.cdiv(tl.cdiv(b * t, BLOCK_T), splits) * BLOCK_T
@@ -120,11 +136,31 @@ def scaled_sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
     (b, t, d), p = a.shape, g.shape[2]
     if not (b and t and d and p):
         return torch.zeros(p, d, dtype=torch.float32, device=a.device)
+    if to_copy(a, triton.cdiv(p, _SIDE)):
+        return _sum(aligned(a), g, scale)[:, :d]
+    return _sum(a, g, scale)
+
+
+def _sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
+    """scaled_sum of g [b, t, p] as it lies, or of copies of as many columns as there is room for."""
+    p, d = g.shape[2], a.shape[2]
+    size = to_copy(g, triton.cdiv(d, _SIDE))
+    if not size:
+        return _product(a, g, scale)
+    out = torch.empty(p, d, dtype=torch.float32, device=a.device)
+    for part in stretches(p, size, WIDE):
+        out[part] = _product(a, aligned(g[:, :, part]), scale)[: part.stop - part.start]
+    return out
+
+
+def _product(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
+    """scaled_sum of operands that lie well, none of them empty."""
+    (b, t, d), p = a.shape, g.shape[2]
     mode = product_mode(a, g)
     by_sample = mode == "native" and t >= _FEW
     if mode == "native" and not by_sample:
         mode = "tf32x3"
-    side = 64 if mode == "ieee" else 128
+    side = 64 if mode == "ieee" else _SIDE
     steps = b * triton.cdiv(t, side) if by_sample else triton.cdiv(b * t, 256)
     tiles = triton.cdiv(p, side) * triton.cdiv(d, side)
     splits = _splits(tiles, steps, a.device)

@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.kernels.ghost_norm import (
-    UNIT,
-    ghost_cross,
-    ghost_norm,
-    ghost_norm_concat,
-    one_sided,
-    product_mode,
-)
+from fastclip.kernels.ghost_norm import ghost_cross, ghost_norm, ghost_norm_concat
+from fastclip.kernels.products import UNIT, one_sided, product_mode
 from fastclip.kernels.runtime import INTERPRETED
 from tests.kernels.oracle import DEVICE, DTYPES, NORM_TOLERANCE, normal, strided
 from tests.ops.test_cancellation import CONSTRUCTIONS
