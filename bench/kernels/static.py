@@ -5,8 +5,8 @@
 
 Every kernel is compiled on the shapes of bench/kernels/launches.py, as the driver would specialise it
 (bench/kernels/ahead.py): of bfloat16 for sm_90 in every configuration that its search would try, else
-in the first (`--all`: in all). Ends with status 1 where a row has a fault. It says what a kernel does
-not suffer from, not how fast it is.
+in the first; for sm_80 of bfloat16 and float32 (`--all`: everything in all). Ends with status 1 where
+a row has a fault, but for float32 spills (`SPILLS`). It says what a kernel does not suffer from, not how fast it is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import triton
 from tqdm import tqdm
 
 from bench.kernels.ahead import Ahead
-from bench.kernels.launches import TYPES, forms, kind_of_product
+from bench.kernels.launches import forms, kind_of_product
 from bench.measure import now, versions
 
 OUT = Path(__file__).resolve().parents[1] / "results" / "kernels-static.json"
@@ -39,6 +39,8 @@ ALLOWED = {
     "keep ResNet-50 head": "one position, and 1000 features, which 16 does not divide",
 }
 """Forms whose 16-bit operands may be loaded in another way, and why."""
+SPILLS = 31
+"""Codes of float32 products that still spill, in a full run; they may only become fewer."""
 Task = tuple[int, str, int, bool]
 
 
@@ -79,9 +81,9 @@ def compiled(task: Task) -> list[dict[str, Any]]:
 
 def tasks(quick: bool, everything: bool) -> list[Task]:
     """What is compiled."""
-    found = []
+    found, kinds = [], ("bf16",) if quick else ("bf16", "fp32", "tf32x3", "fp16")
     for arch in (90, 80):
-        for kind in ("bf16",) if quick else TYPES:
+        for kind in kinds if everything or arch == 90 else kinds[:2]:
             every = everything or (arch == 90 and kind == "bf16" and not quick)
             found += [
                 (arch, kind, i, every)
@@ -170,7 +172,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(
             f"{row['arch']} {row['kernel']} {row['config']} {row['forms'][0]}: {', '.join(found)}"
         )
-    return 1 if wrong else 0
+    known = [
+        row for row, found in wrong if found == ["spills"] and row["mode"] in ("ieee", "tf32x3")
+    ]
+    return 1 if len(known) < len(wrong) or (len(known) > SPILLS and not options.all) else 0
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from bench.kernels.launches import forms, kind_of_product
 from fastclip.kernels import runtime
-from tests.kernels import launches
 
 HERE, THERE = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -54,7 +54,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, torch.device]]:
 
 @pytest.mark.skipif(not runtime.INTERPRETED, reason="launches would run")
 def test_every_launch_is_guarded(launched: list[tuple[str, torch.device]]) -> None:
-    launches.launch_everything((torch.bfloat16, torch.float32))
+    for kind in ("bf16", "fp32"):
+        for _, _, launch in forms(kind):
+            with kind_of_product(kind):
+                launch()
     assert {device for _, device in launched} == {THERE}
     assert {name for name, _ in launched} == {
         "_clip_kernel", "_step_kernel", "_pairs_kernel", "_one_position_kernel", "_finish_kernel",
