@@ -27,9 +27,6 @@ class Task:
         batch: samples a step; the second number is that of the tiny form, as everywhere.
         model: builds the model, tiny or not. inputs: `n` inputs on a device.
         targets: their targets. criterion: the loss. autocast: bfloat16 in forward and loss.
-        goal: (time, peak memory) against training without privacy that fastclip is to reach on one
-            H200; None where none is set.
-        shares: processes among which the compilation of its kernels is divided beforehand.
     """
 
     title: str
@@ -40,8 +37,6 @@ class Task:
     criterion: Callable[[], nn.Module] = nn.CrossEntropyLoss
     autocast: bool = True
     channels_last: bool = False
-    goal: tuple[float | None, float | None] = (None, None)
-    shares: int = 2
 
 
 def _bert(tiny: bool) -> nn.Module:
@@ -92,24 +87,23 @@ def _next_tokens(inputs: Tensor) -> Tensor:
 TASKS = {
     "bert_t128": Task(
         "BERT-base, T 128, batch {b}, bf16 autocast",
-        (256, 4), _bert, _tokens(128, 30522), _classes, goal=(1.10, 1.10),
+        (256, 4), _bert, _tokens(128, 30522), _classes,
     ),
     "bert_t512": Task(
         "BERT-base, T 512, batch {b}, bf16 autocast",
-        (64, 4), _bert, _tokens(512, 30522), _classes, goal=(1.15, 1.15),
+        (64, 4), _bert, _tokens(512, 30522), _classes,
     ),
     "gpt2": Task(
         "GPT-2 small, tied head, T 1024, batch {b}, bf16 autocast",
         (16, 4), _gpt2, _tokens(1024, 50257), _next_tokens, SampleMeanCrossEntropy,
-        goal=(1.20, None),
     ),
     "resnet50": Task(
         "ResNet-50 (GroupNorm), 3x224x224, batch {b}, channels-last, bf16 autocast",
-        (128, 4), _resnet, _images, _classes, channels_last=True, goal=(1.35, None), shares=5,
+        (128, 4), _resnet, _images, _classes, channels_last=True,
     ),
     "vit_b": Task(
         "ViT-B/16, 3x224x224, batch {b}, bf16 autocast",
-        (128, 4), _vit, _images, _classes, goal=(1.10, None),
+        (128, 4), _vit, _images, _classes,
     ),
     "resnet50_float32": Task(
         "ResNet-50 as above in float32 (torch's defaults)",
