@@ -87,6 +87,7 @@ def cases() -> list[Case]:
         *_, stride, size = layer
         small = (size // stride) ** 2 <= GHOST_POSITIONS
         for operation in ("conv_norm", *(["conv_ghost_norm"] if small else [])):
-            found += [case(operation, *layer, torch.bfloat16, layout) for layout in LAYOUTS]
+            layouts = [" channels-last"] if layer in CONVOLUTIONS else LAYOUTS  # as it is trained
+            found += [case(operation, *layer, torch.bfloat16, layout) for layout in layouts]
     floats = (LAYERS[0], LAYERS[4], CONVOLUTIONS[3])
     return found + [case("conv_norm", *layer, torch.float32) for layer in floats]
