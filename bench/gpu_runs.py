@@ -24,6 +24,9 @@ GOALS = {
 }
 """What fastclip's step is to cost on one H200, against the same step without privacy."""
 
+PROFILED = {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
+"""As PyTorch sets them itself: a profiler that comes and goes breaks CUDA graphs that follow."""
+
 
 def step_plan() -> list[tuple[int, str, str]]:
     """(round, task, mode), the most important first; the second round only tells the spread."""
@@ -51,12 +54,16 @@ def run_steps(
     plan = step_plan() if plan is None else plan
     found: dict = {"runs": [], "summary": [], "not_run": len(plan)}
     result["steps"] = found
+
+    def start() -> Child:
+        return Child(["-m", module, "--child"], PROFILED)
+
     waiting: Child | None = None
     for i, (round_, task, mode) in enumerate(plan):
         if deadline.left() <= 0:
             break
-        with waiting or Child(["-m", module, "--child"]) as child:
-            waiting = Child(["-m", module, "--child"]) if i + 1 < len(plan) else None
+        with waiting or start() as child:
+            waiting = start() if i + 1 < len(plan) else None
             child.send({
                 "task": task, "mode": mode, "device": device, "steps": steps,
                 "tiny": device == "cpu", "extras": round_ == 0,
