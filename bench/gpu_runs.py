@@ -9,6 +9,7 @@ from bench.deadline import Deadline
 from bench.gpu_summary import summarise
 
 STEP_SECONDS = 110.0  # for one mode of one workload
+NAMES = 3  # of a run that has told nothing: its round, task and mode
 FIRST, SECOND = ("non_private", "fastclip"), ("opacus_hooks", "opacus_ghost")
 MAIN, EXTRA = ("bert_t128", "bert_t512", "gpt2", "resnet50", "vit_b"), ("resnet50_float32",)
 
@@ -59,23 +60,23 @@ def run_steps(
         return Child(["-m", module, "--child"], PROFILED)
 
     waiting: Child | None = None
-    for i, (round_, task, mode) in enumerate(plan):
-        if deadline.left() <= 0:
-            break
-        with waiting or start() as child:
-            waiting = start() if i + 1 < len(plan) else None
-            child.send({
-                "task": task, "mode": mode, "device": device, "steps": steps,
-                "tiny": device == "cpu", "extras": round_ == 0,
-            })  # fmt: skip
-            run = {"round": round_, "task": task, "mode": mode}
-            _follow(child, run, found, deadline, save)
-        if len(run) > 3:
-            print(line_of(run), flush=True)
-        if deadline.left() <= 0:
-            break
-    if waiting is not None:
-        waiting.kill()
+    try:
+        for i, (round_, task, mode) in enumerate(plan):
+            if deadline.left() <= 0:
+                break
+            with waiting or start() as child:
+                waiting = start() if i + 1 < len(plan) else None
+                child.send({
+                    "task": task, "mode": mode, "device": device, "steps": steps,
+                    "tiny": device == "cpu", "extras": round_ == 0,
+                })  # fmt: skip
+                run = {"round": round_, "task": task, "mode": mode}
+                _follow(child, run, found, deadline, save)
+            if len(run) > NAMES:
+                print(line_of(run), flush=True)
+    finally:
+        if waiting is not None:
+            waiting.kill()
     return found
 
 
@@ -88,13 +89,13 @@ def _follow(
         try:
             part: Mapping | None = child.message(mine.left())
         except TimeoutError:
-            if len(run) == 3 and deadline.left() <= 0:
+            if len(run) == NAMES and deadline.left() <= 0:
                 return  # not its fault: it has not been run
             part = {"error": "TimeoutError: stopped when its time was up", "finished": True}
         if part is None:
             part = {**child.death(), "finished": True}
         run.update({key: value for key, value in part.items() if key != "finished"})
-        if len(run) > 3 and run not in found["runs"]:
+        if len(run) > NAMES and run not in found["runs"]:
             found["runs"].append(run)
             found["not_run"] -= 1
         found["summary"] = summarise(found["runs"])
