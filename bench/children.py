@@ -12,19 +12,24 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+import psutil
+
 from bench.processes import MARK, ROOT
+
+KEPT_LINES = 30
 
 
 class Child:
     """`python *arguments`, from the repository root, in a process group of its own.
 
-    What it prints after `MARK` are its messages, one JSON line each (`tell`); everything else it
-    prints is dropped. It is killed, with every process it has started, when the block or this
-    program ends.
+    What it prints after `MARK` are its messages, one JSON line each (`tell`); of everything else it
+    prints the last lines are kept in `said`. It is killed, with every process it has started, when
+    the block or this program ends.
 
     Args:
         arguments: of the interpreter: ["-m", module, ...].
@@ -51,6 +56,7 @@ class Child:
             start_new_session=True,
         )
         self._messages: queue.Queue[dict | None] = queue.Queue()
+        self.said: deque[str] = deque(maxlen=KEPT_LINES)
         threading.Thread(target=self._read, daemon=True).start()
         atexit.register(self.kill)
 
@@ -60,6 +66,8 @@ class Child:
             if line.startswith(MARK):
                 with contextlib.suppress(json.JSONDecodeError):  # cut off by the child's death
                     self._messages.put(json.loads(line[len(MARK) :]))
+            else:
+                self.said.append(line.rstrip())
         self._messages.put(None)
 
     def send(self, job: Mapping) -> None:
@@ -100,7 +108,11 @@ class Child:
         return {"error": f"ProcessDied: {reason}", "detail": " ".join(last)}
 
     def kill(self) -> None:
-        """End it and what it has started."""
+        """End it and what it has started: ninja gives its compilers process groups of their own."""
+        with contextlib.suppress(psutil.Error):
+            for started in psutil.Process(self._process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    started.kill()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self.wait(10.0)  # a driver may hold it for longer; the limits of others must hold

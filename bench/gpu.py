@@ -1,24 +1,23 @@
-"""GPU tests, microbenchmarks and whole training steps in one command, inside a time limit.
+"""Whole training steps, GPU tests and microbenchmarks in one command, inside a time limit.
 
     python -m bench.gpu                             9 minutes; bench/results/gpu-CARD.json
+    python -m bench.gpu --wheels wheels --out out   with packages that the machine lacks
     python -m bench.gpu --only kernels --match ghost_norm
     python -m bench.gpu --device cpu --out DIR      tries the machinery anywhere: no figures
 
-Every result is checked against the reference before it is timed. Everything that touches the GPU runs
-in processes of its own, which are ended at their limits; what is finished is in the JSON file, which
-is rewritten as results come. A short table comes last.
+First fastclip._C is built for this Python while kernels are compiled, then whole steps are timed, then
+come tests and microbenchmarks. Every result is checked against the reference before it is timed.
+Everything that touches the GPU runs in processes of its own, which are ended at their limits; what is
+finished is in the JSON file, which is rewritten as results come. A short table comes last, also where
+this program is told to end (SIGTERM).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import importlib.util
 import os
 import re
-import shutil
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,16 +25,19 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from bench.children import write
-from bench.gpu_parts import compile_ahead, run_kernels, run_steps
+from bench.deadline import Deadline
+from bench.gpu_ahead import prepare
+from bench.gpu_kernels import compile_ahead, run_kernels
+from bench.gpu_machine import environment, problems, wheels
+from bench.gpu_runs import COMPILERS, run_steps
 from bench.gpu_table import table
 from bench.gpu_tests import run_tests
-from bench.measure import first_line, machine, now
+from bench.measure import machine, now
 
-PARTS = ("tests", "kernels", "steps")
-SHARES = {"tests": 0.28, "kernels": 0.45, "steps": 1.0}
+PARTS = ("steps", "tests", "kernels")
+SHARES = {"ahead": 0.35, "steps": 0.62, "tests": 0.4, "kernels": 1.0}
 """Of the time that is left when a part begins; what it does not use goes to the next."""
 RESERVE = 8.0  # seconds kept for ending processes and the table
 OUT = Path(__file__).resolve().parent / "results"
@@ -46,6 +48,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, help="folder of the JSON file (bench/results)")
+    parser.add_argument("--wheels", type=Path, help="folder of *.whl that this machine lacks")
     parser.add_argument("--minutes", type=float, default=9.0, help="from the process' start")
     parser.add_argument("--only", choices=PARTS, help="one part, with all the time")
     parser.add_argument("--match", default="", help="microbenchmarks whose name holds this")
@@ -56,79 +59,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.minutes <= 0:
         parser.error("--minutes must be positive")
     return options
-
-
-def problems(device: str) -> list[str]:
-    """What stands in the way, and what to do about it."""
-    found = []
-    if device == "cuda" and not torch.cuda.is_available():
-        found.append("torch sees no NVIDIA GPU: nothing can be measured here")
-    needed = {
-        "opacus": "fastclip builds on it, so neither its kernels nor its steps run: "
-        "python -m pip install --no-deps 'opacus>=1.6,<1.7' (or a wheel of it)",
-        "transformers": "the BERT and GPT-2 steps need it",
-    }
-    for name, why in needed.items():
-        if importlib.util.find_spec(name) is None:
-            found.append(f"{name} is not installed: {why}")
-    if not found:
-        try:
-            importlib.import_module("fastclip.ops")
-            if device == "cuda":
-                importlib.import_module("fastclip.kernels")
-        except Exception as error:
-            found.append(f"fastclip cannot be imported: {first_line(error)}")
-    return found
-
-
-def environment(device: str) -> dict[str, Any]:
-    """The card, its driver, compilers and libraries."""
-    found: dict[str, Any] = {"card": "none: a trial on the CPU", "versions": _versions()}
-    found["nvcc"] = _first_match(["nvcc", "--version"], r"release ([\d.]+)")
-    if device != "cuda":
-        return found
-    card = torch.cuda.get_device_properties(0)
-    found |= {
-        "card": card.name,
-        "capability": f"{card.major}.{card.minor}",
-        "memory_gib": round(card.total_memory / 2**30, 1),
-        "multiprocessors": card.multi_processor_count,
-        "l2_mib": round(getattr(card, "L2_cache_size", 0) / 2**20),
-        "driver": _first_match(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], r"([\d.]+)"
-        ),
-        "cuda": torch.version.cuda,
-        "allow_tf32": {
-            "matmul": torch.backends.cuda.matmul.allow_tf32,
-            "cudnn": torch.backends.cudnn.allow_tf32,
-        },
-    }
-    return found
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("torch", "triton", "opacus", "transformers", "pytest", "fastclip"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    fastclip = sys.modules.get("fastclip")
-    if fastclip is not None:  # of this checkout, installed or not
-        found["fastclip"] = fastclip.__version__
-    return found
-
-
-def _first_match(command: list[str], pattern: str) -> str:
-    """The first group that `pattern` finds in what a command prints, or why there is none."""
-    if shutil.which(command[0]) is None:
-        return "not found"
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return type(error).__name__
-    match = re.search(pattern, done.stdout)
-    return match.group(1) if match else "unknown"
 
 
 def without_folders(value: Any) -> Any:
@@ -145,38 +75,43 @@ def without_folders(value: Any) -> Any:
 
 
 @contextmanager
-def _compiling(order: dict, seconds: float) -> Iterator[None]:
-    """Compile kernels on spare cores meanwhile, and for `seconds` at least if need be."""
-    until = time.time() + seconds
+def _compiling(order: dict, deadline: Deadline) -> Iterator[None]:
+    """Compile the microbenchmarks' kernels on spare cores meanwhile, and until `deadline`."""
     count = min(6, (os.cpu_count() or 1) // 2) if order["device"] == "cuda" else 0
     with ExitStack() as stack:
         children = [stack.enter_context(child) for child in compile_ahead(order, count)]
         yield
         for child in children:
-            child.wait(until - time.time())
+            child.wait(deadline.left())
 
 
-def measure(options: argparse.Namespace, result: dict, deadline: float, save: Callable) -> None:
-    """Run the parts into `result`, each within its share of the time."""
-    order = {"device": options.device, "match": options.match, "small": options.device == "cpu"}
-
-    def share(part: str) -> float:
-        left = deadline - RESERVE - time.time()
-        return left if options.only else left * SHARES[part]
+def measure(options: argparse.Namespace, result: dict, deadline: Deadline, save: Callable) -> None:
+    """Run the parts into `result`, the most important first, each within its share of the time."""
+    device = options.device
+    order = {"device": device, "match": options.match, "small": device == "cpu"}
 
     def wanted(part: str) -> bool:
         return options.only in (None, part)
 
+    def begin(part: str) -> Deadline:
+        print(f"{part}: {deadline.left():.0f} s left", flush=True)
+        return deadline.part(1.0 if options.only else SHARES[part])
+
+    print("ahead: fastclip._C, kernels", flush=True)
+    prepare(
+        deadline.part(SHARES["ahead"]), {"device": device, "tiny": device == "cpu"},
+        COMPILERS if wanted("steps") else {}, result, save,
+    )  # fmt: skip
+    if wanted("steps"):
+        run_steps(begin("steps"), device, result, save)
     with ExitStack() as stack:
         if wanted("kernels"):
-            stack.enter_context(_compiling(order, 0.1 * (deadline - time.time())))
+            ahead = deadline.part(0.3)
+            stack.enter_context(_compiling(order, ahead))
         if wanted("tests"):
-            result["tests"] = run_tests(share("tests"))
-            save()
+            run_tests(begin("tests"), result, save)
     if wanted("kernels"):
-        result["kernels"] = run_kernels(share("kernels"), order, result, save)
-    if wanted("steps"):
-        result["steps"] = run_steps(share("steps"), options.device, result, save)
+        run_kernels(begin("kernels"), order, result, save)
 
 
 def went_wrong(result: dict) -> bool:
@@ -200,21 +135,40 @@ def unset(*names: str) -> Iterator[None]:
         os.environ.update(kept)
 
 
+class Ended(BaseException):
+    """This program was told to end."""
+
+
+def _end(*_: Any) -> None:
+    raise Ended
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure, write the JSON file, print the table; 0 where all went well."""
-    with unset("TRITON_INTERPRET", "FASTCLIP_BACKEND"):  # figures are of what users get
-        return run(arguments)
-
-
-def run(arguments: list[str] | None) -> int:
-    """What :func:`main` does, in the environment that users have."""
     options = parse(arguments)
-    began = psutil.Process().create_time() if arguments is None else time.time()
-    deadline = began + 60 * options.minutes
-    given = " ".join(sys.argv[1:] if arguments is None else arguments)
-    command = re.sub(r"\s*--out(\s+|=)\S+", "", f"python -m bench.gpu {given}").strip()
-    result: dict[str, Any] = {"command": command, "date": now(), "machine": machine()}
-    result["problems"] = problems(options.device)
+    if arguments is None:
+        signal.signal(signal.SIGTERM, _end)
+    names = ("TRITON_INTERPRET", "FASTCLIP_BACKEND") if options.device == "cuda" else ()
+    with unset(*names), wheels(options.wheels) as trouble:  # figures are of what users get
+        spent = time.time() - psutil.Process().create_time() if arguments is None else 0.0
+        return run(options, spent, trouble)
+
+
+def run(
+    options: argparse.Namespace, spent: float = 0.0, trouble: str | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:  # fmt: skip
+    """What :func:`main` does in the environment that it has prepared.
+
+    Args:
+        spent: seconds of the time given that are gone. trouble: what is wrong with the wheels.
+        clock: the present in seconds.
+    """
+    began = clock() - spent
+    deadline = Deadline(60 * options.minutes - RESERVE - spent, clock)
+    result: dict[str, Any] = {"command": command(options), "date": now(), "machine": machine()}
+    result["problems"] = [trouble] if trouble else []
+    result["problems"] += problems(options.device)
     if not result["problems"]:
         result |= environment(options.device)
     folder = options.out or OUT
@@ -223,18 +177,33 @@ def run(arguments: list[str] | None) -> int:
     path = folder / (f"gpu-{card}.json" if options.device == "cuda" else "gpu-trial.json")
 
     def save() -> None:
-        result["seconds"] = time.time() - began
+        result["seconds"] = clock() - began
         if not result["problems"] or options.out:
             write(path, without_folders(result))
 
     save()
     if not result["problems"]:
-        measure(options, result, deadline, save)
+        try:
+            measure(options, result, deadline, save)
+        except (Ended, KeyboardInterrupt) as ended:
+            result["ended"] = f"{type(ended).__name__} before it was done"
         save()
-    print(table(without_folders(result)))
+    print(table(without_folders(result)), flush=True)
     if not result["problems"]:
-        print(f"written to {path}")
-    return 2 if result["problems"] else int(went_wrong(result))
+        print(f"written to {path}", flush=True)
+    return 2 if result["problems"] else int("ended" in result or went_wrong(result))
+
+
+def command(options: argparse.Namespace) -> str:
+    """What was asked for, without this machine's folders."""
+    text = "python -m bench.gpu"
+    if options.device != "cuda":
+        text += f" --device {options.device}"
+    if options.only:
+        text += f" --only {options.only}"
+    if options.match:
+        text += f" --match {options.match}"
+    return text if options.minutes == 9.0 else f"{text} --minutes {options.minutes:g}"
 
 
 if __name__ == "__main__":

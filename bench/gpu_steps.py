@@ -3,8 +3,9 @@
     python -m bench.gpu_steps                      every workload and mode, one after another
     python -m bench.gpu_steps --tiny --device cpu  the same code on small models, anywhere
 
-bench.gpu runs each pair in a process of its own. Every mode trains the same model on the same random
-data with SGD(momentum 0.9); the private ones are those of bench.workloads.
+bench.gpu runs each pair in a process of its own, which tells what it has found part by part. Every
+mode trains the same model on the same random data with SGD(momentum 0.9); the private ones are those
+of bench.workloads. Kernels are tuned by a step of the very batch that is timed.
 """
 
 from __future__ import annotations
@@ -13,20 +14,27 @@ import argparse
 import statistics
 import time
 import warnings
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from bench.children import job
+from bench.children import job, tell
+from bench.gpu_graph import CapturedStep, NotCaptured
+from bench.gpu_profile import chosen_configurations, plan_of, profiled
 from bench.gpu_tasks import TASKS, Trainer
 from bench.kernels import tuning
 from bench.kernels.check import WrongResult
-from bench.kernels.clock import clock_for
-from bench.measure import PeakMemory, quartiles
-from bench.processes import report
+from bench.kernels.clock import CpuClock, clock_for
+from bench.measure import PeakMemory, first_line, quartiles
+from bench.processes import frames
 from bench.workloads import MODES
 
 WARM_UP, STEPS = 3, 10
+GRAPHS = ("non_private", "fastclip")  # modes whose step is also tried as a CUDA graph
+AHEAD = 16  # samples of a step that only compiles: a multiple of 16, as every batch that is timed
+AHEAD_MEMORY = 0.25  # of the card, that such a process may take
 SLACK = 0.01  # relative error of a clipped gradient that two orders of summing may leave
 
 
@@ -60,7 +68,7 @@ def check(trainer: Trainer) -> dict[str, float]:
     """
     with trainer.without_dropout():
         exact = trainer.clipped("reference", autocast=False)
-        reference, found = trainer.clipped("reference"), trainer.clipped("auto")
+        reference, found = trainer.clipped("reference"), trainer.clipped(None)
     row = {}
     for i, name in enumerate(("gradient", "norm")):
         size = exact[i].norm()
@@ -94,46 +102,142 @@ def kernels_in_use(device: torch.device) -> dict[str, str]:
     }
 
 
-def measure(
-    name: str, mode: str, device: torch.device, steps: int = STEPS, tiny: bool = False
-) -> dict:
-    """Time `steps` training steps after `WARM_UP` others, in this process.
+def timed(step: Callable[[], Any], clock: CpuClock, steps: int) -> dict[str, Any]:
+    """Run `step` this often.
 
     Returns:
-        "step_s": first quartile, median and third of a step; "host_s": median time until a step is
-        queued; "host_syncs": waits of the CPU for the GPU in a step; "peak_mib": memory above the
-        built model; "loss". For fastclip also what `check` found, and "kernels".
+        "step_s": first quartile, median and third of a step on the device; "host_s": median time
+        until a step is queued; "steps".
+    """
+    clock.synchronize()
+    stamps, host = [clock.stamp()], []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        step()
+        stamps.append(clock.stamp())
+        host.append(time.perf_counter() - begin)
+    clock.synchronize()
+    times = quartiles([clock.seconds(a, b) for a, b in pairwise(stamps)])
+    return {"step_s": times, "host_s": statistics.median(host), "steps": steps}
+
+
+def measure(
+    name: str, mode: str, device: torch.device, steps: int = STEPS, tiny: bool = False,
+    extras: bool = True,
+) -> Iterator[dict]:  # fmt: skip
+    """Time `steps` training steps after `WARM_UP` others, in this process; look at them closely.
+
+    Yields, to be joined in one dictionary:
+        what `timed` returns, "host_syncs": waits of the CPU for the GPU in a step, "peak_mib":
+        memory above the built model, "loss"; for fastclip also what `check` found, "kernels",
+        "plan" and "configurations".
+        With extras: "profile" (gpu_profile), then for `GRAPHS` "graph": the same step captured, with
+        its times, "peak_mib" and "profile", or an "error" that says why not.
     """
     clock = clock_for(device)
     with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         trainer = Trainer(name, mode, device, tiny)
+        memory = CudaPeak(device) if device.type == "cuda" else PeakMemory()
         title = f"{name}, tiny" if tiny else TASKS[name].title.format(b=trainer.batch)
         row: dict = {"title": title, "batch": trainer.batch}
+        begin = time.perf_counter()
+        trainer.step()  # whatever is compiled and tuned, is at the batch that is timed
+        clock.synchronize()
+        row["first_step_s"] = time.perf_counter() - begin
         if mode == "fastclip":
             row |= check(trainer)
-        memory = CudaPeak(device) if device.type == "cuda" else PeakMemory()
         for _ in range(WARM_UP):
-            loss = trainer.step()
+            trainer.step()
         clock.synchronize()
         if isinstance(memory, CudaPeak):
             memory.restart()
-        stamps, host = [clock.stamp()], []
-        for _ in range(steps):
-            begin = time.perf_counter()
-            loss = trainer.step()
-            stamps.append(clock.stamp())
-            host.append(time.perf_counter() - begin)
-        clock.synchronize()
+        row |= timed(trainer.step, clock, steps)
         peak = memory.above_start()
+        row["loss"] = float(trainer.step().item())
         row["host_syncs"] = host_syncs(trainer) if device.type == "cuda" else None
-    row["step_s"] = quartiles([clock.seconds(a, b) for a, b in pairwise(stamps)])
-    row |= {"host_s": statistics.median(host), "steps": steps, "loss": float(loss.item())}
     row |= {"peak_mib": peak / 2**20, "built_mib": memory.start / 2**20}
     row["memory_method"] = memory.method
     row["warnings"] = sorted({str(w.message) for w in caught if "kernel of" in str(w.message)})
     if mode == "fastclip":
         row["kernels"] = kernels_in_use(device)
-    return row
+        row["plan"] = plan_of(trainer.optimizer)
+        row["configurations"] = chosen_configurations()
+    yield row
+    if not extras:
+        return
+    yield {"profile": _looked_at(trainer.step, row, device)}
+    if mode in GRAPHS:
+        yield {"graph": as_graph(trainer, memory, clock, steps)}
+
+
+def as_graph(
+    trainer: Trainer, memory: CudaPeak | PeakMemory, clock: CpuClock, steps: int
+) -> dict[str, Any]:
+    """The same steps replayed as one CUDA graph, or {"error"}: why they cannot be.
+
+    Nothing must be measured in this process afterwards: a capture that fails may leave CUDA's state
+    behind it.
+    """
+    try:
+        if isinstance(memory, CudaPeak):
+            trainer.optimizer.zero_grad()
+            torch.cuda.empty_cache()
+            memory.restart()
+        captured = CapturedStep(trainer)
+        for _ in range(WARM_UP):
+            captured.step()
+        row = timed(captured.step, clock, steps)
+        row["loss"] = float(captured.loss.item())
+        row["peak_mib"] = memory.above_start() / 2**20
+        row["profile"] = _looked_at(captured.step, row, trainer.device)
+        return row
+    except NotCaptured as error:
+        return {"error": f"not captured: {error}"}
+    except Exception as error:
+        return {"error": first_line(error)}
+
+
+def _looked_at(step: Callable[[], Any], row: Mapping, device: torch.device) -> dict[str, Any]:
+    """The profile of a step, with the share of the time it takes unobserved that the GPU is busy."""
+    try:
+        found = profiled(step, device)
+    except Exception as error:
+        return {"error": first_line(error)}
+    found["busy_share"] = found["busy_s"] / row["step_s"][1]
+    return found
+
+
+def compile_ahead(name: str, device: torch.device, tiny: bool, share: tuple[int, int]) -> dict:
+    """Compile what fastclip's step launches, a share of each search, so that it is on disk.
+
+    One step of `AHEAD` samples, in which nothing is timed.
+    """
+    begin = time.perf_counter()
+    tuning.compile_only(share)
+    if device.type == "cuda":  # several such processes share the card
+        torch.cuda.set_per_process_memory_fraction(AHEAD_MEMORY, device.index or 0)
+    trainer = Trainer(name, "fastclip", device, tiny, most=AHEAD)
+    trainer.step()
+    clock_for(device).synchronize()
+    return {"seconds": time.perf_counter() - begin}
+
+
+def child() -> None:
+    """What bench.gpu asks for on standard input; told part by part, {"finished"} at the end."""
+    order = job()  # everything is imported by now; the parent says when the GPU is free
+    device, tiny = torch.device(order["device"]), order["tiny"]
+    try:
+        if share := order.get("share"):
+            tell(compile_ahead(order["task"], device, tiny, (share[0], share[1])))
+        else:
+            tuning.short()
+            pair = (order["task"], order["mode"])
+            for part in measure(*pair, device, order["steps"], tiny, order["extras"]):
+                tell(part)
+    except Exception as error:
+        tell({"error": first_line(error), "detail": frames(error)})
+    tell({"finished": True})
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -147,17 +251,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    tuning.short()
     if options.child:
-        order = job()  # everything is imported by now; the parent says when the GPU is free
-        pair = (order["task"], order["mode"], torch.device(order["device"]))
-        report(lambda: measure(*pair, order["steps"], order["tiny"]))
+        child()
         return
+    tuning.short()
     for task in options.tasks:
         for mode in options.modes:
-            print(task, mode)
-            pair = (task, mode, torch.device(options.device))
-            report(lambda pair=pair: measure(*pair, options.steps, options.tiny))
+            print(task, mode, flush=True)
+            try:
+                device = torch.device(options.device)
+                for part in measure(task, mode, device, options.steps, options.tiny):
+                    tell(part)
+            except Exception as error:
+                tell({"error": first_line(error), "detail": frames(error)})
 
 
 if __name__ == "__main__":

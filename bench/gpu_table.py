@@ -1,10 +1,16 @@
-"""The short table that `python -m bench.gpu` prints last: at most 60 lines of at most 150 columns."""
+"""The table that `python -m bench.gpu` prints last: at most 76 lines of at most 150 columns.
+
+That is less than 12,000 characters, of which many a machine shows no more.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-WIDTH, LINES, FAILURES, WARNINGS = 150, 60, 5, 3
+from bench.gpu_runs import GOALS
+
+WIDTH, LINES, FAILURES, WARNINGS = 150, 76, 5, 3
+NAME = 34  # columns of a kernel's name
 
 
 def table(result: Mapping) -> str:
@@ -14,6 +20,7 @@ def table(result: Mapping) -> str:
     if not result["problems"]:
         versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
         lines.append(f"{versions}; driver {result.get('driver', '-')}, nvcc {result['nvcc']}")
+    lines += _ahead(result)
     if "tests" in result:
         lines += _tests(result["tests"])
     steps = _steps(result["steps"]) if "steps" in result else []
@@ -21,8 +28,24 @@ def table(result: Mapping) -> str:
         room = LINES - len(lines) - len(steps) - 3  # the last line, and bench.gpu's own
         lines += _kernels(result["kernels"], max(room, 8))
     lines += steps
-    lines.append(f"{result.get('seconds', 0):.0f} s in all")
+    ended = f"; {result['ended']}" if "ended" in result else ""
+    lines.append(f"{result.get('seconds', 0):.0f} s in all{ended}")
     return "\n".join(line[:WIDTH] for line in lines[: LINES - 1])
+
+
+def _ahead(result: Mapping) -> list[str]:
+    """What became of fastclip._C and of what was compiled beforehand."""
+    lines = []
+    if build := result.get("build"):
+        seconds = f"{build['seconds']:.0f} s"
+        told = f"built in {seconds}" if build["built"] else f"ABSENT: {build['why']} ({seconds})"
+        lines.append(f"fastclip._C: {told}")
+    if ahead := result.get("ahead"):
+        failed = [f"{row['task']} {row['error']}" for row in ahead if "error" in row]
+        longest = max((row.get("seconds", 0.0) for row in ahead), default=0.0)
+        text = f"compiled ahead: {len(ahead) - len(failed)} of {len(ahead)} in {longest:.0f} s"
+        lines.append(f"{text}; {'; '.join(failed)}" if failed else text)
+    return lines
 
 
 def _tests(tests: Mapping) -> list[str]:
@@ -82,26 +105,55 @@ def _rate(value: object) -> str:
 
 def _steps(steps: Mapping) -> list[str]:
     rows: Sequence[Mapping] = steps["summary"]
-    lines = [f"steps: {len(steps['runs'])} runs, {steps['not_run']} not run"]
+    lines = [
+        f"steps: {len(steps['runs'])} runs, {steps['not_run']} not run; x: to non_private of the "
+        "same kind, [goal]; eager x: of a graph to non_private without"
+    ]
     lines.append(
-        f"  {'':<31}{'ms':>9} {'quartiles':>19} {'time x':>7} {'GiB':>7} {'memory x':>8} "
-        f"{'host ms':>8} {'syncs':>6}"
+        f"  {'':<35}{'ms':>8} {'quartiles':>17} {'time x':>13} {'eager x':>7} {'GiB':>6} "
+        f"{'memory x':>13} {'host ms':>7} {'syncs':>5} {'launches':>8} {'busy':>5}"
     )
     order = list(dict.fromkeys(row["task"] for row in rows))
-    for row in sorted(rows, key=lambda row: order.index(row["task"])):
-        name = f"  {row['task']:<17}{row['mode']:<14}"
-        if "step_s" not in row:
-            lines.append(f"{name}  {row['error']}")
-            continue
-        low, middle, high = (1e3 * x for x in row["step_s"])
-        quartiles = f"[{low:.1f}, {high:.1f}]"
-        syncs = "-" if row["host_syncs"] is None else row["host_syncs"]
-        lines.append(
-            f"{name}{middle:>9.1f} {quartiles:>19} {_ratio(row, 'time_ratio'):>7} "
-            f"{row['peak_mib'] / 1024:>7.2f} {_ratio(row, 'memory_ratio'):>8} "
-            f"{1e3 * row['host_s']:>8.1f} {syncs:>6}"
-        )
+    for task in order:
+        mine = [row for row in rows if row["task"] == task]
+        for row in mine:
+            lines += _step(row)
+        for row in mine:
+            if row["mode"] == "fastclip":
+                lines += _closely(row)
     return lines + _fallbacks(rows)
+
+
+def _step(row: Mapping) -> list[str]:
+    name = f"  {row['task']:<17}{row['mode']:<18}"
+    if "step_s" not in row:
+        return [f"{name}  {row['error']}"]
+    low, middle, high = (1e3 * x for x in row["step_s"])
+    goal = GOALS.get(row["task"], {}) if row["mode"].startswith("fastclip") else {}
+    syncs = row.get("host_syncs")
+    launches = f"{row['launches']:.0f}" if "launches" in row else "-"
+    busy = f"{row['busy_share']:.0%}" if "busy_share" in row else "-"
+    line = (
+        f"{name}{middle:>8.1f} {f'[{low:.1f}, {high:.1f}]':>17} "
+        f"{_ratio(row, 'time_ratio', goal.get('time')):>13} {_ratio(row, 'eager_ratio'):>7} "
+        f"{row['peak_mib'] / 1024:>6.1f} {_ratio(row, 'memory_ratio', goal.get('memory')):>13} "
+        f"{1e3 * row['host_s']:>7.1f} {'-' if syncs is None else syncs:>5} {launches:>8} {busy:>5}"
+    )
+    return [line, f"{name}  {row['error']}"] if "error" in row else [line]
+
+
+def _closely(row: Mapping) -> list[str]:
+    """The kernels that take the most of fastclip's step, and how norms were computed."""
+    lines = []
+    if top := row.get("top"):
+        kernels = ", ".join(f"{k['name'][:NAME].strip()} {k['share']:.0%}" for k in top[:3])
+        lines.append(f"    top: {kernels}")
+    if norms := row.get("norms"):
+        counts = ", ".join(f"{name} {count}" for name, count in norms.items())
+        held = row["held_bytes"] / 2**30
+        searched = f"; {row['searches']} searches of Triton" if "searches" in row else ""
+        lines.append(f"    norms: {counts}; {held:.2f} GiB held{searched}")
+    return lines
 
 
 def _fallbacks(rows: Sequence[Mapping]) -> list[str]:
@@ -114,5 +166,6 @@ def _fallbacks(rows: Sequence[Mapping]) -> list[str]:
     return lines + [f"  WARNING: {text}" for text in warned][:WARNINGS]
 
 
-def _ratio(row: Mapping, name: str) -> str:
-    return f"{row[name]:.2f}" if name in row else "-"
+def _ratio(row: Mapping, name: str, goal: float | None = None) -> str:
+    found = f"{row[name]:.2f}" if name in row else "-"
+    return f"{found} [{goal:.2f}]" if goal else found

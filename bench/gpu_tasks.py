@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import ViTConfig, ViTForImageClassification
 
 from bench.models import ExplicitBert, ExplicitGpt2, SampleMeanCrossEntropy, resnet50
 from bench.workloads import MODES
@@ -56,6 +57,13 @@ def _resnet(tiny: bool) -> nn.Module:
     return resnet50(CLASSES, (1, 1, 1, 1), 8, 4) if tiny else resnet50()
 
 
+def _vit(tiny: bool) -> nn.Module:
+    """ViT-B in patches of 16, of 224 pixels: transformers' default."""
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "intermediate_size": 64, "image_size": 32} if tiny else {}  # fmt: skip
+    return ViTForImageClassification(ViTConfig(num_labels=CLASSES, **small))
+
+
 def _tokens(length: int, vocab: int) -> Callable[[int, bool, torch.device], Tensor]:
     def draw(n: int, tiny: bool, device: torch.device) -> Tensor:
         high, size = (100, (n, 8)) if tiny else (vocab, (n, length))
@@ -85,13 +93,17 @@ TASKS = {
         "BERT-base, T 512, batch {b}, bf16 autocast",
         (64, 4), _bert, _tokens(512, 30522), _classes,
     ),
+    "gpt2": Task(
+        "GPT-2 small, tied head, T 1024, batch {b}, bf16 autocast",
+        (16, 4), _gpt2, _tokens(1024, 50257), _next_tokens, SampleMeanCrossEntropy,
+    ),
     "resnet50": Task(
         "ResNet-50 (GroupNorm), 3x224x224, batch {b}, channels-last, bf16 autocast",
         (128, 4), _resnet, _images, _classes, channels_last=True,
     ),
-    "gpt2": Task(
-        "GPT-2 small, tied head, T 1024, batch {b}, bf16 autocast",
-        (16, 4), _gpt2, _tokens(1024, 50257), _next_tokens, SampleMeanCrossEntropy,
+    "vit_b": Task(
+        "ViT-B/16, 3x224x224, batch {b}, bf16 autocast",
+        (128, 4), _vit, _images, _classes,
     ),
     "resnet50_float32": Task(
         "ResNet-50 as above in float32 (torch's defaults)",
@@ -101,13 +113,21 @@ TASKS = {
 
 
 class Trainer:
-    """One model in one mode, ready to step."""
+    """One model in one mode, ready to step.
 
-    def __init__(self, name: str, mode: str, device: torch.device, tiny: bool = False) -> None:
+    Args:
+        name, mode: of `TASKS` and bench.workloads' `MODES`. tiny: a small model.
+        most: samples a step, where the task has more.
+    """
+
+    def __init__(
+        self, name: str, mode: str, device: torch.device, tiny: bool = False,
+        most: int | None = None,
+    ) -> None:  # fmt: skip
         task = TASKS[name]
         torch.manual_seed(0)
         self.device, self.autocast = device, task.autocast
-        self.batch = task.batch[tiny]
+        self.batch = min(task.batch[tiny], most or task.batch[tiny])
         inputs = task.inputs(BATCHES * self.batch, tiny, device)
         data = TensorDataset(inputs, task.targets(inputs))
         layout = torch.channels_last if task.channels_last else torch.preserve_format
@@ -128,7 +148,8 @@ class Trainer:
         if self.autocast and autocast:
             context = torch.autocast(self.device.type, torch.bfloat16)
         with context:
-            loss = self.criterion(self.model(x), y)
+            output = self.model(x)
+            loss = self.criterion(getattr(output, "logits", output), y)
         loss.backward()
         return loss
 
@@ -140,12 +161,15 @@ class Trainer:
         self.steps += 1
         return loss
 
-    def clipped(self, backend: str, autocast: bool = True) -> tuple[Tensor, Tensor]:
-        """fastclip's clipped gradient [n] of a quarter of the next batch, its samples' norms [b]."""
+    def clipped(self, backend: str | None, autocast: bool = True) -> tuple[Tensor, Tensor]:
+        """fastclip's clipped gradient [n] of a quarter of the next batch, its samples' norms [b].
+
+        backend: of fastclip.ops; None: what trains.
+        """
         from fastclip.ops.dispatch import use_backend
 
         self.optimizer.zero_grad()
-        with use_backend(backend):
+        with nullcontext() if backend is None else use_backend(backend):
             self.backward(4, autocast)
         sums = [p.summed_grad for p in self.model.parameters() if p.requires_grad]
         norms = self.optimizer.per_sample_norms

@@ -15,18 +15,20 @@ import os
 import re
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from bench.children import Child
+from bench.deadline import Deadline
 from bench.kernels import tuning
 from bench.processes import ROOT
 
 REPORT = "BENCH_TEST_REPORT"
 TEST_SECONDS = 120
+NOTED_EVERY = 5.0  # seconds after which what has passed and failed so far is told
+COUNTS = ("passed", "failed", "errors", "skipped")
 _SUSPECTS: list[str] = []
 """Failed tests of this process since the context was last seen alive; emptied when it is."""
 
@@ -41,46 +43,62 @@ def gpu_marked(folder: Path) -> list[str]:
     )
 
 
-def run_tests(limit: float, targets: Sequence[str] = ("tests/kernels",)) -> dict:
-    """pytest over `targets` and the tests marked `gpu` elsewhere.
+def run_tests(
+    deadline: Deadline, result: dict, save: Callable[[], None],
+    targets: Sequence[str] = ("tests/kernels",),
+) -> dict:  # fmt: skip
+    """pytest over the tests marked `gpu`, in at most half of the time, and over `targets`.
 
     Returns:
         "passed", "failed", "skipped", "errors": counts; "failures": the first 40, with the first
-        line of their message; "seconds"; "error" where it did not come to its end.
+        line of their message; "seconds"; "error" where it did not come to its end. It is in
+        result["tests"], and saved, as tests end.
     """
-    begin = time.monotonic()
-    parts = [_run([], targets, limit)]
-    if marked := gpu_marked(ROOT / "tests"):
-        left = limit - (time.monotonic() - begin)
-        parts.append(_run(["-m", "gpu"], marked, left))
-    counts = ("passed", "failed", "errors", "skipped")
-    found: dict = {name: sum(part[name] for part in parts) for name in counts}
-    found["failures"] = [failure for part in parts for failure in part["failures"]][:40]
-    if errors := [part["error"] for part in parts if "error" in part]:
-        found["error"] = "; ".join(errors)
-    found["seconds"] = time.monotonic() - begin
+    begin = deadline.clock()
+    found = result["tests"] = {**dict.fromkeys(COUNTS, 0), "failures": [], "seconds": 0.0}
+    done: list[dict] = []
+
+    def note(part: dict) -> None:
+        parts = [*done, part]
+        found.update({name: sum(part[name] for part in parts) for name in COUNTS})
+        found["failures"] = [failure for part in parts for failure in part["failures"]][:40]
+        if errors := [part["error"] for part in parts if "error" in part]:
+            found["error"] = "; ".join(errors)
+        found["seconds"] = deadline.clock() - begin
+        save()
+
+    marked = gpu_marked(ROOT / "tests")
+    if marked:
+        done.append(_run(["-m", "gpu"], marked, deadline.part(0.5), note))
+    note(_run([], targets, deadline, note))
     return found
 
 
-def _run(options: Sequence[str], targets: Sequence[str], limit: float) -> dict:
+def _run(
+    options: Sequence[str], targets: Sequence[str], deadline: Deadline,
+    note: Callable[[dict], None],
+) -> dict:  # fmt: skip
+    limit = deadline.left()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report"
         report.touch()
         environment = {
             REPORT: str(report),
-            "TRITON_CACHE_DIR": folder,  # searches under load must not decide what is timed later
             "TRITON_INTERPRET": None,
             "PYTEST_XDIST_WORKER": None,  # of a test run that this one is part of
         }
         arguments = ["-m", "pytest", "-p", "bench.gpu_tests", *options, *_parallel(), *targets]
         with Child(arguments, environment) as child:
-            in_time = child.wait(limit)
+            while not (in_time := child.wait(min(NOTED_EVERY, deadline.left()))):
+                if deadline.left() <= 0:
+                    break
+                note(summarise(report.read_text().splitlines()))
             end = child.death() if in_time else {"error": "", "detail": ""}
         found = summarise(report.read_text().splitlines())
     if not in_time:
         running = ", ".join(found["running"][:3]) or "none"
         found["error"] = f"stopped after {limit:.0f} s; running: {running}"
-    elif not found["passed"] + found["failed"] + found["errors"] + found["skipped"]:
+    elif not sum(found[name] for name in COUNTS):
         found["error"] = f"no test ran: {end['error']} {end['detail']}"
     return found
 

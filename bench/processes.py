@@ -53,7 +53,7 @@ def run_module(
     return {"error": f"ProcessDied: {reason}", "detail": " ".join(last)}
 
 
-def _frames(error: BaseException) -> str:
+def frames(error: BaseException) -> str:
     """The innermost calls, file names alone: results are shared, the machine's folders are not."""
     frames = traceback.extract_tb(error.__traceback__)[-4:]
     return " > ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames)
@@ -64,5 +64,5 @@ def report(measure: Callable[[], dict]) -> None:
     try:
         result = measure()
     except Exception as error:
-        result = {"error": first_line(error), "detail": _frames(error)}
+        result = {"error": first_line(error), "detail": frames(error)}
     print(MARK + json.dumps(result), flush=True)

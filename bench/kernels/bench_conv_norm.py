@@ -11,6 +11,7 @@ from opacus.grad_sample.conv import compute_conv_grad_sample
 from torch import Tensor, nn
 
 from bench.kernels.case import Case, normal
+from bench.kernels.shapes import CONVOLUTIONS
 from fastclip import ops
 from fastclip.ops import ConvGeometry
 
@@ -22,13 +23,7 @@ LAYERS = [  # model, b, c, o, kernel, stride, size of the input
     ("ResNet-18 32", 256, 64, 128, 3, 2, 32),
     ("ResNet-18 32", 256, 256, 256, 3, 1, 8),
     ("ResNet-18 32", 256, 512, 512, 3, 1, 4),
-    ("ResNet-50 224", 64, 3, 64, 7, 2, 224),
-    ("ResNet-50 224", 64, 64, 256, 1, 1, 56),
-    ("ResNet-50 224", 64, 64, 64, 3, 1, 56),
-    ("ResNet-50 224", 64, 256, 512, 1, 2, 56),
-    ("ResNet-50 224", 64, 256, 256, 3, 1, 14),
-    ("ResNet-50 224", 64, 1024, 256, 1, 1, 14),
-    ("ResNet-50 224", 64, 512, 512, 3, 1, 7),
+    *CONVOLUTIONS,
 ]
 LAYOUTS = {"": torch.contiguous_format, " channels-last": torch.channels_last}
 
@@ -92,5 +87,7 @@ def cases() -> list[Case]:
         *_, stride, size = layer
         small = (size // stride) ** 2 <= GHOST_POSITIONS
         for operation in ("conv_norm", *(["conv_ghost_norm"] if small else [])):
-            found += [case(operation, *layer, torch.bfloat16, layout) for layout in LAYOUTS]
-    return found + [case("conv_norm", *LAYERS[i], torch.float32) for i in (0, 4, 8)]
+            layouts = [" channels-last"] if layer in CONVOLUTIONS else LAYOUTS  # as it is trained
+            found += [case(operation, *layer, torch.bfloat16, layout) for layout in layouts]
+    floats = (LAYERS[0], LAYERS[4], CONVOLUTIONS[3])
+    return found + [case("conv_norm", *layer, torch.float32) for layer in floats]

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from bench.kernels.case import Case
+from bench.kernels.shapes import GOALS
 from bench.measure import first_line
 
 SMALL = 16e6  # bytes, and 100 times as many operations: what a CPU does in a moment
@@ -38,15 +39,23 @@ def discover(names: Iterable[str] | None = None) -> tuple[list[tuple[str, Case]]
 def by_importance(cases: Iterable[tuple[str, Case]]) -> list[tuple[str, Case]]:
     """One case of every operation and model, then a second of each, and so on.
 
-    Within an operation and model bfloat16 goes first, and large shapes before small ones.
+    First models that have a goal, whatever the layout. Within an operation and model bfloat16 goes
+    first, and large shapes before small ones.
     """
     queues: dict[tuple[str, str], list[tuple[str, Case]]] = {}
     for identifier, case in cases:
         queues.setdefault((case.operation, case.model), []).append((identifier, case))
     for queue in queues.values():
         queue.sort(key=lambda c: (c[1].dtype != torch.bfloat16, -c[1].flops, -c[1].nbytes))
-    longest = max(map(len, queues.values()), default=0)
-    return [queue[i] for i in range(longest) for queue in queues.values() if i < len(queue)]
+    with_goal = {key: queue for key, queue in queues.items() if key[1].startswith(GOALS)}
+    others = {key: queue for key, queue in queues.items() if key not in with_goal}
+    return [*_in_turns(with_goal.values()), *_in_turns(others.values())]
+
+
+def _in_turns(queues: Iterable[list[tuple[str, Case]]]) -> list[tuple[str, Case]]:
+    kept = list(queues)
+    longest = max(map(len, kept), default=0)
+    return [queue[i] for i in range(longest) for queue in kept if i < len(queue)]
 
 
 def is_small(case: Case) -> bool:

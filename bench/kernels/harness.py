@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from bench.children import job, tell
+from bench.gpu_profile import chosen_configurations, tuned_kernels
 from bench.kernels import tuning
 from bench.kernels.case import Case
 from bench.kernels.catalog import by_importance, discover, is_small
@@ -208,7 +209,9 @@ def main() -> None:
         if time.monotonic() - begin > order["seconds"]:
             break
         tell({"start": identifier, **describe(identifier, case)})
+        tuning.forget(kernel for _, kernel in tuned_kernels())  # each at its own batch
         row = measure(case, device, ceiling, order.get("case_seconds", 1.0), clock)
+        row["configurations"] = chosen_configurations()
         tell({"row": {**describe(identifier, case), **row}})
         gc.collect()
         if "error" in row:

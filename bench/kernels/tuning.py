@@ -1,15 +1,16 @@
 """How Triton's autotuner behaves in a benchmark run, which has minutes for hundreds of searches.
 
-`short`: fewer repetitions of each configuration. `compile_only`: every configuration is compiled
-and launched once, none is timed, nothing is remembered but the compiled code on disk: what several
-processes do ahead, so that the one that measures finds it. `first_config`: no search; for the tests.
-Each patches triton's Autotuner (3.2 and newer) for the rest of the process; without triton they do
-nothing.
+`short`: fewer repetitions of each configuration, and a choice that serves this process alone: what
+another batch size found, here or on disk, must not decide what is timed. `forget`: search again.
+`compile_only`: every configuration is compiled and launched once, none is timed, nothing is
+remembered but the compiled code on disk: what several processes do ahead, so that the one that
+measures finds it. `first_config`: no search; for the tests. Each patches triton's Autotuner (3.2 and
+newer) for the rest of the process; without triton they do nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -42,14 +43,24 @@ def short(warmup: int = 5, rep: int = 30) -> None:
         return do_bench(call, warmup=warmup, rep=rep, quantiles=quantiles)
 
     tuner.do_bench = property(lambda self: bench)
+    tuner.check_disk_cache = _not_remembered
 
 
-def compile_only() -> None:
-    """Launch every configuration once; keep no choice."""
+def forget(kernels: Iterable[Any]) -> None:
+    """Let the next launch of each of these tuned kernels search, whatever an earlier one found."""
+    for kernel in kernels:
+        if kernel.search is not None:
+            kernel.search.cache.clear()
+
+
+def compile_only(share: tuple[int, int] = (0, 1)) -> None:
+    """Launch every configuration once, or of (k, n) the k-th and every n-th after it; keep no
+    choice."""
     if (tuner := _autotuner()) is None:
         return
     tuner.do_bench = property(lambda self: _once)
     tuner.check_disk_cache = _not_remembered
+    _take(tuner, lambda configs: configs[share[0] :: share[1]] or configs[:1])
 
 
 def first_config() -> None:
@@ -57,9 +68,14 @@ def first_config() -> None:
     if (tuner := _autotuner()) is None:
         return
     compile_only()
+    _take(tuner, lambda configs: configs[:1])
+
+
+def _take(tuner: Any, part: Callable[[list], list]) -> None:
+    """Of the configurations that pruning leaves, a part."""
     prune = tuner.prune_configs
 
-    def first(self: Any, *args: Any, **kwargs: Any) -> list:
-        return list(prune(self, *args, **kwargs))[:1]
+    def pruned(self: Any, *args: Any, **kwargs: Any) -> list:
+        return part(list(prune(self, *args, **kwargs)))
 
-    tuner.prune_configs = first
+    tuner.prune_configs = pruned

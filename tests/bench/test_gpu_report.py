@@ -31,17 +31,23 @@ def synthetic(cases: int) -> dict[str, Any]:
     rows.append({"id": "y.0", "name": "conv_norm-toy", "error": "WrongResult: far off" * 20})
     steps = [
         {"task": task, "mode": mode, "step_s": [1.0, 1.1, 1.2], "host_s": 1.0, "peak_mib": 9e3,
-         "time_ratio": 1.25, "memory_ratio": 1.1, "host_syncs": 0}
-        for task in TASKS for mode in MODES
+         "time_ratio": 1.25, "memory_ratio": 1.1, "host_syncs": 0, "launches": 1000.0,
+         "busy_share": 0.9, "norms": {"ghost": 70, "direct": 30}, "held_bytes": 2**30,
+         "searches": 9, "top": [{"name": "void cutlass" * 9, "share": 0.25}] * 4}
+        for task in TASKS for mode in (*list(MODES)[:1], "non_private_graph", *list(MODES)[1:])
     ]  # fmt: skip
-    steps[1] |= {"kernels": {"ghost_norm": "triton", "clip_scale": "reference: it failed"},
+    steps[2] |= {"kernels": {"ghost_norm": "triton", "clip_scale": "reference: it failed"},
                  "warnings": ["the triton kernel of clip_scale is not used"]}  # fmt: skip
-    steps[3] = {"task": "bert_t128", "mode": "opacus_ghost", "error": "OutOfMemoryError: CUDA"}
+    steps.insert(3, {"task": "bert_t128", "mode": "fastclip_graph",
+                     "error": "not captured: StepError: " + "x" * 200})  # fmt: skip
+    steps[5] = {"task": "bert_t128", "mode": "opacus_ghost", "error": "OutOfMemoryError: CUDA"}
     ceiling = {"matmul_tflops": {"bfloat16": 1.0, "float32": "OutOfMemoryError"}, "copy_gbps": 1.0}
     failures = [{"test": f"tests/kernels/test_x.py::test_{i}", "message": "far"} for i in range(30)]
     return {
         "card": "synthetic", "date": "2000-01-01", "problems": [], "nvcc": "0", "seconds": 1.0,
         "versions": {"torch": "0", "triton": "0"},
+        "build": {"built": False, "seconds": 3.0, "why": "there is no nvcc"},
+        "ahead": [{"task": "gpt2", "seconds": 9.0}, {"task": "vit_b", "error": "stopped"}],
         "tests": {"passed": 1, "failed": 30, "errors": 0, "skipped": 0, "seconds": 1.0,
                   "failures": failures},
         "kernels": {"ceiling": ceiling, "rows": rows, "not_run": 2},
@@ -52,9 +58,15 @@ def synthetic(cases: int) -> dict[str, Any]:
 @pytest.mark.parametrize("cases", [3, 200])
 def test_the_table_is_short(cases: int) -> None:
     lines = table(synthetic(cases)).splitlines()
-    assert len(lines) <= 59  # bench.gpu adds one
+    assert len(lines) <= 75  # bench.gpu adds one
     assert max(map(len, lines)) <= 150
     text = "\n".join(lines)
+    assert len(text) < 11_800  # of 12,000 that are shown
+    assert "fastclip._C: ABSENT: there is no nvcc (3 s)" in text
+    assert "compiled ahead: 1 of 2 in 9 s; vit_b stopped" in text
+    assert "not captured: StepError" in text
+    assert "1.25 [1.10]" in text  # measured, goal
+    assert "norms: ghost 70, direct 30; 1.00 GiB held; 9 searches" in text
     assert "FAILS conv_norm-toy: WrongResult" in text
     assert "OutOfMemoryError: CUDA" in text
     assert "einsum 1.5" in text

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import gpu, gpu_parts, gpu_steps, gpu_tests
+from bench import gpu, gpu_kernels, gpu_machine, gpu_runs, gpu_steps, gpu_tests
+from bench.deadline import Deadline
 from bench.kernels import harness, tuning
 from bench.processes import MARK
 from bench.workloads import MODES
@@ -51,6 +52,9 @@ if job["mode"] == "opacus_hooks": os._exit(1)
 if job["mode"] == "opacus_ghost": time.sleep(60)
 seconds = {"non_private": 1.0, "fastclip": 1.5}[job["mode"]]
 tell(step_s=[seconds] * 3, host_s=0.5, peak_mib=100 * seconds, host_syncs=0, title=job["task"])
+tell(graph={"step_s": [seconds / 2] * 3, "host_s": 0.1, "peak_mib": 100.0})
+if job["mode"] == "fastclip": os._exit(4)  # as a capture may end
+tell(finished=True)
 """
 )
 
@@ -70,8 +74,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str
 def test_cases_that_take_their_process_down_stop_nothing(fake: Callable[[str], str]) -> None:
     saves: list[int] = []
     result: dict = {}
-    found = gpu_parts.run_kernels(
-        30.0, ORDER, result, lambda: saves.append(len(result["kernels"]["rows"])),
+    found = gpu_kernels.run_kernels(
+        Deadline(30.0), ORDER, result, lambda: saves.append(len(result["kernels"]["rows"])),
         module=fake(KERNELS), silence=2.0,
     )  # fmt: skip
     rows = {row["id"]: row.get("error") for row in found["rows"]}
@@ -86,15 +90,15 @@ def test_cases_that_take_their_process_down_stop_nothing(fake: Callable[[str], s
 
 def test_kernels_end_at_their_deadline(fake: Callable[[str], str]) -> None:
     begin = time.monotonic()
-    found = gpu_parts.run_kernels(3.0, ORDER, {}, lambda: None, module=fake(KERNELS))
+    found = gpu_kernels.run_kernels(Deadline(3.0), ORDER, {}, lambda: None, module=fake(KERNELS))
     assert time.monotonic() - begin < 12
     assert [row["id"] for row in found["rows"]] == ["good.0", "dies.0", "good.1"]
     assert found["not_run"] == 3
 
 
 def test_a_child_that_cannot_start_is_told(fake: Callable[[str], str]) -> None:
-    found = gpu_parts.run_kernels(
-        20.0, ORDER, {}, lambda: None, module=fake("raise ImportError('no torch')")
+    found = gpu_kernels.run_kernels(
+        Deadline(20.0), ORDER, {}, lambda: None, module=fake("raise ImportError('no torch')")
     )
     assert found["error"] == "ProcessDied: exit 1 ImportError: no torch"
 
@@ -102,13 +106,17 @@ def test_a_child_that_cannot_start_is_told(fake: Callable[[str], str]) -> None:
 def test_steps_fail_one_by_one_and_end_at_their_deadline(fake: Callable[[str], str]) -> None:
     plan = [(0, "bert_t128", mode) for mode in MODES]
     begin = time.monotonic()
-    found = gpu_parts.run_steps(3.0, "cpu", {}, lambda: None, plan, module=fake(STEPS))
+    found = gpu_runs.run_steps(Deadline(3.0), "cpu", {}, lambda: None, plan, module=fake(STEPS))
     assert time.monotonic() - begin < 12
     assert [run["mode"] for run in found["runs"]] == ["non_private", "fastclip", "opacus_hooks"]
     assert found["not_run"] == 1  # the one that hung when time was up
-    plain, private, dead = found["summary"]
+    plain, plain_graph, private, graph, dead = found["summary"]
     assert (private["time_ratio"], private["memory_ratio"]) == (1.5, 1.5)
-    assert plain["time_ratio"] == 1.0
+    assert (plain["time_ratio"], plain_graph["time_ratio"]) == (1.0, 1.0)
+    assert (graph["mode"], graph["time_ratio"], graph["eager_ratio"]) == (
+        "fastclip_graph", 1.5, 0.75,
+    )  # fmt: skip
+    assert private["error"] == "ProcessDied: exit 4"  # what it told before stays
     assert dead["error"] == "ProcessDied: exit 1"
 
 
@@ -130,7 +138,7 @@ def cases():
 def send(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict], None]:
     """Puts a job where a child's main looks for it; what it patches stays unpatched here."""
     monkeypatch.setattr(tuning, "short", lambda: None)
-    monkeypatch.setattr(tuning, "compile_only", lambda: None)
+    monkeypatch.setattr(tuning, "compile_only", lambda share=(0, 1): None)
 
     def put(order: dict) -> None:
         monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(order) + "\n"))
@@ -171,12 +179,20 @@ def test_the_child_that_times_kernels(
 
 
 def test_the_child_that_times_a_step(send: Callable, capsys: pytest.CaptureFixture) -> None:
-    send({"task": "gpt2", "mode": "non_private", "device": "cpu", "steps": 1, "tiny": True})
+    order = {"task": "gpt2", "device": "cpu", "steps": 1, "tiny": True, "extras": True}
+    send({**order, "mode": "non_private"})
     gpu_steps.main(["--child"])
-    assert told(capsys)[0]["steps"] == 1
-    send({"task": "gpt2", "mode": "nothing", "device": "cpu", "steps": 1, "tiny": True})
+    row, profile, graph, end = told(capsys)
+    assert row["steps"] == 1
+    assert profile["profile"]["kernels"][0]["seconds"] > 0
+    assert graph["graph"]["error"].startswith("not captured: CUDA graphs need an NVIDIA GPU")
+    assert end == {"finished": True}
+    send({**order, "mode": "nothing"})
     gpu_steps.main(["--child"])
     assert told(capsys)[0]["error"] == "KeyError: 'nothing'"
+    send({**order, "share": [0, 2]})
+    gpu_steps.main(["--child"])
+    assert told(capsys)[0]["seconds"] > 0  # compiled ahead
 
 
 def test_tests_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +207,9 @@ def test_tests_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "def broken(): raise ValueError('no')\n"
         "def test_errs(broken): pass\n"
     )
-    found = gpu_tests.run_tests(60.0, [str(tmp_path)])
+    result: dict = {}
+    found = gpu_tests.run_tests(Deadline(60.0), result, lambda: None, [str(tmp_path)])
+    assert result["tests"] is found
     counts = [found[name] for name in ("passed", "failed", "errors", "skipped")]
     assert counts == [1, 1, 1, 1]
     messages = [failure["message"] for failure in found["failures"]]
@@ -201,7 +219,7 @@ def test_tests_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_tests_end_at_their_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_tests, "gpu_marked", lambda folder: [])
-    found = gpu_tests.run_tests(0.0, [str(tmp_path)])
+    found = gpu_tests.run_tests(Deadline(0.0), {}, lambda: None, [str(tmp_path)])
     assert found["error"] == "stopped after 0 s; running: none"
     events = [{"start": "a"}, {"start": "b"}, {"test": "a", "outcome": "passed", "message": ""}]
     lines = [json.dumps(event) for event in events]
@@ -213,7 +231,7 @@ def test_the_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         name="NVIDIA H200", major=9, minor=0, total_memory=141 << 30, multi_processor_count=132
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    found = gpu.environment("cuda")
+    found = gpu_machine.environment("cuda")
     assert (found["card"], found["capability"], found["memory_gib"]) == ("NVIDIA H200", "9.0", 141)
     assert found["versions"]["torch"] == torch.__version__
     json.dumps(found)
@@ -223,8 +241,9 @@ def test_a_whole_run(
     fake: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(gpu_parts, "step_plan", lambda: [(0, "gpt2", "non_private")])
-    monkeypatch.setattr(gpu, "run_steps", partial(gpu_parts.run_steps, module=fake(STEPS)))
+    monkeypatch.setattr(gpu, "prepare", lambda *_: None)  # takes a minute of compilers
+    monkeypatch.setattr(gpu_runs, "step_plan", lambda: [(0, "gpt2", "non_private")])
+    monkeypatch.setattr(gpu, "run_steps", partial(gpu_runs.run_steps, module=fake(STEPS)))
     code = gpu.main(["--device", "cpu", "--only", "steps", "--out", str(tmp_path)])
     text = (tmp_path / "gpu-trial.json").read_text()
     result = json.loads(text)

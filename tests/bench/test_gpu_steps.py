@@ -28,7 +28,7 @@ def _one_thread() -> Iterator[None]:
 
 PAIRS = [
     (task, mode)
-    for task in ("bert_t128", "resnet50", "gpt2")
+    for task in ("bert_t128", "resnet50", "gpt2", "vit_b")
     for mode in MODES
     if (task, mode) != ("gpt2", "opacus_ghost")  # Opacus refuses tied parameters there
 ]
@@ -37,13 +37,15 @@ PAIRS = [
 @pytest.mark.parametrize(("task", "mode"), PAIRS)
 @pytest.mark.filterwarnings("ignore")
 def test_tiny_steps(task: str, mode: str) -> None:
-    row = gpu_steps.measure(task, mode, CPU, steps=2, tiny=True)
+    (row,) = gpu_steps.measure(task, mode, CPU, steps=2, tiny=True, extras=False)
     low, middle, high = row["step_s"]
     assert 0 < low <= middle <= high
     assert torch.tensor(row["loss"]).isfinite()
     if mode == "fastclip":  # on the CPU both are the reference
         assert row["gradient_error"] == row["gradient_error_of_reference"] < 0.5
         assert row["kernels"]["ghost_norm"].startswith("reference")
+        assert any(layer["norm"] == "ghost" for layer in row["plan"])
+        assert row["configurations"] == []  # nothing is searched on a CPU
     json.dumps(row)
 
 
@@ -53,13 +55,13 @@ def test_kernels_that_disagree_with_the_reference_are_not_timed(
 ) -> None:
     clipped = Trainer.clipped
 
-    def off(self: Trainer, backend: str, autocast: bool = True) -> tuple[torch.Tensor, ...]:
+    def off(self: Trainer, backend: str | None, autocast: bool = True) -> tuple[torch.Tensor, ...]:
         gradient, norms = clipped(self, backend, autocast)
-        return (gradient * 1.1, norms) if backend == "auto" else (gradient, norms)
+        return (gradient * 1.1, norms) if backend is None else (gradient, norms)
 
     monkeypatch.setattr(Trainer, "clipped", off)
     with pytest.raises(WrongResult, match="kernels disagree"):
-        gpu_steps.measure("bert_t128", "fastclip", CPU, steps=1, tiny=True)
+        next(gpu_steps.measure("bert_t128", "fastclip", CPU, steps=1, tiny=True))
 
 
 @pytest.mark.filterwarnings("ignore")
