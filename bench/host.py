@@ -129,15 +129,19 @@ def prepared(name: str, mode: str) -> tuple[Step, nn.Module]:
 
 
 def timed(step: Step, steps: int) -> list[float]:
-    """Seconds of each of so many steps, without the collector of garbage."""
+    """Seconds of a processor in each of so many steps, without the collector of garbage.
+
+    The thread of the backward pass and that of the program wait for each other, so they add up to the
+    time that passes, but for what other programs take away.
+    """
     seconds = []
     gc.collect()
     gc.disable()
     try:
         for _ in range(steps):
-            start = time.perf_counter()
+            start = time.process_time()
             step()
-            seconds.append(time.perf_counter() - start)
+            seconds.append(time.process_time() - start)
     finally:
         gc.enable()
     return seconds

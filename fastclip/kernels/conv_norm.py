@@ -35,7 +35,7 @@ from fastclip.kernels.ghost_norm import (
     pair_of,
     product_mode,
 )
-from fastclip.kernels.runtime import autotuned, launched, runs_on
+from fastclip.kernels.runtime import autotuned, cdiv, launched, next_power_of_2, runs_on
 from fastclip.ops.conv import ConvGeometry
 from fastclip.ops.numerics import GRAM_ERROR_FACTOR, PRODUCT_ERROR_FACTOR, lost_squares
 
@@ -223,12 +223,12 @@ def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     if not x.numel() or not g.numel():
         return norms
     one_tap = c >= 16 or taps == 1
-    block_o = min(128, max(16, triton.next_power_of_2(o)))
+    block_o = min(128, max(16, next_power_of_2(o)))
     columns = c if one_tap else c * taps
     widest = 128 if c * taps >= 512 else 64  # enough tiles to fill the device where there are few
-    block_n = min(widest, max(16, triton.next_power_of_2(columns)))
-    row_tiles = triton.cdiv(o, block_o)
-    col_tiles = triton.cdiv(columns, block_n) * (taps if one_tap else 1)
+    block_n = min(widest, max(16, next_power_of_2(columns)))
+    row_tiles = cdiv(o, block_o)
+    col_tiles = cdiv(columns, block_n) * (taps if one_tap else 1)
     tiles, mode = groups * row_tiles * col_tiles, product_mode(x, g)
     out = norms.new_empty(3, b, tiles)
     _tiles[(b * tiles,)](
@@ -282,12 +282,12 @@ def conv_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
 
 
 def _pairs_of_tiles(positions: int, block: int) -> int:
-    tiles = triton.cdiv(positions, block)
+    tiles = cdiv(positions, block)
     return tiles * (tiles + 1) // 2
 
 
 def _block(columns: int) -> int:
-    return min(1024, max(32, triton.next_power_of_2(columns)))
+    return min(1024, max(32, next_power_of_2(columns)))
 
 
 def _arguments(
@@ -312,7 +312,7 @@ def _arguments(
     groups, positions = geo.groups, height * width
     sizes = (x.shape[1] // groups, g.shape[1] // groups, h, w, positions, width, groups)
     constants = {
-        "BUCKET": triton.next_power_of_2(positions), "FLAT": flat, "KH": kh, "KW": kw, "SH": sh,
+        "BUCKET": next_power_of_2(positions), "FLAT": flat, "KH": kh, "KW": kw, "SH": sh,
         "SW": sw, "PH": ph, "PW": pw, "DH": dh, "DW": dw,
     }  # fmt: skip
     return x, g, sizes, constants

@@ -19,7 +19,9 @@ The result is never below the exact value. Added are, with u = 2^-24 and m, w of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +29,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastclip.kernels.runtime import INTERPRETED, autotuned, launched, runs_on
+from fastclip.kernels.runtime import INTERPRETED, autotuned, cdiv, launched, next_power_of_2, runs_on
+from fastclip.ops.bounds import UnfinishedNorm
 from fastclip.ops.numerics import GRAM_ERROR_FACTOR, lost_squares
 from fastclip.ops.precision import user_allows_tf32
 
@@ -281,8 +284,8 @@ Use = tuple[Tensor, Tensor]
 
 
 def _pairs(x: Use, y: Use, block: int) -> int:
-    tiles = triton.cdiv(x[0].shape[1], block)
-    return tiles * triton.cdiv(y[0].shape[1], block) if x is not y else tiles * (tiles + 1) // 2
+    tiles = cdiv(x[0].shape[1], block)
+    return tiles * cdiv(y[0].shape[1], block) if x is not y else tiles * (tiles + 1) // 2
 
 
 def _room(x: Use, y: Use) -> int:
@@ -294,7 +297,7 @@ def _restart(x: Tensor) -> int:
     return CHUNK if x.shape[2] > CHUNK else 0
 
 
-def _launch(x: Use, y: Use, stats: Tensor, norms: Tensor, bounds: list[float], alone: bool) -> int:
+def _launch(x: Use, y: Use, stats: Tensor, norms: Tensor, bounds: Sequence[float], alone: bool) -> int:
     """Sums of every pair of tiles of two uses, or of one (y is x); the number of pairs.
 
     Args:
@@ -312,44 +315,50 @@ def _launch(x: Use, y: Use, stats: Tensor, norms: Tensor, bounds: list[float], a
     _pairs_kernel[grid](
         a_x, g_x, a_y, g_y, stats, norms, a_x.shape[2], g_x.shape[2], t_x, t_y, *bounds,
         *a_x.stride(), *g_x.stride(), *a_y.stride(), *g_y.stride(), *stats.stride()[:2],
-        CROSS=x is not y, ALONE=alone, BUCKET=triton.next_power_of_2(max(t_x, t_y)),
+        CROSS=x is not y, ALONE=alone, BUCKET=next_power_of_2(max(t_x, t_y)),
         A_MODE=product_mode(a_x, a_y), G_MODE=product_mode(g_x, g_y),
         A_RESTART=_restart(a_x), G_RESTART=_restart(g_x),
     )  # fmt: skip
     return pairs
 
 
-def _bounds(uses: Sequence[Use]) -> list[float]:
+def _bounds(uses: Sequence[Use]) -> tuple[float, ...]:
     """The bounds' coefficients in the order of `_raised`, for the coarsest of the products."""
-    t, dtype = sum(a.shape[1] for a, _ in uses), torch.float32
-    sizes = [x.shape[2] for x in uses[0]]
+    t, sizes = sum(a.shape[1] for a, _ in uses), tuple(x.shape[2] for x in uses[0])
+    sides = zip(*uses, strict=True)  # inputs, then gradients
+    modes = (frozenset(product_mode(x, y) for x in side for y in side) for side in sides)
+    return _coefficients(t, sizes, tuple(modes))
+
+
+@functools.lru_cache(maxsize=1024)
+def _coefficients(
+    t: int, sizes: tuple[int, ...], modes: tuple[frozenset[str], ...]
+) -> tuple[float, ...]:
+    """For t positions of d and of p numbers, multiplied in these modes."""
     errors = []
-    for n, operands in zip(sizes, zip(*uses, strict=True), strict=True):  # inputs, then gradients
-        modes, length = {product_mode(x, y) for x in operands for y in operands}, min(n, CHUNK)
-        m, w = (max(one_sided(length, mode)[k] for mode in modes) for k in (0, 1))
+    for n, kinds in zip(sizes, modes, strict=True):
+        length = min(n, CHUNK)
+        m, w = (max(one_sided(length, mode)[k] for mode in kinds) for k in (0, 1))
         errors.append((m + n / CHUNK, w * length))
     (m_k, w_k), (m_h, w_h) = errors
     rounding = [UNIT * x for x in (GRAM_ERROR_FACTOR, m_k + m_h + TILE_SUM, w_k, w_h)]
-    return rounding + [lost_squares(t * n, dtype) for n in (*sizes, t)]
+    return (*rounding, *(lost_squares(t * n, torch.float32) for n in (*sizes, t)))
 
 
-def ghost_norm_concat(parts: Sequence[Use]) -> Tensor:
-    """Squared norm of sum_k g_k^T a_k over the uses of one parameter, [b].
+def _sums(parts: Sequence[Use]) -> GhostSums | Tensor:
+    """What `ghost_norm_concat` is made of, or the norm [b] itself.
 
     The Grams of the concatenation along t: the uses' own terms, and twice their cross terms, with
     one bound for all (uses may cancel). Nothing is copied, unless there are many uses: each pair of
     them is a launch.
-
-    Args:
-        parts: the uses; t may differ from use to use.
     """
     if not takes(*(x for use in parts for x in use)):
         return NotImplemented
     b, _, d = parts[0][0].shape
     uses = [use for use in parts if use[0].shape[1]]
-    norms = torch.zeros(b, dtype=torch.float32, device=parts[0][0].device)
+    norms = torch.empty(b, dtype=torch.float32, device=parts[0][0].device)
     if not (b and d and parts[0][1].shape[2] and uses):
-        return norms
+        return norms.zero_()
     if len(uses) == 1 and uses[0][0].shape[1] == 1:
         return one_position_norm(*uses[0])
     if len(uses) > _MOST_USES:
@@ -361,13 +370,52 @@ def ghost_norm_concat(parts: Sequence[Use]) -> Tensor:
     stats, columns = norms.new_empty(_STATS, b, sum(_room(x, y) for x, y in pairs)), 0
     for x, y in pairs:
         columns += _launch(x, y, stats[:, :, columns:], norms, bounds, alone)
-    if alone and columns == 1:
-        return norms
-    _finish_kernel[(b,)](
-        stats, norms, columns, *bounds, *stats.stride()[:2],
-        BLOCK=min(1024, max(32, triton.next_power_of_2(columns))),
-    )  # fmt: skip
-    return norms
+    return norms if alone and columns == 1 else GhostSums(stats, columns, bounds)
+
+
+@dataclass
+class GhostSums(UnfinishedNorm):
+    """The sums of a norm's pairs of tiles: one launch adds those of many layers.
+
+    Attributes:
+        stats: [6, b, columns or more]. columns: pairs of tiles. bounds: of `_bounds`.
+    """
+
+    stats: Tensor
+    columns: int
+    bounds: tuple[float, ...]
+
+    @property
+    def kind(self) -> Hashable:
+        return GhostSums, self.stats.shape, self.stats.device, self.columns, self.bounds
+
+    @classmethod
+    def finished(cls, norms: Sequence[GhostSums]) -> Sequence[Tensor]:
+        first, columns = norms[0], norms[0].columns
+        stats, b = first.stats, first.stats.shape[1]
+        if len(norms) > 1:  # [6, l * b, columns]
+            stats = torch.stack([norm.stats for norm in norms], 1).flatten(1, 2)
+        found = stats.new_empty(len(norms) * b)
+        _finish_kernel[(len(found),)](
+            stats, found, columns, *first.bounds, *stats.stride()[:2],
+            BLOCK=min(1024, max(32, next_power_of_2(columns))),
+        )  # fmt: skip
+        return found.view(-1, b).unbind()
+
+
+def begin_ghost_norm(a: Tensor, g: Tensor) -> GhostSums | Tensor:
+    """The squared norm of g_b^T a_b, but for the sum of its tiles: fastclip.ops.begin_ghost_norm."""
+    return _sums([(a, g)])
+
+
+def ghost_norm_concat(parts: Sequence[Use]) -> Tensor:
+    """Squared norm of sum_k g_k^T a_k over the uses of one parameter, [b].
+
+    Args:
+        parts: the uses; t may differ from use to use.
+    """
+    found = _sums(parts)
+    return GhostSums.finished([found])[0] if isinstance(found, GhostSums) else found
 
 
 def ghost_norm(a: Tensor, g: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from fastclip.kernels.ghost_norm import (
     product_mode,
     takes,
 )
-from fastclip.kernels.runtime import autotuned, launched, product_configs
+from fastclip.kernels.runtime import autotuned, cdiv, launched, next_power_of_2, product_configs
 from fastclip.ops.numerics import PRODUCT_ERROR_FACTOR
 
 _STATS = 3  # sums of squares of W, g, a
@@ -143,22 +143,22 @@ def instantiated_norm(a: Tensor, g: Tensor, keep: bool = False) -> Tensor | tupl
     if t == 1 and not keep:
         return one_position_norm(a, g)
     grads = norms.new_empty(b, p, d) if keep else norms
-    stats = norms.new_empty(_STATS, b, triton.cdiv(p, 64) * triton.cdiv(d, 64))
+    stats = norms.new_empty(_STATS, b, cdiv(p, 64) * cdiv(d, 64))
     tiles = (0, 0)
 
     def grid(meta: dict[str, Any]) -> tuple[int]:
         nonlocal tiles
-        tiles = triton.cdiv(p, meta["BLOCK_P"]), triton.cdiv(d, meta["BLOCK_D"])
+        tiles = cdiv(p, meta["BLOCK_P"]), cdiv(d, meta["BLOCK_D"])
         return (b * tiles[0] * tiles[1],)
 
     mode = product_mode(a, g)
     _tiles_kernel[grid](
         a, g, stats, grads, d, p, t, *a.stride(), *g.stride(), *stats.stride()[:2],
-        KEEP=keep, MODE=mode, BUCKET=triton.next_power_of_2(t),
+        KEEP=keep, MODE=mode, BUCKET=next_power_of_2(t),
     )  # fmt: skip
     m, w = one_sided(t, mode)
     _finish_kernel[(b,)](
         stats, norms, *tiles, 1 + UNIT * (m + TILE_SUM / 2), UNIT * (PRODUCT_ERROR_FACTOR + t * w),
-        *stats.stride()[:2], BLOCK=min(1024, max(32, triton.next_power_of_2(tiles[0] * tiles[1]))),
+        *stats.stride()[:2], BLOCK=min(1024, max(32, next_power_of_2(tiles[0] * tiles[1]))),
     )  # fmt: skip
     return (norms, grads) if keep else norms

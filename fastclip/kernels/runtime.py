@@ -5,17 +5,34 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Kernels run on the CPU, in Triton's interpreter (set before triton is imported)."""
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
+_LIMIT = 1 << 31
+_MOST_COMBINATIONS = 4096
+"""Of one kernel; more are begun anew."""
 Prune = Callable[..., list[triton.Config]]
 """(configs, arguments by name, **options) -> those that suit the arguments: `early_config_prune`."""
+
+
+def cdiv(n: int, size: int) -> int:
+    """How many parts of this size hold n. (triton.cdiv is for kernels, too, and ten times as slow.)"""
+    return -(-n // size)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def runs_on(*tensors: Tensor) -> bool:
@@ -41,21 +58,111 @@ def launched(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 class Launched:
     """A kernel whose device is that of its tensors: Triton itself takes the current device, where
-    the address of another GPU's memory is wrong, and its current stream."""
+    the address of another GPU's memory is wrong, and its current stream.
 
-    def __init__(self, kernel: Any) -> None:
+    Triton's own way to a launch costs the host more than all else there. It is gone once for each
+    combination of what the compiled code depends on; after that the code is launched as it is.
+    """
+
+    def __init__(self, kernel: Any, named: Sequence[str] = ()) -> None:
+        """named: arguments whose very value decides what is launched."""
         self.kernel = kernel
+        self._compiled: dict[tuple, Compiled] = {}
+        params = getattr(kernel, "params", ())
+        self._decisive = [p.num for p in params if p.name in named and not p.is_constexpr]
+        self._widths = frozenset(p.num for p in params if p.do_not_specialize)
+        self._lock = Lock()
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        def launch(*args: Any, **kwargs: Any) -> None:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: Any, *args: Any, **kwargs: Any) -> None:
+        if INTERPRETED:
             with _device_of(args):
                 self.run(grid, args, kwargs)
+            return
+        index, key, values = self._combination(args, kwargs)
+        known = self._compiled.get(key)
+        if known is None or _somebody_listens():
+            with _device_of(args), self._lock:
+                known = self.run(grid, args, kwargs)
+            if len(self._compiled) >= _MOST_COMBINATIONS:
+                self._compiled.clear()
+            self._compiled[key] = known
+        elif index == torch.cuda.current_device():
+            known.launch(grid, index, values)
+        else:
+            with torch.cuda.device(index):
+                known.launch(grid, index, values)
 
-        return launch
+    def _combination(self, args: tuple, kwargs: dict[str, Any]) -> tuple[int, tuple, list[Any]]:
+        """The device; all that the compiled code depends on; and the arguments, tensors as addresses.
 
-    def run(self, grid: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """One launch on the current device."""
-        self.kernel[grid](*args, **kwargs)
+        Triton compiles anew for other types, for addresses and integers that are multiples of 16 or
+        are not, for integers of 1 and those that need 64 bits, and for other constants.
+        """
+        index: int = -1
+        key: list[Any] = [*kwargs.values(), *map(type, kwargs.values())]
+        key += [args[number] for number in self._decisive]
+        values: list[Any] = []
+        for number, x in enumerate(args):
+            kind = type(x)
+            if kind is int:
+                fits = -_LIMIT <= x < _LIMIT
+                if number in self._widths:
+                    key.append(fits)
+                else:
+                    key.append(8 if x == 1 else (not x & 15) + 2 * fits)
+            elif isinstance(x, Tensor):
+                index, kind = x.get_device(), x.dtype
+                x = x.data_ptr()
+                key.append(kind)
+                key.append(not x & 15)
+            else:
+                key.append(kind if kind is float else (kind, x))
+            values.append(x)
+        key.append(index)
+        return index, tuple(key), values
+
+    def run(self, grid: Any, args: tuple, kwargs: dict[str, Any]) -> Compiled:
+        """One launch on the current device, and what was launched."""
+        return self.compiled(self.kernel[grid](*args, **kwargs), len(args), kwargs)
+
+    def compiled(self, code: Any, given: int, constants: dict[str, Any]) -> Compiled:
+        """What Triton has launched, after so many arguments, with these constants by name."""
+        if INTERPRETED:
+            return Compiled(None, constants, ())
+        rest = self.kernel.arg_names[given:]
+        return Compiled(code, constants, tuple(constants[name] for name in rest))
+
+
+class Compiled:
+    """Compiled code with the constants that it was compiled for.
+
+    Args:
+        code: Triton's. constants: by name, for the grid. rest: in the order of the kernel, which wants
+            to be given them, too.
+    """
+
+    def __init__(self, code: Any, constants: dict[str, Any], rest: tuple) -> None:
+        self._code, self._constants, self._rest = code, constants, rest
+
+    def launch(self, grid: Any, device: int, values: list[Any]) -> None:
+        """Launch it on the current stream of the device, which is the current one."""
+        if callable(grid):
+            grid = grid(self._constants)
+        code, (x, y, z) = self._code, (*grid, 1, 1)[:3]
+        stream = driver.active.get_current_stream(device)
+        code.run(
+            x, y, z, stream, code.function, code.packed_metadata, None, None, None,
+            *values, *self._rest,
+        )  # fmt: skip
+
+
+def _somebody_listens() -> bool:
+    """Whether a profiler has asked Triton to tell it of launches, which only Triton's own way does."""
+    hooks = knobs.runtime
+    return any(getattr(h, "calls", h) for h in (hooks.launch_enter_hook, hooks.launch_exit_hook))
 
 
 def _device_of(args: tuple) -> AbstractContextManager:
@@ -88,7 +195,7 @@ class Tuned(Launched):
     def __init__(
         self, kernel: Any, configs: list[triton.Config], key: list[str], prune: Prune | None
     ) -> None:
-        super().__init__(kernel)
+        super().__init__(kernel, key)
         self.configs, self.prune = configs, prune
         self.search = None if INTERPRETED else _search(kernel, configs, key, prune)
 
@@ -100,19 +207,25 @@ class Tuned(Launched):
             self.configs, dict(zip(self.kernel.arg_names, args, strict=False)), **kwargs
         )
 
-    def run(self, grid: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """One launch, which a search may precede."""
+    def _combination(self, args: tuple, kwargs: dict[str, Any]) -> tuple[int, tuple, list[Any]]:
+        index, key, values = super()._combination(args, kwargs)
+        return index, (*key, torch.are_deterministic_algorithms_enabled()), values
+
+    def run(self, grid: Any, args: tuple, kwargs: dict[str, Any]) -> Compiled:
+        """One launch, which a search may precede, and what was launched."""
         if self.search is None or torch.are_deterministic_algorithms_enabled():
-            self.run_with(self.usable(args, kwargs)[0], grid, args, kwargs)
-        else:
-            self.search[grid](*args, **kwargs)
+            return self.run_with(self.usable(args, kwargs)[0], grid, args, kwargs)
+        code = self.search[grid](*args, **kwargs)
+        found = self.search.best_config.kwargs
+        return self.compiled(code, len(args), {**kwargs, **found})
 
     def run_with(
         self, config: triton.Config, grid: Any, args: tuple, kwargs: dict[str, Any]
-    ) -> None:
+    ) -> Compiled:
         """One launch with this configuration."""
         options = config.kwargs if INTERPRETED else config.all_kwargs()
-        self.kernel[grid](*args, **kwargs, **options)
+        code = self.kernel[grid](*args, **kwargs, **options)
+        return self.compiled(code, len(args), {**kwargs, **config.kwargs})
 
 
 def _search(kernel: Any, configs: list[triton.Config], key: list[str], prune: Prune | None) -> Any:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fastclip.kernels.ghost_norm import STEP, multiply, product_mode, takes
 from fastclip.kernels.instantiated_norm import usable
-from fastclip.kernels.runtime import autotuned, launched, product_configs, runs_on
+from fastclip.kernels.runtime import autotuned, cdiv, launched, next_power_of_2, product_configs, runs_on
 
 _FEW = 16
 """Positions from which samples are summed one after the other: the shortest native product."""
@@ -125,16 +125,16 @@ def scaled_sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
     if mode == "native" and not by_sample:
         mode = "tf32x3"
     side = 64 if mode == "ieee" else 128
-    steps = b * triton.cdiv(t, side) if by_sample else triton.cdiv(b * t, 256)
-    tiles = triton.cdiv(p, side) * triton.cdiv(d, side)
+    steps = b * cdiv(t, side) if by_sample else cdiv(b * t, 256)
+    tiles = cdiv(p, side) * cdiv(d, side)
     splits = _splits(tiles, steps, a.device)
     out = torch.empty(splits, p, d, dtype=torch.float32, device=a.device)
 
     def grid(meta: dict[str, Any]) -> tuple[int]:
-        return (splits * triton.cdiv(p, meta["BLOCK_P"]) * triton.cdiv(d, meta["BLOCK_D"]),)
+        return (splits * cdiv(p, meta["BLOCK_P"]) * cdiv(d, meta["BLOCK_D"]),)
 
     _tiles_kernel[grid](
         a, g, scale, out, d, p, b, t, splits, *a.stride(), *g.stride(), scale.stride(0), p * d,
-        BY_SAMPLE=by_sample, MODE=mode, BUCKET=triton.next_power_of_2(t),
+        BY_SAMPLE=by_sample, MODE=mode, BUCKET=next_power_of_2(t),
     )  # fmt: skip
     return out[0] if splits == 1 else out.sum(0)
