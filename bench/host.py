@@ -128,20 +128,21 @@ def prepared(name: str, mode: str) -> tuple[Step, nn.Module]:
     return step, model
 
 
-def timed(step: Step, steps: int) -> list[float]:
-    """Seconds of a processor in each of so many steps, without the collector of garbage.
+def timed(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each of so many steps in every mode, which take turns; no garbage is collected.
 
-    The thread of the backward pass and that of the program wait for each other, so they add up to the
-    time that passes, but for what other programs take away.
+    Seconds of a processor: the thread of the backward pass and that of the program wait for each
+    other, so theirs add up to the time that passes where no other program runs.
     """
-    seconds = []
+    seconds: dict[str, list[float]] = {mode: [] for mode in steps}
     gc.collect()
     gc.disable()
     try:
-        for _ in range(steps):
-            start = time.process_time()
-            step()
-            seconds.append(time.process_time() - start)
+        for _ in range(rounds):
+            for mode, step in steps.items():
+                start = time.process_time()
+                step()
+                seconds[mode].append(time.process_time() - start)
     finally:
         gc.enable()
     return seconds
@@ -168,32 +169,31 @@ def functions(step: Step, most: int) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["own_ms"])[:most]
 
 
-def measure(name: str, steps: int, profile: int) -> dict[str, Any]:
+def measure(name: str, rounds: int, profile: int) -> dict[str, Any]:
     """Launches and host times of a step, not private and private.
 
     Returns:
-        launches, step_ms (quartiles) by mode; linear_us: what a private Linear costs the host, forward
-        and backward, beyond an ordinary one, the rest of the private step with it.
+        launches, step_ms (the least, which no other program has made longer, and quartiles) by mode;
+        added_us_a_linear: what the private step takes longer, for each of its Linear layers.
     """
-    row: dict[str, Any] = {"workload": name, "shape": CASES[name].shape}
     wait = CpuWait()
-    for mode in MODES:
-        step, model = prepared(name, mode)
+    ready = {mode: prepared(name, mode) for mode in MODES}
+    steps = {mode: step for mode, (step, _) in ready.items()}
+    row: dict[str, Any] = {"workload": name, "shape": CASES[name].shape}
+    for mode, step in steps.items():
         null_gpu.launches(True)
         step()
         found = null_gpu.launches(False)
-        row[mode] = {
-            "launches": {kind: sum(n.values()) for kind, n in found.items()},
-            "by_kernel": found,
-            "step_ms": [1e3 * s for s in quartiles(timed(step, steps))],
-        }
-        if profile and mode == "fastclip":
-            row[mode]["functions"] = functions(step, profile)
-        linear = sum(isinstance(m, nn.Linear) for m in model.modules())
-    row["linear_layers"] = linear
-    added = row["fastclip"]["step_ms"][1] - row["non_private"]["step_ms"][1]
-    row["added_ms"] = added
-    row["added_us_a_linear"] = 1e3 * added / linear
+        row[mode] = {"launches": {k: sum(n.values()) for k, n in found.items()}, "by_kernel": found}
+    for mode, seconds in timed(steps, rounds).items():
+        row[mode]["step_ms"] = [1e3 * s for s in (min(seconds), *quartiles(seconds))]
+    if profile:
+        row["fastclip"]["functions"] = functions(steps["fastclip"], profile)
+    row["linear_layers"] = sum(isinstance(m, nn.Linear) for m in ready["fastclip"][1].modules())
+    ordinary, private = (row[mode] for mode in MODES)
+    row["added_launches"] = sum(private["launches"].values()) - sum(ordinary["launches"].values())
+    row["added_ms"] = private["step_ms"][0] - ordinary["step_ms"][0]
+    row["added_us_a_linear"] = 1e3 * row["added_ms"] / row["linear_layers"]
     row["cpu_wait"] = wait.share()
     return row
 
@@ -205,10 +205,13 @@ def table(rows: list[dict]) -> str:
         for mode in MODES:
             n = row[mode]["launches"]
             lines.append(
-                f"{row['workload']:<12}{mode:<12}{row[mode]['step_ms'][1]:>8.1f}{n['aten']:>7}"
+                f"{row['workload']:<12}{mode:<12}{row[mode]['step_ms'][0]:>8.1f}{n['aten']:>7}"
                 f"{n['triton']:>8}{n['extension']:>4}"
             )
-        lines.append(f"  added: {row['added_ms']:.1f} ms, {row['added_us_a_linear']:.0f} us a Linear")
+        lines.append(
+            f"  added: {row['added_launches']} launches, {row['added_ms']:.1f} ms, "
+            f"{row['added_us_a_linear']:.0f} us a Linear"
+        )
         for found in row["fastclip"].get("functions", ()):
             lines.append(
                 f"{found['own_ms']:>9.2f} ms own {found['ms']:>9.2f} ms {found['calls']:>7.0f} calls  "
@@ -222,13 +225,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.host", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--workloads", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--steps", type=int, default=20, help="timed steps")
+    parser.add_argument("--rounds", type=int, default=60, help="timed steps of each mode")
     parser.add_argument("--profile", type=int, default=0, help="functions to show")
     parser.add_argument("--out", type=Path, default=OUT, help="JSON file to write")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    rows = [measure(name, options.steps, options.profile) for name in options.workloads]
+    rows = [measure(name, options.rounds, options.profile) for name in options.workloads]
     command = " ".join(sys.argv[1:] if arguments is None else arguments)
     result = {
         "command": f"python -m bench.host {command}".strip(),

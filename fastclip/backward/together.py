@@ -45,8 +45,9 @@ class Stack:
         Args:
             scales: [b], or [k, b].
         """
-        sums = ops.kept_sums(self.gradients, scales)
-        return zip(self.parameters, sums, strict=True)
+        sums = ops.kept_sums(self.gradients, scales).unbind()
+        # `data` has a version of its own, so that no part need be copied out of the buffer.
+        return zip(self.parameters, (row.data for row in sums), strict=True)
 
 
 def stack_small(entries: dict[nn.Parameter, Entry]) -> list[Stack]:

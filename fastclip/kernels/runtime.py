@@ -64,13 +64,11 @@ class Launched:
     combination of what the compiled code depends on; after that the code is launched as it is.
     """
 
-    def __init__(self, kernel: Any, named: Sequence[str] = ()) -> None:
-        """named: arguments whose very value decides what is launched."""
+    def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
+        self._tensors: int | None = None
+        """How many of the arguments are tensors: the first ones."""
         self._compiled: dict[tuple, Compiled] = {}
-        params = getattr(kernel, "params", ())
-        self._decisive = [p.num for p in params if p.name in named and not p.is_constexpr]
-        self._widths = frozenset(p.num for p in params if p.do_not_specialize)
         self._lock = Lock()
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
@@ -81,7 +79,12 @@ class Launched:
             with _device_of(args):
                 self.run(grid, args, kwargs)
             return
-        index, key, values = self._combination(args, kwargs)
+        number = self._tensors
+        if number is None:
+            number = self._tensors = _first_tensors(args)
+        addresses = [x.data_ptr() for x in args[:number]]
+        index: int = args[0].get_device()
+        key = self._key(index, args[:number], addresses, args[number:], tuple(kwargs.values()))
         known = self._compiled.get(key)
         if known is None or _somebody_listens():
             with _device_of(args), self._lock:
@@ -90,39 +93,20 @@ class Launched:
                 self._compiled.clear()
             self._compiled[key] = known
         elif index == torch.cuda.current_device():
-            known.launch(grid, index, values)
+            known.launch(grid, index, addresses, args[number:])
         else:
             with torch.cuda.device(index):
-                known.launch(grid, index, values)
+                known.launch(grid, index, addresses, args[number:])
 
-    def _combination(self, args: tuple, kwargs: dict[str, Any]) -> tuple[int, tuple, list[Any]]:
-        """The device; all that the compiled code depends on; and the arguments, tensors as addresses.
-
-        Triton compiles anew for other types, for addresses and integers that are multiples of 16 or
-        are not, for integers of 1 and those that need 64 bits, and for other constants.
-        """
-        index: int = -1
-        key: list[Any] = [*kwargs.values(), *map(type, kwargs.values())]
-        key += [args[number] for number in self._decisive]
-        values: list[Any] = []
-        for number, x in enumerate(args):
-            kind = type(x)
-            if kind is int:
-                fits = -_LIMIT <= x < _LIMIT
-                if number in self._widths:
-                    key.append(fits)
-                else:
-                    key.append(8 if x == 1 else (not x & 15) + 2 * fits)
-            elif isinstance(x, Tensor):
-                index, kind = x.get_device(), x.dtype
-                x = x.data_ptr()
-                key.append(kind)
-                key.append(not x & 15)
-            else:
-                key.append(kind if kind is float else (kind, x))
-            values.append(x)
-        key.append(index)
-        return index, tuple(key), values
+    def _key(
+        self, index: int, tensors: tuple, addresses: list[int], numbers: tuple, constants: tuple
+    ) -> tuple:
+        """All that the compiled code depends on: Triton compiles anew for other types, for addresses
+        that are multiples of 16 or are not, for other constants, and for some values of numbers."""
+        return (
+            index, numbers, tuple(map(type, numbers)), constants, tuple(map(type, constants)),
+            *[x.dtype for x in tensors], *[address & 15 for address in addresses],
+        )  # fmt: skip
 
     def run(self, grid: Any, args: tuple, kwargs: dict[str, Any]) -> Compiled:
         """One launch on the current device, and what was launched."""
@@ -147,16 +131,29 @@ class Compiled:
     def __init__(self, code: Any, constants: dict[str, Any], rest: tuple) -> None:
         self._code, self._constants, self._rest = code, constants, rest
 
-    def launch(self, grid: Any, device: int, values: list[Any]) -> None:
-        """Launch it on the current stream of the device, which is the current one."""
+    def launch(self, grid: Any, device: int, addresses: list[int], numbers: tuple) -> None:
+        """Launch it on the current stream of the device, which is the current one.
+
+        Args:
+            addresses: of the tensors. numbers: the other arguments.
+        """
         if callable(grid):
             grid = grid(self._constants)
         code, (x, y, z) = self._code, (*grid, 1, 1)[:3]
         stream = driver.active.get_current_stream(device)
         code.run(
             x, y, z, stream, code.function, code.packed_metadata, None, None, None,
-            *values, *self._rest,
+            *addresses, *numbers, *self._rest,
         )  # fmt: skip
+
+
+def _first_tensors(args: tuple) -> int:
+    """How many arguments are tensors, which must be the first ones."""
+    found = [isinstance(x, Tensor) for x in args]
+    number = sum(found)
+    if not all(found[:number]):
+        raise TypeError("a kernel takes its tensors first, then numbers")
+    return number
 
 
 def _somebody_listens() -> bool:
@@ -195,7 +192,7 @@ class Tuned(Launched):
     def __init__(
         self, kernel: Any, configs: list[triton.Config], key: list[str], prune: Prune | None
     ) -> None:
-        super().__init__(kernel, key)
+        super().__init__(kernel)
         self.configs, self.prune = configs, prune
         self.search = None if INTERPRETED else _search(kernel, configs, key, prune)
 
@@ -207,9 +204,8 @@ class Tuned(Launched):
             self.configs, dict(zip(self.kernel.arg_names, args, strict=False)), **kwargs
         )
 
-    def _combination(self, args: tuple, kwargs: dict[str, Any]) -> tuple[int, tuple, list[Any]]:
-        index, key, values = super()._combination(args, kwargs)
-        return index, (*key, torch.are_deterministic_algorithms_enabled()), values
+    def _key(self, *launch: Any) -> tuple:
+        return (*super()._key(*launch), torch.are_deterministic_algorithms_enabled())
 
     def run(self, grid: Any, args: tuple, kwargs: dict[str, Any]) -> Compiled:
         """One launch, which a search may precede, and what was launched."""
