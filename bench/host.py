@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from bench import null_gpu
 from bench.measure import CpuWait, now, quartiles, versions
-from bench.models import ExplicitGpt2, SampleMeanCrossEntropy, bert
+from bench.models import bert
 from bench.workloads import PRIVATE
 
 OUT = Path(__file__).resolve().parent / "results" / "host.json"

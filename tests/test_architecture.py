@@ -58,11 +58,11 @@ CYCLES = {
 
 LONGEST = 300
 LONGER = {
-    "kernels/ghost_norm.py": 392,
+    "kernels/ghost_norm.py": 391,
     "engine.py": 321,
     "data/draws.py": 346,
     "backward/bookkeeping.py": 323,
-    "kernels/conv_norm.py": 333,
+    "kernels/conv_norm.py": 325,
     "optim/optimizer.py": 324,
 }
 """Lines of the modules that are longer than they should be; they may only shrink."""

@@ -25,16 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastclip.kernels.ghost_norm import (
-    STEP,
-    TILE_SUM,
-    UNIT,
-    multiply,
-    one_sided,
-    ordered_sum,
-    pair_of,
-    product_mode,
-)
+from fastclip.kernels.ghost_norm import multiply, ordered_sum, pair_of
+from fastclip.kernels.rounding import STEP, TILE_SUM, UNIT, one_sided, product_mode
 from fastclip.kernels.runtime import autotuned, cdiv, launched, next_power_of_2, runs_on
 from fastclip.ops.conv import ConvGeometry
 from fastclip.ops.numerics import GRAM_ERROR_FACTOR, PRODUCT_ERROR_FACTOR, lost_squares

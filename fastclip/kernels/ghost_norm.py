@@ -9,7 +9,8 @@ written: six sums a pair, which a second launch adds in fixed order (one configu
 result: `runtime.autotuned`); where one tile holds every position there is no second launch. With n
 tiles of positions a and g are read n times, from L2 after the first.
 
-The result is never below the exact value. Added are, with u = 2^-24 and m, w of `one_sided`:
+The result is never below the exact value. Added are, with u = 2^-24 and m, w of
+`rounding.one_sided`:
 - 2 u ||A||^2 ||G||^2 and what underflow hides, as the reference does: independent errors;
 - m u sum |K_ts H_ts|: errors of one sign. Tensor cores truncate their float32 accumulator (Fasi et
   al. 2021, Khattak and Mikaitis 2025), and equal terms round alike wherever they are added;
@@ -19,7 +20,6 @@ The result is never below the exact value. Added are, with u = 2^-24 and m, w of
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,53 +29,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastclip.kernels.runtime import INTERPRETED, autotuned, cdiv, launched, next_power_of_2, runs_on
+from fastclip.kernels.rounding import CHUNK, STEP, gram_coefficients, product_mode
+from fastclip.kernels.runtime import INTERPRETED, autotuned, cdiv, launched, next_power_of_2, takes
 from fastclip.ops.bounds import UnfinishedNorm
-from fastclip.ops.numerics import GRAM_ERROR_FACTOR, lost_squares
-from fastclip.ops.precision import user_allows_tf32
+from fastclip.ops.numerics import lost_squares
 
-UNIT = 2.0**-24
-"""u of float32, in which everything accumulates."""
-STEP = 32
-"""Terms of an exact float32 product between two additions to its accumulator."""
-TILE_SUM = 16
-"""Error of one sign, in u, of a tile's own sum: a thread adds up to 64 terms."""
 _STATS = 6  # sums of KH, |KH|, K^2, H^2; traces of K, H
-CHUNK = 4096
-"""Features after which a tile starts a new sum (vocabularies), so that its error stays small."""
 _MOST_USES = 4
 _WIDEN = tl.constexpr(INTERPRETED)  # the interpreter would multiply bfloat16's bits
-
-
-def product_mode(x: Tensor, y: Tensor) -> str:
-    """How x and y are multiplied: "native" (16-bit tensor cores), "ieee" or "tf32x3".
-
-    tf32 rounds by up to 2^-11, which neither a useful bound nor the slack of the scales (2^-18)
-    covers; where the user allows it, three tf32 products that together keep 21 bits take its place.
-    """
-    if x.dtype == y.dtype and x.dtype != torch.float32:
-        return "native"
-    with_float32 = torch.float32 in (x.dtype, y.dtype)
-    return "tf32x3" if with_float32 and user_allows_tf32() else "ieee"
-
-
-def takes(*tensors: Tensor) -> bool:
-    """Whether these kernels can take [b, t, n] tensors: a block's step must fit in 32 bits."""
-    return runs_on(*tensors) and all(max(x.stride()[1:], default=0) < 1 << 24 for x in tensors)
-
-
-def one_sided(n: int, mode: str) -> tuple[float, float]:
-    """(m, w): largest error of one sign, in u, of an accumulated sum of n products.
-
-    m: where the products have one sign, relative to their sum. w: where they cancel, relative to n
-    and to the norms of the factors. A model of the A100 (8 products a step, one guard bit) loses up
-    to 0.22 n and 0.02 n, of the H100 less; float32 products are rounded, `STEP` at a time.
-    """
-    if mode == "native":
-        return n / 4, 1 / 32
-    if mode == "tf32x3":  # 4 products a step, and 2^-21 that no product holds
-        return n / 2 + 8, 1 / 16
-    return (min(n, STEP) + n / STEP) / 4, 0.0
 
 
 @triton.jit
@@ -297,7 +258,9 @@ def _restart(x: Tensor) -> int:
     return CHUNK if x.shape[2] > CHUNK else 0
 
 
-def _launch(x: Use, y: Use, stats: Tensor, norms: Tensor, bounds: Sequence[float], alone: bool) -> int:
+def _launch(
+    x: Use, y: Use, stats: Tensor, norms: Tensor, bounds: Sequence[float], alone: bool
+) -> int:
     """Sums of every pair of tiles of two uses, or of one (y is x); the number of pairs.
 
     Args:
@@ -327,22 +290,7 @@ def _bounds(uses: Sequence[Use]) -> tuple[float, ...]:
     t, sizes = sum(a.shape[1] for a, _ in uses), tuple(x.shape[2] for x in uses[0])
     sides = zip(*uses, strict=True)  # inputs, then gradients
     modes = (frozenset(product_mode(x, y) for x in side for y in side) for side in sides)
-    return _coefficients(t, sizes, tuple(modes))
-
-
-@functools.lru_cache(maxsize=1024)
-def _coefficients(
-    t: int, sizes: tuple[int, ...], modes: tuple[frozenset[str], ...]
-) -> tuple[float, ...]:
-    """For t positions of d and of p numbers, multiplied in these modes."""
-    errors = []
-    for n, kinds in zip(sizes, modes, strict=True):
-        length = min(n, CHUNK)
-        m, w = (max(one_sided(length, mode)[k] for mode in kinds) for k in (0, 1))
-        errors.append((m + n / CHUNK, w * length))
-    (m_k, w_k), (m_h, w_h) = errors
-    rounding = [UNIT * x for x in (GRAM_ERROR_FACTOR, m_k + m_h + TILE_SUM, w_k, w_h)]
-    return (*rounding, *(lost_squares(t * n, torch.float32) for n in (*sizes, t)))
+    return gram_coefficients(t, sizes, tuple(modes))
 
 
 def _sums(parts: Sequence[Use]) -> GhostSums | Tensor:
@@ -375,11 +323,7 @@ def _sums(parts: Sequence[Use]) -> GhostSums | Tensor:
 
 @dataclass
 class GhostSums(UnfinishedNorm):
-    """The sums of a norm's pairs of tiles: one launch adds those of many layers.
-
-    Attributes:
-        stats: [6, b, columns or more]. columns: pairs of tiles. bounds: of `_bounds`.
-    """
+    """The sums of a norm's pairs of tiles, in the first columns of stats [6, b, ...]."""
 
     stats: Tensor
     columns: int

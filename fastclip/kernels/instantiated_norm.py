@@ -9,7 +9,7 @@ too. With n_p by n_d tiles, a is read n_p times and g n_d times, from L2 after t
 row of tiles reads a once more and the first column g, for the sizes that the bound needs.
 
 The result is never below the exact value: (||W|| (1 + m u) + (1 + t w) u ||A|| ||G||)^2 with
-u = 2^-24. 1 u ||A|| ||G|| is the reference's `product_slack`; m and w (ghost_norm.one_sided) cover
+u = 2^-24. 1 u ||A|| ||G|| is the reference's `product_slack`; m and w (rounding.one_sided) cover
 the accumulators of tensor cores, which truncate.
 """
 
@@ -22,18 +22,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastclip.kernels.ghost_norm import (
-    STEP,
-    TILE_SUM,
-    UNIT,
-    multiply,
-    one_position_norm,
-    one_sided,
-    ordered_sum,
-    product_mode,
+from fastclip.kernels.ghost_norm import multiply, one_position_norm, ordered_sum
+from fastclip.kernels.rounding import STEP, TILE_SUM, UNIT, one_sided, product_mode
+from fastclip.kernels.runtime import (
+    autotuned,
+    cdiv,
+    launched,
+    next_power_of_2,
+    product_configs,
     takes,
 )
-from fastclip.kernels.runtime import autotuned, cdiv, launched, next_power_of_2, product_configs
 from fastclip.ops.numerics import PRODUCT_ERROR_FACTOR
 
 _STATS = 3  # sums of squares of W, g, a

@@ -46,6 +46,11 @@ def runs_on(*tensors: Tensor) -> bool:
     return first.type == "cuda" or (first.type == "cpu" and INTERPRETED)
 
 
+def takes(*tensors: Tensor) -> bool:
+    """Whether kernels of products can take [b, t, n] tensors: a block's step must fit in 32 bits."""
+    return runs_on(*tensors) and all(max(x.stride()[1:], default=0) < 1 << 24 for x in tensors)
+
+
 def launched(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """triton.jit for a kernel that is launched: `launched(f)[grid](...)` runs where its tensors lie.
 
@@ -67,7 +72,7 @@ class Launched:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self._tensors: int | None = None
-        """How many of the arguments are tensors: the first ones."""
+        """How many of the arguments are tensors, or None: the first ones."""
         self._compiled: dict[tuple, Compiled] = {}
         self._lock = Lock()
 
@@ -82,7 +87,7 @@ class Launched:
         number = self._tensors
         if number is None:
             number = self._tensors = _first_tensors(args)
-        addresses = [x.data_ptr() for x in args[:number]]
+        addresses = [None if x is None else x.data_ptr() for x in args[:number]]
         index: int = args[0].get_device()
         key = self._key(index, args[:number], addresses, args[number:], tuple(kwargs.values()))
         known = self._compiled.get(key)
@@ -91,7 +96,8 @@ class Launched:
                 known = self.run(grid, args, kwargs)
             if len(self._compiled) >= _MOST_COMBINATIONS:
                 self._compiled.clear()
-            self._compiled[key] = known
+            if known is not None:
+                self._compiled[key] = known
         elif index == torch.cuda.current_device():
             known.launch(grid, index, addresses, args[number:])
         else:
@@ -99,23 +105,30 @@ class Launched:
                 known.launch(grid, index, addresses, args[number:])
 
     def _key(
-        self, index: int, tensors: tuple, addresses: list[int], numbers: tuple, constants: tuple
+        self,
+        index: int,
+        tensors: tuple,
+        addresses: list[int | None],
+        numbers: tuple,
+        constants: tuple,
     ) -> tuple:
         """All that the compiled code depends on: Triton compiles anew for other types, for addresses
         that are multiples of 16 or are not, for other constants, and for some values of numbers."""
         return (
             index, numbers, tuple(map(type, numbers)), constants, tuple(map(type, constants)),
-            *[x.dtype for x in tensors], *[address & 15 for address in addresses],
+            *[None if x is None else x.dtype for x in tensors],
+            *[None if address is None else address & 15 for address in addresses],
         )  # fmt: skip
 
-    def run(self, grid: Any, args: tuple, kwargs: dict[str, Any]) -> Compiled:
+    def run(self, grid: Any, args: tuple, kwargs: dict[str, Any]) -> Compiled | None:
         """One launch on the current device, and what was launched."""
         return self.compiled(self.kernel[grid](*args, **kwargs), len(args), kwargs)
 
-    def compiled(self, code: Any, given: int, constants: dict[str, Any]) -> Compiled:
-        """What Triton has launched, after so many arguments, with these constants by name."""
-        if INTERPRETED:
-            return Compiled(None, constants, ())
+    def compiled(self, code: Any, given: int, constants: dict[str, Any]) -> Compiled | None:
+        """What Triton has launched, after so many arguments, with these constants by name; the
+        interpreter has no such thing."""
+        if code is None:
+            return None
         rest = self.kernel.arg_names[given:]
         return Compiled(code, constants, tuple(constants[name] for name in rest))
 
@@ -131,7 +144,7 @@ class Compiled:
     def __init__(self, code: Any, constants: dict[str, Any], rest: tuple) -> None:
         self._code, self._constants, self._rest = code, constants, rest
 
-    def launch(self, grid: Any, device: int, addresses: list[int], numbers: tuple) -> None:
+    def launch(self, grid: Any, device: int, addresses: list[int | None], numbers: tuple) -> None:
         """Launch it on the current stream of the device, which is the current one.
 
         Args:
@@ -148,8 +161,8 @@ class Compiled:
 
 
 def _first_tensors(args: tuple) -> int:
-    """How many arguments are tensors, which must be the first ones."""
-    found = [isinstance(x, Tensor) for x in args]
+    """How many arguments are tensors, or None, which must be the first ones."""
+    found = [x is None or isinstance(x, Tensor) for x in args]
     number = sum(found)
     if not all(found[:number]):
         raise TypeError("a kernel takes its tensors first, then numbers")
@@ -207,7 +220,7 @@ class Tuned(Launched):
     def _key(self, *launch: Any) -> tuple:
         return (*super()._key(*launch), torch.are_deterministic_algorithms_enabled())
 
-    def run(self, grid: Any, args: tuple, kwargs: dict[str, Any]) -> Compiled:
+    def run(self, grid: Any, args: tuple, kwargs: dict[str, Any]) -> Compiled | None:
         """One launch, which a search may precede, and what was launched."""
         if self.search is None or torch.are_deterministic_algorithms_enabled():
             return self.run_with(self.usable(args, kwargs)[0], grid, args, kwargs)
@@ -217,7 +230,7 @@ class Tuned(Launched):
 
     def run_with(
         self, config: triton.Config, grid: Any, args: tuple, kwargs: dict[str, Any]
-    ) -> Compiled:
+    ) -> Compiled | None:
         """One launch with this configuration."""
         options = config.kwargs if INTERPRETED else config.all_kwargs()
         code = self.kernel[grid](*args, **kwargs, **options)

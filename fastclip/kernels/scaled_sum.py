@@ -25,13 +25,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastclip.kernels.ghost_norm import STEP, multiply, product_mode, takes
+from fastclip.kernels.ghost_norm import multiply
 from fastclip.kernels.instantiated_norm import usable
-from fastclip.kernels.runtime import autotuned, cdiv, launched, next_power_of_2, product_configs, runs_on
+from fastclip.kernels.rounding import STEP, product_mode
+from fastclip.kernels.runtime import (
+    autotuned,
+    cdiv,
+    launched,
+    next_power_of_2,
+    product_configs,
+    runs_on,
+    takes,
+)
 
 _FEW = 16
 """Positions from which samples are summed one after the other: the shortest native product."""

@@ -31,7 +31,10 @@ class LinearRule(LayerRule):
         out = _not_a_view(F.linear(x, weight, bias))
         # The weight in the type in which it was multiplied, as torch's own layer saves it: it is cast
         # once a step.
-        return out, (x if module.weight.requires_grad else None, weight if x.requires_grad else None)
+        return out, (
+            x if module.weight.requires_grad else None,
+            weight if x.requires_grad else None,
+        )
 
     def backward(self, call: LayerCall) -> Tensor | None:
         x, weight = call.saved
@@ -63,7 +66,10 @@ class TransposedLinearRule(LinearRule):
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         weight, bias = autocast_operand(module.weight), module.bias
         out = _not_a_view(F.linear(x, weight.t(), bias))
-        return out, (x if module.weight.requires_grad else None, weight if x.requires_grad else None)
+        return out, (
+            x if module.weight.requires_grad else None,
+            weight if x.requires_grad else None,
+        )
 
 
 def linear_record(

@@ -61,6 +61,7 @@ def compile_tuned(self: Autotuner, *args: Any, **kwargs: Any) -> None:
     """In the place of Autotuner.run: no search, the first configuration or all of them."""
     self.nargs = dict(zip(self.arg_names, args, strict=False))
     configs = self.prune_configs(kwargs)  # what the search would try for these arguments
+    self.best_config = configs[0]
     for config in configs if EVERY else configs[:1]:
         self.fn.run(*args, **kwargs, **config.all_kwargs())
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.kernels.ghost_norm import product_mode
 from fastclip.kernels.instantiated_norm import instantiated_norm
+from fastclip.kernels.rounding import product_mode
 from fastclip.kernels.runtime import INTERPRETED
 from tests.kernels.oracle import (
     DEVICE,
