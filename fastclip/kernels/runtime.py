@@ -39,10 +39,10 @@ def runs_on(*tensors: Tensor) -> bool:
     """Whether kernels can take these tensors: one device, an NVIDIA GPU or the interpreter's CPU,
     and types that accumulate in float32 (float64 stays with the reference)."""
     first = tensors[0].device
-    if any(x.device != first for x in tensors):
-        return False
-    if any(x.is_floating_point() and x.dtype not in INPUTS for x in tensors):
-        return False
+    for x in tensors:
+        dtype = x.dtype
+        if x.device != first or (dtype not in INPUTS and dtype.is_floating_point):
+            return False
     return first.type == "cuda" or (first.type == "cpu" and INTERPRETED)
 
 
