@@ -1,7 +1,7 @@
 """Host time and launches of a private step on a GPU, measured where there is none.
 
     python -m bench.host
-    python -m bench.host --workloads bert_base --profile
+    python -m bench.host --profile 40
 
 A step runs on a device that computes nothing (bench/null_gpu), at the workload's real sizes and under
 bfloat16 autocast, so what is timed is the host: Python, PyTorch's dispatcher and autograd, Triton's
