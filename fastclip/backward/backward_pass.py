@@ -13,7 +13,7 @@ from fastclip import ops
 from fastclip.backward.criterion import SeenLoss
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.backward.sums import ClippedSums
-from fastclip.backward.together import Entry, Stack, raise_norms, stack_small, waits
+from fastclip.backward.together import Entry, Stack, finish_norms, stack_small, waits
 from fastclip.errors import GraphError
 from fastclip.layers import KeptRecord, Record, join, joint_norm_sq
 from fastclip.ops.numerics import slack
@@ -183,7 +183,7 @@ class BackwardPass:
         rows: dict[nn.Parameter, int] = {}
         self.last_input = ops.LastInput()  # the one in it is not held any longer
         self.stacks = stack_small(self.entries)
-        raise_norms(self.entries.values())
+        finish_norms(self.entries.values())
         for parameter, entry in self.entries.items():
             rows[parameter] = len(norms)
             norm = entry.norm_sq

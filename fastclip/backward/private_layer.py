@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class PrivateLayer(Function):
         backward = LayerBackward(call, ctx.saved_tensors, g, ctx.needs_input_grad[1], wanted)
         rule = call.handle.rule
         assert rule is not None
-        with torch.autocast(g.device.type, enabled=False):
+        with without_autocast(g.device.type):
             if wanted:
                 backward.admit()
             with call.handle.bypassed():
@@ -73,6 +74,13 @@ class PrivateLayer(Function):
         if grad_input is not None:
             grad_input = grad_input.to(ctx.dtype)
         return (None, grad_input, *nothing[2:])
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Autocast is off inside; nothing is done where it is already, which is cheaper."""
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def _kinds(saved: Any) -> str:

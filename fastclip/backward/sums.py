@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastclip._torch import base_of
 from fastclip.errors import GraphError, StepError
 
 
@@ -34,13 +35,13 @@ class ClippedSums:
                 f"a rule recorded gradients of size {clipped.numel()} for a parameter of shape "
                 f"{list(parameter.shape)}; a record holds [b, *parameter shape]"
             )
-        clipped = clipped.view(parameter.shape)
         total = self.take(parameter)
         if total is None:
             # A part of a larger buffer would change its version together with the other parts.
-            own = clipped.untyped_storage().nbytes() == clipped.nbytes
-            total = clipped if own else clipped.clone()
+            own = base_of(clipped) is None or clipped.untyped_storage().nbytes() == clipped.nbytes
+            total = (clipped if own else clipped.clone()).view(parameter.shape)
         else:
+            clipped = clipped.view(parameter.shape)
             total.add_(clipped)
         self._held[parameter] = total, total._version
         parameter.summed_grad = total  # type: ignore[attr-defined]

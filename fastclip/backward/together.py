@@ -21,7 +21,7 @@ class Entry:
     """The contributions of one pass to one parameter."""
 
     records: list[Record]
-    norm_sq: Tensor | ops.RaisedNorm | None
+    norm_sq: Tensor | ops.UnfinishedNorm | None
     """[b], or what it is made of; None while it waits: for another use, or for other parameters."""
 
 
@@ -45,8 +45,9 @@ class Stack:
         Args:
             scales: [b], or [k, b].
         """
-        sums = ops.kept_sums(self.gradients, scales)
-        return zip(self.parameters, sums, strict=True)
+        sums = ops.kept_sums(self.gradients, scales).unbind()
+        # `data` has a version of its own, so that no part need be copied out of the buffer.
+        return zip(self.parameters, (row.data for row in sums), strict=True)
 
 
 def stack_small(entries: dict[nn.Parameter, Entry]) -> list[Stack]:
@@ -78,15 +79,13 @@ def stack_small(entries: dict[nn.Parameter, Entry]) -> list[Stack]:
     return found
 
 
-def raise_norms(entries: Iterable[Entry]) -> None:
-    """Norms are raised by what rounding can hide of them."""
-    groups: dict[Any, list[tuple[Entry, ops.RaisedNorm]]] = {}
+def finish_norms(entries: Iterable[Entry]) -> None:
+    """The last operations of norms that wait for those of other layers."""
+    groups: dict[Any, list[tuple[Entry, ops.UnfinishedNorm]]] = {}
     for entry in entries:
-        if isinstance(entry.norm_sq, ops.RaisedNorm):
-            total = entry.norm_sq.total
-            key = (type(entry.norm_sq), total.shape, total.dtype, total.device)
-            groups.setdefault(key, []).append((entry, entry.norm_sq))
+        if isinstance(entry.norm_sq, ops.UnfinishedNorm):
+            groups.setdefault(entry.norm_sq.kind, []).append((entry, entry.norm_sq))
     for pairs in groups.values():
-        norms = ops.raised_together([norm for _, norm in pairs])
+        norms = type(pairs[0][1]).finished([norm for _, norm in pairs])
         for (entry, _), norm_sq in zip(pairs, norms, strict=True):
             entry.norm_sq = norm_sq

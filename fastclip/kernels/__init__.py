@@ -6,7 +6,7 @@ from typing import Any
 from fastclip.kernels.clip_scale import clip_scale, threshold_step
 from fastclip.kernels.conv_norm import conv_ghost_norm, conv_norm
 from fastclip.kernels.embedding_norm import lookup_norm
-from fastclip.kernels.ghost_norm import ghost_norm, ghost_norm_concat
+from fastclip.kernels.ghost_norm import begin_ghost_norm, ghost_norm, ghost_norm_concat
 from fastclip.kernels.instantiated_norm import instantiated_norm
 from fastclip.kernels.norm_affine import (
     group_norm_backward,
@@ -18,6 +18,7 @@ from fastclip.kernels.scaled_sum import scaled_sum
 KERNELS: dict[str, Callable[..., Any]] = {
     launcher.__name__: launcher
     for launcher in (
+        begin_ghost_norm,
         clip_scale,
         conv_ghost_norm,
         conv_norm,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fastclip.clipping.codes import PolicyCode, ScaleCode, clip_numbers, step_numbers
 from fastclip.clipping.policy import LARGEST
-from fastclip.kernels.runtime import launched, runs_on
+from fastclip.kernels.runtime import cdiv, launched, next_power_of_2, runs_on
 
 _HARD = tl.constexpr(ScaleCode.HARD.value)
 _TANH = tl.constexpr(ScaleCode.TANH.value)
@@ -174,9 +174,9 @@ def clip_scale(
     if not b:
         return scales, norms
     grouped = groups is not None and policy.num_groups is not None
-    block = min(256, triton.next_power_of_2(b))
+    block = min(256, next_power_of_2(b))
     nothing = norms  # a pointer that is never followed
-    _clip_kernel[(triton.cdiv(b, block),)](
+    _clip_kernel[(cdiv(b, block),)](
         norm_sq, state.threshold, state.origin,
         state.bound if state.bound is not None else nothing,
         state.weights if state.weights is not None else nothing,
@@ -190,8 +190,8 @@ def clip_scale(
         BOUNDED=state.bound is not None, WEIGHTED=state.weights is not None and grouped,
         SUBSET=layers is not None, COUNT=counts is not None,
         ROOM=numbers.room, ROOM_WITHIN=numbers.within,
-        BLOCK_B=block, BLOCK_K=triton.next_power_of_2(num_groups),
-        BLOCK_ALL=triton.next_power_of_2(total_layers),
+        BLOCK_B=block, BLOCK_K=next_power_of_2(num_groups),
+        BLOCK_ALL=next_power_of_2(total_layers),
     )  # fmt: skip
     return scales, norms
 
@@ -254,6 +254,6 @@ def threshold_step(
         POLICY=numbers.policy.value, GROUPED=policy.num_groups is not None, NOISE=noise is not None,
         BATCH=float(batch_size), RATE=numbers.rate, TARGET=numbers.target, SHIFT=numbers.shift,
         LOWER=numbers.lower, UPPER=numbers.upper, LARGEST=numbers.largest,
-        BLOCK_K=triton.next_power_of_2(groups),
+        BLOCK_K=next_power_of_2(groups),
     )  # fmt: skip
     return noisy, replace(state, **{name: moved})

@@ -6,11 +6,10 @@ import functools
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from fastclip.kernels.alignment import WIDE
-from fastclip.kernels.runtime import runs_on
+from fastclip.kernels.runtime import next_power_of_2, runs_on
 from fastclip.ops.conv import ConvGeometry
 
 
@@ -38,7 +37,7 @@ def arguments(
     g = _wide(g.unsqueeze(2), groups, positions % WIDE == 0).squeeze(2)
     sizes = (x.shape[1] // groups, g.shape[1] // groups, h, w, positions, width, groups)
     constants = {
-        "BUCKET": triton.next_power_of_2(positions), "FLAT": flat, "KH": kh, "KW": kw, "SH": sh,
+        "BUCKET": next_power_of_2(positions), "FLAT": flat, "KH": kh, "KW": kw, "SH": sh,
         "SW": sw, "PH": ph, "PW": pw, "DH": dh, "DW": dw,
     }  # fmt: skip
     return x, g, sizes, constants

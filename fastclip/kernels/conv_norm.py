@@ -27,16 +27,9 @@ from torch import Tensor
 
 from fastclip.kernels.conv_arguments import arguments, sees_all
 from fastclip.kernels.ghost_norm import pair_of
-from fastclip.kernels.products import (
-    STEP,
-    TILE_SUM,
-    UNIT,
-    multiply,
-    one_sided,
-    ordered_sum,
-    product_mode,
-)
-from fastclip.kernels.runtime import autotuned, launched
+from fastclip.kernels.products import multiply, ordered_sum
+from fastclip.kernels.rounding import STEP, TILE_SUM, UNIT, one_sided, product_mode
+from fastclip.kernels.runtime import autotuned, cdiv, launched, next_power_of_2
 from fastclip.ops.conv import ConvGeometry
 from fastclip.ops.numerics import GRAM_ERROR_FACTOR, PRODUCT_ERROR_FACTOR, lost_squares
 
@@ -227,12 +220,12 @@ def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     if not x.numel() or not g.numel():
         return norms
     one_tap = c >= 16 or taps == 1
-    block_o = min(128, max(16, triton.next_power_of_2(o)))
+    block_o = min(128, max(16, next_power_of_2(o)))
     columns = c if one_tap else c * taps
     widest = 128 if c * taps >= 512 else 64  # enough tiles to fill the device where there are few
-    block_n = min(widest, max(16, triton.next_power_of_2(columns)))
-    row_tiles = triton.cdiv(o, block_o)
-    col_tiles = triton.cdiv(columns, block_n) * (taps if one_tap else 1)
+    block_n = min(widest, max(16, next_power_of_2(columns)))
+    row_tiles = cdiv(o, block_o)
+    col_tiles = cdiv(columns, block_n) * (taps if one_tap else 1)
     tiles, mode = groups * row_tiles * col_tiles, product_mode(x, g)
     out = norms.new_empty(3, b, tiles)
     _tiles[(b * tiles,)](
@@ -286,9 +279,9 @@ def conv_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
 
 
 def _pairs_of_tiles(positions: int, block: int) -> int:
-    tiles = triton.cdiv(positions, block)
+    tiles = cdiv(positions, block)
     return tiles * (tiles + 1) // 2
 
 
 def _block(columns: int) -> int:
-    return min(1024, max(32, triton.next_power_of_2(columns)))
+    return min(1024, max(32, next_power_of_2(columns)))

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastclip.kernels.runtime import autotuned, launched, runs_on
+from fastclip.kernels.runtime import autotuned, cdiv, launched, next_power_of_2, runs_on
 
 ROWS = 32
 MAX_BLOCK = 256
@@ -134,12 +134,12 @@ def _norms(
         return torch.zeros(b, dtype=torch.float32, device=g.device)
     # Stable: equal keys are added in the order of the entries, the same every time.
     key, order = ((sample << bits) + ids).sort(stable=True)
-    block = min(MAX_BLOCK, triton.next_power_of_2(d))
-    tiles = triton.cdiv(d, block)
+    block = min(MAX_BLOCK, next_power_of_2(d))
+    tiles = cdiv(d, block)
     norms = g.new_zeros(b, tiles, dtype=torch.float64)
     rows, done, sgb, sgt, sgd = g, norms, *g.stride()
     while True:
-        chunks = triton.cdiv(n, ROWS)
+        chunks = cdiv(n, ROWS)
         carried = 2 * chunks
         next_key = key.new_empty(carried)
         following = g.new_empty(carried, d, dtype=torch.float64)

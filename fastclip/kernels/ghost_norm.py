@@ -9,7 +9,8 @@ written: six sums a pair, which a second launch adds in fixed order (one configu
 result: `runtime.autotuned`); where one tile holds every position there is no second launch. With n
 tiles of positions a and g are read n times, from L2 after the first.
 
-The result is never below the exact value. Added are, with u = 2^-24 and m, w of `products.one_sided`:
+The result is never below the exact value. Added are, with u = 2^-24 and m, w of
+`rounding.one_sided`:
 - 2 u ||A||^2 ||G||^2 and what underflow hides, as the reference does: independent errors;
 - m u sum |K_ts H_ts|: errors of one sign. Tensor cores truncate their float32 accumulator (Fasi et
   al. 2021, Khattak and Mikaitis 2025), and equal terms round alike wherever they are added;
@@ -28,22 +29,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fastclip.kernels.alignment import aligned, stretches, to_copy
-from fastclip.kernels.products import (
-    STEP,
-    TILE_SUM,
-    UNIT,
-    multiply,
-    one_sided,
-    ordered_sum,
-    product_mode,
-    takes,
-)
-from fastclip.kernels.runtime import autotuned, launched
-from fastclip.ops.numerics import GRAM_ERROR_FACTOR, lost_squares
+from fastclip.kernels.ghost_sums import STATS, GhostSums, finish, raised
+from fastclip.kernels.products import multiply, ordered_sum
+from fastclip.kernels.rounding import CHUNK, STEP, gram_coefficients, product_mode
+from fastclip.kernels.runtime import autotuned, cdiv, launched, next_power_of_2, takes
+from fastclip.ops.numerics import lost_squares
 
-_STATS = 6  # sums of KH, |KH|, K^2, H^2; traces of K, H
-CHUNK = 4096
-"""Features after which a tile starts a new sum (vocabularies), so that its error stays small."""
 _MOST_USES = 4
 
 
@@ -83,19 +74,6 @@ def pair_of(pair):  # type: ignore[no-untyped-def]
     j -= (j * (j + 1) // 2 > pair).to(tl.int32)
     j += ((j + 1) * (j + 2) // 2 <= pair).to(tl.int32)
     return pair - j * (j + 1) // 2, j
-
-
-@triton.jit
-def _raised(  # type: ignore[no-untyped-def]
-    total, absolute, kk, hh, trace_k, trace_h, c, m, w_k, w_h, lost_k, lost_h, lost
-):  # fmt: skip
-    """The norm and its bounds (`_bounds`); NaN stays NaN, which tl.maximum would drop."""
-    bound = c * trace_k * trace_h + lost_k * trace_h + lost_h * trace_k + m * absolute
-    norm_h = tl.minimum(tl.sqrt(hh + lost), trace_h)  # the trace where the squares overflow
-    norm_k = tl.minimum(tl.sqrt(kk + lost), trace_k)
-    bound += tl.where(w_k > 0, w_k * trace_k * norm_h, 0.0)
-    bound += tl.where(w_h > 0, w_h * trace_h * norm_k, 0.0)
-    return tl.where(total < 0, 0.0, total) + bound
 
 
 def _usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
@@ -168,7 +146,7 @@ def _pairs_kernel(  # type: ignore[no-untyped-def]
     trace_k = tl.sum(tl.where(diagonal, gram_k, 0.0))
     trace_h = tl.sum(tl.where(diagonal, gram_h, 0.0))
     if ALONE and ONE_TILE:
-        norm = _raised(
+        norm = raised(
             total, absolute, kk, hh, trace_k, trace_h, c, m, w_k, w_h, lost_k, lost_h, lost
         )  # fmt: skip
         tl.store(norms + b, norm)
@@ -181,25 +159,6 @@ def _pairs_kernel(  # type: ignore[no-untyped-def]
         tl.store(at + 3 * stats_s, twice * hh)
         tl.store(at + 4 * stats_s, trace_k)
         tl.store(at + 5 * stats_s, trace_h)
-
-
-@launched(do_not_specialize=["columns"])
-def _finish_kernel(  # type: ignore[no-untyped-def]
-    stats, norms, columns, c, m, w_k, w_h, lost_k, lost_h, lost, stats_s, stats_b,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    b = tl.program_id(0).to(tl.int64)
-    at = stats + b * stats_b
-    norm = _raised(
-        ordered_sum(at, columns, 1, BLOCK, False),
-        ordered_sum(at + stats_s, columns, 1, BLOCK, False),
-        ordered_sum(at + 2 * stats_s, columns, 1, BLOCK, False),
-        ordered_sum(at + 3 * stats_s, columns, 1, BLOCK, False),
-        ordered_sum(at + 4 * stats_s, columns, 1, BLOCK, False),
-        ordered_sum(at + 5 * stats_s, columns, 1, BLOCK, False),
-        c, m, w_k, w_h, lost_k, lost_h, lost,
-    )  # fmt: skip
-    tl.store(norms + b, norm)
 
 
 @launched
@@ -227,8 +186,8 @@ Use = tuple[Tensor, Tensor]
 
 
 def _pairs(x: Use, y: Use, block: int) -> int:
-    tiles = triton.cdiv(x[0].shape[1], block)
-    return tiles * triton.cdiv(y[0].shape[1], block) if x is not y else tiles * (tiles + 1) // 2
+    tiles = cdiv(x[0].shape[1], block)
+    return tiles * cdiv(y[0].shape[1], block) if x is not y else tiles * (tiles + 1) // 2
 
 
 def _room(x: Use, y: Use) -> int:
@@ -240,7 +199,9 @@ def _restart(x: Tensor) -> int:
     return CHUNK if x.shape[2] > CHUNK else 0
 
 
-def _launch(x: Use, y: Use, stats: Tensor, norms: Tensor, bounds: list[float], alone: bool) -> int:
+def _launch(
+    x: Use, y: Use, stats: Tensor, norms: Tensor, bounds: Sequence[float], alone: bool
+) -> int:
     """Sums of every pair of tiles of two uses, or of one (y is x); the number of pairs.
 
     Args:
@@ -258,29 +219,23 @@ def _launch(x: Use, y: Use, stats: Tensor, norms: Tensor, bounds: list[float], a
     _pairs_kernel[grid](
         a_x, g_x, a_y, g_y, stats, norms, a_x.shape[2], g_x.shape[2], t_x, t_y, *bounds,
         *a_x.stride(), *g_x.stride(), *a_y.stride(), *g_y.stride(), *stats.stride()[:2],
-        CROSS=x is not y, ALONE=alone, BUCKET=triton.next_power_of_2(max(t_x, t_y)),
+        CROSS=x is not y, ALONE=alone, BUCKET=next_power_of_2(max(t_x, t_y)),
         A_MODE=product_mode(a_x, a_y), G_MODE=product_mode(g_x, g_y),
         A_RESTART=_restart(a_x), G_RESTART=_restart(g_x),
     )  # fmt: skip
     return pairs
 
 
-def _bounds(uses: Sequence[Use]) -> list[float]:
-    """The bounds' coefficients in the order of `_raised`, for the coarsest of the products."""
-    t, dtype = sum(a.shape[1] for a, _ in uses), torch.float32
-    sizes = [x.shape[2] for x in uses[0]]
-    errors = []
-    for n, operands in zip(sizes, zip(*uses, strict=True), strict=True):  # inputs, then gradients
-        modes, length = {product_mode(x, y) for x in operands for y in operands}, min(n, CHUNK)
-        m, w = (max(one_sided(length, mode)[k] for mode in modes) for k in (0, 1))
-        errors.append((m + n / CHUNK, w * length))
-    (m_k, w_k), (m_h, w_h) = errors
-    rounding = [UNIT * x for x in (GRAM_ERROR_FACTOR, m_k + m_h + TILE_SUM, w_k, w_h)]
-    return rounding + [lost_squares(t * n, dtype) for n in (*sizes, t)]
+def _bounds(uses: Sequence[Use]) -> tuple[float, ...]:
+    """The bounds' coefficients in the order of `ghost_sums.raised`, for the coarsest of the products."""
+    t, sizes = sum(a.shape[1] for a, _ in uses), tuple(x.shape[2] for x in uses[0])
+    sides = zip(*uses, strict=True)  # inputs, then gradients
+    modes = (frozenset(product_mode(x, y) for x in side for y in side) for side in sides)
+    return gram_coefficients(t, sizes, tuple(modes))
 
 
-def ghost_norm_concat(parts: Sequence[Use]) -> Tensor:
-    """Squared norm of sum_k g_k^T a_k over the uses of one parameter, [b].
+def _sums(parts: Sequence[Use]) -> GhostSums | Tensor:
+    """What `ghost_norm_concat` is made of, or the norm [b] itself.
 
     The Grams of the concatenation along t: the uses' own terms, and twice their cross terms, with
     one bound for all (uses may cancel). Each pair of uses is a launch; nothing is copied, unless
@@ -299,38 +254,46 @@ def ghost_norm_concat(parts: Sequence[Use]) -> Tensor:
         return one_position_norm(*uses[0])
     if len(uses) > _MOST_USES:
         uses = [(torch.cat([a for a, _ in uses], 1), torch.cat([g for _, g in uses], 1))]
-    reads = triton.cdiv(max(a.shape[1] for a, _ in uses), 64)
+    reads = cdiv(max(a.shape[1] for a, _ in uses), 64)
     sizes = [max(to_copy(x, reads) for x in side) for side in zip(*uses, strict=True)]
     if not any(sizes):
-        return _norms(uses)
+        return _pair_sums(uses)
 
     def ready(x: Tensor, size: int, samples: slice) -> Tensor:
         return aligned(x[samples]) if size else x[samples]  # of all uses, or their n would differ
 
     return torch.cat([
-        _norms([(ready(a, sizes[0], part), ready(g, sizes[1], part)) for a, g in uses])
+        finish(_pair_sums([(ready(a, sizes[0], part), ready(g, sizes[1], part)) for a, g in uses]))
         for part in stretches(b, sum(sizes) * len(uses))
     ])  # fmt: skip
 
 
-def _norms(uses: Sequence[Use]) -> Tensor:
-    """ghost_norm_concat of uses that lie well, none of them empty."""
+def _pair_sums(uses: Sequence[Use]) -> GhostSums | Tensor:
+    """`_sums` of uses that lie well, none of them empty."""
     b, device = uses[0][0].shape[0], uses[0][0].device
-    norms = torch.zeros(b, dtype=torch.float32, device=device)
+    norms = torch.empty(b, dtype=torch.float32, device=device)
     pairs = [(x, y) for k, x in enumerate(uses) for y in uses[k:]]
     alone, bounds = len(uses) == 1, _bounds(uses)
     # A launch begins where the configuration of the one before it ended: what a trial of smaller
     # tiles wrote beyond is written over, or lies beyond the columns that are added.
-    stats, columns = norms.new_empty(_STATS, b, sum(_room(x, y) for x, y in pairs)), 0
+    stats, columns = norms.new_empty(STATS, b, sum(_room(x, y) for x, y in pairs)), 0
     for x, y in pairs:
         columns += _launch(x, y, stats[:, :, columns:], norms, bounds, alone)
-    if alone and columns == 1:
-        return norms
-    _finish_kernel[(b,)](
-        stats, norms, columns, *bounds, *stats.stride()[:2],
-        BLOCK=min(1024, max(32, triton.next_power_of_2(columns))),
-    )  # fmt: skip
-    return norms
+    return norms if alone and columns == 1 else GhostSums(stats, columns, bounds)
+
+
+def begin_ghost_norm(a: Tensor, g: Tensor) -> GhostSums | Tensor:
+    """The squared norm of g_b^T a_b, but for the sum of its tiles: fastclip.ops.begin_ghost_norm."""
+    return _sums([(a, g)])
+
+
+def ghost_norm_concat(parts: Sequence[Use]) -> Tensor:
+    """Squared norm of sum_k g_k^T a_k over the uses of one parameter, [b].
+
+    Args:
+        parts: the uses; t may differ from use to use.
+    """
+    return finish(_sums(parts))
 
 
 def ghost_norm(a: Tensor, g: Tensor) -> Tensor:
@@ -350,6 +313,6 @@ def ghost_cross(a1: Tensor, g1: Tensor, a2: Tensor, g2: Tensor) -> Tensor:
     if not (a1.numel() and g1.numel() and a2.numel() and g2.numel()):
         return norms
     x, y = (a1, g1), (a2, g2)
-    stats = norms.new_empty(_STATS, a1.shape[0], _room(x, y))
+    stats = norms.new_empty(STATS, a1.shape[0], _room(x, y))
     pairs = _launch(x, y, stats, norms, [0.0] * 7, alone=False)
     return stats[0, :, :pairs].sum(1) / 2

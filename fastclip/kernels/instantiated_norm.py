@@ -9,7 +9,7 @@ too. With n_p by n_d tiles, a is read n_p times and g n_d times, from L2 after t
 row of tiles reads a once more and the first column g, for the sizes that the bound needs.
 
 The result is never below the exact value: (||W|| (1 + m u) + (1 + t w) u ||A|| ||G||)^2 with
-u = 2^-24. 1 u ||A|| ||G|| is the reference's `product_slack`; m and w (products.one_sided) cover
+u = 2^-24. 1 u ||A|| ||G|| is the reference's `product_slack`; m and w (rounding.one_sided) cover
 the accumulators of tensor cores, which truncate.
 """
 
@@ -23,17 +23,16 @@ import triton.language as tl
 from torch import Tensor
 
 from fastclip.kernels.ghost_norm import one_position_norm
-from fastclip.kernels.products import (
-    STEP,
-    TILE_SUM,
-    UNIT,
-    multiply,
-    one_sided,
-    ordered_sum,
-    product_mode,
+from fastclip.kernels.products import multiply, ordered_sum
+from fastclip.kernels.rounding import STEP, TILE_SUM, UNIT, one_sided, product_mode
+from fastclip.kernels.runtime import (
+    autotuned,
+    cdiv,
+    launched,
+    next_power_of_2,
+    product_configs,
     takes,
 )
-from fastclip.kernels.runtime import autotuned, launched, product_configs
 from fastclip.ops.numerics import PRODUCT_ERROR_FACTOR
 
 _STATS = 3  # sums of squares of W, g, a
@@ -143,22 +142,22 @@ def instantiated_norm(a: Tensor, g: Tensor, keep: bool = False) -> Tensor | tupl
     if t == 1 and not keep:
         return one_position_norm(a, g)
     grads = norms.new_empty(b, p, d) if keep else norms
-    stats = norms.new_empty(_STATS, b, triton.cdiv(p, 64) * triton.cdiv(d, 64))
+    stats = norms.new_empty(_STATS, b, cdiv(p, 64) * cdiv(d, 64))
     tiles = (0, 0)
 
     def grid(meta: dict[str, Any]) -> tuple[int]:
         nonlocal tiles
-        tiles = triton.cdiv(p, meta["BLOCK_P"]), triton.cdiv(d, meta["BLOCK_D"])
+        tiles = cdiv(p, meta["BLOCK_P"]), cdiv(d, meta["BLOCK_D"])
         return (b * tiles[0] * tiles[1],)
 
     mode = product_mode(a, g)
     _tiles_kernel[grid](
         a, g, stats, grads, d, p, t, *a.stride(), *g.stride(), *stats.stride()[:2],
-        KEEP=keep, MODE=mode, BUCKET=triton.next_power_of_2(t),
+        KEEP=keep, MODE=mode, BUCKET=next_power_of_2(t),
     )  # fmt: skip
     m, w = one_sided(t, mode)
     _finish_kernel[(b,)](
         stats, norms, *tiles, 1 + UNIT * (m + TILE_SUM / 2), UNIT * (PRODUCT_ERROR_FACTOR + t * w),
-        *stats.stride()[:2], BLOCK=min(1024, max(32, triton.next_power_of_2(tiles[0] * tiles[1]))),
+        *stats.stride()[:2], BLOCK=min(1024, max(32, next_power_of_2(tiles[0] * tiles[1]))),
     )  # fmt: skip
     return (norms, grads) if keep else norms

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastclip.kernels.runtime import autotuned, launched, runs_on
+from fastclip.kernels.runtime import autotuned, cdiv, launched, next_power_of_2, runs_on
 
 MAX_FEATURES = 8192  # of a position: its x, g, dw and db are held in registers
 MAX_GROUP = 1 << 20  # elements of a group: one program goes through them
@@ -194,13 +194,13 @@ def _by_rows(
     dx = torch.empty_like(x) if need_input else None
     if not x.numel():
         return dx, *x.new_zeros(2, b, c, dtype=torch.float32)
-    c2 = triton.next_power_of_2(c)
+    c2 = next_power_of_2(c)
     # Enough programs to fill a large GPU eight times over, in blocks long enough that the partials
     # stay a few per cent of the traffic.
-    rows = min(max(triton.next_power_of_2(b * t) // 1024, 16, 4096 // c2), 128)
-    chunks = triton.cdiv(t, rows)
-    dw = x.new_empty(b, chunks, c, dtype=torch.float32)
-    db = dw if mean is None else torch.empty_like(dw)
+    rows = min(max(next_power_of_2(b * t) // 1024, 16, 4096 // c2), 128)
+    chunks = cdiv(t, rows)
+    parts = x.new_empty(1 if mean is None else 2, b, chunks, c, dtype=torch.float32)
+    dw, db = parts[0], parts[-1]
     _rows[(b * chunks,)](
         x, g, rstd if mean is None else mean, rstd, x if weight is None else weight,
         x if dx is None else dx, dw, db, t, c, chunks, rows, *x.stride(), *g.stride(),
@@ -208,7 +208,8 @@ def _by_rows(
         0 if weight is None else weight.stride(0), C2=c2, IS_LAYER=mean is not None,
         HAS_WEIGHT=weight is not None, NEED_INPUT=need_input,
     )  # fmt: skip
-    return (dx, *((y[:, 0] if chunks == 1 else y.sum(1)) for y in (dw, db)))
+    sums = parts[:, :, 0] if chunks == 1 else parts.sum(2)
+    return dx, sums[0], sums[-1]
 
 
 def group_norm_backward(
@@ -227,7 +228,7 @@ def group_norm_backward(
             x, g, mean, rstd, x if weight is None else weight, x if dx is None else dx, dw, db,
             t, c // k, k, *x.stride(), *g.stride(), *mean.stride(), *rstd.stride(),
             *(x if dx is None else dx).stride(), 0 if weight is None else weight.stride(0),
-            C2=triton.next_power_of_2(c // k), T2=triton.next_power_of_2(t),
+            C2=next_power_of_2(c // k), T2=next_power_of_2(t),
             HAS_WEIGHT=weight is not None, NEED_INPUT=need_input,
         )  # fmt: skip
     return dx, dw, db

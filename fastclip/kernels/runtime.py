@@ -5,28 +5,50 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Kernels run on the CPU, in Triton's interpreter (set before triton is imported)."""
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
+_LIMIT = 1 << 31
+_MOST_COMBINATIONS = 4096
+"""Of one kernel; more are begun anew."""
 Prune = Callable[..., list[triton.Config]]
 """(configs, arguments by name, **options) -> those that suit the arguments: `early_config_prune`."""
+
+
+def cdiv(n: int, size: int) -> int:
+    """How many parts of this size hold n. (triton.cdiv is for kernels, too, and ten times as slow.)"""
+    return -(-n // size)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def runs_on(*tensors: Tensor) -> bool:
     """Whether kernels can take these tensors: one device, an NVIDIA GPU or the interpreter's CPU,
     and types that accumulate in float32 (float64 stays with the reference)."""
     first = tensors[0].device
-    if any(x.device != first for x in tensors):
-        return False
-    if any(x.is_floating_point() and x.dtype not in INPUTS for x in tensors):
-        return False
+    for x in tensors:
+        dtype = x.dtype
+        if x.device != first or (dtype not in INPUTS and dtype.is_floating_point):
+            return False
     return first.type == "cuda" or (first.type == "cpu" and INTERPRETED)
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether kernels of products can take [b, t, n] tensors: a block's step must fit in 32 bits."""
+    return runs_on(*tensors) and all(max(x.stride()[1:], default=0) < 1 << 24 for x in tensors)
 
 
 def launched(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -41,21 +63,116 @@ def launched(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 class Launched:
     """A kernel whose device is that of its tensors: Triton itself takes the current device, where
-    the address of another GPU's memory is wrong, and its current stream."""
+    the address of another GPU's memory is wrong, and its current stream.
+
+    Triton's own way to a launch costs the host more than all else there. It is gone once for each
+    combination of what the compiled code depends on; after that the code is launched as it is.
+    """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
+        self._tensors: int | None = None
+        """How many of the arguments are tensors, or None: the first ones."""
+        self._compiled: dict[tuple, Compiled] = {}
+        self._lock = Lock()
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        def launch(*args: Any, **kwargs: Any) -> None:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: Any, *args: Any, **kwargs: Any) -> None:
+        if INTERPRETED:
             with _device_of(args):
                 self.run(grid, args, kwargs)
+            return
+        number = self._tensors
+        if number is None:
+            number = self._tensors = _first_tensors(args)
+        addresses = [None if x is None else x.data_ptr() for x in args[:number]]
+        index: int = args[0].get_device()
+        key = self._key(index, args[:number], addresses, args[number:], tuple(kwargs.values()))
+        known = self._compiled.get(key)
+        if known is None or _somebody_listens():
+            with _device_of(args), self._lock:
+                known = self.run(grid, args, kwargs)
+            if len(self._compiled) >= _MOST_COMBINATIONS:
+                self._compiled.clear()
+            if known is not None:
+                self._compiled[key] = known
+        elif index == torch.cuda.current_device():
+            known.launch(grid, index, addresses, args[number:])
+        else:
+            with torch.cuda.device(index):
+                known.launch(grid, index, addresses, args[number:])
 
-        return launch
+    def _key(
+        self,
+        index: int,
+        tensors: tuple,
+        addresses: list[int | None],
+        numbers: tuple,
+        constants: tuple,
+    ) -> tuple:
+        """All that the compiled code depends on: Triton compiles anew for other types, for addresses
+        that are multiples of 16 or are not, for other constants, and for some values of numbers."""
+        return (
+            index, numbers, tuple(map(type, numbers)), constants, tuple(map(type, constants)),
+            *[None if x is None else x.dtype for x in tensors],
+            *[None if address is None else address & 15 for address in addresses],
+        )  # fmt: skip
 
-    def run(self, grid: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """One launch on the current device."""
-        self.kernel[grid](*args, **kwargs)
+    def run(self, grid: Any, args: tuple, kwargs: dict[str, Any]) -> Compiled | None:
+        """One launch on the current device, and what was launched."""
+        return self.compiled(self.kernel[grid](*args, **kwargs), len(args), kwargs)
+
+    def compiled(self, code: Any, given: int, constants: dict[str, Any]) -> Compiled | None:
+        """What Triton has launched, after so many arguments, with these constants by name; the
+        interpreter has no such thing."""
+        if code is None:
+            return None
+        rest = self.kernel.arg_names[given:]
+        return Compiled(code, constants, tuple(constants[name] for name in rest))
+
+
+class Compiled:
+    """Compiled code with the constants that it was compiled for.
+
+    Args:
+        code: Triton's. constants: by name, for the grid. rest: in the order of the kernel, which wants
+            to be given them, too.
+    """
+
+    def __init__(self, code: Any, constants: dict[str, Any], rest: tuple) -> None:
+        self._code, self._constants, self._rest = code, constants, rest
+
+    def launch(self, grid: Any, device: int, addresses: list[int | None], numbers: tuple) -> None:
+        """Launch it on the current stream of the device, which is the current one.
+
+        Args:
+            addresses: of the tensors. numbers: the other arguments.
+        """
+        if callable(grid):
+            grid = grid(self._constants)
+        code, (x, y, z) = self._code, (*grid, 1, 1)[:3]
+        stream = driver.active.get_current_stream(device)
+        code.run(
+            x, y, z, stream, code.function, code.packed_metadata, None, None, None,
+            *addresses, *numbers, *self._rest,
+        )  # fmt: skip
+
+
+def _first_tensors(args: tuple) -> int:
+    """How many arguments are tensors, or None, which must be the first ones."""
+    found = [x is None or isinstance(x, Tensor) for x in args]
+    number = sum(found)
+    if not all(found[:number]):
+        raise TypeError("a kernel takes its tensors first, then numbers")
+    return number
+
+
+def _somebody_listens() -> bool:
+    """Whether a profiler has asked Triton to tell it of launches, which only Triton's own way does."""
+    hooks = knobs.runtime
+    return any(getattr(h, "calls", h) for h in (hooks.launch_enter_hook, hooks.launch_exit_hook))
 
 
 def _device_of(args: tuple) -> AbstractContextManager:
@@ -100,19 +217,25 @@ class Tuned(Launched):
             self.configs, dict(zip(self.kernel.arg_names, args, strict=False)), **kwargs
         )
 
-    def run(self, grid: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """One launch, which a search may precede."""
+    def _key(self, *launch: Any) -> tuple:
+        return (*super()._key(*launch), torch.are_deterministic_algorithms_enabled())
+
+    def run(self, grid: Any, args: tuple, kwargs: dict[str, Any]) -> Compiled | None:
+        """One launch, which a search may precede, and what was launched."""
         if self.search is None or torch.are_deterministic_algorithms_enabled():
-            self.run_with(self.usable(args, kwargs)[0], grid, args, kwargs)
-        else:
-            self.search[grid](*args, **kwargs)
+            return self.run_with(self.usable(args, kwargs)[0], grid, args, kwargs)
+        code = self.search[grid](*args, **kwargs)
+        if code is None:  # it was compiled, and not launched
+            return None
+        return self.compiled(code, len(args), {**kwargs, **self.search.best_config.kwargs})
 
     def run_with(
         self, config: triton.Config, grid: Any, args: tuple, kwargs: dict[str, Any]
-    ) -> None:
+    ) -> Compiled | None:
         """One launch with this configuration."""
         options = config.kwargs if INTERPRETED else config.all_kwargs()
-        self.kernel[grid](*args, **kwargs, **options)
+        code = self.kernel[grid](*args, **kwargs, **options)
+        return self.compiled(code, len(args), {**kwargs, **config.kwargs})
 
 
 def _search(kernel: Any, configs: list[triton.Config], key: list[str], prune: Prune | None) -> Any:

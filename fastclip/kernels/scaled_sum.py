@@ -26,14 +26,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from fastclip.kernels.alignment import WIDE, aligned, stretches, to_copy
 from fastclip.kernels.instantiated_norm import usable
-from fastclip.kernels.products import STEP, multiply, product_mode, takes
-from fastclip.kernels.runtime import autotuned, launched, product_configs, runs_on
+from fastclip.kernels.products import multiply
+from fastclip.kernels.rounding import STEP, product_mode
+from fastclip.kernels.runtime import (
+    autotuned,
+    cdiv,
+    launched,
+    next_power_of_2,
+    product_configs,
+    runs_on,
+    takes,
+)
 
 _FEW = 16
 """Positions from which samples are summed one after the other: the shortest native product."""
@@ -136,7 +144,7 @@ def scaled_sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
     (b, t, d), p = a.shape, g.shape[2]
     if not (b and t and d and p):
         return torch.zeros(p, d, dtype=torch.float32, device=a.device)
-    if to_copy(a, triton.cdiv(p, _SIDE)):
+    if to_copy(a, cdiv(p, _SIDE)):
         return _sum(aligned(a), g, scale)[:, :d]
     return _sum(a, g, scale)
 
@@ -144,7 +152,7 @@ def scaled_sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
 def _sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
     """scaled_sum of g [b, t, p] as it lies, or of copies of as many columns as there is room for."""
     p, d = g.shape[2], a.shape[2]
-    size = to_copy(g, triton.cdiv(d, _SIDE))
+    size = to_copy(g, cdiv(d, _SIDE))
     if not size:
         return _product(a, g, scale)
     out = torch.empty(p, d, dtype=torch.float32, device=a.device)
@@ -161,16 +169,16 @@ def _product(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
     if mode == "native" and not by_sample:
         mode = "tf32x3"
     side = 64 if mode == "ieee" else _SIDE
-    steps = b * triton.cdiv(t, side) if by_sample else triton.cdiv(b * t, 256)
-    tiles = triton.cdiv(p, side) * triton.cdiv(d, side)
+    steps = b * cdiv(t, side) if by_sample else cdiv(b * t, 256)
+    tiles = cdiv(p, side) * cdiv(d, side)
     splits = _splits(tiles, steps, a.device)
     out = torch.empty(splits, p, d, dtype=torch.float32, device=a.device)
 
     def grid(meta: dict[str, Any]) -> tuple[int]:
-        return (splits * triton.cdiv(p, meta["BLOCK_P"]) * triton.cdiv(d, meta["BLOCK_D"]),)
+        return (splits * cdiv(p, meta["BLOCK_P"]) * cdiv(d, meta["BLOCK_D"]),)
 
     _tiles_kernel[grid](
         a, g, scale, out, d, p, b, t, splits, *a.stride(), *g.stride(), scale.stride(0), p * d,
-        BY_SAMPLE=by_sample, MODE=mode, BUCKET=triton.next_power_of_2(t),
+        BY_SAMPLE=by_sample, MODE=mode, BUCKET=next_power_of_2(t),
     )  # fmt: skip
     return out[0] if splits == 1 else out.sum(0)

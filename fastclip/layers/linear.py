@@ -27,9 +27,14 @@ class LinearRule(LayerRule):
     def forward(
         self, module: Any, x: Tensor, extra: Any
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        weight, bias = module.weight, module.bias
+        weight, bias = autocast_operand(module.weight), module.bias
         out = _not_a_view(F.linear(x, weight, bias))
-        return out, (x if weight.requires_grad else None, weight if x.requires_grad else None)
+        # The weight in the type in which it was multiplied, as torch's own layer saves it: it is cast
+        # once a step.
+        return out, (
+            x if module.weight.requires_grad else None,
+            weight if x.requires_grad else None,
+        )
 
     def backward(self, call: LayerCall) -> Tensor | None:
         x, weight = call.saved
@@ -59,9 +64,12 @@ class TransposedLinearRule(LinearRule):
     def forward(
         self, module: Any, x: Tensor, extra: Any
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        weight, bias = module.weight, module.bias
+        weight, bias = autocast_operand(module.weight), module.bias
         out = _not_a_view(F.linear(x, weight.t(), bias))
-        return out, (x if weight.requires_grad else None, weight if x.requires_grad else None)
+        return out, (
+            x if module.weight.requires_grad else None,
+            weight if x.requires_grad else None,
+        )
 
 
 def linear_record(

@@ -46,8 +46,8 @@ class Record(ABC):
     def norm_sq(self) -> Tensor:
         """Squared norms of the samples' gradients, [b]."""
 
-    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.RaisedNorm:
-        """The same, or what it is made of, to be raised with that of other layers.
+    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.UnfinishedNorm:
+        """The same, or what it is made of, to be finished with that of other layers.
 
         Args:
             last_input: what is known of the one that the pass has met last.
@@ -109,7 +109,7 @@ class KeptRecord(Record):
         norm_sq, slack = ops.row_norm_sq(self.gradients), self.slack()
         return norm_sq if slack is None else (norm_sq.sqrt() + slack).square()
 
-    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.RaisedNorm:
+    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.UnfinishedNorm:
         if isinstance(self._slack, ops.ProductSlack):
             return self._slack.of(self.gradients)
         return self.norm_sq()
@@ -146,7 +146,7 @@ class ViewedRecord(Record):
     def norm_sq(self) -> Tensor:
         return self.record.norm_sq()
 
-    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.RaisedNorm:
+    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.UnfinishedNorm:
         return self.record.norm_parts(last_input)
 
     def clipped_sum(self, scale: Tensor) -> Tensor:

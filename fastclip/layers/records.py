@@ -43,10 +43,12 @@ class LinearRecord(LaidRecord):
         assert isinstance(norm, Tensor)
         return norm
 
-    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.RaisedNorm:
-        if self.ghost and ops.computes_reference(self.a):
+    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.UnfinishedNorm:
+        if not self.ghost:
+            return self.norm_sq()
+        if ops.computes_reference(self.a):
             return ops.ghost_parts(self.a, self.g, last_input)
-        return self.norm_sq()
+        return ops.begin_ghost_norm(self.a, self.g)
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
         if self.transposed:
@@ -88,7 +90,7 @@ class ConvRecord(LaidRecord):
         norm = ops.conv_ghost_norm if self.ghost else ops.conv_norm
         return norm(self.x, self.g, self.geometry)
 
-    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.RaisedNorm:
+    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.UnfinishedNorm:
         whole = self.ghost and self.geometry.groups == 1 and len(self.x) > 0
         if whole and ops.computes_reference(self.x):
             return ops.conv_ghost_parts(self.x, self.g, self.geometry)

@@ -118,7 +118,14 @@ class Handle:
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The trainable parameters that the rule answers for, by their name in the module."""
-        return {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
+        found: dict[str, nn.Parameter] = {}
+        own = module._parameters.items()  # named_parameters takes three times as long
+        for name, parameter in own:
+            if parameter is None or not parameter.requires_grad:
+                continue
+            if all(parameter is not known for known in found.values()):
+                found[name] = parameter
+        return found
 
 
 class _Bound:

@@ -1,7 +1,13 @@
 """The operations of the engine; here their PyTorch reference, which later kernels must equal."""
 
 from fastclip.ops.accumulate import clip_accumulate
-from fastclip.ops.bounds import ProductSlack, RaisedNorm, product_slack, raised_together
+from fastclip.ops.bounds import (
+    ProductSlack,
+    RaisedNorm,
+    UnfinishedNorm,
+    product_slack,
+    raised_together,
+)
 from fastclip.ops.clip import clip_scale, threshold_step
 from fastclip.ops.conv import (
     ConvGeometry,
@@ -30,6 +36,7 @@ from fastclip.ops.grams import LastInput, gram
 from fastclip.ops.index import index_on
 from fastclip.ops.kept import kept_sum, kept_sums
 from fastclip.ops.linear import (
+    begin_ghost_norm,
     ghost_norm,
     ghost_norm_concat,
     ghost_parts,
@@ -59,6 +66,8 @@ __all__ = [
     "LastInput",
     "ProductSlack",
     "RaisedNorm",
+    "UnfinishedNorm",
+    "begin_ghost_norm",
     "check_floating",
     "check_std",
     "clip_accumulate",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,8 +22,22 @@ from fastclip.ops.numerics import (
 )
 
 
+class UnfinishedNorm(ABC):
+    """A squared norm of one layer that the last operations are still to make, of many layers at once."""
+
+    @property
+    @abstractmethod
+    def kind(self) -> Hashable:
+        """Those of one kind are finished together."""
+
+    @classmethod
+    @abstractmethod
+    def finished(cls, norms: Sequence[Any]) -> Sequence[Tensor]:
+        """The squared norms of l layers, each [b], of as many unfinished ones of one kind."""
+
+
 @dataclass
-class RaisedNorm(ABC):
+class RaisedNorm(UnfinishedNorm):
     """A squared norm before it is raised by its rounding bound: of one layer, or stacked, of l layers.
 
     Attributes:
@@ -34,6 +48,14 @@ class RaisedNorm(ABC):
     total: Tensor
     norm_a: Tensor
     norm_g: Tensor
+
+    @property
+    def kind(self) -> Hashable:
+        return type(self), self.total.shape, self.total.dtype, self.total.device
+
+    @classmethod
+    def finished(cls, norms: Sequence[RaisedNorm]) -> Sequence[Tensor]:
+        return raised_together(norms).unbind()
 
     @abstractmethod
     def raised(self) -> Tensor:

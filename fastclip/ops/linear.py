@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastclip.ops.bounds import GramNorm, product_slack
+from fastclip.ops.bounds import GramNorm, UnfinishedNorm, product_slack
 from fastclip.ops.dispatch import operation
 from fastclip.ops.grams import LastInput, gram, gram_norm
 from fastclip.ops.numerics import (
@@ -43,6 +43,12 @@ def ghost_parts(a: Tensor, g: Tensor, last_input: LastInput) -> GramNorm | Tenso
     if a.shape[1] == 1:
         return single_norm(a, g)
     return gram_norm(last_input.gram(a), gram(g), a.shape[2], g.shape[2])
+
+
+@operation
+def begin_ghost_norm(a: Tensor, g: Tensor) -> UnfinishedNorm | Tensor:
+    """`ghost_norm` but for the operations that many layers can share: a [b, t, d], g [b, t, p]."""
+    return ghost_parts(a, g, LastInput())
 
 
 @operation

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastclip import ops
 from fastclip.kernels.ghost_norm import ghost_cross, ghost_norm, ghost_norm_concat
-from fastclip.kernels.products import UNIT, one_sided, product_mode
+from fastclip.kernels.rounding import CHUNK, UNIT, one_sided, product_mode
 from fastclip.kernels.runtime import INTERPRETED
 from tests.kernels.oracle import DEVICE, DTYPES, NORM_TOLERANCE, normal, strided
 from tests.ops.test_cancellation import CONSTRUCTIONS
@@ -121,7 +121,7 @@ def test_equal_entries(d: int, p: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_features(dtype: torch.dtype) -> None:
     """A vocabulary: the sum of a tile is started anew."""
-    a, g = operands(1, 20, 9, 2 * module.CHUNK + 70, dtype)
+    a, g = operands(1, 20, 9, 2 * CHUNK + 70, dtype)
     check(ghost_norm(a, g), (a, g))
     check(ghost_norm(g, a), (g, a))
 

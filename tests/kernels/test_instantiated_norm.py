@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastclip import ops
 from fastclip.kernels.instantiated_norm import instantiated_norm
-from fastclip.kernels.products import product_mode
+from fastclip.kernels.rounding import product_mode
 from fastclip.kernels.runtime import INTERPRETED
 from tests.kernels.oracle import (
     DEVICE,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.kernels.products import product_mode
+from fastclip.kernels.rounding import product_mode
 from fastclip.kernels.runtime import INTERPRETED
 from fastclip.kernels.scaled_sum import scaled_sum
 from fastclip.ops.numerics import slack

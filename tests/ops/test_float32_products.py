@@ -253,7 +253,7 @@ assert seen() == before, (seen(), before)
 def test_kernels_ask_without_an_error(allow: Callable[[], None]) -> None:
     """allow_tf32 cannot be read where both kinds of flags were set."""
     pytest.importorskip("triton")
-    from fastclip.kernels.products import product_mode
+    from fastclip.kernels.rounding import product_mode
 
     allow()
     allowed = user_allows_tf32()

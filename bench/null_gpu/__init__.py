@@ -1,0 +1,157 @@
+"""A GPU that computes nothing, so that what is left of a step is the host's own time.
+
+`install()` gives this process a device "cuda:0" on a machine without one, in a build of PyTorch without
+CUDA: an operator costs its way through PyTorch's dispatcher and autograd and the allocation of its
+results (device.cpp); Triton compiles its kernels for sm_90 and launches them through its own launcher,
+down to a driver that returns at once (driver.c). The clipping and noise kernels of fastclip._C are
+counted and not entered. Values are never computed, and to look at one raises an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+BUILD = Path(os.environ.get("FASTCLIP_NULL_GPU", Path.home() / ".cache" / "fastclip-null-gpu"))
+_EXTENSION: Counter[str] = Counter()
+
+
+@functools.cache
+def install() -> None:
+    """Make cuda:0 the device that computes nothing, for the rest of this process.
+
+    Raises:
+        RuntimeError: where PyTorch could use a GPU of its own.
+    """
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        raise RuntimeError("a GPU that computes nothing needs a build of PyTorch without CUDA")
+    os.environ["TRITON_CACHE_DIR"] = str(BUILD / "triton")
+    os.environ["TRITON_LIBCUDA_PATH"] = str(BUILD)
+    _driver()
+    _device()
+    _torch_cuda()
+    _triton()
+    _own_kernels()
+
+
+def launches(counting: bool) -> dict[str, dict[str, int]]:
+    """What was launched since the last call, by kernel; and whether to go on counting.
+
+    Returns:
+        "aten": operators that are launches on a GPU (views and allocations are none).
+        "triton": kernels. "extension": calls of fastclip._C, each of which is a few launches.
+    """
+    found: Counter[str] = Counter()
+    name = ctypes.create_string_buffer(128)
+    index = 0
+    while (times := _driver().null_gpu_launches(index, name, 128)) >= 0:
+        found[name.value.decode()] += times
+        index += 1
+    own = dict(_EXTENSION)
+    _EXTENSION.clear()
+    aten = {key.removeprefix("aten::"): n for key, n in _device().count(counting).items()}
+    return {"aten": aten, "triton": {k: n for k, n in found.items() if n}, "extension": own}
+
+
+@functools.cache
+def _device() -> Any:
+    from torch.utils.cpp_extension import load
+
+    BUILD.mkdir(parents=True, exist_ok=True)
+    return load(
+        "fastclip_null_gpu", [str(HERE / "device.cpp")], extra_cflags=["-O2", "-w"],
+        build_directory=str(BUILD),
+    )  # fmt: skip
+
+
+@functools.cache
+def _driver() -> Any:
+    import triton
+
+    headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    source, library = HERE / "driver.c", BUILD / "libcuda.so.1"
+    BUILD.mkdir(parents=True, exist_ok=True)
+    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
+        command = ["cc", "-shared", "-fPIC", "-O2", f"-I{headers}", "-Wl,-soname,libcuda.so.1"]
+        subprocess.run([*command, "-o", str(library), str(source)], check=True)
+    driver = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    driver.null_gpu_launches.restype = ctypes.c_long
+    return driver
+
+
+class _Stream:
+    """In the place of torch.cuda.Stream."""
+
+    device_index, cuda_stream = 0, 0
+
+
+def _torch_cuda() -> None:
+    """What Python asks torch.cuda for; in a real build these are calls into C++ as short."""
+    stream = _Stream()
+    properties = SimpleNamespace(multi_processor_count=132, name="null GPU", total_memory=80 << 30)
+    answers: dict[str, Callable[..., Any]] = {
+        "_lazy_init": lambda: None,
+        "_exchange_device": lambda index: 0,
+        "_maybe_exchange_device": lambda index: 0,
+        "current_device": lambda: 0,
+        "current_stream": lambda device=None: stream,
+        "device_count": lambda: 1,
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_name": lambda device=None: "null GPU",
+        "get_device_properties": lambda device=None: properties,
+        "is_available": lambda: True,
+        "is_bf16_supported": lambda *_, **__: True,
+        "is_current_stream_capturing": lambda: False,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: None,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    torch._C._cuda_getCurrentRawStream = lambda index: 0  # type: ignore[attr-defined]
+
+
+def _triton() -> None:
+    from triton.backends.nvidia.driver import CudaDriver
+    from triton.runtime import driver
+
+    class NullDriver(CudaDriver):
+        """Triton's own, but for its search: all configurations are as fast."""
+
+        def get_benchmarker(self) -> Callable[..., Any]:
+            def bench(call: Callable[[], Any], **_: Any) -> list[float]:
+                call()
+                return [1.0, 1.0, 1.0]
+
+            return bench
+
+    driver.set_active(NullDriver())
+
+
+def _own_kernels() -> None:
+    try:
+        from fastclip import _C
+    except ImportError:
+        return
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("device", -1) < 0:
+                return function(*args, **kwargs)
+            _EXTENSION[name] += 1
+            return None
+
+        return call
+
+    for name in ("noise_silent", "noise_philox", "noise_chacha20", "clip_scale", "threshold_step"):
+        setattr(_C, name, counted(name, getattr(_C, name)))

@@ -1,0 +1,52 @@
+"""Launches of a private step on a GPU, counted on one that computes nothing: none is added unseen."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+CODE = """
+import json, warnings
+warnings.filterwarnings("ignore")
+from bench import host, null_gpu
+found = {}
+for mode in host.MODES:
+    step, _ = host.prepared("bert_base", mode)
+    null_gpu.launches(True)
+    step()
+    found[mode] = null_gpu.launches(False)
+print(json.dumps(found))
+"""
+ADDED = 140
+"""Launches that privacy adds to a step of BERT-base: 137 measured."""
+
+
+@pytest.mark.skipif(
+    torch.version.cuda is not None
+    or importlib.util.find_spec("triton") is None
+    or not all(map(shutil.which, ("c++", "cc", "ninja"))),
+    reason="needs PyTorch without CUDA, Triton and a compiler",
+)
+@pytest.mark.slow
+def test_bert_base() -> None:
+    plain = {
+        k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FASTCLIP_BACKEND")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], capture_output=True, text=True, env=plain, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    total = {mode: sum(sum(n.values()) for n in kinds.values()) for mode, kinds in found.items()}
+    assert total["fastclip"] - total["non_private"] <= ADDED
+    triton = found["fastclip"]["triton"]
+    assert triton["_clip_kernel"] == 1
+    assert triton["_finish_kernel"] <= 4  # of three shapes of layers, not of each layer
+    assert not found["non_private"]["triton"]

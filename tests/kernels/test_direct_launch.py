@@ -1,0 +1,148 @@
+"""After the first launch compiled code is launched as it is, and only where it is the right one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fastclip.kernels import runtime
+
+
+class Code:
+    """In the place of Triton's compiled kernel."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, launches: list[tuple]) -> None:
+        self.launches = launches
+
+    def run(self, *args: Any) -> None:
+        self.launches.append(args)
+
+
+class Kernel:
+    """In the place of Triton's kernel: k(x, n, c, SIZE, BLOCK), or with a tensor before."""
+
+    def __init__(self, *before: str) -> None:
+        self.arg_names = (*before, "x", "n", "c", "SIZE", "BLOCK")
+        self.compiled = 0
+        self.direct: list[tuple] = []
+
+    def __getitem__(self, grid: Any) -> Callable[..., Code]:
+        def launch(*args: Any, **kwargs: Any) -> Code:
+            self.compiled += 1
+            return Code(self.direct)
+
+        return launch
+
+
+@pytest.fixture(autouse=True)
+def a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors of the CPU, whose device is -1."""
+    stream = SimpleNamespace(get_current_stream=lambda device: 7)
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    monkeypatch.setattr(runtime, "driver", SimpleNamespace(active=stream))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+MEMORY = torch.zeros(64)
+
+
+def test_the_second_launch_is_direct() -> None:
+    kernel = Kernel()
+    launched = runtime.Launched(kernel)
+
+    def grid(meta: dict[str, Any]) -> tuple[int, int]:
+        return meta["SIZE"], 2
+
+    launched[grid](MEMORY, 5, 0.5, SIZE=3, BLOCK=8)
+    assert (kernel.compiled, kernel.direct) == (1, [])
+    other = torch.ones(64)
+    launched[grid](other, 5, 0.5, SIZE=3, BLOCK=8)
+    assert kernel.compiled == 1
+    expected = (
+        3,
+        2,
+        1,
+        7,
+        "function",
+        "metadata",
+        None,
+        None,
+        None,
+        other.data_ptr(),
+        5,
+        0.5,
+        3,
+        8,
+    )
+    assert kernel.direct == [expected]
+
+
+@pytest.mark.parametrize(
+    ("args", "constants"),
+    [
+        ((MEMORY[1:], 5, 0.5), {}),  # not aligned
+        ((MEMORY.double(), 5, 0.5), {}),
+        ((None, 5, 0.5), {}),
+        ((MEMORY, 1, 0.5), {}),
+        ((MEMORY, 16, 0.5), {}),
+        ((MEMORY, 1 << 31, 0.5), {}),
+        ((MEMORY, 5.0, 0.5), {}),
+        ((MEMORY, 5, 0.5), {"SIZE": 4}),
+        ((MEMORY, 5, 0.5), {"SIZE": 3.0}),
+    ],
+)
+def test_other_arguments_are_compiled_for(args: tuple, constants: dict[str, Any]) -> None:
+    kernel = Kernel("y")
+    launched = runtime.Launched(kernel)
+    first = {"SIZE": 3, "BLOCK": 8}
+    launched[1,](MEMORY, MEMORY, 5, 0.5, **first)
+    launched[1,](MEMORY, *args, **{**first, **constants})
+    assert (kernel.compiled, kernel.direct) == (2, [])
+
+
+def test_determinism_is_another_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first configuration that suits, or the one that a search has found."""
+    kernel, searched = Kernel(), Kernel()
+    configs = [runtime.triton.Config({"BLOCK": 8}), runtime.triton.Config({"BLOCK": 16})]
+    searched.best_config = configs[1]  # type: ignore[attr-defined]
+    monkeypatch.setattr(runtime, "_search", lambda *_: searched)
+    tuned = runtime.Tuned(kernel, configs, [], None)
+    for _ in range(2):
+        tuned[1,](MEMORY, 5, 0.5, SIZE=3)
+    torch.use_deterministic_algorithms(True)
+    for _ in range(2):
+        tuned[1,](MEMORY, 5, 0.5, SIZE=3)
+    assert (searched.compiled, kernel.compiled) == (1, 1)
+    assert [launch[-1] for launch in searched.direct + kernel.direct] == [16, 8]
+
+
+def test_profilers_hear_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel()
+    launched = runtime.Launched(kernel)
+    hooks = SimpleNamespace(launch_enter_hook=print, launch_exit_hook=None)
+    monkeypatch.setattr(runtime, "knobs", SimpleNamespace(runtime=hooks))
+    for _ in range(2):
+        launched[1,](MEMORY, 5, 0.5, SIZE=3, BLOCK=8)
+    assert (kernel.compiled, kernel.direct) == (2, [])
+
+
+def test_tensors_come_first() -> None:
+    with pytest.raises(TypeError, match="tensors first"):
+        runtime.Launched(Kernel())[1,](MEMORY, 5, MEMORY, SIZE=3, BLOCK=8)
+
+
+def test_what_compiled_nothing_is_not_kept() -> None:
+    kernel = Kernel()
+    kernel.__class__ = type("Silent", (Kernel,), {"__getitem__": lambda *_: lambda *a, **k: None})
+    launched = runtime.Launched(kernel)
+    for _ in range(2):
+        launched[1,](MEMORY, 5, 0.5, SIZE=3, BLOCK=8)
+    assert kernel.direct == []
