@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastclip import ops
-from fastclip.layers.records import KeptRecord, LinearRecord, Record
+from fastclip.layers.records import InstantiatedRecord, KeptRecord, LinearRecord, Record
 from fastclip.layers.rule import LayerCall, LayerRule, Plans, autocast_operand, register_rule
 
 
@@ -79,6 +79,9 @@ def linear_record(
     choice = call.plan_linear(a, g, name)
     if choice.keep and not choice.of_units:
         pair = (g, a) if transposed else (a, g)
+        if a.element_size() == 2 and not ops.computes_reference(a):
+            # Products of 16-bit operands on tensor cores, and their norm in the same pass.
+            return InstantiatedRecord(*ops.instantiated_norm(*pair, keep=True))
         slack = ops.ProductSlack(call.last_input.norm_sq(a), ops.row_norm_sq(g))
         return KeptRecord(ops.per_sample_gradients(*pair), slack)
     return LinearRecord(a, g, ghost=choice.ghost, transposed=transposed, keep=choice.keep)

@@ -130,6 +130,28 @@ class KeptRecord(Record):
         return known.value() if isinstance(known, ops.ProductSlack) else known
 
 
+class InstantiatedRecord(KeptRecord):
+    """Per-sample gradients [b, *parameter shape] whose norms were taken as they were computed.
+
+    Args:
+        norm_sq: squared norms, [b], raised by what rounding can hide of them.
+    """
+
+    def __init__(self, norm_sq: Tensor, gradients: Tensor) -> None:
+        super().__init__(gradients)
+        self._norm_sq = norm_sq
+
+    def norm_sq(self) -> Tensor:
+        return self._norm_sq
+
+    @property
+    def as_given(self) -> bool:
+        return False
+
+    def slack(self) -> Tensor:
+        return (self._norm_sq.sqrt() - ops.row_norm_sq(self.gradients).sqrt()).clamp_min(0)
+
+
 class ViewedRecord(Record):
     """A record of the parameter's entries in another shape."""
 

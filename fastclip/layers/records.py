@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.layers.record import KeptRecord, Record, ViewedRecord, join
+from fastclip.layers.record import InstantiatedRecord, KeptRecord, Record, ViewedRecord, join
 from fastclip.layers.unit_record import LaidRecord, UnitRecord
 from fastclip.ops.units import Layout, UnitRows
 
 __all__ = [
     "ConvRecord",
+    "InstantiatedRecord",
     "KeptRecord",
     "LinearRecord",
     "LookupRecord",

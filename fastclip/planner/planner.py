@@ -1,10 +1,11 @@
 """Which norm rule for which layer and shape: one visible place, by cost, within a memory budget.
 
-Three ways to a linear or convolutional layer's norm (KERNELS: One backward pass):
+Three ways to a linear or convolutional layer's norm:
 
 - ghost: Gram matrices of input and output gradient; both are held for the clipped sum;
 - keep: the per-sample gradient itself is computed and held; its weighted sum is the clipped sum,
-  so the ordinary weight gradient is never computed;
+  so the ordinary weight gradient is never computed. Where it is larger than what the others hold,
+  it is kept only if that saves a tenth of the layer's time;
 - recompute: the per-sample gradient is computed a few samples at a time for its norm only.
 
 The constants are the rates of the device (costs.py); only their ratios matter.
@@ -17,9 +18,11 @@ from dataclasses import dataclass
 import torch
 
 from fastclip.ops import ConvGeometry
-from fastclip.planner.costs import Costs, costs_of
+from fastclip.planner.costs import Costs, costs_of, gram_share
 
 _CPU = torch.device("cpu")
+_WORTH = 0.1
+"""Part of a layer's time that must be saved where it holds more than its operands."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,8 @@ class Planner:
 
     Args:
         memory_factor: budget: a layer's kept per-sample gradients may take this many times the
-            bytes of the input and output gradient that they replace; 1 never holds more than
-            book-keeping does, 0 keeps nothing.
+            bytes of the input and output gradient that they replace, where that pays; 1 never
+            holds more than book-keeping does, 0 keeps nothing.
         gram_tolerance: relative error of a norm that a Gram's rounding bound may add; above it the
             norm is instantiated (float32 Grams over long sequences).
         costs: rates of the machine; those of each tensor's own device if None.
@@ -77,7 +80,7 @@ class Planner:
         flops = 2 * b * t * d * p
         product = flops / costs.matmul
         kept_bytes = b * d * p * _accumulated(itemsize)
-        ghost = 2 * b * t * t * (d + p) / costs.gram
+        ghost = 2 * b * t * t * (d + p) * gram_share(t, fused=not costs.scratch) / costs.gram
         recompute = flops / costs.instantiate
         if costs.scratch:
             ghost += b * t * t * 12 / costs.copy
@@ -88,7 +91,7 @@ class Planner:
         ]
         if may_keep and kept_bytes <= self.memory_factor * held:
             options.append(Choice("keep", product + kept_bytes / costs.kept, kept_bytes))
-        return self._cheapest(options, t, itemsize)
+        return self._cheapest(options, held, t, itemsize)
 
     def conv(
         self, b: int, space: int, out: int, geometry: ConvGeometry, itemsize: int, may_keep: bool,
@@ -104,7 +107,11 @@ class Planner:
         flops = 2 * b * out * taps * c * o
         product = flops / costs.matmul
         kept_bytes = b * taps * c * o * _accumulated(itemsize)
-        ghost = 2 * b * (pixels**2 * c_all + out**2 * o) / costs.gram
+        # The fused kernel computes the Gram of the patches, not of the pixels.
+        of_inputs = pixels**2 * c_all if costs.scratch else out**2 * taps * c_all
+        ghost = (
+            2 * b * (of_inputs + out**2 * o) * gram_share(out, fused=not costs.scratch) / costs.gram
+        )
         recompute = flops / costs.instantiate
         if costs.scratch:
             shifts = 0 if geometry.is_pointwise else sum(geometry.kernel)
@@ -117,13 +124,16 @@ class Planner:
         ]
         if may_keep and kept_bytes <= self.memory_factor * held:
             options.append(Choice("keep", product + kept_bytes / costs.kept_conv, kept_bytes))
-        return self._cheapest(options, out, itemsize)
+        return self._cheapest(options, held, out, itemsize)
 
-    def _cheapest(self, options: list[Choice], positions: int, itemsize: int) -> Choice:
+    def _cheapest(self, options: list[Choice], held: int, positions: int, itemsize: int) -> Choice:
+        """The fastest, of those that are accurate; it holds more than `held` only where that pays."""
         roundoff = 1e-16 if itemsize == 8 else 6e-8
         if roundoff * positions > self.gram_tolerance:
             options = [choice for choice in options if not choice.ghost]
-        return min(options, key=lambda choice: choice.seconds)
+        lean = min((x for x in options if x.nbytes <= held), key=lambda choice: choice.seconds)
+        best = min(options, key=lambda choice: choice.seconds)
+        return best if best.seconds <= (1 - _WORTH) * lean.seconds else lean
 
 
 def _accumulated(itemsize: int) -> int:
