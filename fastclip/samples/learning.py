@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fastclip.errors import BatchSizeError, FastclipError, UnsupportedLayerError, where
 from fastclip.samples.comparison import Comparison
+from fastclip.samples.freed import give_back
 from fastclip.samples.independence import UNBATCHED, by_row, called, followed, rows_come_out
 from fastclip.samples.inputs import Cuts, flatten, tensors_of, ways_to_cut, without_graph
 from fastclip.samples.layout import BatchLayout
@@ -76,6 +77,7 @@ def learn(layout: BatchLayout, run: Runs, path: Hashable | None = None) -> None:
             if path is None or layout.knows(path):
                 layout.watch = layout.watch or Watch(run.model, run.args, run.kwargs)
                 layout.tried = max(layout.tried, layout.batch_size(run.args, run.kwargs) or 0)
+                give_back()
                 return
     except BaseException:
         layout.known = False

@@ -25,6 +25,7 @@ from fastclip.samples.inputs import (
 )
 from fastclip.samples.place import Place
 from fastclip.samples.probe_state import generators_of, tables_of, undisturbed
+from fastclip.samples.seen import Seen
 from fastclip.samples.selected import Fewer, counts, fillers, holds_ids, shortened
 from fastclip.samples.taint import Kept, Taint
 from fastclip.samples.ties import Ties
@@ -78,10 +79,10 @@ class Probe:
     """Masks select one entry less."""
     shapes: Shapes = field(default_factory=dict)
     """Of the inputs of layers and the outputs of uses, in the order of the calls."""
+    seen: Seen = field(default_factory=Seen)
+    """The same tensors."""
     derived: Shapes = field(default_factory=dict)
     """Of what was computed from parameters and constants alone."""
-    seen: dict[Hashable, list[Tensor]] = field(default_factory=dict)
-    """The same tensors."""
     first: tuple[Place, Tensor] | None = None
     """The output of the first layer that was reached, and where its samples are."""
     sources: list[Output] = field(default_factory=list)
@@ -113,7 +114,7 @@ class Probe:
 
     def without(self, names: Collection[Hashable]) -> Probe:
         """This one, with nothing kept of these any more: its graph and their values are freed."""
-        self.seen = {name: values for name, values in self.seen.items() if name not in names}
+        self.seen.drop(names)
         self.sources, self.returned, self.slopes = [], [], None
         self.first = self.graph = None
         return self
@@ -145,7 +146,7 @@ class Probe:
             return
         self.shapes.setdefault(name, []).append(tuple(value.shape))
         if not self.trusted and not self.differentiable:
-            self.seen.setdefault(name, []).append(value.detach().clone())
+            self.seen.note(name, value)
 
     def leaves(self, path: str, output: Any) -> None:
         """A module returned this."""
@@ -169,8 +170,7 @@ class Runs:
 
     def __init__(
         self, layout: BatchLayout, model: nn.Module, forward: Callable[..., Any], args: tuple,
-        kwargs: dict, private: Iterable[nn.Parameter],
-        watch: Callable[[Probe], AbstractContextManager[None]],
+        kwargs: dict, private: Iterable[nn.Parameter], watch: Callable[[Probe], AbstractContextManager],
     ) -> None:  # fmt: skip
         self.layout, self.model, self.forward = layout, model, forward
         self.args, self.kwargs = args, kwargs
@@ -226,10 +226,8 @@ class Runs:
         cut = [(x, a) for x, a in zip(self._leaves, cuts, strict=True) if a is not None]
         found: list[int] = []
         for i in range(self.first_row, min(self.rows(cuts), self.first_row + _LOOKED_AT)):
-            if all(rows_differ(cut, i, j) for j in found):
+            if len(found) < MOST_ROWS and all(rows_differ(cut, i, j) for j in found):
                 found.append(i)
-            if len(found) == MOST_ROWS:
-                break
         return found
 
     def rows(self, cuts: Cuts) -> int:
@@ -247,22 +245,24 @@ class Runs:
             then: is called with it while the probe still runs: a backward pass may compute parts of
                 the model again. left: what an earlier run has left on the modules.
         """
-        leaves = []
-        cut = []
+        leaves, cut = [], []
         for number, (leaf, axis) in enumerate(zip(self._pool, self._cuts, strict=True)):
-            few = leaf if axis is None else take_rows(leaf, axis, rows)
-            if probe.shortened and axis is not None:
+            if axis is None:
+                leaves.append(leaf)
+                continue
+            few = take_rows(leaf, axis, rows)
+            if probe.shortened:
                 few = shortened(few, axis, probe.shortened, probe.filler)
             numbers = isinstance(few, Tensor) and few.is_floating_point()
-            if probe.differentiable and self.asks_inputs and axis is not None and numbers:
+            if probe.differentiable and self.asks_inputs and numbers:
                 few = few.detach().clone().requires_grad_()
                 probe.source(f"{INPUT}{number}", few)
                 few = few.clone()  # which the model may change in place
             leaves.append(few)
-            if axis is not None:
-                cut.append(few)
+            cut.append(few)
         if probe.taint is not None:
             probe.taint = Taint(tensors_of(cut), probe.taint.undrawn)
+        probe.seen = Seen(len(rows) if len(set(rows)) == 1 < len(rows) else 0)
         return self._run(probe, leaves, seed, then, left)
 
     def as_called(self) -> None:
@@ -291,8 +291,8 @@ class Runs:
                 out = self.forward(*args, **kwargs)
                 if probe.taint is not None:
                     self._in_double = not probe.taint.coarse
-                probe.in_double = self._in_double
-                probe.closed = True
+                probe.in_double, probe.closed = self._in_double, True
+                probe.seen.close()
                 if then is not None:
                     then(out)
                 probe.stand = generators.states()

@@ -7,7 +7,7 @@ what they saved, hooks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -67,19 +67,21 @@ def check_slopes(
     one, other = first.slopes or [], second.slopes or []
     if [name for name, _ in one] != [name for name, _ in other]:
         return
-    pairs = []
-    for (name, g), (_, h) in zip(one, other, strict=True):
-        place = places.get(name)
-        if g is None or h is None or place is None:
-            continue
-        if place.fits(g, first.rows) and place.fits(h, second.rows):
-            index = torch.tensor(kept, dtype=torch.int64, device=g.device)
-            x = place.rows(g, first.rows).index_select(0, index)
-            y = place.rows(h, second.rows).index_select(0, index)
-            if x.shape == y.shape and bool(torch.isfinite(x).all() & torch.isfinite(y).all()):
-                pairs.append((name, x, y))
+
+    def pairs() -> Iterator[tuple[Hashable, Tensor, Tensor]]:
+        for (name, g), (_, h) in zip(one, other, strict=True):
+            place = places.get(name)
+            if g is None or h is None or place is None:
+                continue
+            if place.fits(g, first.rows) and place.fits(h, second.rows):
+                index = torch.tensor(kept, dtype=torch.int64, device=g.device)
+                x = place.rows(g, first.rows).index_select(0, index)
+                y = place.rows(h, second.rows).index_select(0, index)
+                if x.shape == y.shape and bool(torch.isfinite(x).all() & torch.isfinite(y).all()):
+                    yield name, x, y
+
     same = first.rows == second.rows
-    for name in _apart(pairs, first, _SAME_SIZE if same else _OTHER_SIZE):
+    for name in _apart(pairs(), first, _SAME_SIZE if same else _OTHER_SIZE):
         raise coupled(f"the gradient at {called(name)}", other_size=not same)
 
 
@@ -89,27 +91,33 @@ def check_copied_slopes(probe: Probe, places: Mapping[Hashable, Place]) -> None:
     Raises:
         BatchSizeError: naming where they have not.
     """
-    pairs = []
-    for name, g in probe.slopes or []:
-        place = places.get(name)
-        if g is None or place is None or not place.plain or not place.fits(g, probe.rows):
-            continue
-        rows = place.rows(g, probe.rows)
-        if len(rows) and bool(torch.isfinite(rows).all()):
-            pairs.append((name, rows, rows[:1].expand_as(rows)))
-    for name in _apart(pairs, probe, _OTHER_SIZE):
+
+    def pairs() -> Iterator[tuple[Hashable, Tensor, Tensor]]:
+        for name, g in probe.slopes or []:
+            place = places.get(name)
+            if g is None or place is None or not place.plain or not place.fits(g, probe.rows):
+                continue
+            rows = place.rows(g, probe.rows)
+            if len(rows) and bool(torch.isfinite(rows).all()):
+                yield name, rows, rows[:1].expand_as(rows)
+
+    for name in _apart(pairs(), probe, _OTHER_SIZE):
         raise placed(f"the gradient at {called(name)}")
 
 
 def _apart(
-    pairs: list[tuple[Hashable, Tensor, Tensor]], probe: Probe, allowed: dict[torch.dtype, float]
-) -> Iterator[Hashable]:
+    pairs: Iterable[tuple[Hashable, Tensor, Tensor]], probe: Probe,
+    allowed: dict[torch.dtype, float],
+) -> Iterator[Hashable]:  # fmt: skip
     """Where gradients that must be the same are not."""
-    norms = [max(float(x.norm()), float(y.norm())) for _, x, y in pairs]
-    for (name, x, y), norm in zip(pairs, norms, strict=True):
-        dtype = x.dtype.to_real()
+    found = []
+    for name, x, y in pairs:  # not held: all of them are as large as the model's activations
+        norm = max(float(x.norm()), float(y.norm()))
+        found.append((name, x.dtype.to_real(), norm, float((x - y).norm())))
+    loudest = max((norm for _, _, norm, _ in found), default=0.0)
+    for name, dtype, norm, apart in found:
         if dtype == torch.float64 and not probe.in_double:
             dtype = torch.float32
-        loud = norm > _SILENT.get(dtype, _ROUGH) * max(norms)
-        if loud and float((x - y).norm()) > allowed.get(dtype, _ROUGH) * norm:
+        loud = norm > _SILENT.get(dtype, _ROUGH) * loudest
+        if loud and apart > allowed.get(dtype, _ROUGH) * norm:
             yield name
