@@ -44,7 +44,7 @@ class Seen(dict[Hashable, list[Tensor]]):
     def _of_copies(self, value: Tensor) -> Tensor:
         """Without the copies, where all are the same to the bit, as most are."""
         for axis, size in enumerate(value.shape):
-            if size == self._copies:
+            if 1 < size == self._copies:
                 first = value.narrow(axis, 0, 1)
                 if torch.equal(value, first.expand_as(value)):
                     return first.clone().expand_as(value)

@@ -73,3 +73,11 @@ def test_nothing_is_held_of_what_is_dropped() -> None:
     seen.close()
     assert list(seen) == ["b"]
     assert nbytes(seen) == 8
+
+
+@pytest.mark.parametrize("copies", [0, 1, 3])
+def test_nothing_may_be_shown(copies: int) -> None:
+    seen = Seen(copies)
+    for shape in ((0, 2), (3, 0), ()):
+        seen.note(shape, torch.zeros(shape))
+    assert [tuple(values[0].shape) for values in seen.values()] == [(0, 2), (3, 0), ()]
