@@ -121,9 +121,14 @@ def moved_between(
     first: Probe, second: Probe, kept: list[int], places: Mapping[Hashable, Place],
     allowed: dict[torch.dtype, float] | None = None,
 ) -> list[Hashable]:  # fmt: skip
-    """Layers and uses that show other values in these rows in the second run, in their order."""
+    """Layers and uses that show other values in these rows in the second run, in their order.
+
+    Of as many rows, a value that holds the samples in one run and cannot in the other has lost or won
+    some: as many rows as samples are there by chance alone.
+    """
     found = []
     sizes = (first.rows, second.rows)
+    same_size = first.rows == second.rows
     for name, values in first.seen.items():
         place = places.get(name)
         others = second.seen.get(name, [])
@@ -131,6 +136,7 @@ def moved_between(
             continue
         alike = len(values) == len(others) and all(
             _rows_agree(one, other, kept, place, sizes, allowed or _VALUES)
+            and not (same_size and place.fits(one, sizes[0]) != place.fits(other, sizes[1]))
             for one, other in zip(values, others, strict=False)
         )
         if not alike:

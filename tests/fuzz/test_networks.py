@@ -8,7 +8,7 @@ from tests.fuzz.networks import outcome
 
 SHARE = 25
 MENDED = (
-    10994, 500124, 500233, 601891, 603105, 911444, 1202624, 1203851, 1209526, 1305067, 1800006,
+    10994, 500124, 500233, 601891, 603105, 911444, 1202624, 1203851, 1209526, 1305067, 1800006, 2300803,
     1804797,
 )  # fmt: skip
 """Networks that were wrong, or refused without need, once."""
