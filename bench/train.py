@@ -209,7 +209,6 @@ def main(arguments: list[str] | None = None) -> None:
         "versions": versions(),
         "steps": options.steps,
         "seconds": options.seconds,
-        "titles": {name: WORKLOADS[name].title for name in options.workloads},
         "summary": rows,
         "parts": parts,
         "runs": runs,
