@@ -93,7 +93,8 @@ def _where(result: Mapping) -> str:
     rounds = max((row["rounds"] for row in result["summary"]), default=0)
     return (
         f"{host['processor']}, {host['cores']} cores, torch {versions['torch']}, Opacus "
-        f"{versions['opacus']}, {result['date'][:10]}; median of up to {rounds} rounds, line: range"
+        f"{versions['opacus']}, {result['date'][:10]}; "
+        + ("one round" if rounds == 1 else f"median and range of up to {rounds} rounds")
     )
 
 

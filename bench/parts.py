@@ -179,6 +179,8 @@ def measure_parts(
 ) -> dict:
     """Seconds by part of a step without privacy and of fastclip's, taken in turn.
 
+    Three models are held at once: private, ordinary and frozen.
+
     Args:
         workload: its name. steps: of each. threads: of torch. seconds: no turn is begun after these.
 
