@@ -40,7 +40,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python -m bench.train
+	$(BIN)/python -m bench.train --parts
 
 clean:
 	rm -rf $(VENV) build fastclip/_C.*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache

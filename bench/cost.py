@@ -29,7 +29,8 @@ from torch.utils.flop_counter import flop_registry
 from tqdm import tqdm
 
 from bench.measure import now, versions
-from bench.workloads import WARM_UP, WORKLOADS, Training
+from bench.training import Training
+from bench.workloads import WARM_UP, WORKLOADS
 
 OUT = Path(__file__).resolve().parent / "results" / "cost.json"
 FASTCLIP = str(Path(__file__).resolve().parents[1] / "fastclip")

@@ -1,10 +1,11 @@
-"""Draws the microbenchmarks of a bench.gpu result.
+"""Draws the microbenchmarks of a bench.gpu result, or the steps of a bench.train result.
 
     python -m bench.draw bench/results/gpu-CARD.json
+    python -m bench.draw bench/results/train-cpu.json --out docs/pictures/train-cpu.png
 
-One row a case, grouped by operation. Left: the fraction of the measured ceiling (matmul or copy,
-whichever limits the case). Right, on a logarithmic scale: the time of PyTorch's and Opacus' ways over
-fastclip's; to the right of 1, fastclip is faster.
+Steps: bench/draw_train.py. Microbenchmarks: one row a case, grouped by operation. Left: the fraction of
+the measured ceiling (matmul or copy, whichever limits the case). Right, on a logarithmic scale: the time
+of PyTorch's and Opacus' ways over fastclip's; to the right of 1, fastclip is faster.
 """
 
 from __future__ import annotations
@@ -116,12 +117,17 @@ def main(arguments: list[str] | None = None) -> None:
     """Draw FILE.json to FILE.png beside it, or where --out says."""
     parser = argparse.ArgumentParser(prog="python -m bench.draw", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("file", type=Path, help="written by bench.gpu")
+    parser.add_argument("file", type=Path, help="written by bench.gpu or bench.train")
     parser.add_argument("--out", type=Path, help="picture to write (beside the file)")
     options = parser.parse_args(arguments)
     path = options.out or options.file.with_suffix(".png")
-    count = draw(json.loads(options.file.read_text()), path)
-    print(f"{count} cases drawn to {path}")
+    result = json.loads(options.file.read_text())
+    if "card" in result:
+        print(f"{draw(result, path)} cases drawn to {path}")
+    else:
+        from bench.draw_train import draw_train  # imports the models, which takes seconds
+
+        print(f"{draw_train(result, path)} workloads drawn to {path}")
 
 
 if __name__ == "__main__":

@@ -83,7 +83,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=OUT, help="JSON file to write")
     options = parser.parse_args(arguments)
     step = run_module(
-        "bench.train", ["--one", "resnet18", "fastclip", "--steps", str(options.steps)]
+        "bench.train",
+        ["--one", "resnet18", "fastclip", "--steps", str(options.steps), "--seconds", "inf"],
     )
     if "error" in step:
         raise SystemExit(f"the ResNet-18 step failed: {step['error']}")

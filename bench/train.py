@@ -1,13 +1,17 @@
 """End-to-end training on a CPU: private against non-private, side by side.
 
-    python -m bench.train
+    python -m bench.train --parts
     python -m bench.train --workloads bert --modes non_private fastclip --rounds 1 --steps 3
+    python -m bench.draw bench/results/train-cpu.json --out docs/pictures/train-cpu.png
 
 Each (workload, mode) runs in a fresh process. Processes go in rounds, the order of the modes
 rotated from round to round; a mode's ratio is the median over rounds of its ratio to
 `non_private` of the same round, so that a machine that slows down for a while slows both sides.
 Times taken while other programs were waiting for a core are left out where a round without them
-exists, and named in a warning in any case. A mode that fails is reported with its error.
+exists, and named in a warning in any case. A mode that fails is reported with its error, and not
+run again. The first round is run to its end; of the others what fits into --minutes.
+
+--parts divides the step without privacy and fastclip's by part first (bench/parts.py).
 """
 
 from __future__ import annotations
@@ -17,17 +21,21 @@ import json
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from tqdm import tqdm
 
+from bench.deadline import Deadline
 from bench.measure import busy_warning, is_busy, machine, now, versions
+from bench.parts import measure_parts, parts_table
 from bench.processes import report, run_module
-from bench.workloads import MODES, WORKLOADS, measure
+from bench.training import measure
+from bench.workloads import CPU_MODES, WORKLOADS
 
 BASELINE = "non_private"
-DEFAULT = ["resnet18", "bert"]
+DEFAULT = ["resnet18", "bert", "vit"]
 OUT = Path(__file__).resolve().parent / "results" / "train-cpu.json"
 
 
@@ -36,34 +44,67 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.train", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=DEFAULT)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=CPU_MODES, default=list(CPU_MODES))
     parser.add_argument("--rounds", type=int, default=3, help="processes per workload and mode")
     parser.add_argument("--steps", type=int, default=10, help="timed steps in each process")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of timed steps in each process")
+    parser.add_argument("--minutes", type=float, default=6.0, help="for all but the first round")
+    parser.add_argument("--parts", action="store_true", help="divide steps by part, too")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's choice)")
     parser.add_argument("--out", type=Path, default=OUT, help="JSON file to write")
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # the child: workload, mode
+    # The child: workload and mode, which may be "parts".
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rounds < 1 or options.steps < 1:
         parser.error("--rounds and --steps must be at least 1")
     return options
 
 
-def run_rounds(options: argparse.Namespace) -> list[dict]:
-    """Every process of every round, as a flat list of results with their names."""
+def child_options(options: argparse.Namespace) -> list[str]:
+    """What a child is told beside what it measures."""
+    given = ["--steps", str(options.steps), "--seconds", str(options.seconds)]
+    return given if options.threads is None else [*given, "--threads", str(options.threads)]
+
+
+def run_parts(options: argparse.Namespace) -> list[dict]:
+    """The steps of each workload by part."""
+    common = child_options(options)
+    found = []
+    for workload in tqdm(options.workloads, unit="process", desc="parts"):
+        result = run_module("bench.train", ["--one", workload, "parts", *common])
+        found.append({"workload": workload, **result})
+    return found
+
+
+def run_rounds(
+    options: argparse.Namespace, deadline: Deadline, run: Callable[..., dict] = run_module
+) -> list[dict]:
+    """Every process of every round, as a flat list of results with their names.
+
+    After the first round, processes that failed before or would not end in time are left out.
+
+    Args:
+        options: the command line. deadline: of the later rounds. run: runs a process.
+    """
     plan = []
     for round_ in range(options.rounds):
         shift = round_ % len(options.modes)
         for workload in options.workloads:
             for mode in options.modes[shift:] + options.modes[:shift]:
                 plan.append((round_, workload, mode))
-    common = ["--steps", str(options.steps)]
-    if options.threads is not None:
-        common += ["--threads", str(options.threads)]
+    common = child_options(options)
     runs = []
+    took: dict[tuple[str, str], float] = {}
     with tqdm(plan, unit="process") as progress:
         for round_, workload, mode in progress:
             progress.set_description(f"{workload} {mode}")
-            result = run_module("bench.train", ["--one", workload, mode, *common])
+            if round_ and took[workload, mode] > deadline.left():
+                continue
+            start = time.monotonic()
+            result = run("bench.train", ["--one", workload, mode, *common])
+            took[workload, mode] = time.monotonic() - start
+            if "error" in result:
+                took[workload, mode] = float("inf")  # never again
             runs.append({"round": round_, "workload": workload, "mode": mode, **result})
     return runs
 
@@ -116,7 +157,7 @@ def table(rows: list[dict]) -> str:
     for workload in dict.fromkeys(row["workload"] for row in rows):
         lines.append(f"\n{WORKLOADS[workload].title}")
         lines.append(
-            f"  {'mode':<14}{'step s [quartiles]':<24}{'time x':<19}{'peak MiB':>9}  memory x"
+            f"  {'mode':<18}{'step s [quartiles]':<24}{'time x':<19}{'peak MiB':>9}  memory x"
         )
         for row in rows:
             if row["workload"] == workload:
@@ -126,13 +167,13 @@ def table(rows: list[dict]) -> str:
 
 def _cells(row: dict) -> str:
     if "step_s" not in row:
-        return f"{row['mode']:<14}fails: {row['error']}"
+        return f"{row['mode']:<18}fails: {row['error']}"
     low, middle, high = row["step_s"]
     step = f"{middle:.3f} [{low:.3f}, {high:.3f}]"
-    text = f"{row['mode']:<14}{step:<24}{_ratio(row, 'time_ratio'):<19}{row['peak_mib']:>9.0f}  "
+    text = f"{row['mode']:<18}{step:<24}{_ratio(row, 'time_ratio'):<19}{row['peak_mib']:>9.0f}  "
     text += _ratio(row, "memory_ratio")
     if "error" in row:
-        text += f"\n  {'':<14}failed in {row['failed_rounds']} round(s): {row['error']}"
+        text += f"\n  {'':<18}failed in {row['failed_rounds']} round(s): {row['error']}"
     return text
 
 
@@ -148,10 +189,16 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     if options.one:
         workload, mode = options.one
-        report(lambda: measure(workload, mode, options.steps, options.threads))
+        settings = (options.steps, options.threads, options.seconds)
+        if mode == "parts":
+            report(lambda: measure_parts(workload, *settings))
+        else:
+            report(lambda: measure(workload, mode, *settings))
         return
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    runs = run_rounds(options)
+    deadline = Deadline(60 * options.minutes)
+    parts = run_parts(options) if options.parts else []
+    runs = run_rounds(options, deadline)
     rows = [summarise(runs, w, m) for w in options.workloads for m in options.modes]
     command = " ".join(sys.argv[1:] if arguments is None else arguments)
     result = {
@@ -161,7 +208,9 @@ def main(arguments: list[str] | None = None) -> None:
         "load_before": load,
         "versions": versions(),
         "steps": options.steps,
+        "seconds": options.seconds,
         "summary": rows,
+        "parts": parts,
         "runs": runs,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -169,10 +218,15 @@ def main(arguments: list[str] | None = None) -> None:
     host = result["machine"]
     print(f"\n{host['processor']}, {host['cores']} cores; ratios to {BASELINE}: median [range]")
     print(table(rows))
-    if warning := busy_warning(
+    for found in parts:
+        print(f"\n{WORKLOADS[found['workload']].title}: x of the step without privacy")
+        print(f"  fails: {found['error']}" if "error" in found else parts_table(found))
+    names = [(f"parts of {found['workload']}", found.get("cpu_wait")) for found in parts]
+    names += [
         (f"{run['workload']} {run['mode']} (round {run['round'] + 1})", run.get("cpu_wait"))
         for run in runs
-    ):
+    ]
+    if warning := busy_warning(names):
         print(f"\n{warning}")
     print(f"\nwritten to {options.out}")
 

@@ -1,4 +1,4 @@
-"""The training workloads and the modes that run them; `measure` times one pair in this process.
+"""The training workloads and the modes that run them (bench.training does).
 
 Every mode trains the same model from the same seed on the same synthetic batches with
 SGD(momentum 0.9). The private ones clip each sample to norm 1 and add noise of multiplier 1;
@@ -7,18 +7,14 @@ batches are of a fixed size (no Poisson sampling), so that each step does the sa
 
 from __future__ import annotations
 
-import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle
 
 import torch
 from opacus import PrivacyEngine
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-from bench.measure import CpuWait, PeakMemory, quartiles
 from bench.models import (
     ExplicitBert,
     ExplicitGpt2,
@@ -50,6 +46,7 @@ class Workload:
         inputs: builds `n` inputs, [n, ...].
         lr: learning rate, small: nothing is learned here.
         batch_size: rows of a step.
+        physical: rows of a physical batch, of which BatchMemoryManager makes several for a step.
         targets: what belongs to such inputs; classes by default.
         criterion: builds the loss.
     """
@@ -59,6 +56,7 @@ class Workload:
     inputs: Callable[[int], torch.Tensor]
     lr: float = 0.01
     batch_size: int = 32
+    physical: int | None = None
     targets: Callable[[torch.Tensor], torch.Tensor] = lambda x: torch.randint(CLASSES, (len(x),))
     criterion: Callable[[], nn.Module] = nn.CrossEntropyLoss
 
@@ -68,6 +66,13 @@ WORKLOADS = {
         "ResNet-18 (GroupNorm), 3x32x32, batch 32",
         lambda: resnet18(num_classes=CLASSES),
         lambda n: torch.randn(n, 3, 32, 32),
+    ),
+    "resnet18_1024": Workload(
+        "ResNet-18 as above, logical batch 1,024 in physical batches of 32",
+        lambda: resnet18(num_classes=CLASSES),
+        lambda n: torch.randn(n, 3, 32, 32),
+        batch_size=1024,
+        physical=32,
     ),
     "bert": Workload(
         "BERT 4 layers d=256, T=128, batch 32",
@@ -172,71 +177,24 @@ def opacus_ghost(
     return model, optimizer, criterion, loader
 
 
+def opacus_functorch(
+    model: nn.Module, optimizer: torch.optim.Optimizer, criterion: nn.Module, loader: DataLoader
+) -> tuple:
+    """Opacus' hooks with functorch's vmap over one layer at a time, for all layers."""
+    model, optimizer, loader = PrivacyEngine().make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=loader,
+        grad_sample_mode="functorch",
+        **PRIVATE,
+    )
+    return model, optimizer, criterion, loader
+
+
 MODES: dict[str, Callable[..., tuple]] = {
     mode.__name__: mode for mode in (non_private, fastclip, opacus_hooks, opacus_ghost)
 }
+"""What every benchmark of whole steps compares."""
 
-
-class Training:
-    """A model that a mode trains, a batch a step.
-
-    Args:
-        workload, mode: their names. batch_size: rows of every batch; the workload's own if None.
-    """
-
-    def __init__(self, workload: str, mode: str, batch_size: int | None = None) -> None:
-        torch.manual_seed(0)
-        task = WORKLOADS[workload]
-        size = batch_size or task.batch_size
-        x = task.inputs(BATCHES * size)
-        data = TensorDataset(x, task.targets(x))
-        model = task.model().train()
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.model, self.optimizer, self.criterion, loader = MODES[mode](
-            model,
-            torch.optim.SGD(trained, lr=task.lr, momentum=0.9),
-            task.criterion(),
-            DataLoader(data, batch_size=size),
-        )
-        self._batches = cycle(list(loader))
-
-    def step(self) -> float:
-        """One step on the next batch; its loss."""
-        x, y = next(self._batches)
-        self.optimizer.zero_grad()
-        output = self.model(x)
-        loss = self.criterion(getattr(output, "logits", output), y)  # transformers return an object
-        loss.backward()
-        self.optimizer.step()
-        return loss.item()
-
-
-def measure(workload: str, mode: str, steps: int, threads: int | None = None) -> dict:
-    """Train `WARM_UP + steps` steps; the times of the last `steps` and the peak memory of all.
-
-    Returns:
-        step_s: first quartile, median and third quartile of a step in seconds.
-        peak_mib: peak resident memory above what the process held once model, data, optimizer
-            and engine were built, MiB; built_mib: what it held then.
-        cpu_wait: share of the time in which some process waited for a core, or None.
-    """
-    warnings.filterwarnings("ignore")
-    if threads is not None:
-        torch.set_num_threads(threads)
-    training = Training(workload, mode)
-    memory = PeakMemory()
-    wait = CpuWait()
-    seconds = []
-    for _ in range(WARM_UP + steps):
-        start = time.perf_counter()
-        loss = training.step()
-        seconds.append(time.perf_counter() - start)
-    return {
-        "step_s": quartiles(seconds[WARM_UP:]),
-        "peak_mib": memory.above_start() / 2**20,
-        "built_mib": memory.start / 2**20,
-        "cpu_wait": wait.share(),
-        "memory_method": memory.method,
-        "loss": loss,
-        "threads": torch.get_num_threads(),
-    }
+CPU_MODES = {**MODES, opacus_functorch.__name__: opacus_functorch}
+"""What is compared on a CPU."""
