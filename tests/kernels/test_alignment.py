@@ -83,6 +83,7 @@ def test_norms_and_sums_of_copies(t: int, d: int, p: int) -> None:
     assert relative_error(twice, 4 * true) < 2e-3
     found = scaled_sum(a, g, scale)
     assert found.shape == (p, d)
+    assert found.is_contiguous()  # a parameter of another shape, and torch.compile, count on it
     exact = torch.einsum("b,bpd->pd", scale.double(), single)
     assert relative_error(found, exact) < SUM_TOLERANCE[torch.float32]
 
