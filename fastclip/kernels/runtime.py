@@ -89,7 +89,7 @@ class Launched:
             number = self._tensors = _first_tensors(args)
         addresses = [None if x is None else x.data_ptr() for x in args[:number]]
         index: int = args[0].get_device()
-        key = self._key(index, args[:number], addresses, args[number:], kwargs)
+        key = self._key(args[:number], addresses, args[number:], kwargs)
         known = self._compiled.get(key)
         if known is None or _somebody_listens():
             with _device_of(args), self._lock:
@@ -106,7 +106,6 @@ class Launched:
 
     def _key(
         self,
-        index: int,
         tensors: tuple,
         addresses: list[int | None],
         numbers: tuple,
@@ -119,9 +118,9 @@ class Launched:
         finds, and compiled code does not."""
         values = tuple(constants.values())
         return (
-            index, numbers, tuple(map(type, numbers)),
-            tuple(constants), values, tuple(map(type, values)),
-            *[None if x is None else (x.dtype, x.get_device()) for x in tensors],
+            numbers, tuple(map(type, numbers)), tuple(constants), values, tuple(map(type, values)),
+            *[None if x is None else x.dtype for x in tensors],
+            *[None if x is None else x.get_device() for x in tensors],
             *[None if address is None else address & 15 for address in addresses],
         )  # fmt: skip
 
