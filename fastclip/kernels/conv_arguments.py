@@ -12,6 +12,9 @@ from fastclip.kernels.alignment import WIDE
 from fastclip.kernels.runtime import next_power_of_2, runs_on
 from fastclip.ops.conv import ConvGeometry
 
+REACH = 1 << 31
+"""Offsets inside a sample are 32-bit."""
+
 
 def arguments(
     x: Tensor, g: Tensor, geo: ConvGeometry
@@ -29,8 +32,8 @@ def arguments(
     flat = (kh, kw, sh, sw, ph, pw) == (1, 1, 1, 1, 0, 0) and x.stride(2) == w * x.stride(3)
     if flat:
         x, h, w = x.flatten(2).unsqueeze(2), 1, h * w
-    for y in (x, g):  # offsets inside a sample are 32-bit
-        if sum((n - 1) * s for n, s in zip(y.shape[1:], y.stride()[1:], strict=True)) >= 1 << 31:
+    for y in (x, g):
+        if sum((n - 1) * s for n, s in zip(y.shape[1:], y.stride()[1:], strict=True)) >= REACH:
             return None
     groups, positions = geo.groups, height * width
     x = _wide(x, groups, flat and w % WIDE == 0)
@@ -49,6 +52,10 @@ def _wide(x: Tensor, groups: int, along: bool) -> Tensor:
     x once, where the kernels read it once a tap and tile."""
     lies_well = x.stride(1) == 1 or (along and x.stride(3) == 1)
     if x.element_size() != 2 or lies_well or x.shape[1] // groups % WIDE:
+        return x
+    if (
+        x.shape[1:].numel() >= REACH
+    ):  # of a map that repeats what it holds, as a mean's gradient does
         return x
     return x.contiguous(memory_format=torch.channels_last)
 

@@ -89,7 +89,7 @@ class Launched:
             number = self._tensors = _first_tensors(args)
         addresses = [None if x is None else x.data_ptr() for x in args[:number]]
         index: int = args[0].get_device()
-        key = self._key(index, args[:number], addresses, args[number:], tuple(kwargs.values()))
+        key = self._key(args[:number], addresses, args[number:], kwargs)
         known = self._compiled.get(key)
         if known is None or _somebody_listens():
             with _device_of(args), self._lock:
@@ -106,17 +106,21 @@ class Launched:
 
     def _key(
         self,
-        index: int,
         tensors: tuple,
         addresses: list[int | None],
         numbers: tuple,
-        constants: tuple,
+        constants: dict[str, Any],
     ) -> tuple:
         """All that the compiled code depends on: Triton compiles anew for other types, for addresses
-        that are multiples of 16 or are not, for other constants, and for some values of numbers."""
+        that are multiples of 16 or are not, for other constants, and for some values of numbers.
+
+        And the devices of all tensors: an address of another device's memory is an error that Triton
+        finds, and compiled code does not."""
+        values = tuple(constants.values())
         return (
-            index, numbers, tuple(map(type, numbers)), constants, tuple(map(type, constants)),
+            numbers, tuple(map(type, numbers)), tuple(constants), values, tuple(map(type, values)),
             *[None if x is None else x.dtype for x in tensors],
+            *[None if x is None else x.get_device() for x in tensors],
             *[None if address is None else address & 15 for address in addresses],
         )  # fmt: skip
 

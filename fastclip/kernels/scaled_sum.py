@@ -145,7 +145,7 @@ def scaled_sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
     if not (b and t and d and p):
         return torch.zeros(p, d, dtype=torch.float32, device=a.device)
     if to_copy(a, cdiv(p, _SIDE)):
-        return _sum(aligned(a), g, scale)[:, :d]
+        return _sum(aligned(a), g, scale)[:, :d].contiguous()  # callers view it as they like
     return _sum(a, g, scale)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastclip.kernels import alignment
+from fastclip.kernels import alignment, conv_arguments
 from fastclip.kernels.alignment import WIDE, aligned, is_wide, stretches, to_copy
 from fastclip.kernels.conv_arguments import arguments
 from fastclip.kernels.ghost_norm import ghost_norm, ghost_norm_concat
@@ -83,6 +83,7 @@ def test_norms_and_sums_of_copies(t: int, d: int, p: int) -> None:
     assert relative_error(twice, 4 * true) < 2e-3
     found = scaled_sum(a, g, scale)
     assert found.shape == (p, d)
+    assert found.is_contiguous()  # a parameter of another shape, and torch.compile, count on it
     exact = torch.einsum("b,bpd->pd", scale.double(), single)
     assert relative_error(found, exact) < SUM_TOLERANCE[torch.float32]
 
@@ -112,3 +113,15 @@ def test_maps() -> None:
         exact = arguments(x.float(), g.float(), geometry)
         assert exact is not None
         assert exact[0].stride(1) != 1
+
+
+@on_cpu
+def test_a_copy_is_not_beyond_what_offsets_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A map that repeats what it holds reaches less far than its copy."""
+    monkeypatch.setattr(conv_arguments, "REACH", 500, raising=False)
+    geometry = ConvGeometry((32, 16, 1, 1), (1, 1), (0, 0), (1, 1), 1)
+    x = normal(2, 1, 7, 7, dtype=HALF).expand(2, 16, 7, 7)
+    g = normal(2, 1, 7, 7, dtype=HALF).expand(2, 32, 7, 7)
+    call = arguments(x, g, geometry)
+    assert call is not None
+    assert call[0].stride(1) == call[1].stride(1) == 0

@@ -54,6 +54,13 @@ def a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 MEMORY = torch.zeros(64)
 
 
+class Elsewhere(torch.Tensor):
+    """Of another device."""
+
+    def get_device(self) -> int:
+        return 1
+
+
 def test_the_second_launch_is_direct() -> None:
     kernel = Kernel()
     launched = runtime.Launched(kernel)
@@ -91,6 +98,7 @@ def test_the_second_launch_is_direct() -> None:
         ((MEMORY[1:], 5, 0.5), {}),  # not aligned
         ((MEMORY.double(), 5, 0.5), {}),
         ((None, 5, 0.5), {}),
+        ((MEMORY.as_subclass(Elsewhere), 5, 0.5), {}),  # Triton would refuse it
         ((MEMORY, 1, 0.5), {}),
         ((MEMORY, 16, 0.5), {}),
         ((MEMORY, 1 << 31, 0.5), {}),
@@ -105,6 +113,14 @@ def test_other_arguments_are_compiled_for(args: tuple, constants: dict[str, Any]
     first = {"SIZE": 3, "BLOCK": 8}
     launched[1,](MEMORY, MEMORY, 5, 0.5, **first)
     launched[1,](MEMORY, *args, **{**first, **constants})
+    assert (kernel.compiled, kernel.direct) == (2, [])
+
+
+def test_constants_are_told_by_their_names() -> None:
+    kernel = Kernel()
+    launched = runtime.Launched(kernel)
+    launched[1,](MEMORY, 5, 0.5, SIZE=3, BLOCK=8)
+    launched[1,](MEMORY, 5, 0.5, BLOCK=3, SIZE=8)
     assert (kernel.compiled, kernel.direct) == (2, [])
 
 
