@@ -14,7 +14,7 @@ from fastclip.backward.criterion import SeenLoss
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.backward.sums import ClippedSums
 from fastclip.backward.together import Entry, Stack, finish_norms, stack_small, waits
-from fastclip.errors import GraphError
+from fastclip.errors import GraphError, where
 from fastclip.layers import KeptRecord, Record, join, joint_norm_sq
 from fastclip.ops.numerics import slack
 from fastclip.ops.units import UnitRows
@@ -91,8 +91,8 @@ class BackwardPass:
         """Check that a layer's contribution may enter; the first one begins the pass."""
         if forward.finished:
             raise GraphError(
-                f"a second backward pass reached {path} over one forward pass: each loss would be "
-                "clipped alone; add the losses and call backward() once, or wrap passes that must "
+                f"a second backward pass reached {where(path)} over one forward pass: each loss would "
+                "be clipped alone; add the losses and call backward() once, or wrap passes that must "
                 "not train in engine.paused()"
             )
         if forward not in self.forwards:
@@ -104,7 +104,7 @@ class BackwardPass:
             forward.batch_size = rows
         if rows != self.batch_size:
             raise GraphError(
-                f"{path} contributes {rows} samples to a backward pass of {self.batch_size}: "
+                f"{where(path)} contributes {rows} samples to a backward pass of {self.batch_size}: "
                 "all forward passes under one loss must hold the same samples in the same rows"
             )
         if first:

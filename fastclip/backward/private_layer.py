@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from itertools import compress
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class PrivateLayer(Function):
             with call.handle.bypassed():
                 grad_input = rule.backward(backward)
             backward.check_complete()
-        if grad_input is not None:
+        if grad_input is not None and grad_input.dtype != ctx.dtype:
             grad_input = grad_input.to(ctx.dtype)
         return (None, grad_input, *nothing[2:])
 
@@ -92,10 +93,11 @@ def _wanted(ctx: Any, call: Call) -> dict[str, nn.Parameter]:
     """The parameters whose contribution this backward pass wants, by name."""
     if not call.forward.recording:
         return {}
-    keeper = call.handle.keeper
-    found = taking_part(ctx, call.parameters.values(), keeper.names)
-    keeper.check_hooks(found)
-    return {name: parameter for name, parameter in call.parameters.items() if parameter in found}
+    keeper, parameters = call.handle.keeper, call.parameters
+    wanted = taking_part(ctx, parameters.values(), keeper.names)
+    found = dict(compress(parameters.items(), wanted))
+    keeper.check_hooks(found.values())
+    return found
 
 
 class LayerBackward(Contribution):

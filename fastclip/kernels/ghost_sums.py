@@ -50,6 +50,13 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
     tl.store(norms + b, norm)
 
 
+def room_for(a: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
+    """Memory for the sums of so many pairs of tiles, [6, b, pairs], and for the norms, [b]."""
+    b, device = a.shape[0], a.device
+    stats = torch.empty(STATS, b, pairs, dtype=torch.float32, device=device)
+    return stats, torch.empty(b, dtype=torch.float32, device=device)
+
+
 @dataclass
 class GhostSums(UnfinishedNorm):
     """The sums of a norm's pairs of tiles, in the first columns of stats [6, b, ...]."""
