@@ -197,11 +197,12 @@ class BackwardPass:
                 )
             norms.append(norm)
         # The finest type in use; a coarser norm grows by what its own rounding may hide.
-        dtype = max((norm.dtype for norm in norms), key=lambda d: torch.finfo(d).bits)
+        dtype = max({norm.dtype for norm in norms}, key=lambda d: torch.finfo(d).bits)
+        device = norms[0].device
         covered = [
             n if n.dtype == dtype else n.to(dtype) * (1 + slack(n.dtype)) ** 2 for n in norms
         ]
-        stacked = torch.stack([norm.to(norms[0].device) for norm in covered])
+        stacked = torch.stack([n if n.device == device else n.to(device) for n in covered])
         return self._unit_norms(stacked, factor), rows
 
     def _unit_norms(self, norm_sq: Tensor, factor: float) -> Tensor:
@@ -250,7 +251,10 @@ class BackwardPass:
                 sums.add(parameter, total)
         while self.entries:
             parameter, entry = self.entries.popitem()
+            if not entry.records:  # in a stack
+                continue
             own = factors if rows is None else factors[rows[parameter]]
+            own = own.to(parameter.device)
             for record in entry.records:
                 record.check_unmodified()
-                sums.add(parameter, record.clipped_sum(own.to(parameter.device)))
+                sums.add(parameter, record.clipped_sum(own))
