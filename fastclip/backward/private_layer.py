@@ -16,6 +16,7 @@ from fastclip.graph import differentiable_once, taking_part
 from fastclip.layers import Record
 from fastclip.layers.contribution import Contribution
 from fastclip.layers.folded import FoldedRecord
+from fastclip.layers.operand import LastCast
 from fastclip.layers.rule import check_customised
 from fastclip.ops.units import UnitRows
 from fastclip.samples.calls import Forward
@@ -42,8 +43,12 @@ class PrivateLayer(Function):
         rule = call.handle.rule
         assert rule is not None
         check_customised(call.module)
+        operand = x
+        if rule.multiplies:
+            call.forward.cast = call.forward.cast or LastCast()
+            operand = call.forward.cast.of(x)
         with call.handle.bypassed():
-            out, saved = rule.forward(call.module, x, call.extra)
+            out, saved = rule.forward(call.module, operand, call.extra)
         if type(saved) is not tuple or not all(x is None or isinstance(x, Tensor) for x in saved):
             raise TypeError(
                 f"{type(rule).__name__}.forward is to return the output and a tuple of tensors to save, "
