@@ -125,10 +125,12 @@ def node_type(function: type[Function]) -> type:
     return function._backward_cls  # type: ignore[attr-defined]
 
 
-def gradient_hooks(parameter: Tensor) -> Iterator[Any]:
+def gradient_hooks(parameter: Tensor) -> list[Any]:
     """Hooks on a tensor's gradient, before and after it is accumulated."""
-    yield from (parameter._backward_hooks or {}).values()
-    yield from (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+    before = parameter._backward_hooks
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    found = [] if before is None else list(before.values())
+    return found if after is None else found + list(after.values())
 
 
 def of_class(kind: type[T], x: Tensor) -> T:

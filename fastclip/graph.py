@@ -59,15 +59,16 @@ class _Refusal(Function):
 
 def taking_part(
     ctx: Any, parameters: Collection[nn.Parameter], known: Container[nn.Parameter]
-) -> set[nn.Parameter]:
-    """The known ones of a private function's last arguments that the running backward pass wants.
+) -> list[bool]:
+    """Which of a private function's last arguments are known and wanted by the running backward pass.
 
     `needs_input_grad` does not shrink under autograd.grad; whether the engine will run the
     parameter's own node tells.
     """
-    edges = ctx.next_functions[len(ctx.next_functions) - len(parameters) :]
+    edges = ctx.next_functions
+    edges = edges[len(edges) - len(parameters) :]
     pairs = zip(parameters, edges, strict=True)
-    return {p for p, (node, _) in pairs if p in known and takes_part(node)}
+    return [p in known and takes_part(node) for p, (node, _) in pairs]
 
 
 def takes_part(node: Any) -> bool:

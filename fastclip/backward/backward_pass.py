@@ -14,7 +14,7 @@ from fastclip.backward.criterion import SeenLoss
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.backward.sums import ClippedSums
 from fastclip.backward.together import Entry, Stack, finish_norms, stack_small, waits
-from fastclip.errors import GraphError
+from fastclip.errors import GraphError, where
 from fastclip.layers import KeptRecord, Record, join, joint_norm_sq
 from fastclip.ops.numerics import slack
 from fastclip.ops.units import UnitRows
@@ -91,8 +91,8 @@ class BackwardPass:
         """Check that a layer's contribution may enter; the first one begins the pass."""
         if forward.finished:
             raise GraphError(
-                f"a second backward pass reached {path} over one forward pass: each loss would be "
-                "clipped alone; add the losses and call backward() once, or wrap passes that must "
+                f"a second backward pass reached {where(path)} over one forward pass: each loss would "
+                "be clipped alone; add the losses and call backward() once, or wrap passes that must "
                 "not train in engine.paused()"
             )
         if forward not in self.forwards:
@@ -104,7 +104,7 @@ class BackwardPass:
             forward.batch_size = rows
         if rows != self.batch_size:
             raise GraphError(
-                f"{path} contributes {rows} samples to a backward pass of {self.batch_size}: "
+                f"{where(path)} contributes {rows} samples to a backward pass of {self.batch_size}: "
                 "all forward passes under one loss must hold the same samples in the same rows"
             )
         if first:
@@ -197,11 +197,12 @@ class BackwardPass:
                 )
             norms.append(norm)
         # The finest type in use; a coarser norm grows by what its own rounding may hide.
-        dtype = max((norm.dtype for norm in norms), key=lambda d: torch.finfo(d).bits)
+        dtype = max({norm.dtype for norm in norms}, key=lambda d: torch.finfo(d).bits)
+        device = norms[0].device
         covered = [
             n if n.dtype == dtype else n.to(dtype) * (1 + slack(n.dtype)) ** 2 for n in norms
         ]
-        stacked = torch.stack([norm.to(norms[0].device) for norm in covered])
+        stacked = torch.stack([n if n.device == device else n.to(device) for n in covered])
         return self._unit_norms(stacked, factor), rows
 
     def _unit_norms(self, norm_sq: Tensor, factor: float) -> Tensor:
@@ -250,7 +251,10 @@ class BackwardPass:
                 sums.add(parameter, total)
         while self.entries:
             parameter, entry = self.entries.popitem()
+            if not entry.records:  # in a stack
+                continue
             own = factors if rows is None else factors[rows[parameter]]
+            own = own.to(parameter.device)
             for record in entry.records:
                 record.check_unmodified()
-                sums.add(parameter, record.clipped_sum(own.to(parameter.device)))
+                sums.add(parameter, record.clipped_sum(own))

@@ -215,10 +215,9 @@ class BookKeeper:
 
     def admit(self, path: str, forward: Forward, rows: int) -> None:
         """Check that a layer's contribution may enter the running pass."""
-        path = where(path)
         if self._pass is None:
             raise GraphError(
-                f"the backward pass reached {path} without passing through the output of the "
+                f"the backward pass reached {where(path)} without passing through the output of the "
                 "private model; compute the loss from what the model's own forward returns, in one "
                 "backward pass, or wrap passes that must not train in engine.paused()"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from itertools import compress
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fastclip.graph import differentiable_once, taking_part
 from fastclip.layers import Record
 from fastclip.layers.contribution import Contribution
 from fastclip.layers.folded import FoldedRecord
+from fastclip.layers.operand import LastCast
 from fastclip.layers.rule import check_customised
 from fastclip.ops.units import UnitRows
 from fastclip.samples.calls import Forward
@@ -41,8 +43,12 @@ class PrivateLayer(Function):
         rule = call.handle.rule
         assert rule is not None
         check_customised(call.module)
+        operand = x
+        if rule.multiplies:
+            call.forward.cast = call.forward.cast or LastCast()
+            operand = call.forward.cast.of(x)
         with call.handle.bypassed():
-            out, saved = rule.forward(call.module, x, call.extra)
+            out, saved = rule.forward(call.module, operand, call.extra)
         if type(saved) is not tuple or not all(x is None or isinstance(x, Tensor) for x in saved):
             raise TypeError(
                 f"{type(rule).__name__}.forward is to return the output and a tuple of tensors to save, "
@@ -71,7 +77,7 @@ class PrivateLayer(Function):
             with call.handle.bypassed():
                 grad_input = rule.backward(backward)
             backward.check_complete()
-        if grad_input is not None:
+        if grad_input is not None and grad_input.dtype != ctx.dtype:
             grad_input = grad_input.to(ctx.dtype)
         return (None, grad_input, *nothing[2:])
 
@@ -92,10 +98,11 @@ def _wanted(ctx: Any, call: Call) -> dict[str, nn.Parameter]:
     """The parameters whose contribution this backward pass wants, by name."""
     if not call.forward.recording:
         return {}
-    keeper = call.handle.keeper
-    found = taking_part(ctx, call.parameters.values(), keeper.names)
-    keeper.check_hooks(found)
-    return {name: parameter for name, parameter in call.parameters.items() if parameter in found}
+    keeper, parameters = call.handle.keeper, call.parameters
+    wanted = taking_part(ctx, parameters.values(), keeper.names)
+    found = dict(compress(parameters.items(), wanted))
+    keeper.check_hooks(found.values())
+    return found
 
 
 class LayerBackward(Contribution):

@@ -39,10 +39,9 @@ class ClippedSums:
         if total is None:
             # A part of a larger buffer would change its version together with the other parts.
             own = base_of(clipped) is None or clipped.untyped_storage().nbytes() == clipped.nbytes
-            total = (clipped if own else clipped.clone()).view(parameter.shape)
+            total = _shaped(clipped if own else clipped.clone(), parameter)
         else:
-            clipped = clipped.view(parameter.shape)
-            total.add_(clipped)
+            total.add_(_shaped(clipped, parameter))
         self._held[parameter] = total, total._version
         parameter.summed_grad = total  # type: ignore[attr-defined]
 
@@ -70,3 +69,8 @@ class ClippedSums:
 
     def __bool__(self) -> bool:
         return bool(self._held)
+
+
+def _shaped(x: Tensor, parameter: nn.Parameter) -> Tensor:
+    """x in the shape of the parameter; most are, and a view takes longer than a look."""
+    return x if x.shape == parameter.shape else x.view(parameter.shape)

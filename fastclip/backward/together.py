@@ -63,15 +63,17 @@ def stack_small(entries: dict[nn.Parameter, Entry]) -> list[Stack]:
         record = entry.records[0]
         record.check_unmodified()
         gradients = record.per_sample()
-        size = gradients.shape[1:].numel()
-        key = (len(gradients), size, gradients.dtype, gradients.device)
+        b = gradients.shape[0]
+        size = gradients.numel() // b if b else gradients.shape[1:].numel()
+        key = (b, size, gradients.dtype, gradients.device)
         groups.setdefault(key, []).append(parameter)
     found = []
     for (b, size, *_), parameters in groups.items():
         if len(parameters) < 2:
             continue
         held = [entries[parameter].records.pop().per_sample() for parameter in parameters]
-        stack = Stack(parameters, torch.stack([x.reshape(b, size) for x in held]))
+        rows = [x if x.dim() == 2 else x.reshape(b, size) for x in held]
+        stack = Stack(parameters, torch.stack(rows))
         norms = ops.row_norm_sq(stack.gradients.flatten(0, 1)).view(len(parameters), b)
         for parameter, norm_sq in zip(parameters, norms, strict=True):
             entries[parameter].norm_sq = norm_sq

@@ -7,6 +7,7 @@ from fastclip.kernels.clip_scale import clip_scale, threshold_step
 from fastclip.kernels.conv_norm import conv_ghost_norm, conv_norm
 from fastclip.kernels.embedding_norm import lookup_norm
 from fastclip.kernels.ghost_norm import begin_ghost_norm, ghost_norm, ghost_norm_concat
+from fastclip.kernels.ghost_sums import finish_ghost_norm
 from fastclip.kernels.instantiated_norm import instantiated_norm
 from fastclip.kernels.norm_affine import (
     group_norm_backward,
@@ -22,6 +23,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
         clip_scale,
         conv_ghost_norm,
         conv_norm,
+        finish_ghost_norm,
         ghost_norm,
         ghost_norm_concat,
         group_norm_backward,

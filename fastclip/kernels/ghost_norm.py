@@ -20,7 +20,7 @@ The result is never below the exact value. Added are, with u = 2^-24 and m, w of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -29,13 +29,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fastclip.kernels.alignment import aligned, stretches, to_copy
-from fastclip.kernels.ghost_sums import STATS, GhostSums, finish, raised
-from fastclip.kernels.products import multiply, ordered_sum
+from fastclip.kernels.ghost_sums import STATS, GhostSums, finish, raised, room_for
+from fastclip.kernels.one_position import one_position_norm
+from fastclip.kernels.products import multiply
 from fastclip.kernels.rounding import CHUNK, STEP, gram_coefficients, product_mode
-from fastclip.kernels.runtime import autotuned, cdiv, launched, next_power_of_2, takes
-from fastclip.ops.numerics import lost_squares
+from fastclip.kernels.runtime import alike, autotuned, cdiv, launched, next_power_of_2, takes
 
 _MOST_USES = 4
+_MOST_KNOWN = 4096
 
 
 @triton.jit
@@ -161,26 +162,6 @@ def _pairs_kernel(  # type: ignore[no-untyped-def]
         tl.store(at + 5 * stats_s, trace_h)
 
 
-@launched
-def _one_position_kernel(  # type: ignore[no-untyped-def]
-    a, g, norms, d, p, lost_a, lost_g, a_b, a_d, g_b, g_p, BLOCK: tl.constexpr
-):  # fmt: skip
-    b = tl.program_id(0).to(tl.int64)
-    norm_a = ordered_sum(a + b * a_b, d, a_d, BLOCK, True) + lost_a
-    tl.store(norms + b, norm_a * (ordered_sum(g + b * g_b, p, g_p, BLOCK, True) + lost_g))
-
-
-def one_position_norm(a: Tensor, g: Tensor) -> Tensor:
-    """||a_b||^2 ||g_b||^2 for a [b, 1, d] and g [b, 1, p]: the norm of an outer product, [b]."""
-    b, _, d = a.shape
-    norms = torch.empty(b, dtype=torch.float32, device=a.device)
-    _one_position_kernel[(b,)](
-        a, g, norms, d, g.shape[2], lost_squares(d, a.dtype), lost_squares(g.shape[2], g.dtype),
-        a.stride(0), a.stride(2), g.stride(0), g.stride(2), BLOCK=1024,
-    )  # fmt: skip
-    return norms
-
-
 Use = tuple[Tensor, Tensor]
 """Input a [b, t, d] and output gradient g [b, t, p] of one use of a parameter."""
 
@@ -200,13 +181,14 @@ def _restart(x: Tensor) -> int:
 
 
 def _launch(
-    x: Use, y: Use, stats: Tensor, norms: Tensor, bounds: Sequence[float], alone: bool
-) -> int:
+    x: Use, y: Use, stats: Tensor, norms: Tensor, bounds: Sequence[float], alone: bool,
+    same: Hashable = None,
+) -> int:  # fmt: skip
     """Sums of every pair of tiles of two uses, or of one (y is x); the number of pairs.
 
     Args:
         stats: [6, b, >= _room(x, y)]. norms: [b], filled where a lone use has one pair.
-        bounds: of `_bounds`.
+        bounds: of `_bounds`. same: under which the launch can be repeated.
     """
     (a_x, g_x), (a_y, g_y) = x, y
     t_x, t_y, pairs = a_x.shape[1], a_y.shape[1], 0
@@ -221,7 +203,7 @@ def _launch(
         *a_x.stride(), *g_x.stride(), *a_y.stride(), *g_y.stride(), *stats.stride()[:2],
         CROSS=x is not y, ALONE=alone, BUCKET=next_power_of_2(max(t_x, t_y)),
         A_MODE=product_mode(a_x, a_y), G_MODE=product_mode(g_x, g_y),
-        A_RESTART=_restart(a_x), G_RESTART=_restart(g_x),
+        A_RESTART=_restart(a_x), G_RESTART=_restart(g_x), same=same,
     )  # fmt: skip
     return pairs
 
@@ -234,7 +216,7 @@ def _bounds(uses: Sequence[Use]) -> tuple[float, ...]:
     return gram_coefficients(t, sizes, tuple(modes))
 
 
-def _sums(parts: Sequence[Use]) -> GhostSums | Tensor:
+def _sums(parts: Sequence[Use], same: Hashable = None) -> GhostSums | Tensor:
     """What `ghost_norm_concat` is made of, or the norm [b] itself.
 
     The Grams of the concatenation along t: the uses' own terms, and twice their cross terms, with
@@ -242,7 +224,7 @@ def _sums(parts: Sequence[Use]) -> GhostSums | Tensor:
     there are many, or they lie badly (`alignment`).
 
     Args:
-        parts: the uses; t may differ from use to use.
+        parts: the uses; t may differ from use to use. same: the kind of a lone one.
     """
     if not takes(*(x for use in parts for x in use)):
         return NotImplemented
@@ -257,7 +239,7 @@ def _sums(parts: Sequence[Use]) -> GhostSums | Tensor:
     reads = cdiv(max(a.shape[1] for a, _ in uses), 64)
     sizes = [max(to_copy(x, reads) for x in side) for side in zip(*uses, strict=True)]
     if not any(sizes):
-        return _pair_sums(uses)
+        return _pair_sums(uses, same)
 
     def ready(x: Tensor, size: int, samples: slice) -> Tensor:
         return aligned(x[samples]) if size else x[samples]  # of all uses, or their n would differ
@@ -268,23 +250,39 @@ def _sums(parts: Sequence[Use]) -> GhostSums | Tensor:
     ])  # fmt: skip
 
 
-def _pair_sums(uses: Sequence[Use]) -> GhostSums | Tensor:
+def _pair_sums(uses: Sequence[Use], same: Hashable = None) -> GhostSums | Tensor:
     """`_sums` of uses that lie well, none of them empty."""
-    b, device = uses[0][0].shape[0], uses[0][0].device
-    norms = torch.empty(b, dtype=torch.float32, device=device)
     pairs = [(x, y) for k, x in enumerate(uses) for y in uses[k:]]
     alone, bounds = len(uses) == 1, _bounds(uses)
     # A launch begins where the configuration of the one before it ended: what a trial of smaller
     # tiles wrote beyond is written over, or lies beyond the columns that are added.
-    stats, columns = norms.new_empty(STATS, b, sum(_room(x, y) for x, y in pairs)), 0
+    room, columns = sum(_room(x, y) for x, y in pairs), 0
+    stats, norms = room_for(uses[0][0], room)
     for x, y in pairs:
-        columns += _launch(x, y, stats[:, :, columns:], norms, bounds, alone)
+        columns += _launch(x, y, stats[:, :, columns:], norms, bounds, alone, same)
+    if same is not None:
+        if len(_BOUNDS) >= _MOST_KNOWN:
+            _BOUNDS.clear()
+        _BOUNDS[same] = bounds
     return norms if alone and columns == 1 else GhostSums(stats, columns, bounds)
+
+
+_BOUNDS: dict[Hashable, tuple[float, ...]] = {}
+"""Of lone uses of a kind, if their operands lie well."""
 
 
 def begin_ghost_norm(a: Tensor, g: Tensor) -> GhostSums | Tensor:
     """The squared norm of g_b^T a_b, but for the sum of its tiles: fastclip.ops.begin_ghost_norm."""
-    return _sums([(a, g)])
+    same = alike(a, g), product_mode(a, a), product_mode(g, g)
+    bounds, use = _BOUNDS.get(same), (a, g)
+    if bounds is None:
+        return _sums([use], same)
+    stats, norms = room_for(a, _room(use, use))
+    code = _pairs_kernel.repeat(same, a, g, a, g, stats, norms)
+    if code is None:
+        return _sums([use], same)
+    pairs = _pairs(use, use, code.constants["BLOCK_T"])  # another configuration, another number
+    return norms if pairs == 1 else GhostSums(stats, pairs, bounds)
 
 
 def ghost_norm_concat(parts: Sequence[Use]) -> Tensor:

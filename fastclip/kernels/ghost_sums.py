@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastclip.kernels.products import ordered_sum
 from fastclip.kernels.runtime import launched, next_power_of_2
+from fastclip.ops import linear
 from fastclip.ops.bounds import UnfinishedNorm
 
 STATS = 6
@@ -50,6 +51,13 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
     tl.store(norms + b, norm)
 
 
+def room_for(a: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
+    """Memory for the sums of so many pairs of tiles, [6, b, pairs], and for the norms, [b]."""
+    b, device = a.shape[0], a.device
+    stats = torch.empty(STATS, b, pairs, dtype=torch.float32, device=device)
+    return stats, torch.empty(b, dtype=torch.float32, device=device)
+
+
 @dataclass
 class GhostSums(UnfinishedNorm):
     """The sums of a norm's pairs of tiles, in the first columns of stats [6, b, ...]."""
@@ -68,14 +76,22 @@ class GhostSums(UnfinishedNorm):
         stats, b = first.stats, first.stats.shape[1]
         if len(norms) > 1:  # [6, l * b, columns]
             stats = torch.stack([norm.stats for norm in norms], 1).flatten(1, 2)
-        found = stats.new_empty(len(norms) * b)
-        _finish_kernel[(len(found),)](
-            stats, found, columns, *first.bounds, *stats.stride()[:2],
-            BLOCK=min(1024, max(32, next_power_of_2(columns))),
-        )  # fmt: skip
+        found = linear.finish_ghost_norm(stats, columns, first.bounds)
         return found.view(-1, b).unbind()
+
+
+def finish_ghost_norm(stats: Tensor, columns: int, bounds: Sequence[float]) -> Tensor:
+    """Squared norms [b] of sums [6, b, >= columns] of tiles: fastclip.ops.finish_ghost_norm."""
+    found = stats.new_empty(stats.shape[1])
+    _finish_kernel[(len(found),)](
+        stats, found, columns, *bounds, *stats.stride()[:2],
+        BLOCK=min(1024, max(32, next_power_of_2(columns))),
+    )  # fmt: skip
+    return found
 
 
 def finish(found: GhostSums | Tensor) -> Tensor:
     """The norm [b]."""
-    return GhostSums.finished([found])[0] if isinstance(found, GhostSums) else found
+    if isinstance(found, GhostSums):
+        return finish_ghost_norm(found.stats, found.columns, found.bounds)
+    return found

@@ -22,15 +22,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastclip.kernels.ghost_norm import one_position_norm
-from fastclip.kernels.products import multiply, ordered_sum
+from fastclip.kernels.one_position import one_position_norm
+from fastclip.kernels.products import multiply, ordered_sum, product_configs
 from fastclip.kernels.rounding import STEP, TILE_SUM, UNIT, one_sided, product_mode
 from fastclip.kernels.runtime import (
     autotuned,
     cdiv,
     launched,
     next_power_of_2,
-    product_configs,
     takes,
 )
 from fastclip.ops.numerics import PRODUCT_ERROR_FACTOR

@@ -1,4 +1,5 @@
-"""What kernels of products are made of: a product of two tiles, a sum in fixed order."""
+"""What kernels of products are made of: a product of two tiles, a sum in fixed order, and
+the configurations that are tried."""
 
 from __future__ import annotations
 
@@ -34,3 +35,15 @@ def ordered_sum(x, n, stride, BLOCK: tl.constexpr, SQUARED: tl.constexpr):  # ty
         value = tl.load(x + at * stride, mask=at < n, other=0.0).to(tl.float32)
         acc += value * value if SQUARED else value
     return tl.sum(acc)
+
+
+def product_configs(*tiles: tuple[int, int, int, int, int]) -> list[triton.Config]:
+    """Configurations of a tiled product g^T a from (block_p, block_d, block_t, warps, stages)."""
+    return [
+        triton.Config(
+            {"BLOCK_P": block_p, "BLOCK_D": block_d, "BLOCK_T": block_t},
+            num_warps=warps,
+            num_stages=stages,
+        )
+        for block_p, block_d, block_t, warps, stages in tiles
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from threading import Lock
@@ -51,6 +51,11 @@ def takes(*tensors: Tensor) -> bool:
     return runs_on(*tensors) and all(max(x.stride()[1:], default=0) < 1 << 24 for x in tensors)
 
 
+def alike(*tensors: Tensor) -> Hashable:
+    """All that launches depend on of tensors, but for their addresses."""
+    return tuple([(x.dtype, x.device, x.shape, x.stride()) for x in tensors])
+
+
 def launched(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """triton.jit for a kernel that is launched: `launched(f)[grid](...)` runs where its tensors lie.
 
@@ -74,12 +79,44 @@ class Launched:
         self._tensors: int | None = None
         """How many of the arguments are tensors, or None: the first ones."""
         self._compiled: dict[tuple, Compiled] = {}
+        self._noted: dict[tuple, tuple[Compiled, tuple[int, ...], int, tuple]] = {}
+        """Launches that were told what they follow from: code, grid, device, numbers."""
         self._lock = Lock()
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         return partial(self._launch, grid)
 
-    def _launch(self, grid: Any, *args: Any, **kwargs: Any) -> None:
+    def repeat(self, same: Hashable, *tensors: Tensor) -> Compiled | None:
+        """Launch what was launched with this `same` before; None where that was not, or not so.
+
+        Half of a launch's time goes into numbers that are those of the layer's last step.
+
+        Args:
+            same: grid, numbers, constants, and types and device of the tensors follow from it. tensors:
+                all of the kernel's.
+
+        Returns:
+            What was launched.
+        """
+        if INTERPRETED or not self._noted:
+            return None
+        addresses: list[int | None] = [x.data_ptr() for x in tensors]
+        noted = self._noted.get(self._mark(same, addresses))
+        if noted is None or _somebody_listens():
+            return None
+        known, grid, index, numbers = noted
+        if index == torch.cuda.current_device():
+            known.launch(grid, index, addresses, numbers)
+        else:
+            with torch.cuda.device(index):
+                known.launch(grid, index, addresses, numbers)
+        return known
+
+    def _mark(self, same: Hashable, addresses: list[int | None]) -> tuple:
+        return same, *[None if address is None else address & 15 for address in addresses]
+
+    def _launch(self, grid: Any, *args: Any, same: Hashable = None, **kwargs: Any) -> None:
+        """One launch; `repeat` finds it by `same`, if it is given."""
         if INTERPRETED:
             with _device_of(args):
                 self.run(grid, args, kwargs)
@@ -103,6 +140,13 @@ class Launched:
         else:
             with torch.cuda.device(index):
                 known.launch(grid, index, addresses, args[number:])
+        if same is not None and known is not None:
+            self._note(self._mark(same, addresses), known, grid, index, args[number:])
+
+    def _note(self, mark: tuple, known: Compiled, grid: Any, index: int, numbers: tuple) -> None:
+        if len(self._noted) >= _MOST_COMBINATIONS:
+            self._noted.clear()
+        self._noted[mark] = known, known.grid(grid), index, numbers
 
     def _key(
         self,
@@ -146,7 +190,13 @@ class Compiled:
     """
 
     def __init__(self, code: Any, constants: dict[str, Any], rest: tuple) -> None:
-        self._code, self._constants, self._rest = code, constants, rest
+        self.constants = constants
+        self._code, self._rest = code, rest
+
+    def grid(self, grid: Any) -> tuple[int, int, int]:
+        """Three sizes, of a grid or of what makes one of the constants."""
+        sizes: tuple[int, ...] = (*(grid(self.constants) if callable(grid) else grid), 1, 1)
+        return sizes[0], sizes[1], sizes[2]
 
     def launch(self, grid: Any, device: int, addresses: list[int | None], numbers: tuple) -> None:
         """Launch it on the current stream of the device, which is the current one.
@@ -154,9 +204,7 @@ class Compiled:
         Args:
             addresses: of the tensors. numbers: the other arguments.
         """
-        if callable(grid):
-            grid = grid(self._constants)
-        code, (x, y, z) = self._code, (*grid, 1, 1)[:3]
+        code, (x, y, z) = self._code, self.grid(grid)
         stream = driver.active.get_current_stream(device)
         code.run(
             x, y, z, stream, code.function, code.packed_metadata, None, None, None,
@@ -224,6 +272,9 @@ class Tuned(Launched):
     def _key(self, *launch: Any) -> tuple:
         return (*super()._key(*launch), torch.are_deterministic_algorithms_enabled())
 
+    def _mark(self, *launch: Any) -> tuple:
+        return (*super()._mark(*launch), torch.are_deterministic_algorithms_enabled())
+
     def run(self, grid: Any, args: tuple, kwargs: dict[str, Any]) -> Compiled | None:
         """One launch, which a search may precede, and what was launched."""
         if self.search is None or torch.are_deterministic_algorithms_enabled():
@@ -249,15 +300,3 @@ def _search(kernel: Any, configs: list[triton.Config], key: list[str], prune: Pr
         return triton.autotune(configs, key, cache_results=True, **options)(kernel)
     except TypeError:  # a Triton that keeps no cache
         return triton.autotune(configs, key, **options)(kernel)
-
-
-def product_configs(*tiles: tuple[int, int, int, int, int]) -> list[triton.Config]:
-    """Configurations of a tiled product g^T a from (block_p, block_d, block_t, warps, stages)."""
-    return [
-        triton.Config(
-            {"BLOCK_P": block_p, "BLOCK_D": block_d, "BLOCK_T": block_t},
-            num_warps=warps,
-            num_stages=stages,
-        )
-        for block_p, block_d, block_t, warps, stages in tiles
-    ]

@@ -23,6 +23,7 @@ A sample of scale 0 contributes 0 even where its operands are not finite: they a
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -31,14 +32,14 @@ from torch import Tensor
 
 from fastclip.kernels.alignment import WIDE, aligned, stretches, to_copy
 from fastclip.kernels.instantiated_norm import usable
-from fastclip.kernels.products import multiply
+from fastclip.kernels.products import multiply, product_configs
 from fastclip.kernels.rounding import STEP, product_mode
 from fastclip.kernels.runtime import (
+    alike,
     autotuned,
     cdiv,
     launched,
     next_power_of_2,
-    product_configs,
     runs_on,
     takes,
 )
@@ -139,6 +140,12 @@ def scaled_sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
     Returns:
         [p, d], float32.
     """
+    same = alike(a, g, scale), product_mode(a, g)
+    splits = _SPLITS.get(same)
+    if splits is not None:
+        out = _empty(splits, g.shape[2], a.shape[2], a.device)
+        if _tiles_kernel.repeat(same, a, g, scale, out):
+            return out if splits == 1 else out.sum(0)
     if not (takes(a, g) and runs_on(a, scale)):
         return NotImplemented
     (b, t, d), p = a.shape, g.shape[2]
@@ -146,23 +153,34 @@ def scaled_sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
         return torch.zeros(p, d, dtype=torch.float32, device=a.device)
     if to_copy(a, cdiv(p, _SIDE)):
         return _sum(aligned(a), g, scale)[:, :d].contiguous()  # callers view it as they like
-    return _sum(a, g, scale)
+    return _sum(a, g, scale, same)
 
 
-def _sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
+_SPLITS: dict[Hashable, int] = {}
+"""Of operands of a kind, if they lie well."""
+_MOST_KNOWN = 4096
+
+
+def _empty(splits: int, p: int, d: int, device: torch.device) -> Tensor:
+    """Memory for as many partial sums, [splits, p, d], or for the sum, [p, d]."""
+    shape = (p, d) if splits == 1 else (splits, p, d)
+    return torch.empty(shape, dtype=torch.float32, device=device)
+
+
+def _sum(a: Tensor, g: Tensor, scale: Tensor, same: Hashable = None) -> Tensor:
     """scaled_sum of g [b, t, p] as it lies, or of copies of as many columns as there is room for."""
     p, d = g.shape[2], a.shape[2]
     size = to_copy(g, cdiv(d, _SIDE))
     if not size:
-        return _product(a, g, scale)
+        return _product(a, g, scale, same)
     out = torch.empty(p, d, dtype=torch.float32, device=a.device)
     for part in stretches(p, size, WIDE):
         out[part] = _product(a, aligned(g[:, :, part]), scale)[: part.stop - part.start]
     return out
 
 
-def _product(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
-    """scaled_sum of operands that lie well, none of them empty."""
+def _product(a: Tensor, g: Tensor, scale: Tensor, same: Hashable = None) -> Tensor:
+    """scaled_sum of operands that lie well, none of them empty; `same`: their kind."""
     (b, t, d), p = a.shape, g.shape[2]
     mode = product_mode(a, g)
     by_sample = mode == "native" and t >= _FEW
@@ -172,13 +190,17 @@ def _product(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
     steps = b * cdiv(t, side) if by_sample else cdiv(b * t, 256)
     tiles = cdiv(p, side) * cdiv(d, side)
     splits = _splits(tiles, steps, a.device)
-    out = torch.empty(splits, p, d, dtype=torch.float32, device=a.device)
+    out = _empty(splits, p, d, a.device)
 
     def grid(meta: dict[str, Any]) -> tuple[int]:
         return (splits * cdiv(p, meta["BLOCK_P"]) * cdiv(d, meta["BLOCK_D"]),)
 
     _tiles_kernel[grid](
         a, g, scale, out, d, p, b, t, splits, *a.stride(), *g.stride(), scale.stride(0), p * d,
-        BY_SAMPLE=by_sample, MODE=mode, BUCKET=next_power_of_2(t),
+        BY_SAMPLE=by_sample, MODE=mode, BUCKET=next_power_of_2(t), same=same,
     )  # fmt: skip
-    return out[0] if splits == 1 else out.sum(0)
+    if same is not None:
+        if len(_SPLITS) >= _MOST_KNOWN:
+            _SPLITS.clear()
+        _SPLITS[same] = splits
+    return out if splits == 1 else out.sum(0)

@@ -51,12 +51,15 @@ class Contribution(ABC):
                 f"{', '.join(self._names) or 'nothing'} alone"
             )
         self._recorded.add(name)
-        self._log.seen(self._label, self._rule, tuple(self.g.shape), record.nbytes)
+        if not self._log.planned(self._label):
+            self._log.seen(self._label, self._rule, tuple(self.g.shape), record.nbytes)
         self._take(name, record)
 
     def check_complete(self) -> None:
         """Refuse a rule that left out a parameter, which would never be trained."""
-        missing = set(self._names) - self._recorded
+        missing = (
+            set(self._names) - self._recorded if len(self._recorded) < len(self._names) else ()
+        )
         if missing:
             raise GraphError(
                 f"{self._named()} recorded nothing for {', '.join(sorted(missing))}; call.record what "

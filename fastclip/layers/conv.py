@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastclip import ops
+from fastclip.layers.operand import autocast_operand
 from fastclip.layers.records import ConvRecord, KeptRecord
-from fastclip.layers.rule import LayerCall, LayerRule, autocast_operand, register_rule
+from fastclip.layers.rule import LayerCall, LayerRule, register_rule
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastclip import ops
+from fastclip.layers.operand import autocast_operand
 from fastclip.layers.records import InstantiatedRecord, KeptRecord, LinearRecord, Record
-from fastclip.layers.rule import LayerCall, LayerRule, Plans, autocast_operand, register_rule
+from fastclip.layers.rule import LayerCall, LayerRule, Plans, register_rule
 
 
 @register_rule(nn.Linear)
@@ -19,10 +20,7 @@ class LinearRule(LayerRule):
 
     name = "linear"
     transposed = False
-
-    def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
-        x, extra = super().prepare(module, args, kwargs)
-        return autocast_operand(x), extra
+    multiplies = True
 
     def forward(
         self, module: Any, x: Tensor, extra: Any

@@ -22,11 +22,11 @@ class Record(ABC):
 
     def __init__(self, *operands: Tensor) -> None:
         self._operands = operands
-        self._versions = tuple(x._version for x in operands)
+        self._versions = [x._version for x in operands]
 
     def check_unmodified(self) -> None:
         """Raise if an operand was changed in place since the norm was taken."""
-        if tuple(x._version for x in self._operands) != self._versions:
+        if [x._version for x in self._operands] != self._versions:
             raise GraphError(
                 "an activation or output gradient was modified in place between the backward pass "
                 "and the clipped sum, so the recorded norm no longer bounds the contribution; do "

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -71,6 +70,8 @@ class LayerRule(ABC):
     name = "layer"
     parameter_names: tuple[str, ...] = ("weight", "bias")
     """The parameters that the rule answers for; those of a module with others are followed by use."""
+    multiplies = False
+    """The layer is a product with its input: `forward` gets it in the type that autocast multiplies."""
     counts_rows = False
     """The layer's input is flat: its samples are the rows of its output."""
 
@@ -103,20 +104,6 @@ class LayerRule(ABC):
     def axis(self, module: Any) -> int | None:
         """The axis of the input that holds the samples where the layer prescribes it, else None."""
         return None
-
-
-def autocast_operand(x: Tensor) -> Tensor:
-    """`x` in the type in which torch's autocast, if it is on, multiplies it.
-
-    For the `prepare` of layers that are products: what is then saved for the backward pass is what
-    was multiplied, as large as torch would save it, and of the type of the output's gradient.
-    """
-    device = x.device.type
-    if x.dtype == torch.float64 or not x.is_floating_point():
-        return x
-    if not torch.is_autocast_enabled(device):
-        return x
-    return x.to(torch.get_autocast_dtype(device))
 
 
 Matcher = str | type

@@ -41,8 +41,8 @@ class Method:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """That of the bound method: models look at their own."""
-        return inspect.signature(self._plain)
+        """That of the bound method: models look at their own, some of them in every forward pass."""
+        return _signature(getattr(type(self.model), self.name))
 
     @property
     def _plain(self) -> MethodType:
@@ -57,6 +57,12 @@ class Method:
             return plain(*args, **kwargs)
         with self.keeper.calls.inside(self.called, self.model, plain, args, kwargs) as returned:
             return returned(plain(*args, **kwargs))
+
+
+@functools.lru_cache(maxsize=64)
+def _signature(function: FunctionType) -> inspect.Signature:
+    """Of a function as a method of an object."""
+    return inspect.signature(MethodType(function, object()))
 
 
 def attach_methods(path: str, module: nn.Module, keeper: BookKeeper) -> None:

@@ -37,6 +37,7 @@ from fastclip.ops.index import index_on
 from fastclip.ops.kept import kept_sum, kept_sums
 from fastclip.ops.linear import (
     begin_ghost_norm,
+    finish_ghost_norm,
     ghost_norm,
     ghost_norm_concat,
     ghost_parts,
@@ -85,6 +86,7 @@ __all__ = [
     "embedding_norm",
     "embedding_sum",
     "fill_normal",
+    "finish_ghost_norm",
     "flatten_lookup",
     "full_float32",
     "ghost_norm",

@@ -52,6 +52,25 @@ def begin_ghost_norm(a: Tensor, g: Tensor) -> UnfinishedNorm | Tensor:
 
 
 @operation
+def finish_ghost_norm(stats: Tensor, columns: int, bounds: Sequence[float]) -> Tensor:
+    """Squared norms from the sums of a kernel's tiles, should it be left to PyTorch to add them.
+
+    Args:
+        stats: sums of KH, |KH|, K^2, H^2 and traces of K and H, for Grams K and H, [6, b, >= columns].
+        columns: how many of them count. bounds: coefficients c, m, w_k, w_h, lost_k, lost_h, lost.
+
+    Returns:
+        [b], float32, raised by the bounds (fastclip.kernels.ghost_norm).
+    """
+    c, m, w_k, w_h, lost_k, lost_h, lost = bounds
+    total, absolute, kk, hh, trace_k, trace_h = stats[..., :columns].double().sum(-1)
+    bound = c * trace_k * trace_h + lost_k * trace_h + lost_h * trace_k + m * absolute
+    bound = bound + w_k * trace_k * torch.minimum((hh + lost).sqrt(), trace_h) if w_k else bound
+    bound = bound + w_h * trace_h * torch.minimum((kk + lost).sqrt(), trace_k) if w_h else bound
+    return (total.clamp_min(0) + bound).float()
+
+
+@operation
 def ghost_norm_concat(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Squared norm of the sum of the gradients of several uses of one weight, sum_u g_u^T a_u.
 

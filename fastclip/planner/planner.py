@@ -13,6 +13,7 @@ The constants are the rates of the device (costs.py); only their ratios matter.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -73,25 +74,8 @@ class Planner:
         device: torch.device = _CPU,
     ) -> Choice:  # fmt: skip
         """For a [b, t, d] and g [b, t, p]."""
-        costs = self.rates(device)
-        held = b * t * (d + p) * itemsize
-        if t == 1:
-            return Choice("ghost", 0.0, held)
-        flops = 2 * b * t * d * p
-        product = flops / costs.matmul
-        kept_bytes = b * d * p * _accumulated(itemsize)
-        ghost = 2 * b * t * t * (d + p) * gram_share(t, fused=not costs.scratch) / costs.gram
-        recompute = flops / costs.instantiate
-        if costs.scratch:
-            ghost += b * t * t * 12 / costs.copy
-            recompute += kept_bytes / costs.copy
-        options = [
-            Choice("ghost", ghost + product, held),
-            Choice("recompute", recompute + product, held),
-        ]
-        if may_keep and kept_bytes <= self.memory_factor * held:
-            options.append(Choice("keep", product + kept_bytes / costs.kept, kept_bytes))
-        return self._cheapest(options, held, t, itemsize)
+        given = (self.rates(device), self.memory_factor, self.gram_tolerance)
+        return _linear(b, t, d, p, itemsize, may_keep, *given)
 
     def conv(
         self, b: int, space: int, out: int, geometry: ConvGeometry, itemsize: int, may_keep: bool,
@@ -124,16 +108,45 @@ class Planner:
         ]
         if may_keep and kept_bytes <= self.memory_factor * held:
             options.append(Choice("keep", product + kept_bytes / costs.kept_conv, kept_bytes))
-        return self._cheapest(options, held, out, itemsize)
+        return _cheapest(options, held, out, itemsize, self.gram_tolerance)
 
-    def _cheapest(self, options: list[Choice], held: int, positions: int, itemsize: int) -> Choice:
-        """The fastest, of those that are accurate; it holds more than `held` only where that pays."""
-        roundoff = 1e-16 if itemsize == 8 else 6e-8
-        if roundoff * positions > self.gram_tolerance:
-            options = [choice for choice in options if not choice.ghost]
-        lean = min((x for x in options if x.nbytes <= held), key=lambda choice: choice.seconds)
-        best = min(options, key=lambda choice: choice.seconds)
-        return best if best.seconds <= (1 - _WORTH) * lean.seconds else lean
+
+@functools.lru_cache(maxsize=4096)
+def _linear(
+    b: int, t: int, d: int, p: int, itemsize: int, may_keep: bool, costs: Costs,
+    memory_factor: float, tolerance: float,
+) -> Choice:  # fmt: skip
+    """`Planner.linear`, which every layer asks in every step."""
+    held = b * t * (d + p) * itemsize
+    if t == 1:
+        return Choice("ghost", 0.0, held)
+    flops = 2 * b * t * d * p
+    product = flops / costs.matmul
+    kept_bytes = b * d * p * _accumulated(itemsize)
+    ghost = 2 * b * t * t * (d + p) * gram_share(t, fused=not costs.scratch) / costs.gram
+    recompute = flops / costs.instantiate
+    if costs.scratch:
+        ghost += b * t * t * 12 / costs.copy
+        recompute += kept_bytes / costs.copy
+    options = [
+        Choice("ghost", ghost + product, held),
+        Choice("recompute", recompute + product, held),
+    ]
+    if may_keep and kept_bytes <= memory_factor * held:
+        options.append(Choice("keep", product + kept_bytes / costs.kept, kept_bytes))
+    return _cheapest(options, held, t, itemsize, tolerance)
+
+
+def _cheapest(
+    options: list[Choice], held: int, positions: int, itemsize: int, tolerance: float
+) -> Choice:
+    """The fastest, of those that are accurate; it holds more than `held` only where that pays."""
+    roundoff = 1e-16 if itemsize == 8 else 6e-8
+    if roundoff * positions > tolerance:
+        options = [choice for choice in options if not choice.ghost]
+    lean = min((x for x in options if x.nbytes <= held), key=lambda choice: choice.seconds)
+    best = min(options, key=lambda choice: choice.seconds)
+    return best if best.seconds <= (1 - _WORTH) * lean.seconds else lean
 
 
 def _accumulated(itemsize: int) -> int:

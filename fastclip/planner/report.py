@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from fastclip.planner import Choice
 
+_DIRECT = "direct"
+"""The method of layers that have only one way."""
+
 
 @dataclass(frozen=True)
 class PlanRow:
@@ -20,28 +23,35 @@ class PlanRow:
 
 
 class PlanLog:
-    """The planner's last decision for every layer."""
+    """The planner's last decision for every layer.
+
+    Every layer writes to it in every step, so what is written is made rows when they are asked for.
+    """
 
     def __init__(self) -> None:
-        self._rows: dict[str, PlanRow] = {}
+        self._known: dict[str, tuple[str, tuple[int, ...] | None, str, int]] = {}
+        """Path -> rule, shape last seen, method, bytes."""
 
     def register(self, path: str, rule: str) -> None:
         """A layer that is intercepted, before any data has been seen."""
-        self._rows[path] = PlanRow(path, rule)
+        self._known[path] = (rule, None, "", 0)
 
     def note(self, path: str, rule: str, shape: tuple[int, ...], choice: Choice) -> None:
         """A decision of the planner for an input of this shape."""
-        self._rows[path] = PlanRow(path, rule, str(list(shape)), choice.method, choice.nbytes)
+        self._known[path] = (rule, shape, choice.method, choice.nbytes)
+
+    def planned(self, path: str) -> bool:
+        """The planner has decided for this layer."""
+        known = self._known.get(path)
+        return known is not None and known[2] not in ("", _DIRECT)
 
     def seen(self, path: str, rule: str, shape: tuple[int, ...], nbytes: int) -> None:
-        """A layer that has only one way, after it ran."""
-        known = self._rows.get(path)
-        if known is None or not known.method or known.method == "direct":
-            self._rows[path] = PlanRow(path, rule, str(list(shape)), "direct", nbytes)
+        """A layer that has only one way, and for which nothing was planned, after it ran."""
+        self._known[path] = (rule, shape, _DIRECT, nbytes)
 
     def met(self, path: str, rule: str) -> None:
         """Something that runs in a way which is known only now."""
-        if path not in self._rows:
+        if path not in self._known:
             self.register(path, rule)
 
     def plan(self, looks: Iterable[object] = ()) -> Plan:
@@ -50,7 +60,14 @@ class PlanLog:
         Args:
             looks: what it cost to find the samples, a line each.
         """
-        return Plan(tuple(self._rows.values()), tuple(map(str, looks)))
+        rows = (_row(path, *known) for path, known in self._known.items())
+        return Plan(tuple(rows), tuple(map(str, looks)))
+
+
+def _row(path: str, rule: str, shape: tuple[int, ...] | None, method: str, nbytes: int) -> PlanRow:
+    if shape is None:
+        return PlanRow(path, rule)
+    return PlanRow(path, rule, str(list(shape)), method, nbytes)
 
 
 @dataclass(frozen=True)

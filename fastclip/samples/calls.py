@@ -45,6 +45,8 @@ class Forward:
     """Of the inputs of the call that it belongs to."""
     derived: Any = None
     """The values that were computed from parameters alone."""
+    cast: Any = None
+    """The input that was cast last."""
     inside: list[tuple[str, Any]] = field(default_factory=list)
     """The modules that run: their paths, and who follows the rows, should they be moved there."""
     reached: set[Hashable] = field(default_factory=set)

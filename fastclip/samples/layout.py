@@ -196,7 +196,7 @@ class BatchLayout:
         Raises:
             BatchSizeError: `x` cannot hold the samples.
         """
-        name, place = where(path), None
+        place = None
         if batch is None or fixed is not None or path not in self.places:
             place = self.places.get(path) or Place(self.axis if fixed is None else fixed)
         if batch is not None:
@@ -205,18 +205,19 @@ class BatchLayout:
             if place is None or not place.fits(x, batch):
                 axis = self.places[path].axis if path in self.places else self.axis
                 raise BatchSizeError(
-                    f"{name}: expected {batch} rows along axis {axis}, as in the model's input, got "
-                    f"shape {list(x.shape)}; layers must see the samples that the model was given"
+                    f"{where(path)}: expected {batch} rows along axis {axis}, as in the model's input, "
+                    f"got shape {list(x.shape)}; layers must see the samples that the model was given"
                 )
         assert place is not None
         if fixed is not None and place.axis != fixed:
             raise BatchSizeError(
-                f"{name}: this layer takes its samples along axis {fixed}, but in this model they lie "
-                f"along axis {place.axis} of its input of shape {list(x.shape)}; move the batch first"
+                f"{where(path)}: this layer takes its samples along axis {fixed}, but in this model "
+                f"they lie along axis {place.axis} of its input of shape {list(x.shape)}; move the "
+                "batch first"
             )
         if x.dim() <= place.axis:
             raise BatchSizeError(
-                f"{name}: expected an input with samples along axis {place.axis}, got shape "
+                f"{where(path)}: expected an input with samples along axis {place.axis}, got shape "
                 f"{list(x.shape)}"
             )
         return place

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,11 +20,11 @@ class Place:
     axis: int
     outer: int = 1
     inner: int = 1
+    plain: bool = field(init=False, repr=False, compare=False)
+    """One entry of the axis a sample."""
 
-    @property
-    def plain(self) -> bool:
-        """One entry of the axis a sample."""
-        return self.outer == self.inner == 1
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plain", self.outer == self.inner == 1)
 
     def fold(self, size: int, batch: int) -> tuple[int, int] | None:
         """outer and inner for an axis of this size; None where it cannot hold the batch.

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fastclip.layers.linear import linear_record
+from fastclip.layers.operand import autocast_operand
 from fastclip.layers.records import KeptRecord, Record, ViewedRecord
-from fastclip.layers.rule import autocast_operand
 from fastclip.uses.equations import LETTERS, WRITTEN, Product
 from fastclip.uses.records import ProductRecord, RoutedRecord
 from fastclip.uses.reductions import aligned, summed_to

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fastclip import ops
 from fastclip.layers.folded import FoldedRecord
+from fastclip.layers.operand import autocast_operand
 from fastclip.layers.records import ConvRecord, KeptRecord, Record
-from fastclip.layers.rule import autocast_operand
 from fastclip.uses.reductions import summed_to
 from fastclip.uses.rule import Operands, UseRule, register_use
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -146,7 +147,7 @@ class Tap(Function):
         if g is None:
             return None, None, *nothing
         known = call.interceptor.keeper.names if call.forward.recording else ()
-        wanted = taking_part(ctx, call.parameters, known)
+        wanted = set(compress(call.parameters, taking_part(ctx, call.parameters, known)))
         if wanted:
             saved = dict(zip(call.saved, ctx.saved_tensors, strict=True))
             with Native(), torch.autocast(g.device.type, enabled=False):

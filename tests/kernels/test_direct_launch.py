@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from fastclip.kernels import runtime
+from fastclip.kernels.ghost_sums import GhostSums
+from fastclip.kernels.rounding import product_mode
 
 
 class Code:
@@ -162,3 +165,79 @@ def test_what_compiled_nothing_is_not_kept() -> None:
     for _ in range(2):
         launched[1,](MEMORY, 5, 0.5, SIZE=3, BLOCK=8)
     assert kernel.direct == []
+
+
+def test_a_launch_is_repeated_by_what_it_follows_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With other tensors of the kind, and the same grid and numbers."""
+    kernel = Kernel()
+    launched = runtime.Launched(kernel)
+    assert launched.repeat("kind", MEMORY) is None
+    launched[lambda meta: (meta["SIZE"], 2)](MEMORY, 5, 0.5, SIZE=3, BLOCK=8, same="kind")
+    other = torch.ones(64)
+    code = launched.repeat("kind", other)
+    assert code is not None
+    assert code.constants == {"SIZE": 3, "BLOCK": 8}
+    assert kernel.compiled == 1
+    (launch,) = kernel.direct
+    assert launch[:3] == (3, 2, 1)
+    assert launch[9:] == (other.data_ptr(), 5, 0.5, 3, 8)
+    for same, x in (("another kind", MEMORY), ("kind", MEMORY[1:])):  # this one is not aligned
+        assert launched.repeat(same, x) is None
+    hooks = SimpleNamespace(launch_enter_hook=print, launch_exit_hook=None)
+    monkeypatch.setattr(runtime, "knobs", SimpleNamespace(runtime=hooks))
+    assert launched.repeat("kind", MEMORY) is None
+    assert len(kernel.direct) == 1
+
+
+def test_what_was_launched_by_others_before_can_be_repeated_too() -> None:
+    launched = runtime.Launched(Kernel())
+    launched[1,](MEMORY, 5, 0.5, SIZE=3, BLOCK=8)
+    launched[1,](MEMORY, 5, 0.5, SIZE=3, BLOCK=8, same="kind")
+    assert launched.repeat("kind", MEMORY) is not None
+
+
+def test_determinism_is_not_repeated_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = Kernel()
+    configs = [runtime.triton.Config({"BLOCK": 8}), runtime.triton.Config({"BLOCK": 16})]
+    searched.best_config = configs[1]  # type: ignore[attr-defined]
+    monkeypatch.setattr(runtime, "_search", lambda *_: searched)
+    tuned = runtime.Tuned(Kernel(), configs, [], None)
+    tuned[1,](MEMORY, 5, 0.5, SIZE=3, same="kind")
+    code = tuned.repeat("kind", MEMORY)
+    assert code is not None
+    assert code.constants["BLOCK"] == 16
+    torch.use_deterministic_algorithms(True)
+    assert tuned.repeat("kind", MEMORY) is None
+    tuned[1,](MEMORY, 5, 0.5, SIZE=3, same="kind")
+    code = tuned.repeat("kind", MEMORY)
+    assert code is not None
+    assert code.constants["BLOCK"] == 8
+
+
+def test_a_kind_is_all_but_the_addresses() -> None:
+    x = torch.zeros(4, 2, 3)
+    same = [torch.ones(4, 2, 3), torch.zeros(4, 2, 6).view(8, 2, 3)[:4]]
+    assert all(runtime.alike(x) == runtime.alike(y) for y in same)
+    others = [x.bfloat16(), x[:3], x.transpose(0, 1), torch.zeros(4, 2, 6)[..., :3], x.to("meta")]
+    assert all(runtime.alike(x) != runtime.alike(y) for y in others)
+
+
+@pytest.mark.parametrize(("block", "pairs"), [(64, 3), (128, 1)])
+def test_a_repeated_ghost_norm_has_the_pairs_of_its_configuration(
+    block: int, pairs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = runtime.Compiled(Code([]), {"BLOCK_T": block}, ())
+    kernel = SimpleNamespace(repeat=lambda same, *tensors: code)
+    module = import_module("fastclip.kernels.ghost_norm")  # the package has a function of this name
+    monkeypatch.setattr(module, "_pairs_kernel", kernel)
+    a, g = torch.zeros(2, 128, 8), torch.zeros(2, 128, 4)
+    same = runtime.alike(a, g), *(product_mode(x, x) for x in (a, g))
+    bounds = tuple(map(float, range(7)))
+    monkeypatch.setattr(module, "_BOUNDS", {same: bounds})
+    found = module.begin_ghost_norm(a, g)
+    if pairs == 1:
+        assert isinstance(found, torch.Tensor)
+        assert found.shape == (2,)
+    else:
+        assert isinstance(found, GhostSums)
+        assert (found.columns, found.bounds) == (pairs, bounds)

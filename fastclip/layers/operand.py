@@ -1,0 +1,61 @@
+"""Inputs in the type in which torch's autocast multiplies them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+
+def autocast_operand(x: Tensor) -> Tensor:
+    """`x` in the type in which torch's autocast, if it is on, multiplies it.
+
+    For layers that are products: what is then saved for the backward pass is what was multiplied, as
+    large as torch would save it, and of the type of the output's gradient.
+    """
+    device = x.device.type
+    if x.dtype == torch.float64 or not x.is_floating_point():
+        return x
+    if not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
+
+
+class LastCast:
+    """The input that a forward pass has cast last: layers that are given the same tensor share its copy.
+
+    Queries, keys and values are: one cast is launched, one copy is saved. Neither tensor is held here.
+    A copy that others could have to wait for, on another stream, is not shared.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Hashable, ref[Tensor], ref[Tensor], int] | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """`autocast_operand(x)`; a copy is a leaf of its own, which requires a gradient if x does."""
+        key = _state(x)
+        if key is not None and self._last is not None:
+            last, original, cast, version = self._last
+            copy = cast()
+            if copy is not None and last == key and original() is x and copy._version == version:
+                return copy
+        copy = autocast_operand(x)
+        if copy is x:
+            return x
+        copy = copy.detach().requires_grad_(x.requires_grad)
+        if key is not None:
+            self._last = key, ref(x), ref(copy), copy._version
+        return copy
+
+
+def _state(x: Tensor) -> Hashable:
+    """What the copy of a tensor depends on; None where that cannot be told."""
+    if type(x) is not Tensor or x.is_inference() or not x.data_ptr():
+        return None
+    device = x.device.type
+    stream = torch.cuda.current_stream(x.device).cuda_stream if device == "cuda" else 0
+    on = torch.is_autocast_enabled(device)
+    kind = torch.get_autocast_dtype(device) if on else None
+    return x._version, x.data_ptr(), x.shape, x.stride(), x.requires_grad, kind, stream
