@@ -149,11 +149,7 @@ class Launched:
         self._noted[mark] = known, known.grid(grid), index, numbers
 
     def _key(
-        self,
-        tensors: tuple,
-        addresses: list[int | None],
-        numbers: tuple,
-        constants: dict[str, Any],
+        self, tensors: tuple, addresses: list[int | None], numbers: tuple, constants: dict[str, Any]
     ) -> tuple:
         """All that the compiled code depends on: Triton compiles anew for other types, for addresses
         that are multiples of 16 or are not, for other constants, and for some values of numbers.
