@@ -27,7 +27,9 @@ class LastCast:
     """The input that a forward pass has cast last: layers that are given the same tensor share its copy.
 
     Queries, keys and values are: one cast is launched, one copy is saved. Neither tensor is held here.
-    A copy that others could have to wait for, on another stream, is not shared.
+    A copy that others could have to wait for, on another stream, is not shared, nor one of a tensor that
+    was changed since. (A change that the tensor's version does not tell, through `.data` or by a kernel
+    that writes to its address, is not seen; autograd does not see it either.)
     """
 
     def __init__(self) -> None:
