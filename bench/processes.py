@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bench.measure import first_line
@@ -17,14 +17,16 @@ MARK = "result:"
 
 
 def run_module(
-    module: str, arguments: Sequence[str], timeout: float = 1800.0, show_progress: bool = False
-) -> dict:
+    module: str, arguments: Sequence[str], timeout: float = 1800.0, show_progress: bool = False,
+    variables: Mapping[str, str] | None = None,
+) -> dict:  # fmt: skip
     """`python -m module arguments` from the repository root; the dictionary that it reported.
 
     Args:
         module: run as a script; it calls `report`.
         arguments: its command line.
         timeout: seconds until it is killed.
+        variables: of its environment, beside this process' own.
         show_progress: let its standard error, where tqdm draws, through to the terminal.
 
     Returns:
@@ -32,6 +34,7 @@ def run_module(
     """
     command = [sys.executable, "-m", module, *arguments]
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    environment |= variables or {}
     try:
         done = subprocess.run(
             command,

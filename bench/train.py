@@ -11,6 +11,9 @@ Times taken while other programs were waiting for a core are left out where a ro
 exists, and named in a warning in any case. A mode that fails is reported with its error, and not
 run again. The first round is run to its end; of the others what fits into --minutes.
 
+Peak memory is what the process takes, and beside it, for training without privacy and fastclip, what
+it takes where glibc keeps no holes in its heap (MALLOC_MMAP_THRESHOLD_=131072).
+
 --parts divides the step without privacy and fastclip's by part first (bench/parts.py).
 """
 
@@ -36,6 +39,8 @@ from bench.workloads import CPU_MODES, WORKLOADS
 
 BASELINE = "non_private"
 DEFAULT = ["resnet18", "bert", "vit"]
+TIGHT = (BASELINE, "fastclip")
+NO_HOLES = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
 OUT = Path(__file__).resolve().parent / "results" / "train-cpu.json"
 
 
@@ -73,6 +78,21 @@ def run_parts(options: argparse.Namespace) -> list[dict]:
     for workload in tqdm(options.workloads, unit="process", desc="parts"):
         result = run_module("bench.train", ["--one", workload, "parts", *common])
         found.append({"workload": workload, **result})
+    return found
+
+
+def run_tight(options: argparse.Namespace, run: Callable[..., dict] = run_module) -> list[dict]:
+    """Peak memory of few steps where large blocks go back to the system at once, by workload and mode.
+
+    glibc keeps holes in its heap for blocks to come; how many depends on the order in which blocks of
+    unlike sizes come and go, and says little of what a step holds.
+    """
+    plan = [(w, m) for w in options.workloads for m in TIGHT if m in options.modes]
+    found = []
+    for workload, mode in tqdm(plan, unit="process", desc="memory"):
+        given = ["--one", workload, mode, *child_options(options), "--steps", "2"]
+        result = run("bench.train", given, variables=NO_HOLES)
+        found.append({"workload": workload, "mode": mode, **result})
     return found
 
 
@@ -151,6 +171,15 @@ def summarise(runs: list[dict], workload: str, mode: str) -> dict:
     return row
 
 
+def add_tight(rows: list[dict], tight: list[dict]) -> None:
+    """tight_mib and tight_ratio, to the rows that `run_tight` has measured."""
+    peaks = {(run["workload"], run["mode"]): run["peak_mib"] for run in tight if "error" not in run}
+    for row in rows:
+        mine, base = (peaks.get((row["workload"], mode)) for mode in (row["mode"], BASELINE))
+        if mine is not None and base is not None:
+            row["tight_mib"], row["tight_ratio"] = mine, mine / base
+
+
 def table(rows: list[dict]) -> str:
     """The rows as text; a ratio is followed by its range over the rounds."""
     lines = []
@@ -172,6 +201,8 @@ def _cells(row: dict) -> str:
     step = f"{middle:.3f} [{low:.3f}, {high:.3f}]"
     text = f"{row['mode']:<18}{step:<24}{_ratio(row, 'time_ratio'):<19}{row['peak_mib']:>9.0f}  "
     text += _ratio(row, "memory_ratio")
+    if row.get("tight_ratio", 1.0) != 1.0:
+        text += f"; without the heap's holes {row['tight_ratio']:.2f}"
     if "error" in row:
         text += f"\n  {'':<18}failed in {row['failed_rounds']} round(s): {row['error']}"
     return text
@@ -200,6 +231,8 @@ def main(arguments: list[str] | None = None) -> None:
     parts = run_parts(options) if options.parts else []
     runs = run_rounds(options, deadline)
     rows = [summarise(runs, w, m) for w in options.workloads for m in options.modes]
+    tight = run_tight(options)
+    add_tight(rows, tight)
     command = " ".join(sys.argv[1:] if arguments is None else arguments)
     result = {
         "command": f"python -m bench.train {command}".strip(),
@@ -212,6 +245,7 @@ def main(arguments: list[str] | None = None) -> None:
         "summary": rows,
         "parts": parts,
         "runs": runs,
+        "tight": tight,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -8,7 +8,7 @@ from torch import nn
 
 from bench import workloads
 from bench.deadline import Deadline
-from bench.train import parse, run_rounds
+from bench.train import NO_HOLES, add_tight, parse, run_rounds, run_tight
 from bench.training import FEWEST, Training, measure
 from bench.workloads import CLASSES, CPU_MODES, Workload
 
@@ -69,3 +69,19 @@ def test_failures_are_not_run_again_and_later_rounds_end_in_time() -> None:
     assert len(runs) == 3 * (len(CPU_MODES) - 1) + 1
     late = Deadline(-1.0, lambda: now[0])
     assert [r["round"] for r in run_rounds(options, late, run)] == [0] * len(CPU_MODES)
+
+
+def test_memory_without_holes_is_told_beside_what_a_process_takes() -> None:
+    options = parse(["--workloads", "bert", "--modes", "non_private", "fastclip", "opacus_hooks"])
+    asked = []
+
+    def run(module: str, arguments: list[str], variables: dict[str, str]) -> dict:
+        asked.append((arguments[2], variables))
+        return {"peak_mib": {"non_private": 100.0, "fastclip": 107.0}[arguments[2]]}
+
+    tight = run_tight(options, run)
+    assert asked == [("non_private", NO_HOLES), ("fastclip", NO_HOLES)]
+    rows = [{"workload": "bert", "mode": mode} for mode in options.modes]
+    add_tight(rows, tight)
+    assert [row.get("tight_ratio") for row in rows] == [1.0, 1.07, None]
+    add_tight(rows[:1], [{"workload": "bert", "mode": "fastclip", "error": "died"}])
