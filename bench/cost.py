@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from tqdm import tqdm
 
-from bench.measure import now, versions
+from bench.measure import heading
 from bench.training import Training
 from bench.workloads import WARM_UP, WORKLOADS
 
@@ -161,13 +161,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
     rows = [compare(name, options.batch_size) for name in tqdm(options.workloads)]
-    command = " ".join(sys.argv[1:] if arguments is None else arguments)
-    result = {
-        "command": f"python -m bench.cost {command}".strip(),
-        "date": now(),
-        "versions": versions(),
-        "rows": rows,
-    }
+    result = {**heading("bench.cost", arguments), "rows": rows}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(rows, where=options.where))
 

@@ -17,7 +17,6 @@ import cProfile
 import gc
 import json
 import pstats
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bench import null_gpu
-from bench.measure import CpuWait, now, quartiles, versions
+from bench.measure import CpuWait, heading, quartiles
 from bench.models import bert
 from bench.workloads import PRIVATE
 
@@ -158,7 +157,7 @@ def functions(step: Step, most: int) -> list[dict[str, Any]]:
         for _ in range(5):
             step()
         profile.disable()
-    stats = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    stats = pstats.Stats(profile).stats  # type: ignore[attr-defined]  # its stubs leave it out
     rows = [
         {
             "function": f"{Path(file).name}:{line} {name}",
@@ -232,13 +231,7 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     rows = [measure(name, options.rounds, options.profile) for name in options.workloads]
-    command = " ".join(sys.argv[1:] if arguments is None else arguments)
-    result = {
-        "command": f"python -m bench.host {command}".strip(),
-        "date": now(),
-        "versions": versions(),
-        "rows": rows,
-    }
+    result = {**heading("bench.host", arguments), "rows": rows}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(rows))
 

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -136,6 +137,20 @@ def versions() -> dict[str, str]:
 def now() -> str:
     """The present, UTC, to the second."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def heading(module: str, arguments: Sequence[str] | None) -> dict[str, object]:
+    """What every file of results begins with: the command, the date and the versions.
+
+    Args:
+        module: that was run. arguments: of its `main`; None: those of this process.
+    """
+    given = " ".join(sys.argv[1:] if arguments is None else arguments)
+    return {
+        "command": f"python -m {module} {given}".strip(),
+        "date": now(),
+        "versions": versions(),
+    }
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

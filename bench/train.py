@@ -23,7 +23,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +30,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from bench.deadline import Deadline
-from bench.measure import busy_warning, is_busy, machine, now, versions
+from bench.measure import busy_warning, heading, is_busy, machine
 from bench.parts import measure_parts, parts_table
 from bench.processes import report, run_module
 from bench.training import measure
@@ -233,13 +232,10 @@ def main(arguments: list[str] | None = None) -> None:
     rows = [summarise(runs, w, m) for w in options.workloads for m in options.modes]
     tight = run_tight(options)
     add_tight(rows, tight)
-    command = " ".join(sys.argv[1:] if arguments is None else arguments)
     result = {
-        "command": f"python -m bench.train {command}".strip(),
-        "date": now(),
+        **heading("bench.train", arguments),
         "machine": machine(),
         "load_before": load,
-        "versions": versions(),
         "steps": options.steps,
         "seconds": options.seconds,
         "summary": rows,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -174,14 +175,12 @@ def kind_of_product(kind: str) -> Iterator[None]:
         module for name, module in sys.modules.items()
         if name.startswith("fastclip.kernels.") and hasattr(module, "runs_on")
     ]  # fmt: skip
-    saved = [module.runs_on for module in modules]  # type: ignore[attr-defined]
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if kind == "tf32x3" else "highest")
-    for module in modules:
-        module.runs_on = lambda *tensors: True  # type: ignore[attr-defined]
     try:
-        yield
+        with ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(patch.object(module, "runs_on", lambda *tensors: True))
+            yield
     finally:
         torch.set_float32_matmul_precision(precision)
-        for module, before in zip(modules, saved, strict=True):
-            module.runs_on = before  # type: ignore[attr-defined]

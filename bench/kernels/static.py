@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from bench.kernels.ahead import Ahead
 from bench.kernels.launches import forms, kind_of_product
-from bench.measure import now, versions
+from bench.measure import heading, versions
 
 OUT = Path(__file__).resolve().parents[1] / "results" / "kernels-static.json"
 QUICK = ("BERT-base T=128", "3x3/2", "layer_norm BERT-base", "lookup_norm", "norm ResNet-50 last")
@@ -155,11 +155,8 @@ def main(arguments: list[str] | None = None) -> int:
     work = tasks(options.quick, options.all)
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         rows = merged(tqdm(pool.map(compiled, work), total=len(work), unit="form"))
-    command = " ".join(sys.argv[1:] if arguments is None else arguments)
-    head = {
-        "command": f"python -m bench.kernels.static {command}".strip(), "date": now(),
-        "versions": {**versions(), "triton": triton.__version__}, "allowed": ALLOWED,
-    }  # fmt: skip
+    head = heading("bench.kernels.static", arguments)
+    head |= {"versions": {**versions(), "triton": triton.__version__}, "allowed": ALLOWED}
     body = ",\n".join(json.dumps(row) for row in rows)
     options.out.write_text(json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n{body}\n]}}\n')
     title = "# What the compiled kernels are made of"

@@ -117,7 +117,7 @@ def _torch_cuda() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
-    torch._C._cuda_getCurrentRawStream = lambda index: 0  # type: ignore[attr-defined]
+    torch._C._cuda_getCurrentRawStream = lambda index: 0  # type: ignore[attr-defined]  # CUDA
 
 
 def _triton() -> None:
