@@ -86,7 +86,7 @@ def compile_flags() -> list[str]:
     except ImportError as error:
         raise NotBuilt("pybind11 is missing: pip install ninja pybind11") from error
     kept = [code for codes in GENCODE.values() for code in codes]
-    flags = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
+    flags = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-psabi"]
     flags += [f"-isystem={x}" for x in (pybind11.get_include(), sysconfig.get_path("include"))]
     flags += [f"-DFASTCLIP_ARCHITECTURES={'/'.join(kept)}"]
     flags += [f"-gencode=arch={arch},code=[{','.join(kept)}]" for arch, kept in GENCODE.items()]

@@ -27,6 +27,7 @@ struct NoiseRequest {
   bool guarded;
   int device;
   cudaStream_t stream;
+  int threads;  // of the host
 };
 
 // Seedable noise; the seed lies where the tensors do.

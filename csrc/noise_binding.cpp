@@ -20,9 +20,9 @@ namespace {
 using Row = std::tuple<uintptr_t, uintptr_t, int64_t, int>;
 
 NoiseRequest request_of(const std::vector<Row>& rows, double std, uintptr_t device_std,
-                        double divisor, bool guarded, int device, uintptr_t stream) {
+                        double divisor, bool guarded, int device, uintptr_t stream, int threads) {
   NoiseRequest request{{},      std,    reinterpret_cast<const double*>(device_std), divisor,
-                       guarded, device, reinterpret_cast<cudaStream_t>(stream)};
+                       guarded, device, reinterpret_cast<cudaStream_t>(stream), threads};
   request.tensors.reserve(rows.size());
   for (const auto& [sum, out, size, type] : rows) {
     if (type < 0 || type > static_cast<int>(Scalar::float64)) {
@@ -35,9 +35,11 @@ NoiseRequest request_of(const std::vector<Row>& rows, double std, uintptr_t devi
 }
 
 void philox(uintptr_t seed, const std::vector<Row>& rows, double std, uintptr_t device_std,
-            double divisor, bool guarded, int device, uintptr_t stream) {
-  noise_of_philox(request_of(rows, std, device_std, divisor, guarded, device, stream),
-                  PhiloxSeed{reinterpret_cast<const uint32_t*>(seed)});
+            double divisor, bool guarded, int device, uintptr_t stream, int threads) {
+  const NoiseRequest request =
+      request_of(rows, std, device_std, divisor, guarded, device, stream, threads);
+  const py::gil_scoped_release release;
+  noise_of_philox(request, PhiloxSeed{reinterpret_cast<const uint32_t*>(seed)});
 }
 
 // The key is erased here; the CUDA driver's copy among the kernel's parameters is out of reach.
@@ -54,24 +56,32 @@ struct ErasedKey {
 };
 
 void chacha20(const py::buffer& key, const std::vector<Row>& rows, double std, uintptr_t device_std,
-              double divisor, bool guarded, int device, uintptr_t stream) {
+              double divisor, bool guarded, int device, uintptr_t stream, int threads) {
   const ErasedKey own(key);
-  noise_of_chacha20(request_of(rows, std, device_std, divisor, guarded, device, stream), own.key);
+  const NoiseRequest request =
+      request_of(rows, std, device_std, divisor, guarded, device, stream, threads);
+  const py::gil_scoped_release release;
+  noise_of_chacha20(request, own.key);
 }
 
-void silent(const std::vector<Row>& rows, double divisor, int device, uintptr_t stream) {
-  no_noise(request_of(rows, 0.0, 0, divisor, false, device, stream));
+void silent(const std::vector<Row>& rows, double divisor, int device, uintptr_t stream, int threads) {
+  const NoiseRequest request =
+      request_of(rows, 0.0, 0, divisor, false, device, stream, threads);
+  const py::gil_scoped_release release;
+  no_noise(request);
 }
 
 const Binding binding([](py::module_& module) {
   using py::arg;
-  const char* rows = "rows: (sum or 0, out, values, type) of each tensor; device -1: the host.";
+  const char* rows =
+      "rows: (sum or 0, out, values, type) of each tensor; device -1: the host, on so many threads.";
   module.def("noise_philox", &philox, rows, arg("seed"), arg("rows"), arg("std"), arg("device_std"),
-             arg("divisor"), arg("guarded"), arg("device"), arg("stream"));
+             arg("divisor"), arg("guarded"), arg("device"), arg("stream"), arg("threads") = 1);
   module.def("noise_chacha20", &chacha20, rows, arg("key"), arg("rows"), arg("std"),
-             arg("device_std"), arg("divisor"), arg("guarded"), arg("device"), arg("stream"));
+             arg("device_std"), arg("divisor"), arg("guarded"), arg("device"), arg("stream"),
+             arg("threads") = 1);
   module.def("noise_silent", &silent, rows, arg("rows"), arg("divisor"), arg("device"),
-             arg("stream"));
+             arg("stream"), arg("threads") = 1);
 });
 
 }  // namespace

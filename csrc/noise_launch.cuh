@@ -20,7 +20,9 @@ template <class Real, bool guarded, class Table, class Source>
 uint64_t run_as(const NoiseRequest& request, const Source& source, uint64_t first_block) {
   NoiseTables<Real, guarded, Source, Table> tables(request, source, first_block);
   return tables.for_each([&](const auto& arguments, uint32_t chunks) {
-    if (request.device == kHost) return noise_on_host<Real, guarded>(arguments, chunks);
+    if (request.device == kHost) {
+      return noise_on_host<Real, guarded>(arguments, chunks, request.threads);
+    }
     launch(noise_kernel<Real, guarded, Source, Table::capacity>, chunks, kThreads, arguments,
            request.stream, "noise on " + std::to_string(arguments.table.count) + " tensors");
   });

@@ -4,9 +4,12 @@
 #include <limits>
 #include <memory>
 #include <stdexcept>
+#include <type_traits>
 
 #include "erase.hpp"
 #include "noise.hpp"
+#include "noise_lanes.hpp"
+#include "workers.hpp"
 
 namespace fastclip {
 
@@ -77,14 +80,20 @@ class NoiseTables {
   uint64_t chunks_ = 0;  // in the table
 };
 
-// What a grid does, one thread after the other.
-template <class Real, bool guarded, class Arguments>
-void noise_on_host(const Arguments& arguments, uint32_t chunks) {
-  for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
-    for (int thread = 0; thread < kThreads; ++thread) {
-      noise_thread<Real, guarded>(arguments, chunk, thread);
+// What a grid does, one of its threads after the other, or several in lanes.
+template <class Real, bool guarded, class Source, int tensors>
+void noise_on_host(const NoiseArguments<Source, tensors>& arguments, uint32_t chunks, int threads) {
+  in_stretches(chunks, threads, [&arguments](int64_t first, int64_t last) {
+    if constexpr (std::is_same_v<Source, PhiloxSeed> && std::is_same_v<Real, float>) {
+      noise_in_lanes(arguments, static_cast<uint32_t>(first), static_cast<uint32_t>(last), guarded);
+    } else {
+      for (int64_t chunk = first; chunk < last; ++chunk) {
+        for (int thread = 0; thread < kThreads; ++thread) {
+          noise_thread<Real, guarded>(arguments, static_cast<uint32_t>(chunk), thread);
+        }
+      }
     }
-  }
+  });
 }
 
 }  // namespace fastclip

@@ -34,7 +34,7 @@ std::vector<uint64_t> recorded(const NoiseRequest& request) {
   const Recorder recorder{&blocks};
   const auto run = [](auto& tables, auto real) {
     return tables.for_each([](const auto& arguments, uint32_t chunks) {
-      noise_on_host<decltype(real), guarded>(arguments, chunks);
+      noise_on_host<decltype(real), guarded>(arguments, chunks, 1);
     });
   };
   NoiseTables<float, guarded, Recorder, LargeTable> floats(request, recorder, 0);
@@ -48,7 +48,7 @@ std::vector<uint64_t> recorded(const NoiseRequest& request) {
 using Row = std::tuple<uintptr_t, int64_t, int>;
 
 std::vector<uint64_t> recorded_blocks(const std::vector<Row>& rows, bool guarded) {
-  NoiseRequest request{{}, 1.0, nullptr, 1.0, guarded, kHost, nullptr};
+  NoiseRequest request{{}, 1.0, nullptr, 1.0, guarded, kHost, nullptr, 1};
   for (const auto& [out, size, type] : rows) {
     request.tensors.push_back({nullptr, reinterpret_cast<void*>(out), size,
                                static_cast<Scalar>(type)});
@@ -109,6 +109,21 @@ std::tuple<double, double> double_pair(uint64_t x, uint64_t y) {
   return {pair[0], pair[1]};
 }
 
+std::vector<float> lanes(const std::array<uint32_t, 4>& seed, uint64_t first_block, bool guarded,
+                         bool best) {
+  std::vector<float> values(8 * kValues);
+  normals_in_lanes(Philox{{seed[0], seed[1]}, {seed[2], seed[3]}}, first_block, guarded, best,
+                   values.data());
+  return values;
+}
+
+std::array<float, 16> pairs(const std::array<uint32_t, 8>& x, const std::array<uint32_t, 8>& y,
+                            bool best) {
+  std::array<float, 16> values;
+  pairs_in_lanes(x.data(), y.data(), best, values.data());
+  return values;
+}
+
 const Binding binding([](pybind11::module_& module) {
   pybind11::module_ testing = module.def_submodule("testing", "What only tests look at.");
   testing.def("recorded_blocks", &recorded_blocks);
@@ -116,6 +131,8 @@ const Binding binding([](pybind11::module_& module) {
   testing.def("chacha20_words", &chacha20_words);
   testing.def("philox_4x32_10", &philox);
   testing.def("philox_words", &philox_words);
+  testing.def("normals_in_lanes", &lanes);
+  testing.def("pairs_in_lanes", &pairs);
   testing.def("normal_pair", &float_pair);
   testing.def("normal_pair_wide", &double_pair);
 });

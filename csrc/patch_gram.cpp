@@ -7,13 +7,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
-#include <system_error>
-#include <thread>
 #include <tuple>
 #include <vector>
 
 #include "registry.hpp"
+#include "workers.hpp"
 
 namespace py = pybind11;
 
@@ -105,18 +103,7 @@ void patch_gram_products(const T* pixels, const T* outputs, double* out, int64_t
       out[2 * n + 1] = trace;
     }
   };
-  const int64_t workers = std::max<int64_t>(1, std::min<int64_t>(threads, samples));
-  std::vector<std::thread> others;
-  int64_t begun = 1;
-  try {
-    for (; begun < workers; ++begun) {
-      others.emplace_back(range, samples * begun / workers, samples * (begun + 1) / workers);
-    }
-  } catch (const std::system_error&) {  // no more threads: the rest is done here
-    range(samples * begun / workers, samples);
-  }
-  range(0, samples / workers);
-  for (std::thread& other : others) other.join();
+  in_stretches(samples, threads, range);
 }
 
 template void patch_gram_products(const float*, const float*, double*, int64_t, int64_t, int64_t,

@@ -112,7 +112,7 @@ def _draw(
         (pointer(total), out.data_ptr(), out.numel(), _SCALARS[out.dtype])
         for total, out in zip(totals, outs, strict=True)
     ]
-    here = place(device)
+    here = {**place(device), "threads": torch.get_num_threads()}
     on_device = None
     if isinstance(std, Tensor):
         if std.numel() != 1:
