@@ -51,7 +51,7 @@ class Training:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.model, self.optimizer, self.criterion, self._loader = CPU_MODES[mode](
             model,
-            torch.optim.SGD(trained, lr=task.lr, momentum=0.9),
+            torch.optim.SGD(trained, lr=task.lr, momentum=task.momentum),
             task.criterion(),
             DataLoader(
                 TensorDataset(x, task.targets(x)),

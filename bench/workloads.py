@@ -1,7 +1,7 @@
 """The training workloads and the modes that run them (bench.training does).
 
 Every mode trains the same model from the same seed on the same synthetic batches with
-SGD(momentum 0.9). The private ones clip each sample to norm 1 and add noise of multiplier 1;
+SGD(momentum 0.9), if the workload does not say otherwise. The private ones clip each sample to norm 1 and add noise of multiplier 1;
 batches are of a fixed size (no Poisson sampling), so that each step does the same work.
 """
 
@@ -47,6 +47,7 @@ class Workload:
         lr: learning rate, small: nothing is learned here.
         batch_size: rows of a step.
         physical: rows of a physical batch, of which BatchMemoryManager makes several for a step.
+        momentum: of SGD.
         targets: what belongs to such inputs; classes by default.
         criterion: builds the loss.
     """
@@ -57,6 +58,7 @@ class Workload:
     lr: float = 0.01
     batch_size: int = 32
     physical: int | None = None
+    momentum: float = 0.9
     targets: Callable[[torch.Tensor], torch.Tensor] = lambda x: torch.randint(CLASSES, (len(x),))
     criterion: Callable[[], nn.Module] = nn.CrossEntropyLoss
 
@@ -84,11 +86,24 @@ WORKLOADS = {
         lambda: ExplicitBert(vocab=VOCABULARY, num_labels=CLASSES),
         lambda n: torch.randint(VOCABULARY, (n, 128)),
     ),
+    "bert_lean": Workload(
+        "BERT as above without dropout, plain SGD: what is held for later shows",
+        lambda: bert(vocab=VOCABULARY, num_labels=CLASSES, dropout=0.0),
+        lambda n: torch.randint(VOCABULARY, (n, 128)),
+        momentum=0.0,
+    ),
     "vit": Workload(
         "ViT 6 layers d=192, 3x96x96 in patches of 8, batch 16",
         lambda: vit(layers=6, hidden=192, image=96, num_labels=CLASSES),
         lambda n: torch.randn(n, 3, 96, 96),
         batch_size=16,
+    ),
+    "vit_lean": Workload(
+        "ViT as above, plain SGD",
+        lambda: vit(layers=6, hidden=192, image=96, num_labels=CLASSES),
+        lambda n: torch.randn(n, 3, 96, 96),
+        batch_size=16,
+        momentum=0.0,
     ),
     "lora": Workload(
         "LoRA of rank 8 on BERT as above, T=128, batch 32",

@@ -32,7 +32,7 @@ from fastclip.ops.embedding import (
     tied_norm,
 )
 from fastclip.ops.finalize import check_floating, check_std, fill_normal, noise_finalize
-from fastclip.ops.grams import LastInput, gram
+from fastclip.ops.grams import LastInput, half_gram
 from fastclip.ops.index import index_on
 from fastclip.ops.kept import kept_sum, kept_sums
 from fastclip.ops.linear import (
@@ -92,9 +92,9 @@ __all__ = [
     "ghost_norm",
     "ghost_norm_concat",
     "ghost_parts",
-    "gram",
     "group_norm_backward",
     "group_norm_grads",
+    "half_gram",
     "in_full_float32",
     "index_on",
     "instantiated_norm",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastclip.ops.bounds import GramNorm, product_slack
 from fastclip.ops.dispatch import operation
-from fastclip.ops.grams import gram, gram_norm, row_dot, trace
+from fastclip.ops.grams import gram_norm, half_dot, half_gram, trace
 from fastclip.ops.numerics import drop_zeroed, row_norm_sq, widen
 from fastclip.ops.precision import in_full_float32
 
@@ -68,12 +68,14 @@ def conv_ghost_parts(x: Tensor, g: Tensor, geometry: ConvGeometry) -> GramNorm:
     if geometry.is_pointwise:
         x = _stride(x, geometry.stride)
     pixels = x.reshape(b * groups, x.shape[1] // groups, -1).transpose(1, 2)
-    outputs = gram(g.reshape(b * groups, g.shape[1] // groups, -1).transpose(1, 2))
+    outputs = half_gram(g.reshape(b * groups, g.shape[1] // groups, -1).transpose(1, 2))
     out_channels, in_channels = geometry.weight_shape[:2]
     d, p = torch.Size(geometry.kernel).numel() * in_channels, out_channels // groups
     if geometry.is_pointwise:
-        return gram_norm(gram(pixels), outputs, d, p)
-    total, norm_x = patch_products(gram(pixels), outputs, tuple(x.shape[2:]), tuple(out), geometry)
+        return gram_norm(half_gram(pixels), outputs, d, p)
+    total, norm_x = patch_products(
+        half_gram(pixels), outputs, tuple(x.shape[2:]), tuple(out), geometry
+    )
     t = outputs.shape[1]
     return GramNorm(total, norm_x, trace(outputs), t, t * d, t * p, d + p)
 
@@ -88,13 +90,14 @@ def patch_products(
 
     Args:
         pixels: Gram of the pixels, [n, prod(space), prod(space)]. outputs: [n, prod(out), prod(out)].
+            What lies below the diagonals is not looked at; it is finite where the rest is.
         space: of the input. out: of the output.
 
     Returns:
         [n] and [n].
     """
     patches = _slide(pixels, space, out, geometry)
-    return row_dot(patches, outputs), trace(patches)
+    return half_dot(patches, outputs), trace(patches)
 
 
 def _slide(pixels: Tensor, space: Sequence[int], out: Sequence[int], geo: ConvGeometry) -> Tensor:

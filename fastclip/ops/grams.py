@@ -16,23 +16,58 @@ from fastclip.ops.bounds import GramNorm
 from fastclip.ops.numerics import row_norm_sq, widen
 from fastclip.ops.precision import in_full_float32
 
+CUT_FROM = 96
+"""Positions from which a Gram is computed in strips."""
+STRIPS = 4
 _SHORT = 4096  # entries up to which a batched dot product beats a product and a sum
 
 
 @in_full_float32
-def gram(x: Tensor) -> Tensor:
-    """Gram matrix of the positions of each sample: x [b, t, d] -> [b, t, t]."""
-    x = widen(x)
-    return torch.bmm(x, x.transpose(1, 2))
+def half_gram(x: Tensor) -> Tensor:
+    """Gram matrix of the positions of each sample, on and above its diagonal: x [b, t, d] -> [b, t, t].
+
+    It is symmetric. What lies below the diagonal is right or 0, and the same for all x of as many
+    positions: short ones are computed whole, long ones in strips of rows, each from its first
+    column on, which is five eighths of the work.
+    """
+    x = widen(x).detach()
+    t = x.shape[1]
+    if t < CUT_FROM:
+        return torch.bmm(x, x.transpose(1, 2))
+    found = x.new_zeros(x.shape[0], t, t)
+    for first, last in _strips(t):
+        strip = found[:, first:last, first:]
+        torch.bmm(x[:, first:last], x[:, first:].transpose(1, 2), out=strip)
+    return found
+
+
+def _strips(t: int) -> list[tuple[int, int]]:
+    return [(t * i // STRIPS, t * (i + 1) // STRIPS) for i in range(STRIPS)]
 
 
 @in_full_float32
 def gram_norm(gram_a: Tensor, gram_g: Tensor, d: int, p: int) -> GramNorm:
-    """sum_{t,s} (a_t.a_s)(g_t.g_s) from two Grams [b, t, t] of rows of d and of p numbers."""
-    t = gram_a.shape[1]
-    return GramNorm(
-        row_dot(gram_a, gram_g), trace(gram_a), trace(gram_g), t, t * d, t * p, d + p
-    )  # fmt: skip
+    """sum_{t,s} (a_t.a_s)(g_t.g_s) from two half Grams [b, t, t] of rows of d and of p numbers.
+
+    The second one is used up.
+    """
+    t, trace_g = gram_a.shape[1], trace(gram_g)
+    if t >= CUT_FROM:  # of both the same half is there
+        for first, last in _strips(t)[:-1]:
+            gram_g[:, first:last, last:].mul_(2)
+    return GramNorm(row_dot(gram_a, gram_g), trace(gram_a), trace_g, t, t * d, t * p, d + p)
+
+
+def half_dot(x: Tensor, y: Tensor) -> Tensor:
+    """Inner product of symmetric matrices, of which what lies below the diagonal is not looked at.
+
+    Args:
+        x, y: [b, t, t]. What is below the diagonal of x must be finite where x is.
+
+    Returns:
+        [b].
+    """
+    return row_dot(x, y.triu() + y.triu(1))
 
 
 def row_dot(x: Tensor, y: Tensor) -> Tensor:
@@ -66,10 +101,10 @@ class LastInput:
         self._last: _Known | None = None
 
     def gram(self, x: Tensor) -> Tensor:
-        """Of `x` [b, t, d], as `gram`."""
+        """Of `x` [b, t, d], as `half_gram`."""
         known = self._known(x)
         if known.gram is None:
-            known.gram = gram(x)
+            known.gram = half_gram(x)
         return known.gram
 
     def norm_sq(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastclip.ops.bounds import GramNorm, UnfinishedNorm, product_slack
 from fastclip.ops.dispatch import operation
-from fastclip.ops.grams import LastInput, gram, gram_norm
+from fastclip.ops.grams import LastInput, gram_norm, half_gram
 from fastclip.ops.numerics import (
     drop_zeroed,
     lost_squares,
@@ -42,7 +42,7 @@ def ghost_parts(a: Tensor, g: Tensor, last_input: LastInput) -> GramNorm | Tenso
     """What `ghost_norm` makes of a [b, t, d] and g [b, t, p], to be raised with that of other layers."""
     if a.shape[1] == 1:
         return single_norm(a, g)
-    return gram_norm(last_input.gram(a), gram(g), a.shape[2], g.shape[2])
+    return gram_norm(last_input.gram(a), half_gram(g), a.shape[2], g.shape[2])
 
 
 @operation

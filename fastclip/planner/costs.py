@@ -22,6 +22,7 @@ import torch
 
 from fastclip import ops
 from fastclip.ops.dispatch import backend_of
+from fastclip.ops.grams import CUT_FROM, STRIPS
 
 _TILE = 128
 """Positions of a tile of a fused Gram."""
@@ -33,7 +34,7 @@ class Costs:
 
     matmul: float = 200e9
     """Floating-point operations a second of a (batched) matrix product."""
-    gram: float = 200e9
+    gram: float = 160e9
     """The same for a ghost norm."""
     instantiate: float = 200e9
     """The same for a norm of per-sample gradients that are not kept."""
@@ -55,8 +56,9 @@ _GPU = Costs(
 
 
 def gram_share(positions: int, *, fused: bool) -> float:
-    """The part of a Gram that is computed: fused kernels leave out what its symmetry repeats."""
-    tiles = -(-positions // _TILE) if fused else 1
+    """The part of a Gram that is computed, in tiles or strips; its symmetry repeats the rest."""
+    whole = 1 if positions < CUT_FROM else STRIPS
+    tiles = -(-positions // _TILE) if fused else whole
     return (tiles + 1) / (2 * tiles)
 
 
