@@ -16,9 +16,8 @@ from fastclip.ops.bounds import GramNorm
 from fastclip.ops.numerics import row_norm_sq, widen
 from fastclip.ops.precision import in_full_float32
 
-CUT_FROM = 96
-"""Positions from which a Gram is computed in strips."""
-STRIPS = 4
+_CUT = (96, 256)
+"""Positions from which a Gram is computed in two strips of rows, and in four."""
 _SHORT = 4096  # entries up to which a batched dot product beats a product and a sum
 
 
@@ -28,11 +27,11 @@ def half_gram(x: Tensor) -> Tensor:
 
     It is symmetric. What lies below the diagonal is right or 0, and the same for all x of as many
     positions: short ones are computed whole, long ones in strips of rows, each from its first
-    column on, which is five eighths of the work.
+    column on, which is three quarters or five eighths of the work.
     """
     x = widen(x).detach()
     t = x.shape[1]
-    if t < CUT_FROM:
+    if strips_of(t) == 1:
         return torch.bmm(x, x.transpose(1, 2))
     found = x.new_zeros(x.shape[0], t, t)
     for first, last in _strips(t):
@@ -41,8 +40,15 @@ def half_gram(x: Tensor) -> Tensor:
     return found
 
 
+def strips_of(t: int) -> int:
+    """How many strips the Gram of so many positions is computed in."""
+    first, second = _CUT
+    return 1 if t < first else 2 if t < second else 4
+
+
 def _strips(t: int) -> list[tuple[int, int]]:
-    return [(t * i // STRIPS, t * (i + 1) // STRIPS) for i in range(STRIPS)]
+    n = strips_of(t)
+    return [(t * i // n, t * (i + 1) // n) for i in range(n)]
 
 
 @in_full_float32
@@ -52,9 +58,8 @@ def gram_norm(gram_a: Tensor, gram_g: Tensor, d: int, p: int) -> GramNorm:
     The second one is used up.
     """
     t, trace_g = gram_a.shape[1], trace(gram_g)
-    if t >= CUT_FROM:  # of both the same half is there
-        for first, last in _strips(t)[:-1]:
-            gram_g[:, first:last, last:].mul_(2)
+    for first, last in _strips(t)[:-1]:  # of both the same half is there
+        gram_g[:, first:last, last:].mul_(2)
     return GramNorm(row_dot(gram_a, gram_g), trace(gram_a), trace_g, t, t * d, t * p, d + p)
 
 

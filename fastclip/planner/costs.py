@@ -22,7 +22,7 @@ import torch
 
 from fastclip import ops
 from fastclip.ops.dispatch import backend_of
-from fastclip.ops.grams import CUT_FROM, STRIPS
+from fastclip.ops.grams import strips_of
 
 _TILE = 128
 """Positions of a tile of a fused Gram."""
@@ -34,13 +34,13 @@ class Costs:
 
     matmul: float = 200e9
     """Floating-point operations a second of a (batched) matrix product."""
-    gram: float = 160e9
+    gram: float = 150e9
     """The same for a ghost norm."""
     instantiate: float = 200e9
     """The same for a norm of per-sample gradients that are not kept."""
     copy: float = 20e9
     """Bytes a second of an elementwise pass."""
-    kept: float = 4e9
+    kept: float = 6e9
     """Bytes a second at which a linear layer's fresh per-sample gradients are written, summed."""
     kept_conv: float = 1.2e9
     """The same for a convolution with samples as groups."""
@@ -57,8 +57,7 @@ _GPU = Costs(
 
 def gram_share(positions: int, *, fused: bool) -> float:
     """The part of a Gram that is computed, in tiles or strips; its symmetry repeats the rest."""
-    whole = 1 if positions < CUT_FROM else STRIPS
-    tiles = -(-positions // _TILE) if fused else whole
+    tiles = -(-positions // _TILE) if fused else strips_of(positions)
     return (tiles + 1) / (2 * tiles)
 
 

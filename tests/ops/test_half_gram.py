@@ -8,9 +8,9 @@ import torch
 from fastclip import ops
 from fastclip.ops import ConvGeometry
 from fastclip.ops.dispatch import use_backend
-from fastclip.ops.grams import CUT_FROM, gram_norm, half_dot, half_gram
+from fastclip.ops.grams import gram_norm, half_dot, half_gram, strips_of
 
-LENGTHS = (1, 2, CUT_FROM - 1, CUT_FROM, CUT_FROM + 1, 145, 260)
+LENGTHS = (1, 2, 95, 96, 97, 145, 255, 256, 261)
 
 
 def operands(t: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,6 +19,10 @@ def operands(t: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, 
         torch.randn(3, t, 7, generator=generator, dtype=dtype),
         torch.randn(3, t, 5, generator=generator, dtype=dtype),
     )
+
+
+def test_lengths_on_both_sides_of_every_cut() -> None:
+    assert [strips_of(t) for t in LENGTHS] == [1, 1, 1, 2, 2, 2, 2, 4, 4]
 
 
 @pytest.mark.parametrize("t", LENGTHS)
