@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastclip.ops.bounds import GramNorm, product_slack
 from fastclip.ops.dispatch import operation
-from fastclip.ops.grams import gram_norm, half_dot, half_gram, trace
+from fastclip.ops.grams import gram_norm, half_dot, half_gram, row_dot, strips_of, trace
 from fastclip.ops.numerics import drop_zeroed, row_norm_sq, widen
 from fastclip.ops.precision import in_full_float32
 
@@ -89,15 +89,16 @@ def patch_products(
     """Inner product of the patches' Gram with another one, and its trace.
 
     Args:
-        pixels: Gram of the pixels, [n, prod(space), prod(space)]. outputs: [n, prod(out), prod(out)].
-            What lies below the diagonals is not looked at; it is finite where the rest is.
+        pixels: `half_gram` of the pixels, [n, prod(space), prod(space)]. outputs: another one,
+            [n, prod(out), prod(out)].
         space: of the input. out: of the output.
 
     Returns:
         [n] and [n].
     """
     patches = _slide(pixels, space, out, geometry)
-    return half_dot(patches, outputs), trace(patches)
+    whole = strips_of(pixels.shape[1]) == strips_of(outputs.shape[1]) == 1
+    return (row_dot if whole else half_dot)(patches, outputs), trace(patches)
 
 
 def _slide(pixels: Tensor, space: Sequence[int], out: Sequence[int], geo: ConvGeometry) -> Tensor:

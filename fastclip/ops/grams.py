@@ -16,8 +16,8 @@ from fastclip.ops.bounds import GramNorm
 from fastclip.ops.numerics import row_norm_sq, widen
 from fastclip.ops.precision import in_full_float32
 
-_CUT = (96, 256)
-"""Positions from which a Gram is computed in two strips of rows, and in four."""
+_CUT_FROM, _STRIPS = 384, 4
+"""Positions from which a Gram is computed in strips of rows: of shorter ones that saves little."""
 _SHORT = 4096  # entries up to which a batched dot product beats a product and a sum
 
 
@@ -27,23 +27,23 @@ def half_gram(x: Tensor) -> Tensor:
 
     It is symmetric. What lies below the diagonal is right or 0, and the same for all x of as many
     positions: short ones are computed whole, long ones in strips of rows, each from its first
-    column on, which is three quarters or five eighths of the work.
+    column on, which is five eighths of the work.
     """
     x = widen(x).detach()
     t = x.shape[1]
     if strips_of(t) == 1:
         return torch.bmm(x, x.transpose(1, 2))
-    found = x.new_zeros(x.shape[0], t, t)
+    found = x.new_empty(x.shape[0], t, t)
     for first, last in _strips(t):
-        strip = found[:, first:last, first:]
-        torch.bmm(x[:, first:last], x[:, first:].transpose(1, 2), out=strip)
+        strip = found[:, first:last]
+        torch.bmm(x[:, first:last], x[:, first:].transpose(1, 2), out=strip[:, :, first:])
+        strip[:, :, :first].zero_()
     return found
 
 
 def strips_of(t: int) -> int:
     """How many strips the Gram of so many positions is computed in."""
-    first, second = _CUT
-    return 1 if t < first else 2 if t < second else 4
+    return 1 if t < _CUT_FROM else _STRIPS
 
 
 def _strips(t: int) -> list[tuple[int, int]]:

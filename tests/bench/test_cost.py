@@ -79,4 +79,4 @@ def test_a_short_run(
     (row,) = json.loads((tmp_path / "cost.json").read_text())["rows"]
     assert row["batch_size"] == small.batch_size
     assert row["non_private"]["flops"] > 0
-    assert "finalize.noise_finalize" in capsys.readouterr().out
+    assert "noise_finalize" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from fastclip.ops import ConvGeometry
 from fastclip.ops.dispatch import use_backend
 from fastclip.ops.grams import gram_norm, half_dot, half_gram, strips_of
 
-LENGTHS = (1, 2, 95, 96, 97, 145, 255, 256, 261)
+LENGTHS = (1, 2, 145, 383, 384, 385, 390)
 
 
 def operands(t: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,7 +22,7 @@ def operands(t: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, 
 
 
 def test_lengths_on_both_sides_of_every_cut() -> None:
-    assert [strips_of(t) for t in LENGTHS] == [1, 1, 1, 2, 2, 2, 2, 4, 4]
+    assert [strips_of(t) for t in LENGTHS] == [1, 1, 1, 1, 4, 4, 4]
 
 
 @pytest.mark.parametrize("t", LENGTHS)
@@ -47,7 +47,7 @@ def test_norms(t: int, dtype: torch.dtype) -> None:
 
 def test_a_shared_input_serves_several_gradients() -> None:
     """The second Gram is used up, the first is not."""
-    a, g = operands(145)
+    a, g = operands(390)
     last = ops.LastInput()
     for gradient in (g, 3 * g, g):
         found = gram_norm(last.gram(a), half_gram(gradient), 7, 5).raised()
@@ -56,9 +56,9 @@ def test_a_shared_input_serves_several_gradients() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("place", [0, 60, 144])
+@pytest.mark.parametrize("place", [0, 150, 389])
 def test_one_sample_that_is_not_finite_stays_alone(value: float, place: int) -> None:
-    a, g = operands(145, torch.float32)
+    a, g = operands(390, torch.float32)
     with use_backend("reference"):
         expected = ops.ghost_norm(a, g)
         a[1, place, 2] = value
@@ -79,11 +79,11 @@ def test_what_lies_below_a_diagonal_is_not_looked_at() -> None:
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_convolutions_of_many_positions(kernel: int, groups: int, backend: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 4, 12, 11, generator=generator, dtype=torch.float64)
+    x = torch.randn(2, 4, 20, 21, generator=generator, dtype=torch.float64)
     geometry = ConvGeometry(
         (6, 4 // groups, kernel, kernel), (1, 1), (kernel // 2,) * 2, (1, 1), groups
     )
-    g = torch.randn(2, 6, 12, 11, generator=generator, dtype=torch.float64)
+    g = torch.randn(2, 6, 20, 21, generator=generator, dtype=torch.float64)
     with use_backend(backend):
         found = ops.conv_ghost_norm(x, g, geometry)
     exact = ops.conv_per_sample_gradients(x, g, geometry).flatten(1).square().sum(1)
