@@ -38,14 +38,12 @@ class LinearRule(LayerRule):
         x, weight = call.saved
         g = call.g.contiguous()
         if call.wants("weight") or call.wants("bias"):
-            rows = call.samples(g)
-            rows = rows.reshape(rows.shape[0], _positions(rows), rows.shape[-1])  # [b, t, p]
+            rows = _by_position(call.samples(g))  # [b, t, p]
             if call.wants("bias"):
                 call.record("bias", KeptRecord(ops.wide_sum(rows, 1)))
             if call.wants("weight"):
                 assert x is not None
-                a = call.samples(x)
-                a = a.reshape(a.shape[0], _positions(a), a.shape[-1])  # [b, t, d]
+                a = _by_position(call.samples(x))  # [b, t, d]
                 call.record("weight", linear_record(call, a, rows, transposed=self.transposed))
         if not call.needs_input_grad:
             return None
@@ -91,5 +89,8 @@ def _not_a_view(out: Tensor) -> Tensor:
     return out.data if out._is_view() else out
 
 
-def _positions(x: Tensor) -> int:
-    return torch.Size(x.shape[1:-1]).numel()
+def _by_position(x: Tensor) -> Tensor:
+    """x [b, ..., n] as [b, t, n]."""
+    if x.dim() == 3:
+        return x
+    return x.reshape(x.shape[0], torch.Size(x.shape[1:-1]).numel(), x.shape[-1])
