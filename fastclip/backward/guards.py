@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -59,24 +59,23 @@ def _refuse(name: str, gradient: Tensor | None) -> None:
         )
 
 
-def check_hooks(name: str, parameter: nn.Parameter) -> None:
-    """Refuse gradient hooks on a private parameter, which would never run.
+def check_hooks(names: Mapping[nn.Parameter, str], parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse gradient hooks on private parameters, which would never run.
 
-    Autograd computes no gradient of it: a mask or a clamp set as a hook would be left out silently.
+    Autograd computes no gradient of them: a mask or a clamp set as a hook would be left out silently.
 
     Raises:
         UnsupportedLayerError: naming the parameter.
     """
-    foreign = False
-    for hook in gradient_hooks(parameter):  # any() and a generator take three times as long
-        foreign |= getattr(hook, "func", None) is not _refuse
-    if foreign and parameter.requires_grad:
-        raise UnsupportedLayerError(
-            f"parameter {name!r} has a hook on its gradient (register_hook or "
-            "register_post_accumulate_grad_hook), which would not run: its per-sample gradients are "
-            "clipped without one; remove the hook, and do its work on the parameter after "
-            "optimizer.step(), or in the forward pass"
-        )
+    for parameter in parameters:
+        for hook in gradient_hooks(parameter):
+            if getattr(hook, "func", None) is not _refuse and parameter.requires_grad:
+                raise UnsupportedLayerError(
+                    f"parameter {names[parameter]!r} has a hook on its gradient (register_hook or "
+                    "register_post_accumulate_grad_hook), which would not run: its per-sample "
+                    "gradients are clipped without one; remove the hook, and do its work on the "
+                    "parameter after optimizer.step(), or in the forward pass"
+                )
 
 
 def check_alone(names: Mapping[nn.Parameter, str]) -> None:

@@ -25,14 +25,12 @@ class LinearRule(LayerRule):
     def forward(
         self, module: Any, x: Tensor, extra: Any
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        weight, bias = autocast_operand(module.weight), module.bias
-        out = _not_a_view(F.linear(x, weight, bias))
+        own = module.weight
+        weight = autocast_operand(own)
+        out = _not_a_view(F.linear(x, weight, module.bias))
         # The weight in the type in which it was multiplied, as torch's own layer saves it: it is cast
         # once a step.
-        return out, (
-            x if module.weight.requires_grad else None,
-            weight if x.requires_grad else None,
-        )
+        return out, (x if own.requires_grad else None, weight if x.requires_grad else None)
 
     def backward(self, call: LayerCall) -> Tensor | None:
         x, weight = call.saved
@@ -47,7 +45,7 @@ class LinearRule(LayerRule):
                 call.record("weight", linear_record(call, a, rows, transposed=self.transposed))
         if not call.needs_input_grad:
             return None
-        weight = weight.to(g.dtype)
+        weight = weight if weight.dtype == g.dtype else weight.to(g.dtype)
         return g @ (weight.t() if self.transposed else weight)
 
 
@@ -60,12 +58,10 @@ class TransposedLinearRule(LinearRule):
     def forward(
         self, module: Any, x: Tensor, extra: Any
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        weight, bias = autocast_operand(module.weight), module.bias
-        out = _not_a_view(F.linear(x, weight.t(), bias))
-        return out, (
-            x if module.weight.requires_grad else None,
-            weight if x.requires_grad else None,
-        )
+        own = module.weight
+        weight = autocast_operand(own)
+        out = _not_a_view(F.linear(x, weight.t(), module.bias))
+        return out, (x if own.requires_grad else None, weight if x.requires_grad else None)
 
 
 def linear_record(
