@@ -15,7 +15,7 @@ from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.backward.sums import ClippedSums
 from fastclip.backward.together import Entry, Stack, finish_norms, stack_small, waits
 from fastclip.errors import GraphError, where
-from fastclip.layers import KeptRecord, Record, join, joint_norm_sq
+from fastclip.layers import KeptRecord, Record, joint_norm_sq
 from fastclip.ops.numerics import slack
 from fastclip.ops.units import UnitRows
 from fastclip.planner import Planner
@@ -129,13 +129,13 @@ class BackwardPass:
     def _hold(self, parameter: nn.Parameter, record: Record) -> None:
         entry = self.entries.get(parameter)
         if entry is None:
-            later = waits(record) or (bool(self._shared) and parameter in self._shared)
+            small = waits(record)
+            later = small or (bool(self._shared) and parameter in self._shared)
             norm = None if later else record.norm_parts(self.last_input)
-            self.entries[parameter] = Entry([record], norm)
+            self.entries[parameter] = Entry([record], norm, small)
             return
         self._shared.add(parameter)
-        entry.norm_sq = None
-        join(entry.records, record)
+        entry.join(record)
 
     def take_derived(self, target: Target, record: Record, wanted: Iterable[nn.Parameter]) -> None:
         """Take a contribution to a value computed from parameters; its norms wait for the end."""

@@ -84,7 +84,8 @@ def check_alone(names: Mapping[nn.Parameter, str]) -> None:
     Opacus' own engine cannot be stopped from doing so, but leaves its marks on the parameters.
     """
     for p, name in names.items():
-        if OPACUS_MARK in p.__dict__ or p.__dict__.get("grad_sample") is not None:
+        own = p.__dict__
+        if OPACUS_MARK in own or ("grad_sample" in own and own["grad_sample"] is not None):
             raise StepError(
                 f"parameter {name!r} was made private by another engine (Opacus') while this one "
                 "still clips it, so that every sample would be released twice; call cleanup() on what "

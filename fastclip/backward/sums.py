@@ -31,7 +31,7 @@ class ClippedSums:
 
     def add(self, parameter: nn.Parameter, clipped: Tensor) -> None:
         """Add a clipped sum of one backward pass, of as many elements as the parameter."""
-        if clipped.numel() != parameter.numel():
+        if clipped.shape != parameter.shape and clipped.numel() != parameter.numel():
             raise GraphError(
                 f"a rule recorded gradients of size {clipped.numel()} for a parameter of shape "
                 f"{list(parameter.shape)}; a record holds [b, *parameter shape]"

@@ -69,14 +69,15 @@ def linear_record(
 ) -> Record:
     """The record that the planner prefers for a [b, t, d] and g [b, t, p] of this parameter, [p, d]."""
     choice = call.plan_linear(a, g, name)
-    if choice.keep and not choice.of_units:
+    keep = choice.keep
+    if keep and not choice.of_units:
         pair = (g, a) if transposed else (a, g)
         if a.element_size() == 2 and not ops.computes_reference(a):
             # Products of 16-bit operands on tensor cores, and their norm in the same pass.
             return InstantiatedRecord(*ops.instantiated_norm(*pair, keep=True))
         slack = ops.ProductSlack(call.last_input.norm_sq(a), ops.row_norm_sq(g))
         return KeptRecord(ops.per_sample_gradients(*pair), slack)
-    return LinearRecord(a, g, ghost=choice.ghost, transposed=transposed, keep=choice.keep)
+    return LinearRecord(a, g, ghost=choice.ghost, transposed=transposed, keep=keep)
 
 
 def _not_a_view(out: Tensor) -> Tensor:

@@ -171,8 +171,9 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
     assert rule is not None
     forward, opens = keeper.layer_forward(handle.path)
     place: Place | None = _ROWS
-    if forward.row_order is None and not rule.counts_rows:
-        layout = forward.layout
+    layout = forward.layout
+    placed = forward.row_order is None and not rule.counts_rows
+    if placed:
         if layout is None or not (layout.knows(handle.path) or forward.routings):
             layout = keeper.calls.layout_with(handle.path, forward)
         moved = handle.path not in layout.places and forward.routings
@@ -184,7 +185,8 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
         raise _unsupported(handle, module, error) from error
     if extra is not None:
         _check_extra(handle, module, extra)
-    if forward.row_order is None and not rule.counts_rows:
+    if placed:
+        assert layout is not None
         rows = forward.batch_size
         place = None if rows is None else layout.place_of(handle.path, x, rows, forward.lengths)
         if rows is not None and place is None and handle.path in layout.places:
