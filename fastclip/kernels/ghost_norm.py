@@ -277,13 +277,12 @@ def begin_ghost_norm(a: Tensor, g: Tensor) -> GhostSums | Tensor:
     known = _BOUNDS.get(same)
     if known is None:
         return _sums([use], same)
-    bounds, room = known
-    stats, norms = room_for(a, room)
+    stats, norms = room_for(a, known[1])
     code = _pairs_kernel.repeat(same, a, g, a, g, stats, norms)
     if code is None:
         return _sums([use], same)
     pairs = _pairs(use, use, code.constants["BLOCK_T"])  # another configuration, another number
-    return norms if pairs == 1 else GhostSums(stats, pairs, bounds)
+    return norms if pairs == 1 else GhostSums(stats, pairs, known[0])
 
 
 def ghost_norm_concat(parts: Sequence[Use]) -> Tensor:
