@@ -69,6 +69,8 @@ DropoutBase = nn.modules.dropout._DropoutNd
 
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """What a tensor is a view of; None if of nothing."""
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""Counts the changes in place of a tensor's memory."""
 foreach_add_: Callable[..., None] = torch._foreach_add_
 """x += alpha y for every pair of two lists, in one call."""
 

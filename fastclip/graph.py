@@ -26,10 +26,10 @@ def differentiable_once(backward: Callable[..., tuple]) -> Callable[..., tuple]:
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *gradients: Tensor | None) -> tuple:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
         with torch.no_grad():
             outputs = backward(ctx, *gradients)
-        if not torch.is_grad_enabled():
-            return outputs
         # Tied to what came in, so that the refusal lies between them and the model's inputs, and to
         # a leaf, for gradients that do not depend on the output but on the weights alone.
         return tuple(
@@ -67,8 +67,10 @@ def taking_part(
     """
     edges = ctx.next_functions
     edges = edges[len(edges) - len(parameters) :]
-    pairs = zip(parameters, edges, strict=True)
-    return [p in known and takes_part(node) for p, (node, _) in pairs]
+    found = []
+    for parameter, (node, _) in zip(parameters, edges, strict=True):
+        found.append(takes_part(node) and parameter in known)
+    return found
 
 
 def takes_part(node: Any) -> bool:

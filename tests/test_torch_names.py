@@ -200,6 +200,13 @@ def test_hooks_on_gradients() -> None:
     assert list(_torch.gradient_hooks(weight)) == hooks
 
 
+def test_versions_of_tensors() -> None:
+    x = torch.ones(2)
+    before = _torch.version_of(x)
+    x[1:].add_(1)
+    assert _torch.version_of(x) == before + 1
+
+
 def test_tensors_of_a_class() -> None:
     class Kind(Tensor):
         @classmethod

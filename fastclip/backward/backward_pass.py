@@ -15,7 +15,7 @@ from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.backward.sums import ClippedSums
 from fastclip.backward.together import Entry, Stack, finish_norms, stack_small, waits
 from fastclip.errors import GraphError, where
-from fastclip.layers import KeptRecord, Record, join, joint_norm_sq
+from fastclip.layers import KeptRecord, Record, joint_norm_sq
 from fastclip.ops.numerics import slack
 from fastclip.ops.units import UnitRows
 from fastclip.planner import Planner
@@ -39,6 +39,8 @@ class BackwardPass:
         self._planner, self._shared = planner, shared
         self.begun = False
         """A contribution has been admitted."""
+        self._rows: int | None = None
+        """Of every contribution."""
         self.units: UnitRows | None = None
         """Which rows are clipped as one; None: each alone."""
         self.forwards: list[Forward] = []
@@ -102,9 +104,11 @@ class BackwardPass:
             batch.begin_pass()
         if forward.batch_size is None:
             forward.batch_size = rows
-        if rows != self.batch_size:
+        if self._rows is None:
+            self._rows = self.batch_size
+        if rows != self._rows:
             raise GraphError(
-                f"{where(path)} contributes {rows} samples to a backward pass of {self.batch_size}: "
+                f"{where(path)} contributes {rows} samples to a backward pass of {self._rows}: "
                 "all forward passes under one loss must hold the same samples in the same rows"
             )
         if first:
@@ -112,26 +116,26 @@ class BackwardPass:
 
     def take(self, parameter: nn.Parameter, record: Record) -> None:
         """Take a contribution to `parameter`, and its norm at once unless more may come."""
-        self._hold(parameter, self._of_units(record))
+        units = self.units
+        self._hold(
+            parameter, record.of_units(units) if units is not None and units.joined else record
+        )
 
     @property
     def joined(self) -> UnitRows | None:
         """The units, if one may have several rows: then records are of units, not of rows."""
         return self.units if self.units is not None and self.units.joined else None
 
-    def _of_units(self, record: Record) -> Record:
-        return record if self.joined is None else record.of_units(self.joined)
-
     def _hold(self, parameter: nn.Parameter, record: Record) -> None:
         entry = self.entries.get(parameter)
         if entry is None:
-            later = parameter in self._shared or waits(record)
+            small = waits(record)
+            later = small or (bool(self._shared) and parameter in self._shared)
             norm = None if later else record.norm_parts(self.last_input)
-            self.entries[parameter] = Entry([record], norm)
+            self.entries[parameter] = Entry([record], norm, small)
             return
         self._shared.add(parameter)
-        entry.norm_sq = None
-        join(entry.records, record)
+        entry.join(record)
 
     def take_derived(self, target: Target, record: Record, wanted: Iterable[nn.Parameter]) -> None:
         """Take a contribution to a value computed from parameters; its norms wait for the end."""
@@ -152,7 +156,9 @@ class BackwardPass:
                 for _, record in held:
                     self.take(origin.parameter, origin.record(record, self._planner))
                 continue
-            rows = [self._of_units(record).per_sample() for _, record in held]
+            units = self.joined
+            records = [r if units is None else r.of_units(units) for _, r in held]
+            rows = [record.per_sample() for record in records]
             total = torch.stack(rows).sum(0) if len(rows) > 1 else rows[0]
             total = total.to(target.value.dtype)
             by_graph.setdefault(target.graph, []).append((target.edge, total))
@@ -169,23 +175,21 @@ class BackwardPass:
         order = {parameter: i for i, parameter in enumerate(parameters)}
         return ops.index_on(tuple(order[parameter] for parameter in self.entries), device)
 
-    def norms(self, factor: float) -> tuple[Tensor, dict[nn.Parameter, int]]:
+    def norms(self, factor: float) -> Tensor:
         """Squared norms [l, b] of the parameters that took part, of the true gradients.
 
         Args:
             factor: what the gradients at hand are multiplied by.
 
         Returns:
-            [l, u] where rows are clipped by units; and the place of each parameter in them.
+            [l, u] where rows are clipped by units, in the order of `entries`.
         """
         samples = self.batch_size if self.joined is None else self.joined.count
         norms: list[Tensor] = []
-        rows: dict[nn.Parameter, int] = {}
         self.last_input = ops.LastInput()  # the one in it is not held any longer
         self.stacks = stack_small(self.entries)
         finish_norms(self.entries.values())
         for parameter, entry in self.entries.items():
-            rows[parameter] = len(norms)
             norm = entry.norm_sq
             if not isinstance(norm, Tensor):
                 norm = joint_norm_sq(entry.records, self._planner)
@@ -203,7 +207,7 @@ class BackwardPass:
             n if n.dtype == dtype else n.to(dtype) * (1 + slack(n.dtype)) ** 2 for n in norms
         ]
         stacked = torch.stack([n if n.device == device else n.to(device) for n in covered])
-        return self._unit_norms(stacked, factor), rows
+        return self._unit_norms(stacked, factor)
 
     def _unit_norms(self, norm_sq: Tensor, factor: float) -> Tensor:
         units, device = self.units, norm_sq.device
@@ -233,14 +237,15 @@ class BackwardPass:
             factors = (scales.double() * weights * factor).to(scales.dtype)
         return factors if self.units.joined else self.units.spread(factors)
 
-    def sum_into(
-        self, sums: ClippedSums, factors: Tensor, rows: dict[nn.Parameter, int] | None
-    ) -> None:
+    def sum_into(self, sums: ClippedSums, factors: Tensor) -> None:
         """Add the clipped sums of what the pass holds, and let go of it.
 
         Args:
-            factors: [b]; or [l, b], and the row of each parameter there.
+            factors: [b]; or [l, b], in the order of `entries`.
         """
+        rows = None
+        if factors.dim() == 2:
+            rows = {parameter: i for i, parameter in enumerate(self.entries)}
         while self.stacks:
             stack = self.stacks.pop()
             own = factors

@@ -230,8 +230,7 @@ class BookKeeper:
 
     def check_hooks(self, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse hooks on the gradients of these parameters, which would not run."""
-        for parameter in parameters:
-            check_hooks(self.names[parameter], parameter)
+        check_hooks(self.names, parameters)
 
     def record_derived(
         self, target: Target, record: Record, wanted: Iterable[nn.Parameter]
@@ -263,7 +262,7 @@ class BookKeeper:
         drawn = self.batch.find(batch_size)
         # The mean's 1/b, multiplied back, and the scale of the loss, which ends here.
         factor = (float(batch_size) if self.mean_loss else 1.0) / current.loss_scale
-        norm_sq, rows = current.norms(factor)
+        norm_sq = current.norms(factor)
         per_layer = self.clipping.strategy.threshold.per_layer
         with self.batch.changing():  # until every sum is written
             try:
@@ -279,7 +278,7 @@ class BookKeeper:
                 raise
             factors = current.factors(scales, factor)
             with ops.looked_at(factors):
-                current.sum_into(self.sums, factors, rows if per_layer else None)
+                current.sum_into(self.sums, factors)
             self.batch.end_pass(batch_size, calls)
         self.monitor.look(self.per_sample_norms)
 

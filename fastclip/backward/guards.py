@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -59,24 +59,23 @@ def _refuse(name: str, gradient: Tensor | None) -> None:
         )
 
 
-def check_hooks(name: str, parameter: nn.Parameter) -> None:
-    """Refuse gradient hooks on a private parameter, which would never run.
+def check_hooks(names: Mapping[nn.Parameter, str], parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse gradient hooks on private parameters, which would never run.
 
-    Autograd computes no gradient of it: a mask or a clamp set as a hook would be left out silently.
+    Autograd computes no gradient of them: a mask or a clamp set as a hook would be left out silently.
 
     Raises:
         UnsupportedLayerError: naming the parameter.
     """
-    foreign = False
-    for hook in gradient_hooks(parameter):  # any() and a generator take three times as long
-        foreign |= getattr(hook, "func", None) is not _refuse
-    if foreign and parameter.requires_grad:
-        raise UnsupportedLayerError(
-            f"parameter {name!r} has a hook on its gradient (register_hook or "
-            "register_post_accumulate_grad_hook), which would not run: its per-sample gradients are "
-            "clipped without one; remove the hook, and do its work on the parameter after "
-            "optimizer.step(), or in the forward pass"
-        )
+    for parameter in parameters:
+        for hook in gradient_hooks(parameter):
+            if getattr(hook, "func", None) is not _refuse and parameter.requires_grad:
+                raise UnsupportedLayerError(
+                    f"parameter {names[parameter]!r} has a hook on its gradient (register_hook or "
+                    "register_post_accumulate_grad_hook), which would not run: its per-sample "
+                    "gradients are clipped without one; remove the hook, and do its work on the "
+                    "parameter after optimizer.step(), or in the forward pass"
+                )
 
 
 def check_alone(names: Mapping[nn.Parameter, str]) -> None:
@@ -85,7 +84,8 @@ def check_alone(names: Mapping[nn.Parameter, str]) -> None:
     Opacus' own engine cannot be stopped from doing so, but leaves its marks on the parameters.
     """
     for p, name in names.items():
-        if OPACUS_MARK in p.__dict__ or p.__dict__.get("grad_sample") is not None:
+        own = p.__dict__
+        if OPACUS_MARK in own or ("grad_sample" in own and own["grad_sample"] is not None):
             raise StepError(
                 f"parameter {name!r} was made private by another engine (Opacus') while this one "
                 "still clips it, so that every sample would be released twice; call cleanup() on what "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import nn
@@ -16,14 +15,13 @@ class Handle(Protocol):
 
     Attributes:
         path: of the layer in the model. keeper: its book-keeper. rule: its rule, if it has one.
+        bypass: run the module as it was (while a rule calls it from inside).
     """
 
     path: str
     keeper: BookKeeper
     rule: LayerRule | None
-
-    def bypassed(self) -> AbstractContextManager[None]:
-        """The module runs as it was inside."""
+    bypass: bool
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The trainable parameters that the rule answers for, by their name in the module."""

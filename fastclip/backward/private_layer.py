@@ -47,9 +47,12 @@ class PrivateLayer(Function):
         if rule.multiplies:
             call.forward.cast = call.forward.cast or LastCast()
             operand = call.forward.cast.of(x)
-        with call.handle.bypassed():
+        call.handle.bypass = True
+        try:
             out, saved = rule.forward(call.module, operand, call.extra)
-        if type(saved) is not tuple or not all(x is None or isinstance(x, Tensor) for x in saved):
+        finally:
+            call.handle.bypass = False
+        if type(saved) is not tuple or not _are_tensors(saved):
             raise TypeError(
                 f"{type(rule).__name__}.forward is to return the output and a tuple of tensors to save, "
                 f"but these are {_kinds(saved)}"
@@ -74,8 +77,11 @@ class PrivateLayer(Function):
         with without_autocast(g.device.type):
             if wanted:
                 backward.admit()
-            with call.handle.bypassed():
+            call.handle.bypass = True
+            try:
                 grad_input = rule.backward(backward)
+            finally:
+                call.handle.bypass = False
             backward.check_complete()
         if grad_input is not None and grad_input.dtype != ctx.dtype:
             grad_input = grad_input.to(ctx.dtype)
@@ -87,6 +93,16 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
     if torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
+
+
+_USUAL = frozenset({Tensor, nn.Parameter, type(None)})
+
+
+def _are_tensors(saved: tuple) -> bool:
+    """Nothing but tensors, and None."""
+    if _USUAL.issuperset(map(type, saved)):
+        return True
+    return all(x is None or isinstance(x, Tensor) for x in saved)
 
 
 def _kinds(saved: Any) -> str:
@@ -124,18 +140,17 @@ class LayerBackward(Contribution):
         super().__init__(
             handle.path, rule.name, g, wanted, keeper.planner, keeper.plan_log, keeper.last_input
         )
-        self._call, self._wanted = call, wanted
+        self._call, self._keeper, self._wanted = call, keeper, wanted
         self.saved: tuple[Any, ...] = saved
         self.needs_input_grad = needs_input_grad
         self.module: Any = call.module
-        self.extra = call.extra
-        self.path = handle.path
+        self.extra, self.path = call.extra, handle.path
 
     def samples(self, x: Tensor) -> Tensor:
         """`x` with one row a sample, in the order of the batch, along axis 0."""
-        order = self._call.row_order
+        order, place = self._call.row_order, self._call.place
         if order is None:
-            return self._call.place.rows(x, self._batch(x))
+            return x if place.plain and not place.axis else place.rows(x, self._batch(x))
         batch = self._call.forward.batch_size or len(order)
         rows = x.new_zeros(batch, *x.shape[1:])
         return rows.index_copy_(0, order[: x.shape[0]], x)
@@ -144,7 +159,7 @@ class LayerBackward(Contribution):
         """Check that this contribution may enter the running pass."""
         order, forward = self._call.row_order, self._call.forward
         rows = self._batch(self.g) if order is None else (forward.batch_size or len(order))
-        self._call.handle.keeper.admit(self.path, forward, rows)
+        self._keeper.admit(self.path, forward, rows)
 
     def _batch(self, x: Tensor) -> int:
         place, batch = self._call.place, self._call.forward.batch_size
@@ -157,17 +172,17 @@ class LayerBackward(Contribution):
         return batch
 
     def _take(self, name: str, record: Record) -> None:
-        handle, place = self._call.handle, self._call.place
-        assert handle.rule is not None
-        if not place.plain and handle.rule.axis(self.module) is not None:
+        rule, place = self._call.handle.rule, self._call.place
+        assert rule is not None
+        if not place.plain and rule.axis(self.module) is not None:
             record = FoldedRecord(record, place, self._batch(self.g))
-        handle.keeper.record(self._wanted[name], record)
+        self._keeper.record(self._wanted[name], record)
 
     def _units(self) -> UnitRows | None:
-        return self._call.handle.keeper.units
+        return self._keeper.units
 
     def _named(self) -> str:
         return f"the rule {self._rule} of {where(self.path, self.module)}"
 
     def _may_keep(self, name: str) -> bool:
-        return not self._call.handle.keeper.shared(self._wanted[name])
+        return not self._keeper.shared(self._wanted[name])

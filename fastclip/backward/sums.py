@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastclip import ops
 from fastclip._torch import base_of
 from fastclip.errors import GraphError, StepError
 
@@ -30,7 +31,7 @@ class ClippedSums:
 
     def add(self, parameter: nn.Parameter, clipped: Tensor) -> None:
         """Add a clipped sum of one backward pass, of as many elements as the parameter."""
-        if clipped.numel() != parameter.numel():
+        if clipped.shape != parameter.shape and clipped.numel() != parameter.numel():
             raise GraphError(
                 f"a rule recorded gradients of size {clipped.numel()} for a parameter of shape "
                 f"{list(parameter.shape)}; a record holds [b, *parameter shape]"
@@ -39,9 +40,9 @@ class ClippedSums:
         if total is None:
             # A part of a larger buffer would change its version together with the other parts.
             own = base_of(clipped) is None or clipped.untyped_storage().nbytes() == clipped.nbytes
-            total = _shaped(clipped if own else clipped.clone(), parameter)
+            total = ops.shaped(clipped if own else clipped.clone(), *parameter.shape)
         else:
-            total.add_(_shaped(clipped, parameter))
+            total.add_(ops.shaped(clipped, *parameter.shape))
         self._held[parameter] = total, total._version
         parameter.summed_grad = total  # type: ignore[attr-defined]
 
@@ -69,8 +70,3 @@ class ClippedSums:
 
     def __bool__(self) -> bool:
         return bool(self._held)
-
-
-def _shaped(x: Tensor, parameter: nn.Parameter) -> Tensor:
-    """x in the shape of the parameter; most are, and a view takes longer than a look."""
-    return x if x.shape == parameter.shape else x.view(parameter.shape)

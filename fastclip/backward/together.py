@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastclip import ops
-from fastclip.layers import KeptRecord, Record
+from fastclip.layers import KeptRecord, Record, join
 
 SMALL = 4096
 """Entries up to which a parameter's kept gradients wait for others of their size."""
@@ -23,6 +23,14 @@ class Entry:
     records: list[Record]
     norm_sq: Tensor | ops.UnfinishedNorm | None
     """[b], or what it is made of; None while it waits: for another use, or for other parameters."""
+    small: bool = False
+    """Its one record waits for those of other small parameters."""
+
+    def join(self, record: Record) -> None:
+        """One more contribution: the norm waits for the end."""
+        self.norm_sq = None
+        join(self.records, record)
+        self.small = len(self.records) == 1 and waits(self.records[0])
 
 
 def waits(record: Record) -> bool:
@@ -56,28 +64,25 @@ def stack_small(entries: dict[nn.Parameter, Entry]) -> list[Stack]:
     Raises:
         GraphError: one was changed in place since it was recorded.
     """
-    groups: dict[Any, list[nn.Parameter]] = {}
+    groups: dict[Any, list[tuple[nn.Parameter, Entry, Tensor]]] = {}
     for parameter, entry in entries.items():
-        if entry.norm_sq is not None or len(entry.records) != 1 or not waits(entry.records[0]):
+        if entry.norm_sq is not None or not entry.small:
             continue
         record = entry.records[0]
         record.check_unmodified()
         gradients = record.per_sample()
-        b = gradients.shape[0]
-        size = gradients.numel() // b if b else gradients.shape[1:].numel()
-        key = (b, size, gradients.dtype, gradients.device)
-        groups.setdefault(key, []).append(parameter)
+        key = (gradients.shape[0], gradients.shape[1:].numel(), gradients.dtype, gradients.device)
+        groups.setdefault(key, []).append((parameter, entry, gradients))
     found = []
-    for (b, size, *_), parameters in groups.items():
-        if len(parameters) < 2:
+    for (b, size, *_), small in groups.items():
+        if len(small) < 2:
             continue
-        held = [entries[parameter].records.pop().per_sample() for parameter in parameters]
-        rows = [x if x.dim() == 2 else x.reshape(b, size) for x in held]
-        stack = Stack(parameters, torch.stack(rows))
-        norms = ops.row_norm_sq(stack.gradients.flatten(0, 1)).view(len(parameters), b)
-        for parameter, norm_sq in zip(parameters, norms, strict=True):
-            entries[parameter].norm_sq = norm_sq
-        found.append(stack)
+        rows = torch.stack([ops.shaped(gradients, b, size) for _, _, gradients in small])
+        norms = ops.row_norm_sq(rows.flatten(0, 1)).view(len(small), b)
+        for (_, entry, _), norm_sq in zip(small, norms, strict=True):
+            entry.records.clear()
+            entry.norm_sq = norm_sq
+        found.append(Stack([parameter for parameter, _, _ in small], rows))
     return found
 
 
@@ -85,7 +90,7 @@ def finish_norms(entries: Iterable[Entry]) -> None:
     """The last operations of norms that wait for those of other layers."""
     groups: dict[Any, list[tuple[Entry, ops.UnfinishedNorm]]] = {}
     for entry in entries:
-        if isinstance(entry.norm_sq, ops.UnfinishedNorm):
+        if type(entry.norm_sq) is not Tensor and isinstance(entry.norm_sq, ops.UnfinishedNorm):
             groups.setdefault(entry.norm_sq.kind, []).append((entry, entry.norm_sq))
     for pairs in groups.values():
         norms = type(pairs[0][1]).finished([norm for _, norm in pairs])

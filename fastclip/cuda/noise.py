@@ -75,9 +75,10 @@ def _takes(tensors: Iterable[Tensor | None], device: torch.device, source: Any) 
     generator = source.generator
     if generator is not None and not source.secure and not _is_on(generator.device, device):
         return False
-    return all(
-        x is None or (x.device == device and x.dtype in _SCALARS and is_plain(x)) for x in tensors
-    )
+    for x in tensors:
+        if x is not None and not (x.device == device and x.dtype in _SCALARS and is_plain(x)):
+            return False
+    return True
 
 
 def _is_on(device: torch.device, wanted: torch.device) -> bool:
@@ -109,7 +110,7 @@ def _draw(
     """outs = (totals + N(0, std^2)) / divisor: one call of the extension, on the current stream."""
     device = outs[0].device
     rows = [
-        (pointer(total), out.data_ptr(), out.numel(), _SCALARS[out.dtype])
+        (0 if total is None else total.data_ptr(), out.data_ptr(), out.numel(), _SCALARS[out.dtype])
         for total, out in zip(totals, outs, strict=True)
     ]
     here = {**place(device), "threads": torch.get_num_threads()}

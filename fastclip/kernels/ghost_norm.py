@@ -32,7 +32,7 @@ from fastclip.kernels.alignment import aligned, stretches, to_copy
 from fastclip.kernels.ghost_sums import STATS, GhostSums, finish, raised, room_for
 from fastclip.kernels.one_position import one_position_norm
 from fastclip.kernels.products import multiply
-from fastclip.kernels.rounding import CHUNK, STEP, gram_coefficients, product_mode
+from fastclip.kernels.rounding import CHUNK, STEP, by_tf32, gram_coefficients, product_mode
 from fastclip.kernels.runtime import alike, autotuned, cdiv, launched, next_power_of_2, takes
 
 _MOST_USES = 4
@@ -263,26 +263,26 @@ def _pair_sums(uses: Sequence[Use], same: Hashable = None) -> GhostSums | Tensor
     if same is not None:
         if len(_BOUNDS) >= _MOST_KNOWN:
             _BOUNDS.clear()
-        _BOUNDS[same] = bounds
+        _BOUNDS[same] = bounds, room
     return norms if alone and columns == 1 else GhostSums(stats, columns, bounds)
 
 
-_BOUNDS: dict[Hashable, tuple[float, ...]] = {}
-"""Of lone uses of a kind, if their operands lie well."""
+_BOUNDS: dict[Hashable, tuple[tuple[float, ...], int]] = {}
+"""Of lone uses of a kind, if their operands lie well; and the room for their sums."""
 
 
 def begin_ghost_norm(a: Tensor, g: Tensor) -> GhostSums | Tensor:
     """The squared norm of g_b^T a_b, but for the sum of its tiles: fastclip.ops.begin_ghost_norm."""
-    same = alike(a, g), product_mode(a, a), product_mode(g, g)
-    bounds, use = _BOUNDS.get(same), (a, g)
-    if bounds is None:
+    same, use = (alike(a, g), by_tf32(a, g)), (a, g)
+    known = _BOUNDS.get(same)
+    if known is None:
         return _sums([use], same)
-    stats, norms = room_for(a, _room(use, use))
+    stats, norms = room_for(a, known[1])
     code = _pairs_kernel.repeat(same, a, g, a, g, stats, norms)
     if code is None:
         return _sums([use], same)
     pairs = _pairs(use, use, code.constants["BLOCK_T"])  # another configuration, another number
-    return norms if pairs == 1 else GhostSums(stats, pairs, bounds)
+    return norms if pairs == 1 else GhostSums(stats, pairs, known[0])
 
 
 def ghost_norm_concat(parts: Sequence[Use]) -> Tensor:

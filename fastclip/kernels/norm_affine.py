@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastclip.kernels.runtime import autotuned, cdiv, launched, next_power_of_2, runs_on
+from fastclip.kernels.runtime import alike, autotuned, cdiv, launched, next_power_of_2, runs_on
 
 MAX_FEATURES = 8192  # of a position: its x, g, dw and db are held in registers
 MAX_GROUP = 1 << 20  # elements of a group: one program goes through them
@@ -189,6 +189,7 @@ def _by_rows(
 ) -> Any:
     b, t, c = x.shape
     given = [y for y in (x, g, mean, rstd, weight) if y is not None]
+    same = alike(*given), mean is None, weight is None, need_input
     if not runs_on(*given) or c > MAX_FEATURES:
         return NotImplemented
     dx = torch.empty_like(x) if need_input else None
@@ -200,15 +201,19 @@ def _by_rows(
     rows = min(max(next_power_of_2(b * t) // 1024, 16, 4096 // c2), 128)
     chunks = cdiv(t, rows)
     parts = x.new_empty(1 if mean is None else 2, b, chunks, c, dtype=torch.float32)
-    dw, db = parts[0], parts[-1]
-    _rows[(b * chunks,)](
+    both = parts.unbind()
+    tensors = (
         x, g, rstd if mean is None else mean, rstd, x if weight is None else weight,
-        x if dx is None else dx, dw, db, t, c, chunks, rows, *x.stride(), *g.stride(),
-        *(rstd if mean is None else mean).stride(), *rstd.stride(), *(x if dx is None else dx).stride(),
-        0 if weight is None else weight.stride(0), C2=c2, IS_LAYER=mean is not None,
-        HAS_WEIGHT=weight is not None, NEED_INPUT=need_input,
+        x if dx is None else dx, both[0], both[-1],
     )  # fmt: skip
-    sums = parts[:, :, 0] if chunks == 1 else parts.sum(2)
+    if not _rows.repeat(same, *tensors):
+        _rows[(b * chunks,)](
+            *tensors, t, c, chunks, rows, *x.stride(), *g.stride(), *tensors[2].stride(),
+            *rstd.stride(), *tensors[5].stride(), 0 if weight is None else weight.stride(0), C2=c2,
+            IS_LAYER=mean is not None, HAS_WEIGHT=weight is not None, NEED_INPUT=need_input,
+            same=same,
+        )  # fmt: skip
+    sums = (parts[:, :, 0] if chunks == 1 else parts.sum(2)).unbind()
     return dx, sums[0], sums[-1]
 
 

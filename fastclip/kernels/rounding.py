@@ -28,8 +28,12 @@ def product_mode(x: Tensor, y: Tensor) -> str:
     """
     if x.dtype == y.dtype and x.dtype != torch.float32:
         return "native"
-    with_float32 = torch.float32 in (x.dtype, y.dtype)
-    return "tf32x3" if with_float32 and user_allows_tf32() else "ieee"
+    return "tf32x3" if by_tf32(x, y) else "ieee"
+
+
+def by_tf32(x: Tensor, y: Tensor) -> bool:
+    """All that `product_mode` of x, y and themselves depends on, but for their types."""
+    return torch.float32 in (x.dtype, y.dtype) and user_allows_tf32()
 
 
 def one_sided(n: int, mode: str) -> tuple[float, float]:

@@ -105,11 +105,7 @@ class Launched:
         if noted is None or _somebody_listens():
             return None
         known, grid, index, numbers = noted
-        if index == torch.cuda.current_device():
-            known.launch(grid, index, addresses, numbers)
-        else:
-            with torch.cuda.device(index):
-                known.launch(grid, index, addresses, numbers)
+        known.launch(grid, index, addresses, numbers)
         return known
 
     def _mark(self, same: Hashable, addresses: list[int | None]) -> tuple:
@@ -135,11 +131,8 @@ class Launched:
                 self._compiled.clear()
             if known is not None:
                 self._compiled[key] = known
-        elif index == torch.cuda.current_device():
-            known.launch(grid, index, addresses, args[number:])
         else:
-            with torch.cuda.device(index):
-                known.launch(grid, index, addresses, args[number:])
+            known.launch(known.grid(grid), index, addresses, args[number:])
         if same is not None and known is not None:
             self._note(self._mark(same, addresses), known, grid, index, args[number:])
 
@@ -188,24 +181,28 @@ class Compiled:
     def __init__(self, code: Any, constants: dict[str, Any], rest: tuple) -> None:
         self.constants = constants
         self._code, self._rest = code, rest
+        self._run, self._fixed = code.run, (code.function, code.packed_metadata, None, None, None)
+        """Triton's launcher, and what it is given first."""
+        self._stream_of = driver.active.get_current_stream
 
     def grid(self, grid: Any) -> tuple[int, int, int]:
         """Three sizes, of a grid or of what makes one of the constants."""
         sizes: tuple[int, ...] = (*(grid(self.constants) if callable(grid) else grid), 1, 1)
         return sizes[0], sizes[1], sizes[2]
 
-    def launch(self, grid: Any, device: int, addresses: list[int | None], numbers: tuple) -> None:
-        """Launch it on the current stream of the device, which is the current one.
+    def launch(
+        self, grid: tuple[int, ...], device: int, addresses: list[int | None], numbers: tuple
+    ) -> None:
+        """Launch it on the current stream of the device.
 
         Args:
-            addresses: of the tensors. numbers: the other arguments.
+            grid: three sizes. addresses: of the tensors. numbers: the other arguments.
         """
-        code, (x, y, z) = self._code, self.grid(grid)
-        stream = driver.active.get_current_stream(device)
-        code.run(
-            x, y, z, stream, code.function, code.packed_metadata, None, None, None,
-            *addresses, *numbers, *self._rest,
-        )  # fmt: skip
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self.launch(grid, device, addresses, numbers)
+        stream = self._stream_of(device)
+        self._run(*grid, stream, *self._fixed, *addresses, *numbers, *self._rest)
 
 
 def _first_tensors(args: tuple) -> int:
@@ -219,8 +216,8 @@ def _first_tensors(args: tuple) -> int:
 
 def _somebody_listens() -> bool:
     """Whether a profiler has asked Triton to tell it of launches, which only Triton's own way does."""
-    hooks = knobs.runtime
-    return any(getattr(h, "calls", h) for h in (hooks.launch_enter_hook, hooks.launch_exit_hook))
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _device_of(args: tuple) -> AbstractContextManager:

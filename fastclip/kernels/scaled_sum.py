@@ -33,7 +33,7 @@ from torch import Tensor
 from fastclip.kernels.alignment import WIDE, aligned, stretches, to_copy
 from fastclip.kernels.instantiated_norm import usable
 from fastclip.kernels.products import multiply, product_configs
-from fastclip.kernels.rounding import STEP, product_mode
+from fastclip.kernels.rounding import STEP, by_tf32, product_mode
 from fastclip.kernels.runtime import (
     alike,
     autotuned,
@@ -140,7 +140,7 @@ def scaled_sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
     Returns:
         [p, d], float32.
     """
-    same = alike(a, g, scale), product_mode(a, g)
+    same = alike(a, g, scale), by_tf32(a, g)
     splits = _SPLITS.get(same)
     if splits is not None:
         out = _empty(splits, g.shape[2], a.shape[2], a.device)

@@ -57,12 +57,10 @@ class Contribution(ABC):
 
     def check_complete(self) -> None:
         """Refuse a rule that left out a parameter, which would never be trained."""
-        missing = (
-            set(self._names) - self._recorded if len(self._recorded) < len(self._names) else ()
-        )
-        if missing:
+        if len(self._recorded) < len(self._names):
+            missing = sorted(set(self._names) - self._recorded)
             raise GraphError(
-                f"{self._named()} recorded nothing for {', '.join(sorted(missing))}; call.record what "
+                f"{self._named()} recorded nothing for {', '.join(missing)}; call.record what "
                 "call.wants (fastclip.testing compares all of it with autograd)"
             )
 

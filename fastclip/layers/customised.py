@@ -7,6 +7,7 @@ an attribute. A rule does not see any of it.
 
 from __future__ import annotations
 
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import nn
@@ -22,6 +23,9 @@ _HARMLESS = {
 }
 """Methods of torch's layers that no forward pass goes through."""
 _ACCESS = ("__getattr__", "__getattribute__")
+
+_FORWARD = {"forward"}
+"""Every private layer has one of its own, from fastclip."""
 
 Originals = dict[str, Any]
 
@@ -44,9 +48,19 @@ def customised(module: Any, cls: type, known: Originals) -> list[str]:
         module: of the class `cls`, or of a subclass. known: `originals(cls)` at that time.
     """
     own = type(module)
+    if own is cls and known.keys() & module.__dict__.keys() <= _FORWARD and _unchanged(own, known):
+        return []
     found = [name for name, value in known.items() if getattr(own, name, None) is not value]
     found += [name for name in known if name in module.__dict__ and name != "forward"]
     return found if own is cls else [*found, *_shadows(own, cls)]
+
+
+def _unchanged(own: type, known: Originals) -> bool:
+    """The class has what it had; every layer asks in every step."""
+    try:
+        return all(map(is_, attrgetter(*known)(own), known.values()))
+    except AttributeError:
+        return False
 
 
 def _shadows(own: type, cls: type) -> tuple[str, ...]:

@@ -25,31 +25,27 @@ class LinearRule(LayerRule):
     def forward(
         self, module: Any, x: Tensor, extra: Any
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        weight, bias = autocast_operand(module.weight), module.bias
-        out = _not_a_view(F.linear(x, weight, bias))
+        own = module.weight
+        weight = autocast_operand(own)
+        out = _not_a_view(F.linear(x, weight, module.bias))
         # The weight in the type in which it was multiplied, as torch's own layer saves it: it is cast
         # once a step.
-        return out, (
-            x if module.weight.requires_grad else None,
-            weight if x.requires_grad else None,
-        )
+        return out, (x if own.requires_grad else None, weight if x.requires_grad else None)
 
     def backward(self, call: LayerCall) -> Tensor | None:
         x, weight = call.saved
         g = call.g.contiguous()
         if call.wants("weight") or call.wants("bias"):
-            rows = call.samples(g)
-            rows = rows.reshape(rows.shape[0], _positions(rows), rows.shape[-1])  # [b, t, p]
+            rows = _by_position(call.samples(g))  # [b, t, p]
             if call.wants("bias"):
                 call.record("bias", KeptRecord(ops.wide_sum(rows, 1)))
             if call.wants("weight"):
                 assert x is not None
-                a = call.samples(x)
-                a = a.reshape(a.shape[0], _positions(a), a.shape[-1])  # [b, t, d]
+                a = _by_position(call.samples(x))  # [b, t, d]
                 call.record("weight", linear_record(call, a, rows, transposed=self.transposed))
         if not call.needs_input_grad:
             return None
-        weight = weight.to(g.dtype)
+        weight = weight if weight.dtype == g.dtype else weight.to(g.dtype)
         return g @ (weight.t() if self.transposed else weight)
 
 
@@ -62,12 +58,10 @@ class TransposedLinearRule(LinearRule):
     def forward(
         self, module: Any, x: Tensor, extra: Any
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        weight, bias = autocast_operand(module.weight), module.bias
-        out = _not_a_view(F.linear(x, weight.t(), bias))
-        return out, (
-            x if module.weight.requires_grad else None,
-            weight if x.requires_grad else None,
-        )
+        own = module.weight
+        weight = autocast_operand(own)
+        out = _not_a_view(F.linear(x, weight.t(), module.bias))
+        return out, (x if own.requires_grad else None, weight if x.requires_grad else None)
 
 
 def linear_record(
@@ -75,14 +69,15 @@ def linear_record(
 ) -> Record:
     """The record that the planner prefers for a [b, t, d] and g [b, t, p] of this parameter, [p, d]."""
     choice = call.plan_linear(a, g, name)
-    if choice.keep and not choice.of_units:
+    keep = choice.keep
+    if keep and not choice.of_units:
         pair = (g, a) if transposed else (a, g)
         if a.element_size() == 2 and not ops.computes_reference(a):
             # Products of 16-bit operands on tensor cores, and their norm in the same pass.
             return InstantiatedRecord(*ops.instantiated_norm(*pair, keep=True))
         slack = ops.ProductSlack(call.last_input.norm_sq(a), ops.row_norm_sq(g))
         return KeptRecord(ops.per_sample_gradients(*pair), slack)
-    return LinearRecord(a, g, ghost=choice.ghost, transposed=transposed, keep=choice.keep)
+    return LinearRecord(a, g, ghost=choice.ghost, transposed=transposed, keep=keep)
 
 
 def _not_a_view(out: Tensor) -> Tensor:
@@ -91,5 +86,8 @@ def _not_a_view(out: Tensor) -> Tensor:
     return out.data if out._is_view() else out
 
 
-def _positions(x: Tensor) -> int:
-    return torch.Size(x.shape[1:-1]).numel()
+def _by_position(x: Tensor) -> Tensor:
+    """x [b, ..., n] as [b, t, n]."""
+    if x.dim() == 3:
+        return x
+    return x.reshape(x.shape[0], torch.Size(x.shape[1:-1]).numel(), x.shape[-1])

@@ -48,15 +48,15 @@ class LayerNormRule(_NormRule):
             t = rows.numel() // (b * features) if b else 0
             fused = call.needs_input_grad and _same_rows(rows, x)
             grad, *grads = ops.layer_norm_backward(
-                rows.reshape(b, t, features), call.samples(call.g).reshape(b, t, features),
-                call.samples(mean).reshape(b, t), call.samples(rstd).reshape(b, t),
-                None if weight is None else weight.reshape(features), fused,
+                ops.shaped(rows, b, t, features), ops.shaped(call.samples(call.g), b, t, features),
+                ops.shaped(call.samples(mean), b, t), ops.shaped(call.samples(rstd), b, t),
+                None if weight is None else ops.shaped(weight, features), fused,
             )  # fmt: skip
             for name, own in zip(("weight", "bias"), grads, strict=True):
                 if call.wants(name):
-                    call.record(name, KeptRecord(own.view(b, *shape)))
+                    call.record(name, KeptRecord(ops.shaped(own, b, *shape)))
             if grad is not None:
-                return grad.view(x.shape)
+                return ops.shaped(grad, *x.shape)
         if not call.needs_input_grad:
             return None
         return torch.ops.aten.native_layer_norm_backward(
@@ -94,12 +94,12 @@ class RMSNormRule(_NormRule):
             t = rows.numel() // (b * features) if b else 0
             fused = call.needs_input_grad and _same_rows(rows, x)
             grad, own = ops.rms_norm_backward(
-                rows.reshape(b, t, features), call.samples(call.g).reshape(b, t, features),
-                call.samples(rstd).reshape(b, t), weight.reshape(features), fused,
+                ops.shaped(rows, b, t, features), ops.shaped(call.samples(call.g), b, t, features),
+                ops.shaped(call.samples(rstd), b, t), ops.shaped(weight, features), fused,
             )  # fmt: skip
-            call.record("weight", KeptRecord(own.view(b, *shape)))
+            call.record("weight", KeptRecord(ops.shaped(own, b, *shape)))
             if grad is not None:
-                return grad.view(x.shape)
+                return ops.shaped(grad, *x.shape)
         if not call.needs_input_grad:
             return None
         dims = tuple(range(-len(shape), 0))

@@ -15,12 +15,16 @@ def autocast_operand(x: Tensor) -> Tensor:
     For layers that are products: what is then saved for the backward pass is what was multiplied, as
     large as torch would save it, and of the type of the output's gradient.
     """
+    kind = _multiplied(x)
+    return x if kind == x.dtype else x.to(kind)
+
+
+def _multiplied(x: Tensor) -> torch.dtype:
+    """The type in which autocast multiplies x."""
     device = x.device.type
-    if x.dtype == torch.float64 or not x.is_floating_point():
-        return x
-    if not torch.is_autocast_enabled(device):
-        return x
-    return x.to(torch.get_autocast_dtype(device))
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x.dtype
+    return torch.get_autocast_dtype(device) if x.is_floating_point() else x.dtype
 
 
 class LastCast:
@@ -37,27 +41,27 @@ class LastCast:
 
     def of(self, x: Tensor) -> Tensor:
         """`autocast_operand(x)`; a copy is a leaf of its own, which requires a gradient if x does."""
-        key = _state(x)
+        kind = _multiplied(x)
+        if kind == x.dtype:
+            return x
+        key = _state(x, kind)
         if key is not None and self._last is not None:
             last, original, cast, version = self._last
             copy = cast()
             if copy is not None and last == key and original() is x and copy._version == version:
                 return copy
-        copy = autocast_operand(x)
-        if copy is x:
-            return x
-        copy = copy.detach().requires_grad_(x.requires_grad)
+        copy = x.to(kind).detach().requires_grad_(x.requires_grad)
         if key is not None:
             self._last = key, ref(x), ref(copy), copy._version
         return copy
 
 
-def _state(x: Tensor) -> Hashable:
+def _state(x: Tensor, kind: torch.dtype) -> Hashable:
     """What the copy of a tensor depends on; None where that cannot be told."""
-    if type(x) is not Tensor or x.is_inference() or not x.data_ptr():
+    if type(x) is not Tensor or x.is_inference():
         return None
-    device = x.device.type
-    stream = torch.cuda.current_stream(x.device).cuda_stream if device == "cuda" else 0
-    on = torch.is_autocast_enabled(device)
-    kind = torch.get_autocast_dtype(device) if on else None
-    return x._version, x.data_ptr(), x.shape, x.stride(), x.requires_grad, kind, stream
+    address = x.data_ptr()
+    if not address:
+        return None
+    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    return x._version, address, x.shape, x.stride(), x.requires_grad, kind, stream

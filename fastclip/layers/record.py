@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastclip import ops
+from fastclip._torch import version_of
 from fastclip.errors import GraphError
 from fastclip.ops.units import UnitRows
 
@@ -22,11 +23,11 @@ class Record(ABC):
 
     def __init__(self, *operands: Tensor) -> None:
         self._operands = operands
-        self._versions = [x._version for x in operands]
+        self._versions = [*map(version_of, operands)]
 
     def check_unmodified(self) -> None:
         """Raise if an operand was changed in place since the norm was taken."""
-        if [x._version for x in self._operands] != self._versions:
+        if [*map(version_of, self._operands)] != self._versions:
             raise GraphError(
                 "an activation or output gradient was modified in place between the backward pass "
                 "and the clipped sum, so the recorded norm no longer bounds the contribution; do "

@@ -9,7 +9,6 @@ autograd never computes an unclipped weight gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
 from typing import Any, Protocol
@@ -23,7 +22,6 @@ from fastclip.backward.private_layer import Call, PrivateLayer
 from fastclip.errors import UnsupportedLayerError, where
 from fastclip.layers import LayerRule
 from fastclip.model.following import eagerly, follow
-from fastclip.samples.layout import BatchLayout
 from fastclip.samples.place import Place
 from fastclip.uses.arguments import leaves_of
 from fastclip.uses.proxy import Derived, is_private
@@ -60,10 +58,10 @@ class Handle:
         """The module's forward."""
         if self.bypass:
             return self._plain(module)(*args, **kwargs)
-        if self.rule is None:
-            inner: Callable = partial(self._followed, module)
-        else:
-            inner = self._private(module)
+        run = self._followed if self.rule is None else self._private
+        if not self.scopes:
+            return run(module, *args, **kwargs)
+        inner: Callable = partial(run, module)
         for scope in self.scopes:
             inner = _Bound(scope, self, module, inner)
         return inner(*args, **kwargs)
@@ -80,65 +78,37 @@ class Handle:
     def _followed(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return follow(self.path, self.keeper, self._plain(module), args, kwargs)
 
-    def _private(self, module: nn.Module) -> Callable:
-        rule = self.rule
-        assert rule is not None
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            probe = self.keeper.calls.probe
-            plain = self._plain(module)
-            if probe:
-                computed = any(type(p) is Derived for p in module._parameters.values())
-                if (
-                    self.path in probe.layout.open
-                    or computed  # torch.func.functional_call with weights of parameters' making
-                    or any(map(is_private, (*args, *kwargs.values())))
-                ):
-                    probe.layout.open.add(self.path)
-                    probe.layout.met.add(self.path)
-                    return plain(*args, **kwargs)
-                x = args[0] if args else next(iter(kwargs.values()), None)
-                probe.layout.observe(probe, self.path, x, rule.counts_rows)
-                with Native():
-                    out = plain(*args, **kwargs)
-                return probe.layout.observed_output(probe, self.path, rule.axis(module), out)
-            if torch.is_grad_enabled():
-                return apply_rule(self, module, args, kwargs)
+    def _private(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        probe = self.keeper.calls.probe
+        if probe is None and torch.is_grad_enabled():
+            return apply_rule(self, module, args, kwargs)
+        plain = self._plain(module)
+        if probe is None:
             return plain(*args, **kwargs)
-
-        return forward
-
-    def bypassed(self) -> AbstractContextManager[None]:
-        """The module runs as it was inside."""
-        return _Bypassed(self)
+        assert self.rule is not None
+        computed = any(type(p) is Derived for p in module._parameters.values())
+        if (
+            self.path in probe.layout.open
+            or computed  # torch.func.functional_call with weights of parameters' making
+            or any(map(is_private, (*args, *kwargs.values())))
+        ):
+            probe.layout.open.add(self.path)
+            probe.layout.met.add(self.path)
+            return plain(*args, **kwargs)
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        probe.layout.observe(probe, self.path, x, self.rule.counts_rows)
+        with Native():
+            out = plain(*args, **kwargs)
+        return probe.layout.observed_output(probe, self.path, self.rule.axis(module), out)
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The trainable parameters that the rule answers for, by their name in the module."""
-        found: dict[str, nn.Parameter] = {}
-        seen: set[int] = set()
+        found: dict[int, tuple[str, nn.Parameter]] = {}
         own = module._parameters.items()  # named_parameters takes three times as long
         for name, parameter in own:
-            if parameter is None or not parameter.requires_grad:
-                continue
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                found[name] = parameter
-        return found
-
-
-class _Bypassed(AbstractContextManager[None]):
-    """`Handle.bypassed`; as a generator it takes four times as long."""
-
-    __slots__ = ("_handle",)
-
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
-
-    def __enter__(self) -> None:
-        self._handle.bypass = True
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.bypass = False
+            if parameter is not None and parameter.requires_grad:
+                found.setdefault(id(parameter), (name, parameter))
+        return dict(found.values())
 
 
 class _Bound:
@@ -201,21 +171,22 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
     assert rule is not None
     forward, opens = keeper.layer_forward(handle.path)
     place: Place | None = _ROWS
-    if forward.row_order is None and not rule.counts_rows:
-        layout: BatchLayout
-        if forward.layout is None or not forward.routings:
+    layout = forward.layout
+    placed = forward.row_order is None and not rule.counts_rows
+    if placed:
+        if layout is None or not (layout.knows(handle.path) or forward.routings):
             layout = keeper.calls.layout_with(handle.path, forward)
-        else:
-            layout = forward.layout
-        moved = forward.routings and handle.path not in layout.places
+        moved = handle.path not in layout.places and forward.routings
         if moved or handle.path in layout.open:
             return handle._plain(module)(*args, **kwargs)
     try:
         x, extra = rule.prepare(module, args, kwargs)
     except TypeError as error:
         raise _unsupported(handle, module, error) from error
-    _check_extra(handle, module, extra)
-    if forward.row_order is None and not rule.counts_rows:
+    if extra is not None:
+        _check_extra(handle, module, extra)
+    if placed:
+        assert layout is not None
         rows = forward.batch_size
         place = None if rows is None else layout.place_of(handle.path, x, rows, forward.lengths)
         if rows is not None and place is None and handle.path in layout.places:
@@ -243,8 +214,6 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
 
 def _check_extra(handle: Handle, module: nn.Module, extra: Any) -> None:
     """Refuse a second input whose gradient would be lost: rules return that of one."""
-    if extra is None:
-        return
     if any(isinstance(x, Tensor) and x.requires_grad for x in leaves_of(extra)):
         raise UnsupportedLayerError(
             f"{where(handle.path, module)}: its rule returns one input's gradient, but another one "
@@ -264,10 +233,13 @@ def _check_parameters(
             f"{where(handle.path, module)}: parameters {replaced} have been replaced since "
             "make_private, so they would not be trained; call make_private again"
         )
+    own, kind = module._parameters, type(module)
     for name in handle.rule.parameter_names:
+        if name in own and name not in module.__dict__ and not hasattr(kind, name):
+            continue  # nothing else is found under this name
         value = getattr(module, name, None)
         trained = isinstance(value, Tensor) and value.requires_grad
-        if trained and module._parameters.get(name) is not value:
+        if trained and own.get(name) is not value:
             raise UnsupportedLayerError(
                 f"{where(handle.path, module)}: {name} is computed from other "
                 f"tensors, not a parameter, so these would get no gradient; {HOW_TO_REGISTER}"

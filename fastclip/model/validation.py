@@ -39,8 +39,8 @@ def check_module(model: nn.Module) -> None:
     Raises:
         UnsupportedLayerError: naming the module's path and the way out.
     """
-    for name, parameter in model.named_parameters():
-        check_hooks(name, parameter)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    check_hooks(names, names)
     for path, module in model.named_modules():
         where = f"{path or 'the model'} ({type(module).__name__})"
         _check_parameters(where, module)

@@ -50,6 +50,7 @@ def _from_environment() -> str:
 
 
 _STATE = _State(_from_environment())
+_NONE: dict[str, Callable[..., Any]] = {}
 OPERATIONS: dict[str, Callable[..., Any]] = {}
 """Name -> reference of every operation that may have kernels."""
 
@@ -58,16 +59,20 @@ def operation(reference: _Function) -> _Function:
     """Make a reference the operation of its name: kernels take its place where they can."""
     name = reference.__name__
     OPERATIONS[name] = reference
+    keys = {backend: f"{backend} {name}" for backend in _MODULES}
 
     @functools.wraps(reference)
     def dispatched(*args: Any, **kwargs: Any) -> Any:
-        tensor = _first_tensor(args)
+        tensor = args[0] if args and isinstance(args[0], Tensor) else _first_tensor(args)
         if tensor is None or _STATE.requested == "reference":
             return reference(*args, **kwargs)
         for backend in _candidates(tensor.device):
-            kernel = _kernel(backend, name)
+            key = keys[backend]
+            if key in _STATE.why_not:
+                continue
+            kernel = _STATE.kernels.get(backend, _NONE).get(name) or _kernel(backend, name)
             if kernel is not None:
-                done, result = _launch(backend, name, kernel, args, kwargs)
+                done, result = _launch(key, kernel, args, kwargs)
                 if done:
                     return result
         return reference(*args, **kwargs)
@@ -125,10 +130,9 @@ def _load(backend: str) -> dict[str, Callable[..., Any]]:
 
 
 def _launch(
-    backend: str, name: str, kernel: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    key: str, kernel: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> tuple[bool, Any]:
     """(True, result), or (False, None) where the kernel declined or its first launch failed."""
-    key = f"{backend} {name}"
     try:
         result = kernel(*args, **kwargs)
     except (torch.OutOfMemoryError, FastclipError):

@@ -45,6 +45,11 @@ def wide_sum(x: Tensor, dim: int) -> Tensor:
     return x.sum(dim, dtype=accumulation_dtype(x.dtype))
 
 
+def shaped(x: Tensor, *shape: int) -> Tensor:
+    """`x` in this shape; most are in it, and a view takes longer than a look."""
+    return x if x.shape == shape else x.reshape(shape)
+
+
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Unit roundoff u of the accumulation type of `dtype`."""
     return torch.finfo(accumulation_dtype(dtype)).eps / 2

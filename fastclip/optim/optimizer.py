@@ -226,14 +226,14 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Everything before the inner step; False if this step only accumulates."""
-        if not self.params:
+        if not (parameters := self.params):
             self._drop_gradients()
             return True
-        unknown = sum(p not in self.keeper.names for p in self.params)
+        unknown = [p for p in parameters if p not in self.keeper.names]
         if unknown:
             raise StepError(
-                f"{unknown} of the optimizer's trainable parameters were not in it when make_private "
-                "was called, so their gradients are not clipped; call make_private again"
+                f"{len(unknown)} of the optimizer's trainable parameters were not in it at "
+                "make_private, so their gradients are not clipped; call make_private again"
             )
         if not self.keeper.batch.retired:
             check_alone(self.keeper.names)

@@ -12,7 +12,7 @@ import torch
 
 from fastclip.kernels import runtime
 from fastclip.kernels.ghost_sums import GhostSums
-from fastclip.kernels.rounding import product_mode
+from fastclip.kernels.rounding import by_tf32
 
 
 class Code:
@@ -231,9 +231,9 @@ def test_a_repeated_ghost_norm_has_the_pairs_of_its_configuration(
     module = import_module("fastclip.kernels.ghost_norm")  # the package has a function of this name
     monkeypatch.setattr(module, "_pairs_kernel", kernel)
     a, g = torch.zeros(2, 128, 8), torch.zeros(2, 128, 4)
-    same = runtime.alike(a, g), *(product_mode(x, x) for x in (a, g))
+    same = runtime.alike(a, g), by_tf32(a, g)
     bounds = tuple(map(float, range(7)))
-    monkeypatch.setattr(module, "_BOUNDS", {same: bounds})
+    monkeypatch.setattr(module, "_BOUNDS", {same: (bounds, 3)})
     found = module.begin_ghost_norm(a, g)
     if pairs == 1:
         assert isinstance(found, torch.Tensor)
