@@ -34,6 +34,7 @@ ORDER = (
     "explanation",
     "mechanism",
     "inspection",
+    "captured",
     "engine",
     "integrations",
     "testing",
@@ -61,7 +62,7 @@ LONGER = {
     "kernels/ghost_norm.py": 316,
     "engine.py": 321,
     "data/draws.py": 346,
-    "backward/bookkeeping.py": 323,
+    "backward/bookkeeping.py": 321,
     "optim/optimizer.py": 324,
 }
 """Lines of the modules that are longer than they should be; they may only shrink."""

@@ -233,6 +233,14 @@ class BackwardPass:
             factors = (scales.double() * weights * factor).to(scales.dtype)
         return factors if self.units.joined else self.units.spread(factors)
 
+    def write(
+        self, sums: ClippedSums, factor: float, rows: dict[nn.Parameter, int] | None, scales: Tensor
+    ) -> None:
+        """Add the clipped sums of what the pass holds, given its `scales`."""
+        factors = self.factors(scales, factor)
+        with ops.looked_at(factors):
+            self.sum_into(sums, factors, rows)
+
     def sum_into(
         self, sums: ClippedSums, factors: Tensor, rows: dict[nn.Parameter, int] | None
     ) -> None:
