@@ -22,8 +22,6 @@ from fastclip.captured.device import Recorder
 from fastclip.captured.frozen import Frozen
 from fastclip.errors import GraphError
 
-_WARM = 2
-"""Rehearsals before a capture: they compile and tune kernels, and fill caches."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3}
 _COARSE = 5e-2
 """Of 16-bit arithmetic. What a graph must not do is wrong by as much as the values are large."""
@@ -109,11 +107,14 @@ class Recording:
         torch.clear_autocast_cache()
         given = [x.clone() for x in inputs]
         try:
-            for _ in range(_WARM):
-                recorder.aside(lambda: self._rehearse(run))
+            # Rehearsals compile and tune kernels and fill caches; the second shows what never rests.
+            recorder.aside(lambda: self._rehearse(run))
             self.frozen = frozen()
+            recorder.aside(lambda: self._rehearse(run))
+            self._check_rests()
             self._capture(recorder, run)
             self._prove(recorder, run)
+            self._check_rests()
         except GraphError:
             raise
         except RuntimeError as error:
@@ -128,6 +129,8 @@ class Recording:
             recorder.set_random_state(state)
             for x, before in zip(inputs, given, strict=True):
                 x.copy_(before)
+
+    def _check_rests(self) -> None:
         if self.frozen.changed():
             raise GraphError(
                 "the model changes its attributes, buffers or parts while it runs, which a replay "

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
 
 T = TypeVar("T")
 _LOOKS = {"drop_zeroed", "looked_at"}
