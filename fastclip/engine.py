@@ -140,11 +140,8 @@ class FastPrivacyEngine(SteppingEngine):
         if grad_sample_mode not in ("ghost_fsdp", "ghost_tp"):  # which take the losses row by row
             check_coupling(criterion)
         validation.check_inner_step(optimizer)
-        values = (
-            sample_rate, expected_batch_size, max_batch_size, unit_ids, max_rows_per_unit,
-            unit_reduction,
-        )  # fmt: skip
-        sampling: dict[str, Any] = dict(zip(SAMPLING, values, strict=True))
+        values = (sample_rate, expected_batch_size, max_batch_size, unit_ids, max_rows_per_unit)
+        sampling: dict[str, Any] = dict(zip(SAMPLING, (*values, unit_reduction), strict=True))
         if grad_sample_mode not in FAST_MODES:
             asked = [name for name in SAMPLING[:-1] if sampling[name] is not None]
             if asked:

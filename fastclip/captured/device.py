@@ -72,6 +72,6 @@ class CudaRecorder:
         torch.cuda.set_rng_state(state, self._device)
 
 
-def recorder_of(device: torch.device) -> Recorder | None:
-    """Who captures on this device; None where nobody can."""
-    return CudaRecorder(device) if device.type == "cuda" else None
+def recorder_of(device: torch.device) -> Callable[[torch.device], Recorder] | None:
+    """What captures on such a device; None where nothing can."""
+    return CudaRecorder if device.type == "cuda" else None

@@ -25,6 +25,9 @@ _MOST_CAPTURES = 32
 _PLAIN = (bool, int, float, str, type(None))
 
 
+_Recorders = Callable[[torch.device], Recorder]
+
+
 class Step:
     """Forward pass, loss, backward pass, norms and clipped sums of one batch; see `engine.make_step`.
 
@@ -112,7 +115,7 @@ class Step:
             )
         return rows, parts
 
-    def _recorder(self, device: torch.device) -> Recorder | None:
+    def _recorder(self, device: torch.device) -> _Recorders | None:
         if not self._graphs:
             return None
         recorder = recorder_of(device)
@@ -125,7 +128,7 @@ class Step:
         return recorder
 
     def _train(
-        self, leaves: list[Any], structure: Any, rows: int, recorder: Recorder | None
+        self, leaves: list[Any], structure: Any, rows: int, recorder: _Recorders | None
     ) -> Tensor:
         """One physical batch contributes; the losses of its rows."""
         if recorder is None or not rows:
@@ -205,7 +208,7 @@ class Step:
         held = iter(inputs)
         padded = [next(held) if _is_tensor(x) else x for x in leaves]
         recording = Recording(
-            recorder, keeper, partial(self._run, padded, structure), inputs,
+            recorder(device), keeper, partial(self._run, padded, structure), inputs,
             partial(Frozen, self._model, keeper, device),
         )  # fmt: skip
         self._recordings[kind] = recording

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 
 from fastclip import clipping
@@ -93,7 +94,7 @@ def test_a_change_reaches_the_next_step(change: str) -> None:
     x, y = batch()
     for _ in range(3):  # as it is, captured again, replayed
         run[4](x, y)
-        found = {n: p for n, p in run[1]._module.named_parameters()}
+        found = dict(run[1]._module.named_parameters())
         held = {n: p.summed_grad.clone() for n, p in found.items() if p.summed_grad is not None}
         expected = eager(run, x, y)
         assert held.keys() <= expected.keys()
@@ -199,11 +200,29 @@ def test_passes_join_and_validation_passes_between_them_change_nothing() -> None
 def test_an_error_in_the_middle_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     run = captured()
     keeper, (x, y) = run[1].keeper, batch()
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+    with monkeypatch.context() as patch:
         patch.setattr(keeper.clipping, "clip", lambda *_, **__: 1 / 0)
-        run[4](x, y)
+        with pytest.raises(ZeroDivisionError):
+            run[4](x, y)
     run[4](x, y)
     assert relative_error(sums(run), eager(run, x, y)) <= 1e-10
+
+
+def test_a_memory_manager_splits_draws() -> None:
+    runs = test_step.twins("rows", "adaptive", rows=10)
+    found = []
+    for _, private, optimizer, loader, step in runs:
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=9, optimizer=optimizer
+        ) as physical:
+            for x, y in physical:
+                step(x, y)
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(dict(private.named_parameters()))
+    assert runs[1][4].captured == 1
+    assert relative_error(found[1], found[0]) <= 1e-10
+    assert runs[0][0].accountant.history == runs[1][0].accountant.history
 
 
 # Refused
