@@ -43,6 +43,9 @@ class Frozen:
             for name, value in vars(module).items()
             if isinstance(value, Tensor)
         ]
+        tables = (table for module in self._modules for table in vars(module).values())
+        self._tables = [table for table in tables if isinstance(table, dict)]
+        """Hooks of each kind, parts, and whatever else is kept so."""
         self._held = self._tensors()
         self._seen = self._read()
 
@@ -60,7 +63,7 @@ class Frozen:
         return [
             surroundings(self._device),
             len(self._keeper.calls.looks),
-            [(len(m._backward_hooks), len(m._backward_pre_hooks)) for m in self._modules],
+            [len(table) for table in self._tables],
             [table.get(name) for table, name in self._plain],
             [
                 (id(x), x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad)

@@ -171,7 +171,9 @@ class Step:
 
     # Recordings
 
-    def _recording(self, leaves: list[Any], structure: Any, recorder: Recorder) -> Recording | None:
+    def _recording(
+        self, leaves: list[Any], structure: Any, recorder: _Recorders
+    ) -> Recording | None:
         """What is to be replayed; None: this batch runs as it is."""
         keeper = self._keeper
         keeper.drop_stale()

@@ -74,6 +74,13 @@ def _tensor(run: tuple) -> None:
     run[1]._module.scale = torch.tensor(2.0)
 
 
+def _doubled(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
+    _doubled.calls += 1  # type: ignore[attr-defined]
+
+
+_doubled.calls = 0  # type: ignore[attr-defined]
+
+
 CHANGES: dict[str, Callable[[tuple], Any]] = {
     "weights replaced": _data,
     "weights loaded": _in_place,
@@ -83,6 +90,7 @@ CHANGES: dict[str, Callable[[tuple], Any]] = {
     "a mode": lambda run: run[1].eval(),
     "a frozen layer": lambda run: run[1]._module.linear.bias.requires_grad_(False),
     "a threshold": lambda run: setattr(run[2], "max_grad_norm", 0.05),
+    "a hook": lambda run: run[1]._module.linear.register_full_backward_hook(_doubled),
     "nothing": lambda run: None,
 }
 
@@ -102,6 +110,7 @@ def test_a_change_reaches_the_next_step(change: str) -> None:
         assert all(not expected[n].any() for n in expected.keys() - held.keys())
         run[2].zero_grad()
     assert run[4].captured == 1
+    assert change != "a hook" or _doubled.calls  # type: ignore[attr-defined]
 
 
 def test_weights_are_cast_anew_inside_one_autocast_block() -> None:
