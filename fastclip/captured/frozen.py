@@ -15,7 +15,7 @@ from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.samples.probing import MOST_ROWS
 from fastclip.samples.settings import Settings
 
-_PLAIN = (bool, int, float, str, tuple, type(None))
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class Frozen:
@@ -35,7 +35,7 @@ class Frozen:
             (vars(module), name)
             for module in self._modules
             for name, value in vars(module).items()
-            if type(value) in _PLAIN
+            if _is_plain(value)
         ]
         self._loose = [
             (vars(module), name)
@@ -70,6 +70,10 @@ class Frozen:
                 for x in self._tensors()
             ],
         ]
+
+
+def _is_plain(value: Any) -> bool:
+    return all(type(x) in _PLAIN for x in (value if type(value) is tuple else (value,)))
 
 
 def surroundings(device: torch.device) -> tuple[Any, ...]:
