@@ -1,7 +1,7 @@
 """A whole training step as one CUDA graph: captured after steps have run, replayed on new batches.
 
-As in examples/cuda_graph.py: fixed shapes, a constant threshold, seeded noise, which is drawn anew at
-every replay. What runs in Python, the accountant first, stands still: this measures time.
+Fixed shapes, a constant threshold, seeded noise, which is drawn anew at every replay. What runs in
+Python, the accountant first, stands still: this measures time. To train, take `engine.make_step`.
 """
 
 from __future__ import annotations

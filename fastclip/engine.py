@@ -17,12 +17,13 @@ from fastclip.accounting.truncation import refuse_truncated
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.criterion import check_coupling, check_criterion
 from fastclip.backward.one_process import check_not_distributed
+from fastclip.captured.engine import SteppingEngine
 from fastclip.checks import not_negative
 from fastclip.clipping import Clipping, ConstantNoise, resolve
 from fastclip.data.plan import SAMPLING
 from fastclip.data.recorded import AsPlanned, Releases, accounted_rate, planned_history
 from fastclip.errors import ArgumentError, ArgumentTypeError
-from fastclip.inspection import InspectedEngine, Run
+from fastclip.inspection import Run
 from fastclip.model import validation
 from fastclip.model.compatible import compatible
 from fastclip.model.module import FastGradSampleHooks, FastGradSampleModule
@@ -36,7 +37,7 @@ MATERIALISED_MODES = ("hooks", "functorch", "ew")
 MODES = (*FAST_MODES, "hooks", "functorch", "ew", "ghost_fsdp", "ghost_tp", "no_op")
 
 
-class FastPrivacyEngine(InspectedEngine):
+class FastPrivacyEngine(SteppingEngine):
     """Drop-in for `opacus.PrivacyEngine`: same calls, same guarantee, one ordinary backward pass.
 
     Example:
@@ -139,11 +140,8 @@ class FastPrivacyEngine(InspectedEngine):
         if grad_sample_mode not in ("ghost_fsdp", "ghost_tp"):  # which take the losses row by row
             check_coupling(criterion)
         validation.check_inner_step(optimizer)
-        values = (
-            sample_rate, expected_batch_size, max_batch_size, unit_ids, max_rows_per_unit,
-            unit_reduction,
-        )  # fmt: skip
-        sampling: dict[str, Any] = dict(zip(SAMPLING, values, strict=True))
+        values = (sample_rate, expected_batch_size, max_batch_size, unit_ids, max_rows_per_unit)
+        sampling: dict[str, Any] = dict(zip(SAMPLING, (*values, unit_reduction), strict=True))
         if grad_sample_mode not in FAST_MODES:
             asked = [name for name in SAMPLING[:-1] if sampling[name] is not None]
             if asked:
@@ -240,8 +238,8 @@ class FastPrivacyEngine(InspectedEngine):
                 f"{type(data_loader).__name__}"
             )
         validation.check_budget(target_epsilon, target_delta, epochs)
-        asked = {name: options[name] for name in (*SAMPLING, "poisson_sampling") if name in options}
-        design = self.plan_sampling(data_loader, **asked)
+        asked = (*SAMPLING, "poisson_sampling")
+        design = self.plan_sampling(data_loader, **{n: options[n] for n in asked if n in options})
         known = {"epsilon_tolerance", *inspect.signature(self.accountant.get_epsilon).parameters}
         accounting = {name: value for name, value in options.items() if name in known}
         rest = {name: value for name, value in options.items() if name not in known}

@@ -34,6 +34,7 @@ ORDER = (
     "explanation",
     "mechanism",
     "inspection",
+    "captured",
     "engine",
     "integrations",
     "testing",
@@ -59,9 +60,9 @@ CYCLES = {
 LONGEST = 300
 LONGER = {
     "kernels/ghost_norm.py": 316,
-    "engine.py": 321,
+    "engine.py": 319,
     "data/draws.py": 346,
-    "backward/bookkeeping.py": 323,
+    "backward/bookkeeping.py": 320,
     "optim/optimizer.py": 324,
 }
 """Lines of the modules that are longer than they should be; they may only shrink."""

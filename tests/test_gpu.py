@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from fastclip import clipping, ops
+from fastclip import FastPrivacyEngine, clipping, ops
 from fastclip.errors import StepError
 from fastclip.noise import SecureNoise, SeededNoise
 from fastclip.ops.dispatch import use_backend
@@ -90,11 +92,89 @@ def test_no_kernel_fell_back() -> None:
     assert not [f"{name}: {why}" for name, (_, why) in failed.items() if "failed" in why]
 
 
+def _built() -> bool:
+    from fastclip.ops.dispatch import _load
+
+    return "noise_finalize" in _load("cuda")
+
+
+extension = pytest.mark.skipif(
+    torch.cuda.is_available() and not _built(), reason="the CUDA extension is not built"
+)
+
+
 def test_the_captured_step_trains() -> None:
     from examples.cuda_graph import train
 
     losses = train(steps=30)
     assert losses[-1] < losses[0]
+
+
+def _twin_steps(name: str, strategy: str, secure: bool = False) -> list[tuple]:
+    """The same run without and with graphs, on the same Poisson draws."""
+    torch.manual_seed(0)
+    build, make_inputs = MODELS[name]
+    model, inputs = build(), torch.cat([make_inputs() for _ in range(16)])
+    found = []
+    for cuda_graph in (False, True):
+        own = copy.deepcopy(model).cuda()
+        engine = FastPrivacyEngine(accountant="rdp", secure_mode=secure)
+        data = TensorDataset(inputs, torch.arange(len(inputs)) % 3)
+        private, optimizer, loader = engine.make_private(
+            module=own, optimizer=torch.optim.SGD(own.parameters(), lr=0.1),
+            data_loader=DataLoader(data, 16, generator=torch.Generator().manual_seed(3)),
+            noise_multiplier=1.0 if secure else 0.0, max_grad_norm=0.5,
+            clipping=STRATEGIES[strategy],
+        )  # fmt: skip
+
+        def losses(model: nn.Module, x: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+            return row_loss(model(x))
+
+        step = engine.make_step(private, losses, physical_batch=40, cuda_graph=cuda_graph)
+        found.append((engine, private, optimizer, loader, step))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["flat", "adaptive", "groups"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_replayed_step_is_the_step(name: str, strategy: str) -> None:
+    runs = _twin_steps(name, strategy)
+    for batches in zip(*(run[3] for run in runs), strict=True):
+        sums = []
+        for (engine, private, optimizer, _, step), (x, groups) in zip(runs, batches, strict=True):
+            engine.set_groups(groups.cuda())
+            step(x, groups)
+            sums.append(summed(dict(private._module.named_parameters())))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert relative_error(sums[1], sums[0]) <= 1e-4
+    assert runs[1][4].captured
+    assert runs[0][0].accountant.history == runs[1][0].accountant.history
+
+
+@pytest.mark.parametrize("secure", [False, pytest.param(True, marks=extension)])
+def test_a_replayed_step_does_not_synchronise_and_draws_new_noise(secure: bool) -> None:
+    _, private, optimizer, loader, step = _twin_steps("rows", "flat", secure)[1]
+    gradients = []
+    for number, (x, y) in enumerate(loader):
+        x, y = x.cuda(), y.cuda()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step.captured and number > 3 else "default")
+        try:
+            step(x, y)
+            before = summed(dict(private._module.named_parameters()))
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        named = dict(private._module.named_parameters())
+        if len(x):
+            gradients.append(
+                torch.cat([(16 * p.grad - before[n]).flatten() for n, p in named.items()])
+            )
+        optimizer.zero_grad()
+    assert step.captured
+    for first, second in pairwise(gradients):
+        assert not secure or not torch.equal(first, second)
 
 
 def test_bfloat16_autocast() -> None:
@@ -107,17 +187,6 @@ def test_bfloat16_autocast() -> None:
     row_loss(out.float()).mean().backward()
     found = {name: x.cpu() for name, x in summed(dict(model.named_parameters())).items()}
     assert relative_error(found, expected) <= 2e-2
-
-
-def _built() -> bool:
-    from fastclip.ops.dispatch import _load
-
-    return "noise_finalize" in _load("cuda")
-
-
-extension = pytest.mark.skipif(
-    torch.cuda.is_available() and not _built(), reason="the CUDA extension is not built"
-)
 
 
 @extension

@@ -237,6 +237,12 @@ class BackwardPass:
             factors = (scales.double() * weights * factor).to(scales.dtype)
         return factors if self.units.joined else self.units.spread(factors)
 
+    def write(self, sums: ClippedSums, factor: float, scales: Tensor) -> None:
+        """Add the clipped sums of what the pass holds, given its `scales`."""
+        factors = self.factors(scales, factor)
+        with ops.looked_at(factors):
+            self.sum_into(sums, factors)
+
     def sum_into(self, sums: ClippedSums, factors: Tensor) -> None:
         """Add the clipped sums of what the pass holds, and let go of it.
 

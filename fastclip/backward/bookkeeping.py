@@ -8,16 +8,17 @@ next one. All state of the engine that is not the optimizer's lives in one BookK
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fastclip import ops
 from fastclip._torch import at_end_of_pass, current_task
+from fastclip.backward import guards
+from fastclip.backward.arithmetic import arithmetic
 from fastclip.backward.backward_pass import BackwardPass
 from fastclip.backward.batch_norm import check_batch_norm
 from fastclip.backward.clipping_state import ClippingState
@@ -28,9 +29,8 @@ from fastclip.backward.loss_scale import running_scale
 from fastclip.backward.one_process import check_one_process
 from fastclip.backward.sums import ClippedSums
 from fastclip.clipping import Clipping
-from fastclip.errors import GraphError, StepError, where
+from fastclip.errors import GraphError, where
 from fastclip.layers import Record
-from fastclip.ops import full_float32
 from fastclip.ops.units import UnitRows
 from fastclip.planner import Planner
 from fastclip.planner.report import PlanLog
@@ -69,6 +69,8 @@ class BookKeeper:
         self.guard = LeakGuard()
         self.monitor = NonFiniteMonitor()
         self.paused = False
+        self.caught: Callable[[BackwardPass, float], None] | None = None
+        """Takes a pass that is rehearsed or captured, with its factor: it contributes nothing."""
         self.depth = 0
         self.forward = Forward(None)
         self.per_sample_norms: Tensor | None = None
@@ -156,12 +158,7 @@ class BookKeeper:
         check_alone(self.names)
         for path, module in self.batch_norms:
             check_batch_norm(path, module)
-        thawed = [name for parameter, name in self.frozen.items() if parameter.requires_grad]
-        if thawed:
-            raise StepError(
-                f"parameters {thawed} have become trainable since make_private, which does not clip "
-                "them; call make_private again after unfreezing"
-            )
+        guards.check_frozen(self.frozen)
 
     def drop_stale(self) -> None:
         """Forget a pass whose backward failed: outside any backward none can be running."""
@@ -248,38 +245,40 @@ class BookKeeper:
             return
         for forward in current.forwards:
             forward.finished = True
-        # The settings of float32 products are raised once for all norms and sums of the pass.
-        with torch.no_grad(), full_float32(), ExitStack() as stack:
-            for device in {parameter.device.type for parameter in self.names}:
-                # The caller's autocast (a backward pass inside its block) is not for norms and sums.
-                stack.enter_context(torch.autocast(device, enabled=False))
+        with arithmetic(self.names):
             current.pull_back()
             self._close(current)
 
     def _close(self, current: BackwardPass) -> None:
         batch_size, calls = current.batch_size or 0, len(current.forwards)
         check_loss(current.loss, "mean" if self.mean_loss else "sum", batch_size)
-        drawn = self.batch.find(batch_size)
         # The mean's 1/b, multiplied back, and the scale of the loss, which ends here.
         factor = (float(batch_size) if self.mean_loss else 1.0) / current.loss_scale
+        if self.caught is not None:
+            self.caught(current, factor)
+            return
+        drawn = self.batch.find(batch_size)
         norm_sq = current.norms(factor)
         per_layer = self.clipping.strategy.threshold.per_layer
+        layers = current.places(self.names, norm_sq.device) if per_layer else None
+        write = partial(current.write, self.sums, factor)
+        self.contribute(norm_sq, layers, drawn, batch_size, calls, write, current.units)
+
+    def contribute(
+        self, norm_sq: Tensor, layers: Tensor | None, drawn: bool, rows: int, calls: int,
+        write: Callable[[Tensor], None], units: UnitRows | None = None,
+    ) -> None:  # fmt: skip
+        """A pass over `rows` rows enters the sums: `write` adds them, given the scales."""
         with self.batch.changing():  # until every sum is written
             try:
                 scales, self.per_sample_norms = self.clipping.clip(
-                    norm_sq,
-                    current.places(self.names, norm_sq.device) if per_layer else None,
-                    fresh=self.batch.fresh,
-                    placeholder=not drawn,
-                    units=current.units,
+                    norm_sq, layers, fresh=self.batch.fresh, placeholder=not drawn, units=units
                 )
             except Exception:  # refused, or failed: neither counted nor summed
                 self.batch.unchanged()
                 raise
-            factors = current.factors(scales, factor)
-            with ops.looked_at(factors):
-                current.sum_into(self.sums, factors)
-            self.batch.end_pass(batch_size, calls)
+            write(scales)
+            self.batch.end_pass(rows, calls)
         self.monitor.look(self.per_sample_norms)
 
     # Step

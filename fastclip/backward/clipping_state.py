@@ -8,7 +8,7 @@ thresholds move once, in the real step; only policies that clip a batch at its o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,6 +105,14 @@ class ClippingState:
                 "values outside; rows of no group need one of their own"
             )
         self._groups = ids.masked_fill(outside, -1)
+
+    def by_parts(self, sizes: list[int]) -> Iterator[int]:
+        """The number of each part of a batch, while the groups that were set are those of the part."""
+        groups = self._groups
+        fits = groups is not None and len(groups) == sum(sizes)
+        for number in range(len(sizes)):
+            self._groups = groups.split(sizes)[number] if fits and groups is not None else groups
+            yield number
 
     def _take_groups(
         self, rows: int, device: torch.device, placeholder: bool, units: UnitRows | None

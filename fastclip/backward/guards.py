@@ -78,6 +78,16 @@ def check_hooks(names: Mapping[nn.Parameter, str], parameters: Iterable[nn.Param
                 )
 
 
+def check_frozen(frozen: Mapping[nn.Parameter, str]) -> None:
+    """Refuse parameters that were frozen at make_private and are not any more."""
+    thawed = [name for parameter, name in frozen.items() if parameter.requires_grad]
+    if thawed:
+        raise StepError(
+            f"parameters {thawed} have become trainable since make_private, which does not clip "
+            "them; call make_private again after unfreezing"
+        )
+
+
 def check_alone(names: Mapping[nn.Parameter, str]) -> None:
     """Refuse parameters that another engine has taken hold of since make_private.
 

@@ -148,7 +148,7 @@ def test_a_forked_process_is_a_fork() -> None:
 
 
 def test_a_history_that_is_assigned_is_who_assigns_it() -> None:
-    """As examples/cuda_graph.py takes back the step of a capture."""
+    """As who captures a step by hand takes it back."""
     run = walk(ledger(), 3)
     before = list(run.history)
     walk(run, 1)

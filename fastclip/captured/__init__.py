@@ -1,0 +1,1 @@
+"""Passes that are captured once and replayed: `engine.make_step`."""

@@ -1,0 +1,99 @@
+"""What a capture freezes: everything in Python that the device's work of a pass follows from.
+
+A replay asks first whether any of it has changed. What moves from step to step (thresholds, counts,
+groups, noise, the draw) is not here: it stays outside of the graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.samples.probing import MOST_ROWS
+from fastclip.samples.settings import Settings
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Frozen:
+    """The state in which a pass was captured.
+
+    Tensors are held as long as it is, so that no other one can take an address that was seen.
+
+    Args:
+        model: the private model. keeper: its book-keeper. device: of its parameters.
+    """
+
+    def __init__(self, model: nn.Module, keeper: BookKeeper, device: torch.device) -> None:
+        self._keeper, self._device = keeper, device
+        self._settings = Settings(model)
+        self._modules = list(model.modules())
+        self._plain = [
+            (vars(module), name)
+            for module in self._modules
+            for name, value in vars(module).items()
+            if _is_plain(value)
+        ]
+        self._loose = [
+            (vars(module), name)
+            for module in self._modules
+            for name, value in vars(module).items()
+            if isinstance(value, Tensor)
+        ]
+        tables = (table for module in self._modules for table in vars(module).values())
+        self._tables = [table for table in tables if isinstance(table, dict)]
+        """Hooks of each kind, parts, and whatever else is kept so."""
+        self._held = self._tensors()
+        self._seen = self._read()
+
+    def changed(self) -> bool:
+        """Something of it is not as it was."""
+        return bool(self._settings.changed()) or self._read() != self._seen
+
+    def _tensors(self) -> list[Tensor]:
+        tables = [t for m in self._modules for t in (m._parameters, m._buffers)]
+        found = [x for table in tables for x in table.values() if x is not None]
+        loose = (table.get(name) for table, name in self._loose)
+        return found + [x for x in loose if isinstance(x, Tensor)]
+
+    def _read(self) -> list[Any]:
+        return [
+            surroundings(self._device),
+            len(self._keeper.calls.looks),
+            [len(table) for table in self._tables],
+            [table.get(name) for table, name in self._plain],
+            [
+                (id(x), x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad)
+                for x in self._tensors()
+            ],
+        ]
+
+
+def _is_plain(value: Any) -> bool:
+    return all(type(x) in _PLAIN for x in (value if type(value) is tuple else (value,)))
+
+
+def surroundings(device: torch.device) -> tuple[Any, ...]:
+    """Settings of torch that operations follow."""
+    kind, cuda = device.type, torch.backends.cuda.matmul
+    return (
+        torch.is_autocast_enabled(kind),
+        torch.get_autocast_dtype(kind),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        cuda.allow_tf32,
+        cuda.allow_fp16_reduced_precision_reduction,
+        cuda.allow_bf16_reduced_precision_reduction,
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.enabled,
+    )
+
+
+def settled(keeper: BookKeeper, rows: int) -> bool:
+    """No later batch of up to `rows` rows would be looked at for its distinct rows: replays are not."""
+    known = [layout for layout in keeper.calls.layouts.values() if layout.known]
+    enough = min(MOST_ROWS, rows)
+    return bool(known) and all(layout.flat or layout.compared >= enough for layout in known)

@@ -1,0 +1,250 @@
+"""A training step's pass as one call, which may replay CUDA graphs: `engine.make_step`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.backward.clipping_state import split_refused
+from fastclip.backward.loss_graph import reached_without
+from fastclip.captured.device import Recorder, recorder_of
+from fastclip.captured.frozen import Frozen, settled, surroundings
+from fastclip.captured.recording import Recording
+from fastclip.errors import ArgumentError, BatchSizeError, GraphError, StepError
+from fastclip.samples.inputs import flatten, rebuild
+
+_MOST_KINDS = 8
+"""Kinds of batches that are captured; each holds memory of its own."""
+_MOST_CAPTURES = 32
+_PLAIN = (bool, int, float, str, type(None))
+
+
+_Recorders = Callable[[torch.device], Recorder]
+
+
+class Step:
+    """Forward pass, loss, backward pass, norms and clipped sums of one batch; see `engine.make_step`.
+
+    Args:
+        model: what `loss_function` is called with. keeper: of the private model.
+        loss_function: (model, *batch) -> losses [n]. physical_batch: rows that are run at once.
+        cuda_graph: replay CUDA graphs where the model is on a GPU.
+    """
+
+    def __init__(
+        self, model: nn.Module, keeper: BookKeeper, loss_function: Callable[..., Tensor],
+        physical_batch: int, cuda_graph: bool,
+    ) -> None:  # fmt: skip
+        self._model, self._keeper, self._losses_of = model, keeper, loss_function
+        self.physical_batch = physical_batch
+        self._graphs, self._captures = cuda_graph, 0
+        self._seen: set[Any] = set()
+        self._recordings: dict[Any, Recording] = {}
+
+    def __reduce__(self) -> Any:
+        raise ArgumentError(
+            "a step holds a device's memory: make another one with engine.make_step"
+        )
+
+    @property
+    def captured(self) -> int:
+        """Kinds of batches that are replayed."""
+        return len(self._recordings)
+
+    def forget(self) -> None:
+        """Capture again: for Python values of the loss function that have changed."""
+        self._recordings.clear()
+        self._seen.clear()
+
+    def __call__(self, *batch: Any) -> Tensor:
+        """Train on a batch: afterwards its rows are clipped and summed, for `optimizer.step()`.
+
+        Returns:
+            The mean (or sum, as loss_reduction says) of its losses, without a graph, NOT private; 0 for
+            an empty batch.
+
+        Raises:
+            fastclip.errors.*: the batch, the losses or the state of the model do not allow it.
+        """
+        keeper = self._keeper
+        if keeper.paused:
+            raise StepError("a step trains: call it outside of engine.paused()")
+        if keeper.batch.retired:
+            raise StepError("the model of this step is not private any more: make_step another one")
+        device = next(iter(keeper.names)).device
+        leaves, structure = flatten(batch)
+        leaves = [x.to(device, non_blocking=True) if _is_tensor(x) else x for x in leaves]
+        rows, parts = self._parts(leaves)
+        recorder = self._recorder(device)
+        total: Tensor | None = None
+        for number in keeper.clipping.by_parts([last - first for first, last in parts]):
+            first, last = parts[number]
+            if number:
+                keeper.batch.step(skip=True)
+            part = [x[first:last] if _is_tensor(x) else x for x in leaves]
+            losses = self._train(part, structure, last - first, recorder).sum()
+            total = losses if total is None else total + losses
+        assert total is not None
+        return total / max(rows, 1) if keeper.mean_loss else total
+
+    def _parts(self, leaves: list[Any]) -> tuple[int, list[tuple[int, int]]]:
+        """Rows of the batch, and of its physical batches the first and the one after the last."""
+        shapes = [tuple(x.shape) for x in leaves if _is_tensor(x)]
+        if not shapes or any(not shape or shape[0] != shapes[0][0] for shape in shapes):
+            raise BatchSizeError(
+                "a step expects every tensor of the batch to hold its rows along axis 0, got shapes "
+                f"{shapes}; make what all rows share in the loss function"
+            )
+        rows, most = shapes[0][0], self.physical_batch
+        parts = [(i, min(i + most, rows)) for i in range(0, rows, most)] or [(0, 0)]
+        policy, batch = self._keeper.clipping.strategy.threshold, self._keeper.batch
+        if len(parts) > 1 and policy.same_step:
+            raise StepError(split_refused(type(policy).__name__))
+        units = batch.next_units is not None or (batch.draws is not None and batch.draws.by_units)
+        if units and (len(parts) > 1 or self._graphs):
+            raise StepError(
+                "rows are clipped by units (unit_ids), whose number moves from batch to batch, which a "
+                "step neither captures nor splits; pass cuda_graph=False and a physical_batch that "
+                "holds every draw"
+            )
+        return rows, parts
+
+    def _recorder(self, device: torch.device) -> _Recorders | None:
+        if not self._graphs:
+            return None
+        recorder = recorder_of(device)
+        if recorder is None:
+            self._graphs = False
+            warnings.warn(
+                f"cuda_graph=True, but the model is on {device.type!r}: the step runs without a graph",
+                stacklevel=4,
+            )
+        return recorder
+
+    def _train(
+        self, leaves: list[Any], structure: Any, rows: int, recorder: _Recorders | None
+    ) -> Tensor:
+        """One physical batch contributes; the losses of its rows."""
+        if recorder is None or not rows:
+            return self._run(leaves, structure)
+        recording = self._recording(leaves, structure, recorder)
+        if recording is None:
+            return self._run(leaves, structure)
+        inputs = iter(recording.inputs)
+        for leaf in leaves:
+            if _is_tensor(leaf):
+                _fill(next(inputs), leaf)
+        return recording.contribute(rows)
+
+    def _run(self, leaves: list[Any], structure: Any) -> Tensor:
+        """Forward pass, loss and backward pass, as a training loop would run them."""
+        losses = self._losses_of(self._model, *rebuild(list(leaves), structure))
+        rows = next(len(x) for x in leaves if _is_tensor(x))
+        if not isinstance(losses, Tensor) or losses.shape != (rows,):
+            got = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
+            raise BatchSizeError(
+                f"loss_function is to return the loss of each row, [{rows}], got {got}: give the "
+                'criterion reduction="none" (and take the mean over the positions of each row), the '
+                "step reduces it"
+            )
+        if self._keeper.caught is not None:
+            self._check_leaves(losses)
+        share = 1 / max(rows, 1) if self._keeper.mean_loss else 1.0
+        losses.backward(torch.full_like(losses, share))
+        return losses.detach()
+
+    def _check_leaves(self, losses: Tensor) -> None:
+        nodes, _ = reached_without([losses.grad_fn], lambda node: False)
+        leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+        others = [list(x.shape) for x in leaves if x not in self._keeper.names]
+        if others:
+            raise GraphError(
+                f"the loss trains tensors of shapes {others} that are not the private optimizer's, "
+                "whose gradients a graph would overwrite; freeze them, or pass cuda_graph=False"
+            )
+
+    # Recordings
+
+    def _recording(
+        self, leaves: list[Any], structure: Any, recorder: _Recorders
+    ) -> Recording | None:
+        """What is to be replayed; None: this batch runs as it is."""
+        keeper = self._keeper
+        keeper.drop_stale()
+        keeper.check_unchanged()
+        keeper.check_hooks(keeper.names)
+        keeper.guard.arm(keeper.names)
+        if not torch.is_grad_enabled():
+            raise StepError("a step trains: call it outside of torch.no_grad()")
+        device = next(iter(keeper.names)).device
+        kind = repr((_kind(leaves), structure, surroundings(device)))
+        known = self._recordings.get(kind)
+        if known is not None:
+            if not known.frozen.changed():
+                return known
+            self.forget()
+        if kind not in self._seen:  # it may be looked at, and shows what it needs
+            self._seen.add(kind)
+            return None
+        if len(self._recordings) >= _MOST_KINDS or not settled(keeper, self.physical_batch):
+            return None
+        if self._captures >= _MOST_CAPTURES:
+            return None
+        self._captures += 1
+        if self._captures == _MOST_CAPTURES:
+            warnings.warn(
+                f"the model or its batches have changed so often that {_MOST_CAPTURES} graphs were "
+                "captured: all other batches run without one",
+                stacklevel=5,
+            )
+        self._check_place(device)
+        inputs = [_room(x, self.physical_batch) for x in leaves if _is_tensor(x)]
+        for room, leaf in zip(inputs, filter(_is_tensor, leaves), strict=True):
+            _fill(room, leaf)
+        held = iter(inputs)
+        padded = [next(held) if _is_tensor(x) else x for x in leaves]
+        recording = Recording(
+            recorder(device), keeper, partial(self._run, padded, structure), inputs,
+            partial(Frozen, self._model, keeper, device),
+        )  # fmt: skip
+        self._recordings[kind] = recording
+        return recording
+
+    def _check_place(self, device: torch.device) -> None:
+        apart = {str(x.device) for x in (*self._model.parameters(), *self._model.buffers())}
+        if apart != {str(device)}:
+            raise GraphError(
+                f"a CUDA graph expects the whole model on one device, got {sorted(apart)}; move it, or "
+                "pass cuda_graph=False"
+            )
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)
+
+
+def _kind(leaves: list[Any]) -> tuple[Any, ...]:
+    """All that a graph freezes of a batch."""
+    strange = [type(x).__name__ for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]
+    if strange:
+        raise GraphError(
+            f"a CUDA graph expects tensors and plain values in a batch, got {strange}; take the "
+            "tensors out of them, or pass cuda_graph=False"
+        )
+    return tuple((x.dtype, tuple(x.shape[1:])) if _is_tensor(x) else x for x in leaves)
+
+
+def _room(x: Tensor, rows: int) -> Tensor:
+    return x.new_empty(rows, *x.shape[1:])
+
+
+def _fill(room: Tensor, x: Tensor) -> None:
+    """The rows of x, and its first one in the place of all that are lacking."""
+    room[: len(x)].copy_(x)
+    room[len(x) :].copy_(x[:1].expand(len(room) - len(x), *x.shape[1:]))
