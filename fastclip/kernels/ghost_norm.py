@@ -34,6 +34,7 @@ from fastclip.kernels.one_position import one_position_norm
 from fastclip.kernels.products import multiply
 from fastclip.kernels.rounding import CHUNK, STEP, gram_coefficients, product_mode
 from fastclip.kernels.runtime import alike, autotuned, cdiv, launched, next_power_of_2, takes
+from fastclip.kernels.work import work_class
 
 _MOST_USES = 4
 _MOST_KNOWN = 4096
@@ -96,14 +97,10 @@ _CONFIGS = [
 ]  # fmt: skip
 
 
-@autotuned(
-    _CONFIGS,
-    key=["d", "p", "BUCKET", "A_MODE", "G_MODE"],
-    prune=_usable,
-)
-@launched
+@autotuned(_CONFIGS, key=["d", "p", "BUCKET", "A_MODE", "G_MODE", "work"], prune=_usable)
+@launched(do_not_specialize=["work", "stats_s", "stats_b"])
 def _pairs_kernel(  # type: ignore[no-untyped-def]
-    a_x, g_x, a_y, g_y, stats, norms, d, p, t_x, t_y, c, m, w_k, w_h, lost_k, lost_h, lost,
+    a_x, g_x, a_y, g_y, stats, norms, d, p, t_x, t_y, c, m, w_k, w_h, lost_k, lost_h, lost, work,
     a_xb, a_xt, a_xd, g_xb, g_xt, g_xp, a_yb, a_yt, a_yd, g_yb, g_yt, g_yp, stats_s, stats_b,
     CROSS: tl.constexpr, ALONE: tl.constexpr, A_MODE: tl.constexpr, G_MODE: tl.constexpr,
     A_RESTART: tl.constexpr, G_RESTART: tl.constexpr, BUCKET: tl.constexpr,
@@ -200,7 +197,8 @@ def _launch(
 
     _pairs_kernel[grid](
         a_x, g_x, a_y, g_y, stats, norms, a_x.shape[2], g_x.shape[2], t_x, t_y, *bounds,
-        *a_x.stride(), *g_x.stride(), *a_y.stride(), *g_y.stride(), *stats.stride()[:2],
+        work_class(len(a_x) * _room(x, y)), *a_x.stride(), *g_x.stride(), *a_y.stride(), *g_y.stride(),
+        *stats.stride()[:2],
         CROSS=x is not y, ALONE=alone, BUCKET=next_power_of_2(max(t_x, t_y)),
         A_MODE=product_mode(a_x, a_y), G_MODE=product_mode(g_x, g_y),
         A_RESTART=_restart(a_x), G_RESTART=_restart(g_x), same=same,

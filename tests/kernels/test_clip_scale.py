@@ -50,7 +50,9 @@ def test_many_tensors(length: int, b: int) -> None:
     assert (scales.double() * exact <= 0.7).all()
     for found, again in zip((scales, norms), clip_scale(norm_sq, strategy, state), strict=True):
         assert torch.equal(found, again)
-    for found, alone in zip((scales, norms), clip_scale(norm_sq[:, :7], strategy, state), strict=True):
+    for found, alone in zip(
+        (scales, norms), clip_scale(norm_sq[:, :7], strategy, state), strict=True
+    ):
         assert torch.equal(found[:7], alone)
 
 

@@ -41,7 +41,11 @@ def test_first_configurations(tmp_path: Path) -> None:
 def test_rows_of_other_forms_stay() -> None:
     """Of those that still exist; a row that serves other forms, too, stays for these."""
     again = next(t for t in static.tasks(False, False, "ghost_norm ViT-B") if t[:2] == (90, "fp32"))
-    forms = ["ghost_norm ViT-B fp32"], ["ghost_norm ViT-B fp32", "ghost_norm GPT-2 fp32"], ["gone fp32"]
+    forms = (
+        ["ghost_norm ViT-B fp32"],
+        ["ghost_norm ViT-B fp32", "ghost_norm GPT-2 fp32"],
+        ["gone fp32"],
+    )
     rows = [{"arch": arch, "forms": names} for arch in ("sm_80", "sm_90") for names in forms]
     left = [(row["arch"], *row["forms"]) for row in static.others(rows, [again])]
     assert left == [("sm_80", *forms[0]), ("sm_80", *forms[1]), ("sm_90", "ghost_norm GPT-2 fp32")]
