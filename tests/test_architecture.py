@@ -58,7 +58,6 @@ CYCLES = {
 
 LONGEST = 300
 LONGER = {
-    "kernels/ghost_norm.py": 316,
     "engine.py": 321,
     "data/draws.py": 346,
     "backward/bookkeeping.py": 323,

@@ -29,10 +29,11 @@ import triton.language as tl
 from torch import Tensor
 
 from fastclip.kernels.alignment import aligned, stretches, to_copy
+from fastclip.kernels.ghost_configs import CONFIGS, usable
 from fastclip.kernels.ghost_sums import STATS, GhostSums, finish, raised, room_for
 from fastclip.kernels.one_position import one_position_norm
 from fastclip.kernels.products import multiply
-from fastclip.kernels.rounding import CHUNK, STEP, gram_coefficients, product_mode
+from fastclip.kernels.rounding import CHUNK, gram_coefficients, product_mode
 from fastclip.kernels.runtime import alike, autotuned, cdiv, launched, next_power_of_2, takes
 from fastclip.kernels.work import work_class
 
@@ -78,26 +79,7 @@ def pair_of(pair):  # type: ignore[no-untyped-def]
     return pair - j * (j + 1) // 2, j
 
 
-def _usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
-    """Configurations whose tile suits the number of positions and the kinds of product."""
-    options = {**named, **kwargs}
-    bucket, native = options["BUCKET"], options["A_MODE"] == options["G_MODE"] == "native"
-    sizes = (max(16, bucket),) if bucket <= 64 else (64, 128)
-    usable = [c for c in configs if c.kwargs["BLOCK_T"] in sizes]
-    return [c for c in usable if (c.kwargs["BLOCK_K"] > STEP) == native]
-
-
-_CONFIGS = [
-    triton.Config({"BLOCK_T": block_t, "BLOCK_K": block_k}, num_warps=warps, num_stages=stages)
-    for block_t, block_k, warps, stages in (
-        (64, 64, 4, 4), (128, 64, 8, 3), (64, 128, 4, 3), (128, 128, 8, 2),
-        (32, 128, 4, 4), (16, 128, 2, 4),
-        (64, STEP, 4, 3), (64, STEP, 8, 3), (32, STEP, 4, 3), (16, STEP, 2, 3),  # float32
-    )
-]  # fmt: skip
-
-
-@autotuned(_CONFIGS, key=["d", "p", "BUCKET", "A_MODE", "G_MODE", "work"], prune=_usable)
+@autotuned(CONFIGS, key=["d", "p", "BUCKET", "A_MODE", "G_MODE", "work"], prune=usable)
 @launched(do_not_specialize=["work", "stats_s", "stats_b"])
 def _pairs_kernel(  # type: ignore[no-untyped-def]
     a_x, g_x, a_y, g_y, stats, norms, d, p, t_x, t_y, c, m, w_k, w_h, lost_k, lost_h, lost, work,

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastclip.kernels.one_position import one_position_norm
-from fastclip.kernels.products import multiply, ordered_sum, product_configs
+from fastclip.kernels.products import Spills, multiply, ordered_sum, product_configs, stays
 from fastclip.kernels.rounding import STEP, TILE_SUM, UNIT, one_sided, product_mode
 from fastclip.kernels.runtime import autotuned, cdiv, launched, next_power_of_2, takes
 from fastclip.kernels.work import work_class
@@ -33,21 +33,26 @@ _STATS = 3  # sums of squares of W, g, a
 _CONFIGS = product_configs(
     (64, 64, 64, 4, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3),
     (64, 128, 64, 4, 3), (128, 64, 64, 4, 3), (16, 128, 64, 4, 4), (128, 16, 64, 4, 4),
-    (64, 64, STEP, 4, 3), (64, 64, STEP, 8, 3), (128, 128, STEP, 8, 3), (16, 64, STEP, 4, 3),
-    (64, 16, STEP, 4, 3),
+    (64, 64, STEP, 4, 3), (64, 64, STEP, 8, 3), (128, 64, STEP, 8, 3), (128, 128, STEP, 8, 3),
+    (16, 64, STEP, 4, 3), (64, 16, STEP, 4, 3),
 )  # fmt: skip
+_SPILLS = {("ieee", "ampere"): ((64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3))}
 
 
-def usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
+def usable(
+    configs: list[Any], named: dict[str, Any], spills: Spills = _SPILLS, **kwargs: Any
+) -> list[Any]:
     """Configurations whose tile suits a gradient [p, d] and the kind of product."""
     options = {**named, **kwargs}
+    mode = options["MODE"]
 
     def suits(block: dict[str, int]) -> bool:
         sides = ((block["BLOCK_P"], options["p"]), (block["BLOCK_D"], options["d"]))
         fits = (n <= 16 if side == 16 else side <= max(64, 2 * n - 1) for side, n in sides)
-        return all(fits) and (block["BLOCK_T"] > STEP) == (options["MODE"] == "native")
+        return all(fits) and (block["BLOCK_T"] > STEP) == (mode == "native")
 
-    return [c for c in configs if suits(c.kwargs)]
+    kept = [c for c in configs if suits(c.kwargs)]
+    return [c for c in kept if stays(c, mode, spills, "BLOCK_P", "BLOCK_D")]
 
 
 @triton.jit

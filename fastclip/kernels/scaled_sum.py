@@ -58,15 +58,22 @@ _CONFIGS = product_configs(
     (64, 64, 64, 4, 5), (128, 128, 64, 8, 3), (128, 128, 64, 8, 5), (64, 128, 64, 4, 5),
     (128, 64, 64, 4, 5), (64, 256, 64, 8, 5), (16, 128, 64, 4, 5), (128, 16, 64, 4, 5),
     (64, 64, _WHOLE, 4, 3), (64, 128, _WHOLE, 4, 3), (128, 128, _WHOLE, 8, 3),
-    (64, 64, STEP, 4, 3), (64, 64, STEP, 8, 3), (128, 128, STEP, 8, 3), (16, 64, STEP, 4, 3),
-    (64, 16, STEP, 4, 3),
+    (64, 64, STEP, 4, 3), (64, 64, STEP, 8, 3), (128, 64, STEP, 8, 3), (128, 128, STEP, 8, 3),
+    (64, 64, STEP, 8, 2), (16, 64, STEP, 4, 3), (64, 16, STEP, 4, 3),
 )  # fmt: skip
+_SPILLS = {
+    ("ieee", "ampere"): ((64, 64, 4, 3), (64, 64, 8, 2), (128, 128, 8, 3)),
+    ("tf32x3", "ampere"): ((64, 64, 4, 3), (64, 64, 8, 2), (128, 128, 8, 3)),
+    ("ieee", "hopper"): ((64, 64, 4, 3), (64, 64, 8, 3)),
+    ("tf32x3", "hopper"): ((64, 64, 8, 2),),
+}
 
 
 def _usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
     """As of instantiated_norm; the longest tiles only for samples that would not fit in others."""
     whole = kwargs["BUCKET"] == _WHOLE
-    return [c for c in usable(configs, named, **kwargs) if whole or c.kwargs["BLOCK_T"] < _WHOLE]
+    fits = usable(configs, named, _SPILLS, **kwargs)
+    return [c for c in fits if whole or c.kwargs["BLOCK_T"] < _WHOLE]
 
 
 @autotuned(
