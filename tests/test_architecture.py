@@ -59,7 +59,6 @@ CYCLES = {
 
 LONGEST = 300
 LONGER = {
-    "kernels/ghost_norm.py": 316,
     "engine.py": 319,
     "data/draws.py": 346,
     "backward/bookkeeping.py": 320,

@@ -108,9 +108,16 @@ class Ahead:
         """One a kernel, architecture, specialisation and configuration."""
         return list(self.found.values())
 
-    def compile(self, run: Callable[..., Any], kernel: JITFunction, args: tuple, kw: Any) -> None:
+    def compile(
+        self,
+        run: Callable[..., Any],
+        kernel: JITFunction,
+        args: tuple,
+        kw: Any,
+        archs: Sequence[int],
+    ) -> None:
         """One launch, for each architecture."""
-        for arch in self.archs:
+        for arch in archs:
             driver.set_active(_Driver(arch))
             built = run(kernel, *args, **{**kw, "warmup": True})
             key = arch, built.hash
@@ -137,15 +144,18 @@ class Ahead:
         run = JITFunction.run
 
         def launch(kernel: JITFunction, *args: Any, **kw: Any) -> None:
-            self.compile(run, kernel, args, kw)
+            self.compile(run, kernel, args, kw, self.archs)
 
         def search(tuner: Autotuner, *args: Any, **kw: Any) -> None:
             tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
-            configs = tuner.prune_configs(kw)  # what the search would try for these arguments
-            for config in configs if self.every else configs[:1]:
-                tuner.fn.run(*args, **kw, **config.all_kwargs())
+            for arch in self.archs:
+                driver.set_active(_Driver(arch))
+                configs = tuner.prune_configs(kw)  # what the search would try for these arguments
+                for config in configs if self.every else configs[:1]:
+                    self.compile(run, tuner.fn, args, {**kw, **config.all_kwargs()}, (arch,))
 
         JITFunction.run, Autotuner.run = launch, search
+        driver.set_active(_Driver(self.archs[0]))  # launchers may ask which it is
         return self
 
     def __exit__(

@@ -101,11 +101,11 @@ def _by_groups(c: int, t: int, need_input: bool, dtype: torch.dtype) -> None:
     KERNELS["group_norm_backward"](x, x, statistics, statistics, _empty(c), need_input)
 
 
-def _clip(strategy: Clipping) -> None:
+def _clip(strategy: Clipping, tensors: int = 6) -> None:
     """Scales and moved thresholds of a strategy: on the CPU, where its state begins."""
-    norm_sq, groups = torch.rand(6, 40), torch.arange(40) % 3
+    norm_sq, groups = torch.rand(tensors, 40), torch.arange(40) % 3
     policy = strategy.threshold
-    state = strategy.initial([1.0] * 6 if policy.per_layer else 1.0, 6)
+    state = strategy.initial([1.0] * tensors if policy.per_layer else 1.0, tensors)
     counts = torch.zeros(policy.count_shape, dtype=torch.float64)
     counting = counts if policy.count_noise_ratio else None
     KERNELS["clip_scale"](norm_sq, strategy, state, groups, None, counting)
@@ -157,6 +157,8 @@ def _strategies() -> Iterator[Form]:
     }
     for name, strategy in strategies.items():
         yield f"clip_scale {name}", "fp32", partial(_clip, strategy)
+    for name in ("plain", "per layer"):
+        yield f"clip_scale {name}, BERT-base", "fp32", partial(_clip, strategies[name], 199)
 
 
 def forms(kind: str) -> list[Form]:

@@ -4,7 +4,8 @@ For sample b, n_b = sqrt(sum_l norm_sq[l, b]), scale_b = w_k s(n_b; C_k), less t
 rounding, k its group, and one 1 added to the counts of the policy. Arithmetic is float64 (a few
 thousand numbers), norms are compared with thresholds in float32, as the reference does. Counts are
 whole or half numbers, whose atomic sums are exact, so the result does not depend on the order of the
-programs.
+programs. A program takes BLOCK_B samples and goes through the tensors BLOCK_L at a time, so that the
+loads of a block are under way at once; the sums of a sample are added in fixed order.
 
 Index letters: b sample, l parameter tensor, k group.
 """
@@ -34,6 +35,12 @@ _REWEIGHTED = tl.constexpr(PolicyCode.REWEIGHTED.value)
 _LARGEST = tl.constexpr(LARGEST)
 _MOST_GROUPS = 1024
 _MOST_LAYERS = 16384
+_SAMPLES = 32
+"""Of a program: 128 bytes of a row of norms."""
+_TENSORS = 64
+"""Of a block."""
+_THRESHOLDS = 1024
+"""Of a block, where their squares are added."""
 
 
 @triton.jit
@@ -61,7 +68,7 @@ def _scale(n, c, KIND: tl.constexpr, PARAMETER: tl.constexpr):
     return value
 
 
-@launched(do_not_specialize=["L", "B"])
+@launched(do_not_specialize=["stride_l", "L", "B"])
 def _clip_kernel(
     norm_sq, threshold, origin, bound, weights, groups, layers, scales, norms, counts,
     stride_l, stride_b, L, B, K, ALL,
@@ -70,14 +77,18 @@ def _clip_kernel(
     PER_GROUP: tl.constexpr, NORMALIZED: tl.constexpr, BOUNDED: tl.constexpr,
     WEIGHTED: tl.constexpr, SUBSET: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr,
     ROOM_WITHIN: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_ALL: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_ALL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     inside = b < B
-    total = tl.zeros((BLOCK_B,), tl.float64)
-    for layer in range(0, L):
-        own = tl.load(norm_sq + layer * stride_l + b * stride_b, mask=inside, other=0.0)
-        total += own.to(tl.float64)
+    local = tl.arange(0, BLOCK_L).to(tl.int64)
+    norm_sq += b[None, :] * stride_b
+    total = tl.zeros((BLOCK_L, BLOCK_B), tl.float64)
+    for start in range(0, L, BLOCK_L):
+        layer = (start + local)[:, None]
+        here = (layer < L) & inside[None, :]
+        total += tl.load(norm_sq + layer * stride_l, mask=here, other=0.0).to(tl.float64)
+    total = tl.sum(total, 0)
     n32 = tl.sqrt(total.to(tl.float32).to(tl.float64)).to(tl.float32)
     tl.store(norms + b, n32, mask=inside)
     finite = (n32 == n32) & (n32 < float("inf"))
@@ -87,9 +98,12 @@ def _clip_kernel(
     k = tl.arange(0, BLOCK_K)
     if NORMALIZED:
         if PER_LAYER:
-            every = tl.arange(0, BLOCK_ALL)
-            c_all = tl.load(threshold + every, mask=every < ALL, other=0.0)
-            factor /= tl.sqrt(tl.sum(c_all * c_all, 0))
+            squares = tl.zeros((BLOCK_ALL,), tl.float64)
+            for start in range(0, ALL, BLOCK_ALL):
+                every = start + tl.arange(0, BLOCK_ALL)
+                c_all = tl.load(threshold + every, mask=every < ALL, other=0.0)
+                squares += c_all * c_all
+            factor /= tl.sqrt(tl.sum(squares, 0))
         else:
             largest = tl.full((BLOCK_K,), 1.0, tl.float64)
             if KIND != _GLOBAL and KIND != _GLOBAL_ADAPT:  # whose sensitivity is 1
@@ -114,16 +128,17 @@ def _clip_kernel(
         factor *= tl.load(weights + member)
 
     if PER_LAYER:
-        for layer in range(0, L):
-            place = tl.load(layers + layer) if SUBSET else layer
-            own = tl.load(norm_sq + layer * stride_l + b * stride_b, mask=inside, other=0.0)
+        for start in range(0, L, BLOCK_L):
+            layer = (start + local)[:, None]
+            here = (layer < L) & inside[None, :]
+            place = tl.load(layers + layer, mask=layer < L, other=0) if SUBSET else layer
+            own = tl.load(norm_sq + layer * stride_l, mask=here, other=0.0)
             own = tl.sqrt(own.to(tl.float64))
-            c_own = tl.load(threshold + place) + tl.zeros((BLOCK_B,), tl.float64)
-            c_own *= tl.full((1,), ROOM_WITHIN, tl.float64)
-            value = tl.minimum(
-                tl.where(alive, _scale(own, c_own, KIND, PARAMETER) * factor, 0.0), _LARGEST
-            )
-            tl.store(scales + layer * B + b, value.to(tl.float32), mask=inside)
+            c_own = tl.load(threshold + place, mask=layer < L, other=1.0)
+            c_own *= tl.full((1, 1), ROOM_WITHIN, tl.float64)
+            value = _scale(own, c_own, KIND, PARAMETER) * factor[None, :]
+            value = tl.minimum(tl.where(alive[None, :], value, 0.0), _LARGEST)
+            tl.store(scales + layer * B + b[None, :], value.to(tl.float32), mask=here)
     else:
         n = n32.to(tl.float64)
         limit = c * tl.full((1,), ROOM_WITHIN, tl.float64)
@@ -174,9 +189,8 @@ def clip_scale(
     if not b:
         return scales, norms
     grouped = groups is not None and policy.num_groups is not None
-    block = min(256, next_power_of_2(b))
     nothing = norms  # a pointer that is never followed
-    _clip_kernel[(cdiv(b, block),)](
+    _clip_kernel[(cdiv(b, _SAMPLES),)](
         norm_sq, state.threshold, state.origin,
         state.bound if state.bound is not None else nothing,
         state.weights if state.weights is not None else nothing,
@@ -190,8 +204,8 @@ def clip_scale(
         BOUNDED=state.bound is not None, WEIGHTED=state.weights is not None and grouped,
         SUBSET=layers is not None, COUNT=counts is not None,
         ROOM=numbers.room, ROOM_WITHIN=numbers.within,
-        BLOCK_B=block, BLOCK_K=next_power_of_2(num_groups),
-        BLOCK_ALL=next_power_of_2(total_layers),
+        BLOCK_L=min(_TENSORS, next_power_of_2(length)), BLOCK_B=_SAMPLES,
+        BLOCK_K=next_power_of_2(num_groups), BLOCK_ALL=min(_THRESHOLDS, next_power_of_2(total_layers)),
     )  # fmt: skip
     return scales, norms
 

@@ -27,24 +27,33 @@ from torch import Tensor
 
 from fastclip.kernels.conv_arguments import arguments, sees_all
 from fastclip.kernels.ghost_norm import pair_of
-from fastclip.kernels.products import multiply, ordered_sum
+from fastclip.kernels.products import generation, multiply, ordered_sum, stays
 from fastclip.kernels.rounding import STEP, TILE_SUM, UNIT, one_sided, product_mode
 from fastclip.kernels.runtime import autotuned, cdiv, launched, next_power_of_2
 from fastclip.ops.conv import ConvGeometry
 from fastclip.ops.numerics import GRAM_ERROR_FACTOR, PRODUCT_ERROR_FACTOR, lost_squares
 
 GHOST_TILE = 32  # the smallest tile of positions that is tried
+_SPILLS = {("ieee", "ampere"): [(64, 4, 3)], ("ieee", "hopper"): [(64, 8, 3)],
+           ("tf32x3", "hopper"): [(32, 4, 3)]}  # fmt: skip
 MAX_GHOST = 4096  # positions beyond which a Gram is out of the question
 
 
 def _usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
-    """Exact float32 products are added STEP at a time, which the bounds count on; tiles of more than
-    64 numbers a thread do not stay in registers."""
+    """Exact float32 products are added STEP at a time, which the bounds count on. Tiles of more than
+    64 numbers a thread do not stay in registers, and of float32 only those that are left here."""
     options = {**named, **kwargs}
-    exact = "ieee" in (options["MODE"], options.get("G_MODE"))
     tile = options.get("BLOCK_O", 0) * options.get("BLOCK_N", 0)
     fits = [c for c in configs if tile <= 64 * 32 * c.num_warps]
-    return [c for c in fits if c.kwargs["BLOCK_K"] == STEP or not exact]
+    modes = {options["MODE"], options.get("G_MODE", options["MODE"])}
+    if modes == {"native"}:
+        return [c for c in fits if c.num_warps < 16]
+    steps = [c for c in fits if c.kwargs["BLOCK_K"] == STEP and c.num_stages == 3]
+    mode = "ieee" if "ieee" in modes else "tf32x3"
+    if tile:
+        warps = 16 if (mode, generation()) == ("ieee", "ampere") else 8
+        return [c for c in steps if c.num_warps == warps]
+    return [c for c in steps if stays(c, mode, _SPILLS, "BLOCK_P")]
 
 
 def _config(warps: int, stages: int, **sizes: int) -> triton.Config:
@@ -66,6 +75,7 @@ def _pixel(at, dh, dw, h, w, width, sxh, sxw, SH: tl.constexpr, SW: tl.constexpr
     [
         _config(8, 3, BLOCK_K=64), _config(4, 3, BLOCK_K=64), _config(8, 2, BLOCK_K=128),
         _config(4, 4, BLOCK_K=STEP), _config(8, 3, BLOCK_K=STEP), _config(8, 4, BLOCK_K=STEP),
+        _config(16, 3, BLOCK_K=STEP),
     ],
     key=["c", "o", "sxc", "BUCKET", "BLOCK_O", "BLOCK_N", "KH", "KW", "SH", "MODE"],
     prune=_usable,
@@ -134,6 +144,7 @@ def _finish_tiles(OUT, UNSEEN, NORMS, columns, factor, slack, out_s, BLOCK: tl.c
         _config(4, 3, BLOCK_P=64, BLOCK_K=64), _config(8, 3, BLOCK_P=64, BLOCK_K=64),
         _config(4, 3, BLOCK_P=32, BLOCK_K=64), _config(4, 2, BLOCK_P=32, BLOCK_K=128),
         _config(4, 3, BLOCK_P=64, BLOCK_K=STEP), _config(4, 3, BLOCK_P=32, BLOCK_K=STEP),
+        _config(8, 3, BLOCK_P=64, BLOCK_K=STEP),
     ],
     key=["c", "o", "sxc", "BUCKET", "KH", "KW", "SH", "MODE", "G_MODE"],
     prune=_usable,
@@ -220,13 +231,15 @@ def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     if not x.numel() or not g.numel():
         return norms
     one_tap = c >= 16 or taps == 1
-    block_o = min(128, max(16, next_power_of_2(o)))
+    mode = product_mode(x, g)
+    native = mode == "native"  # of float32 larger tiles do not stay in registers
+    block_o = min(128 if native or generation() == "hopper" else 64, max(16, next_power_of_2(o)))
     columns = c if one_tap else c * taps
-    widest = 128 if c * taps >= 512 else 64  # enough tiles to fill the device where there are few
+    widest = 128 if native and c * taps >= 512 else 64  # enough tiles to fill the device
     block_n = min(widest, max(16, next_power_of_2(columns)))
     row_tiles = cdiv(o, block_o)
     col_tiles = cdiv(columns, block_n) * (taps if one_tap else 1)
-    tiles, mode = groups * row_tiles * col_tiles, product_mode(x, g)
+    tiles = groups * row_tiles * col_tiles
     out = norms.new_empty(3, b, tiles)
     _tiles[(b * tiles,)](
         x, g, out, *sizes, row_tiles, col_tiles, b * tiles, *x.stride(), *g.stride(),

@@ -29,11 +29,13 @@ import triton.language as tl
 from torch import Tensor
 
 from fastclip.kernels.alignment import aligned, stretches, to_copy
+from fastclip.kernels.ghost_configs import CONFIGS, usable
 from fastclip.kernels.ghost_sums import STATS, GhostSums, finish, raised, room_for
 from fastclip.kernels.one_position import one_position_norm
 from fastclip.kernels.products import multiply
-from fastclip.kernels.rounding import CHUNK, STEP, by_tf32, gram_coefficients, product_mode
+from fastclip.kernels.rounding import CHUNK, by_tf32, gram_coefficients, product_mode
 from fastclip.kernels.runtime import alike, autotuned, cdiv, launched, next_power_of_2, takes
+from fastclip.kernels.work import work_class
 
 _MOST_USES = 4
 _MOST_KNOWN = 4096
@@ -77,33 +79,10 @@ def pair_of(pair):  # type: ignore[no-untyped-def]
     return pair - j * (j + 1) // 2, j
 
 
-def _usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
-    """Configurations whose tile suits the number of positions and the kinds of product."""
-    options = {**named, **kwargs}
-    bucket, native = options["BUCKET"], options["A_MODE"] == options["G_MODE"] == "native"
-    sizes = (max(16, bucket),) if bucket <= 64 else (64, 128)
-    usable = [c for c in configs if c.kwargs["BLOCK_T"] in sizes]
-    return [c for c in usable if (c.kwargs["BLOCK_K"] > STEP) == native]
-
-
-_CONFIGS = [
-    triton.Config({"BLOCK_T": block_t, "BLOCK_K": block_k}, num_warps=warps, num_stages=stages)
-    for block_t, block_k, warps, stages in (
-        (64, 64, 4, 4), (128, 64, 8, 3), (64, 128, 4, 3), (128, 128, 8, 2),
-        (32, 128, 4, 4), (16, 128, 2, 4),
-        (64, STEP, 4, 3), (64, STEP, 8, 3), (32, STEP, 4, 3), (16, STEP, 2, 3),  # float32
-    )
-]  # fmt: skip
-
-
-@autotuned(
-    _CONFIGS,
-    key=["d", "p", "BUCKET", "A_MODE", "G_MODE"],
-    prune=_usable,
-)
-@launched
+@autotuned(CONFIGS, key=["d", "p", "BUCKET", "A_MODE", "G_MODE", "work"], prune=usable)
+@launched(do_not_specialize=["work", "stats_s", "stats_b"])
 def _pairs_kernel(  # type: ignore[no-untyped-def]
-    a_x, g_x, a_y, g_y, stats, norms, d, p, t_x, t_y, c, m, w_k, w_h, lost_k, lost_h, lost,
+    a_x, g_x, a_y, g_y, stats, norms, d, p, t_x, t_y, c, m, w_k, w_h, lost_k, lost_h, lost, work,
     a_xb, a_xt, a_xd, g_xb, g_xt, g_xp, a_yb, a_yt, a_yd, g_yb, g_yt, g_yp, stats_s, stats_b,
     CROSS: tl.constexpr, ALONE: tl.constexpr, A_MODE: tl.constexpr, G_MODE: tl.constexpr,
     A_RESTART: tl.constexpr, G_RESTART: tl.constexpr, BUCKET: tl.constexpr,
@@ -200,7 +179,8 @@ def _launch(
 
     _pairs_kernel[grid](
         a_x, g_x, a_y, g_y, stats, norms, a_x.shape[2], g_x.shape[2], t_x, t_y, *bounds,
-        *a_x.stride(), *g_x.stride(), *a_y.stride(), *g_y.stride(), *stats.stride()[:2],
+        work_class(len(a_x) * _room(x, y)), *a_x.stride(), *g_x.stride(), *a_y.stride(), *g_y.stride(),
+        *stats.stride()[:2],
         CROSS=x is not y, ALONE=alone, BUCKET=next_power_of_2(max(t_x, t_y)),
         A_MODE=product_mode(a_x, a_y), G_MODE=product_mode(g_x, g_y),
         A_RESTART=_restart(a_x), G_RESTART=_restart(g_x), same=same,

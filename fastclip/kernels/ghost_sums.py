@@ -32,7 +32,7 @@ def raised(  # type: ignore[no-untyped-def]
     return tl.where(total < 0, 0.0, total) + bound
 
 
-@launched(do_not_specialize=["columns"])
+@launched(do_not_specialize=["columns", "stats_s", "stats_b"])
 def _finish_kernel(  # type: ignore[no-untyped-def]
     stats, norms, columns, c, m, w_k, w_h, lost_k, lost_h, lost, stats_s, stats_b,
     BLOCK: tl.constexpr,

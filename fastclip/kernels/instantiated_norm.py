@@ -23,36 +23,36 @@ import triton.language as tl
 from torch import Tensor
 
 from fastclip.kernels.one_position import one_position_norm
-from fastclip.kernels.products import multiply, ordered_sum, product_configs
+from fastclip.kernels.products import Spills, multiply, ordered_sum, product_configs, stays
 from fastclip.kernels.rounding import STEP, TILE_SUM, UNIT, one_sided, product_mode
-from fastclip.kernels.runtime import (
-    autotuned,
-    cdiv,
-    launched,
-    next_power_of_2,
-    takes,
-)
+from fastclip.kernels.runtime import autotuned, cdiv, launched, next_power_of_2, takes
+from fastclip.kernels.work import work_class
 from fastclip.ops.numerics import PRODUCT_ERROR_FACTOR
 
 _STATS = 3  # sums of squares of W, g, a
 _CONFIGS = product_configs(
     (64, 64, 64, 4, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3),
     (64, 128, 64, 4, 3), (128, 64, 64, 4, 3), (16, 128, 64, 4, 4), (128, 16, 64, 4, 4),
-    (64, 64, STEP, 4, 3), (64, 64, STEP, 8, 3), (128, 128, STEP, 8, 3), (16, 64, STEP, 4, 3),
-    (64, 16, STEP, 4, 3),
+    (64, 64, STEP, 4, 3), (64, 64, STEP, 8, 3), (128, 64, STEP, 8, 3), (128, 128, STEP, 8, 3),
+    (16, 64, STEP, 4, 3), (64, 16, STEP, 4, 3),
 )  # fmt: skip
+_SPILLS = {("ieee", "ampere"): ((64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3))}
 
 
-def usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
+def usable(
+    configs: list[Any], named: dict[str, Any], spills: Spills = _SPILLS, **kwargs: Any
+) -> list[Any]:
     """Configurations whose tile suits a gradient [p, d] and the kind of product."""
     options = {**named, **kwargs}
+    mode = options["MODE"]
 
     def suits(block: dict[str, int]) -> bool:
         sides = ((block["BLOCK_P"], options["p"]), (block["BLOCK_D"], options["d"]))
         fits = (n <= 16 if side == 16 else side <= max(64, 2 * n - 1) for side, n in sides)
-        return all(fits) and (block["BLOCK_T"] > STEP) == (options["MODE"] == "native")
+        return all(fits) and (block["BLOCK_T"] > STEP) == (mode == "native")
 
-    return [c for c in configs if suits(c.kwargs)]
+    kept = [c for c in configs if suits(c.kwargs)]
+    return [c for c in kept if stays(c, mode, spills, "BLOCK_P", "BLOCK_D")]
 
 
 @triton.jit
@@ -71,14 +71,10 @@ def _squares(  # type: ignore[no-untyped-def]
     return tl.sum(acc)
 
 
-@autotuned(
-    _CONFIGS,
-    key=["d", "p", "BUCKET", "MODE", "KEEP"],
-    prune=usable,
-)
-@launched
+@autotuned(_CONFIGS, key=["d", "p", "BUCKET", "MODE", "KEEP", "work"], prune=usable)
+@launched(do_not_specialize=["work", "stats_s", "stats_b"])
 def _tiles_kernel(  # type: ignore[no-untyped-def]
-    a, g, stats, grads, d, p, t, a_b, a_t, a_d, g_b, g_t, g_p, stats_s, stats_b,
+    a, g, stats, grads, d, p, t, work, a_b, a_t, a_d, g_b, g_t, g_p, stats_s, stats_b,
     KEEP: tl.constexpr, MODE: tl.constexpr, BUCKET: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +109,7 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
         tl.store(at + 2 * stats_s + j, _squares(a, left_d, t, a_d, a_t, BLOCK_D, BLOCK_T))
 
 
-@launched
+@launched(do_not_specialize=["stats_s"])
 def _finish_kernel(  # type: ignore[no-untyped-def]
     stats, norms, tiles_p, tiles_d, factor, slack, stats_s, stats_b, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -141,8 +137,8 @@ def instantiated_norm(a: Tensor, g: Tensor, keep: bool = False) -> Tensor | tupl
     if t == 1 and not keep:
         return one_position_norm(a, g)
     grads = norms.new_empty(b, p, d) if keep else norms
-    stats = norms.new_empty(_STATS, b, cdiv(p, 64) * cdiv(d, 64))
-    tiles = (0, 0)
+    most = cdiv(p, 64) * cdiv(d, 64)
+    stats, tiles = norms.new_empty(_STATS, b, most), (0, 0)
 
     def grid(meta: dict[str, Any]) -> tuple[int]:
         nonlocal tiles
@@ -151,8 +147,8 @@ def instantiated_norm(a: Tensor, g: Tensor, keep: bool = False) -> Tensor | tupl
 
     mode = product_mode(a, g)
     _tiles_kernel[grid](
-        a, g, stats, grads, d, p, t, *a.stride(), *g.stride(), *stats.stride()[:2],
-        KEEP=keep, MODE=mode, BUCKET=next_power_of_2(t),
+        a, g, stats, grads, d, p, t, work_class(b * most), *a.stride(), *g.stride(),
+        *stats.stride()[:2], KEEP=keep, MODE=mode, BUCKET=next_power_of_2(t),
     )  # fmt: skip
     m, w = one_sided(t, mode)
     _finish_kernel[(b,)](

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastclip.kernels.runtime import alike, autotuned, cdiv, launched, next_power_of_2, runs_on
+from fastclip.kernels.work import work_class
 
 MAX_FEATURES = 8192  # of a position: its x, g, dw and db are held in registers
 MAX_GROUP = 1 << 20  # elements of a group: one program goes through them
@@ -31,10 +32,10 @@ def _configs(*sizes: tuple[int, int]) -> list[triton.Config]:
 
 @autotuned(
     _configs((2048, 4), (1024, 4), (4096, 8), (2048, 8), (4096, 4), (1024, 2)),
-    key=["c", "IS_LAYER", "NEED_INPUT"],
+    key=["c", "IS_LAYER", "NEED_INPUT", "rows", "work"],
 )
-@launched(do_not_specialize=["chunks", "rows"])
-def _rows(X, G, MEAN, RSTD, W, DX, DW, DB, t, c, chunks, rows,  # type: ignore[no-untyped-def]
+@launched(do_not_specialize=["chunks", "rows", "work"])
+def _rows(X, G, MEAN, RSTD, W, DX, DW, DB, t, c, chunks, rows, work,  # type: ignore[no-untyped-def]
           sxb, sxt, sxc, sgb, sgt, sgc, smb, smt, srb, srt, sdb, sdt, sdc, sw,
           C2: tl.constexpr, IS_LAYER: tl.constexpr, HAS_WEIGHT: tl.constexpr,
           NEED_INPUT: tl.constexpr, ELEMENTS: tl.constexpr):  # fmt: skip
@@ -106,10 +107,10 @@ def _store(DX, channel, position, channels, t, dx, sdc, sdt):  # type: ignore[no
 
 @autotuned(
     _configs((4096, 8), (2048, 4), (8192, 8), (8192, 16), (1024, 2)),
-    key=["channels", "C2", "T2", "NEED_INPUT"],
+    key=["channels", "C2", "T2", "NEED_INPUT", "work"],
 )
-@launched
-def _groups(X, G, MEAN, RSTD, W, DX, DW, DB, t, channels, groups,  # type: ignore[no-untyped-def]
+@launched(do_not_specialize=["work"])
+def _groups(X, G, MEAN, RSTD, W, DX, DW, DB, t, channels, groups, work,  # type: ignore[no-untyped-def]
             sxb, sxc, sxt, sgb, sgc, sgt, smb, smk, srb, srk, sdb, sdc, sdt, sw,
             C2: tl.constexpr, T2: tl.constexpr, HAS_WEIGHT: tl.constexpr,
             NEED_INPUT: tl.constexpr, ELEMENTS: tl.constexpr):  # fmt: skip
@@ -208,10 +209,10 @@ def _by_rows(
     )  # fmt: skip
     if not _rows.repeat(same, *tensors):
         _rows[(b * chunks,)](
-            *tensors, t, c, chunks, rows, *x.stride(), *g.stride(), *tensors[2].stride(),
-            *rstd.stride(), *tensors[5].stride(), 0 if weight is None else weight.stride(0), C2=c2,
-            IS_LAYER=mean is not None, HAS_WEIGHT=weight is not None, NEED_INPUT=need_input,
-            same=same,
+            *tensors, t, c, chunks, rows, work_class(b * chunks), *x.stride(), *g.stride(),
+            *tensors[2].stride(), *rstd.stride(), *tensors[5].stride(),
+            0 if weight is None else weight.stride(0), C2=c2, IS_LAYER=mean is not None,
+            HAS_WEIGHT=weight is not None, NEED_INPUT=need_input, same=same,
         )  # fmt: skip
     sums = (parts[:, :, 0] if chunks == 1 else parts.sum(2)).unbind()
     return dx, sums[0], sums[-1]
@@ -231,7 +232,7 @@ def group_norm_backward(
     if x.numel():
         _groups[(b * k,)](
             x, g, mean, rstd, x if weight is None else weight, x if dx is None else dx, dw, db,
-            t, c // k, k, *x.stride(), *g.stride(), *mean.stride(), *rstd.stride(),
+            t, c // k, k, work_class(b * k), *x.stride(), *g.stride(), *mean.stride(), *rstd.stride(),
             *(x if dx is None else dx).stride(), 0 if weight is None else weight.stride(0),
             C2=next_power_of_2(c // k), T2=next_power_of_2(t),
             HAS_WEIGHT=weight is not None, NEED_INPUT=need_input,

@@ -3,8 +3,11 @@ the configurations that are tried."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 from fastclip.kernels.runtime import INTERPRETED
 
@@ -35,6 +38,24 @@ def ordered_sum(x, n, stride, BLOCK: tl.constexpr, SQUARED: tl.constexpr):  # ty
         value = tl.load(x + at * stride, mask=at < n, other=0.0).to(tl.float32)
         acc += value * value if SQUARED else value
     return tl.sum(acc)
+
+
+Spills = Mapping[tuple[str, str], Collection[tuple[int, ...]]]
+"""(kind of product, generation) -> (sizes of the tile, warps, stages) whose registers spill, or that
+were not looked at."""
+
+
+def generation() -> str:
+    """Of the current GPU: "ampere", or "hopper" and newer, which the interpreter passes for."""
+    new = INTERPRETED or driver.active.get_current_target().arch >= 90
+    return "hopper" if new else "ampere"
+
+
+def stays(config: triton.Config, mode: str, spills: Spills, *sizes: str) -> bool:
+    """Whether a tile of these sizes stays in registers: found by bench.kernels.static, which refuses
+    those that do not."""
+    tile = (*(config.kwargs[size] for size in sizes), config.num_warps, config.num_stages)
+    return tile not in spills.get((mode, generation()), ())
 
 
 def product_configs(*tiles: tuple[int, int, int, int, int]) -> list[triton.Config]:

@@ -238,8 +238,9 @@ def autotuned(
     first configuration that suits the arguments is taken then, as in the interpreter.
 
     Args:
-        configs: the search space, the best guess first. key: names of arguments whose value starts
-            a new search. prune: leaves the configurations that suit the arguments.
+        configs: the search space, the best guess first. key: names of arguments whose value starts a
+            new search, `work.work_class` of what grows with the batch among them (a number that code is
+            not compiled anew for). prune: leaves the configurations that suit the arguments.
     """
     return lambda kernel: Tuned(kernel.kernel, list(configs), list(key), prune)
 

@@ -3,8 +3,8 @@
     W_pd = sum_b s_b sum_t g_btp a_btd
 
 Index letters: b sample, t position, d input feature, p output feature. A matrix product over the
-positions of all samples: a program takes a tile of W and one of `splits` stretches of (b, t), cut
-so that the GPU is full where W has few tiles. Partial sums are added in fixed order (one
+positions of all samples: a program takes a tile of W and one of `splits` stretches of (b, t), as many
+as leave little of the GPU idle (`work.splits_of`). Partial sums are added in fixed order (one
 configuration and GPU, one result: `runtime.autotuned`). With n_p by n_d tiles, a is read n_p times
 and g n_d times, from L2 after the first.
 
@@ -43,37 +43,47 @@ from fastclip.kernels.runtime import (
     runs_on,
     takes,
 )
+from fastclip.kernels.work import cores, splits_of, work_class
 
 _FEW = 16
 """Positions from which samples are summed one after the other: the shortest native product."""
 _WHOLE = 128
 """Positions of the longest tile."""
 _SIDE = 128
-"""Rows and columns of the tiles that large products are cut into."""
+"""Rows and columns of the tiles that large products are cut into: one fills a multiprocessor."""
+_MOST_RESIDENT = 4
+"""Smaller tiles that it holds at once, at most."""
 # Loads of a sample's tiles wait for its scale: of 5 stages 3 hold tiles, of 3 stages 2.
 _CONFIGS = product_configs(
     (64, 64, 64, 4, 5), (128, 128, 64, 8, 3), (128, 128, 64, 8, 5), (64, 128, 64, 4, 5),
     (128, 64, 64, 4, 5), (64, 256, 64, 8, 5), (16, 128, 64, 4, 5), (128, 16, 64, 4, 5),
     (64, 64, _WHOLE, 4, 3), (64, 128, _WHOLE, 4, 3), (128, 128, _WHOLE, 8, 3),
-    (64, 64, STEP, 4, 3), (64, 64, STEP, 8, 3), (128, 128, STEP, 8, 3), (16, 64, STEP, 4, 3),
-    (64, 16, STEP, 4, 3),
+    (64, 64, STEP, 4, 3), (64, 64, STEP, 8, 3), (128, 64, STEP, 8, 3), (128, 128, STEP, 8, 3),
+    (64, 64, STEP, 8, 2), (16, 64, STEP, 4, 3), (64, 16, STEP, 4, 3),
 )  # fmt: skip
+_SPILLS = {
+    ("ieee", "ampere"): ((64, 64, 4, 3), (64, 64, 8, 2), (128, 128, 8, 3)),
+    ("tf32x3", "ampere"): ((64, 64, 4, 3), (64, 64, 8, 2), (128, 128, 8, 3)),
+    ("ieee", "hopper"): ((64, 64, 4, 3), (64, 64, 8, 3)),
+    ("tf32x3", "hopper"): ((64, 64, 8, 2),),
+}
 
 
 def _usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
     """As of instantiated_norm; the longest tiles only for samples that would not fit in others."""
     whole = kwargs["BUCKET"] == _WHOLE
-    return [c for c in usable(configs, named, **kwargs) if whole or c.kwargs["BLOCK_T"] < _WHOLE]
+    fits = usable(configs, named, _SPILLS, **kwargs)
+    return [c for c in fits if whole or c.kwargs["BLOCK_T"] < _WHOLE]
 
 
 @autotuned(
     _CONFIGS,
-    key=["d", "p", "BUCKET", "MODE", "BY_SAMPLE"],
+    key=["d", "p", "BUCKET", "MODE", "BY_SAMPLE", "work"],
     prune=_usable,
 )
-@launched(do_not_specialize=["b", "splits"])
+@launched(do_not_specialize=["b", "splits", "work"])
 def _tiles_kernel(  # type: ignore[no-untyped-def]
-    a, g, scale, out, d, p, b, t, splits, a_b, a_t, a_d, g_b, g_t, g_p, scale_b, out_s,
+    a, g, scale, out, d, p, b, t, splits, work, a_b, a_t, a_d, g_b, g_t, g_p, scale_b, out_s,
     BY_SAMPLE: tl.constexpr, MODE: tl.constexpr, BUCKET: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -123,12 +133,11 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
     tl.store(to, acc, mask=in_p & in_d)
 
 
-def _splits(tiles: int, steps: int, device: torch.device) -> int:
-    """Stretches of (b, t) that give every multiprocessor two programs, of `steps` at most."""
-    cores = 4
-    if device.type == "cuda":
-        cores = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(steps, 2 * cores // tiles))
+def _splits(p: int, d: int, steps: int, device: torch.device) -> int:
+    """Stretches of (b, t), each of some of the steps. Of small tiles a multiprocessor holds several."""
+    sides = [min(_SIDE, next_power_of_2(n)) for n in (p, d)]
+    slots = cores(device) * min(_MOST_RESIDENT, _SIDE * _SIDE // (sides[0] * sides[1]))
+    return splits_of(cdiv(p, _SIDE) * cdiv(d, _SIDE), steps, slots)
 
 
 def scaled_sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
@@ -186,18 +195,17 @@ def _product(a: Tensor, g: Tensor, scale: Tensor, same: Hashable = None) -> Tens
     by_sample = mode == "native" and t >= _FEW
     if mode == "native" and not by_sample:
         mode = "tf32x3"
-    side = 64 if mode == "ieee" else _SIDE
-    steps = b * cdiv(t, side) if by_sample else cdiv(b * t, 256)
-    tiles = cdiv(p, side) * cdiv(d, side)
-    splits = _splits(tiles, steps, a.device)
+    bucket = next_power_of_2(t)
+    steps = b * cdiv(t, _WHOLE if bucket == _WHOLE else 64) if by_sample else cdiv(b * t, STEP)
+    splits = _splits(p, d, steps, a.device)
     out = _empty(splits, p, d, a.device)
 
     def grid(meta: dict[str, Any]) -> tuple[int]:
         return (splits * cdiv(p, meta["BLOCK_P"]) * cdiv(d, meta["BLOCK_D"]),)
 
     _tiles_kernel[grid](
-        a, g, scale, out, d, p, b, t, splits, *a.stride(), *g.stride(), scale.stride(0), p * d,
-        BY_SAMPLE=by_sample, MODE=mode, BUCKET=next_power_of_2(t), same=same,
+        a, g, scale, out, d, p, b, t, splits, work_class(steps), *a.stride(), *g.stride(),
+        scale.stride(0), p * d, BY_SAMPLE=by_sample, MODE=mode, BUCKET=bucket, same=same,
     )  # fmt: skip
     if same is not None:
         if len(_SPLITS) >= _MOST_KNOWN:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastclip.clipping import Clipping, Hard, Quantile
+from fastclip.clipping import Clipping, Hard, PerLayer, Quantile
 from fastclip.kernels.clip_scale import clip_scale, threshold_step
 from fastclip.ops.clip import clip_scale as reference_scale
 from fastclip.ops.clip import threshold_step as reference_step
@@ -33,6 +33,43 @@ def test_scales_norms_and_counts(strategy: Clipping, b: int) -> None:
     parts = (scales * own).nan_to_num(0.0, posinf=0.0).double()
     size = parts.square().sum(0).sqrt() if parts.dim() == 2 else parts
     assert (size <= strategy.sensitivity(state)).all()
+
+
+@pytest.mark.parametrize(("length", "b"), [(1, 33), (63, 64), (64, 65), (65, 4096), (1000, 70)])
+def test_many_tensors(length: int, b: int) -> None:
+    """Blocks of tensors and of samples that end anywhere; a sample's bits are its own."""
+    generator = torch.Generator().manual_seed(length)
+    norm_sq = torch.rand(length, b, generator=generator).to(DEVICE)
+    norm_sq[-1, -1] = 1e12  # what is last counts
+    strategy = Clipping()
+    state = strategy.initial(0.7, length).to(DEVICE)
+    scales, norms = clip_scale(norm_sq, strategy, state)
+    exact = norm_sq.double().sum(0).sqrt()
+    assert torch.allclose(norms.double(), exact, rtol=2**-23, atol=0)
+    assert torch.allclose(scales.double(), 0.7 / exact.clamp(min=0.7), rtol=1e-5, atol=0)
+    assert (scales.double() * exact <= 0.7).all()
+    for found, again in zip((scales, norms), clip_scale(norm_sq, strategy, state), strict=True):
+        assert torch.equal(found, again)
+    for found, alone in zip(
+        (scales, norms), clip_scale(norm_sq[:, :7], strategy, state), strict=True
+    ):
+        assert torch.equal(found[:7], alone)
+
+
+@pytest.mark.parametrize("length", [65, 1100])
+def test_many_thresholds(length: int) -> None:
+    """More than a block of them, of which every other tensor's are asked for."""
+    thresholds = torch.linspace(0.1, 3.0, length, dtype=torch.float64)
+    layers = torch.arange(0, length, 2)
+    norm_sq = torch.rand(len(layers), 35, generator=torch.Generator().manual_seed(0)) * 10
+    strategy = Clipping(Hard(normalized=True), PerLayer())
+    state = strategy.initial(thresholds.tolist(), length).to(DEVICE)
+    given = norm_sq.to(DEVICE), strategy, state, None, layers.to(DEVICE)
+    scales, _ = clip_scale(*given)
+    own = thresholds[layers][:, None]
+    exact = own / norm_sq.double().sqrt().maximum(own) / thresholds.norm()
+    assert torch.allclose(scales.double().cpu(), exact, rtol=1e-5, atol=0)
+    assert torch.equal(scales, clip_scale(*given)[0])
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.kernels import static
 from fastclip.kernels import KERNELS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +36,19 @@ def test_first_configurations(tmp_path: Path) -> None:
     for name in ("ghost_norm._pairs_kernel", "scaled_sum._tiles_kernel", "conv_norm._tiles"):
         assert by_kernel[name]["wgmma"]
         assert by_kernel[name]["copies"]["16"]
+
+
+def test_rows_of_other_forms_stay() -> None:
+    """Of those that still exist; a row that serves other forms, too, stays for these."""
+    again = next(t for t in static.tasks(False, False, "ghost_norm ViT-B") if t[:2] == (90, "fp32"))
+    forms = (
+        ["ghost_norm ViT-B fp32"],
+        ["ghost_norm ViT-B fp32", "ghost_norm GPT-2 fp32"],
+        ["gone fp32"],
+    )
+    rows = [{"arch": arch, "forms": names} for arch in ("sm_80", "sm_90") for names in forms]
+    left = [(row["arch"], *row["forms"]) for row in static.others(rows, [again])]
+    assert left == [("sm_80", *forms[0]), ("sm_80", *forms[1]), ("sm_90", "ghost_norm GPT-2 fp32")]
 
 
 @pytest.mark.slow
