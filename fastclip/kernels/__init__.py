@@ -5,6 +5,7 @@ from typing import Any
 
 from fastclip.kernels.clip_scale import clip_scale, threshold_step
 from fastclip.kernels.conv_norm import conv_ghost_norm, conv_norm
+from fastclip.kernels.conv_sum import conv_sum
 from fastclip.kernels.embedding_norm import lookup_norm
 from fastclip.kernels.ghost_norm import begin_ghost_norm, ghost_norm, ghost_norm_concat
 from fastclip.kernels.ghost_sums import finish_ghost_norm
@@ -23,6 +24,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
         clip_scale,
         conv_ghost_norm,
         conv_norm,
+        conv_sum,
         finish_ghost_norm,
         ghost_norm,
         ghost_norm_concat,

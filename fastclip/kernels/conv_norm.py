@@ -5,8 +5,7 @@
 
 Index letters: b sample, k group, o output and c input channel of the group, t output position.
 conv_norm is an implicit GEMM: a program holds a tile of W_b in registers, loops over t, squares and
-sums. x is read o / BLOCK_O times a tap and g once a tile of columns, mostly from the cache. Where c
-is large enough a tile of columns belongs to one tap, so that bounds are tested once a position.
+sums. x is read o / BLOCK_O times a tap and g once a tile of columns, mostly from the cache.
 conv_ghost_norm, for small maps, holds a pair i <= j of tiles of positions of both Grams, patch
 patch^T and g^T g; pairs off the diagonal count twice. Any strides are taken; 16-bit maps that cannot
 be loaded 16 bytes at a time are first copied channels-last (`conv_arguments`). A few sums a tile are
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from fastclip.kernels.conv_arguments import arguments, sees_all
 from fastclip.kernels.ghost_norm import pair_of
+from fastclip.kernels.patches import columns_of, pixel, tiles_of
 from fastclip.kernels.products import multiply, ordered_sum
 from fastclip.kernels.rounding import STEP, TILE_SUM, UNIT, one_sided, product_mode
 from fastclip.kernels.runtime import autotuned, cdiv, launched, next_power_of_2
@@ -51,17 +51,6 @@ def _config(warps: int, stages: int, **sizes: int) -> triton.Config:
     return triton.Config(sizes, num_warps=warps, num_stages=stages)
 
 
-@triton.jit
-def _pixel(at, dh, dw, h, w, width, sxh, sxw, SH: tl.constexpr, SW: tl.constexpr,  # type: ignore[no-untyped-def]
-           FLAT: tl.constexpr):  # fmt: skip
-    """Offset of the pixel under output positions `at` at a tap's shift, and whether there is one."""
-    if FLAT:  # pointwise: position and pixel are the same
-        return at * sxw, at < w
-    else:
-        ih, iw = (at // width) * SH + dh, (at % width) * SW + dw
-        return ih * sxh + iw * sxw, (ih >= 0) & (ih < h) & (iw >= 0) & (iw < w)
-
-
 @autotuned(
     [
         _config(8, 3, BLOCK_K=64), _config(4, 3, BLOCK_K=64), _config(8, 2, BLOCK_K=128),
@@ -83,16 +72,9 @@ def _tiles(X, G, OUT, c, o, h, w, positions, width, groups, row_tiles, col_tiles
     of = pid // (col_tiles * row_tiles)
     b, k = (of // groups).to(tl.int64), (of % groups).to(tl.int64)
     row = row_tile * BLOCK_O + tl.arange(0, BLOCK_O)
-    if ONE_TAP:
-        tap = col_tile // tl.cdiv(c, BLOCK_N)  # of all columns
-        channel = (col_tile % tl.cdiv(c, BLOCK_N)) * BLOCK_N + tl.arange(0, BLOCK_N)
-        is_column = channel < c
-    else:
-        column = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        channel = column % c
-        is_column = column < c * KH * KW
-        tap = (column // c)[None, :]
-    dh, dw = (tap // KW) * DH - PH, (tap % KW) * DW - PW
+    channel, is_column, _, dh, dw = columns_of(
+        col_tile, c, KH, KW, PH, PW, DH, DW, ONE_TAP, BLOCK_N
+    )
     X += b * sxb + k * c * sxc
     G += b * sgb + k * o * sgo
     acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
@@ -100,7 +82,7 @@ def _tiles(X, G, OUT, c, o, h, w, positions, width, groups, row_tiles, col_tiles
     squares_g = tl.zeros([BLOCK_O], tl.float32)
     for start in range(0, positions, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
-        offset, seen = _pixel(at[:, None], dh, dw, h, w, width, sxh, sxw, SH, SW, FLAT)
+        offset, seen = pixel(at[:, None], dh, dw, h, w, width, sxh, sxw, SH, SW, FLAT)
         seen = seen & (at[:, None] < positions) & is_column[None, :]
         patch = tl.load(X + (offset + channel[None, :] * sxc), mask=seen, other=0.0)
         there = (row[:, None] < o) & (at[None, :] < positions)
@@ -162,8 +144,8 @@ def _pairs(X, G, OUT, c, o, h, w, positions, width, groups, room, out_s,  # type
         tap = step // blocks
         dh, dw = (tap // KW) * DH - PH, (tap % KW) * DW - PW
         channel = (step % blocks) * BLOCK_K + tl.arange(0, BLOCK_K)
-        at_p, seen_p = _pixel(p, dh, dw, h, w, width, sxh, sxw, SH, SW, FLAT)
-        at_q, seen_q = _pixel(q, dh, dw, h, w, width, sxh, sxw, SH, SW, FLAT)
+        at_p, seen_p = pixel(p, dh, dw, h, w, width, sxh, sxw, SH, SW, FLAT)
+        at_q, seen_q = pixel(q, dh, dw, h, w, width, sxh, sxw, SH, SW, FLAT)
         mask_p = (seen_p & (p < positions))[:, None] & (channel < c)[None, :]
         mask_q = (seen_q & (q < positions))[None, :] & (channel < c)[:, None]
         x_p = tl.load(X + (at_p[:, None] + channel[None, :] * sxc), mask=mask_p, other=0.0)
@@ -219,18 +201,12 @@ def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     norms = torch.zeros(b, dtype=torch.float32, device=x.device)
     if not x.numel() or not g.numel():
         return norms
-    one_tap = c >= 16 or taps == 1
-    block_o = min(128, max(16, next_power_of_2(o)))
-    columns = c if one_tap else c * taps
-    widest = 128 if c * taps >= 512 else 64  # enough tiles to fill the device where there are few
-    block_n = min(widest, max(16, next_power_of_2(columns)))
-    row_tiles = cdiv(o, block_o)
-    col_tiles = cdiv(columns, block_n) * (taps if one_tap else 1)
+    blocks, (row_tiles, col_tiles) = tiles_of(c, o, taps)
     tiles, mode = groups * row_tiles * col_tiles, product_mode(x, g)
     out = norms.new_empty(3, b, tiles)
     _tiles[(b * tiles,)](
         x, g, out, *sizes, row_tiles, col_tiles, b * tiles, *x.stride(), *g.stride(),
-        ONE_TAP=one_tap, BLOCK_O=block_o, BLOCK_N=block_n, MODE=mode, **constants,
+        MODE=mode, **blocks, **constants,
     )  # fmt: skip
     unseen = None
     if not sees_all(geometry, (h, w), (positions // width, width)):

@@ -248,6 +248,7 @@ def conv_unit_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor
     return conv_ghost_norm(x.transpose(1, 2), g.transpose(1, 2), deeper)
 
 
+@operation
 @in_full_float32
 def conv_sum(x: Tensor, g: Tensor, scale: Tensor, geometry: ConvGeometry) -> Tensor:
     """sum_b scale_b times the weight gradient of sample b, of weight_shape; scale is [b]."""
