@@ -81,8 +81,9 @@ def _convolution(
     x = _empty(BATCH, c, side, side, dtype=dtype).to(memory_format=layout)
     g = _empty(BATCH, o, side // stride, side // stride, dtype=dtype).to(memory_format=layout)
     window = (stride, stride), (kernel // 2, kernel // 2), (1, 1)
-    more = (_empty(BATCH),) if name == "conv_sum" else ()
-    KERNELS[name](x, g, *more, ConvGeometry((o, c, kernel, kernel), *window, 1))
+    geometry = ConvGeometry((o, c, kernel, kernel), *window, 1)
+    given = {"conv_sum": (_empty(BATCH), geometry), "conv_norm keep": (geometry, True)}
+    KERNELS[name.removesuffix(" keep")](x, g, *given.get(name, (geometry,)))
 
 
 def _lookup(t: int, d: int, v: int, dtype: torch.dtype) -> None:
@@ -130,8 +131,9 @@ def _products(kind: str) -> Iterator[Form]:
     for model, window in CONVOLUTIONS.items():
         for name, layout in layouts.items():
             wide = partial(_convolution, layout=layout, sizes=window, dtype=dtype)
-            yield f"conv_norm {model}{name}", kind, partial(wide, "conv_norm")
-            yield f"conv_sum {model}{name}", kind, partial(wide, "conv_sum")
+            kept = ["conv_norm keep"] if dtype.itemsize == 2 else []  # as the layer's rule asks
+            for operation in ("conv_norm", *kept, "conv_sum"):
+                yield f"{operation} {model}{name}", kind, partial(wide, operation)
             if (window[2] // window[4]) ** 2 <= GHOST:
                 yield f"conv_ghost_norm {model}{name}", kind, partial(wide, "conv_ghost_norm")
 

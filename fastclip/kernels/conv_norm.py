@@ -5,7 +5,8 @@
 
 Index letters: b sample, k group, o output and c input channel of the group, t output position.
 conv_norm is an implicit GEMM: a program holds a tile of W_b in registers, loops over t, squares and
-sums. x is read o / BLOCK_O times a tap and g once a tile of columns, mostly from the cache.
+sums; with `keep` it stores W_b, too. x is read o / BLOCK_O times a tap and g once a tile of columns,
+mostly from the cache.
 conv_ghost_norm, for small maps, holds a pair i <= j of tiles of positions of both Grams, patch
 patch^T and g^T g; pairs off the diagonal count twice. Any strides are taken; 16-bit maps that cannot
 be loaded 16 bytes at a time are first copied channels-last (`conv_arguments`). A few sums a tile are
@@ -56,12 +57,12 @@ def _config(warps: int, stages: int, **sizes: int) -> triton.Config:
         _config(8, 3, BLOCK_K=64), _config(4, 3, BLOCK_K=64), _config(8, 2, BLOCK_K=128),
         _config(4, 4, BLOCK_K=STEP), _config(8, 3, BLOCK_K=STEP), _config(8, 4, BLOCK_K=STEP),
     ],
-    key=["c", "o", "sxc", "BUCKET", "BLOCK_O", "BLOCK_N", "KH", "KW", "SH", "MODE"],
+    key=["c", "o", "sxc", "BUCKET", "BLOCK_O", "BLOCK_N", "KH", "KW", "SH", "MODE", "KEEP"],
     prune=_usable,
 )  # fmt: skip
 @launched(do_not_specialize=["out_s"])
-def _tiles(X, G, OUT, c, o, h, w, positions, width, groups, row_tiles, col_tiles, out_s,  # type: ignore[no-untyped-def]
-           sxb, sxc, sxh, sxw, sgb, sgo, sgt, BUCKET: tl.constexpr, KH: tl.constexpr,
+def _tiles(X, G, OUT, GRADS, c, o, h, w, positions, width, groups, row_tiles, col_tiles, out_s,  # type: ignore[no-untyped-def]
+           sxb, sxc, sxh, sxw, sgb, sgo, sgt, KEEP: tl.constexpr, BUCKET: tl.constexpr, KH: tl.constexpr,
            KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
            PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, FLAT: tl.constexpr,
            MODE: tl.constexpr, ONE_TAP: tl.constexpr, BLOCK_O: tl.constexpr,
@@ -72,7 +73,7 @@ def _tiles(X, G, OUT, c, o, h, w, positions, width, groups, row_tiles, col_tiles
     of = pid // (col_tiles * row_tiles)
     b, k = (of // groups).to(tl.int64), (of % groups).to(tl.int64)
     row = row_tile * BLOCK_O + tl.arange(0, BLOCK_O)
-    channel, is_column, _, dh, dw = columns_of(
+    channel, is_column, column, dh, dw = columns_of(
         col_tile, c, KH, KW, PH, PW, DH, DW, ONE_TAP, BLOCK_N
     )
     X += b * sxb + k * c * sxc
@@ -93,6 +94,9 @@ def _tiles(X, G, OUT, c, o, h, w, positions, width, groups, row_tiles, col_tiles
         if col_tile == 0:
             squares_g += tl.sum(g.to(tl.float32) * g.to(tl.float32), 1)
     tl.store(OUT + pid, tl.sum(acc * acc))
+    if KEEP:
+        to = GRADS + ((of.to(tl.int64) * o + row[:, None]) * (c * KH * KW) + column[None, :])
+        tl.store(to, acc, mask=(row[:, None] < o) & is_column[None, :])
     tl.store(OUT + out_s + pid, tl.sum(squares_x))
     tl.store(OUT + 2 * out_s + pid, tl.sum(squares_g))
 
@@ -190,8 +194,11 @@ def _finish_pairs(OUT, NORMS, groups, pairs, room, c, m, w_k, w_h, lost_k, lost_
     tl.store(NORMS + tl.program_id(0), norm)
 
 
-def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
-    """As fastclip.ops.conv_norm: x [b, c, *space], g [b, o, *out] of any strides -> [b]."""
+def conv_norm(
+    x: Tensor, g: Tensor, geometry: ConvGeometry, keep: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As fastclip.ops.conv_norm: x [b, c, *space], g [b, o, *out] of any strides -> [b]; with `keep`,
+    that and the per-sample gradients, float32, whose channels lie side by side."""
     call = arguments(x, g, geometry)
     if call is None:
         return NotImplemented
@@ -200,13 +207,14 @@ def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     b, taps = x.shape[0], constants["KH"] * constants["KW"]
     norms = torch.zeros(b, dtype=torch.float32, device=x.device)
     if not x.numel() or not g.numel():
-        return norms
+        return (norms, norms.new_zeros(b, *geometry.weight_shape)) if keep else norms
     blocks, (row_tiles, col_tiles) = tiles_of(c, o, taps)
     tiles, mode = groups * row_tiles * col_tiles, product_mode(x, g)
     out = norms.new_empty(3, b, tiles)
+    grads = norms.new_empty(b, groups * o, taps, c) if keep else norms
     _tiles[(b * tiles,)](
-        x, g, out, *sizes, row_tiles, col_tiles, b * tiles, *x.stride(), *g.stride(),
-        MODE=mode, **blocks, **constants,
+        x, g, out, grads, *sizes, row_tiles, col_tiles, b * tiles, *x.stride(), *g.stride(),
+        KEEP=keep, MODE=mode, **blocks, **constants,
     )  # fmt: skip
     unseen = None
     if not sees_all(geometry, (h, w), (positions // width, width)):
@@ -218,7 +226,7 @@ def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
         out, unseen, norms, tiles, 1 + UNIT * (m + TILE_SUM / 2),
         UNIT * (PRODUCT_ERROR_FACTOR + positions * wide), b * tiles, BLOCK=_block(tiles),
     )  # fmt: skip
-    return norms
+    return (norms, grads.transpose(2, 3).unflatten(3, geometry.kernel)) if keep else norms
 
 
 def conv_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:

@@ -186,8 +186,15 @@ def _stride(x: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 @operation
 @in_full_float32
-def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
-    """Squared norm of each sample's weight gradient, [b], by instantiating it a few at a time."""
+def conv_norm(
+    x: Tensor, g: Tensor, geometry: ConvGeometry, keep: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Squared norm of each sample's weight gradient, [b], by instantiating it a few at a time; with
+    `keep`, that and the gradients, [b, *weight_shape], all of them."""
+    taps = torch.Size(geometry.kernel).numel()
+    if keep:
+        gradients = conv_per_sample_gradients(x, g, geometry)
+        return (row_norm_sq(gradients).sqrt() + product_slack(x, g, taps)).square(), gradients
     rows = max(1, (8 << 20) // max(1, 4 * torch.Size(geometry.weight_shape).numel()))
     parts = [
         row_norm_sq(conv_per_sample_gradients(xs, gs, geometry))
@@ -195,8 +202,7 @@ def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     ]
     if not parts:
         return widen(x).new_zeros(0)
-    slack = product_slack(x, g, torch.Size(geometry.kernel).numel())
-    return (torch.cat(parts).sqrt() + slack).square()
+    return (torch.cat(parts).sqrt() + product_slack(x, g, taps)).square()
 
 
 @in_full_float32

@@ -145,6 +145,14 @@ def test_sums(t: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
     check(monkeypatch, lambda: KERNELS["scaled_sum"](a, g, scale), [expected], 1e-5)
 
 
+def test_convolutions_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = ConvGeometry((4, 3, 1, 2), (1, 1), (0, 0), (1, 1), 1)
+    x, g = normal(2, 3, 9, 10, dtype=HALF), normal(2, 4, 9, 9, dtype=HALF, seed=1)
+    gradients = ops.conv_per_sample_gradients(x.double(), g.double(), geometry)
+    expected = [gradients.flatten(1).square().sum(1), gradients]
+    check(monkeypatch, lambda: KERNELS["conv_norm"](x, g, geometry, True), expected, 1e-3)
+
+
 def test_sums_of_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     """By sample; of float32 there is one length of steps: nothing to choose from."""
     monkeypatch.setattr(MODULES["conv_sum"], "_splits", lambda *_: 2)
