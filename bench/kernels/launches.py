@@ -92,6 +92,12 @@ def _lookup(t: int, d: int, v: int, dtype: torch.dtype) -> None:
     KERNELS["lookup_norm"](ids, sample, _empty(n, d, dtype=dtype), BATCH, v, 0)
 
 
+def _lookup_sum(t: int, d: int, v: int, dtype: torch.dtype) -> None:
+    n = BATCH * t
+    ids, sample = _empty(n, dtype=torch.int64), _empty(n, dtype=torch.int64)
+    KERNELS["lookup_sum"](ids, sample, _empty(n, d, dtype=dtype), _empty(BATCH), v, 0)
+
+
 def _by_rows(t: int, c: int, need_input: bool, dtype: torch.dtype) -> None:
     x, statistics, weight = _empty(BATCH, t, c, dtype=dtype), _empty(BATCH, t), _empty(c)
     KERNELS["layer_norm_backward"](x, x, statistics, statistics, weight, need_input)
@@ -141,6 +147,7 @@ def _products(kind: str) -> Iterator[Form]:
 def _others(kind: str) -> Iterator[Form]:
     dtype = TYPES[kind]
     yield "lookup_norm GPT-2", kind, partial(_lookup, 1024, 768, 50257, dtype)
+    yield "lookup_sum GPT-2", kind, partial(_lookup_sum, 1024, 768, 50257, dtype)
     for need_input in (True, False):
         end = "" if need_input else " without the input's gradient"
         for model, t in (("BERT-base", 512), ("ViT-B", 197)):

@@ -29,6 +29,7 @@ NAMES = (
     "conv_norm",
     "conv_sum",
     "embedding_norm",
+    "embedding_sum",
     "ghost_norm",
     "instantiated_norm",
     "norm_affine",
