@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastclip.kernels.clip_scale import clip_scale, threshold_step
+from fastclip.kernels.conv_arguments import conv_operands
 from fastclip.kernels.conv_norm import conv_ghost_norm, conv_norm
 from fastclip.kernels.conv_sum import conv_sum
 from fastclip.kernels.embedding_norm import lookup_norm
@@ -25,6 +26,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
         clip_scale,
         conv_ghost_norm,
         conv_norm,
+        conv_operands,
         conv_sum,
         finish_ghost_norm,
         ghost_norm,

@@ -50,7 +50,10 @@ class ConvRule(LayerRule):
         if call.wants("bias"):
             call.record("bias", KeptRecord(ops.wide_sum(g.flatten(2), 2)))
         if call.wants("weight"):
-            call.record("weight", conv_record(call, x, g, geo))
+            laid = ops.conv_operands(x, g, geo)
+            call.record("weight", conv_record(call, *laid, geo))
+            if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+                g = laid[1]  # the library would copy it so for itself
         if not call.needs_input_grad:
             return None
         return torch.ops.aten.convolution_backward(

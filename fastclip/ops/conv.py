@@ -40,6 +40,12 @@ class ConvGeometry:
 
 
 @operation
+def conv_operands(x: Tensor, g: Tensor, geometry: ConvGeometry) -> tuple[Tensor, Tensor]:
+    """x and g in the memory format in which norms and sums read them, so that it is changed once."""
+    return x, g
+
+
+@operation
 @in_full_float32
 def conv_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     """Squared norm of each sample's weight gradient from the pixel Gram.
