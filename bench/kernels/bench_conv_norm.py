@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from opacus.grad_sample.conv import compute_conv_grad_sample
 from torch import Tensor, nn
 
-from bench.kernels.case import Case, normal
+from bench.kernels.case import Case, Make, normal
 from bench.kernels.shapes import CONVOLUTIONS
 from fastclip import ops
 from fastclip.ops import ConvGeometry
@@ -28,22 +28,33 @@ LAYERS = [  # model, b, c, o, kernel, stride, size of the input
 LAYOUTS = {"": torch.contiguous_format, " channels-last": torch.channels_last}
 
 
-def case(
-    operation: str, model: str, b: int, c: int, o: int, k: int, stride: int, size: int,
-    dtype: torch.dtype, layout: str = "",
-) -> Case:  # fmt: skip
-    padding = k // 2
+def operands(
+    layer: tuple[str, int, int, int, int, int, int], dtype: torch.dtype, layout: str
+) -> tuple[Make, ConvGeometry, int]:
+    """What makes x and g of a layer, how it slides, and the size of its output."""
+    _, b, c, o, k, stride, size = layer
+    padding, memory_format = k // 2, LAYOUTS[layout]
     out = (size + 2 * padding - k) // stride + 1
-    geometry = ConvGeometry((o, c, k, k), (stride,) * 2, (padding,) * 2, (1, 1), 1)
 
     def make(device: torch.device, generator: torch.Generator) -> Mapping[str, Any]:
         x = normal((b, c, size, size), dtype, device, generator)
         g = normal((b, o, out, out), dtype, device, generator)
-        memory_format = LAYOUTS[layout]
         return {
             "x": x.contiguous(memory_format=memory_format),
             "g": g.contiguous(memory_format=memory_format),
         }
+
+    geometry = ConvGeometry((o, c, k, k), (stride,) * 2, (padding,) * 2, (1, 1), 1)
+    return make, geometry, out
+
+
+def case(
+    operation: str, layer: tuple[str, int, int, int, int, int, int], dtype: torch.dtype,
+    layout: str = "",
+) -> Case:  # fmt: skip
+    model, b, c, o, k, stride, size = layer
+    make, geometry, out = operands(layer, dtype, layout)
+    padding = k // 2
 
     def run(x: Tensor, g: Tensor) -> Tensor:
         return getattr(ops, operation)(x, g, geometry)
@@ -88,6 +99,6 @@ def cases() -> list[Case]:
         small = (size // stride) ** 2 <= GHOST_POSITIONS
         for operation in ("conv_norm", *(["conv_ghost_norm"] if small else [])):
             layouts = [" channels-last"] if layer in CONVOLUTIONS else LAYOUTS  # as it is trained
-            found += [case(operation, *layer, torch.bfloat16, layout) for layout in layouts]
+            found += [case(operation, layer, torch.bfloat16, layout) for layout in layouts]
     floats = (LAYERS[0], LAYERS[4], CONVOLUTIONS[3])
-    return found + [case("conv_norm", *layer, torch.float32) for layer in floats]
+    return found + [case("conv_norm", layer, torch.float32) for layer in floats]

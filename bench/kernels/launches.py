@@ -81,13 +81,21 @@ def _convolution(
     x = _empty(BATCH, c, side, side, dtype=dtype).to(memory_format=layout)
     g = _empty(BATCH, o, side // stride, side // stride, dtype=dtype).to(memory_format=layout)
     window = (stride, stride), (kernel // 2, kernel // 2), (1, 1)
-    KERNELS[name](x, g, ConvGeometry((o, c, kernel, kernel), *window, 1))
+    geometry = ConvGeometry((o, c, kernel, kernel), *window, 1)
+    given = {"conv_sum": (_empty(BATCH), geometry), "conv_norm keep": (geometry, True)}
+    KERNELS[name.removesuffix(" keep")](x, g, *given.get(name, (geometry,)))
 
 
 def _lookup(t: int, d: int, v: int, dtype: torch.dtype) -> None:
     n = BATCH * t
     ids, sample = _empty(n, dtype=torch.int64), _empty(n, dtype=torch.int64)
     KERNELS["lookup_norm"](ids, sample, _empty(n, d, dtype=dtype), BATCH, v, 0)
+
+
+def _lookup_sum(t: int, d: int, v: int, dtype: torch.dtype) -> None:
+    n = BATCH * t
+    ids, sample = _empty(n, dtype=torch.int64), _empty(n, dtype=torch.int64)
+    KERNELS["lookup_sum"](ids, sample, _empty(n, d, dtype=dtype), _empty(BATCH), v, 0)
 
 
 def _by_rows(t: int, c: int, need_input: bool, dtype: torch.dtype) -> None:
@@ -129,7 +137,9 @@ def _products(kind: str) -> Iterator[Form]:
     for model, window in CONVOLUTIONS.items():
         for name, layout in layouts.items():
             wide = partial(_convolution, layout=layout, sizes=window, dtype=dtype)
-            yield f"conv_norm {model}{name}", kind, partial(wide, "conv_norm")
+            kept = ["conv_norm keep"] if dtype.itemsize == 2 else []  # as the layer's rule asks
+            for operation in ("conv_norm", *kept, "conv_sum"):
+                yield f"{operation} {model}{name}", kind, partial(wide, operation)
             if (window[2] // window[4]) ** 2 <= GHOST:
                 yield f"conv_ghost_norm {model}{name}", kind, partial(wide, "conv_ghost_norm")
 
@@ -137,6 +147,7 @@ def _products(kind: str) -> Iterator[Form]:
 def _others(kind: str) -> Iterator[Form]:
     dtype = TYPES[kind]
     yield "lookup_norm GPT-2", kind, partial(_lookup, 1024, 768, 50257, dtype)
+    yield "lookup_sum GPT-2", kind, partial(_lookup_sum, 1024, 768, 50257, dtype)
     for need_input in (True, False):
         end = "" if need_input else " without the input's gradient"
         for model, t in (("BERT-base", 512), ("ViT-B", 197)):

@@ -4,8 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 from fastclip.kernels.clip_scale import clip_scale, threshold_step
+from fastclip.kernels.conv_arguments import conv_operands
 from fastclip.kernels.conv_norm import conv_ghost_norm, conv_norm
+from fastclip.kernels.conv_sum import conv_sum
 from fastclip.kernels.embedding_norm import lookup_norm
+from fastclip.kernels.embedding_sum import lookup_sum
 from fastclip.kernels.ghost_norm import begin_ghost_norm, ghost_norm, ghost_norm_concat
 from fastclip.kernels.ghost_sums import finish_ghost_norm
 from fastclip.kernels.instantiated_norm import instantiated_norm
@@ -23,6 +26,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
         clip_scale,
         conv_ghost_norm,
         conv_norm,
+        conv_operands,
+        conv_sum,
         finish_ghost_norm,
         ghost_norm,
         ghost_norm_concat,
@@ -30,6 +35,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
         instantiated_norm,
         layer_norm_backward,
         lookup_norm,
+        lookup_sum,
         rms_norm_backward,
         scaled_sum,
         threshold_step,

@@ -46,6 +46,23 @@ def arguments(
     return x, g, sizes, constants
 
 
+def conv_operands(x: Tensor, g: Tensor, geometry: ConvGeometry) -> tuple[Tensor, Tensor]:
+    """As fastclip.ops.conv_operands: what `arguments` would copy, copied."""
+    if len(geometry.kernel) > 2 or not runs_on(x, g):
+        return NotImplemented
+    flat = geometry.is_pointwise and max(geometry.stride) == 1
+    return _map(x, geometry.groups, flat), _map(g, geometry.groups, True)
+
+
+def _map(x: Tensor, groups: int, flat: bool) -> Tensor:
+    """x [b, c, *space] as `_wide` lays it; flat: its kernels know positions alone."""
+    whole = x.unsqueeze(2) if x.dim() == 3 else x
+    h, w = whole.shape[2:]
+    regular = whole.stride(2) == w * whole.stride(3) or h == 1
+    laid = _wide(whole, groups, flat and regular and h * w % WIDE == 0)
+    return laid.squeeze(2) if x.dim() == 3 else laid
+
+
 def _wide(x: Tensor, groups: int, along: bool) -> Tensor:
     """x [b, c, h, w], or the same channels-last if it has 16 bits a value, and neither its channels
     nor its positions (`along`) can be loaded 16 bytes at a time as they lie. The copy reads and writes

@@ -5,8 +5,8 @@
 
 Index letters: b sample, k group, o output and c input channel of the group, t output position.
 conv_norm is an implicit GEMM: a program holds a tile of W_b in registers, loops over t, squares and
-sums. x is read o / BLOCK_O times a tap and g once a tile of columns, mostly from the cache. Where c
-is large enough a tile of columns belongs to one tap, so that bounds are tested once a position.
+sums; with `keep` it stores W_b, too. x is read o / BLOCK_O times a tap and g once a tile of columns,
+mostly from the cache.
 conv_ghost_norm, for small maps, holds a pair i <= j of tiles of positions of both Grams, patch
 patch^T and g^T g; pairs off the diagonal count twice. Any strides are taken; 16-bit maps that cannot
 be loaded 16 bytes at a time are first copied channels-last (`conv_arguments`). A few sums a tile are
@@ -27,9 +27,11 @@ from torch import Tensor
 
 from fastclip.kernels.conv_arguments import arguments, sees_all
 from fastclip.kernels.ghost_norm import pair_of
+from fastclip.kernels.patches import columns_of, pixel, tiles_of
 from fastclip.kernels.products import generation, multiply, ordered_sum, stays
 from fastclip.kernels.rounding import STEP, TILE_SUM, UNIT, one_sided, product_mode
 from fastclip.kernels.runtime import autotuned, cdiv, launched, next_power_of_2
+from fastclip.kernels.work import work_class
 from fastclip.ops.conv import ConvGeometry
 from fastclip.ops.numerics import GRAM_ERROR_FACTOR, PRODUCT_ERROR_FACTOR, lost_squares
 
@@ -60,29 +62,19 @@ def _config(warps: int, stages: int, **sizes: int) -> triton.Config:
     return triton.Config(sizes, num_warps=warps, num_stages=stages)
 
 
-@triton.jit
-def _pixel(at, dh, dw, h, w, width, sxh, sxw, SH: tl.constexpr, SW: tl.constexpr,  # type: ignore[no-untyped-def]
-           FLAT: tl.constexpr):  # fmt: skip
-    """Offset of the pixel under output positions `at` at a tap's shift, and whether there is one."""
-    if FLAT:  # pointwise: position and pixel are the same
-        return at * sxw, at < w
-    else:
-        ih, iw = (at // width) * SH + dh, (at % width) * SW + dw
-        return ih * sxh + iw * sxw, (ih >= 0) & (ih < h) & (iw >= 0) & (iw < w)
-
-
 @autotuned(
     [
         _config(8, 3, BLOCK_K=64), _config(4, 3, BLOCK_K=64), _config(8, 2, BLOCK_K=128),
         _config(4, 4, BLOCK_K=STEP), _config(8, 3, BLOCK_K=STEP), _config(8, 4, BLOCK_K=STEP),
         _config(16, 3, BLOCK_K=STEP),
     ],
-    key=["c", "o", "sxc", "BUCKET", "BLOCK_O", "BLOCK_N", "KH", "KW", "SH", "MODE"],
+    key=["c", "o", "sxc", "BUCKET", "BLOCK_O", "BLOCK_N", "KH", "KW", "SH", "MODE", "KEEP",
+         "work"],
     prune=_usable,
 )  # fmt: skip
-@launched(do_not_specialize=["out_s"])
-def _tiles(X, G, OUT, c, o, h, w, positions, width, groups, row_tiles, col_tiles, out_s,  # type: ignore[no-untyped-def]
-           sxb, sxc, sxh, sxw, sgb, sgo, sgt, BUCKET: tl.constexpr, KH: tl.constexpr,
+@launched(do_not_specialize=["out_s", "work"])
+def _tiles(X, G, OUT, GRADS, c, o, h, w, positions, width, groups, row_tiles, col_tiles, out_s, work,  # type: ignore[no-untyped-def]
+           sxb, sxc, sxh, sxw, sgb, sgo, sgt, KEEP: tl.constexpr, BUCKET: tl.constexpr, KH: tl.constexpr,
            KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
            PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, FLAT: tl.constexpr,
            MODE: tl.constexpr, ONE_TAP: tl.constexpr, BLOCK_O: tl.constexpr,
@@ -93,16 +85,9 @@ def _tiles(X, G, OUT, c, o, h, w, positions, width, groups, row_tiles, col_tiles
     of = pid // (col_tiles * row_tiles)
     b, k = (of // groups).to(tl.int64), (of % groups).to(tl.int64)
     row = row_tile * BLOCK_O + tl.arange(0, BLOCK_O)
-    if ONE_TAP:
-        tap = col_tile // tl.cdiv(c, BLOCK_N)  # of all columns
-        channel = (col_tile % tl.cdiv(c, BLOCK_N)) * BLOCK_N + tl.arange(0, BLOCK_N)
-        is_column = channel < c
-    else:
-        column = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        channel = column % c
-        is_column = column < c * KH * KW
-        tap = (column // c)[None, :]
-    dh, dw = (tap // KW) * DH - PH, (tap % KW) * DW - PW
+    channel, is_column, column, dh, dw = columns_of(
+        col_tile, c, KH, KW, PH, PW, DH, DW, ONE_TAP, BLOCK_N
+    )
     X += b * sxb + k * c * sxc
     G += b * sgb + k * o * sgo
     acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
@@ -110,7 +95,7 @@ def _tiles(X, G, OUT, c, o, h, w, positions, width, groups, row_tiles, col_tiles
     squares_g = tl.zeros([BLOCK_O], tl.float32)
     for start in range(0, positions, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
-        offset, seen = _pixel(at[:, None], dh, dw, h, w, width, sxh, sxw, SH, SW, FLAT)
+        offset, seen = pixel(at[:, None], dh, dw, h, w, width, sxh, sxw, SH, SW, FLAT)
         seen = seen & (at[:, None] < positions) & is_column[None, :]
         patch = tl.load(X + (offset + channel[None, :] * sxc), mask=seen, other=0.0)
         there = (row[:, None] < o) & (at[None, :] < positions)
@@ -121,6 +106,9 @@ def _tiles(X, G, OUT, c, o, h, w, positions, width, groups, row_tiles, col_tiles
         if col_tile == 0:
             squares_g += tl.sum(g.to(tl.float32) * g.to(tl.float32), 1)
     tl.store(OUT + pid, tl.sum(acc * acc))
+    if KEEP:
+        to = GRADS + ((of.to(tl.int64) * o + row[:, None]) * (c * KH * KW) + column[None, :])
+        tl.store(to, acc, mask=(row[:, None] < o) & is_column[None, :])
     tl.store(OUT + out_s + pid, tl.sum(squares_x))
     tl.store(OUT + 2 * out_s + pid, tl.sum(squares_g))
 
@@ -146,11 +134,11 @@ def _finish_tiles(OUT, UNSEEN, NORMS, columns, factor, slack, out_s, BLOCK: tl.c
         _config(4, 3, BLOCK_P=64, BLOCK_K=STEP), _config(4, 3, BLOCK_P=32, BLOCK_K=STEP),
         _config(8, 3, BLOCK_P=64, BLOCK_K=STEP),
     ],
-    key=["c", "o", "sxc", "BUCKET", "KH", "KW", "SH", "MODE", "G_MODE"],
+    key=["c", "o", "sxc", "BUCKET", "KH", "KW", "SH", "MODE", "G_MODE", "work"],
     prune=_usable,
 )  # fmt: skip
-@launched(do_not_specialize=["out_s"])
-def _pairs(X, G, OUT, c, o, h, w, positions, width, groups, room, out_s,  # type: ignore[no-untyped-def]
+@launched(do_not_specialize=["out_s", "work"])
+def _pairs(X, G, OUT, c, o, h, w, positions, width, groups, room, out_s, work,  # type: ignore[no-untyped-def]
            sxb, sxc, sxh, sxw, sgb, sgo, sgt, BUCKET: tl.constexpr, KH: tl.constexpr,
            KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
            PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, FLAT: tl.constexpr,
@@ -173,8 +161,8 @@ def _pairs(X, G, OUT, c, o, h, w, positions, width, groups, room, out_s,  # type
         tap = step // blocks
         dh, dw = (tap // KW) * DH - PH, (tap % KW) * DW - PW
         channel = (step % blocks) * BLOCK_K + tl.arange(0, BLOCK_K)
-        at_p, seen_p = _pixel(p, dh, dw, h, w, width, sxh, sxw, SH, SW, FLAT)
-        at_q, seen_q = _pixel(q, dh, dw, h, w, width, sxh, sxw, SH, SW, FLAT)
+        at_p, seen_p = pixel(p, dh, dw, h, w, width, sxh, sxw, SH, SW, FLAT)
+        at_q, seen_q = pixel(q, dh, dw, h, w, width, sxh, sxw, SH, SW, FLAT)
         mask_p = (seen_p & (p < positions))[:, None] & (channel < c)[None, :]
         mask_q = (seen_q & (q < positions))[None, :] & (channel < c)[:, None]
         x_p = tl.load(X + (at_p[:, None] + channel[None, :] * sxc), mask=mask_p, other=0.0)
@@ -219,8 +207,11 @@ def _finish_pairs(OUT, NORMS, groups, pairs, room, c, m, w_k, w_h, lost_k, lost_
     tl.store(NORMS + tl.program_id(0), norm)
 
 
-def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
-    """As fastclip.ops.conv_norm: x [b, c, *space], g [b, o, *out] of any strides -> [b]."""
+def conv_norm(
+    x: Tensor, g: Tensor, geometry: ConvGeometry, keep: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As fastclip.ops.conv_norm: x [b, c, *space], g [b, o, *out] of any strides -> [b]; with `keep`,
+    that and the per-sample gradients, float32, whose channels lie side by side."""
     call = arguments(x, g, geometry)
     if call is None:
         return NotImplemented
@@ -229,21 +220,17 @@ def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     b, taps = x.shape[0], constants["KH"] * constants["KW"]
     norms = torch.zeros(b, dtype=torch.float32, device=x.device)
     if not x.numel() or not g.numel():
-        return norms
-    one_tap = c >= 16 or taps == 1
+        return (norms, norms.new_zeros(b, *geometry.weight_shape)) if keep else norms
     mode = product_mode(x, g)
     native = mode == "native"  # of float32 larger tiles do not stay in registers
-    block_o = min(128 if native or generation() == "hopper" else 64, max(16, next_power_of_2(o)))
-    columns = c if one_tap else c * taps
-    widest = 128 if native and c * taps >= 512 else 64  # enough tiles to fill the device
-    block_n = min(widest, max(16, next_power_of_2(columns)))
-    row_tiles = cdiv(o, block_o)
-    col_tiles = cdiv(columns, block_n) * (taps if one_tap else 1)
+    side = 128 if native or generation() == "hopper" else 64
+    blocks, (row_tiles, col_tiles) = tiles_of(c, o, taps, side, 128 if native else 64)
     tiles = groups * row_tiles * col_tiles
     out = norms.new_empty(3, b, tiles)
+    grads = norms.new_empty(b, groups * o, taps, c) if keep else norms
     _tiles[(b * tiles,)](
-        x, g, out, *sizes, row_tiles, col_tiles, b * tiles, *x.stride(), *g.stride(),
-        ONE_TAP=one_tap, BLOCK_O=block_o, BLOCK_N=block_n, MODE=mode, **constants,
+        x, g, out, grads, *sizes, row_tiles, col_tiles, b * tiles, work_class(b * tiles),
+        *x.stride(), *g.stride(), KEEP=keep, MODE=mode, **blocks, **constants,
     )  # fmt: skip
     unseen = None
     if not sees_all(geometry, (h, w), (positions // width, width)):
@@ -255,7 +242,7 @@ def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
         out, unseen, norms, tiles, 1 + UNIT * (m + TILE_SUM / 2),
         UNIT * (PRODUCT_ERROR_FACTOR + positions * wide), b * tiles, BLOCK=_block(tiles),
     )  # fmt: skip
-    return norms
+    return (norms, grads.transpose(2, 3).unflatten(3, geometry.kernel)) if keep else norms
 
 
 def conv_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
@@ -279,8 +266,8 @@ def conv_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
         return (b * groups * pairs,)
 
     _pairs[grid](
-        x, g, out, *sizes, room, out.stride(0), *x.stride(), *g.stride(),
-        MODE=modes[0], G_MODE=modes[1], **constants,
+        x, g, out, *sizes, room, out.stride(0), work_class(b * groups * room), *x.stride(),
+        *g.stride(), MODE=modes[0], G_MODE=modes[1], **constants,
     )  # fmt: skip
     (m_k, w_k), (m_h, w_h) = one_sided(features, modes[0]), one_sided(o, modes[1])
     bounds = (UNIT * n for n in (GRAM_ERROR_FACTOR, m_k + m_h + TILE_SUM, features * w_k, o * w_h))

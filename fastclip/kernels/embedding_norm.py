@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastclip.kernels.runtime import autotuned, cdiv, launched, next_power_of_2, runs_on
+from fastclip.kernels.work import work_class
 
 ROWS = 32
 MAX_BLOCK = 256
@@ -67,9 +68,9 @@ def _add(state, entry, first, OUT, bits, tiles, FINAL: tl.constexpr):  # type: i
     return key, run, head, squares, norm + done, head_norm
 
 
-@autotuned([triton.Config({}, num_warps=w) for w in (1, 2, 4)], key=["d", "BLOCK"])
-@launched(do_not_specialize=["n"])
-def _runs(KEY, G, ORDER, DONE, OUT, NEXT_KEY, NEXT, NEXT_DONE, n, d, t, padding,  # type: ignore[no-untyped-def]
+@autotuned([triton.Config({}, num_warps=w) for w in (1, 2, 4)], key=["d", "BLOCK", "work"])
+@launched(do_not_specialize=["n", "work"])
+def _runs(KEY, G, ORDER, DONE, OUT, NEXT_KEY, NEXT, NEXT_DONE, n, work, d, t, padding,  # type: ignore[no-untyped-def]
           sgb, sgt, sgd, bits, tiles, COUNT: tl.constexpr, BLOCK: tl.constexpr,
           FIRST: tl.constexpr, FINAL: tl.constexpr):  # fmt: skip
     """COUNT sorted rows from program_id(0), BLOCK features from program_id(1)."""
@@ -145,8 +146,8 @@ def _norms(
         following = g.new_empty(carried, d, dtype=torch.float64)
         next_done = norms.new_empty(carried, tiles)
         _runs[(chunks, tiles)](
-            key, rows, order, done, norms, next_key, following, next_done, n, d, t,
-            -1 if padding_idx is None else padding_idx, sgb, sgt, sgd, bits, tiles,
+            key, rows, order, done, norms, next_key, following, next_done, n,
+            work_class(chunks * tiles), d, t, -1 if padding_idx is None else padding_idx, sgb, sgt, sgd, bits, tiles,
             COUNT=ROWS, BLOCK=block, FIRST=rows is g, FINAL=chunks == 1,
         )  # fmt: skip
         if chunks == 1:

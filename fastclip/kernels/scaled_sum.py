@@ -43,7 +43,7 @@ from fastclip.kernels.runtime import (
     runs_on,
     takes,
 )
-from fastclip.kernels.work import cores, splits_of, work_class
+from fastclip.kernels.work import slots, splits_of, work_class
 
 _FEW = 16
 """Positions from which samples are summed one after the other: the shortest native product."""
@@ -51,8 +51,6 @@ _WHOLE = 128
 """Positions of the longest tile."""
 _SIDE = 128
 """Rows and columns of the tiles that large products are cut into: one fills a multiprocessor."""
-_MOST_RESIDENT = 4
-"""Smaller tiles that it holds at once, at most."""
 # Loads of a sample's tiles wait for its scale: of 5 stages 3 hold tiles, of 3 stages 2.
 _CONFIGS = product_configs(
     (64, 64, 64, 4, 5), (128, 128, 64, 8, 3), (128, 128, 64, 8, 5), (64, 128, 64, 4, 5),
@@ -136,8 +134,7 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
 def _splits(p: int, d: int, steps: int, device: torch.device) -> int:
     """Stretches of (b, t), each of some of the steps. Of small tiles a multiprocessor holds several."""
     sides = [min(_SIDE, next_power_of_2(n)) for n in (p, d)]
-    slots = cores(device) * min(_MOST_RESIDENT, _SIDE * _SIDE // (sides[0] * sides[1]))
-    return splits_of(cdiv(p, _SIDE) * cdiv(d, _SIDE), steps, slots)
+    return splits_of(cdiv(p, _SIDE) * cdiv(d, _SIDE), steps, slots(device, *sides))
 
 
 def scaled_sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:

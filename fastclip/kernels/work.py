@@ -18,6 +18,10 @@ _STORE = 8
 """A part's own sum, written and read once more, in steps of the sum: what more parts cost."""
 _CLASSES = (64, 256, 1024)
 """Most programs, or steps, of all classes but the last."""
+_TILE = 128
+"""Rows and columns of a tile of which a multiprocessor holds one."""
+_MOST_RESIDENT = 4
+"""Tiles that a multiprocessor holds, however small they are."""
 _CORES = 4
 """Of a device that has none to count: the interpreter's."""
 
@@ -52,8 +56,13 @@ def splits_of(tiles: int, steps: int, slots: int) -> int:
     return min(splits for splits, price in costs.items() if price <= enough)
 
 
+def slots(device: torch.device, rows: int, columns: int) -> int:
+    """Programs that run at once, each with a tile of so many rows and columns."""
+    return _cores(device) * min(_MOST_RESIDENT, _TILE * _TILE // (rows * columns))
+
+
 @functools.cache
-def cores(device: torch.device) -> int:
+def _cores(device: torch.device) -> int:
     """Multiprocessors."""
     if device.type != "cuda":
         return _CORES

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fastclip import ops
 from fastclip.layers.operand import autocast_operand
-from fastclip.layers.records import ConvRecord, KeptRecord
-from fastclip.layers.rule import LayerCall, LayerRule, register_rule
+from fastclip.layers.records import ConvRecord, InstantiatedRecord, KeptRecord, Record
+from fastclip.layers.rule import LayerCall, LayerRule, Plans, register_rule
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -50,20 +50,29 @@ class ConvRule(LayerRule):
         if call.wants("bias"):
             call.record("bias", KeptRecord(ops.wide_sum(g.flatten(2), 2)))
         if call.wants("weight"):
-            choice = call.plan_conv(x, g, geo)
-            if choice.keep and not choice.of_units:
-                taps = torch.Size(geo.kernel).numel()
-                slack = ops.ProductSlack(call.last_input.norm_sq(x), ops.row_norm_sq(g), taps)
-                gradients = ops.conv_per_sample_gradients(x, g, geo)
-                call.record("weight", KeptRecord(gradients, slack))
-            else:
-                call.record("weight", ConvRecord(x, g, geo, ghost=choice.ghost, keep=choice.keep))
+            laid = ops.conv_operands(x, g, geo)
+            call.record("weight", conv_record(call, *laid, geo))
+            if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+                g = laid[1]  # the library would copy it so for itself
         if not call.needs_input_grad:
             return None
         return torch.ops.aten.convolution_backward(
             g, x.to(g.dtype), weight.to(g.dtype), None, geo.stride, geo.padding, geo.dilation,
             False, [0] * len(geo.stride), geo.groups, [True, False, False],
         )[0]  # fmt: skip
+
+
+def conv_record(call: Plans, x: Tensor, g: Tensor, geometry: ops.ConvGeometry) -> Record:
+    """The record that the planner prefers for a convolution over x [b, c, *space]."""
+    choice = call.plan_conv(x, g, geometry)
+    if not choice.keep or choice.of_units:
+        return ConvRecord(x, g, geometry, ghost=choice.ghost, keep=choice.keep)
+    if x.element_size() == 2 and not ops.computes_reference(x):
+        # Products of 16-bit operands on tensor cores, and their norm in the same pass.
+        return InstantiatedRecord(*ops.conv_norm(x, g, geometry, keep=True))
+    taps = torch.Size(geometry.kernel).numel()
+    slack = ops.ProductSlack(call.last_input.norm_sq(x), ops.row_norm_sq(g), taps)
+    return KeptRecord(ops.conv_per_sample_gradients(x, g, geometry), slack)
 
 
 def pad_explicitly(module: nn.Conv2d, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -89,7 +89,9 @@ class ConvRecord(LaidRecord):
 
     def norm_sq(self) -> Tensor:
         norm = ops.conv_ghost_norm if self.ghost else ops.conv_norm
-        return norm(self.x, self.g, self.geometry)
+        found = norm(self.x, self.g, self.geometry)
+        assert isinstance(found, Tensor)
+        return found
 
     def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.UnfinishedNorm:
         whole = self.ghost and self.geometry.groups == 1 and len(self.x) > 0

@@ -40,6 +40,12 @@ class ConvGeometry:
 
 
 @operation
+def conv_operands(x: Tensor, g: Tensor, geometry: ConvGeometry) -> tuple[Tensor, Tensor]:
+    """x and g in the memory format in which norms and sums read them, so that it is changed once."""
+    return x, g
+
+
+@operation
 @in_full_float32
 def conv_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     """Squared norm of each sample's weight gradient from the pixel Gram.
@@ -190,8 +196,15 @@ def _stride(x: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 @operation
 @in_full_float32
-def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
-    """Squared norm of each sample's weight gradient, [b], by instantiating it a few at a time."""
+def conv_norm(
+    x: Tensor, g: Tensor, geometry: ConvGeometry, keep: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Squared norm of each sample's weight gradient, [b], by instantiating it a few at a time; with
+    `keep`, that and the gradients, [b, *weight_shape], all of them."""
+    taps = torch.Size(geometry.kernel).numel()
+    if keep:
+        gradients = conv_per_sample_gradients(x, g, geometry)
+        return (row_norm_sq(gradients).sqrt() + product_slack(x, g, taps)).square(), gradients
     rows = max(1, (8 << 20) // max(1, 4 * torch.Size(geometry.weight_shape).numel()))
     parts = [
         row_norm_sq(conv_per_sample_gradients(xs, gs, geometry))
@@ -199,8 +212,7 @@ def conv_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     ]
     if not parts:
         return widen(x).new_zeros(0)
-    slack = product_slack(x, g, torch.Size(geometry.kernel).numel())
-    return (torch.cat(parts).sqrt() + slack).square()
+    return (torch.cat(parts).sqrt() + product_slack(x, g, taps)).square()
 
 
 @in_full_float32
@@ -252,6 +264,7 @@ def conv_unit_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor
     return conv_ghost_norm(x.transpose(1, 2), g.transpose(1, 2), deeper)
 
 
+@operation
 @in_full_float32
 def conv_sum(x: Tensor, g: Tensor, scale: Tensor, geometry: ConvGeometry) -> Tensor:
     """sum_b scale_b times the weight gradient of sample b, of weight_shape; scale is [b]."""

@@ -63,6 +63,7 @@ def _sum_rows(g: Tensor, index: Tensor, rows: int, skip: int = -1) -> Tensor:
     return torch.ops.aten.embedding_dense_backward(g, index, rows, skip, False)
 
 
+@operation
 def lookup_sum(
     ids: Tensor, sample: Tensor, g: Tensor, scale: Tensor, num_embeddings: int,
     padding_idx: int | None = None,

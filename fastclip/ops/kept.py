@@ -13,8 +13,11 @@ from fastclip.ops.precision import in_full_float32
 def kept_sum(gradients: Tensor, scale: Tensor) -> Tensor:
     """sum_b scale_b gradients_b, for gradients [b, *shape] and scale [b]: [*shape]."""
     (gradients,) = drop_zeroed(scale, gradients)
-    flat = gradients.reshape(len(scale), gradients.shape[1:].numel())
-    return (scale.to(flat.dtype) @ flat).view(gradients.shape[1:])
+    axes = sorted(range(1, gradients.dim()), key=gradients.stride, reverse=True)
+    rows = gradients.permute(0, *axes)  # as they lie in memory, so that none is copied
+    total = scale.to(rows.dtype) @ rows.reshape(len(scale), rows.shape[1:].numel())
+    back = sorted(range(len(axes)), key=axes.__getitem__)
+    return total.view(rows.shape[1:]).permute(back).contiguous()
 
 
 @in_full_float32

@@ -87,7 +87,9 @@ def _conv_norm(
     padding: Sequence[int], dilation: Sequence[int], groups: int, ghost: bool,
 ) -> Tensor:  # fmt: skip
     norm = conv_ghost_norm if ghost else conv_norm
-    return norm(x, g, _geometry(weight_shape, stride, padding, dilation, groups))
+    found = norm(x, g, _geometry(weight_shape, stride, padding, dilation, groups))
+    assert isinstance(found, Tensor)
+    return found
 
 
 @_conv_norm.register_fake

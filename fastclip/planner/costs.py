@@ -112,8 +112,8 @@ def measure(device: torch.device, scale: int | None = None) -> Costs:
     ones = torch.ones(b, device=device, dtype=torch.float32)
     flops, size = 2 * b * t * width**2, 4 * b * width**2
     channels, side = (64, 32) if scale is None else (4, 8)
-    x = torch.randn(b, channels, side, side, device=device, dtype=torch.float32)
-    y = torch.randn(b, channels, side, side, device=device, dtype=torch.float32)
+    x = torch.randn(b, channels, side, side, device=device, dtype=dtype)
+    y = torch.randn(b, channels, side, side, device=device, dtype=dtype)
     geometry = ops.ConvGeometry((channels, channels, 3, 3), (1, 1), (1, 1), (1, 1), 1)
     conv_flops = 2 * b * side**2 * 9 * channels**2
     scratch = backend_of("ghost_norm", device)[0] == "reference"
@@ -124,9 +124,7 @@ def measure(device: torch.device, scale: int | None = None) -> Costs:
         ops.kept_sum(ops.instantiated_norm(a, g, True)[1], ones)
 
     def keep_conv() -> None:
-        gradients = ops.conv_per_sample_gradients(x, y, geometry)
-        ops.row_norm_sq(gradients)
-        ops.kept_sum(gradients, ones)
+        ops.kept_sum(ops.conv_norm(x, y, geometry, True)[1], ones)
 
     kept, conv = _seconds(keep, device), _seconds(keep_conv, device)
     return Costs(

@@ -125,3 +125,22 @@ def test_a_copy_is_not_beyond_what_offsets_reach(monkeypatch: pytest.MonkeyPatch
     call = arguments(x, g, geometry)
     assert call is not None
     assert call[0].stride(1) == call[1].stride(1) == 0
+
+
+@on_cpu
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("side", [5, 7, 8])
+def test_maps_are_copied_once(side: int, kernel: int, dims: int) -> None:
+    """What `conv_operands` returns is taken as it lies, and is the same map."""
+    geometry = ConvGeometry(
+        (32, 16, *[kernel] * dims), (1,) * dims, (kernel // 2,) * dims, (1,) * dims, 1
+    )
+    x, g = normal(2, 16, *[side] * dims, dtype=HALF), normal(2, 32, *[side] * dims, dtype=HALF)
+    for pair in ((x, g), (x[..., 1:], g[..., 1:]), (x[:, :1].expand_as(x), g)):
+        laid = conv_arguments.conv_operands(*pair, geometry)
+        call = arguments(*laid, geometry)
+        assert call is not None
+        for given, once, taken in zip(pair, laid, call[:2], strict=True):
+            assert torch.equal(once, given)
+            assert taken.data_ptr() == once.data_ptr()

@@ -70,6 +70,23 @@ def test_geometries(case: str, name: str, dtype: torch.dtype) -> None:
     check(name, *operands(space, geometry, dtype), geometry)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("b", [0, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_kept(case: str, b: int, dtype: torch.dtype) -> None:
+    """The norm is the same to the bit; the reference keeps the same."""
+    space, geometry = CASES[case]
+    x, g = operands(space, geometry, dtype, b)
+    norms, kept = conv_norm(x, g, geometry, keep=True)
+    assert torch.equal(norms, conv_norm(x, g, geometry))
+    true = ops.conv_per_sample_gradients(x.double().cpu(), g.double().cpu(), geometry)
+    assert kept.shape == true.shape
+    assert relative_error(kept, true) < 1e-5
+    raised, other = ops.conv_norm(x.cpu(), g.cpu(), geometry, keep=True)
+    assert relative_error(other, true) < 1e-5
+    assert relative_error(norms, raised) < NORM_TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("case", ["3x3", "pointwise", "1d"])
 def test_strides(case: str, name: str) -> None:

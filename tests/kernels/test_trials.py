@@ -27,7 +27,9 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the autotuner runs ever
 HALF, SINGLE = torch.bfloat16, torch.float32
 NAMES = (
     "conv_norm",
+    "conv_sum",
     "embedding_norm",
+    "embedding_sum",
     "ghost_norm",
     "instantiated_norm",
     "norm_affine",
@@ -144,6 +146,24 @@ def test_sums(t: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
     check(monkeypatch, lambda: KERNELS["scaled_sum"](a, g, scale), [expected], 1e-5)
 
 
+def test_convolutions_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = ConvGeometry((4, 3, 1, 2), (1, 1), (0, 0), (1, 1), 1)
+    x, g = normal(2, 3, 9, 10, dtype=HALF), normal(2, 4, 9, 9, dtype=HALF, seed=1)
+    gradients = ops.conv_per_sample_gradients(x.double(), g.double(), geometry)
+    expected = [gradients.flatten(1).square().sum(1), gradients]
+    check(monkeypatch, lambda: KERNELS["conv_norm"](x, g, geometry, True), expected, 1e-3)
+
+
+def test_sums_of_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By sample; of float32 there is one length of steps: nothing to choose from."""
+    monkeypatch.setattr(MODULES["conv_sum"], "_splits", lambda *_: 2)
+    geometry = ConvGeometry((7, 3, 3, 3), (1, 1), (1, 1), (1, 1), 1)
+    x, g = normal(3, 3, 9, 9, dtype=HALF), normal(3, 7, 9, 9, dtype=HALF, seed=1)
+    scale = torch.rand(3, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    expected = ops.conv_sum(x.double(), g.double(), scale.double(), geometry)
+    check(monkeypatch, lambda: KERNELS["conv_sum"](x, g, scale, geometry), [expected], 1e-5)
+
+
 def test_norm_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     x, g, weight = normal(1, 20, 300), normal(1, 20, 300, seed=1), normal(300, seed=2)
     mean, rstd = x.mean(2), (x.var(2, unbiased=False) + 1e-5).rsqrt()
@@ -166,7 +186,7 @@ def tuned_kernels() -> dict[str, Tuned]:
 def test_no_tuned_kernel_is_left_out() -> None:
     """A new one needs a test of its own here, unless its configurations differ in warps only."""
     choosing = [k for k in tuned_kernels().values() if any(c.kwargs for c in k.configs)]
-    assert len(choosing) == 7
+    assert len(choosing) == 8
 
 
 @pytest.mark.parametrize("kernel", tuned_kernels().values(), ids=tuned_kernels())

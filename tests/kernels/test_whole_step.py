@@ -18,7 +18,7 @@ USED = {
     "sequence": {"layer_norm_backward", "scaled_sum"},
     "rows": {"rms_norm_backward", "scaled_sum"},
     "images": {"group_norm_backward"},
-    "tied text": {"lookup_norm", "layer_norm_backward", "scaled_sum"},
+    "tied text": {"lookup_norm", "lookup_sum", "layer_norm_backward", "scaled_sum"},
 }
 
 
