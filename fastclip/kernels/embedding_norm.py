@@ -147,8 +147,8 @@ def _norms(
         next_done = norms.new_empty(carried, tiles)
         _runs[(chunks, tiles)](
             key, rows, order, done, norms, next_key, following, next_done, n,
-            work_class(chunks * tiles), d, t, -1 if padding_idx is None else padding_idx, sgb, sgt, sgd, bits, tiles,
-            COUNT=ROWS, BLOCK=block, FIRST=rows is g, FINAL=chunks == 1,
+            work_class(chunks * tiles), d, t, -1 if padding_idx is None else padding_idx, sgb, sgt,
+            sgd, bits, tiles, COUNT=ROWS, BLOCK=block, FIRST=rows is g, FINAL=chunks == 1,
         )  # fmt: skip
         if chunks == 1:
             return norms.sum(1).float()

@@ -106,7 +106,8 @@ def lookup_sum(
         following = g.new_empty(carried, d, dtype=torch.float64)
         _runs[(chunks, cdiv(d, block))](
             key, rows, order, sample, scale, out, next_key, following, n,
-            work_class(chunks * cdiv(d, block)), d, padding, sgn, sgd, scale.stride(0), COUNT=ROWS, BLOCK=block, FIRST=rows is g, FINAL=chunks == 1,
+            work_class(chunks * cdiv(d, block)), d, padding, sgn, sgd, scale.stride(0), COUNT=ROWS,
+            BLOCK=block, FIRST=rows is g, FINAL=chunks == 1,
         )  # fmt: skip
         if chunks == 1:
             return out

@@ -87,7 +87,7 @@ def test_any_split(
     splits: int, dtype: torch.dtype, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stretches that begin and end inside a sample, and some without any position."""
-    monkeypatch.setattr(module, "_splits", lambda *_: splits)
+    monkeypatch.setattr(module, "splits_of", lambda *_: splits)
     check(*of_map(name, dtype))
 
 

@@ -156,7 +156,7 @@ def test_convolutions_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sums_of_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     """By sample; of float32 there is one length of steps: nothing to choose from."""
-    monkeypatch.setattr(MODULES["conv_sum"], "_splits", lambda *_: 2)
+    monkeypatch.setattr(MODULES["conv_sum"], "splits_of", lambda *_: 2)
     geometry = ConvGeometry((7, 3, 3, 3), (1, 1), (1, 1), (1, 1), 1)
     x, g = normal(3, 3, 9, 9, dtype=HALF), normal(3, 7, 9, 9, dtype=HALF, seed=1)
     scale = torch.rand(3, generator=torch.Generator().manual_seed(0)).to(DEVICE)

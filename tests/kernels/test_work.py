@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from fastclip.kernels.work import cores, cost, splits_of, work_class
+from fastclip.kernels.work import cost, slots, splits_of, work_class
 
 TILES = [1, 2, 6, 36, 37, 107, 108, 109, 133, 144, 500, 2358]
 
@@ -49,5 +49,5 @@ def test_a_few_classes() -> None:
     assert all(work_class(4 * n) <= work_class(n) + 1 for n in range(1, 5000))
 
 
-def test_the_interpreter_has_cores() -> None:
-    assert cores(torch.device("cpu")) > 1
+def test_the_interpreter_has_room_for_programs() -> None:
+    assert 1 < slots(torch.device("cpu"), 128, 128) < slots(torch.device("cpu"), 64, 64)
