@@ -56,9 +56,15 @@ class Switched(nn.Module):
         super().__init__()
         self.linear, self.drop = nn.Linear(6, 3), nn.Dropout(0.0)
         self.power, self.scale = 1, torch.tensor(1.0)
+        self.drop.halves = self.drop.register_forward_hook(lambda module, given, out: out / 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.drop(self.linear(x) ** self.power * self.scale)
+
+
+class Thrice(nn.Dropout):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * x
 
 
 def _data(run: tuple) -> None:
@@ -81,6 +87,17 @@ def _doubled(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
 _doubled.calls = 0  # type: ignore[attr-defined]
 
 
+def _hook(run: tuple) -> None:
+    """One hook takes another's place."""
+    drop = run[1]._module.drop
+    drop.halves.remove()
+    drop.register_forward_hook(lambda module, given, out: 3 * out)
+
+
+def _class(run: tuple) -> None:
+    run[1]._module.drop.__class__ = Thrice
+
+
 CHANGES: dict[str, Callable[[tuple], Any]] = {
     "weights replaced": _data,
     "weights loaded": _in_place,
@@ -91,6 +108,8 @@ CHANGES: dict[str, Callable[[tuple], Any]] = {
     "a frozen layer": lambda run: run[1]._module.linear.bias.requires_grad_(False),
     "a threshold": lambda run: setattr(run[2], "max_grad_norm", 0.05),
     "a hook": lambda run: run[1]._module.linear.register_full_backward_hook(_doubled),
+    "another hook": _hook,
+    "a class": _class,
     "nothing": lambda run: None,
 }
 
