@@ -109,9 +109,14 @@ class ClippingState:
     def by_parts(self, sizes: list[int]) -> Iterator[int]:
         """The number of each part of a batch, while the groups that were set are those of the part."""
         groups = self._groups
-        fits = groups is not None and len(groups) == sum(sizes)
+        if groups is not None and len(sizes) > 1 and len(groups) != sum(sizes):
+            raise StepError(
+                f"engine.set_groups got {len(groups)} groups for a batch of {sum(sizes)} rows; call it "
+                "with the ids of this very batch"
+            )
         for number in range(len(sizes)):
-            self._groups = groups.split(sizes)[number] if fits and groups is not None else groups
+            if groups is not None and len(sizes) > 1:
+                self._groups = groups.split(sizes)[number]
             yield number
 
     def _take_groups(
