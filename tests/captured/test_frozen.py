@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
@@ -263,6 +264,35 @@ def test_losses_that_are_no_rows() -> None:
         run[4](*batch(dtype=torch.float32))
 
 
+def test_one_loss_expanded_to_rows() -> None:
+    """A weighted mean divides by the weights of the batch, which a loop of one's own is refused for."""
+    criterion = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 5.0]))
+    run = start(flat(), torch.randn(64, 6), poisson_sampling=False,
+                function=lambda m, x, y: criterion(m(x), y).expand(len(x)))  # fmt: skip
+    with refused("one number of the whole batch", BatchSizeError):
+        run[4](*batch(dtype=torch.float32))
+
+
+@pytest.mark.parametrize("names", [list, tuple, lambda x: {"names": [*x]}, np.array])
+def test_rows_in_lists_are_not_divided(names: Callable) -> None:
+    """Each part would see the names of all rows, the first part's first."""
+    run = start(flat(), torch.randn(64, 6), rows=4, poisson_sampling=False, cuda_graph=False,
+                function=lambda m, x, y, names: losses(m, x, y))  # fmt: skip
+    x, y = batch(dtype=torch.float32)
+    with refused("make a tensor of them", BatchSizeError):
+        run[4](x, y, names([str(i) for i in range(len(x))]))
+    run[4](x, y, 0.5)  # what all rows share
+
+
+def test_groups_of_a_part_do_not_serve_all_parts() -> None:
+    strategy = clipping.dpsgd_f(3, thresholds="previous_step")
+    run = start(flat(), torch.randn(64, 6), clipping=strategy, rows=4, poisson_sampling=False)
+    x, y = batch(8, dtype=torch.float32)
+    run[0].set_groups(y[:4])
+    with refused("4 groups for a batch of 8 rows", StepError):
+        run[4](x, y)
+
+
 def test_values_that_are_waited_for() -> None:
     def waits(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return losses(model, x * (2 if x.sum().item() > 0 else 1), y)
@@ -315,8 +345,10 @@ def test_what_is_no_training() -> None:
     run = captured()
     with run[0].paused(), refused("outside of engine.paused", StepError):
         run[4](*batch())
-    with torch.no_grad(), refused("no_grad", StepError):
-        run[4](*batch())
+    plain = run[0].make_step(run[1], losses, physical_batch=24)
+    for step in (run[4], plain):
+        with torch.no_grad(), refused("no_grad", StepError):
+            step(*batch())
     with refused("axis 0", BatchSizeError):
         run[4](torch.randn(3, 6), torch.arange(2))
     run[1].cleanup()
