@@ -108,15 +108,11 @@ class ClippingState:
 
     def by_parts(self, sizes: list[int]) -> Iterator[int]:
         """The number of each part of a batch, while the groups that were set are those of the part."""
-        groups = self._groups
-        if groups is not None and len(sizes) > 1 and len(groups) != sum(sizes):
-            raise StepError(
-                f"engine.set_groups got {len(groups)} groups for a batch of {sum(sizes)} rows; call it "
-                "with the ids of this very batch"
-            )
+        groups, one = self._groups, len(sizes) == 1
+        if groups is not None and not one and len(groups) != sum(sizes):
+            raise StepError(f"engine.set_groups got {len(groups)} groups for {sum(sizes)} rows")
         for number in range(len(sizes)):
-            if groups is not None and len(sizes) > 1:
-                self._groups = groups.split(sizes)[number]
+            self._groups = groups if groups is None or one else groups.split(sizes)[number]
             yield number
 
     def _take_groups(

@@ -289,7 +289,7 @@ def test_groups_of_a_part_do_not_serve_all_parts() -> None:
     run = start(flat(), torch.randn(64, 6), clipping=strategy, rows=4, poisson_sampling=False)
     x, y = batch(8, dtype=torch.float32)
     run[0].set_groups(y[:4])
-    with refused("4 groups for a batch of 8 rows", StepError):
+    with refused("4 groups for 8 rows", StepError):
         run[4](x, y)
 
 
@@ -305,6 +305,14 @@ def test_values_that_are_waited_for() -> None:
         run[4](x, y)
     assert run[1].keeper.per_sample_norms is not None
     assert not run[1].keeper.sums
+
+
+def test_a_second_pass_is_refused_as_itself_where_a_capture_begins() -> None:
+    run = start(flat(), torch.randn(64, 6))
+    x, y = next(iter(run[3]))
+    run[4](x, y)
+    with refused("second backward pass of one physical batch", StepError):
+        run[4](x, y)
 
 
 def test_attributes_that_count_calls() -> None:
