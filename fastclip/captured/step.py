@@ -22,6 +22,8 @@ from fastclip.samples.inputs import flatten, rebuild
 _MOST_KINDS = 8
 """Kinds of batches that are captured; each holds memory of its own."""
 _MOST_CAPTURES = 32
+_MOST_SEEN = 64
+"""Kinds that are remembered until they come again: names of rows are a kind of their own each time."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -201,6 +203,8 @@ class Step:
                 return known
             self.forget()
         if kind not in self._seen:  # it may be looked at, and shows what it needs
+            if len(self._seen) >= _MOST_SEEN:  # values that each batch has for itself
+                self._seen.clear()
             self._seen.add(kind)
             return None
         if len(self._recordings) >= _MOST_KINDS or not settled(keeper, self.physical_batch):
@@ -247,7 +251,7 @@ def _lists(value: Any, rows: int) -> bool:
     if isinstance(value, (list, tuple)):
         own = len(value) == rows and not any(map(_is_tensor, flatten(value)[0]))
         return own or any(_lists(x, rows) for x in value)
-    shape = getattr(value, "shape", ())
+    shape: Any = getattr(value, "shape", ())
     return not _is_tensor(value) and bool(shape) and shape[0] == rows
 
 

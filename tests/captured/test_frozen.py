@@ -254,6 +254,16 @@ def test_a_memory_manager_splits_draws() -> None:
     assert runs[0][0].accountant.history == runs[1][0].accountant.history
 
 
+def test_values_that_never_come_again_are_not_kept() -> None:
+    run = start(flat(), torch.randn(64, 6), poisson_sampling=False,
+                function=lambda m, x, y, number: losses(m, x, y))  # fmt: skip
+    for number in range(70):
+        run[4](*batch(dtype=torch.float32), number)
+        run[2].zero_grad()
+    assert len(run[4]._seen) < 64
+    assert not run[4].captured
+
+
 # Refused
 
 
