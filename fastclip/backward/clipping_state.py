@@ -108,10 +108,11 @@ class ClippingState:
 
     def by_parts(self, sizes: list[int]) -> Iterator[int]:
         """The number of each part of a batch, while the groups that were set are those of the part."""
-        groups = self._groups
-        fits = groups is not None and len(groups) == sum(sizes)
+        groups, one = self._groups, len(sizes) == 1
+        if groups is not None and not one and len(groups) != sum(sizes):
+            raise StepError(f"engine.set_groups got {len(groups)} groups for {sum(sizes)} rows")
         for number in range(len(sizes)):
-            self._groups = groups.split(sizes)[number] if fits and groups is not None else groups
+            self._groups = groups if groups is None or one else groups.split(sizes)[number]
             yield number
 
     def _take_groups(

@@ -43,9 +43,10 @@ class Frozen:
             for name, value in vars(module).items()
             if isinstance(value, Tensor)
         ]
-        tables = (table for module in self._modules for table in vars(module).values())
-        self._tables = [table for table in tables if isinstance(table, dict)]
+        tables = [pair for module in self._modules for pair in vars(module).items()]
+        self._tables = [table for _, table in tables if isinstance(table, dict)]
         """Hooks of each kind, parts, and whatever else is kept so."""
+        self._hooks = [x for name, x in tables if isinstance(x, dict) and name.endswith("_hooks")]
         self._held = self._tensors()
         self._seen = self._read()
 
@@ -64,6 +65,8 @@ class Frozen:
             surroundings(self._device),
             len(self._keeper.calls.looks),
             [len(table) for table in self._tables],
+            [*map(list, self._hooks)],  # each has a number of its own: one may take another's place
+            [(type(module), type(module).forward) for module in self._modules],
             [table.get(name) for table, name in self._plain],
             [
                 (id(x), x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad)

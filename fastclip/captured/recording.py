@@ -20,7 +20,7 @@ from fastclip.backward.backward_pass import BackwardPass
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.captured.device import Recorder
 from fastclip.captured.frozen import Frozen
-from fastclip.errors import GraphError
+from fastclip.errors import FastclipError, GraphError
 
 _TOLERANCE = {torch.float64: 1e-9}
 _COARSE = 2e-2
@@ -115,7 +115,7 @@ class Recording:
             self._capture(recorder, run)
             self._prove(recorder, run)
             self._check_rests()
-        except GraphError:
+        except FastclipError:
             raise
         except RuntimeError as error:
             raise GraphError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,8 @@ from fastclip.samples.inputs import flatten, rebuild
 _MOST_KINDS = 8
 """Kinds of batches that are captured; each holds memory of its own."""
 _MOST_CAPTURES = 32
+_MOST_SEEN = 64
+"""Kinds that are remembered until they come again: names of rows are a kind of their own each time."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -77,10 +79,18 @@ class Step:
             raise StepError("a step trains: call it outside of engine.paused()")
         if keeper.batch.retired:
             raise StepError("the model of this step is not private any more: make_step another one")
+        if not torch.is_grad_enabled():
+            raise StepError("a step trains: call it outside of torch.no_grad()")
         device = next(iter(keeper.names)).device
         leaves, structure = flatten(batch)
         leaves = [x.to(device, non_blocking=True) if _is_tensor(x) else x for x in leaves]
         rows, parts = self._parts(leaves)
+        if len(parts) > 1 and _lists(batch, rows):
+            raise BatchSizeError(
+                f"the batch holds a list of {rows} values, one a row, which a step does not divide into "
+                f"parts of {self.physical_batch}; make a tensor of them, or pass a physical_batch that "
+                "holds every draw"
+            )
         recorder = self._recorder(device)
         total: Tensor | None = None
         for number in keeper.clipping.by_parts([last - first for first, last in parts]):
@@ -153,6 +163,11 @@ class Step:
                 'criterion reduction="none" (and take the mean over the positions of each row), the '
                 "step reduces it"
             )
+        if rows > 1 and losses.stride() == (0,):
+            raise BatchSizeError(
+                "loss_function is to return the loss of each row, but gave one number of the whole "
+                'batch, expanded; give the criterion reduction="none", the step reduces it'
+            )
         if self._keeper.caught is not None:
             self._check_leaves(losses)
         share = 1 / max(rows, 1) if self._keeper.mean_loss else 1.0
@@ -180,8 +195,6 @@ class Step:
         keeper.check_unchanged()
         keeper.check_hooks(keeper.names)
         keeper.guard.arm(keeper.names)
-        if not torch.is_grad_enabled():
-            raise StepError("a step trains: call it outside of torch.no_grad()")
         device = next(iter(keeper.names)).device
         kind = repr((_kind(leaves), structure, surroundings(device)))
         known = self._recordings.get(kind)
@@ -190,6 +203,8 @@ class Step:
                 return known
             self.forget()
         if kind not in self._seen:  # it may be looked at, and shows what it needs
+            if len(self._seen) >= _MOST_SEEN:  # values that each batch has for itself
+                self._seen.clear()
             self._seen.add(kind)
             return None
         if len(self._recordings) >= _MOST_KINDS or not settled(keeper, self.physical_batch):
@@ -227,6 +242,17 @@ class Step:
 
 def _is_tensor(x: Any) -> bool:
     return isinstance(x, Tensor)
+
+
+def _lists(value: Any, rows: int) -> bool:
+    """A list or an array in the batch has a value for each row, but is no tensor."""
+    if isinstance(value, Mapping):
+        return any(_lists(x, rows) for x in value.values())
+    if isinstance(value, (list, tuple)):
+        own = len(value) == rows and not any(map(_is_tensor, flatten(value)[0]))
+        return own or any(_lists(x, rows) for x in value)
+    shape: Any = getattr(value, "shape", ())
+    return not _is_tensor(value) and bool(shape) and shape[0] == rows
 
 
 def _kind(leaves: list[Any]) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
@@ -56,9 +57,15 @@ class Switched(nn.Module):
         super().__init__()
         self.linear, self.drop = nn.Linear(6, 3), nn.Dropout(0.0)
         self.power, self.scale = 1, torch.tensor(1.0)
+        self.drop.halves = self.drop.register_forward_hook(lambda module, given, out: out / 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.drop(self.linear(x) ** self.power * self.scale)
+
+
+class Thrice(nn.Dropout):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * x
 
 
 def _data(run: tuple) -> None:
@@ -81,6 +88,17 @@ def _doubled(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
 _doubled.calls = 0  # type: ignore[attr-defined]
 
 
+def _hook(run: tuple) -> None:
+    """One hook takes another's place."""
+    drop = run[1]._module.drop
+    drop.halves.remove()
+    drop.register_forward_hook(lambda module, given, out: 3 * out)
+
+
+def _class(run: tuple) -> None:
+    run[1]._module.drop.__class__ = Thrice
+
+
 CHANGES: dict[str, Callable[[tuple], Any]] = {
     "weights replaced": _data,
     "weights loaded": _in_place,
@@ -91,6 +109,8 @@ CHANGES: dict[str, Callable[[tuple], Any]] = {
     "a frozen layer": lambda run: run[1]._module.linear.bias.requires_grad_(False),
     "a threshold": lambda run: setattr(run[2], "max_grad_norm", 0.05),
     "a hook": lambda run: run[1]._module.linear.register_full_backward_hook(_doubled),
+    "another hook": _hook,
+    "a class": _class,
     "nothing": lambda run: None,
 }
 
@@ -234,6 +254,16 @@ def test_a_memory_manager_splits_draws() -> None:
     assert runs[0][0].accountant.history == runs[1][0].accountant.history
 
 
+def test_values_that_never_come_again_are_not_kept() -> None:
+    run = start(flat(), torch.randn(64, 6), poisson_sampling=False,
+                function=lambda m, x, y, number: losses(m, x, y))  # fmt: skip
+    for number in range(70):
+        run[4](*batch(dtype=torch.float32), number)
+        run[2].zero_grad()
+    assert len(run[4]._seen) < 64
+    assert not run[4].captured
+
+
 # Refused
 
 
@@ -242,6 +272,35 @@ def test_losses_that_are_no_rows() -> None:
                 function=lambda m, x, y: losses(m, x, y).mean())  # fmt: skip
     with refused('reduction="none"', BatchSizeError):
         run[4](*batch(dtype=torch.float32))
+
+
+def test_one_loss_expanded_to_rows() -> None:
+    """A weighted mean divides by the weights of the batch, which a loop of one's own is refused for."""
+    criterion = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 5.0]))
+    run = start(flat(), torch.randn(64, 6), poisson_sampling=False,
+                function=lambda m, x, y: criterion(m(x), y).expand(len(x)))  # fmt: skip
+    with refused("one number of the whole batch", BatchSizeError):
+        run[4](*batch(dtype=torch.float32))
+
+
+@pytest.mark.parametrize("names", [list, tuple, lambda x: {"names": [*x]}, np.array])
+def test_rows_in_lists_are_not_divided(names: Callable) -> None:
+    """Each part would see the names of all rows, the first part's first."""
+    run = start(flat(), torch.randn(64, 6), rows=4, poisson_sampling=False, cuda_graph=False,
+                function=lambda m, x, y, names: losses(m, x, y))  # fmt: skip
+    x, y = batch(dtype=torch.float32)
+    with refused("make a tensor of them", BatchSizeError):
+        run[4](x, y, names([str(i) for i in range(len(x))]))
+    run[4](x, y, 0.5)  # what all rows share
+
+
+def test_groups_of_a_part_do_not_serve_all_parts() -> None:
+    strategy = clipping.dpsgd_f(3, thresholds="previous_step")
+    run = start(flat(), torch.randn(64, 6), clipping=strategy, rows=4, poisson_sampling=False)
+    x, y = batch(8, dtype=torch.float32)
+    run[0].set_groups(y[:4])
+    with refused("4 groups for 8 rows", StepError):
+        run[4](x, y)
 
 
 def test_values_that_are_waited_for() -> None:
@@ -256,6 +315,14 @@ def test_values_that_are_waited_for() -> None:
         run[4](x, y)
     assert run[1].keeper.per_sample_norms is not None
     assert not run[1].keeper.sums
+
+
+def test_a_second_pass_is_refused_as_itself_where_a_capture_begins() -> None:
+    run = start(flat(), torch.randn(64, 6))
+    x, y = next(iter(run[3]))
+    run[4](x, y)
+    with refused("second backward pass of one physical batch", StepError):
+        run[4](x, y)
 
 
 def test_attributes_that_count_calls() -> None:
@@ -296,8 +363,10 @@ def test_what_is_no_training() -> None:
     run = captured()
     with run[0].paused(), refused("outside of engine.paused", StepError):
         run[4](*batch())
-    with torch.no_grad(), refused("no_grad", StepError):
-        run[4](*batch())
+    plain = run[0].make_step(run[1], losses, physical_batch=24)
+    for step in (run[4], plain):
+        with torch.no_grad(), refused("no_grad", StepError):
+            step(*batch())
     with refused("axis 0", BatchSizeError):
         run[4](torch.randn(3, 6), torch.arange(2))
     run[1].cleanup()
