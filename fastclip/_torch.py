@@ -140,6 +140,17 @@ def of_class(kind: type[T], x: Tensor) -> T:
     return Tensor._make_subclass(kind, x.detach(), True)
 
 
+def hooks_of_all_modules() -> list[Any]:
+    """The numbers of the hooks that every module calls."""
+    from torch.nn.modules import module
+
+    kinds = (
+        module._global_forward_pre_hooks, module._global_forward_hooks,
+        module._global_backward_pre_hooks, module._global_backward_hooks,
+    )  # fmt: skip
+    return [*map(list, kinds)]
+
+
 def memory_of(x: Tensor) -> int:
     """The same number for tensors that share their memory, as long as one of them lives."""
     return x.untyped_storage()._cdata

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastclip._torch import hooks_of_all_modules
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.samples.probing import MOST_ROWS
 from fastclip.samples.settings import Settings
@@ -65,6 +66,7 @@ class Frozen:
             surroundings(self._device),
             len(self._keeper.calls.looks),
             [len(table) for table in self._tables],
+            hooks_of_all_modules(),
             [*map(list, self._hooks)],  # each has a number of its own: one may take another's place
             [(type(module), type(module).forward) for module in self._modules],
             [table.get(name) for table, name in self._plain],

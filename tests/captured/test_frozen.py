@@ -133,6 +133,20 @@ def test_a_change_reaches_the_next_step(change: str) -> None:
     assert change != "a hook" or _doubled.calls  # type: ignore[attr-defined]
 
 
+def test_a_hook_of_all_modules_reaches_the_next_step() -> None:
+    run = captured(model=Switched().double())
+    x, y = batch()
+
+    def halve(module: nn.Module, given: Any, out: Any) -> Any:
+        return out / 2 if type(module) is nn.Dropout else None
+
+    with torch.nn.modules.module.register_module_forward_hook(halve):
+        run[4](x, y)
+        found = {n: p.summed_grad.clone() for n, p in run[1]._module.named_parameters()}
+        assert relative_error(found, eager(run, x, y)) <= 1e-10
+    run[2].zero_grad()
+
+
 def test_weights_are_cast_anew_inside_one_autocast_block() -> None:
     torch.manual_seed(0)
     run = start(flat(), torch.randn(64, 6), poisson_sampling=False)
