@@ -58,22 +58,10 @@ def _usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[An
 
 @autotuned(
     _CONFIGS,
-    key=[
-        "c",
-        "o",
-        "sxc",
-        "BUCKET",
-        "BLOCK_O",
-        "BLOCK_N",
-        "KH",
-        "KW",
-        "SH",
-        "MODE",
-        "BY_SAMPLE",
-        "work",
-    ],
+    key=["c", "o", "sxc", "BUCKET", "BLOCK_O", "BLOCK_N", "KH", "KW", "SH", "MODE", "BY_SAMPLE",
+         "work"],
     prune=_usable,
-)
+)  # fmt: skip
 @launched(do_not_specialize=["b", "splits", "work"])
 def _tiles(X, G, SCALE, OUT, b, splits, work, c, o, h, w, positions, width, groups, row_tiles, col_tiles,  # type: ignore[no-untyped-def]
            out_s, sxb, sxc, sxh, sxw, sgb, sgo, sgt, scale_b, BY_SAMPLE: tl.constexpr,
