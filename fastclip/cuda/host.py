@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fastclip import _C
-from fastclip.cuda import noise
 from fastclip.cuda.memory import is_plain
 from fastclip.ops.conv import ConvGeometry, windows
 
@@ -72,20 +71,5 @@ def _count(ranges: list[range]) -> int:
     return torch.Size(map(len, ranges[:-1])).numel()
 
 
-def noise_finalize(
-    summed: list[Tensor | None], like: list[Tensor], std: float | Tensor, divisor: float,
-    source: Any,
-) -> list[Tensor]:  # fmt: skip
-    """fastclip.ops.noise_finalize from Philox, on all threads; a Mersenne Twister serves but one.
-
-    Secure noise is left to the cryptography package, float64 to PyTorch.
-    """
-    if source.secure or any(x.dtype == torch.float64 for x in like):
-        return NotImplemented
-    return noise.noise_finalize(summed, like, std, divisor, source)
-
-
-KERNELS: dict[str, Callable[..., Any]] = {
-    launcher.__name__: launcher for launcher in (patch_products, noise_finalize)
-}
+KERNELS: dict[str, Callable[..., Any]] = {"patch_products": patch_products}
 """Operation of fastclip.ops -> launcher."""
