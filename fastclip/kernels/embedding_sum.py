@@ -50,7 +50,7 @@ def _add(state, entry, first, OUT, d, col, FINAL: tl.constexpr):  # type: ignore
     return key, tl.where(ends, 0.0, run) + row, head
 
 
-@autotuned([triton.Config({}, num_warps=w) for w in (1, 2, 4)], key=["d", "BLOCK", "work"])
+@autotuned([triton.Config({}, num_warps=w) for w in (2, 4)], key=["d", "BLOCK", "work"])
 @launched(do_not_specialize=["n", "work"])
 def _runs(KEY, G, ORDER, SAMPLE, SCALE, OUT, NEXT_KEY, NEXT, n, work, d, padding, sgn, sgd,  # type: ignore[no-untyped-def]
           scale_b, COUNT: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr,
