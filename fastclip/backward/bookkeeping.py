@@ -23,7 +23,6 @@ from fastclip.backward.backward_pass import BackwardPass
 from fastclip.backward.batch_norm import check_batch_norm
 from fastclip.backward.clipping_state import ClippingState
 from fastclip.backward.criterion import check_loss, running_loss
-from fastclip.backward.guards import LeakGuard, NonFiniteMonitor, check_alone, check_hooks
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.backward.loss_scale import running_scale
 from fastclip.backward.one_process import check_one_process
@@ -66,8 +65,8 @@ class BookKeeper:
         self.sums = ClippedSums()
         self.planner = planner or Planner()
         self.plan_log = PlanLog()
-        self.guard = LeakGuard()
-        self.monitor = NonFiniteMonitor()
+        self.guard = guards.LeakGuard()
+        self.monitor = guards.NonFiniteMonitor()
         self.paused = False
         self.caught: Callable[[BackwardPass, float], None] | None = None
         """Takes a pass that is rehearsed or captured, with its factor: it contributes nothing."""
@@ -155,7 +154,7 @@ class BookKeeper:
         took hold of the parameters would release its own share of every sample.
         """
         check_one_process()
-        check_alone(self.names)
+        guards.check_alone(self.names)
         for path, module in self.batch_norms:
             check_batch_norm(path, module)
         guards.check_frozen(self.frozen)
@@ -227,7 +226,7 @@ class BookKeeper:
 
     def check_hooks(self, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse hooks on the gradients of these parameters, which would not run."""
-        check_hooks(self.names, parameters)
+        guards.check_hooks(self.names, parameters)
 
     def record_derived(
         self, target: Target, record: Record, wanted: Iterable[nn.Parameter]

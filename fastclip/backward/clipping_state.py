@@ -108,11 +108,11 @@ class ClippingState:
 
     def by_parts(self, sizes: list[int]) -> Iterator[int]:
         """The number of each part of a batch, while the groups that were set are those of the part."""
-        groups, one = self._groups, len(sizes) == 1
-        if groups is not None and not one and len(groups) != sum(sizes):
+        groups = None if len(sizes) == 1 else self._groups
+        if groups is not None and len(groups) != sum(sizes):
             raise StepError(f"engine.set_groups got {len(groups)} groups for {sum(sizes)} rows")
-        for number in range(len(sizes)):
-            self._groups = groups if groups is None or one else groups.split(sizes)[number]
+        parts = groups.split(sizes) if groups is not None else [self._groups] * len(sizes)
+        for number, self._groups in enumerate(parts):
             yield number
 
     def _take_groups(

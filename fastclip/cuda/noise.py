@@ -110,7 +110,7 @@ def _draw(
     """outs = (totals + N(0, std^2)) / divisor: one call of the extension, on the current stream."""
     device = outs[0].device
     rows = [
-        (0 if total is None else total.data_ptr(), out.data_ptr(), out.numel(), _SCALARS[out.dtype])
+        (pointer(total), out.data_ptr(), out.numel(), _SCALARS[out.dtype])
         for total, out in zip(totals, outs, strict=True)
     ]
     here = {**place(device), "threads": torch.get_num_threads()}
