@@ -35,6 +35,7 @@ from fastclip.planner import Planner
 from fastclip.planner.report import PlanLog
 from fastclip.samples.calls import Calls, Forward
 from fastclip.samples.layout import BatchLayout
+from fastclip.samples.row_orders import RowOrders
 from fastclip.uses.interceptor import Interceptor
 from fastclip.uses.tap import Target
 
@@ -67,6 +68,7 @@ class BookKeeper:
         self.plan_log = PlanLog()
         self.guard = guards.LeakGuard()
         self.monitor = guards.NonFiniteMonitor()
+        self.row_orders = RowOrders()
         self.paused = False
         self.caught: Callable[[BackwardPass, float], None] | None = None
         """Takes a pass that is rehearsed or captured, with its factor: it contributes nothing."""
@@ -242,8 +244,7 @@ class BookKeeper:
         current.unwatch()
         if current.empty:
             return
-        for forward in current.forwards:
-            forward.finished = True
+        self.row_orders.finish(current.forwards)
         with arithmetic(self.names):
             current.pull_back()
             self._close(current)

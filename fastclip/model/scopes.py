@@ -92,6 +92,7 @@ class RootCall:
             enter("", self._forward)
             self.eager = layout is not None and "" in layout.users
             called.forward = self._forward
+            self._forward.inputs = (args, kwargs)
             if self._forward.layout is not None and self._forward.layout.folds:
                 self._forward.lengths = self._forward.layout.lengths(args, kwargs)
 

@@ -51,6 +51,8 @@ class Forward:
     """The modules that run: their paths, and who follows the rows, should they be moved there."""
     reached: set[Hashable] = field(default_factory=set)
     """Layers and uses that it has passed."""
+    inputs: Any = None
+    """What the call was given, until a backward pass has taken its contributions."""
 
     @property
     def routings(self) -> list[tuple[str, Any]]:
@@ -169,6 +171,7 @@ class Calls:
                 size = layout.batch_size(called.args, called.kwargs)
                 lengths = layout.lengths(called.args, called.kwargs) if layout.folds else None
                 called.forward = Forward(size, recording, layout=layout, lengths=lengths)
+                called.forward.inputs = (called.args, called.kwargs)
             except Trains:
                 called.drives = layout.drives = True
                 called = self.outermost

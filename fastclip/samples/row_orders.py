@@ -1,0 +1,85 @@
+"""Forward passes under one loss hold their samples in the same rows: the first ones are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+
+from fastclip.errors import GraphError
+from fastclip.samples.calls import Forward
+from fastclip.samples.inputs import flatten
+
+_COMPARED = 4
+"""Backward passes over several forward passes whose rows are compared: reading them waits for a GPU."""
+
+
+class RowOrders:
+    """Refuses samples that enter one backward pass in two rows, where they would contribute 2 C.
+
+    `criterion(model(x), y) + criterion(model(x[order]), y[order])` clips what two samples have given
+    to one row. Inputs are compared bit for bit.
+    """
+
+    def __init__(self) -> None:
+        self._left = _COMPARED
+
+    def finish(self, forwards: Sequence[Forward]) -> None:
+        """One backward pass has reached these forward passes; none may reach them again.
+
+        Raises:
+            GraphError: two of them hold the same samples in other rows.
+        """
+        for forward in forwards:
+            forward.finished = True
+        several = len(forwards) > 1 and self._left > 0
+        if several and torch.cuda.is_available():
+            several = (
+                not torch.cuda.is_current_stream_capturing()
+            )  # what rehearsed it was looked at
+        seen = [rows for rows in map(_rows, forwards) if rows is not None] if several else []
+        for number, (kind, rows) in enumerate(seen):
+            for other, before in seen[:number]:
+                if kind == other and (_moved(before, rows) or _moved(rows, before)):
+                    raise GraphError(
+                        "two forward passes under one loss hold the same samples in other rows "
+                        "(such as model(x) and model(x[order])), so that a sample would contribute "
+                        "up to twice what it is clipped to; each row of all forward passes under "
+                        "one loss must be computed from one sample"
+                    )
+        self._left -= len(seen) > 1
+        for forward in forwards:
+            forward.inputs = None
+
+
+def _rows(forward: Forward) -> tuple[Hashable, list[int]] | None:
+    """How a call was given its inputs, and for each row of them what tells it from others."""
+    size, layout = forward.batch_size or 0, forward.layout
+    if forward.inputs is None or layout is None or size < 2:
+        return None
+    leaves, structure = flatten(forward.inputs)
+    axes = layout.cuts.get(structure, (layout.axis,) * len(leaves))
+    keys: list[list[bytes]] = []
+    for leaf, axis in zip(leaves, axes, strict=True):
+        if isinstance(leaf, PackedSequence):
+            leaf, axis = pad_packed_sequence(leaf, batch_first=True)[0], 0
+        if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or axis is None:
+            continue
+        if leaf.dim() > axis and leaf.shape[axis] == size:
+            rows = leaf.detach().movedim(axis, 0).cpu().reshape(size, -1).contiguous()
+            keys.append([row.tobytes() for row in rows.view(torch.uint8).numpy()])
+    return structure, [hash(row) for row in zip(*keys, strict=True)]
+
+
+def _moved(distinct: list[int], others: list[int]) -> bool:
+    """Whether half of the `others`, two at the least, are rows that stand in other places.
+
+    Rows that are not all distinct tell nothing: categories or empty texts are alike by accident.
+    """
+    places = {row: place for place, row in enumerate(distinct)}
+    if len(places) < len(distinct) or len(distinct) != len(others):
+        return False
+    moved = sum(places.get(row, place) != place for place, row in enumerate(others))
+    return moved >= 2 and 2 * moved >= len(others)
