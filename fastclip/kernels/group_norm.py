@@ -44,7 +44,7 @@ ENOUGH = 32  # columns: more only where a tile stays so small that two share a m
 TILE = 1 << 14  # entries that a program holds in registers
 A_THREAD = 64  # entries that a thread holds, most
 CHUNK = 1 << 15  # entries that a program goes through
-MAX_CHUNKS = 64  # of a sample: who merges them reads them all
+MERGED = 1 << 12  # columns of all chunks of a sample, most: who merges them reads them all
 STEP = 64  # positions: chunks are whole steps
 
 
@@ -83,7 +83,7 @@ def cut(c: int, t: int, k: int) -> Cut:
     blocks = cdiv(k, columns // size2)
     if fitting:
         return Cut(size, columns, blocks, 1, t, True)
-    rows = STEP * cdiv(max(CHUNK // columns, cdiv(t, MAX_CHUNKS)), STEP)
+    rows = STEP * cdiv(max(CHUNK, columns * cdiv(t * columns, MERGED)), STEP * columns)
     rows = STEP * cdiv(cdiv(t, cdiv(t, rows)), STEP)
     return Cut(size, columns, blocks, cdiv(t, rows), rows, False)
 
@@ -92,7 +92,9 @@ def is_channels_last(x: Tensor, k: int) -> bool:
     """Whether the kernels here are for x [b, c, t]: [b, t, c] is contiguous, and x is not."""
     b, c, t = x.shape
     strides = x.stride(1), x.stride(2), x.stride(0) if b > 1 else c * t
-    return min(b, c - 1, t - 1) > 0 and strides == (1, c, c * t) and c <= MAX_SIZE * k
+    if min(b, c - 1, t - 1) <= 0 or strides != (1, c, c * t):
+        return False
+    return c % k == 0 and c <= MAX_SIZE * k
 
 
 def launch(
@@ -265,14 +267,14 @@ def group_norm(
     """As fastclip.ops.group_norm, of channels-last maps."""
     if x.dim() < 3 or dtype == torch.float64:
         return NotImplemented
-    rows = x.flatten(2)
-    if not runs_on(*(y for y in (x, weight, bias) if y is not None)) or not is_channels_last(
-        rows, k
-    ):
-        return NotImplemented
+    rows, params = x.flatten(2), [p for p in (weight, bias) if p is not None]
     b, c, t = rows.shape
+    if not is_channels_last(rows, k) or any(p.shape != (c,) for p in params):
+        return NotImplemented
+    if not runs_on(x, *params):
+        return NotImplemented
     how = cut(c, t, k)
-    y = torch.empty_like(x, dtype=dtype)
+    y = x.new_empty(b, t, c, dtype=dtype).mT.view(x.shape)
     mean, rstd = x.new_empty(2, b, k, dtype=torch.float32).unbind()
     own = x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous()
     same = alike(rows, *own, y), weight is None, bias is None, k, eps

@@ -150,7 +150,7 @@ def group_norm_backward(
     w = x if weight is None else weight.contiguous()
     given = x, g.mT.contiguous(), mean.contiguous(), rstd.contiguous()
     same = alike(*given, w), weight is None, need_input
-    dx = torch.empty_like(x) if need_input else None
+    dx = x.new_empty(b, t, c).mT if need_input else None
     dw, db = x.new_empty(2, b, c, dtype=torch.float32).unbind()
     has_weight = weight is not None
     if how.whole:

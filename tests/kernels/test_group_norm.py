@@ -210,6 +210,23 @@ def test_what_is_not_taken() -> None:
                     assert torch.allclose(one.double().cpu(), other, rtol=1e-5, atol=1e-5)
 
 
+def test_sizes_that_do_not_fit() -> None:
+    """Torch's own errors, and nothing is read beyond a parameter."""
+    x = last(normal(2, 6, 3, 3))
+    with use_backend("triton"):
+        for k, own in ((4, None), (3, normal(5))):
+            with pytest.raises(RuntimeError, match=r"[Ee]xpected"):
+                ops.group_norm(x, own, None, k, EPS, x.dtype)
+
+
+def test_what_is_merged_stays_small() -> None:
+    for c, k in ((64, 32), (12, 4), (1024, 1), (768, 1), (1023, 33)):
+        for t in (50, 784, 3136, 12544, 200_000):
+            how = cut(c, t, k)
+            assert how.rows * how.chunks >= t > how.rows * (how.chunks - 1)
+            assert how.columns * how.chunks <= max(4096, how.columns)
+
+
 def test_reference_of_mixed_types() -> None:
     """It serves where a kernel declines: x of 16 bits, all else in float32."""
     x, g, w, bias = arguments((2, 6, 5, 5, 3), torch.bfloat16)
