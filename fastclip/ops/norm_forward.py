@@ -33,7 +33,7 @@ def group_norm(
     """
     x = x.to(dtype)
     if x.device.type != "cpu" or not x.is_contiguous(memory_format=torch.channels_last):
-        x = x.contiguous()  # PyTorch's kernels read other maps as if they were
+        x = x.contiguous()  # PyTorch's kernels read all others as if they were
     b, c = x.shape[:2]
     size = x.shape[2:].numel()
     return torch.native_group_norm(x, weight, bias, b, c, size, k, eps)

@@ -324,5 +324,7 @@ def test_autocast_without_a_copy(backend: str, monkeypatch: pytest.MonkeyPatch) 
     expected = trained(plain, x, backend)
     monkeypatch.setattr("fastclip.layers.norm._type_under_autocast", lambda x: torch.float32)
     norms, sums, formats = trained(model, x, backend)
-    assert formats[-1]
+    assert formats[-1] == (
+        backend == "triton" or DEVICE.type == "cpu"
+    )  # torch's own on a GPU are not
     alike((norms, {key.replace("1.", "1.1.", 1): value for key, value in sums.items()}), expected)
