@@ -1,7 +1,11 @@
-"""Backward of normalisation layers: LayerNorm of BERT and GPT-2, RMSNorm, GroupNorm of ResNets."""
+"""Backward of normalisation layers: LayerNorm of BERT and GPT-2, RMSNorm, GroupNorm of ResNets.
+
+Of channels-last GroupNorm the forward pass, too.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +17,7 @@ from torch import Tensor, nn
 
 from bench.kernels.case import Case, normal
 from bench.kernels.shapes import GROUP_NORMS, LAYER_NORMS
+from fastclip import ops
 from fastclip.ops import norm_backward
 
 EPS = 1e-5
@@ -126,10 +131,87 @@ def group_case(model: str, b: int, c: int, t: int, k: int, dtype: torch.dtype) -
     return _case("group", model, shape, dtype, make, run, others)
 
 
+def _map(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Tensor:
+    """Channels-last."""
+    x = normal(shape, dtype, device, generator)
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _last_case(
+    name: str, model: str, shape: Mapping[str, int], dtype: torch.dtype, make: Callable[..., Any],
+    run: Callable[..., Any], others: Mapping[str, Callable[..., Any]], passes: int,
+) -> Case:  # fmt: skip
+    """passes: maps read or written."""
+    numbers = shape["b"] * shape["t"] * shape["c"]
+    return Case(
+        operation=name, model=f"{model} channels-last", shape=shape, dtype=dtype, make=make, run=run,
+        others=others, flops=12.0 * numbers, tolerance=1e-2,
+        nbytes=float(passes * numbers * dtype.itemsize),
+    )  # fmt: skip
+
+
+def last_cases(model: str, b: int, c: int, t: int, k: int, dtype: torch.dtype) -> list[Case]:
+    """Forward and backward of channels-last maps, beside torch's with the copies that it needs there."""
+    side = math.isqrt(t)
+
+    def weights(device: torch.device, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        own = normal((2, c), torch.float32, device, generator).to(dtype)
+        return own[0], own[1]
+
+    def make(device: torch.device, generator: torch.Generator) -> Mapping[str, Any]:
+        weight, bias = weights(device, generator)
+        x = _map((b, c, side, side), dtype, device, generator)
+        return {"x": x, "weight": weight, "bias": bias}
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor) -> tuple:
+        return ops.group_norm(x, weight, bias, k, EPS, x.dtype)
+
+    def public(x: Tensor, weight: Tensor, bias: Tensor) -> tuple:
+        y, *statistics = torch.native_group_norm(x.contiguous(), weight, bias, b, c, t, k, EPS)
+        return y.contiguous(memory_format=torch.channels_last), *statistics
+
+    def make_backward(device: torch.device, generator: torch.Generator) -> Mapping[str, Any]:
+        given = make(device, generator)
+        x, weight = given["x"], given["weight"]
+        g = _map((b, c, side, side), dtype, device, generator)
+        _, mean, rstd = torch.native_group_norm(x.contiguous(), weight, weight, b, c, t, k, EPS)
+        return {"x": x, "g": g, "mean": mean, "rstd": rstd, "weight": weight}
+
+    def run_backward(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor) -> tuple:
+        maps = x.flatten(2), g.flatten(2)
+        return norm_backward.group_norm_backward(*maps, mean, rstd, weight, True)
+
+    def through_copies(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor) -> tuple:
+        maps = x.contiguous().flatten(2), g.contiguous().flatten(2)
+        dx, *own = norm_backward.group_norm_backward(*maps, mean, rstd, weight, True)
+        return dx.view(x.shape).contiguous(memory_format=torch.channels_last), *own
+
+    def public_backward(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor) -> tuple:
+        dx, *own = torch.ops.aten.native_group_norm_backward(
+            g.contiguous(), x.contiguous(), mean, rstd, weight, b, c, t, k, [True, True, True]
+        )
+        return dx.contiguous(memory_format=torch.channels_last), *own
+
+    shape = {"b": b, "c": c, "t": t, "k": k}
+    backward = {"contiguous copies": through_copies, "non-private backward": public_backward}
+    return [
+        _last_case(
+            "group_norm", model, shape, dtype, make, run, {"PyTorch, with copies": public}, 2
+        ),
+        _last_case(
+            "group_norm_backward", model, shape, dtype, make_backward, run_backward, backward, 3
+        ),
+    ]
+
+
 def cases() -> list[Case]:
     bfloat16 = torch.bfloat16
     found = [layer_case(*shape, bfloat16) for shape in LAYERS]
     found += [rms_case(*shape, bfloat16) for shape in RMS]
     found += [group_case(*shape, bfloat16) for shape in GROUPS]
+    maps = (GROUPS[1], *GROUP_NORMS)
+    found += [case for shape in maps for case in last_cases(*shape, bfloat16)]
     found += [layer_case(*shape, torch.float32) for shape in LAYERS[:2]]
     return found + [group_case(*shape, torch.float32) for shape in (GROUPS[0], GROUP_NORMS[2])]

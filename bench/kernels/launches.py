@@ -36,6 +36,12 @@ LINEAR = {
     "ResNet-50 head": (1, 2048, 1000),
 }
 """(t, d, p) of linear layers."""
+MAPS = {
+    "first": (64, 112), "64x56": (64, 56), "256x56": (256, 56), "128x56": (128, 56),
+    "128x28": (128, 28), "512x28": (512, 28), "256x28": (256, 28), "256x14": (256, 14),
+    "middle": (1024, 14), "512x14": (512, 14), "512x7": (512, 7), "last": (2048, 7),
+}  # fmt: skip
+"""(c, side of the map) of ResNet-50's GroupNorms, in 32 groups."""
 CONVOLUTIONS = {
     "ResNet-50 stem": (3, 64, 224, 7, 2),
     "ResNet-50 1x1": (64, 256, 56, 1, 1),
@@ -109,6 +115,15 @@ def _by_groups(c: int, t: int, need_input: bool, dtype: torch.dtype) -> None:
     KERNELS["group_norm_backward"](x, x, statistics, statistics, _empty(c), need_input)
 
 
+def _channels_last(c: int, side: int, need_input: bool, cast: bool, dtype: torch.dtype) -> None:
+    """cast: autocast made the output, and with it its gradient, float32."""
+    wide = torch.float32 if cast else dtype
+    x = _empty(BATCH, c, side, side, dtype=dtype).to(memory_format=torch.channels_last)
+    _, *statistics = KERNELS["group_norm"](x, _empty(c), _empty(c), 32, 1e-5, wide)
+    rows = x.flatten(2)
+    KERNELS["group_norm_backward"](rows, rows.to(wide), *statistics, _empty(c), need_input)
+
+
 def _clip(strategy: Clipping, tensors: int = 6) -> None:
     """Scales and moved thresholds of a strategy: on the CPU, where its state begins."""
     norm_sq, groups = torch.rand(tensors, 40), torch.arange(40) % 3
@@ -155,6 +170,11 @@ def _others(kind: str) -> Iterator[Form]:
         for name, c, t in (("first", 64, 112 * 112), ("middle", 1024, 196), ("last", 2048, 49)):
             form = partial(_by_groups, c, t, need_input, dtype)
             yield f"group_norm ResNet-50 {name}{end}", kind, form
+        for name, (c, side) in MAPS.items():
+            for cast in {False, need_input and kind != "fp32"}:
+                given = " of autocast" if cast else end
+                form = partial(_channels_last, c, side, need_input, cast, dtype)
+                yield f"group_norm ResNet-50 {name} channels-last{given}", kind, form
 
 
 def _strategies() -> Iterator[Form]:

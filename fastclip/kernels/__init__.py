@@ -11,12 +11,10 @@ from fastclip.kernels.embedding_norm import lookup_norm
 from fastclip.kernels.embedding_sum import lookup_sum
 from fastclip.kernels.ghost_norm import begin_ghost_norm, ghost_norm, ghost_norm_concat
 from fastclip.kernels.ghost_sums import finish_ghost_norm
+from fastclip.kernels.group_norm import group_norm
+from fastclip.kernels.group_norm_backward import group_norm_backward
 from fastclip.kernels.instantiated_norm import instantiated_norm
-from fastclip.kernels.norm_affine import (
-    group_norm_backward,
-    layer_norm_backward,
-    rms_norm_backward,
-)
+from fastclip.kernels.norm_affine import layer_norm_backward, rms_norm_backward
 from fastclip.kernels.scaled_sum import scaled_sum
 
 KERNELS: dict[str, Callable[..., Any]] = {
@@ -31,6 +29,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
         finish_ghost_norm,
         ghost_norm,
         ghost_norm_concat,
+        group_norm,
         group_norm_backward,
         instantiated_norm,
         layer_norm_backward,

@@ -13,17 +13,17 @@ from fastclip.layers.records import KeptRecord
 from fastclip.layers.rule import LayerCall, LayerRule, register_rule
 
 
-def _autocast_to_float(x: Tensor) -> Tensor:
+def _type_under_autocast(x: Tensor) -> torch.dtype:
     # torch's autocast runs these layers in float32, except on CPUs, where they keep the type of
     # their input; the kernels called here are below it.
     casts = x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type)
-    return x.float() if casts else x
+    return torch.float32 if casts else x.dtype
 
 
 class _NormRule(LayerRule):
     def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
         x, _ = super().prepare(module, args, kwargs)
-        return _autocast_to_float(x), None
+        return x.to(_type_under_autocast(x)), None
 
 
 @register_rule(nn.LayerNorm)
@@ -111,20 +111,25 @@ class RMSNormRule(_NormRule):
 
 
 @register_rule(nn.GroupNorm)
-class GroupNormRule(_NormRule):
+class GroupNormRule(LayerRule):
     """GroupNorm over x [b, c, *space]."""
 
     name = "group_norm"
-    keeps_format = True
-    """On a CPU, channels-last in gives channels-last out, as in torch."""
 
     def axis(self, module: Any) -> int | None:
         return 0
 
     def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
         x, _ = super().prepare(module, args, kwargs)
-        last = x.device.type == "cpu" and x.is_contiguous(memory_format=torch.channels_last)
-        return x if last and self.keeps_format else x.contiguous(), self.num_groups(module, x)
+        dtype = _type_under_autocast(x)
+        extra = self.num_groups(module, x), dtype
+        return x if self.keeps(x) else x.to(dtype).contiguous(), extra
+
+    def keeps(self, x: Tensor) -> bool:
+        """Whether x goes in as it is: where a kernel is for its format, and in torch's on a CPU."""
+        if ops.computes_reference(x):
+            return x.device.type == "cpu" and x.is_contiguous(memory_format=torch.channels_last)
+        return ops.channels_last(x)
 
     def num_groups(self, module: Any, x: Tensor) -> int:
         return int(module.num_groups)
@@ -132,32 +137,23 @@ class GroupNormRule(_NormRule):
     def forward(
         self, module: Any, x: Tensor, extra: Any
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        weight, bias = module.weight, module.bias
-        b, c = x.shape[:2]
-        size = torch.Size(x.shape[2:]).numel()
-        out, mean, rstd = torch.native_group_norm(x, weight, bias, b, c, size, extra, module.eps)
-        return out, (x, mean, rstd, weight)
+        k, dtype = extra
+        out, mean, rstd = ops.group_norm(x, module.weight, module.bias, k, module.eps, dtype)
+        return out, (x, mean, rstd, module.weight)
 
     def backward(self, call: LayerCall) -> Tensor | None:
         x, mean, rstd, weight = call.saved
-        b, c = x.shape[:2]
-        size = torch.Size(x.shape[2:]).numel()
-        x, g = x.contiguous(), call.g.contiguous()
-        if call.wants("weight") or call.wants("bias"):
-            shape = (b, c, size)
-            grad, *grads = ops.group_norm_backward(
-                x.view(shape), g.view(shape), mean, rstd, weight, call.needs_input_grad
-            )
-            for name, own in zip(("weight", "bias"), grads, strict=True):
-                if call.wants(name):
-                    call.record(name, KeptRecord(own))
-            if grad is not None:
-                return grad.view(x.shape)
-        if not call.needs_input_grad:
+        if not (call.needs_input_grad or call.wants("weight") or call.wants("bias")):
             return None
-        return torch.ops.aten.native_group_norm_backward(
-            g, x, mean, rstd, weight, b, c, size, call.extra, [True, False, False]
-        )[0]
+        shape = (*x.shape[:2], x.shape[2:].numel())
+        grad, *grads = ops.group_norm_backward(
+            ops.shaped(x, *shape), ops.shaped(call.g, *shape), mean, rstd, weight,
+            call.needs_input_grad,
+        )  # fmt: skip
+        for name, own in zip(("weight", "bias"), grads, strict=True):
+            if call.wants(name):
+                call.record(name, KeptRecord(own))
+        return None if grad is None else ops.shaped(grad, *x.shape)
 
 
 @register_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -165,7 +161,9 @@ class InstanceNormRule(GroupNormRule):
     """InstanceNorm without running statistics: GroupNorm with one channel a group."""
 
     name = "instance_norm"
-    keeps_format = False
+
+    def keeps(self, x: Tensor) -> bool:
+        return not ops.computes_reference(x) and ops.channels_last(x)
 
     def num_groups(self, module: Any, x: Tensor) -> int:
         return x.shape[1]

@@ -52,6 +52,7 @@ from fastclip.ops.norm_backward import (
     layer_norm_backward,
     rms_norm_backward,
 )
+from fastclip.ops.norm_forward import channels_last, group_norm
 from fastclip.ops.numerics import (
     drop_zeroed,
     looked_at,
@@ -71,6 +72,7 @@ __all__ = [
     "RaisedNorm",
     "UnfinishedNorm",
     "begin_ghost_norm",
+    "channels_last",
     "check_floating",
     "check_std",
     "clip_accumulate",
@@ -95,6 +97,7 @@ __all__ = [
     "ghost_norm",
     "ghost_norm_concat",
     "ghost_parts",
+    "group_norm",
     "group_norm_backward",
     "group_norm_grads",
     "half_gram",

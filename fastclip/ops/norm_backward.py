@@ -70,7 +70,7 @@ def group_norm_backward(
     """GroupNorm: y = (x - mean) * rstd * w + b, statistics over the c/k channels of a group.
 
     Args:
-        x: input, [b, c, t]. g: gradient of the output, [b, c, t].
+        x: input, [b, c, t]. g: gradient of the output, [b, c, t], which may have another type.
         mean: [b, k]. rstd: [b, k]; InstanceNorm has one channel a group.
         weight: [c], or None for ones.
         need_input: whether the gradient of x is wanted.
@@ -78,6 +78,11 @@ def group_norm_backward(
     Returns:
         As `layer_norm_backward`.
     """
+    dtype = x.dtype
+    mixed = x.device.type == "cpu" and weight is not None and weight.dtype == mean.dtype
+    if g.dtype != dtype or (mean.dtype != dtype and not mixed):  # PyTorch's kernels want one type
+        x, g, mean, rstd = widen(x), widen(g), widen(mean), widen(rstd)
+        weight = None if weight is None else widen(weight)
     # PyTorch's kernels read everything as if it were contiguous.
     x, g, mean, rstd = x.contiguous(), g.contiguous(), mean.contiguous(), rstd.contiguous()
     weight = None if weight is None else weight.contiguous()
@@ -88,4 +93,4 @@ def group_norm_backward(
     dx = torch.ops.aten.native_group_norm_backward(
         g, x, mean, rstd, weight, b, c, t, mean.shape[1], [True, False, False]
     )[0]
-    return dx, dw, db
+    return dx.to(dtype), dw, db

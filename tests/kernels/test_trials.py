@@ -31,6 +31,8 @@ NAMES = (
     "embedding_norm",
     "embedding_sum",
     "ghost_norm",
+    "group_norm",
+    "group_norm_backward",
     "instantiated_norm",
     "norm_affine",
     "scaled_sum",
@@ -178,6 +180,20 @@ def test_norm_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, lambda: group(x, g, mean, rstd, weight, True), expected, 1e-5)
 
 
+def test_channels_last_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of samples in chunks; those in registers have no tile to choose."""
+    x, g, weight = normal(2, 30, 29, 6), normal(2, 30, 29, 6, seed=1), normal(6, seed=2)
+    x, g = (y.permute(0, 3, 1, 2).tile(1, 4, 2, 2) for y in (x, g))  # [2, 24, 60, 58]
+    x, g = (y.contiguous(memory_format=torch.channels_last) for y in (x, g))
+    weight, rows = weight.tile(4), x.flatten(2)
+    forward, backward = KERNELS["group_norm"], KERNELS["group_norm_backward"]
+    expected = ops.group_norm.reference(x, weight, weight, 4, 1e-5, SINGLE)
+    check(monkeypatch, lambda: forward(x, weight, weight, 4, 1e-5, SINGLE), expected, 1e-5)
+    given = rows, g.flatten(2), *expected[1:], weight, True
+    expected = ops.group_norm_backward.reference(*given)
+    check(monkeypatch, lambda: backward(*given), expected, 1e-5)
+
+
 def tuned_kernels() -> dict[str, Tuned]:
     every = [(name, *item) for name in NAMES for item in vars(MODULES[name]).items()]
     return {module + name: x for module, name, x in every if isinstance(x, Tuned)}
@@ -186,7 +202,7 @@ def tuned_kernels() -> dict[str, Tuned]:
 def test_no_tuned_kernel_is_left_out() -> None:
     """A new one needs a test of its own here, unless its configurations differ in warps only."""
     choosing = [k for k in tuned_kernels().values() if any(c.kwargs for c in k.configs)]
-    assert len(choosing) == 8
+    assert len(choosing) == 12
 
 
 @pytest.mark.parametrize("kernel", tuned_kernels().values(), ids=tuned_kernels())

@@ -1,0 +1,293 @@
+"""GroupNorm of channels-last maps: x [b, c, t], where [b, t, c] is contiguous.
+
+    y = (x - mean) * rstd * w + bias,  statistics over the c/k channels of a group and all positions
+
+PyTorch's kernels want the positions of a channel side by side, and copy every other map there and back.
+Here a program takes some whole groups of neighbouring channels, its columns, of one sample: a row of
+its tile is one read of neighbouring bytes. Groups whose size is no power of two are padded to one.
+
+A sample's positions fit in registers: x is read once. Else they are cut into chunks: each leaves mean
+and squared deviations of its groups (Welford's recurrence for each entry of the tile, merged as by
+Chan, Golub and LeVeque 1983, so that a large mean costs no digits), and a second kernel merges those
+of a sample and normalises. The cut depends on the shape of a sample only, not on the batch.
+
+Index letters: b sample, t position, c channel, k group of channels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastclip.kernels.runtime import (
+    Launched,
+    alike,
+    autotuned,
+    cdiv,
+    launched,
+    next_power_of_2,
+    runs_on,
+)
+from fastclip.kernels.work import work_class
+
+COLUMNS = (64, 32, 16)
+"""Channels of a program, the most that suit; fewer would be less than 32 bytes of a row."""
+MAX_SIZE = 1024  # channels of a group, all of which are columns of one program
+ENOUGH = 32  # columns: more only where a tile stays so small that two share a multiprocessor
+TILE = 1 << 14  # entries that a program holds in registers
+A_THREAD = 64  # entries that a thread holds, most
+CHUNK = 1 << 15  # entries that a program goes through
+MERGED = 1 << 12  # columns of all chunks of a sample, most: who merges them reads them all
+STEP = 64  # positions: chunks are whole steps
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a sample is cut into programs: what follows from its shape.
+
+    Attributes:
+        size: channels of a group. columns: of a program, padding included. blocks: of columns.
+        chunks: of positions; 1 where a program holds all. rows: positions of a chunk.
+        whole: whether a program holds all positions in registers.
+    """
+
+    size: int
+    columns: int
+    blocks: int
+    chunks: int
+    rows: int
+    whole: bool
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Of every kernel here."""
+        return {"SIZE": self.size, "SIZE2": next_power_of_2(self.size), "COLUMNS": self.columns}
+
+
+@functools.lru_cache(maxsize=4096)
+def cut(c: int, t: int, k: int) -> Cut:
+    """How a sample of t positions with c channels in k groups is cut."""
+    size = c // k
+    size2, t2 = next_power_of_2(size), next_power_of_2(t)
+    widths = [min(max(n, size2), next_power_of_2(k) * size2) for n in COLUMNS]
+    fitting = [n for n in widths if n >= ENOUGH and t2 * n <= TILE // 2]
+    fitting += [n for n in widths if t2 * n <= TILE]
+    columns = (fitting or widths)[0]
+    blocks = cdiv(k, columns // size2)
+    if fitting:
+        return Cut(size, columns, blocks, 1, t, True)
+    rows = STEP * cdiv(max(CHUNK, columns * cdiv(t * columns, MERGED)), STEP * columns)
+    rows = STEP * cdiv(cdiv(t, cdiv(t, rows)), STEP)
+    return Cut(size, columns, blocks, cdiv(t, rows), rows, False)
+
+
+def is_channels_last(x: Tensor, k: int) -> bool:
+    """Whether the kernels here are for x [b, c, t]: [b, t, c] is contiguous, and x is not."""
+    b, c, t = x.shape
+    strides = x.stride(1), x.stride(2), x.stride(0) if b > 1 else c * t
+    if min(b, c - 1, t - 1) <= 0 or strides != (1, c, c * t):
+        return False
+    return c % k == 0 and c <= MAX_SIZE * k
+
+
+def launch(
+    kernel: Launched, programs: int, same: Hashable, tensors: Sequence[Tensor], *numbers: float,
+    **constants: Any,
+) -> None:  # fmt: skip
+    """One launch, with the class of its work as the last number."""
+    if not kernel.repeat(same, *tensors):
+        kernel[(programs,)](*tensors, *numbers, work_class(programs), same=same, **constants)
+
+
+def warps(*sizes: int) -> list[triton.Config]:
+    """Configurations of kernels that hold a sample: nothing but threads to choose."""
+    return [triton.Config({}, num_warps=w, num_stages=1) for w in sizes]
+
+
+def held(configs: list[triton.Config], _: Any, *, T2: int, COLUMNS: int, **rest: Any) -> list[Any]:
+    """Those with threads enough for T2 positions of COLUMNS channels."""
+    return [c for c in configs if A_THREAD * 32 * c.num_warps >= T2 * COLUMNS]
+
+
+def tiles(*sizes: tuple[int, int]) -> list[triton.Config]:
+    """Configurations of kernels that go through a chunk: entries of a tile, and threads."""
+    return [triton.Config({"ELEMENTS": n}, num_warps=w, num_stages=2) for n, w in sizes]
+
+
+@triton.jit
+def columns(block, c, SIZE: tl.constexpr, SIZE2: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Channel and group of each column of a block, and whether there is such a channel."""
+    j = tl.arange(0, COLUMNS)
+    group = block * (COLUMNS // SIZE2) + j // SIZE2
+    if SIZE == SIZE2:
+        channel = block * COLUMNS + j
+        return channel, group, channel < c
+    else:
+        channel = group * SIZE + j % SIZE2
+        return channel, group, (channel < c) & (j % SIZE2 < SIZE)
+
+
+@triton.jit
+def over_groups(x, SIZE2: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x [COLUMNS], every entry replaced by the sum of its group."""
+    sums = tl.sum(tl.reshape(x, [COLUMNS // SIZE2, SIZE2]), 1)[:, None]
+    return tl.reshape(tl.broadcast_to(sums, [COLUMNS // SIZE2, SIZE2]), [COLUMNS])
+
+
+@triton.jit
+def tile(X, row, channel, end, there, c):  # type: ignore[no-untyped-def]
+    """Rows and columns of a sample in float32, 0 outside."""
+    inside = (row[:, None] < end) & there[None, :]
+    at = row.to(tl.int64)[:, None] * c + channel[None, :]
+    return tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store(Y, row, channel, end, there, c, y):  # type: ignore[no-untyped-def]
+    inside = (row[:, None] < end) & there[None, :]
+    at = row.to(tl.int64)[:, None] * c + channel[None, :]
+    tl.store(Y + at, y.to(Y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def affine(W, channel, there, HAS: tl.constexpr, OTHERWISE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A parameter of each column, or a number where there is none."""
+    if HAS:
+        return tl.load(W + channel, mask=there, other=0.0).to(tl.float32)
+    else:
+        return tl.where(there, OTHERWISE, 0.0)
+
+
+@triton.jit
+def _keep(MEAN, RSTD, at, group, there, mean, rstd, SIZE2: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One number a group, of its first column."""
+    first = there & (tl.arange(0, COLUMNS) % SIZE2 == 0)
+    tl.store(MEAN + at + group, mean, mask=first)
+    tl.store(RSTD + at + group, rstd, mask=first)
+
+
+@autotuned(warps(8, 4, 16), key=["SIZE", "COLUMNS", "T2", "work"], prune=held)
+@launched(do_not_specialize=["work"])
+def _whole(X, W, BIAS, Y, MEAN, RSTD, t, c, k, blocks, eps, work,  # type: ignore[no-untyped-def]
+           T2: tl.constexpr, SIZE: tl.constexpr, SIZE2: tl.constexpr, COLUMNS: tl.constexpr,
+           HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
+    """All positions of some groups of a sample."""
+    b = (tl.program_id(0) // blocks).to(tl.int64)
+    channel, group, there = columns(tl.program_id(0) % blocks, c, SIZE, SIZE2, COLUMNS)
+    row = tl.arange(0, T2)
+    x = tile(X + b * t * c, row, channel, t, there, c)
+    n = t.to(tl.float32) * SIZE
+    mean = over_groups(tl.sum(x, 0), SIZE2, COLUMNS) / n
+    x = tl.where((row[:, None] < t) & there[None, :], x - mean[None, :], 0.0)
+    rstd = tl.rsqrt(over_groups(tl.sum(x * x, 0), SIZE2, COLUMNS) / n + eps)
+    _keep(MEAN, RSTD, b * k, group, there, mean, rstd, SIZE2, COLUMNS)
+    factor = affine(W, channel, there, HAS_WEIGHT, 1.0) * rstd
+    y = x * factor[None, :] + affine(BIAS, channel, there, HAS_BIAS, 0.0)[None, :]
+    store(Y + b * t * c, row, channel, t, there, c, y)
+
+
+@autotuned(
+    tiles((4096, 8), (2048, 4), (4096, 4), (8192, 8)), key=["SIZE", "COLUMNS", "rows", "work"]
+)
+@launched(do_not_specialize=["rows", "work"])
+def _moments(X, MEANS, SQUARES, t, c, k, blocks, chunks, rows, work,  # type: ignore[no-untyped-def]
+             SIZE: tl.constexpr, SIZE2: tl.constexpr, COLUMNS: tl.constexpr,
+             ELEMENTS: tl.constexpr):  # fmt: skip
+    """Mean and sum of squared deviations of each group in a chunk of a sample."""
+    ROWS: tl.constexpr = ELEMENTS // COLUMNS
+    part = tl.program_id(0) // blocks  # chunk of a sample
+    b, start = (part // chunks).to(tl.int64), part % chunks * rows
+    end = tl.minimum(t, start + rows)
+    channel, group, there = columns(tl.program_id(0) % blocks, c, SIZE, SIZE2, COLUMNS)
+    mean = tl.zeros([ROWS, COLUMNS], tl.float32)
+    square = tl.zeros([ROWS, COLUMNS], tl.float32)
+    seen = 0.0
+    for first in tl.range(start, end, ROWS, num_stages=2):
+        row = first + tl.arange(0, ROWS)
+        x = tile(X + b * t * c, row, channel, end, there, c)
+        seen += 1.0
+        off = tl.where(row[:, None] < end, x - mean, 0.0)
+        mean += off * (1.0 / seen)
+        square += tl.where(row[:, None] < end, off * (x - mean), 0.0)
+    left = tl.maximum(end - start - tl.arange(0, ROWS), 0)
+    seen_by_row = ((left + ROWS - 1) // ROWS).to(tl.float32)[:, None]
+    n = (end - start).to(tl.float32) * SIZE
+    whole = over_groups(tl.sum(mean * seen_by_row, 0), SIZE2, COLUMNS) / n
+    off = tl.where(there[None, :], mean - whole[None, :], 0.0)
+    square = over_groups(tl.sum(square + off * off * seen_by_row, 0), SIZE2, COLUMNS)
+    _keep(MEANS, SQUARES, part.to(tl.int64) * k, group, there, whole, square, SIZE2, COLUMNS)
+
+
+@autotuned(
+    tiles((4096, 8), (2048, 4), (4096, 4), (8192, 8)), key=["SIZE", "COLUMNS", "rows", "work"]
+)
+@launched(do_not_specialize=["samples", "rows", "work"])
+def _normalise(X, W, BIAS, MEANS, SQUARES, Y, MEAN, RSTD, samples, t, c, k, blocks, chunks, rows, eps,  # type: ignore[no-untyped-def]
+               work, CHUNKS2: tl.constexpr, SIZE: tl.constexpr,
+               SIZE2: tl.constexpr, COLUMNS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+               HAS_BIAS: tl.constexpr, ELEMENTS: tl.constexpr):  # fmt: skip
+    """A chunk, once the moments of its sample's chunks are merged; last samples first: these are what
+    the cache still holds."""
+    ROWS: tl.constexpr = ELEMENTS // COLUMNS
+    part = samples * chunks - 1 - tl.program_id(0) // blocks
+    b, start = (part // chunks).to(tl.int64), part % chunks * rows
+    end = tl.minimum(t, start + rows)
+    channel, group, there = columns(tl.program_id(0) % blocks, c, SIZE, SIZE2, COLUMNS)
+    chunk = tl.arange(0, CHUNKS2)
+    at = (b * chunks + chunk)[:, None] * k + group[None, :]
+    inside = (chunk < chunks)[:, None] & there[None, :]
+    means = tl.load(MEANS + at, mask=inside, other=0.0)
+    squares = tl.load(SQUARES + at, mask=inside, other=0.0)
+    seen = (tl.minimum(tl.maximum(t - chunk * rows, 0), rows).to(tl.float32) * SIZE)[:, None]
+    n = t.to(tl.float32) * SIZE
+    mean = tl.sum(means * seen, 0) / n
+    off = means - mean[None, :]
+    rstd = tl.rsqrt(tl.sum(squares + off * off * seen, 0) / n + eps)
+    if part % chunks == 0:
+        _keep(MEAN, RSTD, b * k, group, there, mean, rstd, SIZE2, COLUMNS)
+    factor = (affine(W, channel, there, HAS_WEIGHT, 1.0) * rstd)[None, :]
+    bias = affine(BIAS, channel, there, HAS_BIAS, 0.0)[None, :]
+    for first in tl.range(start, end, ROWS, num_stages=2):
+        row = first + tl.arange(0, ROWS)
+        x = tile(X + b * t * c, row, channel, end, there, c)
+        y = (x - mean[None, :]) * factor + bias
+        store(Y + b * t * c, row, channel, end, there, c, y)
+
+
+def group_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, k: int, eps: float, dtype: torch.dtype
+) -> Any:
+    """As fastclip.ops.group_norm, of channels-last maps."""
+    if x.dim() < 3 or dtype == torch.float64:
+        return NotImplemented
+    rows, params = x.flatten(2), [p for p in (weight, bias) if p is not None]
+    b, c, t = rows.shape
+    if not is_channels_last(rows, k) or any(p.shape != (c,) for p in params):
+        return NotImplemented
+    if not runs_on(x, *params):
+        return NotImplemented
+    how = cut(c, t, k)
+    y = x.new_empty(b, t, c, dtype=dtype).mT.view(x.shape)
+    mean, rstd = x.new_empty(2, b, k, dtype=torch.float32).unbind()
+    own = x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous()
+    same = alike(rows, *own, y), weight is None, bias is None, k, eps
+    given = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, **how.constants}
+    if how.whole:
+        tensors = x, *own, y, mean, rstd
+        launch(_whole, b * how.blocks, same, tensors, t, c, k, how.blocks, eps,
+               T2=next_power_of_2(t), **given)  # fmt: skip
+        return y, mean, rstd
+    parts = x.new_empty(2, b, how.chunks, k, dtype=torch.float32).unbind()
+    programs = b * how.chunks * how.blocks
+    cuts = t, c, k, how.blocks, how.chunks, how.rows
+    launch(_moments, programs, same, (x, *parts), *cuts, **how.constants)
+    launch(_normalise, programs, same, (x, *own, *parts, y, mean, rstd), b, *cuts, eps,
+           CHUNKS2=next_power_of_2(how.chunks), **given)  # fmt: skip
+    return y, mean, rstd
