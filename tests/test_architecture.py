@@ -24,6 +24,7 @@ ORDER = (
     "cuda",
     "planner",
     "accounting",
+    "parallel",
     "data",
     "samples",
     "layers",

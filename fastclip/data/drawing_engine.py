@@ -12,8 +12,9 @@ from fastclip.data.draws import Draws
 from fastclip.data.loader import watch_draws
 from fastclip.data.plan import Plan, Request, plan_sampling, use_sampler
 from fastclip.data.row_order import check_row_order, know_empty
-from fastclip.data.samplers import check_order, draws_independently, set_steps
+from fastclip.data.samplers import check_order, check_shares, draws_independently, set_steps
 from fastclip.data.sampling import check_secure, draw_exactly, draw_securely
+from fastclip.parallel.ranks import Ranks
 
 
 class DrawingEngine(AccountedEngine):
@@ -90,11 +91,12 @@ class DrawingEngine(AccountedEngine):
 
     def _prepare_sampling(
         self, data_loader: DataLoader, *, poisson_sampling: bool, batch_first: bool,
-        rand_on_empty: bool, **request: Any,
+        rand_on_empty: bool, ranks: Ranks | None = None, **request: Any,
     ) -> tuple[DataLoader, SamplingDesign]:  # fmt: skip
         """The loader that trains, and how it draws.
 
         Args:
+            ranks: who draws the other shares, where several train.
             request: sample_rate, expected_batch_size, max_batch_size, unit_ids, max_rows_per_unit and
                 unit_reduction, as of `Request`.
 
@@ -104,6 +106,11 @@ class DrawingEngine(AccountedEngine):
                 others. Nothing is changed.
         """
         plan = self._plan_sampling(data_loader, poisson_sampling=poisson_sampling, **request)
+        if ranks is not None:
+            ranks.agree({"way in which rows are drawn": plan.design.described()})
+            if not poisson_sampling:
+                check_shares(data_loader, ranks)
+        plan = plan.shared(ranks)
         self.accountant.protected.beside(plan.design.protected)
         if plan.unit is not None:
             drawn = (plan.unit >= 0).nonzero().reshape(-1).tolist()

@@ -1,0 +1,56 @@
+"""Several ranks (gloo, processes of this machine) that run one function, and what each returned."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 240
+
+
+def run(world: int, name: str, folder: Path) -> list[Any]:
+    """Run `name` ("module:function") on so many ranks.
+
+    Returns:
+        What the function returned on each rank, as torch saves it.
+    """
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.parallel.world", str(rank), str(world), name, str(folder)],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    try:
+        for process in started:
+            said, _ = process.communicate(timeout=SECONDS)
+            assert process.returncode == 0, said
+    finally:
+        for process in started:
+            process.kill()
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def main(rank: int, world: int, name: str, folder: Path) -> None:
+    """One rank."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world
+    )
+    module, function = name.split(":")
+    found = getattr(import_module(module), function)()
+    torch.save(found, folder / f"{rank}.pt")
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
