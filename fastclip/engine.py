@@ -29,7 +29,7 @@ from fastclip.model.module import FastGradSampleHooks, FastGradSampleModule
 from fastclip.model.ownership import check_free
 from fastclip.noise.keystream import require_cipher
 from fastclip.optim.optimizer import FastDPOptimizer
-from fastclip.parallel.processes import bare, ranks_of
+from fastclip.parallel.processes import bare, ranks_of, refuse
 from fastclip.planner import Planner
 
 FAST_MODES = ("fast", "ghost")
@@ -199,8 +199,9 @@ class FastPrivacyEngine(SteppingEngine):
                 expected_batch_size=design.expected_batch_size, loss_reduction=loss_reduction,
                 generator=noise_generator, secure_mode=self.secure_mode,
             )  # fmt: skip
-        except Exception:
+        except Exception as error:
             module.cleanup()
+            refuse(module.keeper.clipping.ranks, error)
             raise
         if poisson_sampling:
             module.forbid_grad_accumulation()

@@ -43,6 +43,12 @@ def ranks_of(model: nn.Module) -> Ranks | None:
     return Ranks(model, group)
 
 
+def refuse(ranks: Ranks | None, error: Exception) -> None:
+    """This process cannot train: the others need not wait for it."""
+    if ranks is not None:
+        ranks.refuse(error)
+
+
 def check_set_up(model: nn.Module) -> None:
     """Refuse several processes in a way that is not followed: a part wrapped, sharded, no wrapper.
 

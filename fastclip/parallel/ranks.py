@@ -17,6 +17,10 @@ from fastclip.parallel.streams import own_generator
 T = TypeVar("T", bound=Iterable[Tensor])
 
 
+class RanksDiffer(ArgumentError):
+    """Every rank has been told that they do not train alike."""
+
+
 class Ranks:
     """The processes of one group that hold the same model, each with its share of the rows.
 
@@ -41,20 +45,32 @@ class Ranks:
         """All ranks have been given the same.
 
         Raises:
-            ArgumentError: naming what differs, on every rank.
+            RanksDiffer: naming what differs, on every rank; or what another rank refuses.
         """
-        found: list[Any] = [None] * self.count
-        with _reaching():
-            distributed.all_gather_object(found, dict(values), group=self._host)
+        found = self._gathered(dict(values))
+        for rank, theirs in enumerate(found):
+            if isinstance(theirs, str):
+                raise RanksDiffer(f"rank {rank} cannot train: {theirs}")
         for name, first in found[0].items():
             others = [rank for rank, theirs in enumerate(found) if theirs[name] != first]
             if others:
                 theirs = found[others[0]][name]
-                raise ArgumentError(
+                raise RanksDiffer(
                     f"all ranks expect the same {name}, got {_short(first)} on rank 0 and "
                     f"{_short(theirs)} on rank {others[0]}; start every rank with the same script, "
                     "data set and arguments"
                 )
+
+    def refuse(self, error: Exception) -> None:
+        """This rank cannot train; the others, which wait for it in `agree`, are told why."""
+        if not isinstance(error, RanksDiffer):
+            self._gathered(f"{type(error).__name__}: {error}")
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        found: list[Any] = [None] * self.count
+        with _reaching():
+            distributed.all_gather_object(found, mine, group=self._host)
+        return found
 
     def in_step(self, **numbers: float) -> None:
         """All ranks are about to release the same step.

@@ -81,7 +81,8 @@ def wrapped(kind: str) -> nn.Module:
 
 def private(
     module: nn.Module, strategy: str = "flat", *, sigma: float = 0.0, poisson: bool = True,
-    secure: bool = False, lr: float = 0.1, data: Dataset | None = None, **options: Any,
+    secure: bool = False, lr: float = 0.1, data: Dataset | None = None,
+    loader: DataLoader | None = None, **options: Any,
 ) -> tuple:  # fmt: skip
     """(engine, model, optimizer, loader)."""
     engine = FastPrivacyEngine(accountant="rdp", secure_mode=secure)
@@ -91,7 +92,7 @@ def private(
     )
     made = engine.make_private(
         module=module, optimizer=torch.optim.SGD(module.parameters(), lr=lr),
-        data_loader=DataLoader(data, batch_size=int(BATCH)), noise_multiplier=sigma,
+        data_loader=loader or DataLoader(data, batch_size=int(BATCH)), noise_multiplier=sigma,
         max_grad_norm=0.5, clipping=STRATEGIES[strategy](), poisson_sampling=poisson, **options,
     )  # fmt: skip
     return engine, *made
@@ -161,9 +162,11 @@ def in_parts(made: tuple, module: nn.Module, steps: int = STEPS) -> dict[str, An
     return {"drawn": drawn, "states": states}
 
 
-def replay(drawn: list[list[int]], strategy: str = "flat") -> list[dict[str, Any]]:
+def replay(
+    drawn: list[list[int]], strategy: str = "flat", data: Rows | None = None
+) -> list[dict[str, Any]]:
     """One process that trains on these rows, step by step."""
-    module, data = model(), Rows()
+    module, data = model(), data or Rows()
     made = private(module, strategy, poisson=False, expected_batch_size=BATCH)
     states = []
     for numbers in drawn:
