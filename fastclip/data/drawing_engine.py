@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from fastclip.accounting.accounted_engine import AccountedEngine
+from fastclip.accounting.segments import new_name
 from fastclip.data.design import SamplingDesign
 from fastclip.data.draws import Draws
 from fastclip.data.loader import watch_draws
@@ -107,10 +108,17 @@ class DrawingEngine(AccountedEngine):
         """
         plan = self._plan_sampling(data_loader, poisson_sampling=poisson_sampling, **request)
         if ranks is not None:
-            ranks.agree({"way in which rows are drawn": plan.design.described()})
+            ranks.agree(
+                {
+                    "way in which rows are drawn": plan.design.described(),
+                    "ledger of steps before": str(self.accountant.history),
+                }
+            )
             if not poisson_sampling:
                 check_shares(data_loader, ranks)
         plan = plan.shared(ranks)
+        if ranks is not None:
+            self.accountant.share_names(ranks.first(new_name()))
         self.accountant.protected.beside(plan.design.protected)
         if plan.unit is not None:
             drawn = (plan.unit >= 0).nonzero().reshape(-1).tolist()

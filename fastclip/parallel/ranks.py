@@ -14,7 +14,7 @@ from fastclip.errors import ArgumentError, StepError
 from fastclip.noise import NoiseSource, SeededNoise
 from fastclip.parallel.streams import own_generator
 
-T = TypeVar("T", bound=Iterable[Tensor])
+T = TypeVar("T")
 
 
 class RanksDiffer(ArgumentError):
@@ -60,6 +60,11 @@ class Ranks:
                     f"{_short(theirs)} on rank {others[0]}; start every rank with the same script, "
                     "data set and arguments"
                 )
+
+    def first(self, value: T) -> T:
+        """What the first rank has."""
+        found: T = self._gathered(value)[0]
+        return found
 
     def refuse(self, error: Exception) -> None:
         """This rank cannot train; the others, which wait for it in `agree`, are told why."""

@@ -6,6 +6,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -69,9 +70,9 @@ def main(rank: int, folder: Path) -> None:
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
     )
     said = {
-        name: refusal(lambda: make_private(build(), poisson_sampling=True))
+        name: refusal(partial(lambda build: make_private(build(), poisson_sampling=True), build))
         for name, build in MODELS.items()
-    }  # noqa: B023
+    }
     wraps = {"none": lambda model: model, "ddp": DDP, "dpddp": DPDDP}
     for (name, wrap), (_, private, *_) in zip(wraps.items(), before, strict=False):
         said[f"later {name}"] = refusal(lambda: trained_later(wrap, private))  # noqa: B023

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -213,3 +214,39 @@ def ways() -> dict[str, Any]:
 def rank() -> int:
     """This one's number."""
     return distributed.get_rank()
+
+
+def saved(folder: str) -> dict[str, Any]:
+    """Ten steps and a checkpoint that all ranks ask for; ten more; and on from the checkpoint."""
+    torch.manual_seed(5)
+    module = wrapped("ddp")
+    made = private(module, "adaptive", sigma=1.0)
+    run(made, module, 10)
+    path = Path(folder) / "run.pt"
+    made[0].save_checkpoint(path=path, module=made[1], optimizer=made[2])
+    distributed.barrier()
+    at_ten = state(made, module)
+    run(made, module, 5)
+    history = list(made[0].accountant.history)
+    made[0].load_checkpoint(path=path, module=made[1], optimizer=made[2])
+    back = state(made, module)
+    run(made, module, 5)
+    return {
+        "at ten": at_ten, "back": back, "before": history, "after": list(made[0].accountant.history),
+        "epsilon": made[0].get_epsilon(1e-5),
+    }  # fmt: skip
+
+
+def resumed(folder: str) -> dict[str, Any]:
+    """On from the checkpoint of another number of ranks."""
+    module = wrapped("ddp" if distributed.is_initialized() else "none")
+    made = private(module, "adaptive", sigma=1.0)
+    path = Path(folder) / "run.pt"
+    made[0].load_checkpoint(path=path, module=made[1], optimizer=made[2])
+    clip = made[2].keeper.clipping
+    found = {
+        "weights": torch.cat([p.detach().reshape(-1).clone() for p in module.parameters()]),
+        "threshold": clip.next.threshold.clone(), "step": clip.step,
+    }  # fmt: skip
+    run(made, module, 5)
+    return {**found, "history": list(made[0].accountant.history), "state": state(made, module)}

@@ -16,15 +16,18 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240
 
 
-def run(world: int, name: str, folder: Path) -> list[Any]:
-    """Run `name` ("module:function") on so many ranks.
+def run(world: int, name: str, folder: Path, *arguments: str) -> list[Any]:
+    """Run `name` ("module:function") with these arguments on so many ranks.
 
     Returns:
         What the function returned on each rank, as torch saves it.
     """
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.parallel.world", str(rank), str(world), name, str(folder)],
+            [
+                sys.executable, "-m", "tests.parallel.world", str(rank), str(world), str(folder), name,
+                *arguments,
+            ],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(world)
@@ -39,7 +42,7 @@ def run(world: int, name: str, folder: Path) -> list[Any]:
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
-def main(rank: int, world: int, name: str, folder: Path) -> None:
+def main(rank: int, world: int, folder: Path, name: str, *arguments: str) -> None:
     """One rank."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -47,10 +50,10 @@ def main(rank: int, world: int, name: str, folder: Path) -> None:
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world
     )
     module, function = name.split(":")
-    found = getattr(import_module(module), function)()
+    found = getattr(import_module(module), function)(*arguments)
     torch.save(found, folder / f"{rank}.pt")
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])
