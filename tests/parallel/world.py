@@ -14,6 +14,7 @@ from torch import distributed
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240
+_save = torch.save
 
 
 def run(world: int, name: str, folder: Path, *arguments: str) -> list[Any]:
@@ -22,6 +23,13 @@ def run(world: int, name: str, folder: Path, *arguments: str) -> list[Any]:
     Returns:
         What the function returned on each rank, as torch saves it.
     """
+    said = ended(world, name, folder, *arguments)
+    assert not any(code for code, _ in said), "\n".join(text for _, text in said)
+    return [returned(folder, rank) for rank in range(world)]
+
+
+def ended(world: int, name: str, folder: Path, *arguments: str) -> list[tuple[int, str]]:
+    """The same where ranks may fail: the exit code of each, and what it has said."""
     started = [
         subprocess.Popen(
             [
@@ -33,13 +41,16 @@ def run(world: int, name: str, folder: Path, *arguments: str) -> list[Any]:
         for rank in range(world)
     ]  # fmt: skip
     try:
-        for process in started:
-            said, _ = process.communicate(timeout=SECONDS)
-            assert process.returncode == 0, said
+        said = [process.communicate(timeout=SECONDS)[0] for process in started]
+        return [(process.returncode, text) for process, text in zip(started, said, strict=True)]
     finally:
         for process in started:
             process.kill()
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def returned(folder: Path, rank: int) -> Any:
+    """What the function returned on this rank."""
+    return torch.load(folder / f"{rank}.pt", weights_only=True)
 
 
 def main(rank: int, world: int, folder: Path, name: str, *arguments: str) -> None:
@@ -51,7 +62,7 @@ def main(rank: int, world: int, folder: Path, name: str, *arguments: str) -> Non
     )
     module, function = name.split(":")
     found = getattr(import_module(module), function)(*arguments)
-    torch.save(found, folder / f"{rank}.pt")
+    _save(found, folder / f"{rank}.pt")
     distributed.destroy_process_group()
 
 
