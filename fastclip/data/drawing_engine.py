@@ -13,6 +13,7 @@ from fastclip.data.draws import Draws
 from fastclip.data.loader import watch_draws
 from fastclip.data.plan import Plan, Request, plan_sampling, use_sampler
 from fastclip.data.row_order import check_row_order, know_empty
+from fastclip.data.rows_told import told_of
 from fastclip.data.samplers import check_order, check_shares, draws_independently, set_steps
 from fastclip.data.sampling import check_secure, draw_exactly, draw_securely
 from fastclip.parallel.ranks import Ranks
@@ -106,12 +107,15 @@ class DrawingEngine(AccountedEngine):
                 change the order of a unit's rows, or steps that protect another unit than the engine's
                 others. Nothing is changed.
         """
-        plan = self._plan_sampling(data_loader, poisson_sampling=poisson_sampling, **request)
+        plan = self._plan_sampling(
+            data_loader, poisson_sampling=poisson_sampling, distributed=ranks is not None, **request
+        )
         if ranks is not None:
             ranks.agree(
                 {
                     "way in which rows are drawn": plan.design.described(),
                     "ledger of steps before": str(self.accountant.history),
+                    "rows of the data set, in one order": told_of(data_loader.dataset),
                 }
             )
             if not poisson_sampling:

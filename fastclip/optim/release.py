@@ -33,9 +33,13 @@ def noisy_gradients(
     sums, std = [keeper.sums.take(p) for p in parameters], _noise_std(state)
     if state.ranks is None:
         return ops.noise_finalize(sums, list(parameters), std, divisor, state.noise)
-    state.ranks.in_step(
-        step=state.step, batches=batches, noise_multiplier=state.noise_multiplier, divisor=divisor
-    )
+    told = {"step": state.step, "batches": batches, "divisor": divisor}
+    told["noise_multiplier"] = state.noise_multiplier
+    if isinstance(std, Tensor):
+        std = state.ranks.largest(std)  # ranks that clip at other thresholds would need it
+    else:
+        told["noise_std"] = std
+    state.ranks.in_step(**told)
     return release.noisy_gradients(state.ranks, sums, parameters, std, divisor, state.noise)
 
 

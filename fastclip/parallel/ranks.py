@@ -102,6 +102,13 @@ class Ranks:
             distributed.all_reduce(x, group=self._group)
         return x
 
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest of all ranks' `x`, entry by entry; no device is waited for."""
+        x = x.clone()
+        with _reaching():
+            distributed.all_reduce(x, distributed.ReduceOp.MAX, group=self._group)
+        return x
+
     def add_in_place(self, x: Tensor) -> Any:
         """Begin to sum `x` over all ranks; `wait` for what is returned before it is read."""
         with _reaching():

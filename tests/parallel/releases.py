@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, DistributedSampler, Subset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from fastclip.errors import FastclipError
 from tests.oracle import row_loss
@@ -92,6 +98,13 @@ def sampled(n: int = 24, **options: Any) -> DataLoader:
     return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, **options))
 
 
+def torchs_sampler() -> dict[str, Any]:
+    """Poisson draws in the place of a DistributedSampler, as scripts have it."""
+    module = wrapped("ddp")
+    made = private(module, loader=sampled(shuffle=True), sample_rate=None, expected_batch_size=None)
+    return {"design": repr(made[0].sampling), **run(made, module)}
+
+
 def shuffled() -> dict[str, Any]:
     """Without Poisson sampling."""
     module = wrapped("ddp")
@@ -133,6 +146,17 @@ def refusals() -> dict[str, str]:
         row_loss(made[1](Rows().x[:2])).mean().backward()
         made[2].step()
 
+    def clipped_apart() -> None:
+        made = private(module(), poisson=False, loader=sampled(), sigma=1.0)
+        made[2].max_grad_norm = 1.0 + rank()
+        row_loss(made[1](Rows().x[:2])).mean().backward()
+        made[2].step()
+
+    def another_order() -> None:
+        x = torch.arange(60.0).view(20, 3)
+        data = TensorDataset(x.flip(0) if rank() else x)
+        private(module(), data=data)
+
     def syncs() -> None:
         net = module()
         made = private(net)
@@ -160,6 +184,8 @@ def refusals() -> dict[str, str]:
         "static graph": told(lambda: private(module(static_graph=True))),
         "apart": told(stepped_apart),
         "syncs": told(syncs),
+        "clipped apart": told(clipped_apart),
+        "another order": told(another_order),
         "one rank alone": told(lambda: private(module(), max_rows_per_unit=1 if rank() else None)),
         "own order": told(lambda: private(module(), poisson=False)),
         "another's share": told(
@@ -189,5 +215,17 @@ def ordinary() -> bool:
 
 def releases() -> dict[str, Any]:
     """All of it on two ranks."""
-    parts = (noise, counts, epsilon, empty, one_row, shuffled, units, weighted, refusals, ordinary)
+    parts = (
+        noise,
+        counts,
+        epsilon,
+        empty,
+        one_row,
+        torchs_sampler,
+        shuffled,
+        units,
+        weighted,
+        refusals,
+        ordinary,
+    )
     return {part.__name__: part() for part in parts}

@@ -94,13 +94,16 @@ def test_one_row_more_moves_the_sum_by_c(found, dtype: str) -> None:
     assert 0.9 * C < float(moved.norm()) <= C + float(rounding)
 
 
-@pytest.mark.parametrize("way", ["shuffled", "units", "weighted"])
+@pytest.mark.parametrize("way", ["torchs_sampler", "shuffled", "units", "weighted"])
 def test_ways_to_draw(found, way: str) -> None:
     ranks = [rank[way] for rank in found]
     shares = [{row for step in rank["drawn"] for row in step} for rank in ranks]
     assert not shares[0] & shares[1]
     if way == "units":
         assert not {row // 3 for row in shares[0]} & {row // 3 for row in shares[1]}
+    elif way == "torchs_sampler":
+        assert "rate=0.1666" in ranks[0]["design"]
+        assert "expected_batch_size=4," in ranks[0]["design"]
     elif way == "shuffled":
         assert "expected_batch_size=4" in ranks[0]["design"]
         assert shares[0] | shares[1] == set(range(24))
@@ -134,6 +137,8 @@ REFUSED = {
     "apart": "noise_multiplier is 1 on one and 2 on another",
     "syncs": "leave it as make_private has set it",
     "one rank alone": "max_rows_per_unit needs unit_ids",
+    "clipped apart": "noise_std is 1 on one and 2 on another",
+    "another order": "rows of the data set, in one order",
     "own order": "pass a DistributedSampler of these ranks",
     "another's share": "rank 1 of 2",
     "padded": "drop_last=True",
