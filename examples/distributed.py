@@ -55,10 +55,10 @@ def train(epochs: float, batch_size: int, checkpoint: str | None) -> float:
         epochs=epochs,
         max_grad_norm=1.0,
     )
-    saved = checkpoint is not None and os.path.exists(checkpoint)
-    if saved:
+    if checkpoint is not None and os.path.exists(checkpoint):
         engine.load_checkpoint(path=checkpoint, module=private, optimizer=optimizer)
-    done, steps = len(engine.accountant), round(epochs * len(loader))
+    done = sum(taken for *_, taken in engine.accountant.history)
+    steps = round(epochs * len(loader))
     first = distributed.get_rank() == 0
     with tqdm(total=steps, initial=done, unit="step", disable=not first) as progress:
         while done < steps:
