@@ -16,7 +16,6 @@ from fastclip.accounting import find_noise_multiplier
 from fastclip.accounting.truncation import refuse_truncated
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.criterion import check_coupling, check_criterion
-from fastclip.backward.one_process import check_not_distributed
 from fastclip.captured.engine import SteppingEngine
 from fastclip.checks import not_negative
 from fastclip.clipping import Clipping, ConstantNoise, resolve
@@ -30,6 +29,7 @@ from fastclip.model.module import FastGradSampleHooks, FastGradSampleModule
 from fastclip.model.ownership import check_free
 from fastclip.noise.keystream import require_cipher
 from fastclip.optim.optimizer import FastDPOptimizer
+from fastclip.parallel.processes import bare, ranks_of, refuse
 from fastclip.planner import Planner
 
 FAST_MODES = ("fast", "ghost")
@@ -188,7 +188,7 @@ class FastPrivacyEngine(SteppingEngine):
         try:
             loader, design = self._prepare_sampling(
                 data_loader, poisson_sampling=poisson_sampling, batch_first=batch_first,
-                rand_on_empty=rand_on_empty, **sampling,
+                rand_on_empty=rand_on_empty, ranks=module.keeper.clipping.ranks, **sampling,
             )  # fmt: skip
             refuse_truncated([(0.0, accounted_rate(design), 1)], self.accountant.mechanism())
             draws = self._watched(
@@ -199,8 +199,9 @@ class FastPrivacyEngine(SteppingEngine):
                 expected_batch_size=design.expected_batch_size, loss_reduction=loss_reduction,
                 generator=noise_generator, secure_mode=self.secure_mode,
             )  # fmt: skip
-        except Exception:
+        except Exception as error:
             module.cleanup()
+            refuse(module.keeper.clipping.ranks, error)
             raise
         if poisson_sampling:
             module.forbid_grad_accumulation()
@@ -208,9 +209,8 @@ class FastPrivacyEngine(SteppingEngine):
         private.account_with(releases := Releases(design, draws, lambda: self.accountant))
         self._runs = [run for run in self._runs if not run.keeper.batch.retired]
         self._runs.append(Run(module.keeper, private, releases))
-        if grad_sample_mode == "ghost":
-            return module, private, criterion, loader
-        return module, private, loader
+        made = module, private, criterion, loader
+        return made if grad_sample_mode == "ghost" else (module, private, loader)
 
     def make_private_with_epsilon(  # type: ignore[override]
         self, *, data_loader: DataLoader, target_epsilon: float, target_delta: float,
@@ -300,18 +300,18 @@ class FastPrivacyEngine(SteppingEngine):
         max_grad_norm: float | Sequence[float], batch_first: bool, loss_reduction: str,
         wrap_model: bool,
     ) -> FastGradSampleModule | FastGradSampleHooks:  # fmt: skip
-        check_not_distributed(module)
         wrapper = module if isinstance(module, FastGradSampleModule) else None
-        if wrapper is not None:
-            module = wrapper._module
-        self.validate(module=module)
-        path = {p: name for name, p in module.named_parameters()}
+        module = module if wrapper is None else wrapper._module
+        ranks = ranks_of(module)
+        self.validate(module=bare(module))
+        path = {p: name for name, p in bare(module).named_parameters()}
         owned = [p for group in optimizer.param_groups for p in group["params"]]
         keeper = BookKeeper(
             {p: path[p] for p in owned if p.requires_grad}, clipping, max_grad_norm,
             mean_loss=loss_reduction == "mean", batch_axis=0 if batch_first else 1,
             frozen={p: path[p] for p in owned if not p.requires_grad}, planner=self._planner,
         )  # fmt: skip
+        keeper.clipping.ranks = ranks
         if wrapper is not None:
             check_free(module, keeper.names, again=wrapper)
             wrapper.to_standard_module()  # everything is checked: the earlier engine may let go

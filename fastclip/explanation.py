@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.criterion import check_coupling, check_criterion
-from fastclip.backward.one_process import check_not_distributed
 from fastclip.clipping import dp_sgd
 from fastclip.data.design import SamplingDesign
 from fastclip.data.plan import Request, plan_sampling
@@ -26,6 +25,7 @@ from fastclip.errors import ArgumentError, FastclipError
 from fastclip.model.interception import ATTRIBUTE
 from fastclip.model.module import FastGradSampleModule
 from fastclip.model.validation import check_inner_step, check_module
+from fastclip.parallel.processes import check_set_up
 from fastclip.planner.report import PlanRow
 from fastclip.uses.replay import ReplayUse
 
@@ -142,7 +142,7 @@ def _size(parameter: nn.Parameter) -> int:
 
 def _refused_around(setup: Setup) -> Iterator[str]:
     """What make_private would refuse for other reasons than the model's layers."""
-    checks: list[Callable[[], Any]] = [lambda: check_not_distributed(setup.module)]
+    checks: list[Callable[[], Any]] = [lambda: check_set_up(setup.module)]
     if setup.optimizer is not None:
         checks.append(lambda: check_inner_step(setup.optimizer))
     if setup.criterion is not None:

@@ -219,6 +219,11 @@ class InspectedEngine(OpacusModes):
         """A copy has the ledger, and no model: what was released goes on elsewhere."""
         return {**super().__getstate__(), "_runs": []}
 
+    @property
+    def _writes(self) -> bool:
+        ranks = [run.keeper.clipping.ranks for run in self._runs[-1:]]
+        return not any(known is not None and known.number for known in ranks)
+
     def _require_keepers(self) -> list[BookKeeper]:
         keepers = [run.keeper for run in self._runs]
         if not keepers:

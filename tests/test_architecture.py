@@ -23,6 +23,7 @@ ORDER = (
     "kernels",
     "cuda",
     "planner",
+    "parallel",
     "accounting",
     "data",
     "samples",

@@ -14,6 +14,7 @@ from torch import nn
 from fastclip.accounting.history import spent
 from fastclip.accounting.ledger import Ledger, keep_ledger
 from fastclip.errors import ArgumentError, ArgumentTypeError
+from fastclip.parallel.checkpoints import as_alone, write_whole
 
 _ACCOUNTANT = "privacy_accountant_state_dict"
 
@@ -64,6 +65,24 @@ class AccountedEngine(PrivacyEngine):
         """
         return spent(self.accountant, delta)
 
+    def save_checkpoint(self, *, path: Any, module: nn.Module, **options: Any) -> None:  # type: ignore[override]
+        """Save what `load_checkpoint` goes on from; on several ranks the first one writes.
+
+        The file is whole whenever it is there: an old one stays until the new one is written. Its keys
+        are those of the model without DistributedDataParallel, so that any number of ranks can load it.
+
+        Args:
+            As in Opacus.
+        """
+        if self._writes:
+            save = super().save_checkpoint
+            write_whole(path, lambda part: save(path=part, module=as_alone(module), **options))
+
+    @property
+    def _writes(self) -> bool:
+        """This process writes what all ranks have."""
+        return True
+
     def load_checkpoint(
         self, *, path: Any, module: nn.Module, optimizer: Any = None, noise_scheduler: Any = None,
         grad_clip_scheduler: Any = None, module_load_dict_kwargs: dict[str, Any] | None = None,
@@ -92,7 +111,9 @@ class AccountedEngine(PrivacyEngine):
             )
         # First: a module that fails halfway has got some of the weights.
         self.accountant.load_state_dict(saved[_ACCOUNTANT])
-        module.load_state_dict(saved["module_state_dict"], **(module_load_dict_kwargs or {}))
+        as_alone(module).load_state_dict(
+            saved["module_state_dict"], **(module_load_dict_kwargs or {})
+        )
         state = saved.pop("optimizer_state_dict", {})
         if optimizer is not None and state:
             optimizer.load_state_dict(state)

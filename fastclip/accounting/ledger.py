@@ -52,7 +52,9 @@ class Ledger(IAccountant):
     """Whom all these steps protect."""
     _others: Segments
     _name: str
-    _process: tuple[int, int]
+    _process: tuple[int, int] = (0, 0)
+    _shared: list[str]
+    """The names that all ranks of a training give to their segments, the first one of the training."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """As Opacus; a history that it leaves half written by an error is put back.
@@ -131,12 +133,32 @@ class Ledger(IAccountant):
 
     def _begin(self, others: Segments) -> None:
         """What is recorded from now on has a name of its own."""
-        self._others, self._name, self._process = others, new_name(), (os.getpid(), _forks)
+        process = (os.getpid(), _forks)
+        if self._shared and self._process == process:
+            self._shared.append(f"{self._shared[0]}.{len(self._shared)}")
+            name = self._shared[-1]
+        else:
+            self._shared, name = [], new_name()
+        self._others, self._name, self._process = others, name, process
+
+    def share_names(self, name: str) -> None:
+        """Ranks that take every step together record it under one name: it counts once.
+
+        Args:
+            name: that all of them have been given, and nobody else.
+        """
+        self._process, self._shared = (os.getpid(), _forks), [name]
+        self._begin(self.segments())
 
     def __reduce__(self) -> Any:
         """A copy, in this process or another, is a fork: its steps are not those of the original."""
         kind = next(base for base in type(self).__mro__ if not issubclass(base, Ledger))
-        state = {**self.__dict__, "history": list(self.history), "_others": self.segments()}
+        state = {
+            **self.__dict__,
+            "history": list(self.history),
+            "_others": self.segments(),
+            "_shared": [],
+        }
         return _restored, (kind, state)
 
 
@@ -148,6 +170,7 @@ def keep_ledger(accountant: IAccountant) -> Ledger:
     of.__class__ = _kept(of.__class__)
     ledger = cast("Ledger", accountant)
     ledger.protected = BY_OPACUS if ledger.history else Protected()
+    ledger._shared = []
     ledger._begin({})
     return ledger
 

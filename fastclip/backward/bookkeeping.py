@@ -25,12 +25,12 @@ from fastclip.backward.clipping_state import ClippingState
 from fastclip.backward.criterion import check_loss, running_loss
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.backward.loss_scale import running_scale
-from fastclip.backward.one_process import check_one_process
 from fastclip.backward.sums import ClippedSums
 from fastclip.clipping import Clipping
 from fastclip.errors import GraphError, where
 from fastclip.layers import Record
 from fastclip.ops.units import UnitRows
+from fastclip.parallel.processes import check_processes
 from fastclip.planner import Planner
 from fastclip.planner.report import PlanLog
 from fastclip.samples.calls import Calls, Forward
@@ -155,7 +155,7 @@ class BookKeeper:
         `model.train()` put back into training mode would couple the samples; another engine that
         took hold of the parameters would release its own share of every sample.
         """
-        check_one_process()
+        check_processes(self.clipping.ranks)
         guards.check_alone(self.names)
         for path, module in self.batch_norms:
             check_batch_norm(path, module)
@@ -173,7 +173,7 @@ class BookKeeper:
         """Hook on the model's output: the gradient has reached it."""
         task = current_task()
         if self._pass is None or self._pass.task != task:
-            check_one_process()
+            check_processes(self.clipping.ranks)
             self._pass = BackwardPass(task, self.planner, self._shared, running_loss())
             at_end_of_pass(partial(self.close_pass, self._pass))
         self._pass.loss_scale = running_scale()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from fastclip.accounting.shares import multiplier
 from fastclip.checks import whole
 from fastclip.clipping import Clipping, Thresholds
 from fastclip.clipping.contract import check_contract
-from fastclip.clipping.policy import LARGEST, SMALLEST
+from fastclip.clipping.policy import LARGEST, SMALLEST, split_refused
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 from fastclip.noise import NoiseSource, SeededNoise
 from fastclip.ops.units import UnitRows
+from fastclip.parallel.ranks import Ranks
 
 
 class ClippingState:
@@ -58,6 +60,8 @@ class ClippingState:
         self._drawn: tuple[Tensor, float] | None = None
         """Noisy counts drawn ahead of the step ("same_step"), and their sigma_count."""
         self._groups: Tensor | None = None
+        self.ranks: Ranks | None = None
+        """Who trains the same model on other rows; their counts are counted together."""
 
     # Noise levels
 
@@ -168,17 +172,13 @@ class ClippingState:
                 counts = torch.zeros(policy.count_shape, dtype=torch.float64, device=device)
             else:
                 counts = self._counts.clone()  # a launch that fails leaves the old ones
-        scales, norms = self._scales(norm_sq, groups, layers, counts)
+        scaled = partial(ops.clip_scale, norm_sq, self.strategy)
+        scales, norms = scaled(self.current, groups, layers, counts)
         self._counts = self._counts if counts is None else counts
         if policy.same_step:
             self._draw_ahead(device)
-            scales, _ = self._scales(norm_sq, groups, layers, None)
+            scales, _ = scaled(self.current, groups, layers, None)
         return (torch.zeros_like(scales) if placeholder else scales), norms
-
-    def _scales(
-        self, norm_sq: Tensor, groups: Tensor | None, layers: Tensor | None, counts: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return ops.clip_scale(norm_sq, self.strategy, self.current, groups, layers, counts)
 
     def _draw_ahead(self, device: torch.device) -> None:
         """Noise on the counts of this batch now, and the thresholds that follow from them."""
@@ -193,9 +193,18 @@ class ClippingState:
         counts = self._counts
         if counts is None:  # only placeholder rows
             counts = torch.zeros(policy.count_shape, dtype=torch.float64, device=device)
+        if self.ranks is not None:
+            counts = self.ranks.total(counts)
         std = (self.levels.counts or 0.0) * policy.count_sensitivity
         noise = self.noise.draw(counts, std)
-        return ops.threshold_step(counts, noise, policy, self.next, batch_size, self.step)
+        found = ops.threshold_step(counts, noise, policy, self.next, batch_size, self.step)
+        return found if self.ranks is None else self._of_first(*found)
+
+    def _of_first(self, noisy: Tensor, moved: Thresholds) -> tuple[Tensor, Thresholds]:
+        """What the first rank has drawn, and where it leads, bit for bit on all of them."""
+        assert self.ranks is not None
+        noisy, *values = self.ranks.of_first([noisy, *moved.tensors().values()])
+        return noisy, Thresholds(**dict(zip(moved.tensors(), values, strict=True)))
 
     # Between passes
 
@@ -238,7 +247,7 @@ class ClippingState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Raw counts and groups are neither copied nor pickled."""
-        return {**self.__dict__, "_counts": None, "_drawn": None, "_groups": None}
+        return {**self.__dict__, "_counts": None, "_drawn": None, "_groups": None, "ranks": None}
 
     # Checkpoints
 
@@ -289,12 +298,3 @@ class ClippingState:
         self.next = Thresholds(**{n: v.to(device, torch.float64) for n, v in values.items()})
         self.noisy_counts = None if counts is None else counts.to(device)
         self.step = step
-
-
-def split_refused(policy: str) -> str:
-    """What is said where a logical batch of a "same_step" policy is split."""
-    return (
-        f'{policy} with thresholds="same_step" needs the norms of the whole logical batch before it '
-        "clips, so the batch cannot be split into physical batches; use "
-        'thresholds="previous_step" (the last step\'s noisy counts), or batches that fit in one'
-    )

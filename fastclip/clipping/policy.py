@@ -124,3 +124,12 @@ def threshold(value: object, name: str = "max_grad_norm") -> float:
 def clamp(thresholds: Tensor, lower: float | None = None, upper: float | None = None) -> Tensor:
     """Thresholds within the user's bounds and those of float32."""
     return thresholds.clamp(min=lower or SMALLEST, max=upper or LARGEST)
+
+
+def split_refused(policy: str) -> str:
+    """What is said where a logical batch of a "same_step" policy is split."""
+    return (
+        f'{policy} with thresholds="same_step" needs the norms of the whole logical batch before it '
+        "clips, so the batch cannot be split into physical batches; use "
+        'thresholds="previous_step" (the last step\'s noisy counts), or batches that fit in one'
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -80,6 +80,11 @@ class SamplingDesign:
     def poisson(self) -> bool:
         """Units are drawn independently, so that amplification by sampling holds."""
         return self.sampler in (POISSON, TRUNCATED)
+
+    def described(self) -> str:
+        """All of it in words, rates by row included, to be held against another process' design."""
+        rates = None if self.rates is None else hash(tuple(self.rates.tolist()))
+        return f"{replace(self, rates=None)}, rates {rates}"
 
     def steps_in(self, epochs: float) -> int:
         """Steps in `epochs` passes; `steps_of(rate, epochs)` wherever 1 / q is the length of a pass."""

@@ -7,13 +7,16 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from fastclip.accounting.accounted_engine import AccountedEngine
+from fastclip.accounting.segments import new_name
 from fastclip.data.design import SamplingDesign
 from fastclip.data.draws import Draws
 from fastclip.data.loader import watch_draws
 from fastclip.data.plan import Plan, Request, plan_sampling, use_sampler
 from fastclip.data.row_order import check_row_order, know_empty
-from fastclip.data.samplers import check_order, draws_independently, set_steps
+from fastclip.data.rows_told import told_of
+from fastclip.data.samplers import check_order, check_shares, draws_independently, set_steps
 from fastclip.data.sampling import check_secure, draw_exactly, draw_securely
+from fastclip.parallel.ranks import Ranks
 
 
 class DrawingEngine(AccountedEngine):
@@ -90,11 +93,12 @@ class DrawingEngine(AccountedEngine):
 
     def _prepare_sampling(
         self, data_loader: DataLoader, *, poisson_sampling: bool, batch_first: bool,
-        rand_on_empty: bool, **request: Any,
+        rand_on_empty: bool, ranks: Ranks | None = None, **request: Any,
     ) -> tuple[DataLoader, SamplingDesign]:  # fmt: skip
         """The loader that trains, and how it draws.
 
         Args:
+            ranks: who draws the other shares, where several train.
             request: sample_rate, expected_batch_size, max_batch_size, unit_ids, max_rows_per_unit and
                 unit_reduction, as of `Request`.
 
@@ -103,7 +107,22 @@ class DrawingEngine(AccountedEngine):
                 change the order of a unit's rows, or steps that protect another unit than the engine's
                 others. Nothing is changed.
         """
-        plan = self._plan_sampling(data_loader, poisson_sampling=poisson_sampling, **request)
+        plan = self._plan_sampling(
+            data_loader, poisson_sampling=poisson_sampling, distributed=ranks is not None, **request
+        )
+        if ranks is not None:
+            ranks.agree(
+                {
+                    "way in which rows are drawn": plan.design.described(),
+                    "ledger of steps before": str(self.accountant.history),
+                    "rows of the data set, in one order": told_of(data_loader.dataset),
+                }
+            )
+            if not poisson_sampling:
+                check_shares(data_loader, ranks)
+        plan = plan.shared(ranks)
+        if ranks is not None:
+            self.accountant.share_names(ranks.first(new_name()))
         self.accountant.protected.beside(plan.design.protected)
         if plan.unit is not None:
             drawn = (plan.unit >= 0).nonzero().reshape(-1).tolist()

@@ -32,6 +32,8 @@ from fastclip.data.sampling import PoissonSampler
 from fastclip.data.unit_ids import unit_numbers
 from fastclip.data.unit_sampler import UnitSampler, rows_by_unit
 from fastclip.errors import ArgumentError
+from fastclip.parallel.ranks import Ranks
+from fastclip.parallel.streams import own_generator
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ class Plan:
     """None without Poisson sampling, where the loader's own sampler draws."""
     unit: Tensor | None = None
     """The unit of each row of the data set, int64, -1 for rows that are not drawn."""
+    ranks: Ranks | None = None
+    """Who draws the other rows, or units; each draws every `ranks.count`-th."""
 
     @property
     def first_row(self) -> int:
@@ -108,13 +112,48 @@ class Plan:
         rows = None if self.choice is None else self.choice.rows
         return 0 if rows is None else int(rows[0])
 
+    def shared(self, ranks: Ranks | None) -> Plan:
+        """This rank's share of the draws: every row, or unit, is in exactly one; whose is public.
+
+        Raises:
+            ArgumentError: for draws that only one process can make.
+        """
+        design, choice = self.design, self.choice
+        if ranks is None or ranks.count == 1 or choice is None:
+            return self
+        if design.max_batch_size is not None:
+            raise ArgumentError(
+                "max_batch_size cuts a draw to a random subset of all of it, and each rank draws its "
+                "own share alone; omit max_batch_size"
+            )
+        if design.units < ranks.count:
+            raise ArgumentError(
+                f"{ranks.count} ranks expect a {design.unit} each at least, got {design.units}"
+            )
+        if self.unit is not None:
+            others = (self.unit >= 0) & (self.unit % ranks.count != ranks.number)
+            mine = self.unit.masked_fill(others, -1)
+            if bool((mine >= 0).any()):
+                return replace(self, unit=mine, ranks=ranks)
+            raise ArgumentError(f"rank {ranks.number} of {ranks.count} has no unit to draw")
+        rows = choice.rows
+        if rows is None:
+            rows = torch.arange(design.units, dtype=torch.int64, device="cpu")
+        rates = None if design.rates is None else ranks.share(design.rates)
+        return replace(
+            self, choice=replace(choice, rows=ranks.share(rows), rates=rates), ranks=ranks
+        )
+
     def sampler(self, generator: Any) -> PoissonSampler:
         """The batch sampler of this design, drawing from `generator` unless it is secure."""
         design, choice = self.design, self.choice
         assert choice is not None
+        generator = choice.generator if generator is None else generator
+        if self.ranks is not None:
+            generator = own_generator(generator, self.ranks.number, "draws of rows")
         shared: dict[str, Any] = {
             "sample_rate": design.rate, "steps": design.steps, "secure": design.secure,
-            "generator": choice.generator if generator is None else generator,
+            "generator": generator,
             "max_batch_size": design.max_batch_size,
         }  # fmt: skip
         if self.unit is not None:
@@ -122,9 +161,11 @@ class Plan:
                 self.unit, max_rows_per_unit=design.max_rows_per_unit,
                 reduction=str(design.unit_reduction), **shared,
             )  # fmt: skip
-        return PoissonSampler(
-            num_samples=design.units, rows=choice.rows, rates=design.rates, **shared
-        )
+        rows, rates = choice.rows, design.rates if self.ranks is None else choice.rates
+        n = design.units if self.ranks is None or rows is None else len(rows)
+        sampler = PoissonSampler(num_samples=n, rows=rows, rates=rates, **shared)
+        sampler.shared = self.ranks is not None
+        return sampler
 
 
 def plan_sampling(

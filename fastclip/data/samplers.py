@@ -32,6 +32,7 @@ from fastclip.data.loader import unwatched
 from fastclip.data.sampling import PoissonSampler, SecureRandomSampler, SecureSubsetSampler
 from fastclip.data.unit_sampler import UnitSampler
 from fastclip.errors import ArgumentError
+from fastclip.parallel.ranks import Ranks
 
 _POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
 POISSON_OF_ROWS = (UniformWithReplacementSampler, PoissonSampler)
@@ -172,6 +173,11 @@ def _as_before(sampler: Any, rows: int) -> Choice:
             "the data loader cuts its draws (max_batch_size) already; pass the data loader that "
             "make_private was given, not the one that it returned"
         )
+    if getattr(sampler, "shared", False):
+        raise ArgumentError(
+            "the data loader draws one rank's share of the rows already; pass the data loader that "
+            "make_private was given, not the one that it returned"
+        )
     chosen, rates = getattr(sampler, "rows", None), getattr(sampler, "rates", None)
     if sampler.num_samples != (rows if chosen is None else len(chosen)):
         raise ArgumentError(
@@ -227,6 +233,30 @@ def check_order(data_loader: DataLoader) -> Distinct | None:
     if kind in _SUBSETS:
         checked.one_pass().check(sampler.indices)
     return checked
+
+
+def check_shares(data_loader: DataLoader, ranks: Ranks) -> None:
+    """Without Poisson sampling each rank's sampler must draw a share of its own, and no row twice.
+
+    Raises:
+        ArgumentError: two ranks would train on the same row.
+    """
+    outer: Any = data_loader.batch_sampler
+    sampler = outer.sampler if unwatched(outer) is BatchSampler else outer
+    mine = (ranks.count, ranks.number)
+    if unwatched(sampler) is not DistributedSampler or mine != (sampler.num_replicas, sampler.rank):
+        raise ArgumentError(
+            "without Poisson sampling each rank trains on a share of the rows, and the data loader's "
+            f"{unwatched(sampler).__name__} does not draw that of rank {ranks.number} of {ranks.count}: "
+            "pass a DistributedSampler of these ranks, or poisson_sampling=True, which draws shares "
+            "from any data loader"
+        )
+    if not sampler.drop_last and len(sampler.dataset) % ranks.count:
+        raise ArgumentError(
+            "the data loader's DistributedSampler repeats rows so that all ranks have as many, which "
+            "would contribute twice; pass it drop_last=True"
+        )
+    ranks.agree({"order of the DistributedSampler": (sampler.seed, sampler.shuffle, sampler.epoch)})
 
 
 def draws_independently(loader: DataLoader) -> bool:

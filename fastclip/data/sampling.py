@@ -135,6 +135,8 @@ class PoissonSampler(UniformWithReplacementSampler):
         )
         self.rows, self.rates, self.max_batch_size = rows, rates, max_batch_size
         self.secure = secure
+        self.shared = False
+        """Other ranks draw the other rows."""
 
     def __iter__(self) -> Iterator[list[int]]:
         for _ in range(self.steps):

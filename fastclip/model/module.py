@@ -12,18 +12,13 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fastclip.backward.batch_norm import is_batch_norm
 from fastclip.backward.bookkeeping import BookKeeper
-from fastclip.backward.one_process import refuse_replicas
 from fastclip.errors import UnsupportedLayerError
 from fastclip.layers import find_rule
 from fastclip.model import entries
 from fastclip.model.interception import ATTRIBUTE, Handle, attach, detach
 from fastclip.model.ownership import check_free, claim
-from fastclip.model.scopes import (
-    PartScope,
-    RecurrentScope,
-    RootScope,
-    SortedScope,
-)
+from fastclip.model.scopes import PartScope, RecurrentScope, RootScope, SortedScope
+from fastclip.parallel.processes import bare, hold_back, reduce_again, refuse_replicas
 
 FOLLOWED = "where it is used"
 """What the plan says of parameters without a layer's rule."""
@@ -47,10 +42,12 @@ def install(model: nn.Module, keeper: BookKeeper) -> None:
         uninstall(model)
         raise
     claim(model, keeper)
+    hold_back(keeper.clipping.ranks)
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:
-    """The model in torch.compile's wrapper; what is compiled are the parts between its layers."""
+    """The model itself; what torch.compile has compiled are the parts between its layers."""
+    model = bare(model)
     while _is_compiled(model):
         model = model._orig_mod  # type: ignore[assignment]
     return model
@@ -75,6 +72,7 @@ def uninstall(model: nn.Module) -> None:
     for parameter in model.parameters():
         for name in ("grad_sample", "summed_grad"):
             parameter.__dict__.pop(name, None)
+    reduce_again(model)
 
 
 class _Installer:

@@ -9,14 +9,14 @@ import torch
 from opacus.optimizers import DPOptimizer
 from torch import Tensor
 
-from fastclip import ops
 from fastclip.accounting import NoiseLevels
 from fastclip.backward.bookkeeping import BookKeeper
-from fastclip.backward.clipping_state import split_refused
 from fastclip.backward.guards import check_alone
+from fastclip.clipping.policy import split_refused
 from fastclip.errors import ArgumentError, StepError
 from fastclip.noise import NoiseSource
 from fastclip.optim.noise import OwnsNoise
+from fastclip.optim.release import check_alike, noisy_gradients
 from fastclip.optim.step_hooks import KeepsAccount
 
 STATE = "fastclip_clipping"
@@ -59,6 +59,7 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         )  # fmt: skip
         # sigma_1, whatever the schedule's first factor is
         keeper.clipping.first_multiplier = noise_multiplier
+        check_alike(keeper, loss_reduction=loss_reduction, secure_mode=secure_mode)
 
     @property
     def noise_multiplier(self) -> float:
@@ -182,24 +183,11 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
     def add_noise(self) -> None:
         """Replace `p.grad` by the noisy sum over the public denominator, exactly once a step."""
         parameters = self.params
-        sums = [self.keeper.sums.take(p) for p in parameters]
-        gradients = ops.noise_finalize(
-            sums, parameters, self._noise_std(), self._divisor(), self.noise_source
-        )
+        batches = self.accumulated_iterations
+        gradients = noisy_gradients(self.keeper, parameters, batches, self._divisor(batches))
         self._drop_gradients()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-
-    def _noise_std(self) -> float | Tensor:
-        """sigma_grad * S; a tensor where S lies on an accelerator, which must not be waited for."""
-        sigma = self.noise_multiplier
-        if not 0 <= sigma < float("inf"):
-            raise ArgumentError(f"noise_multiplier expects a finite number >= 0, got {sigma}")
-        noise = self.keeper.clipping.gradient_noise()
-        sensitivity = self.sensitivity
-        if not noise or sensitivity.device.type == "cpu":
-            return noise * float(sensitivity) if noise else 0.0
-        return noise * sensitivity
 
     def _drop_gradients(self) -> None:
         """Whatever is not private must not reach the inner step."""
@@ -210,10 +198,10 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
     def scale_grad(self) -> None:
         """Nothing to do: `add_noise` divides, in the same pass over the gradients."""
 
-    def _divisor(self) -> float:
+    def _divisor(self, batches: int) -> float:
         if self.loss_reduction == "sum":
             return 1.0
-        return float(self.expected_batch_size) * self.accumulated_iterations  # type: ignore[arg-type]
+        return float(self.expected_batch_size) * batches  # type: ignore[arg-type]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `p.grad` and the sums; the sums of a split batch stay until its real step.

@@ -1,4 +1,4 @@
-"""What one of the two processes of tests/backward/test_one_process.py does."""
+"""What one of the two processes of tests/parallel/test_processes.py does."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -68,7 +69,10 @@ def main(rank: int, folder: Path) -> None:
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
     )
-    said = {name: refusal(lambda: make_private(build())) for name, build in MODELS.items()}  # noqa: B023
+    said = {
+        name: refusal(partial(lambda build: make_private(build(), poisson_sampling=True), build))
+        for name, build in MODELS.items()
+    }
     wraps = {"none": lambda model: model, "ddp": DDP, "dpddp": DPDDP}
     for (name, wrap), (_, private, *_) in zip(wraps.items(), before, strict=False):
         said[f"later {name}"] = refusal(lambda: trained_later(wrap, private))  # noqa: B023

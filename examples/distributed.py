@@ -1,0 +1,99 @@
+"""Private training in several processes: `torchrun --nproc-per-node 2 -m examples.distributed`.
+
+A small BERT tells from which package of Python's standard library a function comes. On GPUs each process
+takes its own; docs/distributed.md says who draws what.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from examples.data import functions
+from examples.tasks import TextClassifier
+from fastclip import FastPrivacyEngine
+
+
+def device_of_rank() -> torch.device:
+    """A GPU of this process' own, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def accuracy(model: nn.Module, data: torch.utils.data.TensorDataset, device: torch.device) -> float:
+    """On rows that were not trained on."""
+    tokens, labels = (x.to(device) for x in data.tensors)
+    model.eval()
+    with torch.no_grad():
+        right = (model(tokens).argmax(1) == labels).double().mean().item()
+    model.train()
+    return right
+
+
+def train(epochs: float, batch_size: int, checkpoint: str | None) -> float:
+    """Train on all ranks; a run that was killed goes on from its checkpoint. Returns the accuracy."""
+    torch.manual_seed(0)
+    device = device_of_rank()
+    train_set, test_set, names = functions()
+    model = DistributedDataParallel(TextClassifier(len(names)).to(device))
+    engine = FastPrivacyEngine()
+    private, optimizer, loader = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.Adam(model.parameters(), lr=1e-2),
+        data_loader=DataLoader(train_set, batch_size=batch_size),  # of all ranks together
+        target_epsilon=8.0,
+        target_delta=1e-5,
+        epochs=epochs,
+        max_grad_norm=1.0,
+    )
+    if checkpoint is not None and os.path.exists(checkpoint):
+        engine.load_checkpoint(path=checkpoint, module=private, optimizer=optimizer)
+    done = sum(taken for *_, taken in engine.accountant.history)
+    steps = round(epochs * len(loader))
+    first = distributed.get_rank() == 0
+    with tqdm(total=steps, initial=done, unit="step", disable=not first) as progress:
+        while done < steps:
+            for tokens, labels in loader:
+                optimizer.zero_grad()
+                losses = nn.functional.cross_entropy(private(tokens.to(device)), labels.to(device))
+                losses.backward()
+                optimizer.step()
+                done += 1
+                progress.update()
+                if done == steps:
+                    break
+            if checkpoint is not None:
+                engine.save_checkpoint(path=checkpoint, module=private, optimizer=optimizer)
+    found = accuracy(model.module, test_set, device)
+    if first:
+        spent = engine.get_epsilon(delta=1e-5)
+        ranks = distributed.get_world_size()
+        print(f"{ranks} ranks, {steps} steps: accuracy {found:.1%} at epsilon = {spent:.2f}")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """One rank."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=float, default=5)
+    parser.add_argument("--batch-size", type=int, default=512, help="expected rows of all ranks")
+    parser.add_argument("--checkpoint", help="file to write, and to go on from")
+    options = parser.parse_args(arguments)
+    distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        train(options.epochs, options.batch_size, options.checkpoint)
+    finally:
+        distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

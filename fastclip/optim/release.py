@@ -1,0 +1,86 @@
+"""From the clipped sums of a logical batch to the gradients of its one release."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastclip import ops
+from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.backward.clipping_state import ClippingState
+from fastclip.errors import ArgumentError
+from fastclip.parallel import release
+
+
+def noisy_gradients(
+    keeper: BookKeeper, parameters: Sequence[nn.Parameter], batches: int, divisor: float
+) -> list[Tensor]:
+    """(sum + N(0, (sigma_grad S)^2)) / divisor for every parameter; over all ranks that train.
+
+    Args:
+        batches: that the logical batch consists of.
+
+    Raises:
+        ArgumentError: for a noise multiplier that no noise has.
+        StepError: the sums are not what was clipped, or the ranks are not in one step.
+    """
+    state = keeper.clipping
+    sums, std = [keeper.sums.take(p) for p in parameters], _noise_std(state)
+    if state.ranks is None:
+        return ops.noise_finalize(sums, list(parameters), std, divisor, state.noise)
+    told = {"step": state.step, "batches": batches, "divisor": divisor}
+    told["noise_multiplier"] = state.noise_multiplier
+    if isinstance(std, Tensor):
+        std = state.ranks.largest(std)  # ranks that clip at other thresholds would need it
+    else:
+        told["noise_std"] = std
+    state.ranks.in_step(**told)
+    return release.noisy_gradients(state.ranks, sums, parameters, std, divisor, state.noise)
+
+
+def check_alike(keeper: BookKeeper, **settings: Any) -> None:
+    """All ranks that train are about to train the same model, in the same way; one process is.
+
+    Raises:
+        ArgumentError: naming what differs.
+    """
+    state, ranks = keeper.clipping, keeper.clipping.ranks
+    if ranks is None:
+        return
+    ranks.agree(
+        {
+            "trained parameters": [
+                (n, tuple(p.shape), str(p.dtype)) for p, n in keeper.names.items()
+            ],
+            "noise_multiplier": state.first_multiplier,
+            "max_grad_norm": [value.tolist() for value in state.next.tensors().values()],
+            "clipping": re.sub(r" at 0x[0-9a-f]+", "", repr(state.strategy)),
+            "weights": _digest(ranks.wrapper),
+            **settings,
+        }
+    )
+
+
+def _digest(model: nn.Module) -> str:
+    """Of all parameters and buffers, bit for bit."""
+    found = hashlib.sha256()
+    for value in (*model.parameters(), *model.buffers()):
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        found.update(raw.numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def _noise_std(state: ClippingState) -> float | Tensor:
+    """sigma_grad * S; a tensor where S lies on an accelerator, which must not be waited for."""
+    sigma = state.noise_multiplier
+    if not 0 <= sigma < float("inf"):
+        raise ArgumentError(f"noise_multiplier expects a finite number >= 0, got {sigma}")
+    noise, sensitivity = state.gradient_noise(), state.sensitivity()
+    if not noise or sensitivity.device.type == "cpu":
+        return noise * float(sensitivity) if noise else 0.0
+    return noise * sensitivity

@@ -1,0 +1,147 @@
+"""Which processes train a model: one, or the ranks of DistributedDataParallel; others are refused.
+
+Processes that know nothing of each other would each clip their own rows, add their own noise and step
+their own copy of the weights: the copies drift apart, and each is accounted for as if it were alone.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
+from torch import distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from fastclip._torch import FSDPModule, running_ddp
+from fastclip.errors import GraphError, UnsupportedLayerError
+from fastclip.parallel.ranks import Ranks
+
+_SHARDED = {FSDP: "FSDP", FSDPModule: "FSDP"}
+_WAY_OUT = (
+    "wrap the whole model in torch.nn.parallel.DistributedDataParallel before make_private, or train "
+    "in one process without a process group"
+)
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The model that DistributedDataParallel (torch's or Opacus') wraps; itself without one."""
+    return model.module if isinstance(model, (DDP, DPDDP)) else model  # type: ignore[return-value]
+
+
+def ranks_of(model: nn.Module) -> Ranks | None:
+    """The ranks that train a model that is wrapped for them; None where it is trained in one process.
+
+    Raises:
+        UnsupportedLayerError, GraphError: for other ways to train in several processes, naming the
+            part and the way out. Nothing is changed.
+    """
+    check_set_up(model)
+    if bare(model) is model:
+        return None
+    group = model.process_group if isinstance(model, DDP) else distributed.group.WORLD
+    return Ranks(model, group)
+
+
+def refuse(ranks: Ranks | None, error: Exception) -> None:
+    """This process cannot train: the others need not wait for it."""
+    if ranks is not None:
+        ranks.refuse(error)
+
+
+def check_set_up(model: nn.Module) -> None:
+    """Refuse several processes in a way that is not followed: a part wrapped, sharded, no wrapper.
+
+    Raises:
+        UnsupportedLayerError, GraphError: naming the part and the way out.
+    """
+    for path, module in model.named_modules():
+        where = f"{path or 'the model'} ({type(module).__name__})"
+        if isinstance(module, (DDP, DPDDP)) and module is not model:
+            raise UnsupportedLayerError(
+                f"{where} is wrapped for several processes, but not the model that it is a part of, "
+                f"whose other parameters would drift apart; {_WAY_OUT}"
+            )
+        for kind, name in _SHARDED.items():
+            if isinstance(module, kind):
+                raise UnsupportedLayerError(
+                    f"{where} is sharded over several processes ({name}), which the fast mode does "
+                    f"not follow yet; {_WAY_OUT}"
+                )
+        if isinstance(module, nn.DataParallel):
+            raise UnsupportedLayerError(
+                f"{where} copies the model to several devices, where no copy's contributions are "
+                "gathered; pass the model that it wraps, on one device"
+            )
+    for option in ("static_graph", "mixed_precision"):
+        if getattr(model, option, None) and isinstance(model, DDP):
+            raise UnsupportedLayerError(
+                f"DistributedDataParallel(..., {option}=...) acts on gradients that a private model "
+                f"does not leave; omit {option} (torch.autocast serves for mixed precision)"
+            )
+    sharded = [name for name, p in model.named_parameters() if hasattr(p, "device_mesh")]
+    if sharded:
+        raise UnsupportedLayerError(
+            f"parameters {sharded} are spread over processes (DTensor), which the fast mode does not "
+            f"follow yet; {_WAY_OUT}"
+        )
+    if bare(model) is model:
+        check_processes(None)
+
+
+def refuse_replicas() -> NoReturn:
+    """Called where nn.DataParallel copies a private model to another device."""
+    raise GraphError(
+        "nn.DataParallel would run copies of the private model on several devices, where no copy's "
+        "contributions are gathered; train the private model itself, on one device"
+    )
+
+
+def hold_back(ranks: Ranks | None) -> None:
+    """DistributedDataParallel reduces nothing while its model is private.
+
+    Its reducer would wait for gradients that never come, or send what nobody has clipped; buffers
+    that it sends in a forward pass would meet another rank in the middle of something else.
+    """
+    if ranks is not None and isinstance(ranks.wrapper, DDP):
+        ranks.wrapper.require_backward_grad_sync = False
+        ranks.wrapper.require_forward_param_sync = False
+
+
+def reduce_again(model: nn.Module) -> None:
+    """The model is ordinary again."""
+    if isinstance(model, DDP):
+        model.require_backward_grad_sync = True
+        model.require_forward_param_sync = True
+
+
+def check_processes(ranks: Ranks | None) -> None:
+    """Refuse to run where other processes train along than those that are known.
+
+    Asks nothing but torch.distributed's state.
+
+    Raises:
+        GraphError: with the way out.
+    """
+    wrapper = running_ddp()
+    if wrapper is not None and (ranks is None or wrapper is not ranks.wrapper):
+        raise GraphError(
+            f"the private model runs inside {type(wrapper).__name__}, which was not there at "
+            f"make_private and gathers nothing of it; {_WAY_OUT}"
+        )
+    if ranks is not None:
+        if getattr(ranks.wrapper, "require_backward_grad_sync", False):
+            raise GraphError(
+                "DistributedDataParallel is set to reduce gradients (require_backward_grad_sync), "
+                "which are not clipped; leave it as make_private has set it"
+            )
+        return
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    world = distributed.get_world_size()
+    if world > 1:
+        raise GraphError(
+            f"this process group has {world} processes, but this model is trained in one: each would "
+            "train a model of its own, apart from the others and accounted for as if it were alone; "
+            f"{_WAY_OUT}"
+        )

@@ -1,0 +1,170 @@
+"""The ranks that train one private model: whose rows are whose, and what they tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, distributed, nn
+
+from fastclip.errors import ArgumentError, StepError
+from fastclip.noise import NoiseSource, SeededNoise
+from fastclip.parallel.streams import own_generator
+
+T = TypeVar("T")
+
+
+class RanksDiffer(ArgumentError):
+    """Every rank has been told that they do not train alike."""
+
+
+class Ranks:
+    """The processes of one group that hold the same model, each with its share of the rows.
+
+    Args:
+        wrapper: what the model came in. group: of the processes; it carries the sums.
+    """
+
+    def __init__(self, wrapper: nn.Module, group: Any) -> None:
+        self.wrapper, self._group = wrapper, group
+        self.number, self.count = distributed.get_rank(group), distributed.get_world_size(group)
+        self._host = _of_the_host(group)
+        """Carries numbers of the host, so that no device is waited for."""
+        self._sources: WeakKeyDictionary[NoiseSource, dict[torch.device, SeededNoise]] = (
+            WeakKeyDictionary()
+        )
+
+    def share(self, rows: Tensor) -> Tensor:
+        """Those of them that are this rank's: each is one rank's, and which is public."""
+        return rows[self.number :: self.count]
+
+    def agree(self, values: Mapping[str, Any]) -> None:
+        """All ranks have been given the same.
+
+        Raises:
+            RanksDiffer: naming what differs, on every rank; or what another rank refuses.
+        """
+        found = self._gathered(dict(values))
+        for rank, theirs in enumerate(found):
+            if isinstance(theirs, str):
+                raise RanksDiffer(f"rank {rank} cannot train: {theirs}")
+        for name, first in found[0].items():
+            others = [rank for rank, theirs in enumerate(found) if theirs[name] != first]
+            if others:
+                theirs = found[others[0]][name]
+                raise RanksDiffer(
+                    f"all ranks expect the same {name}, got {_short(first)} on rank 0 and "
+                    f"{_short(theirs)} on rank {others[0]}; start every rank with the same script, "
+                    "data set and arguments"
+                )
+
+    def first(self, value: T) -> T:
+        """What the first rank has."""
+        found: T = self._gathered(value)[0]
+        return found
+
+    def refuse(self, error: Exception) -> None:
+        """This rank cannot train; the others, which wait for it in `agree`, are told why."""
+        if not isinstance(error, RanksDiffer):
+            self._gathered(f"{type(error).__name__}: {error}")
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        found: list[Any] = [None] * self.count
+        with _reaching():
+            distributed.all_gather_object(found, mine, group=self._host)
+        return found
+
+    def in_step(self, **numbers: float) -> None:
+        """All ranks are about to release the same step.
+
+        Raises:
+            StepError: naming what differs, on every rank; or another rank has ended.
+        """
+        values = torch.tensor([*numbers.values()], dtype=torch.float64, device="cpu")
+        both = torch.cat([values, -values])
+        with _reaching():
+            distributed.all_reduce(both, distributed.ReduceOp.MAX, group=self._host)
+        most, least = both.chunk(2)
+        for name, high, low in zip(numbers, most.tolist(), (-least).tolist(), strict=True):
+            if high != low:
+                raise StepError(
+                    f"the ranks release one step together, but {name} is {low:g} on one and {high:g} "
+                    "on another; every rank must call optimizer.step() as often, with the same settings"
+                )
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' `x`."""
+        x = x.clone()
+        with _reaching():
+            distributed.all_reduce(x, group=self._group)
+        return x
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest of all ranks' `x`, entry by entry; no device is waited for."""
+        x = x.clone()
+        with _reaching():
+            distributed.all_reduce(x, distributed.ReduceOp.MAX, group=self._group)
+        return x
+
+    def add_in_place(self, x: Tensor) -> Any:
+        """Begin to sum `x` over all ranks; `wait` for what is returned before it is read."""
+        with _reaching():
+            return distributed.all_reduce(x, group=self._group, async_op=True)
+
+    @staticmethod
+    def wait(work: Any) -> None:
+        """An exchange that was begun has ended (on a GPU: what follows on its stream waits)."""
+        with _reaching():
+            work.wait()
+
+    def of_first(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """What the first rank has, bit for bit, on every rank."""
+        found = [x.clone() for x in tensors]
+        first = distributed.get_global_rank(self._group, 0)
+        with _reaching():
+            for x in found:
+                distributed.broadcast(x, first, group=self._group)
+        return found
+
+    def own(self, source: NoiseSource, device: torch.device) -> NoiseSource:
+        """A source that draws what no other rank does, seeded from `source`."""
+        if source.secure or self.count == 1:
+            return source
+        if not isinstance(source, SeededNoise):
+            raise ArgumentError(
+                f"noise of several ranks expects a SeededNoise or SecureNoise, got "
+                f"{type(source).__name__}, which may draw the same on each of them"
+            )
+        sources = self._sources.setdefault(source, {})
+        if device not in sources:
+            generator = own_generator(source.generator, self.number, f"noise on {device}", device)
+            sources[device] = SeededNoise(generator)
+        return sources[device]
+
+
+def _of_the_host(group: Any) -> Any:
+    """The same processes, through the network of their hosts."""
+    if "cpu:gloo" in distributed.get_backend_config(group):
+        return group
+    members = distributed.get_process_group_ranks(group)
+    return distributed.new_group(members, backend="gloo", use_local_synchronization=True)
+
+
+@contextmanager
+def _reaching() -> Any:
+    """What is said where another rank cannot be reached."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise StepError(
+            "another rank of this training cannot be reached (it has ended, failed, or does something "
+            f"else): nothing of this step is released; continue from the last checkpoint ({error})"
+        ) from error
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,231 @@
+"""What ranks release: noise, epsilon, one row more or less, agreement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from fastclip.errors import FastclipError
+from tests.oracle import row_loss
+from tests.parallel.training import N, Rows, batches, private, rank, run, wrapped
+
+SIGMA = 1.5
+
+
+class Wide(nn.Module):
+    """Many entries, which no sample touches."""
+
+    def __init__(self, n: int = 60_001) -> None:
+        super().__init__()
+        self.scale, self.wide = nn.Parameter(torch.ones(3)), nn.Linear(1, n)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :3] * self.scale
+
+
+def noise() -> dict[str, Tensor]:
+    """Gradients of what no row touches, in three steps, all ranks seeded alike; and in secure mode."""
+    found = {}
+    for name in ("seeded", "seeded again", "another seed", "generator", "secure"):
+        torch.manual_seed(1 + (name == "another seed"))
+        module = DDP(Wide())
+        options: dict[str, Any] = {"secure": name == "secure"}
+        if name == "generator":
+            options["noise_generator"] = torch.Generator().manual_seed(4)
+        _, net, optimizer, loader = private(module, sigma=SIGMA, lr=0.0, **options)
+        steps = []
+        for x, _ in batches(loader, 3):
+            optimizer.zero_grad()
+            row_loss(net(x.float())).mean().backward()
+            optimizer.step()
+            steps.append(torch.cat([p.grad.reshape(-1) for p in module.module.wide.parameters()]))
+        found[name] = torch.stack(steps)
+    return found
+
+
+def counts() -> dict[str, Any]:
+    """Noisy counts and thresholds, all ranks seeded alike."""
+    torch.manual_seed(2)
+    module = wrapped("ddp")
+    return run(private(module, "adaptive", sigma=SIGMA), module)
+
+
+def epsilon() -> dict[str, float]:
+    """After 30 steps, and what make_private_with_epsilon chose."""
+    module = wrapped("ddp")
+    made = private(module, sigma=SIGMA)
+    run(made, module, 30)
+    return {"epsilon": made[0].get_epsilon(1e-5), "steps": len(made[0].accountant)}
+
+
+def empty() -> dict[str, Any]:
+    """100 steps in which most ranks draw nothing now and then."""
+    module = wrapped("ddp")
+    torch.manual_seed(9)
+    return run(private(module, "adaptive", sigma=0.5, sample_rate=0.07), module, 100)
+
+
+def one_row() -> dict[str, Tensor]:
+    """Sums over all ranks with and without one row of the last one, by type."""
+    found = {}
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        for there in (True, False):
+            module = DDP(wrapped("none").to(dtype))
+            _, net, optimizer, _ = private(module, poisson=False, lr=0.0, loader=sampled())
+            x = Rows().x[rank() :: distributed.get_world_size()].to(dtype)
+            x = 1e3 * x if there or rank() else 1e3 * x[1:]
+            row_loss(net(x)).mean().backward()
+            optimizer.step()
+            gradient = torch.cat([p.grad.double().reshape(-1) for p in module.parameters()])
+            found[f"{name} {there}"] = gradient * optimizer.expected_batch_size
+    return found
+
+
+def sampled(n: int = 24, **options: Any) -> DataLoader:
+    """A loader of this rank's share, in a given order."""
+    data = Rows(n)
+    return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, **options))
+
+
+def torchs_sampler() -> dict[str, Any]:
+    """Poisson draws in the place of a DistributedSampler, as scripts have it."""
+    module = wrapped("ddp")
+    made = private(module, loader=sampled(shuffle=True), sample_rate=None, expected_batch_size=None)
+    return {"design": repr(made[0].sampling), **run(made, module)}
+
+
+def shuffled() -> dict[str, Any]:
+    """Without Poisson sampling."""
+    module = wrapped("ddp")
+    made = private(module, poisson=False, loader=sampled())
+    return {"design": repr(made[0].sampling), **run(made, module, 12)}
+
+
+def units() -> dict[str, Any]:
+    """Whole units go to one rank."""
+    module = wrapped("ddp")
+    ids = torch.arange(N) // 3
+    return run(private(module, unit_ids=ids), module)
+
+
+def weighted() -> dict[str, Any]:
+    """Rates by row."""
+    module, data = wrapped("ddp"), Rows()
+    weights = torch.arange(N, dtype=torch.float64) / (N - 1)
+    loader = DataLoader(data, batch_size=4, sampler=WeightedRandomSampler(weights, N))
+    return run(private(module, sample_rate=0.5, loader=loader), module, 200)
+
+
+def refusals() -> dict[str, str]:
+    """What is said to set-ups that would break the guarantee; each on both ranks."""
+
+    def told(call: Callable[[], Any]) -> str:
+        try:
+            call()
+        except FastclipError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def module(**options: Any) -> nn.Module:
+        return DDP(wrapped("none"), **options)
+
+    def stepped_apart() -> None:
+        made = private(module(), poisson=False, loader=sampled())
+        made[2].noise_multiplier = 1.0 + rank()
+        row_loss(made[1](Rows().x[:2])).mean().backward()
+        made[2].step()
+
+    def clipped_apart() -> None:
+        made = private(module(), poisson=False, loader=sampled(), sigma=1.0)
+        made[2].max_grad_norm = 1.0 + rank()
+        row_loss(made[1](Rows().x[:2])).mean().backward()
+        made[2].step()
+
+    def another_order() -> None:
+        x = torch.arange(60.0).view(20, 3)
+        data = TensorDataset(x.flip(0) if rank() else x)
+        private(module(), data=data)
+
+    def syncs() -> None:
+        net = module()
+        made = private(net)
+        net.require_backward_grad_sync = True
+        made[1](Rows().x[:2])
+
+    def again() -> None:
+        made = private(module())
+        private(module(), loader=made[3])
+
+    def other_weights() -> None:
+        net = module()
+        with torch.no_grad():
+            net.module.head.bias[0] += rank()
+        private(net)
+
+    first, second = Rows(20), Rows(21)
+    return {
+        "sigma": told(lambda: private(module(), sigma=1.0 + rank())),
+        "rate": told(lambda: private(module(), sample_rate=0.1 + 0.1 * rank())),
+        "strategy": told(lambda: private(module(), ("flat", "adaptive")[rank()])),
+        "data": told(lambda: private(module(), data=(first, second)[rank()])),
+        "weights": told(other_weights),
+        "cut": told(lambda: private(module(), max_batch_size=5)),
+        "static graph": told(lambda: private(module(static_graph=True))),
+        "apart": told(stepped_apart),
+        "syncs": told(syncs),
+        "clipped apart": told(clipped_apart),
+        "another order": told(another_order),
+        "one rank alone": told(lambda: private(module(), max_rows_per_unit=1 if rank() else None)),
+        "own order": told(lambda: private(module(), poisson=False)),
+        "another's share": told(
+            lambda: private(module(), poisson=False, loader=sampled(num_replicas=2, rank=0))
+        ),
+        "padded": told(lambda: private(module(), poisson=False, loader=sampled(23))),
+        "few rows": told(lambda: private(module(), data=Subset(Rows(), [3]))),
+        "loader again": told(again),
+        "own seed": told(
+            lambda: private(module(), poisson=False, loader=sampled(shuffle=True, seed=rank()))
+        ),
+    }
+
+
+def ordinary() -> bool:
+    """After cleanup() the wrapper reduces gradients again."""
+    module = wrapped("ddp")
+    made = private(module)
+    made[1].cleanup()
+    x = Rows().x[rank() :: 2][:4]
+    row_loss(module(x)).mean().backward()
+    gradient = module.module.head.weight.grad.clone()
+    both = [torch.empty_like(gradient) for _ in range(2)]
+    distributed.all_gather(both, gradient)
+    return bool(torch.equal(*both)) and bool(gradient.any())
+
+
+def releases() -> dict[str, Any]:
+    """All of it on two ranks."""
+    parts = (
+        noise,
+        counts,
+        epsilon,
+        empty,
+        one_row,
+        torchs_sampler,
+        shuffled,
+        units,
+        weighted,
+        refusals,
+        ordinary,
+    )
+    return {part.__name__: part() for part in parts}

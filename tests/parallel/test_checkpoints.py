@@ -1,0 +1,53 @@
+"""What one number of ranks has saved, another goes on from; the ledger counts each step once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.parallel import training, world
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def saved(folder) -> list[dict]:
+    """Of two ranks."""
+    return world.run(2, "tests.parallel.training:saved", folder, str(folder))
+
+
+def test_set_back(saved) -> None:
+    """Both ranks go on from what the first has written, and count 20 steps, none twice."""
+    for rank in saved:
+        assert torch.equal(rank["back"]["weights"], rank["at ten"]["weights"])
+        assert torch.equal(rank["back"]["thresholds"], rank["at ten"]["thresholds"])
+        assert sum(steps for *_, steps in rank["before"]) == 15
+        assert sum(steps for *_, steps in rank["after"]) == 20
+    assert saved[0]["epsilon"] == saved[1]["epsilon"]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_other_numbers_of_ranks(saved, folder, tmp_path, count: int) -> None:
+    name = "tests.parallel.training:resumed"
+    found = world.run(count, name, tmp_path, str(folder))
+    for rank in found:
+        assert torch.equal(rank["weights"], saved[0]["at ten"]["weights"])
+        assert torch.equal(rank["threshold"].reshape(-1), saved[0]["at ten"]["thresholds"][:1])
+        assert rank["step"] == 10
+        assert sum(steps for *_, steps in rank["history"]) == 15
+        assert all(torch.equal(value, found[0]["state"][n]) for n, value in rank["state"].items())
+
+
+def test_without_ranks(saved, folder) -> None:
+    """One process without a group."""
+    found = training.resumed(str(folder))
+    assert torch.equal(found["weights"], saved[0]["at ten"]["weights"])
+    assert found["step"] == 10
+
+
+def test_nothing_else_is_left(saved, folder) -> None:
+    assert saved
+    assert not list(folder.glob("*.part"))
