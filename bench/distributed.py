@@ -200,8 +200,9 @@ def measure(ranks: int, workload: str, rounds: int, told: Callable[[], Any]) -> 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A line for each number of ranks."""
+    names = ("non-private", "private", "ratio", "memory", "sent MiB")
     lines = [
-        f"{'ranks':>5} {'non-private':>12} {'private':>9} {'ratio':>22} {'memory':>8} {'sent MiB':>9}"
+        f"{'ranks':>5} {names[0]:>12} {names[1]:>9} {names[2]:>22} {names[3]:>8} {names[4]:>9}"
     ]
     for row in rows:
         plain, own = (row[mode]["step_s"][1] for mode in MODES)
