@@ -1,0 +1,14 @@
+"""Accelerate on several ranks: the model is prepared first, then made private."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.parallel import training, world
+
+
+def test_a_plain_loop(tmp_path) -> None:
+    found = world.run(2, "tests.parallel.accelerated:loop", tmp_path)
+    expected = training.replay(training.together(found))[-1]["weights"]
+    for rank in found:
+        torch.testing.assert_close(rank["weights"], expected, rtol=1e-10, atol=1e-12)
