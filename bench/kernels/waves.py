@@ -5,7 +5,7 @@
 Computed, not measured: steps that a GPU of `--cores` multiprocessors takes one after the other for the
 sums of a model's linear layers (`scaled_sum`), each layer in its own launch as it is cut now, over the
 steps that would keep every multiprocessor busy to the end. A step is a tile of 128 rows, 128 columns and
-one sample of up to 128 positions; a launch costs nothing here (they overlap with the queue's end).
+one sample of up to 128 positions, or 64 positions of a longer one. Launches cost nothing here.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from fastclip.kernels.runtime import next_power_of_2
 from fastclip.kernels.work import cost, splits_of
 
-SIDE = POSITIONS = 128
+SIDE = LONGEST = 128
+SHORT = 64
+"""Positions of a step where a sample does not fit in one."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ MODELS = (
 def tiles_and_steps(model: Model, outputs: int, inputs: int) -> tuple[int, int]:
     """Tiles of a layer's sum, and steps of each."""
     tiles = -(-outputs // SIDE) * -(-inputs // SIDE)
-    return tiles, model.b * -(-model.t // POSITIONS)
+    positions = LONGEST if next_power_of_2(model.t) == LONGEST else SHORT
+    return tiles, model.b * -(-model.t // positions)
 
 
 def taken(model: Model, cores: int) -> tuple[float, float]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fastclip import ops
@@ -15,6 +13,7 @@ from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.clipping_state import ClippingState
 from fastclip.errors import ArgumentError
 from fastclip.parallel import release
+from fastclip.parallel.digest import digest
 
 
 def noisy_gradients(
@@ -60,19 +59,10 @@ def check_alike(keeper: BookKeeper, **settings: Any) -> None:
             "noise_multiplier": state.first_multiplier,
             "max_grad_norm": [value.tolist() for value in state.next.tensors().values()],
             "clipping": re.sub(r" at 0x[0-9a-f]+", "", repr(state.strategy)),
-            "weights": _digest(ranks.wrapper),
+            "weights": digest([*ranks.wrapper.parameters(), *ranks.wrapper.buffers()]),
             **settings,
         }
     )
-
-
-def _digest(model: nn.Module) -> str:
-    """Of all parameters and buffers, bit for bit."""
-    found = hashlib.sha256()
-    for value in (*model.parameters(), *model.buffers()):
-        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        found.update(raw.numpy().tobytes())
-    return found.hexdigest()[:16]
 
 
 def _noise_std(state: ClippingState) -> float | Tensor:
