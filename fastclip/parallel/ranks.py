@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -33,6 +33,8 @@ class Ranks:
         self.number, self.count = distributed.get_rank(group), distributed.get_world_size(group)
         self._host = _of_the_host(group)
         """Carries numbers of the host, so that no device is waited for."""
+        self.followed: dict[str, Callable[[], float]] = {}
+        """What must be the same on all ranks in every step, and may change between two."""
         self._sources: WeakKeyDictionary[NoiseSource, dict[torch.device, SeededNoise]] = (
             WeakKeyDictionary()
         )
@@ -83,6 +85,7 @@ class Ranks:
         Raises:
             StepError: naming what differs, on every rank; or another rank has ended.
         """
+        numbers |= {name: now() for name, now in self.followed.items()}
         values = torch.tensor([*numbers.values()], dtype=torch.float64, device="cpu")
         both = torch.cat([values, -values])
         with _reaching():

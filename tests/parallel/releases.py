@@ -152,6 +152,14 @@ def refusals() -> dict[str, str]:
         row_loss(made[1](Rows().x[:2])).mean().backward()
         made[2].step()
 
+    def epochs_apart() -> None:
+        loader = sampled(shuffle=True)
+        made = private(module(), poisson=False, loader=loader)
+        made[3].sampler.set_epoch(rank())
+        for x, _ in batches(made[3], 1):
+            row_loss(made[1](x)).mean().backward()
+            made[2].step()
+
     def another_order() -> None:
         x = torch.arange(60.0).view(20, 3)
         data = TensorDataset(x.flip(0) if rank() else x)
@@ -186,6 +194,7 @@ def refusals() -> dict[str, str]:
         "syncs": told(syncs),
         "clipped apart": told(clipped_apart),
         "another order": told(another_order),
+        "epochs apart": told(epochs_apart),
         "one rank alone": told(lambda: private(module(), max_rows_per_unit=1 if rank() else None)),
         "own order": told(lambda: private(module(), poisson=False)),
         "another's share": told(

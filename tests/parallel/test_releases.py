@@ -139,6 +139,7 @@ REFUSED = {
     "one rank alone": "max_rows_per_unit needs unit_ids",
     "clipped apart": "noise_std is 1 on one and 2 on another",
     "another order": "rows of the data set, in one order",
+    "epochs apart": "the DistributedSampler's epoch is 0 on one and 1 on another",
     "own order": "pass a DistributedSampler of these ranks",
     "another's share": "rank 1 of 2",
     "padded": "drop_last=True",
