@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 import signal
@@ -24,9 +25,11 @@ EVERY = 5
 
 
 class Broken(Rows):
-    """Reading a row fails, once some were read."""
+    """Reading a row fails, once so many were read."""
 
-    left = 200
+    def __init__(self, left: float) -> None:
+        super().__init__()
+        self.left = left
 
     def __getitem__(self, i: int) -> tuple[Tensor, int]:
         self.left -= 1
@@ -68,7 +71,7 @@ def train(folder: str, fault: str, seed: str) -> dict[str, Any]:
     random.seed(int(seed))
     torch.manual_seed(int(seed))
     module, last = wrapped("ddp"), rank() == 1
-    data = Broken() if fault == "loader" and last else Rows()
+    data = Broken(200 if fault == "loader" and last else math.inf)
     made = private(module, "adaptive", sigma=0.5, data=data)
     path = Path(folder) / "run.pt"
     if path.exists():
