@@ -14,7 +14,7 @@ import argparse
 from dataclasses import dataclass
 
 from fastclip.kernels.runtime import next_power_of_2
-from fastclip.kernels.work import cost, splits_of
+from fastclip.kernels.work import STORE, cost, splits_of
 
 SIDE = LONGEST = 128
 SHORT = 64
@@ -43,19 +43,19 @@ MODELS = (
 )  # fmt: skip
 
 
-def tiles_and_steps(model: Model, outputs: int, inputs: int) -> tuple[int, int]:
-    """Tiles of a layer's sum, and steps of each."""
+def work(model: Model, outputs: int, inputs: int) -> tuple[int, int, int]:
+    """Tiles of a layer's sum, steps of each, and steps that a part's own sum costs."""
     tiles = -(-outputs // SIDE) * -(-inputs // SIDE)
     positions = LONGEST if next_power_of_2(model.t) == LONGEST else SHORT
-    return tiles, model.b * -(-model.t // positions)
+    return tiles, model.b * -(-model.t // positions), STORE * SHORT // positions
 
 
 def taken(model: Model, cores: int) -> tuple[float, float]:
     """Steps one after the other: as layers are cut now, and with no multiprocessor ever idle."""
     now = ideal = 0.0
     for outputs, inputs, count in model.layers:
-        tiles, steps = tiles_and_steps(model, outputs, inputs)
-        now += count * cost(splits_of(tiles, steps, cores), tiles, steps, cores)
+        tiles, steps, store = work(model, outputs, inputs)
+        now += count * cost(splits_of(tiles, steps, cores, store), tiles, steps, cores, store)
         ideal += count * tiles * steps / cores
     return now, ideal
 
@@ -64,11 +64,12 @@ def grouped(model: Model, cores: int, most: int) -> float:
     """The same in launches of at most so many layers of one shape, cut together."""
     total = 0.0
     for outputs, inputs, count in model.layers:
-        tiles, steps = tiles_and_steps(model, outputs, inputs)
+        tiles, steps, store = work(model, outputs, inputs)
         while count:
             together = min(most, count)
             all_tiles = tiles * together
-            total += cost(splits_of(all_tiles, steps, cores), all_tiles, steps, cores)
+            splits = splits_of(all_tiles, steps, cores, store)
+            total += cost(splits, all_tiles, steps, cores, store)
             count -= together
     return total
 

@@ -43,7 +43,7 @@ from fastclip.kernels.runtime import (
     runs_on,
     takes,
 )
-from fastclip.kernels.work import slots, splits_of, work_class
+from fastclip.kernels.work import STORE, slots, splits_of, work_class
 
 _FEW = 16
 """Positions from which samples are summed one after the other: the shortest native product."""
@@ -131,10 +131,10 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
     tl.store(to, acc, mask=in_p & in_d)
 
 
-def _splits(p: int, d: int, steps: int, device: torch.device) -> int:
+def _splits(p: int, d: int, steps: int, device: torch.device, store: int) -> int:
     """Stretches of (b, t), each of some of the steps. Of small tiles a multiprocessor holds several."""
     sides = [min(_SIDE, next_power_of_2(n)) for n in (p, d)]
-    return splits_of(cdiv(p, _SIDE) * cdiv(d, _SIDE), steps, slots(device, *sides))
+    return splits_of(cdiv(p, _SIDE) * cdiv(d, _SIDE), steps, slots(device, *sides), store)
 
 
 def scaled_sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
@@ -193,8 +193,9 @@ def _product(a: Tensor, g: Tensor, scale: Tensor, same: Hashable = None) -> Tens
     if mode == "native" and not by_sample:
         mode = "tf32x3"
     bucket = next_power_of_2(t)
-    steps = b * cdiv(t, _WHOLE if bucket == _WHOLE else 64) if by_sample else cdiv(b * t, STEP)
-    splits = _splits(p, d, steps, a.device)
+    step = _WHOLE if bucket == _WHOLE else 64
+    steps = b * cdiv(t, step) if by_sample else cdiv(b * t, STEP)
+    splits = _splits(p, d, steps, a.device, STORE * 64 // step if by_sample else STORE)
     out = _empty(splits, p, d, a.device)
 
     def grid(meta: dict[str, Any]) -> tuple[int]:

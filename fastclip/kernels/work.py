@@ -14,8 +14,8 @@ from fastclip.kernels.runtime import cdiv
 
 _WAVES = 8
 """Most waves that a sum is cut for."""
-_STORE = 8
-"""A part's own sum, written and read once more, in steps of the sum: what more parts cost."""
+STORE = 8
+"""A part's own sum, written and read once more, in steps of 64 positions: what more parts cost."""
 _CLASSES = (64, 256, 1024)
 """Most programs, or steps, of all classes but the last."""
 _TILE = 128
@@ -36,14 +36,18 @@ def work_class(n: int) -> int:
     return next((k for k, most in enumerate(_CLASSES) if n <= most), len(_CLASSES))
 
 
-def cost(splits: int, tiles: int, steps: int, slots: int) -> int:
-    """Steps that a device takes one after the other for `tiles` sums of `steps`, each in `splits`."""
-    store = _STORE if splits > 1 else 0
-    return cdiv(tiles * splits, slots) * (cdiv(steps, splits) + store)
+def cost(splits: int, tiles: int, steps: int, slots: int, store: int = STORE) -> int:
+    """Steps that a device takes one after the other for `tiles` sums of `steps`, each in `splits`.
+
+    Args:
+        store: steps that a part's own sum costs.
+    """
+    more = store if splits > 1 else 0
+    return cdiv(tiles * splits, slots) * (cdiv(steps, splits) + more)
 
 
 @functools.lru_cache(maxsize=4096)
-def splits_of(tiles: int, steps: int, slots: int) -> int:
+def splits_of(tiles: int, steps: int, slots: int, store: int = STORE) -> int:
     """Into how many parts to cut each of `tiles` sums, so that the last wave is nearly full.
 
     The fewest whose cost is within 1/16 of the least: each part takes memory for its sum. No part is
@@ -51,7 +55,7 @@ def splits_of(tiles: int, steps: int, slots: int) -> int:
     """
     full = (min(steps, slots * n // tiles) for n in range(1, _WAVES + 1))
     found = {1} | {cdiv(steps, cdiv(steps, most)) for most in full if most > 1}
-    costs = {splits: cost(splits, tiles, steps, slots) for splits in found}
+    costs = {splits: cost(splits, tiles, steps, slots, store) for splits in found}
     enough = min(costs.values()) * 17 // 16
     return min(splits for splits, price in costs.items() if price <= enough)
 

@@ -6,13 +6,13 @@ import heapq
 
 import pytest
 
-from bench.kernels.waves import MODELS, Model, grouped, table, taken, tiles_and_steps
-from fastclip.kernels.work import _STORE, splits_of
+from bench.kernels.waves import MODELS, Model, grouped, table, taken, work
+from fastclip.kernels.work import splits_of
 
 
-def steps_of_a_queue(tiles: int, steps: int, splits: int, cores: int) -> int:
+def steps_of_a_queue(tiles: int, steps: int, splits: int, cores: int, store: int) -> int:
     """When the last of `cores` has finished, each taking the next part of a queue."""
-    each = -(-steps // splits) + (_STORE if splits > 1 else 0)
+    each = -(-steps // splits) + (store if splits > 1 else 0)
     busy = [0] * cores
     for _ in range(tiles * splits):
         heapq.heapreplace(busy, busy[0] + each)
@@ -24,9 +24,9 @@ def steps_of_a_queue(tiles: int, steps: int, splits: int, cores: int) -> int:
 def test_steps(model: Model, cores: int) -> None:
     expected = 0
     for outputs, inputs, count in model.layers:
-        tiles, steps = tiles_and_steps(model, outputs, inputs)
-        splits = splits_of(tiles, steps, cores)
-        expected += count * steps_of_a_queue(tiles, steps, splits, cores)
+        tiles, steps, store = work(model, outputs, inputs)
+        splits = splits_of(tiles, steps, cores, store)
+        expected += count * steps_of_a_queue(tiles, steps, splits, cores, store)
     now, ideal = taken(model, cores)
     assert now == expected > ideal
     assert grouped(model, cores, 1) == now

@@ -125,7 +125,7 @@ def test_bitwise_repeatable(t: int, dtype: torch.dtype) -> None:
 
 def test_small_sums_are_cut_into_more_parts() -> None:
     """Of as many tiles: a multiprocessor holds more of small ones."""
-    large, small = (module._splits(n, n, 1000, DEVICE) for n in (128, 16))
+    large, small = (module._splits(n, n, 1000, DEVICE, 8) for n in (128, 16))
     assert 1 < large < small
 
 

@@ -12,17 +12,18 @@ from fastclip.kernels.work import cost, slots, splits_of, work_class
 TILES = [1, 2, 6, 36, 37, 107, 108, 109, 133, 144, 500, 2358]
 
 
+@pytest.mark.parametrize("store", [4, 8])
 @pytest.mark.parametrize("slots", [4, 108, 132, 528])
-def test_parts_cost_the_least_nearly(slots: int) -> None:
+def test_parts_cost_the_least_nearly(slots: int, store: int) -> None:
     """Within 1/16 of the best of all numbers of parts; no part is empty."""
     for tiles, steps in product(TILES, (1, 2, 7, 64, 100, 1000)):
-        splits = splits_of(tiles, steps, slots)
+        splits = splits_of(tiles, steps, slots, store)
         share = -(-steps // splits)
         assert 1 <= splits <= steps
         assert (splits - 1) * share < steps
         most = max(1, min(steps, 8 * slots // tiles))
-        best = min(cost(n, tiles, steps, slots) for n in range(1, most + 1))
-        assert cost(splits, tiles, steps, slots) <= best * 17 / 16
+        best = min(cost(n, tiles, steps, slots, store) for n in range(1, most + 1))
+        assert cost(splits, tiles, steps, slots, store) <= best * 17 / 16
 
 
 @pytest.mark.parametrize("slots", [108, 132, 528])
