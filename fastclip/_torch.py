@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from torch._compile import _disable_dynamo as disable_dynamo
 from torch.autograd import Function, Variable
 from torch.distributed._composable.fsdp import FSDPModule
 from torch.distributed._tensor.experimental import implicit_replication
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
@@ -186,6 +187,23 @@ def parametrizations_apart() -> Iterator[None]:
 def can_compile() -> bool:
     """Whether anything has been compiled, or can have been: dynamo is imported."""
     return "torch._dynamo" in sys.modules
+
+
+@contextmanager
+def at_rest(modules: Iterable[Any]) -> Iterator[None]:
+    """Inside, the hooks of fully_shard's modules cast, but neither gather nor reshard.
+
+    So they do where a backward pass computes a part of the model again.
+    """
+    states = {id(state): state for state in (m._get_fsdp_state() for m in modules)}
+    before = [(state, state._training_state) for state in states.values()]
+    for state in states.values():
+        state._training_state = TrainingState.PRE_BACKWARD
+    try:
+        yield
+    finally:
+        for state, was in before:
+            state._training_state = was
 
 
 def running_ddp() -> Any:

@@ -26,10 +26,11 @@ from fastclip.inspection import Run
 from fastclip.model import validation
 from fastclip.model.compatible import compatible
 from fastclip.model.module import FastGradSampleHooks, FastGradSampleModule
-from fastclip.model.ownership import check_free
+from fastclip.model.ownership import check_free, held_by
 from fastclip.noise.keystream import require_cipher
 from fastclip.optim.optimizer import FastDPOptimizer
 from fastclip.parallel.processes import bare, ranks_of, refuse
+from fastclip.parallel.ranks import whole
 from fastclip.planner import Planner
 
 FAST_MODES = ("fast", "ghost")
@@ -186,13 +187,14 @@ class FastPrivacyEngine(SteppingEngine):
         )
         inner = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
         try:
+            ranks = module.keeper.clipping.ranks
             loader, design = self._prepare_sampling(
                 data_loader, poisson_sampling=poisson_sampling, batch_first=batch_first,
-                rand_on_empty=rand_on_empty, ranks=module.keeper.clipping.ranks, **sampling,
+                rand_on_empty=rand_on_empty, ranks=ranks, **sampling,
             )  # fmt: skip
             refuse_truncated([(0.0, accounted_rate(design), 1)], self.accountant.mechanism())
             draws = self._watched(
-                loader, poisson_sampling, rand_on_empty, required=poisson_sampling
+                loader, poisson_sampling, rand_on_empty, required=poisson_sampling, ranks=ranks
             )
             private = FastDPOptimizer(
                 inner, keeper=module.keeper, noise_multiplier=noise_multiplier,
@@ -201,10 +203,9 @@ class FastPrivacyEngine(SteppingEngine):
             )  # fmt: skip
         except Exception as error:
             module.cleanup()
-            refuse(module.keeper.clipping.ranks, error)
+            refuse(ranks, error)
             raise
-        if poisson_sampling:
-            module.forbid_grad_accumulation()
+        module.keeper.batch.accumulation_allowed = not poisson_sampling
         module.keeper.batch.draws = draws
         private.account_with(releases := Releases(design, draws, lambda: self.accountant))
         self._runs = [run for run in self._runs if not run.keeper.batch.retired]
@@ -302,18 +303,17 @@ class FastPrivacyEngine(SteppingEngine):
     ) -> FastGradSampleModule | FastGradSampleHooks:  # fmt: skip
         wrapper = module if isinstance(module, FastGradSampleModule) else None
         module = module if wrapper is None else wrapper._module
-        ranks = ranks_of(module)
-        self.validate(module=bare(module))
-        path = {p: name for name, p in bare(module).named_parameters()}
-        owned = [p for group in optimizer.param_groups for p in group["params"]]
-        keeper = BookKeeper(
-            {p: path[p] for p in owned if p.requires_grad}, clipping, max_grad_norm,
-            mean_loss=loss_reduction == "mean", batch_axis=0 if batch_first else 1,
-            frozen={p: path[p] for p in owned if not p.requires_grad}, planner=self._planner,
-        )  # fmt: skip
-        keeper.clipping.ranks = ranks
-        if wrapper is not None:
-            check_free(module, keeper.names, again=wrapper)
-            wrapper.to_standard_module()  # everything is checked: the earlier engine may let go
-        kind = FastGradSampleModule if wrap_model else FastGradSampleHooks
-        return kind(module, keeper=keeper, batch_first=batch_first, loss_reduction=loss_reduction)
+        with whole(ranks := ranks_of(module)):
+            self.validate(module=bare(module))
+            trained, frozen = held_by(optimizer, bare(module), ranks)
+            keeper = BookKeeper(
+                trained, clipping, max_grad_norm, mean_loss=loss_reduction == "mean",
+                batch_axis=0 if batch_first else 1, frozen=frozen, planner=self._planner,
+            )  # fmt: skip
+            keeper.clipping.ranks = ranks
+            if wrapper is not None:
+                check_free(module, keeper.names, again=wrapper)
+                wrapper.to_standard_module()  # all is checked: the earlier engine may let go
+            kind = FastGradSampleModule if wrap_model else FastGradSampleHooks
+            options = {"batch_first": batch_first, "loss_reduction": loss_reduction}
+            return kind(module, keeper=keeper, **options)  # type: ignore[arg-type]

@@ -260,12 +260,14 @@ class BackwardPass:
                 own = factors.index_select(0, ops.index_on(of_stack, factors.device))
             for parameter, total in stack.clipped_sums(own.to(stack.gradients.device)):
                 sums.add(parameter, total)
-        while self.entries:
-            parameter, entry = self.entries.popitem()
-            if not entry.records:  # in a stack
-                continue
-            own = factors if rows is None else factors[rows[parameter]]
-            own = own.to(parameter.device)
-            for record in entry.records:
-                record.check_unmodified()
-                sums.add(parameter, record.clipped_sum(own))
+        for parameters in sums.together(self.entries):
+            for parameter in parameters:
+                entry = self.entries.pop(parameter, None)
+                if entry is None or not entry.records:  # in a stack
+                    continue
+                own = factors if rows is None else factors[rows[parameter]]
+                own = own.to(parameter.device)
+                for record in entry.records:
+                    record.check_unmodified()
+                    sums.add(parameter, record.clipped_sum(own))
+            sums.exchange(parameters)

@@ -48,6 +48,8 @@ class LogicalBatch:
 
         BatchMemoryManager's sampler says so while a loader draws that batch, which keeps it.
         """
+        filling = None if self.draws is None else self.draws.filling
+        skip = skip or (filling is not None and filling.left > 0)
         if self.draws is None or not self.draws.announce(skip):
             self.flags.append(skip)
 

@@ -55,12 +55,15 @@ class ClippedSums:
         total, version = self._held.get(parameter, (None, 0))
         shown = parameter.__dict__.get("summed_grad")
         if shown is not total or (total is not None and total._version != version):
-            raise StepError(
-                f"p.summed_grad of a parameter of shape {tuple(parameter.shape)} was set or changed "
-                "since its samples were clipped and summed: it is there to be read; change p.grad after "
-                "the noise (optimizer.pre_step() or a step hook), and call optimizer.zero_grad() now"
-            )
+            raise changed(f"a parameter of shape {tuple(parameter.shape)}")
         return total
+
+    def together(self, entries: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+        """Lists of parameters, in the order in which a pass is to sum what it holds for them."""
+        return [list(entries)[::-1]]
+
+    def exchange(self, parameters: list[nn.Parameter]) -> None:
+        """A pass has summed all that it holds for these; nothing is to be done in one process."""
 
     def clear(self, parameters: Iterable[nn.Parameter]) -> None:
         """Forget all sums, and show none on these parameters."""
@@ -70,3 +73,12 @@ class ClippedSums:
 
     def __bool__(self) -> bool:
         return bool(self._held)
+
+
+def changed(what: str) -> StepError:
+    """Sums were changed by somebody else."""
+    return StepError(
+        f"p.summed_grad of {what} was set or changed since its samples were clipped and summed: it is "
+        "there to be read; change p.grad after the noise (optimizer.pre_step() or a step hook), and "
+        "call optimizer.zero_grad() now"
+    )

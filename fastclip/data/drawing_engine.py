@@ -10,6 +10,7 @@ from fastclip.accounting.accounted_engine import AccountedEngine
 from fastclip.accounting.segments import new_name
 from fastclip.data.design import SamplingDesign
 from fastclip.data.draws import Draws
+from fastclip.data.filling import filling_of
 from fastclip.data.loader import watch_draws
 from fastclip.data.plan import Plan, Request, plan_sampling, use_sampler
 from fastclip.data.row_order import check_row_order, know_empty
@@ -77,8 +78,9 @@ class DrawingEngine(AccountedEngine):
 
     @staticmethod
     def _watched(
-        loader: DataLoader, poisson_sampling: bool, rand_on_empty: bool, *, required: bool
-    ) -> Draws:
+        loader: DataLoader, poisson_sampling: bool, rand_on_empty: bool, *, required: bool,
+        ranks: Ranks | None = None,
+    ) -> Draws:  # fmt: skip
         """The draws of a prepared loader, which tells of them from now on.
 
         Args:
@@ -87,6 +89,7 @@ class DrawingEngine(AccountedEngine):
         distinct = None if poisson_sampling else check_order(loader)
         independent = poisson_sampling or draws_independently(loader)
         draws = Draws(independent=independent, required=required, placeholders=rand_on_empty)
+        draws.filling = filling_of(ranks, rand_on_empty)
         if not isinstance(loader.dataset, IterableDataset):  # whose rows no sampler chooses
             watch_draws(loader, draws, distinct)
         return draws

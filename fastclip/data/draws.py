@@ -13,10 +13,12 @@ A batch that was handed out and not used was skipped by the loop, or waits in a 
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from fastclip.data.filling import Filling
 from fastclip.data.iteration import Draw, Iteration, PhysicalBatch, leaves_empty, place_of, reading
 from fastclip.data.refusals import AHEAD, ANOTHER, BORDER, EMPTY, HALVES, UNCLEAR, UNDRAWN
 from fastclip.data.unit_rows import PassedOver, unit_rows
@@ -62,10 +64,13 @@ class Draws:
         self._passed = PassedOver()
         self.physical_rows: int | None = None
         """Rows of the physical batches into which the training loop itself cuts a draw of units."""
+        self.filling: Filling | None = None
+        """What makes all ranks hand out equally many physical batches, where they must."""
 
     def __reduce__(self) -> Any:
         """A copy hears of no draws: loaders tell the original."""
-        return _copied, (self.independent, self.required, self.placeholders)
+        kind = {"independent": self.independent, "required": self.required}
+        return partial(Draws, placeholders=self.placeholders, **kind), ()
 
     # The data loader's side
 
@@ -339,7 +344,3 @@ class Draws:
         if batch.draw.size:
             return rows == batch.rows_left
         return rows == 0 or (self.placeholders and rows == 1)
-
-
-def _copied(independent: bool, required: bool, placeholders: bool) -> Draws:
-    return Draws(independent=independent, required=required, placeholders=placeholders)

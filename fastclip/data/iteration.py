@@ -7,7 +7,7 @@ place of the batch that it draws, and how many it has handed out.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,21 +119,37 @@ def reading() -> Any:
     return calling(LoaderIterator, NEXT_INDEX)
 
 
-def sampler_between(who: Any) -> str | None:
-    """The name of a sampler of the user's own around the one that draws; None where there is none.
+def samplers_around(who: Any) -> Iterator[Any]:
+    """The samplers around the one that draws, from the outermost to the last that is known.
 
     Args:
         who: the iterator of a DataLoader.
     """
     sampler: Any = getattr(who, INDEX_SAMPLER, None)
     while sampler is not None and not hasattr(type(sampler), "unwatched"):
+        yield sampler
         if isinstance(sampler, BatchSplittingSampler):
             sampler = sampler.sampler
-        elif type(sampler).__module__.startswith("accelerate."):  # which skips whole draws
+        elif _accelerates(sampler):  # which skips whole draws
             sampler = getattr(sampler, "batch_sampler", None)
         else:
+            return
+
+
+def sampler_between(who: Any) -> str | None:
+    """The name of a sampler of the user's own around the one that draws; None where there is none.
+
+    Args:
+        who: the iterator of a DataLoader.
+    """
+    for sampler in samplers_around(who):
+        if not isinstance(sampler, BatchSplittingSampler) and not _accelerates(sampler):
             return type(sampler).__name__
     return None
+
+
+def _accelerates(sampler: Any) -> bool:
+    return type(sampler).__module__.startswith("accelerate.")
 
 
 def place_of(who: Any) -> int:

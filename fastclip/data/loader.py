@@ -62,6 +62,10 @@ class _Watched:
         return self
 
     def __next__(self) -> Any:
+        filling = self._draws.filling
+        if filling is not None and filling.left:
+            filling.left -= 1
+            return []
         try:
             drawn = next(self._rows)
         except StopIteration:
@@ -73,6 +77,8 @@ class _Watched:
         if units is not None and (name := sampler_between(reading())):
             raise ArgumentError(REORDERED.format(name=name))
         self._draws.drawn(self._iteration, len(drawn), units)
+        if filling is not None:
+            filling.drawn(len(drawn), reading())
         return drawn
 
 

@@ -12,6 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fastclip.backward.batch_norm import is_batch_norm
 from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.backward.sharded_sums import sums_of
 from fastclip.errors import UnsupportedLayerError
 from fastclip.layers import find_rule
 from fastclip.model import entries
@@ -42,7 +43,10 @@ def install(model: nn.Module, keeper: BookKeeper) -> None:
         uninstall(model)
         raise
     claim(model, keeper)
-    hold_back(keeper.clipping.ranks)
+    ranks = keeper.clipping.ranks
+    hold_back(ranks)
+    keeper.sums = sums_of(ranks, keeper.names)
+    keeper.calls.shards = None if ranks is None else ranks.shards
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:

@@ -19,6 +19,7 @@ from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.errors import UnsupportedLayerError
 from fastclip.model.interception import ATTRIBUTE
+from fastclip.parallel.ranks import Ranks, whole_of
 
 _FAST: WeakKeyDictionary[nn.Module, ref[BookKeeper]] = WeakKeyDictionary()
 """Models that were intercepted, and their book-keepers."""
@@ -26,6 +27,20 @@ _OPACUS: WeakKeyDictionary[AbstractGradSampleHooks, LogicalBatch] = WeakKeyDicti
 """What make_private returned in Opacus' modes, and the logical batch of its newest optimizer."""
 
 _TWICE = "a sample would be released once by each of the two engines"
+
+
+def held_by(
+    optimizer: Any, model: nn.Module, ranks: Ranks | None
+) -> tuple[dict[nn.Parameter, str], dict[nn.Parameter, str]]:
+    """The optimizer's parameters and their names, in its order: the trained ones, and the others.
+
+    Args:
+        model: whole on all ranks; of trained ones the parameters are given with which it computes.
+    """
+    name = {p: path for path, p in model.named_parameters()}
+    held = [(p, whole_of(ranks, p)) for group in optimizer.param_groups for p in group["params"]]
+    trained = {own: name[own] for p, own in held if p.requires_grad}
+    return trained, {p: name[own] for p, own in held if not p.requires_grad}
 
 
 def claim(model: nn.Module, keeper: BookKeeper) -> None:

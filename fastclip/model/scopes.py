@@ -16,6 +16,7 @@ from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.errors import GraphError
 from fastclip.model.following import enter, follow, left
 from fastclip.model.interception import Handle
+from fastclip.parallel.ranks import whole
 from fastclip.samples.calls import FORWARD, Entered, Forward
 from fastclip.samples.inputs import tensors_of
 from fastclip.uses.recurrent import sorted_by
@@ -57,8 +58,10 @@ class RootScope:
         called = Entered(FORWARD, module, followed, args, kwargs)
         if outermost:
             keeper.check_unchanged()
-            if layout.due(module, args, kwargs):
-                keeper.calls.learn(layout, called)
+            due = layout.due(module, args, kwargs)
+            with whole(keeper.clipping.ranks, due):
+                if due:
+                    keeper.calls.learn(layout, called)
             keeper.guard.arm(keeper.names)
         batch = layout.batch_size(args, kwargs)
         inside = keeper.root_forward(batch, layout)

@@ -18,6 +18,7 @@ from fastclip.noise import NoiseSource
 from fastclip.optim.noise import OwnsNoise
 from fastclip.optim.release import check_alike, noisy_gradients
 from fastclip.optim.step_hooks import KeepsAccount
+from fastclip.parallel.ranks import whole_of
 
 STATE = "fastclip_clipping"
 """Key of the strategy's state in `FastDPOptimizer.state_dict()`."""
@@ -217,14 +218,15 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         if not (parameters := self.params):
             self._drop_gradients()
             return True
-        unknown = [p for p in parameters if p not in self.keeper.names]
+        ranks, names = self.keeper.clipping.ranks, self.keeper.names
+        unknown = [p for p in parameters if whole_of(ranks, p) not in names]
         if unknown:
             raise StepError(
                 f"{len(unknown)} of the optimizer's trainable parameters were not in it at "
                 "make_private, so their gradients are not clipped; call make_private again"
             )
         if not self.keeper.batch.retired:
-            check_alone(self.keeper.names)
+            check_alone(names)
         skip = self._check_skip_next_step()
         self.keeper.batch.step(skip=skip)
         self._is_last_step_skipped = skip

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fastclip import ops
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.clipping_state import ClippingState
+from fastclip.backward.sharded_sums import ShardedSums
 from fastclip.errors import ArgumentError
 from fastclip.parallel import release
 from fastclip.parallel.digest import digest
@@ -29,8 +30,9 @@ def noisy_gradients(
         StepError: the sums are not what was clipped, or the ranks are not in one step.
     """
     state = keeper.clipping
-    sums, std = [keeper.sums.take(p) for p in parameters], _noise_std(state)
+    std, given = _noise_std(state), keeper.sums
     if state.ranks is None:
+        sums = [given.take(p) for p in parameters]
         return ops.noise_finalize(sums, list(parameters), std, divisor, state.noise)
     told = {"step": state.step, "batches": batches, "divisor": divisor}
     told["noise_multiplier"] = state.noise_multiplier
@@ -39,7 +41,10 @@ def noisy_gradients(
     else:
         told["noise_std"] = std
     state.ranks.in_step(**told)
-    return release.noisy_gradients(state.ranks, sums, parameters, std, divisor, state.noise)
+    rest: Any = parameters, std, divisor, state.noise
+    if isinstance(given, ShardedSums):
+        return release.noisy_shards(state.ranks, given.buckets, given.parts(), *rest)
+    return release.noisy_gradients(state.ranks, [given.take(p) for p in parameters], *rest)
 
 
 def check_alike(keeper: BookKeeper, **settings: Any) -> None:
@@ -51,6 +56,7 @@ def check_alike(keeper: BookKeeper, **settings: Any) -> None:
     state, ranks = keeper.clipping, keeper.clipping.ranks
     if ranks is None:
         return
+    replicated = ranks.wrapper.parameters() if ranks.shards is None else ()
     ranks.agree(
         {
             "trained parameters": [
@@ -59,10 +65,11 @@ def check_alike(keeper: BookKeeper, **settings: Any) -> None:
             "noise_multiplier": state.first_multiplier,
             "max_grad_norm": [value.tolist() for value in state.next.tensors().values()],
             "clipping": re.sub(r" at 0x[0-9a-f]+", "", repr(state.strategy)),
-            "weights": digest([*ranks.wrapper.parameters(), *ranks.wrapper.buffers()]),
+            "weights": digest([*replicated, *ranks.wrapper.buffers()]),
             **settings,
         }
     )
+    ranks.check_replicas()
 
 
 def _noise_std(state: ClippingState) -> float | Tensor:

@@ -1,4 +1,4 @@
-"""Which processes train a model: one, or the ranks of DistributedDataParallel; others are refused.
+"""Which processes train a model: one, or ranks (DistributedDataParallel, FSDP2); others are refused.
 
 Processes that know nothing of each other would each clip their own rows, add their own noise and step
 their own copy of the weights: the copies drift apart, and each is accounted for as if it were alone.
@@ -11,16 +11,16 @@ from typing import NoReturn
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fastclip._torch import FSDPModule, running_ddp
 from fastclip.errors import GraphError, UnsupportedLayerError
 from fastclip.parallel.ranks import Ranks
 
-_SHARDED = {FSDP: "FSDP", FSDPModule: "FSDP"}
 _WAY_OUT = (
-    "wrap the whole model in torch.nn.parallel.DistributedDataParallel before make_private, or train "
-    "in one process without a process group"
+    "wrap the whole model in torch.nn.parallel.DistributedDataParallel, or call fully_shard on it, "
+    "before make_private, or train in one process without a process group"
 )
 
 
@@ -37,7 +37,7 @@ def ranks_of(model: nn.Module) -> Ranks | None:
             part and the way out. Nothing is changed.
     """
     check_set_up(model)
-    if bare(model) is model:
+    if bare(model) is model and not isinstance(model, FSDPModule):
         return None
     group = model.process_group if isinstance(model, DDP) else distributed.group.WORLD
     return Ranks(model, group)
@@ -62,12 +62,16 @@ def check_set_up(model: nn.Module) -> None:
                 f"{where} is wrapped for several processes, but not the model that it is a part of, "
                 f"whose other parameters would drift apart; {_WAY_OUT}"
             )
-        for kind, name in _SHARDED.items():
-            if isinstance(module, kind):
-                raise UnsupportedLayerError(
-                    f"{where} is sharded over several processes ({name}), which the fast mode does "
-                    f"not follow yet; {_WAY_OUT}"
-                )
+        if isinstance(module, FSDP):
+            raise UnsupportedLayerError(
+                f"{where} is sharded by FullyShardedDataParallel (FSDP1), whose flat parameters hide "
+                "the layers' own; use torch.distributed.fsdp.fully_shard (FSDP2)"
+            )
+        if isinstance(module, FSDPModule) and not isinstance(model, FSDPModule):
+            raise UnsupportedLayerError(
+                f"{where} is sharded, but not the model that it is a part of; call fully_shard on the "
+                "model itself, after its parts, and pass that to make_private"
+            )
         if isinstance(module, nn.DataParallel):
             raise UnsupportedLayerError(
                 f"{where} copies the model to several devices, where no copy's contributions are "
@@ -79,14 +83,51 @@ def check_set_up(model: nn.Module) -> None:
                 f"DistributedDataParallel(..., {option}=...) acts on gradients that a private model "
                 f"does not leave; omit {option} (torch.autocast serves for mixed precision)"
             )
-    sharded = [name for name, p in model.named_parameters() if hasattr(p, "device_mesh")]
-    if sharded:
+    if isinstance(model, FSDPModule):
+        check_shards(model)
+        return
+    spread = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    if spread:
         raise UnsupportedLayerError(
-            f"parameters {sharded} are spread over processes (DTensor), which the fast mode does not "
-            f"follow yet; {_WAY_OUT}"
+            f"parameters {spread} are spread over processes in another way than fully_shard's (tensor "
+            f"or pipeline parallelism), of which no process knows a whole layer; {_WAY_OUT}"
         )
     if bare(model) is model:
         check_processes(None)
+
+
+def check_shards(model: nn.Module) -> None:
+    """Every trained parameter is spread by fully_shard alone, over all processes, on their device.
+
+    Raises:
+        UnsupportedLayerError: naming the parameter and the way out.
+    """
+    world = distributed.get_world_size()
+    for name, p in model.named_parameters():
+        if not isinstance(p, DTensor):
+            if p.requires_grad:
+                raise UnsupportedLayerError(
+                    f"parameter {name!r} is trained, but fully_shard does not hold it (ignored_params), "
+                    "so it would drift apart; let fully_shard hold it, or freeze it"
+                )
+            continue
+        mesh, kinds = p.device_mesh, [type(kind) for kind in p.placements]
+        if kinds not in ([Shard], [Replicate, Shard]):
+            raise UnsupportedLayerError(
+                f"parameter {name!r} lies on its processes as {p.placements}, but fully_shard alone "
+                "gives (Shard,), or (Replicate, Shard); leave out tensor, pipeline and context "
+                "parallelism"
+            )
+        if mesh.size() != world:
+            raise UnsupportedLayerError(
+                f"parameter {name!r} is spread over {mesh.size()} processes of {world}; give "
+                "fully_shard a mesh of all of them"
+            )
+        if p.to_local().device.type != mesh.device_type:
+            raise UnsupportedLayerError(
+                f"parameter {name!r} is kept on the {p.to_local().device.type} while its layer computes "
+                f"on {mesh.device_type} (CPUOffloadPolicy), which is not followed; omit offload_policy"
+            )
 
 
 def refuse_replicas() -> NoReturn:

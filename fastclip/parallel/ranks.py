@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed, nn
 
+from fastclip._torch import FSDPModule
 from fastclip.errors import ArgumentError, StepError
 from fastclip.noise import NoiseSource, SeededNoise
+from fastclip.parallel.reaching import reaching
+from fastclip.parallel.shards import Shards
 from fastclip.parallel.streams import own_generator
 
 T = TypeVar("T")
@@ -35,6 +38,10 @@ class Ranks:
         """Carries numbers of the host, so that no device is waited for."""
         self.followed: dict[str, Callable[[], float]] = {}
         """What must be the same on all ranks in every step, and may change between two."""
+        self.shards = Shards(wrapper) if isinstance(wrapper, FSDPModule) else None
+        """Where the parameters are, if each rank holds a part of them."""
+        self._draws = None if self.shards is None else _of_the_host(group, another=True)
+        """The same; its exchanges happen while a loader draws, ahead of others."""
         self._sources: WeakKeyDictionary[NoiseSource, dict[torch.device, SeededNoise]] = (
             WeakKeyDictionary()
         )
@@ -75,9 +82,48 @@ class Ranks:
 
     def _gathered(self, mine: Any) -> list[Any]:
         found: list[Any] = [None] * self.count
-        with _reaching():
+        with reaching():
             distributed.all_gather_object(found, mine, group=self._host)
         return found
+
+    def check_replicas(self) -> None:
+        """Ranks that hold the same shards (HSDP) hold the same weights.
+
+        Raises:
+            RanksDiffer: on every rank.
+        """
+        if self.shards is None:
+            return
+        told: dict[Any, str] = {}
+        for number, weights in self._gathered(self.shards.told()):
+            if told.setdefault(number, weights) != weights:
+                raise RanksDiffer(
+                    "all replicas of a shard expect the same weights, got others on some; load them, "
+                    "or seed all ranks alike, before fully_shard"
+                )
+
+    @contextmanager
+    def whole(self, wanted: bool) -> Iterator[None]:
+        """All parameters are whole inside if any rank wants it, or if none is spread.
+
+        Where they are spread, all ranks come here together.
+        """
+        if self.shards is None or not self._largest(int(wanted), self._host):
+            yield
+            return
+        with self.shards.whole():
+            yield
+
+    def most(self, number: int) -> int:
+        """The largest of all ranks' numbers, while a loader draws."""
+        return self._largest(number, self._draws)
+
+    @staticmethod
+    def _largest(number: int, group: Any) -> int:
+        found = torch.tensor(number, dtype=torch.int64, device="cpu")
+        with reaching():
+            distributed.all_reduce(found, distributed.ReduceOp.MAX, group=group)
+        return int(found)
 
     def in_step(self, **numbers: float) -> None:
         """All ranks are about to release the same step.
@@ -88,7 +134,7 @@ class Ranks:
         numbers |= {name: now() for name, now in self.followed.items()}
         values = torch.tensor([*numbers.values()], dtype=torch.float64, device="cpu")
         both = torch.cat([values, -values])
-        with _reaching():
+        with reaching():
             distributed.all_reduce(both, distributed.ReduceOp.MAX, group=self._host)
         most, least = both.chunk(2)
         for name, high, low in zip(numbers, most.tolist(), (-least).tolist(), strict=True):
@@ -101,33 +147,33 @@ class Ranks:
     def total(self, x: Tensor) -> Tensor:
         """The sum of all ranks' `x`."""
         x = x.clone()
-        with _reaching():
+        with reaching():
             distributed.all_reduce(x, group=self._group)
         return x
 
     def largest(self, x: Tensor) -> Tensor:
         """The largest of all ranks' `x`, entry by entry; no device is waited for."""
         x = x.clone()
-        with _reaching():
+        with reaching():
             distributed.all_reduce(x, distributed.ReduceOp.MAX, group=self._group)
         return x
 
-    def add_in_place(self, x: Tensor) -> Any:
-        """Begin to sum `x` over all ranks; `wait` for what is returned before it is read."""
-        with _reaching():
-            return distributed.all_reduce(x, group=self._group, async_op=True)
+    def add_in_place(self, x: Tensor, group: Any = None) -> Any:
+        """Begin to sum `x` over all ranks, or a group of them; `wait` for what is returned."""
+        with reaching():
+            return distributed.all_reduce(x, group=group or self._group, async_op=True)
 
     @staticmethod
     def wait(work: Any) -> None:
         """An exchange that was begun has ended (on a GPU: what follows on its stream waits)."""
-        with _reaching():
+        with reaching():
             work.wait()
 
     def of_first(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """What the first rank has, bit for bit, on every rank."""
         found = [x.clone() for x in tensors]
         first = distributed.get_global_rank(self._group, 0)
-        with _reaching():
+        with reaching():
             for x in found:
                 distributed.broadcast(x, first, group=self._group)
         return found
@@ -148,26 +194,25 @@ class Ranks:
         return sources[device]
 
 
-def _of_the_host(group: Any) -> Any:
-    """The same processes, through the network of their hosts."""
-    if "cpu:gloo" in distributed.get_backend_config(group):
+def _of_the_host(group: Any, *, another: bool = False) -> Any:
+    """The same processes, through the network of their hosts; `another` group of their own."""
+    if "cpu:gloo" in distributed.get_backend_config(group) and not another:
         return group
     members = distributed.get_process_group_ranks(group)
     return distributed.new_group(members, backend="gloo", use_local_synchronization=True)
 
 
-@contextmanager
-def _reaching() -> Any:
-    """What is said where another rank cannot be reached."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise StepError(
-            "another rank of this training cannot be reached (it has ended, failed, or does something "
-            f"else): nothing of this step is released; continue from the last checkpoint ({error})"
-        ) from error
-
-
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def whole_of(ranks: Ranks | None, parameter: Any) -> Any:
+    """The parameter with which the model computes, of one that the optimizer holds."""
+    spread = ranks is not None and ranks.shards is not None
+    return ranks.shards.whole_of(parameter) if spread else parameter  # type: ignore[union-attr]
+
+
+def whole(ranks: Ranks | None, wanted: bool = True) -> AbstractContextManager[None]:
+    """`Ranks.whole`; nothing is to be done in one process."""
+    return nullcontext() if ranks is None else ranks.whole(wanted)

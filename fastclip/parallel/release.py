@@ -17,6 +17,7 @@ from fastclip import ops
 from fastclip.noise import NoiseSource
 from fastclip.ops.numerics import accumulation_dtype
 from fastclip.parallel.ranks import Ranks
+from fastclip.parallel.shards import Bucket
 
 _BUCKET = 25 * 2**20
 """Bytes that are sent at once."""
@@ -76,6 +77,38 @@ def noisy_gradients(
     for bucket in buckets:
         bucket.send([next(given) for _ in bucket.parameters], std, source)
     return [gradient for bucket in buckets for gradient in bucket.received(divisor)]
+
+
+def noisy_shards(
+    ranks: Ranks, buckets: Sequence[Bucket], parts: Sequence[Tensor], parameters: Sequence[Tensor],
+    std: float | Tensor, divisor: float, source: NoiseSource,
+) -> list[Tensor]:  # fmt: skip
+    """As `noisy_gradients`, of parameters that are spread over ranks.
+
+    Args:
+        buckets, parts: this rank's part of each bucket's sum, which its replicas have not added yet.
+        parameters: as the optimizer holds them.
+
+    Formal guarantee: the noise of an entry is drawn by one rank, the first that holds its shard.
+    """
+    begun = []
+    for bucket, part in zip(buckets, parts, strict=True):
+        if bucket.first_replica:
+            own = ranks.own(source, part.device)
+            noisy = ops.noise_finalize([part], [part], std, 1.0, own)[0]
+        else:
+            noisy = part.clone()
+        begun.append(
+            (noisy, ranks.add_in_place(noisy, bucket.replicas) if bucket.replicas else None)
+        )
+    found: dict[Tensor, Tensor] = {}
+    for bucket, (noisy, work) in zip(buckets, begun, strict=True):
+        if work is not None:
+            ranks.wait(work)
+        noisy.div_(divisor)
+        for each, view in zip(bucket.parameters, bucket.views(noisy), strict=True):
+            found[each.own] = each.as_own(view.to(each.own.dtype))
+    return [found[parameter] for parameter in parameters]
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastclip.errors import GraphError, StepError
+from fastclip.parallel.shards import Shards
 from fastclip.samples.independence import called as called_by
 from fastclip.samples.inputs import batch_sizes_of
 from fastclip.samples.layout import BatchLayout, Lengths
@@ -20,6 +21,8 @@ from fastclip.samples.learning import learn
 from fastclip.samples.mixed_outputs import refuse_gradients
 from fastclip.samples.probe_state import Trains, no_training
 from fastclip.samples.probing import MOST_ROWS, Probe, Runs
+from fastclip.samples.spread import check_look, check_moves
+from fastclip.samples.watch import Look
 
 FORWARD = "forward"
 """Name of the call that is the model's own forward."""
@@ -77,18 +80,6 @@ class Entered:
     """What lets parameters notice their uses, until the call ends."""
 
 
-@dataclass(frozen=True)
-class Look:
-    """A call that was looked at: what it was, forward passes of a few rows, seconds they took."""
-
-    name: str
-    passes: int
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"looked at {self.name}: {self.passes} forward passes of a few rows, {self.seconds:.2f} s"
-
-
 class Calls:
     """What runs at the moment, and what is known of the samples' places in each kind of call.
 
@@ -108,12 +99,15 @@ class Calls:
         """Lets parameters notice their uses."""
         self.known: set[nn.Parameter] = set()
         """All parameters of the model as it was intercepted."""
+        self.shards: Shards | None = None
+        """Where the parameters are spread over ranks."""
         self._running: list[Entered] = []
         self.looks: list[Look] = []
         """What the calls cost that were looked at."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_running": [], "probe": None, "intercepting": None}
+        left = dict.fromkeys(("probe", "intercepting", "shards"))
+        return {**self.__dict__, **left, "_running": []}
 
     @property
     def outermost(self) -> Entered | None:
@@ -286,10 +280,12 @@ class Calls:
         )
         if trial:
             run.as_they_are, run.first_row = True, (trial - 1) * MOST_ROWS
+        check_look(self.shards, called.name, called_by(path or ""))
         self._check_known(called.model, layout)
         begun = time.perf_counter()
         with nullcontext() if called.name == FORWARD else no_training():
             learn(layout, run, path)
+        check_moves(self.shards, layout.returns)
         self.looks.append(Look(called.name, run.passes, time.perf_counter() - begun))
         # in a branch that has not run yet: when it does, it is looked at
         unmet = (

@@ -7,6 +7,7 @@ call's arguments and the model's settings (samples.settings) are compared with t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +21,18 @@ _PATIENCE = 16
 never rest."""
 _MOST_STATES = 64
 """Different states that are looked at however often their settings change."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """A call that was looked at: what it was, forward passes of a few rows, seconds they took."""
+
+    name: str
+    passes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"looked at {self.name}: {self.passes} forward passes of a few rows, {self.seconds:.2f} s"
 
 
 class Watch:

@@ -14,12 +14,13 @@ from tests.parallel.training import STEPS, STRATEGIES, N
 @pytest.fixture(scope="module", params=[2, 4])
 def strategies(request, tmp_path_factory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("strategies")
-    return world.run(request.param, "tests.parallel.training:strategies", folder)
+    return world.run(request.param, "tests.parallel.training:strategies", folder, "ddp")
 
 
 @pytest.fixture(scope="module")
 def ways(tmp_path_factory) -> list[dict[str, Any]]:
-    return world.run(2, "tests.parallel.training:ways", tmp_path_factory.mktemp("ways"))
+    folder = tmp_path_factory.mktemp("ways")
+    return world.run(2, "tests.parallel.training:ways", folder, "ddp", "dpddp")
 
 
 def check_as_one_process(found: list[dict[str, Any]], strategy: str) -> None:

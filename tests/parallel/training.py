@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 
@@ -74,10 +78,47 @@ def model() -> nn.Module:
         return Twice()
 
 
+def spread(net: nn.Module, *, parts: bool = False, mesh: Any = None, **options: Any) -> nn.Module:
+    """`net` as fully_shard spreads it, as a whole or by `parts`."""
+    mesh = mesh or init_device_mesh("cpu", (distributed.get_world_size(),))
+    if parts:
+        fully_shard([net.first, net.second], mesh=mesh, **options)
+        fully_shard(net.head, mesh=mesh, **options)
+    fully_shard(net, mesh=mesh, **options)
+    return net
+
+
+def replicas() -> Any:
+    """A mesh of two replicas."""
+    return init_device_mesh(
+        "cpu", (2, distributed.get_world_size() // 2), mesh_dim_names=("r", "s")
+    )
+
+
+def inner_first(p: nn.Parameter) -> Shard:
+    """Shards along the last axis, of those that can be cut so."""
+    return Shard(p.dim() - 1) if p.shape[-1] % distributed.get_world_size() == 0 else Shard(0)
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "ddp": DDP,
+    "dpddp": DPDDP,
+    "fsdp": spread,
+    "fsdp of parts": partial(spread, parts=True),
+    "fsdp, whole after forward": partial(spread, parts=True, reshard_after_forward=False),
+    "fsdp, other axes": partial(spread, parts=True, shard_placement_fn=inner_first),
+    "hsdp": lambda net: spread(net, parts=True, mesh=replicas()),
+}
+
+
 def wrapped(kind: str) -> nn.Module:
-    """The same in a wrapper: "ddp", "dpddp", or none."""
-    kinds: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": DDP, "dpddp": DPDDP}
-    return kinds.get(kind, lambda m: m)(model())
+    """The same in a wrapper, or in none."""
+    return WRAPPERS.get(kind, lambda net: net)(model())
+
+
+def full(x: Tensor) -> Tensor:
+    """Of all ranks."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def private(
@@ -121,10 +162,10 @@ def step(made: tuple, x: Tensor, numbers: Tensor) -> None:
 def state(made: tuple, module: nn.Module) -> dict[str, Any]:
     """What is to be the same everywhere."""
     _, _, optimizer, _ = made
-    found = {"weights": torch.cat([p.detach().reshape(-1).clone() for p in module.parameters()])}
+    found = {"weights": torch.cat([full(p.detach()).reshape(-1) for p in module.parameters()])}
     clip = optimizer.keeper.clipping
     found["thresholds"] = torch.cat([v.reshape(-1).double() for v in clip.next.tensors().values()])
-    found["gradient"] = torch.cat([p.grad.reshape(-1) for p in module.parameters()])
+    found["gradient"] = torch.cat([full(p.grad).reshape(-1) for p in module.parameters()])
     counts = optimizer.noisy_counts
     found["counts"] = torch.zeros(0) if counts is None else counts.reshape(-1).clone()
     return found
@@ -186,20 +227,20 @@ def together(found: list[dict[str, Any]]) -> list[list[int]]:
 # What ranks run
 
 
-def strategies() -> dict[str, Any]:
+def strategies(kind: str) -> dict[str, Any]:
     """Every strategy, by Poisson draws."""
     found = {}
     for name in STRATEGIES:
         torch.manual_seed(11)
-        module = wrapped("ddp")
+        module = wrapped(kind)
         found[name] = run(private(module, name), module)
     return found
 
 
-def ways() -> dict[str, Any]:
+def ways(*kinds: str) -> dict[str, Any]:
     """Wrappers, and physical batches."""
     found = {}
-    for kind in ("ddp", "dpddp"):
+    for kind in kinds:
         torch.manual_seed(5)
         module = wrapped(kind)
         found[kind] = run(private(module), module)
