@@ -18,7 +18,18 @@ from torch.utils.data import (
 
 from fastclip.errors import FastclipError
 from tests.oracle import row_loss
-from tests.parallel.training import N, Rows, batches, private, rank, run, wrapped
+from tests.parallel.training import (
+    WRAPPERS,
+    N,
+    Rows,
+    batches,
+    full,
+    model,
+    private,
+    rank,
+    run,
+    wrapped,
+)
 
 SIGMA = 1.5
 
@@ -34,12 +45,12 @@ class Wide(nn.Module):
         return x[:, :3] * self.scale
 
 
-def noise() -> dict[str, Tensor]:
+def noise(kind: str) -> dict[str, Tensor]:
     """Gradients of what no row touches, in three steps, all ranks seeded alike; and in secure mode."""
     found = {}
     for name in ("seeded", "seeded again", "another seed", "generator", "secure"):
         torch.manual_seed(1 + (name == "another seed"))
-        module = DDP(Wide())
+        module = WRAPPERS[kind](Wide())
         options: dict[str, Any] = {"secure": name == "secure"}
         if name == "generator":
             options["noise_generator"] = torch.Generator().manual_seed(4)
@@ -49,45 +60,46 @@ def noise() -> dict[str, Tensor]:
             optimizer.zero_grad()
             row_loss(net(x.float())).mean().backward()
             optimizer.step()
-            steps.append(torch.cat([p.grad.reshape(-1) for p in module.module.wide.parameters()]))
+            wide = [p for name, p in module.named_parameters() if "wide" in name]
+            steps.append(torch.cat([full(p.grad).reshape(-1) for p in wide]))
         found[name] = torch.stack(steps)
     return found
 
 
-def counts() -> dict[str, Any]:
+def counts(kind: str) -> dict[str, Any]:
     """Noisy counts and thresholds, all ranks seeded alike."""
     torch.manual_seed(2)
-    module = wrapped("ddp")
+    module = wrapped(kind)
     return run(private(module, "adaptive", sigma=SIGMA), module)
 
 
-def epsilon() -> dict[str, float]:
+def epsilon(kind: str) -> dict[str, float]:
     """After 30 steps, and what make_private_with_epsilon chose."""
-    module = wrapped("ddp")
+    module = wrapped(kind)
     made = private(module, sigma=SIGMA)
     run(made, module, 30)
     return {"epsilon": made[0].get_epsilon(1e-5), "steps": len(made[0].accountant)}
 
 
-def empty() -> dict[str, Any]:
+def empty(kind: str) -> dict[str, Any]:
     """100 steps in which most ranks draw nothing now and then."""
-    module = wrapped("ddp")
+    module = wrapped(kind)
     torch.manual_seed(9)
     return run(private(module, "adaptive", sigma=0.5, sample_rate=0.07), module, 100)
 
 
-def one_row() -> dict[str, Tensor]:
+def one_row(kind: str) -> dict[str, Tensor]:
     """Sums over all ranks with and without one row of the last one, by type."""
     found = {}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         for there in (True, False):
-            module = DDP(wrapped("none").to(dtype))
+            module = WRAPPERS[kind](model().to(dtype))
             _, net, optimizer, _ = private(module, poisson=False, lr=0.0, loader=sampled())
             x = Rows().x[rank() :: distributed.get_world_size()].to(dtype)
             x = 1e3 * x if there or rank() else 1e3 * x[1:]
             row_loss(net(x)).mean().backward()
             optimizer.step()
-            gradient = torch.cat([p.grad.double().reshape(-1) for p in module.parameters()])
+            gradient = torch.cat([full(p.grad).double().reshape(-1) for p in module.parameters()])
             found[f"{name} {there}"] = gradient * optimizer.expected_batch_size
     return found
 
@@ -98,30 +110,30 @@ def sampled(n: int = 24, **options: Any) -> DataLoader:
     return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, **options))
 
 
-def torchs_sampler() -> dict[str, Any]:
+def torchs_sampler(kind: str) -> dict[str, Any]:
     """Poisson draws in the place of a DistributedSampler, as scripts have it."""
-    module = wrapped("ddp")
+    module = wrapped(kind)
     made = private(module, loader=sampled(shuffle=True), sample_rate=None, expected_batch_size=None)
     return {"design": repr(made[0].sampling), **run(made, module)}
 
 
-def shuffled() -> dict[str, Any]:
+def shuffled(kind: str) -> dict[str, Any]:
     """Without Poisson sampling."""
-    module = wrapped("ddp")
+    module = wrapped(kind)
     made = private(module, poisson=False, loader=sampled())
     return {"design": repr(made[0].sampling), **run(made, module, 12)}
 
 
-def units() -> dict[str, Any]:
+def units(kind: str) -> dict[str, Any]:
     """Whole units go to one rank."""
-    module = wrapped("ddp")
+    module = wrapped(kind)
     ids = torch.arange(N) // 3
     return run(private(module, unit_ids=ids), module)
 
 
-def weighted() -> dict[str, Any]:
+def weighted(kind: str) -> dict[str, Any]:
     """Rates by row."""
-    module, data = wrapped("ddp"), Rows()
+    module, data = wrapped(kind), Rows()
     weights = torch.arange(N, dtype=torch.float64) / (N - 1)
     loader = DataLoader(data, batch_size=4, sampler=WeightedRandomSampler(weights, N))
     return run(private(module, sample_rate=0.5, loader=loader), module, 200)
@@ -222,19 +234,14 @@ def ordinary() -> bool:
     return bool(torch.equal(*both)) and bool(gradient.any())
 
 
-def releases() -> dict[str, Any]:
-    """All of it on two ranks."""
+def releases(kind: str) -> dict[str, Any]:
+    """All of it, on two ranks."""
     parts = (
-        noise,
-        counts,
-        epsilon,
-        empty,
-        one_row,
-        torchs_sampler,
-        shuffled,
-        units,
-        weighted,
-        refusals,
-        ordinary,
-    )
-    return {part.__name__: part() for part in parts}
+        noise, counts, epsilon, empty, one_row, torchs_sampler, shuffled, units, weighted
+    )  # fmt: skip
+    return {part.__name__: part(kind) for part in parts}
+
+
+def of_wrappers() -> dict[str, Any]:
+    """What DistributedDataParallel refuses, and is after cleanup()."""
+    return {"refusals": refusals(), "ordinary": ordinary()}

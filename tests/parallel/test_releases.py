@@ -16,21 +16,35 @@ from tests.parallel.training import BATCH, N
 C = 0.5
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module", params=["ddp", "fsdp of parts", "hsdp"])
+def found(request, tmp_path_factory) -> list[dict[str, Any]]:
     """Of two ranks."""
-    return world.run(2, "tests.parallel.releases:releases", tmp_path_factory.mktemp("releases"))
+    folder = tmp_path_factory.mktemp("releases")
+    return world.run(2, "tests.parallel.releases:releases", folder, request.param)
 
 
 @pytest.fixture(scope="module")
-def noise(found) -> dict[str, torch.Tensor]:
+def said(tmp_path_factory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("refusals")
+    return world.run(2, "tests.parallel.releases:of_wrappers", folder)
+
+
+@pytest.fixture(scope="module", params=[(2, "ddp"), (2, "fsdp"), (4, "hsdp")], ids=str)
+def noises(request, tmp_path_factory) -> list[dict[str, torch.Tensor]]:
+    ranks, kind = request.param
+    return world.run(ranks, "tests.parallel.releases:noise", tmp_path_factory.mktemp("noise"), kind)
+
+
+@pytest.fixture
+def noise(noises) -> dict[str, torch.Tensor]:
     """Gradients of three steps without rows, [3, n]."""
-    return found[0]["noise"]
+    return noises[0]
 
 
-def test_all_ranks_have_the_same(found) -> None:
-    for name, value in found[0]["noise"].items():
-        assert torch.equal(value, found[1]["noise"][name])
+def test_all_ranks_have_the_same(noises) -> None:
+    for name, value in noises[0].items():
+        for other in noises[1:]:
+            assert torch.equal(value, other[name])
 
 
 @pytest.mark.parametrize("source", ["seeded", "generator", "secure"])
@@ -52,6 +66,7 @@ def test_ranks_draw_from_streams_of_their_own(noise, source: str) -> None:
     halves = [*drawn[:, :n], *drawn[:, -n:]]
     related = torch.corrcoef(torch.stack(halves)) - torch.eye(len(halves))
     assert float(related.abs().max()) < 6 / n**0.5
+    assert drawn.unique().numel() > 0.95 * drawn.numel()  # wherever a stream would come again
 
 
 def test_seeds_decide(noise) -> None:
@@ -154,15 +169,15 @@ ALONE = ("one rank alone", "another's share")
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refusals(found, case: str) -> None:
-    for number, rank in enumerate(found):
-        said = rank["refusals"][case]
-        assert re.search(REFUSED[case], said), said
-        assert (case in ALONE and not number) == ("rank 1 cannot train" in said), said
+def test_refusals(said, case: str) -> None:
+    for number, rank in enumerate(said):
+        told = rank["refusals"][case]
+        assert re.search(REFUSED[case], told), told
+        assert (case in ALONE and not number) == ("rank 1 cannot train" in told), told
 
 
-def test_cleanup_makes_ddp_ordinary_again(found) -> None:
-    assert [rank["ordinary"] for rank in found] == [True, True]
+def test_cleanup_makes_ddp_ordinary_again(said) -> None:
+    assert [rank["ordinary"] for rank in said] == [True, True]
 
 
 def test_physical_order_of_ranks_is_one_process(found) -> None:

@@ -81,7 +81,7 @@ def model() -> nn.Module:
 def spread(net: nn.Module, *, parts: bool = False, mesh: Any = None, **options: Any) -> nn.Module:
     """`net` as fully_shard spreads it, as a whole or by `parts`."""
     mesh = mesh or init_device_mesh("cpu", (distributed.get_world_size(),))
-    if parts:
+    if parts and hasattr(net, "head"):
         fully_shard([net.first, net.second], mesh=mesh, **options)
         fully_shard(net.head, mesh=mesh, **options)
     fully_shard(net, mesh=mesh, **options)
