@@ -18,6 +18,7 @@ from fastclip.errors import GraphError, where
 from fastclip.layers import KeptRecord, Record, joint_norm_sq
 from fastclip.ops.numerics import slack
 from fastclip.ops.units import UnitRows
+from fastclip.parallel.ranks import Ranks, whole
 from fastclip.planner import Planner
 from fastclip.samples.calls import Calls, Forward
 from fastclip.uses.tap import Target
@@ -144,8 +145,12 @@ class BackwardPass:
         held = self._derived.setdefault((target.edge.node, target.edge.output_nr), [])
         held.append((target, record))
 
-    def pull_back(self) -> None:
-        """Contributions to derived values become contributions to parameters."""
+    def pull_back(self, ranks: Ranks | None) -> None:
+        """Contributions to derived values become contributions to parameters.
+
+        Args:
+            ranks: who gather the parameters from which they are derived, where these are spread.
+        """
         by_graph: dict[Any, list[tuple[Any, Tensor]]] = {}
         for held in self._derived.values():
             target = held[0][0]
@@ -165,10 +170,11 @@ class BackwardPass:
         self._derived.clear()
         for forward in self.forwards:
             forward.derived = None  # the graph is not needed any more
-        for graph, contributions in by_graph.items():
-            for parameter, gradient in graph.pull_back(contributions).items():
-                if parameter in self._wanted:
-                    self._hold(parameter, KeptRecord(ops.widen(gradient)))
+        with whole(ranks, bool(by_graph)):
+            for graph, contributions in by_graph.items():
+                for parameter, gradient in graph.pull_back(contributions).items():
+                    if parameter in self._wanted:
+                        self._hold(parameter, KeptRecord(ops.widen(gradient)))
 
     def places(self, parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
         """Of those that took part, in the order of all `parameters`, int64."""

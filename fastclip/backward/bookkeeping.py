@@ -246,7 +246,7 @@ class BookKeeper:
             return
         self.row_orders.finish(current.forwards)
         with arithmetic(self.names):
-            current.pull_back()
+            current.pull_back(self.clipping.ranks)
             self._close(current)
 
     def _close(self, current: BackwardPass) -> None:

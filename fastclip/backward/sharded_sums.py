@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fastclip.backward import guards
+from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.sums import ClippedSums, changed
-from fastclip.parallel.ranks import Ranks
 from fastclip.parallel.shards import Bucket, Shards, buckets
 
 _BUCKET = 25 * 2**20
@@ -21,15 +23,17 @@ class ShardedSums(ClippedSums):
     `p.summed_grad` of a parameter that the optimizer holds shows this rank's shard.
 
     Args:
-        shards: of the model. parameters: the private ones, in the same order on all ranks.
+        shards: of the model. names: the private parameters, in the same order on all ranks.
     """
 
-    def __init__(self, shards: Shards, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, shards: Shards, names: Mapping[nn.Parameter, str]) -> None:
         super().__init__()
-        self._shards = shards
-        self._own = {p: shards.parameters[p] for p in parameters}
-        self.buckets = buckets(reversed(self._own.values()), _BUCKET)
+        held = [shards.parameters[p] for p in names]
+        self.names: dict[Any, str] = {each.own: names[each.whole] for each in held}
+        """Of the parameters as the optimizer holds them."""
+        self.buckets = buckets(reversed(held), _BUCKET)
         self._parts: dict[Bucket, tuple[Tensor, int]] = {}
+        self._shown: dict[Bucket, list[Tensor]] = {}
 
     def together(self, entries: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         """All parameters, those first whose gradients were known first, whoever has entries."""
@@ -37,19 +41,31 @@ class ShardedSums(ClippedSums):
             yield [each.whole for each in bucket.parameters]
 
     def exchange(self, parameters: list[nn.Parameter]) -> None:
-        """The whole sums of these go to the ranks that hold the shards. All ranks come here."""
+        """The whole sums of these go to the ranks that hold the shards. All ranks come here.
+
+        Raises:
+            UnsupportedLayerError: somebody waits for gradients of these by a hook.
+            StepError: the sums so far were changed, or another rank is gone.
+        """
         bucket = next(b for b in self.buckets if b.parameters[0].whole is parameters[0])
+        guards.check_hooks(self.names, [each.own for each in bucket.parameters])
         part = bucket.scattered([self._forget(p) for p in parameters])
-        held, version = self._parts.get(bucket, (None, 0))
-        if held is None:
-            held = part
-        elif held._version != version:
-            raise changed("the shards")
-        else:
-            held.add_(part)
+        held = self._part(bucket)
+        held = part if held is None else held.add_(part)
         self._parts[bucket] = held, held._version
-        for each, view in zip(bucket.parameters, bucket.views(held), strict=True):
+        self._shown[bucket] = list(bucket.views(held))
+        for each, view in zip(bucket.parameters, self._shown[bucket], strict=True):
             each.own.summed_grad = view  # type: ignore[attr-defined]
+
+    def _part(self, bucket: Bucket) -> Tensor | None:
+        held, version = self._parts.get(bucket, (None, 0))
+        owns = [each.own for each in bucket.parameters]
+        for own, view in zip(owns, self._shown.get(bucket, [None] * len(owns)), strict=True):
+            if getattr(own, "summed_grad", None) is not view:
+                raise changed(self.names[own])
+        if held is not None and held._version != version:
+            raise changed(" or ".join(self.names[own] for own in owns))
+        return held
 
     def _forget(self, parameter: nn.Parameter) -> Tensor | None:
         total, _ = self._held.pop(parameter, (None, 0))
@@ -64,11 +80,9 @@ class ShardedSums(ClippedSums):
         """
         found = []
         for bucket in self.buckets:
-            part, version = self._parts.get(bucket, (None, 0))
+            part = self._part(bucket)
             if part is None:
                 part = torch.zeros(bucket.length, dtype=bucket.dtype, device=bucket.device)
-            elif part._version != version:
-                raise changed("the shards")
             found.append(part)
         return found
 
@@ -76,14 +90,19 @@ class ShardedSums(ClippedSums):
         """As the base class."""
         super().clear(parameters)
         self._parts.clear()
-        for each in self._own.values():
-            each.own.summed_grad = None  # type: ignore[attr-defined]
+        self._shown.clear()
+        for own in self.names:
+            own.summed_grad = None  # type: ignore[attr-defined]
 
     def __bool__(self) -> bool:
         return bool(self._held or self._parts)
 
 
-def sums_of(ranks: Ranks | None, parameters: Iterable[nn.Parameter]) -> ClippedSums:
-    """What holds the sums of a model that these ranks train."""
-    spread = None if ranks is None else ranks.shards
-    return ClippedSums() if spread is None else ShardedSums(spread, parameters)
+def follow_shards(keeper: BookKeeper) -> None:
+    """The book-keeper of a model that has just been intercepted knows where its parameters are."""
+    ranks, names = keeper.clipping.ranks, keeper.names
+    if ranks is not None and ranks.shards is not None:
+        keeper.sums = sums = ShardedSums(ranks.shards, names)
+        keeper.calls.shards = ranks.shards
+        guards.check_hooks(sums.names, sums.names)
+        keeper.guard.arm({**names, **sums.names})

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastclip._torch import FSDPModule
 from fastclip.captured.step import Step
 from fastclip.checks import whole
 from fastclip.errors import ArgumentError
@@ -47,6 +48,11 @@ class SteppingEngine(InspectedEngine):
         rows = whole("physical_batch", physical_batch, 1)
         if not isinstance(cuda_graph, bool):
             raise ArgumentError(f"cuda_graph expects True or False, got {cuda_graph!r}")
+        if any(isinstance(part, FSDPModule) for part in model.modules()):
+            raise ArgumentError(
+                "make_step expects a model that one rank holds as a whole, got one that fully_shard has "
+                "spread, whose passes all ranks make together; call model, loss and backward() yourself"
+            )
         own: set[Any] = set(model.parameters())
         found = [
             run.keeper for run in self._runs if not run.keeper.batch.retired and run.keeper.names

@@ -37,8 +37,9 @@ class Filling:
             s.max_batch_size for s in samplers_around(who) if isinstance(s, BatchSplittingSampler)
         ]
         parts = max(1, -(-rows // min(cuts, default=max(rows, 1))))
-        self.left = self._ranks.most(parts) - parts
-        if self.left and self._placeholders:
+        most = self._ranks.most(parts)
+        self.left = most - parts
+        if most > 1 and self._placeholders:
             raise ArgumentError(
                 "BatchMemoryManager on a model that is spread over ranks (fully_shard) hands out "
                 "batches without rows, so that all ranks go through the model equally often; omit "

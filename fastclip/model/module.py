@@ -12,14 +12,21 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fastclip.backward.batch_norm import is_batch_norm
 from fastclip.backward.bookkeeping import BookKeeper
-from fastclip.backward.sharded_sums import sums_of
+from fastclip.backward.sharded_sums import follow_shards
 from fastclip.errors import UnsupportedLayerError
 from fastclip.layers import find_rule
 from fastclip.model import entries
 from fastclip.model.interception import ATTRIBUTE, Handle, attach, detach
 from fastclip.model.ownership import check_free, claim
 from fastclip.model.scopes import PartScope, RecurrentScope, RootScope, SortedScope
-from fastclip.parallel.processes import bare, hold_back, reduce_again, refuse_replicas
+from fastclip.parallel.processes import (
+    bare,
+    hold_back,
+    is_compiled,
+    reduce_again,
+    refuse_replicas,
+    uncompiled,
+)
 
 FOLLOWED = "where it is used"
 """What the plan says of parameters without a layer's rule."""
@@ -32,34 +39,20 @@ def install(model: nn.Module, keeper: BookKeeper) -> None:
     """
     check_free(model, keeper.names)
     for path, module in model.named_modules():
-        if _is_compiled(module) and getattr(module.dynamo_ctx, "fullgraph", False):
+        if is_compiled(module) and getattr(module.dynamo_ctx, "fullgraph", False):
             raise UnsupportedLayerError(
                 f"{path or 'the model'} is compiled with fullgraph=True, but private layers run "
                 "between compiled regions, which are parts of it; omit fullgraph"
             )
     try:
-        _Installer(_uncompiled(model), keeper).run()
+        _Installer(uncompiled(bare(model)), keeper).run()
+        follow_shards(keeper)
+        keeper.guard.arm(keeper.names)
     except Exception:
         uninstall(model)
         raise
     claim(model, keeper)
-    ranks = keeper.clipping.ranks
-    hold_back(ranks)
-    keeper.sums = sums_of(ranks, keeper.names)
-    keeper.calls.shards = None if ranks is None else ranks.shards
-
-
-def _uncompiled(model: nn.Module) -> nn.Module:
-    """The model itself; what torch.compile has compiled are the parts between its layers."""
-    model = bare(model)
-    while _is_compiled(model):
-        model = model._orig_mod  # type: ignore[assignment]
-    return model
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether this is torch.compile's wrapper (known by name: dynamo need not be imported)."""
-    return type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
+    hold_back(keeper.clipping.ranks)
 
 
 def uninstall(model: nn.Module) -> None:
@@ -105,7 +98,6 @@ class _Installer:
             if self._is_part(module):
                 entries.attach_part(path, module, self.keeper)
         self.keeper.calls.known = set(self.model.parameters())
-        self.keeper.guard.arm(self.keeper.names)
         for parameter, uses in self.owners.items():
             if uses > 1:
                 self.keeper.mark_shared(parameter)

@@ -24,6 +24,18 @@ _WAY_OUT = (
 )
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Without torch.compile's wrapper (known by name: dynamo need not be imported)."""
+    while is_compiled(model):
+        model = model._orig_mod  # type: ignore[assignment]
+    return model
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether this is torch.compile's wrapper."""
+    return type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
+
+
 def bare(model: nn.Module) -> nn.Module:
     """The model that DistributedDataParallel (torch's or Opacus') wraps; itself without one."""
     return model.module if isinstance(model, (DDP, DPDDP)) else model  # type: ignore[return-value]
@@ -36,6 +48,8 @@ def ranks_of(model: nn.Module) -> Ranks | None:
         UnsupportedLayerError, GraphError: for other ways to train in several processes, naming the
             part and the way out. Nothing is changed.
     """
+    if isinstance(inner := uncompiled(model), FSDPModule):
+        model = inner
     check_set_up(model)
     if bare(model) is model and not isinstance(model, FSDPModule):
         return None

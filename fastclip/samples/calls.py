@@ -285,7 +285,7 @@ class Calls:
         begun = time.perf_counter()
         with nullcontext() if called.name == FORWARD else no_training():
             learn(layout, run, path)
-        check_moves(self.shards, layout.returns)
+        check_moves(self.shards, called.model, layout.returns)
         self.looks.append(Look(called.name, run.passes, time.perf_counter() - begun))
         # in a branch that has not run yet: when it does, it is looked at
         unmet = (

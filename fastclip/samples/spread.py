@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torch import nn
+
+from fastclip._torch import FSDPModule
 from fastclip.errors import GraphError, UnsupportedLayerError
 from fastclip.parallel.shards import Shards
 
@@ -24,11 +27,18 @@ def check_look(shards: Shards | None, name: str, layer: str) -> None:
         )
 
 
-def check_moves(shards: Shards | None, modules: Iterable[str]) -> None:
-    """Refuse `modules` that move rows: more backward passes, as the rows ask, go through them."""
-    if shards is not None and (found := sorted(modules)):
-        raise UnsupportedLayerError(
-            f"{found}: rows are moved there by their values, which more backward passes through these "
-            "modules follow, but their parameters are spread over ranks (fully_shard); leave these "
-            f"modules whole, {_WAY_OUT}"
-        )
+def check_moves(shards: Shards | None, model: nn.Module, paths: Iterable[str]) -> None:
+    """Refuse modules that move rows if they, or parts of them, were given to fully_shard.
+
+    As many more backward passes go through them as the rows ask, each of which would gather parameters.
+    """
+    if shards is None:
+        return
+    for path in sorted(paths):
+        parts = model.get_submodule(path).modules()
+        if any(isinstance(part, FSDPModule) and part is not model for part in parts):
+            raise UnsupportedLayerError(
+                f"{path or 'the model'}: rows are moved there by their values, which more backward "
+                "passes follow, but parts of it gather their parameters in every pass; give fully_shard "
+                f"what holds the whole of it, {_WAY_OUT}"
+            )

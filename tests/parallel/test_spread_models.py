@@ -1,0 +1,52 @@
+"""Models of every kind under fully_shard train as in one process, whatever happens between steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parallel import spread_models, training, world
+from tests.parallel.spread_models import MODELS, STEPS
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("spread")
+    return world.run(2, "tests.parallel.spread_models:spread_models", folder)
+
+
+@pytest.mark.parametrize("name", [*MODELS, "plain, compiled"])
+def test_models(found, name: str) -> None:
+    ranks = [rank["models"][name] for rank in found]
+    drawn = training.together(ranks)
+    assert len(drawn) == STEPS
+    expected = spread_models.replay(name.removesuffix(", compiled"), drawn)
+    for rank in ranks:
+        for mine, one in zip(rank["states"], expected, strict=True):
+            torch.testing.assert_close(mine, one, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "event",
+    ["evaluated", "paused", "kept whole", "freed", "workers", "physical batches by workers"],
+)
+def test_events(found, event: str) -> None:
+    for rank in found:
+        expected = rank["events"]["nothing"]
+        torch.testing.assert_close(rank["events"][event], expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", ["policy", "policy, output", "cast by hand", "autocast"])
+def test_mixed_precision(found, way: str) -> None:
+    """Two rows of norm C each; the sums are exchanged in float32, whatever layers compute in."""
+    mine, expected = found[0]["mixed"][way], found[0]["mixed"]["float32"]
+    assert mine.dtype == torch.float32
+    assert float((mine - expected).norm()) < 0.02 * float(expected.norm())
+    assert 0 < float(mine.norm()) * 2 <= 2 * 0.5
+    assert torch.equal(mine, found[1]["mixed"][way])
+
+
+def test_cleanup_gives_the_gradients_back(found) -> None:
+    assert all(all(rank["cleaned"]) for rank in found)
