@@ -14,7 +14,7 @@ from torch import nn
 from fastclip.accounting.history import spent
 from fastclip.accounting.ledger import Ledger, keep_ledger
 from fastclip.errors import ArgumentError, ArgumentTypeError
-from fastclip.parallel.checkpoints import as_alone, write_whole
+from fastclip.parallel.checkpoints import Kept, as_alone, is_spread, optimizer_alone, write_whole
 
 _ACCOUNTANT = "privacy_accountant_state_dict"
 
@@ -69,14 +69,20 @@ class AccountedEngine(PrivacyEngine):
         """Save what `load_checkpoint` goes on from; on several ranks the first one writes.
 
         The file is whole whenever it is there: an old one stays until the new one is written. Its keys
-        are those of the model without DistributedDataParallel, so that any number of ranks can load it.
+        and tensors are those of the model in one process, so that any number of ranks can load it;
+        where parameters are spread (fully_shard), all ranks gather them, and come here together.
 
         Args:
             As in Opacus.
         """
+        save, alone = super().save_checkpoint, as_alone(module)
+        if is_spread(module):
+            own = options.pop("module_state_dict_kwargs", None) or {}
+            alone = Kept(alone, self._writes, **own)
+            if options.get("optimizer") is not None:
+                options["optimizer"] = Kept(optimizer_alone(options["optimizer"]), self._writes)
         if self._writes:
-            save = super().save_checkpoint
-            write_whole(path, lambda part: save(path=part, module=as_alone(module), **options))
+            write_whole(path, lambda part: save(path=part, module=alone, **options))
 
     @property
     def _writes(self) -> bool:
@@ -116,7 +122,7 @@ class AccountedEngine(PrivacyEngine):
         )
         state = saved.pop("optimizer_state_dict", {})
         if optimizer is not None and state:
-            optimizer.load_state_dict(state)
+            optimizer_alone(optimizer).load_state_dict(state)
         elif optimizer is not None or state:
             held, given = "a" if state else "no", "none" if optimizer is None else "one"
             warnings.warn(

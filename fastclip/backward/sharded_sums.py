@@ -48,7 +48,7 @@ class ShardedSums(ClippedSums):
             StepError: the sums so far were changed, or another rank is gone.
         """
         bucket = next(b for b in self.buckets if b.parameters[0].whole is parameters[0])
-        guards.check_hooks(self.names, [each.own for each in bucket.parameters])
+        guards.check_hooks(self.names, _owns(bucket))
         part = bucket.scattered([self._forget(p) for p in parameters])
         held = self._part(bucket)
         held = part if held is None else held.add_(part)
@@ -59,7 +59,7 @@ class ShardedSums(ClippedSums):
 
     def _part(self, bucket: Bucket) -> Tensor | None:
         held, version = self._parts.get(bucket, (None, 0))
-        owns = [each.own for each in bucket.parameters]
+        owns = _owns(bucket)
         for own, view in zip(owns, self._shown.get(bucket, [None] * len(owns)), strict=True):
             if getattr(own, "summed_grad", None) is not view:
                 raise changed(self.names[own])
@@ -106,3 +106,7 @@ def follow_shards(keeper: BookKeeper) -> None:
         keeper.calls.shards = ranks.shards
         guards.check_hooks(sums.names, sums.names)
         keeper.guard.arm({**names, **sums.names})
+
+
+def _owns(bucket: Bucket) -> list[Any]:
+    return [each.own for each in bucket.parameters]

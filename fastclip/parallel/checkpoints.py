@@ -9,7 +9,9 @@ from typing import Any
 
 from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fastclip._torch import tree_map
 from fastclip.parallel.processes import bare
 
 _WRAPPED = "_module."
@@ -17,14 +19,82 @@ _WRAPPED = "_module."
 
 
 def as_alone(module: nn.Module) -> Any:
-    """What holds the state of a model with the keys that it has without DistributedDataParallel.
+    """What holds the state of a model with the keys and tensors that it has in one process.
 
     Args:
         module: private, as make_private returned it or in place; or not.
     """
     returned = isinstance(module, AbstractGradSampleModule)
     model: Any = module._module if returned else module
+    if is_spread(model):
+        return _Gathered(module, dict(module.named_parameters(remove_duplicate=False)))
     return module if bare(model) is model else _Alone(bare(model), _WRAPPED if returned else "")
+
+
+def optimizer_alone(optimizer: Any) -> Any:
+    """What holds the state of an optimizer as one process has it."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(isinstance(p, DTensor) for p in held):
+        return optimizer
+    return _Gathered(optimizer, dict(enumerate(held)))
+
+
+def is_spread(model: nn.Module) -> bool:
+    """fully_shard has made shards of its parameters."""
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+class Kept:
+    """A state that all ranks gather at once, for the first one to write."""
+
+    def __init__(self, of: Any, writes: bool, **options: Any) -> None:
+        self._state = of.gather(writes, **options)
+
+    def state_dict(self, **options: Any) -> Any:
+        return self._state
+
+
+class _Gathered:
+    """Of a model or an optimizer whose parameters are spread.
+
+    Args:
+        parameters: by what names their states: keys of a model, numbers of an optimizer.
+    """
+
+    def __init__(self, of: Any, parameters: dict[Any, Any]) -> None:
+        self._of, self._parameters = of, parameters
+
+    def gather(self, keeps: bool, **options: Any) -> dict[str, Any]:
+        """Whole tensors, on the CPU, if this rank `keeps` them. All ranks come here."""
+
+        def whole(x: Any) -> Any:
+            if not isinstance(x, DTensor):
+                return x
+            found = x.full_tensor()
+            return found.cpu() if keeps else None
+
+        found: dict[str, Any] = tree_map(whole, self._of.state_dict(**options))
+        return found
+
+    def load_state_dict(self, state: dict[str, Any], **options: Any) -> Any:
+        held = state.get("state") if "param_groups" in state else None
+        if held is None:
+            spread: Any = {key: self._spread(key, value) for key, value in state.items()}
+        else:
+            own = {
+                number: {name: self._spread(number, value) for name, value in values.items()}
+                for number, values in held.items()
+            }
+            spread = {**state, "state": own}
+        return self._of.load_state_dict(spread, **options)
+
+    def _spread(self, key: Any, value: Any) -> Any:
+        """`value`, spread as the parameter that it belongs to, if it has its shape."""
+        own = self._parameters.get(key)
+        if not isinstance(own, DTensor) or getattr(value, "shape", None) != own.shape:
+            return value
+        value = value.to(own.to_local().device)
+        return distribute_tensor(value, own.device_mesh, own.placements)
 
 
 class _Alone:

@@ -8,15 +8,20 @@ import torch
 from tests.parallel import training, world
 
 
+@pytest.fixture(scope="module", params=["ddp", "fsdp of parts", "hsdp"])
+def kind(request) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(kind, tmp_path_factory):
     return tmp_path_factory.mktemp("saved")
 
 
 @pytest.fixture(scope="module")
-def saved(folder) -> list[dict]:
+def saved(folder, kind) -> list[dict]:
     """Of two ranks."""
-    return world.run(2, "tests.parallel.training:saved", folder, str(folder))
+    return world.run(2, "tests.parallel.training:saved", folder, str(folder), kind)
 
 
 def test_set_back(saved) -> None:
@@ -24,18 +29,21 @@ def test_set_back(saved) -> None:
     for rank in saved:
         assert torch.equal(rank["back"]["weights"], rank["at ten"]["weights"])
         assert torch.equal(rank["back"]["thresholds"], rank["at ten"]["thresholds"])
+        assert torch.equal(rank["back"]["momentum"], rank["at ten"]["momentum"])
         assert sum(steps for *_, steps in rank["before"]) == 15
         assert sum(steps for *_, steps in rank["after"]) == 20
     assert saved[0]["epsilon"] == saved[1]["epsilon"]
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_other_numbers_of_ranks(saved, folder, tmp_path, count: int) -> None:
+@pytest.mark.parametrize(("count", "then"), [(1, "ddp"), (3, "ddp"), (3, "fsdp"), (4, "hsdp")])
+def test_other_numbers_of_ranks(saved, folder, tmp_path, count: int, then: str) -> None:
+    """Ranks that hold whole models, or shards, whichever they were."""
     name = "tests.parallel.training:resumed"
-    found = world.run(count, name, tmp_path, str(folder))
+    found = world.run(count, name, tmp_path, str(folder), then)
     for rank in found:
         assert torch.equal(rank["weights"], saved[0]["at ten"]["weights"])
         assert torch.equal(rank["threshold"].reshape(-1), saved[0]["at ten"]["thresholds"][:1])
+        assert torch.equal(rank["momentum"], saved[0]["at ten"]["momentum"])
         assert rank["step"] == 10
         assert sum(steps for *_, steps in rank["history"]) == 15
         assert all(torch.equal(value, found[0]["state"][n]) for n, value in rank["state"].items())
@@ -43,7 +51,7 @@ def test_other_numbers_of_ranks(saved, folder, tmp_path, count: int) -> None:
 
 def test_without_ranks(saved, folder) -> None:
     """One process without a group."""
-    found = training.resumed(str(folder))
+    found = training.resumed(str(folder), "none")
     assert torch.equal(found["weights"], saved[0]["at ten"]["weights"])
     assert found["step"] == 10
 

@@ -123,7 +123,7 @@ def full(x: Tensor) -> Tensor:
 
 def private(
     module: nn.Module, strategy: str = "flat", *, sigma: float = 0.0, poisson: bool = True,
-    secure: bool = False, lr: float = 0.1, data: Dataset | None = None,
+    secure: bool = False, lr: float = 0.1, momentum: float = 0.0, data: Dataset | None = None,
     loader: DataLoader | None = None, **options: Any,
 ) -> tuple:  # fmt: skip
     """(engine, model, optimizer, loader)."""
@@ -133,7 +133,7 @@ def private(
         {"sample_rate": BATCH / N, "expected_batch_size": BATCH, **options} if poisson else options
     )
     made = engine.make_private(
-        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=lr),
+        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=lr, momentum=momentum),
         data_loader=loader or DataLoader(data, batch_size=int(BATCH)), noise_multiplier=sigma,
         max_grad_norm=0.5, clipping=STRATEGIES[strategy](), poisson_sampling=poisson, **options,
     )  # fmt: skip
@@ -257,20 +257,26 @@ def rank() -> int:
     return distributed.get_rank()
 
 
-def saved(folder: str) -> dict[str, Any]:
+def momenta(made: tuple, module: nn.Module) -> Tensor:
+    """What the inner optimizer remembers."""
+    held = made[2].original_optimizer.state
+    return torch.cat([full(held[p]["momentum_buffer"]).reshape(-1) for p in module.parameters()])
+
+
+def saved(folder: str, kind: str) -> dict[str, Any]:
     """Ten steps and a checkpoint that all ranks ask for; ten more; and on from the checkpoint."""
     torch.manual_seed(5)
-    module = wrapped("ddp")
-    made = private(module, "adaptive", sigma=1.0)
+    module = wrapped(kind)
+    made = private(module, "adaptive", sigma=1.0, momentum=0.5)
     run(made, module, 10)
     path = Path(folder) / "run.pt"
     made[0].save_checkpoint(path=path, module=made[1], optimizer=made[2])
     distributed.barrier()
-    at_ten = state(made, module)
+    at_ten = state(made, module) | {"momentum": momenta(made, module)}
     run(made, module, 5)
     history = list(made[0].accountant.history)
     made[0].load_checkpoint(path=path, module=made[1], optimizer=made[2])
-    back = state(made, module)
+    back = state(made, module) | {"momentum": momenta(made, module)}
     run(made, module, 5)
     return {
         "at ten": at_ten, "back": back, "before": history, "after": list(made[0].accountant.history),
@@ -278,15 +284,16 @@ def saved(folder: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def resumed(folder: str) -> dict[str, Any]:
+def resumed(folder: str, kind: str) -> dict[str, Any]:
     """On from the checkpoint of another number of ranks."""
-    module = wrapped("ddp" if distributed.is_initialized() else "none")
-    made = private(module, "adaptive", sigma=1.0)
+    module = wrapped(kind)
+    made = private(module, "adaptive", sigma=1.0, momentum=0.5)
     path = Path(folder) / "run.pt"
     made[0].load_checkpoint(path=path, module=made[1], optimizer=made[2])
     clip = made[2].keeper.clipping
     found = {
-        "weights": torch.cat([p.detach().reshape(-1).clone() for p in module.parameters()]),
+        "weights": torch.cat([full(p.detach()).reshape(-1).clone() for p in module.parameters()]),
+        "momentum": momenta(made, module),
         "threshold": clip.next.threshold.clone(), "step": clip.step,
     }  # fmt: skip
     run(made, module, 5)
