@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fastclip.errors import StepError
 from tests.parallel.training import Rows, private, rank, step, wrapped
@@ -62,7 +63,7 @@ def without_room(after: int) -> Callable[..., None]:
     return full
 
 
-def train(folder: str, fault: str, seed: str) -> dict[str, Any]:
+def train(folder: str, kind: str, fault: str, seed: str) -> dict[str, Any]:
     """Train until the fault.
 
     Returns:
@@ -70,7 +71,7 @@ def train(folder: str, fault: str, seed: str) -> dict[str, Any]:
     """
     random.seed(int(seed))
     torch.manual_seed(int(seed))
-    module, last = wrapped("ddp"), rank() == 1
+    module, last = wrapped(kind), rank() == 1
     data = Broken(200 if fault == "loader" and last else math.inf)
     made = private(module, "adaptive", sigma=0.5, data=data)
     path = Path(folder) / "run.pt"
@@ -90,10 +91,10 @@ def train(folder: str, fault: str, seed: str) -> dict[str, Any]:
             step(made, x, numbers)
             if clip.step % EVERY == 0:
                 made[0].save_checkpoint(path=path, module=made[1], optimizer=made[2])
-    except StepError as error:
+    except (StepError, RuntimeError) as error:  # ours, or that of fully_shard's own exchange
         said = str(error)
     steps = sum(n for *_, n in made[0].accountant.history)
-    finite = all(bool(p.isfinite().all()) for p in module.parameters())
+    finite = all(bool(own(p).isfinite().all()) for p in module.parameters())
     return {
         "begun": begun,
         "said": said,
@@ -101,6 +102,11 @@ def train(folder: str, fault: str, seed: str) -> dict[str, Any]:
         "accounted": steps,
         "finite": finite,
     }
+
+
+def own(p: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return p.to_local() if isinstance(p, DTensor) else p
 
 
 def _draws(loader: Any, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
