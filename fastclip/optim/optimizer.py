@@ -217,7 +217,8 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         if not (parameters := self.params):
             self._drop_gradients()
             return True
-        unknown = [p for p in parameters if p not in self.keeper.names]
+        known = set(map(id, self.keeper.names))
+        unknown = [p for p in parameters if id(p) not in known]
         if unknown:
             raise StepError(
                 f"{len(unknown)} of the optimizer's trainable parameters were not in it at "
