@@ -127,6 +127,15 @@ def node_type(function: type[Function]) -> type:
     return function._backward_cls  # type: ignore[attr-defined]
 
 
+unwrap_dead: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
+"""What a wrapper of a transform that has ended holds; any other tensor as it is."""
+
+
+def plain_apply(function: type[Function]) -> Callable[..., Any]:
+    """`function.apply` without what it looks for first: transforms, and wrappers that they left."""
+    return super(Function, function).apply  # type: ignore[misc]
+
+
 def gradient_hooks(parameter: Tensor) -> list[Any]:
     """Hooks on a tensor's gradient, before and after it is accumulated."""
     before = parameter._backward_hooks
