@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -136,12 +136,12 @@ def plain_apply(function: type[Function]) -> Callable[..., Any]:
     return super(Function, function).apply  # type: ignore[misc]
 
 
-def gradient_hooks(parameter: Tensor) -> list[Any]:
+def gradient_hooks(parameter: Tensor) -> Collection[Any]:
     """Hooks on a tensor's gradient, before and after it is accumulated."""
     before = parameter._backward_hooks
     after = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    found = [] if before is None else list(before.values())
-    return found if after is None else found + list(after.values())
+    found: Collection[Any] = () if before is None else before.values()
+    return [*found, *after.values()] if after else found
 
 
 def of_class(kind: type[T], x: Tensor) -> T:

@@ -133,7 +133,7 @@ class LayerBackward(Contribution):
         self.extra, self.path = call.extra, handle.path
 
     def run(self) -> Tensor | None:
-        """The rule's backward: contributions are recorded; the gradient of the input, if it is wanted."""
+        """The rule's backward: records contributions, returns the input's gradient if it is wanted."""
         handle = self._call.handle
         rule = handle.rule
         assert rule is not None

@@ -58,17 +58,19 @@ def customised(module: Any, cls: type, known: Originals) -> list[str]:
         module: of the class `cls`, or of a subclass. known: `originals(cls)` at that time.
     """
     own = type(module)
-    if own is cls and known.names.isdisjoint(module.__dict__) and _unchanged(own, known):
+    if own is cls and unchanged(module, own, known):
         return []
     found = [name for name, value in known.code.items() if getattr(own, name, None) is not value]
     found += [name for name in known.code if name in module.__dict__ and name != "forward"]
     return found if own is cls else [*found, *_shadows(own, cls)]
 
 
-def _unchanged(own: type, known: Originals) -> bool:
-    """The class has what it had; every layer asks in every step."""
+def unchanged(module: Any, own: type, known: Originals) -> bool:
+    """The class has what it had, and the module nothing of its own; every layer asks in every step."""
     try:
-        return all(map(is_, known.read(own), known.code.values()))
+        return known.names.isdisjoint(module.__dict__) and all(
+            map(is_, known.read(own), known.code.values())
+        )
     except AttributeError:
         return False
 
