@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -128,12 +128,21 @@ def node_type(function: type[Function]) -> type:
     return function._backward_cls  # type: ignore[attr-defined]
 
 
-def gradient_hooks(parameter: Tensor) -> list[Any]:
+unwrap_dead: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
+"""What a wrapper of a transform that has ended holds; any other tensor as it is."""
+
+
+def plain_apply(function: type[Function]) -> Callable[..., Any]:
+    """`function.apply` without what it looks for first: transforms, and wrappers that they left."""
+    return super(Function, function).apply  # type: ignore[misc]
+
+
+def gradient_hooks(parameter: Tensor) -> Collection[Any]:
     """Hooks on a tensor's gradient, before and after it is accumulated."""
     before = parameter._backward_hooks
     after = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    found = [] if before is None else list(before.values())
-    return found if after is None else found + list(after.values())
+    found: Collection[Any] = () if before is None else before.values()
+    return [*found, *after.values()] if after else found
 
 
 def of_class(kind: type[T], x: Tensor) -> T:

@@ -67,10 +67,8 @@ def taking_part(
     """
     edges = ctx.next_functions
     edges = edges[len(edges) - len(parameters) :]
-    found = []
-    for parameter, (node, _) in zip(parameters, edges, strict=True):
-        found.append(takes_part(node) and parameter in known)
-    return found
+    pairs = zip(parameters, edges, strict=True)
+    return [takes_part(node) and parameter in known for parameter, (node, _) in pairs]
 
 
 def takes_part(node: Any) -> bool:

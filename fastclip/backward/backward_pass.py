@@ -117,10 +117,9 @@ class BackwardPass:
 
     def take(self, parameter: nn.Parameter, record: Record) -> None:
         """Take a contribution to `parameter`, and its norm at once unless more may come."""
-        units = self.units
-        self._hold(
-            parameter, record.of_units(units) if units is not None and units.joined else record
-        )
+        if self.units is not None and self.units.joined:
+            record = record.of_units(self.units)
+        self._hold(parameter, record)
 
     @property
     def joined(self) -> UnitRows | None:

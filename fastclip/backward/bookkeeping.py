@@ -205,7 +205,7 @@ class BookKeeper:
 
     def shared(self, parameter: nn.Parameter) -> bool:
         """The parameter is known to be used more than once: its norm waits for the end."""
-        return parameter in self._shared
+        return bool(self._shared) and parameter in self._shared
 
     def mark_shared(self, parameter: nn.Parameter) -> None:
         """Say in advance that a parameter is used more than once (tied or recurrent weights)."""

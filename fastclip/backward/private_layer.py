@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
 from typing import Any
 
@@ -72,27 +71,14 @@ class PrivateLayer(Function):
             return nothing
         wanted = _wanted(ctx, call)
         backward = LayerBackward(call, ctx.saved_tensors, g, ctx.needs_input_grad[1], wanted)
-        rule = call.handle.rule
-        assert rule is not None
-        with without_autocast(g.device.type):
-            if wanted:
-                backward.admit()
-            call.handle.bypass = True
-            try:
-                grad_input = rule.backward(backward)
-            finally:
-                call.handle.bypass = False
-            backward.check_complete()
+        if torch.is_autocast_enabled(g.device.type):
+            with torch.autocast(g.device.type, enabled=False):
+                grad_input = backward.run()
+        else:
+            grad_input = backward.run()
         if grad_input is not None and grad_input.dtype != ctx.dtype:
             grad_input = grad_input.to(ctx.dtype)
         return (None, grad_input, *nothing[2:])
-
-
-def without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Autocast is off inside; nothing is done where it is already, which is cheaper."""
-    if torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
 
 
 _USUAL = frozenset({Tensor, nn.Parameter, type(None)})
@@ -145,6 +131,21 @@ class LayerBackward(Contribution):
         self.needs_input_grad = needs_input_grad
         self.module: Any = call.module
         self.extra, self.path = call.extra, handle.path
+
+    def run(self) -> Tensor | None:
+        """The rule's backward: records contributions, returns the input's gradient if it is wanted."""
+        handle = self._call.handle
+        rule = handle.rule
+        assert rule is not None
+        if self._wanted:
+            self.admit()
+        handle.bypass = True
+        try:
+            grad_input = rule.backward(self)
+        finally:
+            handle.bypass = False
+        self.check_complete()
+        return grad_input
 
     def samples(self, x: Tensor) -> Tensor:
         """`x` with one row a sample, in the order of the batch, along axis 0."""

@@ -68,7 +68,8 @@ class ShardedSums(ClippedSums):
         return held
 
     def _forget(self, parameter: nn.Parameter) -> Tensor | None:
-        total, _ = self._held.pop(parameter, (None, 0))
+        total = self.take(parameter)
+        self._held.pop(id(parameter), None)
         parameter.summed_grad = None  # type: ignore[attr-defined]
         return total
 

@@ -109,7 +109,10 @@ class Launched:
         return known
 
     def _mark(self, same: Hashable, addresses: list[int | None]) -> tuple:
-        return same, *[None if address is None else address & 15 for address in addresses]
+        aligned = 1  # five bits for each address
+        for address in addresses:
+            aligned = aligned << 5 | (16 if address is None else address & 15)
+        return same, aligned, torch.are_deterministic_algorithms_enabled()
 
     def _launch(self, grid: Any, *args: Any, same: Hashable = None, **kwargs: Any) -> None:
         """One launch; `repeat` finds it by `same`, if it is given."""
@@ -217,7 +220,10 @@ def _first_tensors(args: tuple) -> int:
 def _somebody_listens() -> bool:
     """Whether a profiler has asked Triton to tell it of launches, which only Triton's own way does."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+    try:
+        return bool(enter.calls or leave.calls)
+    except AttributeError:  # no chains of hooks, but one of each, or None
+        return bool(enter or leave)
 
 
 def _device_of(args: tuple) -> AbstractContextManager:
@@ -265,9 +271,6 @@ class Tuned(Launched):
 
     def _key(self, *launch: Any) -> tuple:
         return (*super()._key(*launch), torch.are_deterministic_algorithms_enabled())
-
-    def _mark(self, *launch: Any) -> tuple:
-        return (*super()._mark(*launch), torch.are_deterministic_algorithms_enabled())
 
     def run(self, grid: Any, args: tuple, kwargs: dict[str, Any]) -> Compiled | None:
         """One launch, which a search may precede, and what was launched."""

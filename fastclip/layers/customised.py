@@ -27,18 +27,28 @@ _ACCESS = ("__getattr__", "__getattribute__")
 _FORWARD = {"forward"}
 """Every private layer has one of its own, from fastclip."""
 
-Originals = dict[str, Any]
+
+class Originals:
+    """What the forward pass of a class may go through: its methods, and how attributes are found."""
+
+    def __init__(self, code: dict[str, Any]) -> None:
+        self.code = code
+        self.read = attrgetter(*code)
+        """All of it, as a class has it."""
+        self.names = frozenset(code) - _FORWARD
+        """None of which a module has of its own."""
 
 
 def originals(cls: type) -> Originals:
-    """What the forward pass of `cls` may go through: its methods, and how attributes are found."""
+    """What a class does when it is first met."""
     names = {
         name
         for base in _own_bases(cls)
         for name, value in vars(base).items()
         if not name.startswith("__") and name not in _HARMLESS and _is_code(value)
     }
-    return {name: getattr(cls, name) for name in (*sorted(names | {"forward"}), *_ACCESS)}
+    names = names | _FORWARD
+    return Originals({name: getattr(cls, name) for name in (*sorted(names), *_ACCESS)})
 
 
 def customised(module: Any, cls: type, known: Originals) -> list[str]:
@@ -48,17 +58,19 @@ def customised(module: Any, cls: type, known: Originals) -> list[str]:
         module: of the class `cls`, or of a subclass. known: `originals(cls)` at that time.
     """
     own = type(module)
-    if own is cls and known.keys() & module.__dict__.keys() <= _FORWARD and _unchanged(own, known):
+    if own is cls and unchanged(module, own, known):
         return []
-    found = [name for name, value in known.items() if getattr(own, name, None) is not value]
-    found += [name for name in known if name in module.__dict__ and name != "forward"]
+    found = [name for name, value in known.code.items() if getattr(own, name, None) is not value]
+    found += [name for name in known.code if name in module.__dict__ and name != "forward"]
     return found if own is cls else [*found, *_shadows(own, cls)]
 
 
-def _unchanged(own: type, known: Originals) -> bool:
-    """The class has what it had; every layer asks in every step."""
+def unchanged(module: Any, own: type, known: Originals) -> bool:
+    """The class has what it had, and the module nothing of its own; every layer asks in every step."""
     try:
-        return all(map(is_, attrgetter(*known)(own), known.values()))
+        return known.names.isdisjoint(module.__dict__) and all(
+            map(is_, known.read(own), known.code.values())
+        )
     except AttributeError:
         return False
 

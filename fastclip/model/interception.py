@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fastclip._torch import Native, disable_dynamo
+from fastclip._torch import Native, disable_dynamo, plain_apply, transformed, unwrap_dead
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.private_layer import Call, PrivateLayer
 from fastclip.errors import UnsupportedLayerError, where
@@ -27,6 +27,7 @@ from fastclip.uses.arguments import leaves_of
 from fastclip.uses.proxy import Derived, is_private
 
 ATTRIBUTE = "_fastclip"
+_APPLY = plain_apply(PrivateLayer)
 _ROWS = Place(0)
 HOW_TO_REGISTER = (
     "write its rule with @fastclip.layers.register_rule (examples/custom_layer.py), freeze it, or "
@@ -53,6 +54,13 @@ class Handle:
         self.scopes: list[Scope] = []
         self.bypass = False
         """Run the module as it was (while a rule calls it from inside)."""
+        self._found: tuple[list[tuple[str, nn.Parameter | None, bool]], dict[str, nn.Parameter]] = (
+            [],
+            {},
+        )
+        """What the module held when it was last looked through, and what `parameters` answered."""
+        self.checked: tuple[Any, Any] = None, None
+        """The answer whose parameters are known to be the model's own, and all of the model's."""
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """The module's forward."""
@@ -103,12 +111,22 @@ class Handle:
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The trainable parameters that the rule answers for, by their name in the module."""
+        own, (held, answer) = module._parameters, self._found
+        if len(own) == len(held):  # most hold what they held a step ago
+            for name, parameter, trained in held:
+                if name not in own or own[name] is not parameter:
+                    break
+                if parameter is not None and parameter.requires_grad is not trained:
+                    break
+            else:
+                return answer
         found: dict[int, tuple[str, nn.Parameter]] = {}
-        own = module._parameters.items()  # named_parameters takes three times as long
-        for name, parameter in own:
+        for name, parameter in own.items():  # named_parameters takes three times as long
             if parameter is not None and parameter.requires_grad:
                 found.setdefault(id(parameter), (name, parameter))
-        return dict(found.values())
+        held = [(name, p, p is not None and p.requires_grad) for name, p in own.items()]
+        self._found = held, dict(found.values())
+        return self._found[1]
 
 
 class _Bound:
@@ -202,7 +220,8 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
     _check_parameters(handle, module, parameters)
     call = Call(handle, module, forward, place, extra, parameters)
     try:
-        out = PrivateLayer.apply(call, x, *parameters.values())
+        apply = PrivateLayer.apply if transformed() else _APPLY
+        out = apply(call, unwrap_dead(x), *parameters.values())
     except TypeError as error:
         raise _unsupported(handle, module, error) from error
     if rule.counts_rows and forward.batch_size == len(x):
@@ -227,12 +246,15 @@ def _check_parameters(
 ) -> None:
     """Refuse parameters that the book-keeper does not know, and weights computed elsewhere."""
     assert handle.rule is not None
-    replaced = [name for name, p in parameters.items() if p not in handle.keeper.calls.known]
-    if replaced:
-        raise UnsupportedLayerError(
-            f"{where(handle.path, module)}: parameters {replaced} have been replaced since "
-            "make_private, so they would not be trained; call make_private again"
-        )
+    known, (checked, against) = handle.keeper.calls.known, handle.checked
+    if checked is not parameters or against is not known:
+        replaced = [name for name, p in parameters.items() if p not in known]
+        if replaced:
+            raise UnsupportedLayerError(
+                f"{where(handle.path, module)}: parameters {replaced} have been replaced since "
+                "make_private, so they would not be trained; call make_private again"
+            )
+        handle.checked = parameters, known
     own, kind = module._parameters, type(module)
     for name in handle.rule.parameter_names:
         if name in own and name not in module.__dict__ and not hasattr(kind, name):

@@ -71,10 +71,14 @@ def operation(reference: _Function) -> _Function:
             if key in _STATE.why_not:
                 continue
             kernel = _STATE.kernels.get(backend, _NONE).get(name) or _kernel(backend, name)
-            if kernel is not None:
-                done, result = _launch(key, kernel, args, kwargs)
-                if done:
-                    return result
+            if kernel is None:
+                continue
+            if key in _STATE.proven:  # an error is one of the call, not of the machine
+                result = kernel(*args, **kwargs)
+            else:
+                result = _first_launch(key, kernel, args, kwargs)
+            if result is not NotImplemented:  # a shape or type this kernel does not take
+                return result
         return reference(*args, **kwargs)
 
     dispatched.reference = reference  # type: ignore[attr-defined]
@@ -129,23 +133,18 @@ def _load(backend: str) -> dict[str, Callable[..., Any]]:
     return _STATE.kernels[backend]
 
 
-def _launch(
-    key: str, kernel: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-) -> tuple[bool, Any]:
-    """(True, result), or (False, None) where the kernel declined or its first launch failed."""
+def _first_launch(key: str, kernel: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Its result, or NotImplemented where the kernel declined, or failed as it never worked before."""
     try:
         result = kernel(*args, **kwargs)
     except (torch.OutOfMemoryError, FastclipError):
         raise
     except Exception as error:
-        if key in _STATE.proven:  # it has worked: this is an error of the call, not of the machine
-            raise
         _give_up(key, f"its first launch failed: {type(error).__name__}: {error}", warn=True)
-        return False, None
-    if result is NotImplemented:  # a shape or type this kernel does not take
-        return False, None
-    _STATE.proven.add(key)
-    return True, result
+        return NotImplemented
+    if result is not NotImplemented:
+        _STATE.proven.add(key)
+    return result
 
 
 def _give_up(key: str, reason: str, *, warn: bool) -> None:

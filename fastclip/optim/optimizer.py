@@ -218,15 +218,15 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         if not (parameters := self.params):
             self._drop_gradients()
             return True
-        ranks, names = self.keeper.clipping.ranks, self.keeper.names
-        unknown = [p for p in parameters if whole_of(ranks, p) not in names]
+        ranks, known = self.keeper.clipping.ranks, set(map(id, self.keeper.names))
+        unknown = [p for p in parameters if id(whole_of(ranks, p)) not in known]
         if unknown:
             raise StepError(
                 f"{len(unknown)} of the optimizer's trainable parameters were not in it at "
                 "make_private, so their gradients are not clipped; call make_private again"
             )
         if not self.keeper.batch.retired:
-            check_alone(names)
+            check_alone(self.keeper.names)
         skip = self._check_skip_next_step()
         self.keeper.batch.step(skip=skip)
         self._is_last_step_skipped = skip

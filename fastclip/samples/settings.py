@@ -6,10 +6,12 @@ their hooks and parts; the attributes of their classes; which version a buffer o
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sized
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sized
 from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
+from itertools import compress
+from operator import attrgetter, getitem, is_, not_
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -61,20 +63,25 @@ class Settings:
         self._find()
         self.values: list[Any] = self._read()
         """What they were when they were last read, in one order."""
+        self._standing = _Standing(self)
 
     def changed(self) -> list[Key]:
         """Which have changed since they were last read."""
-        values = self._read()
-        if values == self.values:
+        if self._standing.holds():
             return []
-        before = dict(zip(self._keys, self.values, strict=True))
-        outline = len(self._sized) + len(self._held)
-        if values[:outline] != self.values[:outline]:
-            self._find()
-            values = self._read()
-        self.values = values
-        now = zip(self._keys, values, strict=True)
-        return [key for key, value in now if key not in before or before[key] != value]
+        values, before = self._read(), self.values
+        found: list[Key] = []
+        if values != before:
+            known = dict(zip(self._keys, before, strict=True))
+            outline = len(self._sized) + len(self._held)
+            if values[:outline] != before[:outline]:
+                self._find()
+                values = self._read()
+            self.values = values
+            now = zip(self._keys, values, strict=True)
+            found = [key for key, value in now if key not in known or known[key] != value]
+        self._standing = _Standing(self)
+        return found
 
     def _read(self) -> list[Any]:
         return [
@@ -152,6 +159,79 @@ class Settings:
     @staticmethod
     def _owner(table: Any) -> int:
         return id(table.held if isinstance(table, (_Items, _Attributes)) else table)
+
+
+class _Standing:
+    """What stands where settings were read: while all of it does, they are what they were.
+
+    A model has thousands of settings, which every step asks for, and which hardly ever change. So it is
+    looked whether the same objects are there; only what may change in itself is read.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._sized = [*map(_native, settings._sized)]
+        self._sizes = [*map(len, self._sized)]
+        places = (*settings._held, *settings._plain, *settings._tensors)
+        self._places: dict[Any, tuple[list[Any], list[Any]]] = {}
+        """Tables and names, by what reads them, without a line of Python for each."""
+        for table, name in places:
+            tables, names = self._places.setdefault(_reader(_native(table)), ([], []))
+            tables.append(_native(table))
+            names.append(name)
+        self._objects = self._look()
+        values = [table.get(name) for table, name in settings._plain]
+        self._sets = [value for value in values if _is_set(value)]
+        self._members = [*map(frozenset, self._sets)]
+        self._changeable = [value for value in values if _changes(value)]
+        self._kinds = [*map(kind, self._changeable)]
+        read = [table.get(name) for table, name in settings._tensors]
+        self._tensors = [tensor for tensor in read if tensor is not None]
+        self._trained = [*map(_REQUIRES_GRAD, self._tensors)]
+        self._fixed = [*compress(self._tensors, map(not_, self._trained))]
+        self._versions = [*map(_version, self._fixed)]
+
+    def _look(self) -> list[Any]:
+        return [x for read, places in self._places.items() for x in map(read, *places)]
+
+    def holds(self) -> bool:
+        """Whether nothing has changed."""
+        return (
+            [*map(len, self._sized)] == self._sizes
+            and all(map(is_, self._look(), self._objects))
+            and self._sets == self._members
+            and [*map(kind, self._changeable)] == self._kinds
+            and [*map(_REQUIRES_GRAD, self._tensors)] == self._trained
+            and [*map(_version, self._fixed)] == self._versions
+        )
+
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+def _changes(value: Any) -> bool:
+    """Whether a setting may become another while it is the same object, and is no set."""
+    return type(value) not in _MOST and not _is_set(value) and kind(value) is not value
+
+
+def _native(table: Any) -> Any:
+    """A table as Python's own: a mapping, or a list."""
+    if isinstance(table, _Attributes):
+        return vars(table.held)
+    return table.held if isinstance(table, _Items) else table
+
+
+def _reader(table: Any) -> Callable[[Any, Any], Any]:
+    """What reads a name of such a table; of a list, that is as long as it was."""
+    if isinstance(table, (list, tuple)):
+        return getitem
+    return next((get for get in _READERS if getattr(type(table), "get", None) is get), _get)
+
+
+def _get(table: Any, name: Any) -> Any:
+    return table.get(name)
+
+
+_READERS = (dict.get, MappingProxyType.get)
 
 
 class _Items:

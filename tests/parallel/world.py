@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import warnings
@@ -64,6 +65,8 @@ def main(rank: int, world: int, folder: Path, name: str, *arguments: str) -> Non
     found = getattr(import_module(module), function)(*arguments)
     _save(found, folder / f"{rank}.pt")
     distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads abort one interpreter in fifty that ends, whatever has run in it
 
 
 if __name__ == "__main__":

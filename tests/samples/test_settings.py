@@ -53,6 +53,7 @@ class Switched(nn.Module):
         self._object, self.called = Settings(), Called()
         self.names: set[str] = set()
         self.number, self.flag = numpy.bool_(False), torch.tensor(False)
+        self.array = numpy.array(False)
         self.softmax = nn.Softmax(dim=-1)
         self.register_buffer("gate", torch.zeros(()))
         self.frozen = nn.Parameter(torch.zeros(()), requires_grad=False)
@@ -83,6 +84,8 @@ LATER: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
     "a new item": (lambda m: "on" in m.table, lambda m: m.table.update(on=1)),
     "another table": (lambda m: "on" in m.table, lambda m: setattr(m, "table", {"on": 1})),
     "a list": (lambda m: m.items[1][0], lambda m: m.items.__setitem__(1, [True])),
+    "a shorter list": (lambda m: not m.items[1], lambda m: m.items[1].pop()),
+    "an array of one number": (lambda m: m.array.item(), lambda m: m.array.fill(True)),
     "an object": (lambda m: m.config.part.on, lambda m: setattr(m.config.part, "on", True)),
     "an enum": (lambda m: m.stage is Stage.FULL, lambda m: setattr(m, "stage", Stage.FULL)),
     "a function": (lambda m: m.use is identity, lambda m: setattr(m, "use", identity)),
