@@ -66,7 +66,9 @@ def main(rank: int, world: int, folder: Path, name: str, *arguments: str) -> Non
     _save(found, folder / f"{rank}.pt")
     distributed.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads abort one interpreter in fifty that ends, whatever has run in it
+    os._exit(
+        0
+    )  # gloo's threads abort an interpreter that ends now and then, whatever has run in it
 
 
 if __name__ == "__main__":
