@@ -1,6 +1,7 @@
 """Private training in several processes: `torchrun --nproc-per-node 2 -m examples.distributed`.
 
-A small BERT tells from which package of Python's standard library a function comes. On GPUs each process
+A small BERT tells from which package of Python's standard library a function comes. With `--fsdp` each
+process holds a part of the model (fully_shard), else all of it (DistributedDataParallel). On GPUs each
 takes its own; docs/distributed.md says who draws what.
 """
 
@@ -11,6 +12,7 @@ import os
 
 import torch
 from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -39,12 +41,21 @@ def accuracy(model: nn.Module, data: torch.utils.data.TensorDataset, device: tor
     return right
 
 
-def train(epochs: float, batch_size: int, checkpoint: str | None) -> float:
+def on_ranks(model: TextClassifier, spread: bool) -> nn.Module:
+    """The model as several processes train it."""
+    if not spread:
+        return DistributedDataParallel(model)
+    for layer in model.encoder.encoder.layer:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def train(epochs: float, batch_size: int, checkpoint: str | None, fsdp: bool) -> float:
     """Train on all ranks; a run that was killed goes on from its checkpoint. Returns the accuracy."""
     torch.manual_seed(0)
     device = device_of_rank()
     train_set, test_set, names = functions()
-    model = DistributedDataParallel(TextClassifier(len(names)).to(device))
+    model = on_ranks(TextClassifier(len(names)).to(device), fsdp)
     engine = FastPrivacyEngine()
     private, optimizer, loader = engine.make_private_with_epsilon(
         module=model,
@@ -73,7 +84,7 @@ def train(epochs: float, batch_size: int, checkpoint: str | None) -> float:
                     break
             if checkpoint is not None:
                 engine.save_checkpoint(path=checkpoint, module=private, optimizer=optimizer)
-    found = accuracy(model.module, test_set, device)
+    found = accuracy(private, test_set, device)
     if first:
         spent = engine.get_epsilon(delta=1e-5)
         ranks = distributed.get_world_size()
@@ -87,10 +98,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=float, default=5)
     parser.add_argument("--batch-size", type=int, default=512, help="expected rows of all ranks")
     parser.add_argument("--checkpoint", help="file to write, and to go on from")
+    parser.add_argument(
+        "--fsdp", action="store_true", help="each process holds a part of the model"
+    )
     options = parser.parse_args(arguments)
     distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
-        train(options.epochs, options.batch_size, options.checkpoint)
+        train(options.epochs, options.batch_size, options.checkpoint, options.fsdp)
     finally:
         distributed.destroy_process_group()
 
