@@ -20,6 +20,12 @@ from fastclip.ops.numerics import accumulation_dtype
 from fastclip.parallel.digest import digest
 from fastclip.parallel.reaching import reaching
 
+_reduce_scatter: Any = getattr(
+    distributed, "reduce_scatter_single", None
+)  # its name since torch 2.13
+if _reduce_scatter is None:
+    _reduce_scatter = distributed.reduce_scatter_tensor
+
 
 class Sharded:
     """One parameter: `own`, which the optimizer holds, and `whole`, with which layers compute."""
@@ -147,7 +153,7 @@ class Bucket:
             at += each.length
         part = torch.empty(self.length, dtype=self.dtype, device=device)
         with reaching():
-            distributed.reduce_scatter_tensor(part, flat.view(-1), group=self._group)
+            _reduce_scatter(part, flat.view(-1), group=self._group)
         return part.to(self.device)
 
     def views(self, part: Tensor) -> Iterator[Tensor]:

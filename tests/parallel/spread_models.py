@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 from transformers import BertConfig, BertForSequenceClassification
 
+from fastclip.backward import sharded_sums
+from fastclip.backward.sharded_sums import ShardedSums
 from tests.oracle import row_loss
 from tests.parallel.training import batches, full, private, spread
 
@@ -280,6 +282,26 @@ def released(made: tuple, net: nn.Module) -> None:
     assert not keeper.sums._held
 
 
+def in_small_buckets() -> Tensor:
+    """Sums travel a few at once; of others small ones alone, which are summed together, are whole."""
+    before, sharded_sums._BUCKET = sharded_sums._BUCKET, 300
+    exchange, held = ShardedSums.exchange, []
+
+    def watched(self: ShardedSums, parameters: list[nn.Parameter]) -> None:
+        held.append((len(self._held), len(parameters)))
+        exchange(self, parameters)
+
+    ShardedSums.exchange = watched  # type: ignore[method-assign]
+    try:
+        found = between(released)
+    finally:
+        sharded_sums._BUCKET = before
+        ShardedSums.exchange = exchange  # type: ignore[method-assign]
+    assert len(held) == 6 * 4
+    assert all(whole <= sent + 1 < 6 for whole, sent in held), held
+    return found
+
+
 def by_workers() -> list[Tensor]:
     """With a loader of two processes; and by physical batches of one row."""
     found = []
@@ -307,6 +329,7 @@ def events() -> dict[str, Tensor]:
         "paused": between(paused),
         "kept whole": between(kept_whole),
         "freed": between(released),
+        "small buckets": in_small_buckets(),
         **dict(zip(("workers", "physical batches by workers"), by_workers(), strict=True)),
     }
 

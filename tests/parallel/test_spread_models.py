@@ -30,7 +30,15 @@ def test_models(found, name: str) -> None:
 
 @pytest.mark.parametrize(
     "event",
-    ["evaluated", "paused", "kept whole", "freed", "workers", "physical batches by workers"],
+    [
+        "evaluated",
+        "paused",
+        "kept whole",
+        "freed",
+        "small buckets",
+        "workers",
+        "physical batches by workers",
+    ],
 )
 def test_events(found, event: str) -> None:
     for rank in found:
