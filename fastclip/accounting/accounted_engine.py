@@ -15,6 +15,7 @@ from fastclip.accounting.history import spent
 from fastclip.accounting.ledger import Ledger, keep_ledger
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.parallel.checkpoints import Kept, as_alone, is_spread, optimizer_alone, write_whole
+from fastclip.parallel.run_state import RunState
 
 _ACCOUNTANT = "privacy_accountant_state_dict"
 
@@ -138,6 +139,22 @@ class AccountedEngine(PrivacyEngine):
             if scheduler is not None and state:
                 scheduler.load_state_dict(state)
         return saved
+
+    def run_state(self, *, module: nn.Module, optimizer: Any) -> RunState:
+        """The run for torch.distributed.checkpoint, which saves each rank's part by that rank.
+
+        Example:
+            >>> state = {"private run": engine.run_state(module=model, optimizer=optimizer)}
+            >>> torch.distributed.checkpoint.save(state, checkpoint_id=folder)
+            >>> torch.distributed.checkpoint.load(state, checkpoint_id=folder)  # on any number of ranks
+
+        Args:
+            module, optimizer: as make_private returned them.
+
+        Raises:
+            ArgumentTypeError: for another optimizer.
+        """
+        return RunState(self.accountant, module, optimizer)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy gets, in this process or another."""

@@ -59,3 +59,23 @@ def test_without_ranks(saved, folder) -> None:
 def test_nothing_else_is_left(saved, folder) -> None:
     assert saved
     assert not list(folder.glob("*.part"))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp of parts"])
+def test_torchs_own_checkpoints(tmp_path_factory, kind: str) -> None:
+    """Each rank writes its part; other numbers of ranks go on from it, with shards and without."""
+    folder = tmp_path_factory.mktemp("parts")
+    saved = world.run(2, "tests.parallel.training:saved_in_parts", folder, f"{folder}/run", kind)
+    for rank in saved:
+        for name in ("weights", "thresholds", "momentum"):
+            assert torch.equal(rank["back"][name], rank["at ten"][name])
+        assert sum(steps for *_, steps in rank["history"]) == 15
+    for count, then in ((3, kind), (2, "hsdp") if kind == "ddp" else (1, "ddp")):
+        own = tmp_path_factory.mktemp("resumed")
+        name = "tests.parallel.training:resumed_from_parts"
+        for rank in world.run(count, name, own, f"{folder}/run", then):
+            assert torch.equal(rank["weights"], saved[0]["at ten"]["weights"])
+            assert torch.equal(rank["momentum"], saved[0]["at ten"]["momentum"])
+            assert torch.equal(rank["threshold"].reshape(-1), saved[0]["at ten"]["thresholds"][:1])
+            assert rank["step"] == 10
+            assert sum(steps for *_, steps in rank["history"]) == 12

@@ -11,6 +11,7 @@ import torch
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, distributed, nn
+from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -282,6 +283,40 @@ def saved(folder: str, kind: str) -> dict[str, Any]:
         "at ten": at_ten, "back": back, "before": history, "after": list(made[0].accountant.history),
         "epsilon": made[0].get_epsilon(1e-5),
     }  # fmt: skip
+
+
+def saved_in_parts(folder: str, kind: str) -> dict[str, Any]:
+    """Ten steps, saved by torch.distributed.checkpoint; five more, and back."""
+    torch.manual_seed(5)
+    module = wrapped(kind)
+    made = private(module, "adaptive", sigma=1.0, momentum=0.5)
+    run(made, module, 10)
+    held = {"run": made[0].run_state(module=made[1], optimizer=made[2])}
+    checkpoint.save(held, checkpoint_id=folder)
+    at_ten = state(made, module) | {"momentum": momenta(made, module)}
+    run(made, module, 5)
+    checkpoint.load(held, checkpoint_id=folder)
+    back = state(made, module) | {"momentum": momenta(made, module)}
+    history = list(made[0].accountant.history)
+    run(made, module, 2)
+    return {"at ten": at_ten, "back": back, "history": history}
+
+
+def resumed_from_parts(folder: str, kind: str) -> dict[str, Any]:
+    """On from these, on any number of ranks."""
+    module = wrapped(kind)
+    made = private(module, "adaptive", sigma=1.0, momentum=0.5)
+    held = {"run": made[0].run_state(module=made[1], optimizer=made[2])}
+    checkpoint.load(held, checkpoint_id=folder)
+    clip = made[2].keeper.clipping
+    found = {
+        "weights": torch.cat([full(p.detach()).reshape(-1).clone() for p in module.parameters()]),
+        "momentum": momenta(made, module),
+        "threshold": clip.next.threshold.clone(),
+        "step": clip.step,
+    }
+    run(made, module, 2)
+    return {**found, "history": list(made[0].accountant.history)}
 
 
 def resumed(folder: str, kind: str) -> dict[str, Any]:

@@ -1,0 +1,59 @@
+"""A private run as torch.distributed.checkpoint saves it: each rank writes what it holds."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+from opacus.grad_sample import AbstractGradSampleModule
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+
+from fastclip.errors import ArgumentTypeError
+from fastclip.parallel.processes import bare, uncompiled
+
+_MODEL, _OPTIMIZER, _RUN = "model", "optimizer", "run"
+
+
+class RunState(Stateful):
+    """Weights, the inner optimizer's state, thresholds, the step and the ledger.
+
+    Args:
+        ledger: of the run. module, optimizer: as make_private returned them.
+    """
+
+    def __init__(self, ledger: Any, module: nn.Module, optimizer: Any) -> None:
+        if not hasattr(optimizer, "keeper"):
+            raise ArgumentTypeError(
+                "optimizer expects what make_private returned in the fast mode, got "
+                f"{type(optimizer).__name__}"
+            )
+        model: Any = module._module if isinstance(module, AbstractGradSampleModule) else module
+        self._model, self._inner = bare(uncompiled(model)), optimizer.original_optimizer
+        self._ledger, self._clipping = ledger, optimizer.keeper.clipping
+
+    def state_dict(self) -> dict[str, Any]:
+        run = io.BytesIO()
+        torch.save(
+            {"ledger": self._ledger.state_dict(), "clipping": self._clipping.state_dict()}, run
+        )
+        return {
+            _MODEL: get_model_state_dict(self._model),
+            _OPTIMIZER: get_optimizer_state_dict(self._model, self._inner),
+            _RUN: run.getvalue(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The ledger first: a model that fails halfway has got some of the weights."""
+        run = torch.load(io.BytesIO(state_dict[_RUN]), weights_only=False)
+        self._ledger.load_state_dict(run["ledger"])
+        set_model_state_dict(self._model, state_dict[_MODEL])
+        set_optimizer_state_dict(self._model, self._inner, state_dict[_OPTIMIZER])
+        self._clipping.load_state_dict(run["clipping"])
