@@ -2,11 +2,13 @@
 
     python -m bench.distributed
     python -m bench.distributed --ranks 1 2 --rounds 20 --workload bert
+    python -m bench.distributed --ranks 2 --fsdp --out fsdp.json
 
 The ranks of one run hold both models (ordinary DistributedDataParallel, and the same made private) and
 train them in turn, step by step, so that what else the machine does meets both. Ranks share the threads
-of the machine. Bytes are what a rank gives to the exchanges of a step; peak memory is of processes that
-train one of the two alone.
+of the machine. Bytes are what a rank gives to the exchanges of a step (of gradients, or of sums: with --fsdp
+both models gather their parameters besides, in the same way); peak memory is of processes that train one
+of the two alone.
 `on_paper` of the result is computed from sizes alone, for larger models and more ranks: not measured.
 """
 
@@ -27,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tqdm import tqdm
@@ -35,6 +38,7 @@ from bench.children import Child, job, tell
 from bench.measure import CpuWait, PeakMemory, busy_warning, heading, quartiles
 from bench.workloads import BATCHES, PRIVATE, WARM_UP, WORKLOADS
 from fastclip import FastPrivacyEngine
+from fastclip.parallel import shards
 
 OUT = Path(__file__).resolve().parent / "results" / "distributed-cpu.json"
 MODES = ("non_private", "fastclip")
@@ -49,14 +53,16 @@ BANDWIDTH = 100e9
 class Training:
     """One rank of a workload in one mode."""
 
-    def __init__(self, workload: str, mode: str) -> None:
+    def __init__(self, workload: str, mode: str, *, spread: bool = False) -> None:
         torch.manual_seed(0)
         task, ranks = WORKLOADS[workload], distributed.get_world_size()
         rows = task.batch_size // ranks
         x = task.inputs(task.batch_size * BATCHES)
         data = TensorDataset(x, task.targets(x))
         self.model: nn.Module = task.model().train()
-        if ranks > 1:
+        if spread:
+            self.model = spread_by_layers(self.model)
+        elif ranks > 1:
             self.model = DistributedDataParallel(self.model)
         self.optimizer: Any = torch.optim.SGD(
             self.model.parameters(), lr=task.lr, momentum=task.momentum
@@ -86,21 +92,36 @@ class Training:
         return time.perf_counter() - begun
 
 
+def spread_by_layers(model: nn.Module) -> nn.Module:
+    """Each entry of a list of layers by itself, and what is left."""
+    for layers in [part for part in model.modules() if isinstance(part, nn.ModuleList)]:
+        for layer in layers:
+            fully_shard(layer)
+    return fully_shard(model)
+
+
 @contextmanager
 def sent() -> Iterator[Counter[str]]:
     """Bytes that this rank gives to exchanges from Python, and their number, inside."""
     found: Counter[str] = Counter()
-    plain = distributed.all_reduce
+    plain, to_owners = distributed.all_reduce, shards._reduce_scatter
+
+    def count(tensor: Tensor) -> None:
+        found.update({"bytes": tensor.numel() * tensor.element_size(), "exchanges": 1})
 
     def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found.update({"bytes": tensor.numel() * tensor.element_size(), "exchanges": 1})
+        count(tensor)
         return plain(tensor, *args, **kwargs)
 
-    distributed.all_reduce = counted
+    def scattered(part: Tensor, whole: Tensor, **kwargs: Any) -> Any:
+        count(whole)
+        return to_owners(part, whole, **kwargs)
+
+    distributed.all_reduce, shards._reduce_scatter = counted, scattered
     try:
         yield found
     finally:
-        distributed.all_reduce = plain
+        distributed.all_reduce, shards._reduce_scatter = plain, to_owners
 
 
 def rank() -> None:
@@ -112,7 +133,9 @@ def rank() -> None:
         "gloo", init_method=f"file://{asked['meeting']}", rank=asked["rank"],
         world_size=asked["ranks"],
     )  # fmt: skip
-    trainings = {mode: Training(asked["workload"], mode) for mode in asked["modes"]}
+    trainings = {
+        mode: Training(asked["workload"], mode, spread=asked["spread"]) for mode in asked["modes"]
+    }
     memory, wait = PeakMemory(), CpuWait()
     taken: dict[str, list[float]] = {mode: [] for mode in trainings}
     exchanged: dict[str, dict[str, int]] = {}
@@ -135,8 +158,9 @@ def rank() -> None:
 
 
 def launch(
-    ranks: int, workload: str, modes: list[str], rounds: int, told: Callable[[], Any]
-) -> list[dict]:
+    ranks: int, workload: str, modes: list[str], rounds: int, told: Callable[[], Any],
+    spread: bool,
+) -> list[dict]:  # fmt: skip
     """What the ranks of one run tell at their end."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         threads = max(1, (os.cpu_count() or 1) // ranks)
@@ -150,6 +174,7 @@ def launch(
                 {
                     "rank": number, "ranks": ranks, "workload": workload, "modes": modes,
                     "rounds": rounds, "threads": threads, "meeting": f"{folder}/meeting",
+                    "spread": spread,
                 }
             )  # fmt: skip
         found: list[dict] = []
@@ -180,12 +205,14 @@ def on_paper() -> list[dict[str, Any]]:
     return rows
 
 
-def measure(ranks: int, workload: str, rounds: int, told: Callable[[], Any]) -> dict[str, Any]:
+def measure(
+    ranks: int, workload: str, rounds: int, told: Callable[[], Any], *, spread: bool
+) -> dict[str, Any]:
     """Time of both modes in turn, then memory of each alone."""
-    found = launch(ranks, workload, list(MODES), rounds, told)
+    found = launch(ranks, workload, list(MODES), rounds, told, spread)
     row: dict[str, Any] = {"ranks": ranks, "cpu_wait": found[0]["cpu_wait"]}
     for mode in MODES:
-        alone = launch(ranks, workload, [mode], 3, told)
+        alone = launch(ranks, workload, [mode], 3, told, spread)
         row[mode] = {
             "step_s": quartiles(found[0]["step_s"][mode]),
             "peak_mib": max(each["peak_mib"] for each in alone),
@@ -222,16 +249,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--workload", choices=WORKLOADS, default="bert")
     parser.add_argument("--rounds", type=int, default=10, help="timed steps of each mode")
+    parser.add_argument("--fsdp", action="store_true", help="fully_shard in the place of DDP")
     parser.add_argument("--out", type=Path, default=OUT, help="JSON file to write")
     options = parser.parse_args(arguments)
     rounds = [options.rounds + WARM_UP, *(3 + WARM_UP for _ in MODES)]
     with tqdm(total=len(options.ranks) * sum(rounds), unit="step") as progress:
         rows = [
-            measure(ranks, options.workload, options.rounds, progress.update)
+            measure(ranks, options.workload, options.rounds, progress.update, spread=options.fsdp)
             for ranks in options.ranks
         ]
     result = {
-        **heading("bench.distributed", arguments), "workload": options.workload, "rows": rows,
+        **heading("bench.distributed", arguments), "workload": options.workload,
+        "model": "fully_shard" if options.fsdp else "DistributedDataParallel", "rows": rows,
         "on_paper": on_paper(),
     }  # fmt: skip
     options.out.write_text(json.dumps(result, indent=1) + "\n")

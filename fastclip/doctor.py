@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
+from torch import distributed
 
 from fastclip.ops.dispatch import OPERATIONS, backend_of
 from fastclip.planner.costs import cache_file, device_name
@@ -67,6 +68,13 @@ def _core_line(core: dict[str, Any]) -> str:
     return f"{line} ({core['why']})" if "why" in core else line
 
 
+def _between_processes() -> list[str]:
+    """Back ends of torch.distributed that this build has, over which ranks can train."""
+    if not distributed.is_available():
+        return []
+    return [name for name in ("gloo", "nccl") if distributed.is_backend_available(name)]
+
+
 def _devices() -> list[torch.device]:
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     return [*gpus, torch.device("cpu")]
@@ -76,8 +84,8 @@ def examine() -> dict[str, Any]:
     """Everything the doctor knows, as plain data.
 
     Returns:
-        versions of what is installed (None where it is not), the devices with their rates' origin,
-        the environment, and for each device and operation the backend and the reason.
+        versions of what is installed (None where it is not), back ends for several processes, the
+        devices with their rates' origin, the environment, and for each device and operation the backend and the reason.
     """
     devices = []
     for device in _devices():
@@ -104,6 +112,7 @@ def examine() -> dict[str, Any]:
         "cuda_of_torch": torch.version.cuda,
         "nvcc": _nvcc(),
         "core": _core(),
+        "between_processes": _between_processes(),
         "environment": {
             name: os.environ.get(name) for name in ("FASTCLIP_BACKEND", "TRITON_INTERPRET")
         },
@@ -119,6 +128,7 @@ def report(found: dict[str, Any]) -> str:
         f"torch built for CUDA: {found['cuda_of_torch'] or 'no'}; nvcc: {found['nvcc'] or 'missing'}"
     )
     lines.append(_core_line(found["core"]))
+    lines.append(f"between processes: {', '.join(found['between_processes']) or 'nothing'}")
     lines += [f"{name}={value}" for name, value in found["environment"].items() if value]
     if not any(device["device"].startswith("cuda") for device in found["devices"]):
         lines.append("no NVIDIA GPU that torch can use: the PyTorch reference serves on the CPU")

@@ -9,17 +9,20 @@ import torch
 from torch import distributed
 
 from bench.distributed import on_paper, sent, table
+from fastclip.parallel import shards
 
 
 def test_bytes_are_those_given_to_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[torch.Tensor] = []
     monkeypatch.setattr(distributed, "all_reduce", lambda tensor, **_: given.append(tensor))
+    monkeypatch.setattr(shards, "_reduce_scatter", lambda part, whole, **_: given.append(whole))
     plain = distributed.all_reduce
     with sent() as found:
         distributed.all_reduce(torch.zeros(5, dtype=torch.float64), group=None)
         distributed.all_reduce(torch.zeros(3, dtype=torch.bfloat16))
-    assert found == {"bytes": 46, "exchanges": 2}
-    assert len(given) == 2
+        shards._reduce_scatter(torch.zeros(2), torch.zeros(4), group=None)
+    assert found == {"bytes": 62, "exchanges": 3}
+    assert len(given) == 3
     assert distributed.all_reduce is plain
 
 

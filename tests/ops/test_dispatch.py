@@ -147,8 +147,10 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
         for choice in device["operations"].values():
             assert choice["backend"] in (*dispatch.BACKENDS[1:], "host")
             assert choice["why"]
+    assert "gloo" in found["between_processes"]
     assert doctor.main([]) == 0
     text = capsys.readouterr().out
+    assert "between processes: gloo" in text
     assert all(name in text for name in OPERATIONS)
     if not torch.cuda.is_available():
         assert "no NVIDIA GPU" in text
