@@ -6,9 +6,9 @@
 
 The ranks of one run hold both models (ordinary DistributedDataParallel, and the same made private) and
 train them in turn, step by step, so that what else the machine does meets both. Ranks share the threads
-of the machine. Bytes are what a rank gives to the exchanges of a step (of gradients, or of sums: with --fsdp
-both models gather their parameters besides, in the same way); peak memory is of processes that train one
-of the two alone.
+of the machine. Bytes are what a rank gives to the exchanges of a step (of gradients, or of sums: with
+--fsdp both models gather their parameters besides, in the same way); peak memory is of processes that
+train one of the two alone.
 `on_paper` of the result is computed from sizes alone, for larger models and more ranks: not measured.
 """
 

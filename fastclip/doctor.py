@@ -85,7 +85,8 @@ def examine() -> dict[str, Any]:
 
     Returns:
         versions of what is installed (None where it is not), back ends for several processes, the
-        devices with their rates' origin, the environment, and for each device and operation the backend and the reason.
+        devices with their rates' origin, the environment, and for each device and operation the
+        backend and the reason.
     """
     devices = []
     for device in _devices():

@@ -26,6 +26,7 @@ from fastclip.model.interception import ATTRIBUTE
 from fastclip.model.module import FastGradSampleModule
 from fastclip.model.validation import check_inner_step, check_module
 from fastclip.parallel.processes import check_set_up
+from fastclip.parallel.shards import check_whole
 from fastclip.planner.report import PlanRow
 from fastclip.uses.replay import ReplayUse
 
@@ -107,12 +108,13 @@ def explain(setup: Setup) -> Explanation:
     """Look at a set-up; see `FastPrivacyEngine.explain`.
 
     Raises:
-        ArgumentError: for a model that is private already.
+        ArgumentError: for a model that is private, or spread over ranks, already.
     """
     if any(ATTRIBUTE in module.__dict__ for module in setup.module.modules()):
         raise ArgumentError(
             "explain expects the model before make_private; engine.plan() shows a private one's layers"
         )
+    check_whole(setup.module, "explain looks at copies of its modules; call it before fully_shard")
     owned = _optimized(setup)
     trained = {p: n for n, p in setup.module.named_parameters() if p.requires_grad and p in owned}
     rows, refused = _dry_run(setup.module, set(trained.values()))

@@ -28,6 +28,7 @@ class ShardedSums(ClippedSums):
 
     def __init__(self, shards: Shards, names: Mapping[nn.Parameter, str]) -> None:
         super().__init__()
+        self._shards = shards
         held = [shards.parameters[p] for p in names]
         self.names: dict[Any, str] = {each.own: names[each.whole] for each in held}
         """Of the parameters as the optimizer holds them."""
@@ -79,6 +80,7 @@ class ShardedSums(ClippedSums):
         Raises:
             StepError: they are not what was summed.
         """
+        self._shards.check_held()
         found = []
         for bucket in self.buckets:
             part = self._part(bucket)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fastclip._torch import tree_leaves
 from fastclip.backward.batch_norm import is_batch_norm
 from fastclip.errors import UnsupportedLayerError, where
+from fastclip.parallel.shards import check_whole
 
 _TRAIN_AS_THEY_ARE = (nn.RNNBase, nn.MultiheadAttention)
 """Opacus would replace them by layers of its own."""
@@ -34,7 +35,11 @@ def compatible(model: nn.Module) -> nn.Module:
     Raises:
         UnsupportedLayerError: for a BatchNorm of a class of its own, or a tie that a replacement
             cannot keep.
+        ArgumentError: for a model that fully_shard has spread.
     """
+    check_whole(
+        model, "call get_compatible_module before fully_shard, whose modules cannot be copied"
+    )
     twin = clone(model)
     new: dict[nn.Module, nn.Module] = {}
     paths = {module: path for path, module in twin.named_modules()}

@@ -34,13 +34,14 @@ class Ranks:
     def __init__(self, wrapper: nn.Module, group: Any) -> None:
         self.wrapper, self._group = wrapper, group
         self.number, self.count = distributed.get_rank(group), distributed.get_world_size(group)
-        self._host = _of_the_host(group)
+        spread = isinstance(wrapper, FSDPModule)  # whose own exchanges must meet none of these
+        self._host = _of_the_host(group, another=spread)
         """Carries numbers of the host, so that no device is waited for."""
         self.followed: dict[str, Callable[[], float]] = {}
         """What must be the same on all ranks in every step, and may change between two."""
-        self.shards = Shards(wrapper) if isinstance(wrapper, FSDPModule) else None
+        self.shards = Shards(wrapper) if spread else None
         """Where the parameters are, if each rank holds a part of them."""
-        self._draws = None if self.shards is None else _of_the_host(group, another=True)
+        self._draws = _of_the_host(group, another=True) if spread else None
         """The same; its exchanges happen while a loader draws, ahead of others."""
         self._sources: WeakKeyDictionary[NoiseSource, dict[torch.device, SeededNoise]] = (
             WeakKeyDictionary()

@@ -16,6 +16,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fastclip._torch import FSDPModule, at_rest
+from fastclip.errors import ArgumentError, StepError
 from fastclip.ops.numerics import accumulation_dtype
 from fastclip.parallel.digest import digest
 from fastclip.parallel.reaching import reaching
@@ -80,10 +81,33 @@ class Shards:
                 if isinstance(own, DTensor)
             }
         self._of = {each.own: whole for whole, each in self.parameters.items()}
+        self._places = [
+            (module, name, spread[f"{path}.{name}".lstrip(".")])
+            for path, module in model.named_modules()
+            for name in module._parameters
+            if f"{path}.{name}".lstrip(".") in spread
+        ]
+        """Where each is in the model."""
 
     def whole_of(self, parameter: Any) -> Any:
         """The parameter with which layers compute, of one that the optimizer holds."""
         return self._of.get(parameter, parameter)
+
+    def check_held(self) -> None:
+        """The model has the parameters that it had, which the optimizer trains.
+
+        Raises:
+            StepError: naming one that another has replaced.
+        """
+        for module, name, own in self._places:
+            held = module._parameters.get(name)
+            another: Any = held if isinstance(held, DTensor) and held is not own else None
+            if another is not None and another.device_mesh == own.device_mesh:  # else fully_shard's own
+                raise StepError(
+                    f"parameter {name!r} of a {type(module).__name__} has been replaced since "
+                    "make_private (load_state_dict(assign=True)), so it would not be trained; load "
+                    "without assign, or call make_private again"
+                )
 
     def told(self) -> tuple[Any, str]:
         """Which shards this rank holds, and a digest of them."""
@@ -107,6 +131,16 @@ class Shards:
             self.gathered = False
             for module in spread:
                 module.reshard()
+
+
+def check_whole(model: nn.Module, doing: str) -> None:
+    """Refuse to copy a model that fully_shard has spread, which torch does not let anybody do.
+
+    Args:
+        doing: what for, with the way out.
+    """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ArgumentError(f"the model has been spread over ranks (fully_shard): {doing}")
 
 
 def _is_spread(module: nn.Module) -> bool:

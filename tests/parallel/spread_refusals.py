@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from fastclip import FastPrivacyEngine
 from fastclip.errors import FastclipError
 from tests.oracle import row_loss
 from tests.parallel.spread_models import Experts, built, made_of, plain, sharded, step
@@ -163,6 +164,23 @@ def placeholders() -> None:
             step(made, net, x)
 
 
+def assigned() -> None:
+    """Other parameters come into the model."""
+    with begun() as (made, net):
+        net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()})
+        run_on(made, net)
+        net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True)
+        run_on(made, net)
+
+
+def copied() -> None:
+    FastPrivacyEngine.get_compatible_module(sharded("plain"))
+
+
+def explained() -> None:
+    FastPrivacyEngine().explain(module=sharded("plain"))
+
+
 CASES: dict[str, Callable[[], None]] = {
     "tensor parallel": tensor_parallel,
     "FSDP1": lambda: private(
@@ -182,6 +200,9 @@ CASES: dict[str, Callable[[], None]] = {
     "hook later": hooked_later,
     "penalty": penalty,
     "thawed": thawed,
+    "assigned": assigned,
+    "compatible": copied,
+    "explain": explained,
     "make_step": as_step,
     "placeholders": placeholders,
 }

@@ -26,6 +26,9 @@ SAID = {
     "hook later": "'0.weight' has a hook on its gradient",
     "penalty": "ParameterLeakError: parameter '0.weight'",
     "thawed": r"\['0.weight', '0.bias'\] have become trainable",
+    "assigned": "has been replaced since make_private.*load without assign",
+    "compatible": "call get_compatible_module before fully_shard",
+    "explain": "call it before fully_shard",
     "make_step": "make_step expects a model that one rank holds as a whole",
     "placeholders": "omit rand_on_empty",
 }
