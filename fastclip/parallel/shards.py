@@ -81,7 +81,7 @@ class Shards:
                 if isinstance(own, DTensor)
             }
         self._of = {each.own: whole for whole, each in self.parameters.items()}
-        self._places = [
+        self._places: list[tuple[nn.Module, str, Any]] = [
             (module, name, spread[f"{path}.{name}".lstrip(".")])
             for path, module in model.named_modules()
             for name in module._parameters
@@ -100,9 +100,9 @@ class Shards:
             StepError: naming one that another has replaced.
         """
         for module, name, own in self._places:
-            held = module._parameters.get(name)
-            another: Any = held if isinstance(held, DTensor) and held is not own else None
-            if another is not None and another.device_mesh == own.device_mesh:  # else fully_shard's own
+            held: Any = module._parameters.get(name)
+            other = isinstance(held, DTensor) and held is not own
+            if other and held.device_mesh == own.device_mesh:  # else fully_shard's, of another mesh
                 raise StepError(
                     f"parameter {name!r} of a {type(module).__name__} has been replaced since "
                     "make_private (load_state_dict(assign=True)), so it would not be trained; load "
