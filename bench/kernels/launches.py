@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastclip.clipping import Clipping, Hard, PerLayer, Quantile, Tanh, dpsgd_f, naive_reweighting
 from fastclip.kernels import KERNELS
-from fastclip.ops import ConvGeometry
+from fastclip.ops import LAYERS_TOGETHER, ConvGeometry
 
 TYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32x3": torch.float32,
@@ -78,6 +78,14 @@ def _kept(t: int, d: int, p: int, dtype: torch.dtype) -> None:
 def _sum(t: int, d: int, p: int, dtype: torch.dtype) -> None:
     a, g = _empty(BATCH, t, d, dtype=dtype), _empty(BATCH, t, p, dtype=dtype)
     KERNELS["scaled_sum"](a, g, _empty(BATCH))
+
+
+def _sums(t: int, d: int, p: int, dtype: torch.dtype) -> None:
+    pairs = [
+        (_empty(BATCH, t, d, dtype=dtype), _empty(BATCH, t, p, dtype=dtype))
+        for _ in range(LAYERS_TOGETHER)
+    ]
+    KERNELS["scaled_sums"](pairs, _empty(BATCH))
 
 
 def _convolution(
@@ -146,6 +154,8 @@ def _products(kind: str) -> Iterator[Form]:
             yield f"instantiated_norm {model}", kind, norm
             yield f"instantiated_norm keep {model}", kind, partial(_kept, *sizes, dtype)
         yield f"scaled_sum {model}", kind, partial(_sum, *sizes, dtype)
+    for model in ("BERT-base T=128", "BERT-base T=512", "ViT-B"):
+        yield f"scaled_sums {model}", kind, partial(_sums, *LINEAR[model], dtype)
     sizes = LINEAR["BERT-base T=128"]
     yield "ghost_norm two uses BERT-base T=128", kind, partial(_two_uses, *sizes, dtype)
     layouts = {"": torch.contiguous_format, " channels-last": torch.channels_last}

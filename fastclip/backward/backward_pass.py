@@ -13,7 +13,7 @@ from fastclip import ops
 from fastclip.backward.criterion import SeenLoss
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.backward.sums import ClippedSums
-from fastclip.backward.together import Entry, Stack, finish_norms, stack_small, waits
+from fastclip.backward.together import Entry, LinearSums, Stack, finish_norms, stack_small, waits
 from fastclip.errors import GraphError, where
 from fastclip.layers import KeptRecord, Record, joint_norm_sq
 from fastclip.ops.numerics import slack
@@ -266,13 +266,18 @@ class BackwardPass:
             for parameter, total in stack.clipped_sums(own.to(stack.gradients.device)):
                 sums.add(parameter, total)
         for parameters in sums.together(self.entries):
+            linear = LinearSums(sums.add, factors)
             for parameter in parameters:
                 entry = self.entries.pop(parameter, None)
                 if entry is None or not entry.records:  # in a stack
                     continue
+                for record in entry.records:
+                    record.check_unmodified()
+                if rows is None and linear.take(parameter, entry.records):
+                    continue
                 own = factors if rows is None else factors[rows[parameter]]
                 own = own.to(parameter.device)
                 for record in entry.records:
-                    record.check_unmodified()
                     sums.add(parameter, record.clipped_sum(own))
+            linear.finish()
             sums.exchange(parameters)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from fastclip import ops
-from fastclip.layers import KeptRecord, Record, join
+from fastclip.layers import KeptRecord, LinearRecord, Record, join
 
 SMALL = 4096
 """Entries up to which a parameter's kept gradients wait for others of their size."""
+
+ROOM = 32 << 20
+"""Bytes of sums of linear layers, computed together, that are always allowed."""
 
 
 @dataclass
@@ -96,3 +99,50 @@ def finish_norms(entries: Iterable[Entry]) -> None:
         norms = type(pairs[0][1]).finished([norm for _, norm in pairs])
         for (entry, _), norm_sq in zip(pairs, norms, strict=True):
             entry.norm_sq = norm_sq
+
+
+class LinearSums:
+    """Clipped sums of linear layers on a GPU, of layers of one kind together.
+
+    Records are let go of when their group is summed, and its sums come into being at once: no more
+    than ROOM, or than the operands of one of its layers.
+
+    Args:
+        add: takes a parameter and its sum. scales: [b], of all layers.
+    """
+
+    def __init__(self, add: Callable[[nn.Parameter, Tensor], None], scales: Tensor) -> None:
+        self._add, self._scales = add, scales
+        self._waiting: dict[Any, list[tuple[nn.Parameter, tuple[Tensor, Tensor]]]] = {}
+
+    def take(self, parameter: nn.Parameter, records: list[Record]) -> bool:
+        """Whether it is the one record of a layer for which a kernel would sum several together."""
+        record = records[0]
+        if len(records) > 1 or type(record) is not LinearRecord or ops.computes_reference(record.a):
+            return False
+        a, g = pair = record.pair()
+        kind = [(x.shape, x.stride(), x.dtype, x.device) for x in pair]
+        waiting = self._waiting.setdefault(tuple(kind), [])
+        waiting.append((parameter, pair))
+        room = max(ROOM, a.nbytes + g.nbytes)
+        sums = 4 * a.shape[-1] * g.shape[-1] * (len(waiting) + 1)  # with one more layer
+        if len(waiting) == ops.LAYERS_TOGETHER or sums > room:
+            self._sum(waiting)
+        return True
+
+    def finish(self) -> None:
+        """Sum what waits."""
+        for waiting in self._waiting.values():
+            self._sum(waiting)
+
+    def _sum(self, waiting: list[tuple[nn.Parameter, tuple[Tensor, Tensor]]]) -> None:
+        parameters, pairs = [p for p, _ in waiting], [pair for _, pair in waiting]
+        waiting.clear()
+        if not pairs:
+            return
+        scales = self._scales.to(pairs[0][0].device)
+        if len(pairs) == 1:
+            self._add(parameters[0], ops.scaled_sum(*pairs[0], scales))
+            return
+        for parameter, total in zip(parameters, ops.scaled_sums(pairs, scales), strict=True):
+            self._add(parameter, total.data)  # which has a version of its own

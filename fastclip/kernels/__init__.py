@@ -16,6 +16,7 @@ from fastclip.kernels.group_norm_backward import group_norm_backward
 from fastclip.kernels.instantiated_norm import instantiated_norm
 from fastclip.kernels.norm_affine import layer_norm_backward, rms_norm_backward
 from fastclip.kernels.scaled_sum import scaled_sum
+from fastclip.kernels.scaled_sums import scaled_sums
 
 KERNELS: dict[str, Callable[..., Any]] = {
     launcher.__name__: launcher
@@ -37,6 +38,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
         lookup_sum,
         rms_norm_backward,
         scaled_sum,
+        scaled_sums,
         threshold_step,
     )
 }

@@ -27,6 +27,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -49,10 +50,10 @@ _FEW = 16
 """Positions from which samples are summed one after the other: the shortest native product."""
 _WHOLE = 128
 """Positions of the longest tile."""
-_SIDE = 128
+SIDE = 128
 """Rows and columns of the tiles that large products are cut into: one fills a multiprocessor."""
 # Loads of a sample's tiles wait for its scale: of 5 stages 3 hold tiles, of 3 stages 2.
-_CONFIGS = product_configs(
+CONFIGS = product_configs(
     (64, 64, 64, 4, 5), (128, 128, 64, 8, 3), (128, 128, 64, 8, 5), (64, 128, 64, 4, 5),
     (128, 64, 64, 4, 5), (64, 256, 64, 8, 5), (16, 128, 64, 4, 5), (128, 16, 64, 4, 5),
     (64, 64, _WHOLE, 4, 3), (64, 128, _WHOLE, 4, 3), (128, 128, _WHOLE, 8, 3),
@@ -67,27 +68,21 @@ _SPILLS = {
 }
 
 
-def _usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
+def usable_here(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
     """As of instantiated_norm; the longest tiles only for samples that would not fit in others."""
     whole = kwargs["BUCKET"] == _WHOLE
     fits = usable(configs, named, _SPILLS, **kwargs)
     return [c for c in fits if whole or c.kwargs["BLOCK_T"] < _WHOLE]
 
 
-@autotuned(
-    _CONFIGS,
-    key=["d", "p", "BUCKET", "MODE", "BY_SAMPLE", "work"],
-    prune=_usable,
-)
-@launched(do_not_specialize=["b", "splits", "work"])
-def _tiles_kernel(  # type: ignore[no-untyped-def]
-    a, g, scale, out, d, p, b, t, splits, work, a_b, a_t, a_d, g_b, g_t, g_p, scale_b, out_s,
+@triton.jit
+def sum_tile(  # type: ignore[no-untyped-def]
+    a, g, scale, out, d, p, b, t, split, splits, tile, a_b, a_t, a_d, g_b, g_t, g_p, scale_b,
     BY_SAMPLE: tl.constexpr, MODE: tl.constexpr, BUCKET: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
+    """One tile of a layer's sum over one of the stretches of (b, t)."""
     tiles_d = tl.cdiv(d, BLOCK_D)
-    tiles = tl.cdiv(p, BLOCK_P) * tiles_d
-    split, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     i, j = tile // tiles_d, tile % tiles_d
     local = tl.arange(0, BLOCK_T)
     rows, cols = i * BLOCK_P + tl.arange(0, BLOCK_P), j * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -127,14 +122,36 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
             g_tile = tl.load(g_at, mask=in_p & alive[None, :], other=0.0).to(tl.float32)
             a_tile = tl.load(a_at, mask=in_d & alive[:, None], other=0.0)
             acc = multiply(g_tile * factor[None, :], a_tile, acc, MODE)
-    to = out + split.to(tl.int64) * out_s + rows[:, None].to(tl.int64) * d + cols[None, :]
+    to = out + rows[:, None].to(tl.int64) * d + cols[None, :]
     tl.store(to, acc, mask=in_p & in_d)
 
 
-def _splits(p: int, d: int, steps: int, device: torch.device, store: int) -> int:
+@autotuned(
+    CONFIGS,
+    key=["d", "p", "BUCKET", "MODE", "BY_SAMPLE", "work"],
+    prune=usable_here,
+)
+@launched(do_not_specialize=["b", "splits", "work"])
+def _tiles_kernel(  # type: ignore[no-untyped-def]
+    a, g, scale, out, d, p, b, t, splits, work, a_b, a_t, a_d, g_b, g_t, g_p, scale_b, out_s,
+    BY_SAMPLE: tl.constexpr, MODE: tl.constexpr, BUCKET: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(p, BLOCK_P) * tl.cdiv(d, BLOCK_D)
+    split, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    sum_tile(
+        a, g, scale, out + split.to(tl.int64) * out_s, d, p, b, t, split, splits, tile,
+        a_b, a_t, a_d, g_b, g_t, g_p, scale_b, BY_SAMPLE, MODE, BUCKET, BLOCK_P, BLOCK_D, BLOCK_T,
+    )  # fmt: skip
+
+
+def splits_for(
+    p: int, d: int, steps: int, device: torch.device, store: int, layers: int = 1
+) -> int:
     """Stretches of (b, t), each of some of the steps. Of small tiles a multiprocessor holds several."""
-    sides = [min(_SIDE, next_power_of_2(n)) for n in (p, d)]
-    return splits_of(cdiv(p, _SIDE) * cdiv(d, _SIDE), steps, slots(device, *sides), store)
+    sides = [min(SIDE, next_power_of_2(n)) for n in (p, d)]
+    tiles = layers * cdiv(p, SIDE) * cdiv(d, SIDE)
+    return splits_of(tiles, steps, slots(device, *sides), store)
 
 
 def scaled_sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
@@ -157,7 +174,7 @@ def scaled_sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
     (b, t, d), p = a.shape, g.shape[2]
     if not (b and t and d and p):
         return torch.zeros(p, d, dtype=torch.float32, device=a.device)
-    if to_copy(a, cdiv(p, _SIDE)):
+    if to_copy(a, cdiv(p, SIDE)):
         return _sum(aligned(a), g, scale)[:, :d].contiguous()  # callers view it as they like
     return _sum(a, g, scale, same)
 
@@ -176,7 +193,7 @@ def _empty(splits: int, p: int, d: int, device: torch.device) -> Tensor:
 def _sum(a: Tensor, g: Tensor, scale: Tensor, same: Hashable = None) -> Tensor:
     """scaled_sum of g [b, t, p] as it lies, or of copies of as many columns as there is room for."""
     p, d = g.shape[2], a.shape[2]
-    size = to_copy(g, cdiv(d, _SIDE))
+    size = to_copy(g, cdiv(d, SIDE))
     if not size:
         return _product(a, g, scale, same)
     out = torch.empty(p, d, dtype=torch.float32, device=a.device)
@@ -185,9 +202,9 @@ def _sum(a: Tensor, g: Tensor, scale: Tensor, same: Hashable = None) -> Tensor:
     return out
 
 
-def _product(a: Tensor, g: Tensor, scale: Tensor, same: Hashable = None) -> Tensor:
-    """scaled_sum of operands that lie well, none of them empty; `same`: their kind."""
-    (b, t, d), p = a.shape, g.shape[2]
+def form_of(a: Tensor, g: Tensor) -> tuple[dict[str, Any], int, int]:
+    """Constants of a launch, steps of a tile's sum, and those that a part's own sum costs."""
+    b, t, _ = a.shape
     mode = product_mode(a, g)
     by_sample = mode == "native" and t >= _FEW
     if mode == "native" and not by_sample:
@@ -195,7 +212,15 @@ def _product(a: Tensor, g: Tensor, scale: Tensor, same: Hashable = None) -> Tens
     bucket = next_power_of_2(t)
     step = _WHOLE if bucket == _WHOLE else 64
     steps = b * cdiv(t, step) if by_sample else cdiv(b * t, STEP)
-    splits = _splits(p, d, steps, a.device, STORE * 64 // step if by_sample else STORE)
+    constants = {"BY_SAMPLE": by_sample, "MODE": mode, "BUCKET": bucket}
+    return constants, steps, STORE * 64 // step if by_sample else STORE
+
+
+def _product(a: Tensor, g: Tensor, scale: Tensor, same: Hashable = None) -> Tensor:
+    """scaled_sum of operands that lie well, none of them empty; `same`: their kind."""
+    (b, t, d), p = a.shape, g.shape[2]
+    constants, steps, store = form_of(a, g)
+    splits = splits_for(p, d, steps, a.device, store)
     out = _empty(splits, p, d, a.device)
 
     def grid(meta: dict[str, Any]) -> tuple[int]:
@@ -203,7 +228,7 @@ def _product(a: Tensor, g: Tensor, scale: Tensor, same: Hashable = None) -> Tens
 
     _tiles_kernel[grid](
         a, g, scale, out, d, p, b, t, splits, work_class(steps), *a.stride(), *g.stride(),
-        scale.stride(0), p * d, BY_SAMPLE=by_sample, MODE=mode, BUCKET=bucket, same=same,
+        scale.stride(0), p * d, **constants, same=same,
     )  # fmt: skip
     if same is not None:
         if len(_SPLITS) >= _MOST_KNOWN:

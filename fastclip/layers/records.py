@@ -52,17 +52,18 @@ class LinearRecord(LaidRecord):
         return ops.begin_ghost_norm(self.a, self.g)
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
-        if self.transposed:
-            return ops.scaled_sum(self.g, self.a, scale)
-        return ops.scaled_sum(self.a, self.g, scale)
+        return ops.scaled_sum(*self.pair(), scale)
+
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """Input and gradient of the map whose weight's gradient, not transposed, this is."""
+        return (self.g, self.a) if self.transposed else (self.a, self.g)
 
     def turned(self) -> LinearRecord:
         """The same for a weight of which this record's is the transpose."""
         return LinearRecord(self.a, self.g, ghost=self.ghost, transposed=not self.transposed)
 
     def per_sample(self) -> Tensor:
-        pair = (self.g, self.a) if self.transposed else (self.a, self.g)
-        return ops.per_sample_gradients(*pair)
+        return ops.per_sample_gradients(*self.pair())
 
     def slack(self) -> Tensor | None:
         return ops.product_slack(self.a, self.g)

@@ -37,6 +37,7 @@ from fastclip.ops.grams import LastInput, half_gram
 from fastclip.ops.index import index_on
 from fastclip.ops.kept import kept_sum, kept_sums
 from fastclip.ops.linear import (
+    LAYERS_TOGETHER,
     begin_ghost_norm,
     finish_ghost_norm,
     ghost_norm,
@@ -45,6 +46,7 @@ from fastclip.ops.linear import (
     instantiated_norm,
     per_sample_gradients,
     scaled_sum,
+    scaled_sums,
 )
 from fastclip.ops.norm_affine import group_norm_grads, layer_norm_grads, rms_norm_grads
 from fastclip.ops.norm_backward import (
@@ -66,6 +68,7 @@ from fastclip.ops.precision import full_float32, in_full_float32
 from fastclip.ops.routed import routed_gradients, routed_norm, routed_slack, sum_by_owner
 
 __all__ = [
+    "LAYERS_TOGETHER",
     "ConvGeometry",
     "LastInput",
     "ProductSlack",
@@ -124,6 +127,7 @@ __all__ = [
     "routed_slack",
     "row_norm_sq",
     "scaled_sum",
+    "scaled_sums",
     "shaped",
     "sum_by_owner",
     "threshold_step",

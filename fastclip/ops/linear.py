@@ -19,6 +19,8 @@ from fastclip.ops.numerics import (
 from fastclip.ops.precision import in_full_float32
 
 _SCRATCH_BYTES = 8 << 20
+LAYERS_TOGETHER = 12
+"""Most layers whose sums a kernel computes in one launch."""
 
 
 @operation
@@ -144,3 +146,13 @@ def scaled_sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
     else:
         g = g * factor
     return g.flatten(0, 1).t() @ a.flatten(0, 1)
+
+
+@operation
+def scaled_sums(pairs: Sequence[tuple[Tensor, Tensor]], scale: Tensor) -> list[Tensor]:
+    """`scaled_sum` of several layers; the results may be parts of one buffer.
+
+    Args:
+        pairs: (a, g) of each layer, at most LAYERS_TOGETHER. scale: [b].
+    """
+    return [scaled_sum(a, g, scale) for a, g in pairs]

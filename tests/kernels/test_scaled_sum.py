@@ -112,7 +112,7 @@ def test_any_split(
     splits: int, t: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stretches that begin and end inside a sample, and some without any row."""
-    monkeypatch.setattr(module, "_splits", lambda *_: splits)
+    monkeypatch.setattr(module, "splits_for", lambda *_: splits)
     check(*operands(5, t, 20, 70, dtype))
 
 
@@ -125,14 +125,14 @@ def test_bitwise_repeatable(t: int, dtype: torch.dtype) -> None:
 
 def test_small_sums_are_cut_into_more_parts() -> None:
     """Of as many tiles: a multiprocessor holds more of small ones."""
-    large, small = (module._splits(n, n, 1000, DEVICE, 8) for n in (128, 16))
+    large, small = (module.splits_for(n, n, 1000, DEVICE, 8) for n in (128, 16))
     assert 1 < large < small
 
 
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 64, 65, 700])
 def test_a_configuration_for_everything(n: int) -> None:
     for p, mode in product((1, 16, 40, 64, 300), ("native", "ieee", "tf32x3")):
-        assert module.usable(module._CONFIGS, {"p": p, "d": n, "MODE": mode})
+        assert module.usable(module.CONFIGS, {"p": p, "d": n, "MODE": mode})
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the autotuner runs every configuration")
@@ -144,7 +144,7 @@ def test_every_configuration(
     a, g, scale = operands(2, t, d, p, dtype)
     mode = product_mode(a, g)
     mode = "tf32x3" if mode == "native" and t < 16 else mode
-    for config in module.usable(module._CONFIGS, {"p": p, "d": d, "MODE": mode}):
+    for config in module.usable(module.CONFIGS, {"p": p, "d": d, "MODE": mode}):
         monkeypatch.setattr(module._tiles_kernel, "usable", lambda *_, config=config: [config])
         check(a, g, scale)
 

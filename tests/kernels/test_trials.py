@@ -141,7 +141,7 @@ def test_instantiated(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("t", [3, 40])
 def test_sums(t: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """By sample, and of rows of many samples."""
-    monkeypatch.setattr(MODULES["scaled_sum"], "_splits", lambda *_: 2)
+    monkeypatch.setattr(MODULES["scaled_sum"], "splits_for", lambda *_: 2)
     a, g = normal(3, t, 130, dtype=dtype), normal(3, t, 70, dtype=dtype, seed=1)
     scale = torch.rand(3, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     expected = torch.einsum("b,btp,btd->pd", scale.double(), g.double(), a.double())

@@ -1,0 +1,119 @@
+"""Clipped sums of several linear layers of one kind in one launch; scaled_sum is that of one.
+
+The last wave of a launch leaves multiprocessors empty. Here one grid has the tiles of all layers, so
+that there is one such wave for a group, and `splits` are chosen for all its tiles. Addresses are
+arguments, not a table in memory: no copy to the device, and 16 is known to divide each of them. A
+program has one tile, as in scaled_sum, whose arithmetic and order this is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastclip.kernels.alignment import WIDE, to_copy
+from fastclip.kernels.rounding import by_tf32
+from fastclip.kernels.runtime import alike, autotuned, cdiv, launched, runs_on, takes
+from fastclip.kernels.scaled_sum import (
+    CONFIGS,
+    SIDE,
+    form_of,
+    splits_for,
+    sum_tile,
+    usable_here,
+)
+from fastclip.kernels.work import work_class
+from fastclip.ops.linear import LAYERS_TOGETHER
+
+_SPLITS: dict[Hashable, int] = {}
+"""Of groups of a kind."""
+_MOST_KNOWN = 4096
+
+
+@triton.jit
+def _one_of(layer, x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11):  # type: ignore[no-untyped-def]
+    """By selects, which keep what is known of the addresses: that 16 divides them."""
+    x = tl.where(layer == 1, x1, x0)
+    x = tl.where(layer == 2, x2, x)
+    x = tl.where(layer == 3, x3, x)
+    x = tl.where(layer == 4, x4, x)
+    x = tl.where(layer == 5, x5, x)
+    x = tl.where(layer == 6, x6, x)
+    x = tl.where(layer == 7, x7, x)
+    x = tl.where(layer == 8, x8, x)
+    x = tl.where(layer == 9, x9, x)
+    x = tl.where(layer == 10, x10, x)
+    return tl.where(layer == 11, x11, x)
+
+
+@autotuned(
+    CONFIGS,
+    key=["d", "p", "BUCKET", "MODE", "BY_SAMPLE", "work"],
+    prune=usable_here,
+)
+@launched(do_not_specialize=["b", "splits", "work", "layers"])
+def _layers_kernel(  # type: ignore[no-untyped-def]
+    a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11,
+    g0, g1, g2, g3, g4, g5, g6, g7, g8, g9, g10, g11,
+    scale, out, d, p, b, t, splits, work, a_b, a_t, a_d, g_b, g_t, g_p, scale_b, layers, out_l,
+    BY_SAMPLE: tl.constexpr, MODE: tl.constexpr, BUCKET: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(p, BLOCK_P) * tl.cdiv(d, BLOCK_D)
+    part, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    layer, split = part // splits, part % splits
+    sum_tile(
+        _one_of(layer, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11),
+        _one_of(layer, g0, g1, g2, g3, g4, g5, g6, g7, g8, g9, g10, g11),
+        scale, out + (split * layers + layer).to(tl.int64) * out_l, d, p, b, t, split, splits, tile,
+        a_b, a_t, a_d, g_b, g_t, g_p, scale_b, BY_SAMPLE, MODE, BUCKET, BLOCK_P, BLOCK_D, BLOCK_T,
+    )  # fmt: skip
+
+
+def scaled_sums(pairs: Sequence[tuple[Tensor, Tensor]], scale: Tensor) -> list[Tensor]:
+    """scaled_sum of layers of one kind, cut together in one launch: fastclip.ops.scaled_sums.
+
+    One grid for all: the last wave, which leaves multiprocessors empty, is that of the group.
+    """
+    layers, (a, g) = len(pairs), pairs[0]
+    same = alike(a, g, scale), by_tf32(a, g), layers
+    if not 1 < layers <= LAYERS_TOGETHER or any(alike(*pair) != alike(a, g) for pair in pairs[1:]):
+        return NotImplemented
+    if any(x.data_ptr() % WIDE for pair in pairs for x in pair):
+        return NotImplemented
+    (b, t, d), p = a.shape, g.shape[2]
+    inputs, gradients = zip(*pairs, *[pairs[0]] * (LAYERS_TOGETHER - layers), strict=True)
+    splits = _SPLITS.get(same)
+    if splits is not None:
+        out = torch.empty(splits, layers, p, d, dtype=torch.float32, device=a.device)
+        if _layers_kernel.repeat(same, *inputs, *gradients, scale, out):
+            return _each(out)
+    if not (takes(a, g) and runs_on(a, scale)) or not (b and t and d and p):
+        return NotImplemented
+    if to_copy(a, cdiv(p, SIDE)) or to_copy(g, cdiv(d, SIDE)):
+        return NotImplemented
+    constants, steps, store = form_of(a, g)
+    splits = splits_for(p, d, steps, a.device, store, layers)
+    out = torch.empty(splits, layers, p, d, dtype=torch.float32, device=a.device)
+
+    def grid(meta: dict[str, Any]) -> tuple[int]:
+        return (layers * splits * cdiv(p, meta["BLOCK_P"]) * cdiv(d, meta["BLOCK_D"]),)
+
+    _layers_kernel[grid](
+        *inputs, *gradients, scale, out, d, p, b, t, splits, work_class(steps), *a.stride(),
+        *g.stride(), scale.stride(0), layers, p * d, **constants, same=same,
+    )  # fmt: skip
+    if len(_SPLITS) >= _MOST_KNOWN:
+        _SPLITS.clear()
+    _SPLITS[same] = splits
+    return _each(out)
+
+
+def _each(out: Tensor) -> list[Tensor]:
+    """Of every layer, from the parts' sums [splits, layers, p, d]."""
+    return list((out[0] if len(out) == 1 else out.sum(0)).unbind())
