@@ -14,7 +14,18 @@ from fastclip.errors import GraphError, StepError
 _NONE = None, 0, None
 
 
-class ClippedSums:
+class SumsOfOne:
+    """Sums that one process makes alone."""
+
+    def together(self, entries: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+        """Lists of parameters, in the order in which a pass is to sum what it holds for them."""
+        return [list(entries)[::-1]]
+
+    def exchange(self, parameters: list[nn.Parameter]) -> None:
+        """A pass has summed all that it holds for these."""
+
+
+class ClippedSums(SumsOfOne):
     """What one engine has summed since its last real step, by parameter.
 
     `p.summed_grad` shows a sum and is never read back: another engine of the same parameter, or a
@@ -60,13 +71,6 @@ class ClippedSums:
         if shown is not total or (total is not None and total._version != version):
             raise changed(f"a parameter of shape {tuple(parameter.shape)}")
         return total
-
-    def together(self, entries: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-        """Lists of parameters, in the order in which a pass is to sum what it holds for them."""
-        return [list(entries)[::-1]]
-
-    def exchange(self, parameters: list[nn.Parameter]) -> None:
-        """A pass has summed all that it holds for these; nothing is to be done in one process."""
 
     def clear(self, parameters: Iterable[nn.Parameter]) -> None:
         """Forget all sums, and show none on these parameters."""

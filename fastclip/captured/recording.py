@@ -18,6 +18,7 @@ from fastclip import ops
 from fastclip.backward.arithmetic import arithmetic
 from fastclip.backward.backward_pass import BackwardPass
 from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.backward.sums import SumsOfOne
 from fastclip.captured.device import Recorder
 from fastclip.captured.frozen import Frozen
 from fastclip.errors import FastclipError, GraphError
@@ -27,7 +28,7 @@ _COARSE = 2e-2
 """Of coarser losses: kernels may sum in another order. A graph that is wrong is wrong by more."""
 
 
-class _Sums:
+class _Sums(SumsOfOne):
     """Clipped sums by parameter, of one pass."""
 
     def __init__(self) -> None:
