@@ -14,7 +14,9 @@ from typing import Any
 import opacus
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -355,3 +357,33 @@ def test_checkpoints_run_as_before_in_whatever_order_contexts_are_left() -> None
     assert _torch.CheckpointFunction.apply() == 2
     second.close()
     assert "apply" not in vars(_torch.CheckpointFunction)
+
+
+def test_modules_at_rest(tmp_path) -> None:
+    """fully_shard's hooks cast their inputs as ever, but leave the parameters as they are."""
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1
+    )
+    try:
+        net: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for module in (net[0], net):
+            fully_shard(module, mp_policy=half)
+        x = torch.ones(1, 2)
+        net(x)
+        assert isinstance(net[0].weight, DTensor)
+        for module in (net, net[0]):
+            module.unshard()
+        whole = net[0].weight
+        with _torch.at_rest([net, net[0]]):
+            out = net(x)
+            assert out.dtype == torch.bfloat16
+            assert net[0].weight is whole
+            out.sum().backward()
+            assert net[0].weight is whole
+            assert whole.grad is not None
+        whole.grad = None
+        net(x)
+        assert isinstance(net[0].weight, DTensor)
+    finally:
+        distributed.destroy_process_group()

@@ -76,7 +76,7 @@ def grouped(model: Model, cores: int, most: int) -> float:
 
 def table(cores: int) -> str:
     """A line for each model: what is lost beyond the ideal, now and in groups."""
-    lines = [f"{'lost beyond full waves':<34}{'now':>8}{'of 4':>8}{'of 12':>8}"]
+    lines = [f"{'lost beyond full waves':<34}{'of 1':>8}{'of 4':>8}{'of 12':>8}"]
     for model in MODELS:
         now, ideal = taken(model, cores)
         lost = (now, grouped(model, cores, 4), grouped(model, cores, 12))
