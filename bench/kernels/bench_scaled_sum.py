@@ -61,6 +61,34 @@ def case(model: str, b: int, t: int, d: int, p: int, dtype: torch.dtype) -> Case
     )  # fmt: skip
 
 
+def together(count: int, b: int, t: int, d: int, p: int, dtype: torch.dtype) -> Case:
+    """Layers of one shape in one launch, beside a launch for each."""
+
+    def make(device: torch.device, generator: torch.Generator) -> Mapping[str, Any]:
+        scale = torch.rand(b, generator=generator, device=generator.device).to(device)
+        pairs = [operands(b, t, d, p, dtype)(device, generator) for _ in range(count)]
+        return {"pairs": [(pair["a"], pair["g"]) for pair in pairs], "scale": scale}
+
+    def run(pairs: list[tuple[Tensor, Tensor]], scale: Tensor) -> list[Tensor]:
+        return ops.scaled_sums(pairs, scale)
+
+    def alone(pairs: list[tuple[Tensor, Tensor]], scale: Tensor) -> list[Tensor]:
+        return [ops.scaled_sum(a, g, scale) for a, g in pairs]
+
+    def rounded(pairs: list[tuple[Tensor, Tensor]], scale: Tensor) -> list[Tensor]:
+        return [scaled_matmul(a, g, scale) for a, g in pairs]
+
+    return Case(
+        operation="scaled_sums", model="ClinicalBERT", dtype=dtype, make=make, run=run,
+        shape={"layers": count, "b": b, "t": t, "d": d, "p": p}, flops=2.0 * count * b * t * d * p,
+        others={"a launch each": alone, "scale, then matmul": rounded},
+        nbytes=float(count * (b * t * (d + p) * dtype.itemsize + 4 * d * p) + 4 * b),
+        tolerance=1e-2,
+    )  # fmt: skip
+
+
 def cases() -> list[Case]:
     found = [case(*layer, torch.bfloat16) for layer in LAYERS]
+    shapes = ((12, 64, 128, 768, 768), (12, 64, 128, 768, 3072), (2, 4, 128, 256, 256))
+    found += [together(*shape, torch.bfloat16) for shape in shapes]
     return found + [case(*LAYERS[i], torch.float32) for i in (0, 1, 2)]

@@ -3,9 +3,10 @@
     python -m bench.kernels.waves
 
 Computed, not measured: steps that a GPU of `--cores` multiprocessors takes one after the other for the
-sums of a model's linear layers (`scaled_sum`), each layer in its own launch as it is cut now, over the
-steps that would keep every multiprocessor busy to the end. A step is a tile of 128 rows, 128 columns and
-one sample of up to 128 positions, or 64 positions of a longer one. Launches cost nothing here.
+sums of a model's linear layers, each layer in its own launch (`scaled_sum`) or up to 12 of one shape in
+one (`scaled_sums`), over the steps that would keep every multiprocessor busy to the end. A step is a
+tile of 128 rows, 128 columns and one sample of up to 128 positions, or 64 positions of a longer one.
+Launches cost nothing here.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def work(model: Model, outputs: int, inputs: int) -> tuple[int, int, int]:
 
 
 def taken(model: Model, cores: int) -> tuple[float, float]:
-    """Steps one after the other: as layers are cut now, and with no multiprocessor ever idle."""
+    """Steps one after the other: each layer in its own launch, and with no multiprocessor ever idle."""
     now = ideal = 0.0
     for outputs, inputs, count in model.layers:
         tiles, steps, store = work(model, outputs, inputs)
@@ -75,8 +76,8 @@ def grouped(model: Model, cores: int, most: int) -> float:
 
 
 def table(cores: int) -> str:
-    """A line for each model: what is lost beyond the ideal, now and in groups."""
-    lines = [f"{'lost beyond full waves':<34}{'of 1':>8}{'of 4':>8}{'of 12':>8}"]
+    """A line for each model: what is lost beyond the ideal, alone and in groups."""
+    lines = [f"{'lost beyond full waves':<34}{'alone':>8}{'of 4':>8}{'of 12':>8}"]
     for model in MODELS:
         now, ideal = taken(model, cores)
         lost = (now, grouped(model, cores, 4), grouped(model, cores, 12))

@@ -9,7 +9,7 @@ configuration and GPU, one result: `runtime.autotuned`). With n_p by n_d tiles, 
 and g n_d times, from L2 after the first.
 
 A sample's contribution must not exceed its sensitivity, and the scales leave 2^-18 for rounding.
-s_b g_b rounded to bfloat16 (2^-9 a value, alike for equal values) would break it, and so would two
+s_b g_b rounded to bfloat16 (2^-8 a value, alike for equal values) would break it, and so would two
 bfloat16 halves (2^-17). So nothing is rounded before a product:
 - 16-bit operands are multiplied as they are (exactly, on tensor cores), one sample after the other,
   and each sample's float32 sum is scaled by one multiply-add a value of the tile and sample. A tile

@@ -36,6 +36,7 @@ NAMES = (
     "instantiated_norm",
     "norm_affine",
     "scaled_sum",
+    "scaled_sums",
 )
 MODULES = {name: import_module(f"fastclip.kernels.{name}") for name in NAMES}
 Order = Callable[[list[triton.Config]], list[triton.Config]]
@@ -146,6 +147,20 @@ def test_sums(t: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
     scale = torch.rand(3, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     expected = torch.einsum("b,btp,btd->pd", scale.double(), g.double(), a.double())
     check(monkeypatch, lambda: KERNELS["scaled_sum"](a, g, scale), [expected], 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+def test_sums_of_layers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULES["scaled_sums"], "splits_for", lambda *_: 2)
+    pairs = [
+        (normal(3, 40, 130, dtype=dtype, seed=k), normal(3, 40, 70, dtype=dtype, seed=k + 10))
+        for k in range(2)
+    ]
+    scale = torch.rand(3, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    expected = [
+        torch.einsum("b,btp,btd->pd", scale.double(), g.double(), a.double()) for a, g in pairs
+    ]
+    check(monkeypatch, lambda: KERNELS["scaled_sums"](pairs, scale), expected, 1e-5)
 
 
 def test_convolutions_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
