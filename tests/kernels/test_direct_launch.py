@@ -241,3 +241,33 @@ def test_a_repeated_ghost_norm_has_the_pairs_of_its_configuration(
     else:
         assert isinstance(found, GhostSums)
         assert (found.columns, found.bounds) == (pairs, bounds)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_repeated_sums_of_layers(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses in the kernel's order, the first layer's where there is none; of all parts, the sum."""
+    module = import_module("fastclip.kernels.scaled_sums")
+    given: list[torch.Tensor] = []
+
+    def repeat(same: object, *tensors: torch.Tensor) -> bool:
+        given.extend(tensors)
+        tensors[-1].copy_(torch.arange(2.0)[:, None, None] + torch.ones(splits, 1, 1, 1))
+        return True
+
+    names = module._layers_kernel.kernel.arg_names
+    monkeypatch.setattr(module, "_layers_kernel", SimpleNamespace(repeat=repeat))
+    pairs = [(torch.zeros(2, 4, 8), torch.zeros(2, 4, 16)) for _ in range(2)]
+    scale = torch.ones(2)
+    same = runtime.alike(*pairs[0], scale), by_tf32(*pairs[0]), 2
+    monkeypatch.setattr(module, "_SPLITS", {same: splits})
+    first, second = module.scaled_sums(pairs, scale)
+    assert torch.equal(first, torch.full((16, 8), 1.0 * splits))
+    assert torch.equal(second, torch.full((16, 8), 2.0 * splits))
+    by_name = dict(zip(names, given, strict=False))
+    assert by_name["a0"] is pairs[0][0]
+    assert by_name["a1"] is pairs[1][0]
+    assert by_name["g1"] is pairs[1][1]
+    assert by_name["a11"] is pairs[0][0]
+    assert by_name["g11"] is pairs[0][1]
+    assert by_name["scale"] is scale
+    assert by_name["out"].shape == (splits, 2, 16, 8)
