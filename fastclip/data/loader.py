@@ -57,6 +57,8 @@ class _Watched:
         self._rows, self._draws = rows, draws
         self._distinct = None if distinct is None else distinct.one_pass()
         self._iteration = Iteration()
+        if draws.filling is not None:  # of a pass over the data that was broken off
+            draws.filling.left = 0
 
     def __iter__(self) -> _Watched:
         return self

@@ -21,9 +21,8 @@ from fastclip.ops.numerics import accumulation_dtype
 from fastclip.parallel.digest import digest
 from fastclip.parallel.reaching import reaching
 
-_reduce_scatter: Any = getattr(
-    distributed, "reduce_scatter_single", None
-)  # its name since torch 2.13
+# named so since torch 2.13
+_reduce_scatter: Any = getattr(distributed, "reduce_scatter_single", None)
 if _reduce_scatter is None:
     _reduce_scatter = distributed.reduce_scatter_tensor
 

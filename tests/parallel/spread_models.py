@@ -321,6 +321,23 @@ def by_workers() -> list[Tensor]:
     return found
 
 
+def broken_off() -> dict[str, Any]:
+    """Passes over the data that are left while workers have drawn ahead: nothing of them is left."""
+    net = sharded("plain")
+    torch.manual_seed(6)
+    loader = DataLoader(MODELS["plain"][2], batch_size=4, num_workers=2)
+    made, rows = made_of(net, "plain", loader=loader), []
+    for _ in range(4):
+        options: Any = {"max_physical_batch_size": 1, "optimizer": made[2]}
+        with BatchMemoryManager(data_loader=made[3], **options) as parts:
+            for x, _ in parts:
+                step(made, net, x)
+                rows.append(len(x))
+                if not made[2]._is_last_step_skipped:
+                    break
+    return {"weights": weights(net), "steps": made[2].keeper.clipping.step, "rows": rows}
+
+
 def events() -> dict[str, Tensor]:
     """The same run, whatever happens beside it."""
     return {
@@ -381,4 +398,7 @@ def cleaned() -> list[bool]:
 
 def spread_models() -> dict[str, Any]:
     """All of it."""
-    return {"models": models(), "events": events(), "mixed": mixed(), "cleaned": cleaned()}
+    return {
+        "models": models(), "events": events(), "mixed": mixed(), "cleaned": cleaned(),
+        "broken off": broken_off(),
+    }  # fmt: skip

@@ -56,5 +56,14 @@ def test_mixed_precision(found, way: str) -> None:
     assert torch.equal(mine, found[1]["mixed"][way])
 
 
+def test_passes_that_are_broken_off(found) -> None:
+    """Draws of the next one are not filled up by what was left of the one before."""
+    first, second = (rank["broken off"] for rank in found)
+    assert torch.equal(first["weights"], second["weights"])
+    assert first["steps"] == second["steps"] == 4
+    for mine, other in zip(first["rows"], second["rows"], strict=True):
+        assert mine or other  # as many physical batches as the larger draw has, and no more
+
+
 def test_cleanup_gives_the_gradients_back(found) -> None:
     assert all(all(rank["cleaned"]) for rank in found)
