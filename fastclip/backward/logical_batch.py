@@ -40,6 +40,8 @@ class LogicalBatch:
         self._found: PhysicalBatch | None = None
         self._begun: PhysicalBatch | None = None
         """The batch by whose units the pass under way clips; a loader in another thread draws on."""
+        self._fills = False
+        """The next pass is over a placeholder row that stands for no draw."""
         self.next_units: UnitRows | None = None
         """Which rows of the next pass are clipped as one; it is used up by that pass."""
 
@@ -55,9 +57,9 @@ class LogicalBatch:
 
     def next_skip(self, *, pop: bool = True) -> bool:
         """Whether the next step only accumulates."""
-        announced = None if self.draws is None else self.draws.announced
-        if announced is not None:
-            return announced
+        last = None if self.draws is None else self.draws.last
+        if last is not None and last.skip is not None:
+            return last.skip
         if not self.flags:
             return False
         return self.flags.pop(0) if pop else self.flags[0]
@@ -108,7 +110,7 @@ class LogicalBatch:
         with self.changing():
             yield
             self.flags.clear()
-            self.next_units = None
+            self.next_units, self._fills = None, False
             if self.draws is not None:
                 self.draws.give_up(forget=True)
             self.pending, self._state = 0, after
@@ -134,12 +136,21 @@ class LogicalBatch:
         assert isinstance(after, State)
         self.pending, self._state = self.pending + passes, after
 
+    def fill(self) -> None:
+        """The next pass is over a placeholder row, and contributes nothing to the draw in hand.
+
+        Ranks that go through one model together make equally many passes, whatever they have drawn.
+        """
+        self._fills = True
+
     def find(self, rows: int) -> bool:
         """The pass holds `rows` rows, of the batch in hand; False if it is a placeholder.
 
         Raises:
             StepError, BatchSizeError: the data loader did not draw them.
         """
+        if self._fills:
+            return False
         self._found, self._begun = self._begun, None
         if self._found is None and self.draws is not None:
             self._found = self.draws.find(rows)
@@ -152,7 +163,7 @@ class LogicalBatch:
             StepError, BatchSizeError: they are not the rows that the data loader drew of those units.
         """
         units, self.next_units, self._begun = self.next_units, None, None
-        if units is None and self.draws is not None:
+        if units is None and self.draws is not None and not self._fills:
             self._begun, units = self.draws.units_of(rows)
         if units is not None and len(units) != rows:
             raise BatchSizeError(
@@ -177,7 +188,7 @@ class LogicalBatch:
         """The pass has contributed, through `calls` calls of the model."""
         if self.draws is not None and self._found is not None:
             self.draws.use(self._found, rows, calls)
-        self._found = None
+        self._found, self._fills = None, False
         self._contributed(1)
 
     def contribute(self, passes: list[int]) -> bool:

@@ -163,9 +163,9 @@ class Draws:
         return len({id(b.draw) for b in self._used})
 
     @property
-    def announced(self) -> bool | None:
-        """Whether the step of the batch used last only accumulates, as its sampler said."""
-        return self._used[-1].skip if self._used else None
+    def last(self) -> PhysicalBatch | None:
+        """The batch used last, of the logical batch that is being gathered."""
+        return self._used[-1] if self._used else None
 
     def find(self, rows: int) -> PhysicalBatch | None:
         """The batch that a backward pass over `rows` rows trains on; None where none is known.

@@ -16,7 +16,7 @@ from fastclip.data.unit_ids import unit_numbers
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.explanation import Setup, explain
 
-_ONE_PROCESS = "train on one device: start one process, with one GPU in CUDA_VISIBLE_DEVICES"
+_WAYS = "start one process a GPU (torchrun), for DistributedDataParallel or FSDP2 (fsdp=True)"
 
 
 @dataclass
@@ -110,6 +110,12 @@ def check_still_private(trainer: Any) -> None:
             f"trainer.args.max_grad_norm was set to {args.max_grad_norm}, which would clip the noisy "
             "mean; leave it, the threshold of each row is per_sample_max_grad_norm"
         )
+    kind = getattr(trainer.accelerator.distributed_type, "value", "NO")
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA", "TP"):
+        raise ArgumentError(
+            f"Accelerate was told to train by {kind}, which takes the gradients over before they are "
+            "clipped; use DistributedDataParallel (its default for several processes) or FSDP2"
+        )
     if trainer.accelerator.mixed_precision == "fp16":
         raise ArgumentError(
             "Accelerate was told to use fp16 (ACCELERATE_MIXED_PRECISION, or accelerate's own "
@@ -152,11 +158,13 @@ def _refusals(args: Any, privacy: PrivacyArguments) -> dict[str, tuple[bool, str
             "its loss scaler skips steps on overflow, which tells something about raw gradients; "
             "use bf16=True",
         ),
-        "deepspeed": (bool(of("deepspeed")), f"it takes the gradients over; {_ONE_PROCESS}"),
-        "fsdp": (bool(of("fsdp")), f"it shards the parameters; {_ONE_PROCESS}"),
-        "parallelism_config": (bool(of("parallelism_config")), _ONE_PROCESS),
-        "world_size > 1": (args.world_size > 1, _ONE_PROCESS),
-        "n_gpu > 1": (args.n_gpu > 1, f"DataParallel replicates the model; {_ONE_PROCESS}"),
+        "deepspeed": (bool(of("deepspeed")), f"it takes the gradients over; {_WAYS}"),
+        "fsdp_config={'version': 1}": (
+            bool(of("fsdp")) and int((of("fsdp_config") or {}).get("version", 2)) == 1,
+            "its flat parameters hide the layers' own; use version 2",
+        ),
+        "parallelism_config": (bool(of("parallelism_config")), f"it splits layers or rows; {_WAYS}"),
+        "n_gpu > 1": (args.n_gpu > 1, f"DataParallel replicates the model; {_WAYS}"),
         "auto_find_batch_size=True": (
             bool(of("auto_find_batch_size")),
             "it would start again with another logical batch after steps were released; choose "

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from fastclip.accounting.segments import read_segments
 from fastclip.errors import ArgumentError
 from fastclip.integrations.budget import Budget
+from fastclip.parallel.checkpoints import write_whole
 
 ACCOUNTANT_NAME = "privacy_accountant.json"
 """File of a checkpoint that holds what was spent."""
@@ -90,17 +91,16 @@ class AccountedCheckpoints(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """As Accelerate does, so that a resumed epoch skips the batches that were drawn before."""
-        if args.data_seed is not None:
-            seed = args.data_seed + int(state.epoch or 0) + _RUN_STRIDE * self.trainer.run_number
-            self.trainer.sampling_generator.manual_seed(seed)
+        self.trainer.seed_draws(int(state.epoch or 0) + _RUN_STRIDE * self.trainer.run_number)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Beside the optimizer's state, whose steps it prices."""
+        if not state.is_world_process_zero:
+            return
         path = os.path.join(args.output_dir, f"checkpoint-{state.global_step}", ACCOUNTANT_NAME)
         trainer = self.trainer
         saved = {
             **trainer.engine.accountant.state_dict(), "run": trainer.run_number,
             "noise_multiplier": trainer.mechanism[0], "sample_rate": trainer.mechanism[1],
         }  # fmt: skip
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(saved, file)
+        write_whole(path, lambda file: file.write_text(json.dumps(saved), encoding="utf-8"))

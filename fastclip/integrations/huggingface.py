@@ -38,13 +38,13 @@ from fastclip.integrations.checkpoints import (
 )
 from fastclip.integrations.physical import LogicalBatchData, SplitCollate, by_units
 from fastclip.integrations.row_losses import Checked
-from fastclip.integrations.trainer_loss import RowLossTrainer
+from fastclip.integrations.trainer_ranks import RanksTrainer, innermost
 from fastclip.optim.optimizer import FastDPOptimizer
 
 __all__ = ["ACCOUNTANT_NAME", "PrivacyArguments", "PrivateTrainer"]
 
 
-class PrivateTrainer(RowLossTrainer):
+class PrivateTrainer(RanksTrainer):
     """A transformers.Trainer whose training is differentially private, row by row.
 
     Example:
@@ -161,22 +161,21 @@ class PrivateTrainer(RowLossTrainer):
             "collate_fn", "num_workers", "pin_memory", "worker_init_fn", "multiprocessing_context",
             "prefetch_factor", "persistent_workers",
         )  # fmt: skip
+        shares = self._shares(prepared.dataset, shuffle=not self.privacy.poisson_sampling)
         loader = DataLoader(
-            prepared.dataset, batch_size=self._train_batch_size, generator=self.sampling_generator,
-            shuffle=not self.privacy.poisson_sampling, drop_last=self.args.dataloader_drop_last,
+            prepared.dataset, generator=self.sampling_generator,
+            drop_last=self.args.dataloader_drop_last, **shares,
             **{name: getattr(prepared, name) for name in kept},
         )  # fmt: skip
         return self._make_private(loader) if self._private else loader
 
     def _make_private(self, loader: DataLoader) -> DataLoader:
-        model: Any = self.model
-        check_adapters(model)
+        check_adapters(self.model)  # type: ignore[arg-type]
         steps, sampling = self.args.max_steps, self.privacy.sampling(self.train_dataset)
         for trap in loader_traps(loader, self.privacy, sampling):
             warnings.warn(trap, stacklevel=2)
-        self.create_optimizer()
         arguments: dict[str, Any] = {
-            "module": model.train(), "optimizer": _innermost(self.optimizer),
+            "module": self._prepared(), "optimizer": innermost(self.optimizer),
             "data_loader": loader, "max_grad_norm": self.privacy.per_sample_max_grad_norm,
             "clipping": self.privacy.clipping, "noise_generator": self._generator(),
             "wrap_model": False, **sampling,
@@ -199,6 +198,8 @@ class PrivateTrainer(RowLossTrainer):
         draws, unit = self.dp_optimizer.keeper.batch.draws, sampling["unit_ids"]
         dataset = by_units(private, unit, draws, self.physical_batch_size)
         private.collate_fn = SplitCollate(loader.collate_fn, dataset, self.physical_batch_size)
+        self._placeholder = private.collate_fn.placeholder
+        self._draw_from(private)
         self.mechanism = (self.dp_optimizer.noise_multiplier, self.engine.sampling.rate)
         if self.resumed:
             self.engine.accountant.load_state_dict(self.resumed.saved)
@@ -233,9 +234,12 @@ class PrivateTrainer(RowLossTrainer):
         optimizer, batches = self.dp_optimizer, inputs
         optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float32, device=self.args.device)
-        for number, (batch, rows) in enumerate(zip(batches, batches.sizes, strict=True), start=1):
-            more = number < len(batches)
+        parts = self._parts(batches, batches.sizes, self._placeholder)
+        for number, (batch, rows) in enumerate(parts, start=1):
+            more = number < len(parts)
             optimizer.signal_skip_step(more)
+            if number > len(batches):
+                optimizer.keeper.batch.fill()
             loss = super().training_step(model, batch)  # no num_items_in_batch: it couples rows
             if rows:
                 total += loss * rows
@@ -250,10 +254,6 @@ class PrivateTrainer(RowLossTrainer):
         """Of all physical batches."""
         parts = inputs if isinstance(inputs, LogicalBatchData) else [inputs]
         return sum(super(PrivateTrainer, self).floating_point_ops(part) for part in parts)
-
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        for part in inputs if isinstance(inputs, LogicalBatchData) else [inputs]:
-            super()._track_num_input_tokens(part)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = super()._prepare_inputs(inputs)
@@ -280,14 +280,3 @@ class PrivateTrainer(RowLossTrainer):
     def epsilon(self) -> float:
         """Spent so far, at `privacy.target_delta`; infinite where a step had no noise."""
         return self.engine.get_epsilon(self.privacy.target_delta)
-
-
-def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """The user's optimizer: of an earlier train(), without Accelerate's and the engine's wrappers."""
-    while True:
-        inner = getattr(optimizer, "original_optimizer", None) or getattr(
-            optimizer, "optimizer", None
-        )
-        if inner is None:
-            return optimizer
-        optimizer = inner

@@ -98,7 +98,7 @@ class SplitCollate:
 
     def __call__(self, drawn: list[Any]) -> LogicalBatchData:
         if not drawn:
-            return LogicalBatchData([self._placeholder()], [0])
+            return LogicalBatchData([self.placeholder()], [0])
         cuts: Sequence[Sequence[int]]
         if isinstance(self.dataset, NumberedRows):
             sizes = [len(list(rows)) for _, rows in groupby(drawn, key=itemgetter(0))]
@@ -121,7 +121,8 @@ class SplitCollate:
                 )
         return batch
 
-    def _placeholder(self) -> Any:
+    def placeholder(self) -> Any:
+        """A batch of one row, which stands for none."""
         row = self.dataset[0]
         return self._collated([row[1] if isinstance(self.dataset, NumberedRows) else row])
 

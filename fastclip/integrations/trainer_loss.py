@@ -56,8 +56,8 @@ class RowLossTrainer(Trainer):
         """The mean of the rows' own losses while training; the Trainer's own loss elsewhere."""
         if not self._private or not model.training:
             return super().compute_loss(model, inputs, return_outputs)
-        if self.compute_loss_func is None and self._checked.due(inputs):
-            self._check_loss(model, inputs)
+        if self.compute_loss_func is None:
+            self._check_loss_where_due(model, inputs)
         loss, outputs = self._training_loss(model, inputs)
         return (loss, outputs) if return_outputs else loss
 
@@ -124,6 +124,10 @@ class RowLossTrainer(Trainer):
 
     def _config(self, name: str) -> Any:
         return getattr(getattr(self._plain_model(), "config", None), name, None)
+
+    def _check_loss_where_due(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+        if self._checked.due(inputs):
+            self._check_loss(model, inputs)
 
     def _check_loss(self, model: nn.Module, inputs: dict[str, Any]) -> None:
         """The loss keeps rows apart, and on one row it is the model's own."""

@@ -82,7 +82,8 @@ def pad_tokens(drawn: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 def trainer(
     folder: Path, model: nn.Module | None = None, physical: int = BATCH, accumulation: int = 1,
-    privacy: dict[str, Any] | None = None, arguments: dict[str, Any] | None = None, **kwargs: Any,
+    privacy: dict[str, Any] | None = None, arguments: dict[str, Any] | None = None,
+    kind: type = integration.PrivateTrainer, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """A PrivateTrainer of two epochs on the CPU, with seeds for batches and noise."""
     told = {"per_sample_max_grad_norm": 0.5, "target_delta": 1e-3, "accountant": "rdp"}
@@ -97,7 +98,7 @@ def trainer(
         kwargs.setdefault("noise_generator", torch.Generator().manual_seed(NOISE_SEED))
     kwargs.setdefault("train_dataset", rows())
     kwargs.setdefault("data_collator", pad)
-    return integration.PrivateTrainer(
+    return kind(
         model=bert() if model is None else model,
         args=hf.TrainingArguments(str(folder), **(given | (arguments or {}))),
         privacy=integration.PrivacyArguments(**told),

@@ -1,0 +1,199 @@
+"""A transformers.Trainer whose model is private in every process that trains it.
+
+The Trainer wraps its model for several processes (DistributedDataParallel, FSDP2) after it has asked for
+the data loader. A private model must be wrapped before: here it is prepared with the loader, by the same
+library, and not once more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from fastclip._torch import FSDPModule
+from fastclip.integrations.trainer_loss import RowLossTrainer
+from fastclip.optim.optimizer import FastDPOptimizer
+from fastclip.parallel.checkpoints import write_whole
+from fastclip.parallel.ranks import Ranks, whole
+from fastclip.parallel.streams import own_generator
+
+_CLIPPING = "privacy_clipping.pt"
+"""File of a checkpoint of shards that holds the clipping strategy's state."""
+
+
+class RanksTrainer(RowLossTrainer):
+    """Prepares the model for its processes, saves and loads what they share.
+
+    In one process it does what the Trainer does.
+    """
+
+    sampling_generator: torch.Generator
+    """Of the draws of this process."""
+    _share: DistributedSampler | None = None
+    """What deals rows out to processes, without Poisson sampling."""
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes that train the private model; None for one."""
+        return self.dp_optimizer.keeper.clipping.ranks
+
+    @property
+    def dp_optimizer(self) -> FastDPOptimizer:
+        """The private optimizer."""
+        raise NotImplementedError
+
+    # Before training
+
+    def _prepared(self) -> nn.Module:
+        """The model as its processes train it, from which the optimizer has its parameters."""
+        self.create_optimizer()
+        self.optimizer: Any = innermost(self.optimizer)
+        model: Any = self.model
+        if self.is_fsdp_enabled:
+            if not isinstance(model, FSDPModule):
+                model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
+        else:
+            model = self.accelerator.prepare(model)
+        self.model_wrapped = model
+        return model.train()
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """The model is prepared: only what is left is."""
+        with _models_prepared(self.accelerator):
+            return super()._prepare_for_training(*args, **kwargs)
+
+    def _shares(self, dataset: Dataset, shuffle: bool) -> dict[str, Any]:
+        """Arguments of a loader whose rows are drawn by all processes together.
+
+        Args:
+            shuffle: rows come in a random order, and each process needs a share of its own; else they
+                are drawn by Poisson sampling, which gives shares of any loader.
+        """
+        count = self.args.world_size
+        if not shuffle or count == 1:
+            return {"batch_size": self._train_batch_size * count, "shuffle": shuffle}
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self._share = DistributedSampler(
+            dataset, count, self.args.process_index, shuffle=True, seed=seed, drop_last=True
+        )
+        return {"batch_size": self._train_batch_size, "sampler": self._share}
+
+    def _draw_from(self, loader: DataLoader) -> None:
+        """This process draws from a stream of its own, which `seed_draws` can begin anew."""
+        own = getattr(loader.batch_sampler, "generator", None)
+        if self.ranks is not None and own is not None:
+            self.sampling_generator = own
+
+    def seed_draws(self, epoch: int) -> None:
+        """The draws of this epoch follow from data_seed, if there is one: other ones in each process."""
+        if self._share is not None:
+            self._share.set_epoch(epoch)
+        if self.args.data_seed is None:
+            return
+        self.sampling_generator.manual_seed(self.args.data_seed + epoch)
+        if self.ranks is not None:
+            own = own_generator(self.sampling_generator, self.ranks.number, "draws of rows")
+            self.sampling_generator.set_state(own.get_state())
+
+    # A step
+
+    def _parts(self, batches: list[Any], sizes: list[int], spare: Any) -> list[tuple[Any, int]]:
+        """The physical batches of a draw, and their rows; equally many in all processes if need be.
+
+        Args:
+            spare: () -> a batch of one row, which stands for none.
+        """
+        parts = list(zip(batches, sizes, strict=True))
+        if self.ranks is not None and self.ranks.shards is not None:
+            missing = self.ranks.most(len(parts)) - len(parts)
+            parts += [(spare(), 0) for _ in range(missing)]
+        return parts
+
+    def _check_loss_where_due(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+        """Parameters that are spread are gathered by all processes if one of them has to look."""
+        due = self._checked.due(inputs)
+        with whole(self.ranks, due):
+            if due:
+                self._check_loss(model, inputs)
+
+    # Checkpoints
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Of shards: the inner optimizer's, for torch asks an optimizer for a step to know its state."""
+        if not self.is_fsdp_enabled:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        with self._inner_optimizer():
+            super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save:
+            state = self.dp_optimizer.keeper.clipping.state_dict()
+            write_whole(os.path.join(output_dir, _CLIPPING), lambda file: torch.save(state, file))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not self.is_fsdp_enabled:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        with self._inner_optimizer():
+            super()._load_optimizer_and_scheduler(checkpoint)
+        path = os.path.join(checkpoint, _CLIPPING)
+        if os.path.isfile(path):
+            self.dp_optimizer.keeper.clipping.load_state_dict(torch.load(path, weights_only=True))
+
+    @contextmanager
+    def _inner_optimizer(self) -> Iterator[None]:
+        private = self.optimizer
+        self.optimizer = AcceleratedOptimizer(
+            self.dp_optimizer.original_optimizer, device_placement=False
+        )
+        try:
+            yield
+        finally:
+            self.optimizer = private
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Of all physical batches at once: processes have different numbers of them."""
+        if not isinstance(inputs, list):
+            return super()._track_num_input_tokens(inputs)
+        names = {
+            name for part in inputs for name, value in part.items() if isinstance(value, Tensor)
+        }
+        flat = {name: torch.cat([part[name].reshape(-1) for part in inputs]) for name in names}
+        return super()._track_num_input_tokens(flat)
+
+
+def innermost(optimizer: Any) -> torch.optim.Optimizer:
+    """The user's optimizer: of an earlier train(), without Accelerate's and the engine's wrappers."""
+    while True:
+        inner = getattr(optimizer, "original_optimizer", None) or getattr(
+            optimizer, "optimizer", None
+        )
+        if inner is None:
+            return optimizer
+        optimizer = inner
+
+
+@contextmanager
+def _models_prepared(accelerator: Any) -> Iterator[None]:
+    """Inside, `accelerator.prepare` leaves models as they are.
+
+    Of a model that is spread already, Accelerate tells parameters by the address of their shard, which
+    is the same for all that are empty, and would hand the optimizer one in the place of another.
+    """
+
+    def prepare(*given: Any, **_: Any) -> Any:
+        ready = tuple(
+            accelerator.prepare_optimizer(each) if isinstance(each, torch.optim.Optimizer) else each
+            for each in given
+        )
+        return ready if len(ready) > 1 else ready[0]
+
+    accelerator.prepare = prepare
+    try:
+        yield
+    finally:
+        del accelerator.prepare

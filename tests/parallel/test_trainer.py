@@ -1,0 +1,38 @@
+"""transformers.Trainer on several ranks: its run is that of one process on the same rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastclip import clipping
+from fastclip.accounting import epsilon
+from tests.parallel import training, world
+
+trainers = pytest.importorskip("tests.parallel.trainers")
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_trainer(tmp_path, kind: str) -> None:
+    """Weights, losses, thresholds, checkpoints, epsilon; empty draws and unequal parts included."""
+    found = world.run(2, "tests.parallel.trainers:trained", tmp_path, str(tmp_path), kind)
+    drawn = training.together(found)
+    assert any(not rows for rank in found for rows in rank["drawn"])  # empty draws
+    assert len({-(-len(rows) // trainers.EACH) for rank in found for rows in rank["drawn"]}) > 2
+    expected = trainers.replayed(drawn[: trainers.STEPS], clipping.soft_ada_clip())
+    for rank in found:
+        for way in ("whole", "cut"):
+            torch.testing.assert_close(rank[way]["weights"], expected, rtol=1e-10, atol=1e-12)
+            assert rank[way]["spread"] == (kind == "fsdp")
+        assert rank["whole"]["history"] == rank["cut"]["history"] == [(0.0, 1 / 6, trainers.STEPS)]
+        assert len(rank["evaluated"]) == 5
+        assert rank["whole"]["losses"] == found[0]["whole"]["losses"]
+        assert rank["whole"]["tokens"] == found[0]["whole"]["tokens"]
+        assert torch.equal(rank["noisy"]["weights"], found[0]["noisy"]["weights"])
+        assert rank["epsilon"] == epsilon([(1.0, 1 / 6, trainers.STEPS)], 1e-3, "prv")
+    assert not set(found[0]["drawn"][0]) & set(found[1]["drawn"][0])
+    dealt = training.together([{"drawn": rank["dealt"]} for rank in found])
+    assert len({row for rows in dealt[:6] for row in rows}) == 22  # of 23: a share is 11 rows
+    expected = trainers.replayed(dealt[: trainers.STEPS])
+    for rank in found:
+        torch.testing.assert_close(rank["shuffled"]["weights"], expected, rtol=1e-10, atol=1e-12)
