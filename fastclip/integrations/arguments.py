@@ -116,6 +116,11 @@ def check_still_private(trainer: Any) -> None:
             f"Accelerate was told to train by {kind}, which takes the gradients over before they are "
             "clipped; use DistributedDataParallel (its default for several processes) or FSDP2"
         )
+    if trainer.accelerator.state.dynamo_plugin.backend.value != "NO":
+        raise ArgumentError(
+            "Accelerate was told to compile the model (ACCELERATE_DYNAMO_BACKEND, or its own "
+            "configuration), which hides the layers whose gradients are clipped; unset it"
+        )
     if trainer.accelerator.mixed_precision == "fp16":
         raise ArgumentError(
             "Accelerate was told to use fp16 (ACCELERATE_MIXED_PRECISION, or accelerate's own "
@@ -163,7 +168,10 @@ def _refusals(args: Any, privacy: PrivacyArguments) -> dict[str, tuple[bool, str
             bool(of("fsdp")) and int((of("fsdp_config") or {}).get("version", 2)) == 1,
             "its flat parameters hide the layers' own; use version 2",
         ),
-        "parallelism_config": (bool(of("parallelism_config")), f"it splits layers or rows; {_WAYS}"),
+        "parallelism_config": (
+            bool(of("parallelism_config")),
+            f"it splits layers or rows; {_WAYS}",
+        ),
         "n_gpu > 1": (args.n_gpu > 1, f"DataParallel replicates the model; {_WAYS}"),
         "auto_find_batch_size=True": (
             bool(of("auto_find_batch_size")),

@@ -59,13 +59,20 @@ class RanksTrainer(RowLossTrainer):
         if self.is_fsdp_enabled:
             if not isinstance(model, FSDPModule):
                 model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
-        else:
-            model = self.accelerator.prepare(model)
+        elif self.args.world_size > 1:
+            with _without_autocast(
+                self.accelerator
+            ):  # whose forward is to be around the private one
+                model = self.accelerator.prepare_model(model)
         self.model_wrapped = model
         return model.train()
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        """The model is prepared: only what is left is."""
+        """What was wrapped for several processes is not wrapped once more."""
+        if self.model_wrapped is not self.model:
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)  # autocast alone
+        if not self.is_fsdp_enabled:
+            return super()._prepare_for_training(*args, **kwargs)
         with _models_prepared(self.accelerator):
             return super()._prepare_for_training(*args, **kwargs)
 
@@ -175,6 +182,15 @@ def innermost(optimizer: Any) -> torch.optim.Optimizer:
         if inner is None:
             return optimizer
         optimizer = inner
+
+
+@contextmanager
+def _without_autocast(accelerator: Any) -> Iterator[None]:
+    before, accelerator.native_amp = accelerator.native_amp, False
+    try:
+        yield
+    finally:
+        accelerator.native_amp = before
 
 
 @contextmanager

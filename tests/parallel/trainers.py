@@ -14,7 +14,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fastclip import FastPrivacyEngine, clipping
-from tests.integrations.tiny import bert, integration, pad, rows, trainer
+from tests.integrations.tiny import bert, hf, integration, pad, rows, trainer
 from tests.parallel.training import full
 
 ROWS, EACH, STEPS = 23, 1, 14
@@ -52,6 +52,14 @@ class Watched(integration.PrivateTrainer):
         return private
 
 
+class Cast(hf.BertForSequenceClassification):
+    """Notes whether autocast is on."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
+        self.cast = torch.is_autocast_enabled("cpu")
+        return super().forward(input_ids, attention_mask=attention_mask, labels=labels)
+
+
 def _trainer(folder: Path, fsdp: bool, model: nn.Module | None = None, **kwargs: Any) -> Any:
     """Of a BERT in double precision: a row in a physical batch, two in a draw of each rank."""
     AcceleratorState._reset_state(True)
@@ -59,7 +67,7 @@ def _trainer(folder: Path, fsdp: bool, model: nn.Module | None = None, **kwargs:
     kwargs["arguments"] = SETTINGS | kwargs.get("arguments", {})
     given = {"noise_multiplier": 0.0, "per_sample_max_grad_norm": 0.5} | kwargs.pop("privacy", {})
     run = trainer(
-        folder, (bert() if model is None else model).double(), EACH, 2, given, kind=Watched,
+        folder, bert().double() if model is None else model, EACH, 2, given, kind=Watched,
         train_dataset=data(), **kwargs,
     )  # fmt: skip
     if fsdp:  # Accelerate chooses it on GPUs alone
@@ -102,6 +110,11 @@ def trained(folder: str, kind: str) -> dict[str, Any]:
                      noise_generator=None, arguments={"data_seed": None})  # fmt: skip
     noisy.train()
     found["noisy"], found["epsilon"] = _found(noisy), noisy.epsilon()
+    half = _trainer(
+        where / "d", fsdp, Cast(bert().config), arguments={"bf16": True, "max_steps": 2}
+    )
+    half.train()
+    found["half"], found["cast"] = _found(half), half.model.cast
     shuffled = _trainer(where / "c", fsdp, privacy={"poisson_sampling": False})
     shuffled.train()
     found["shuffled"], found["dealt"] = _found(shuffled), shuffled.drawn
