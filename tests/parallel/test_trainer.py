@@ -38,3 +38,15 @@ def test_a_trainer(tmp_path, kind: str) -> None:
     expected = trainers.replayed(dealt[: trainers.STEPS])
     for rank in found:
         torch.testing.assert_close(rank["shuffled"]["weights"], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_units_and_placeholders(tmp_path) -> None:
+    """Parts that fill up a draw contribute nothing, whosever rows are clipped as one."""
+    found = world.run(2, "tests.parallel.trainers:units", tmp_path)
+    parts = [[-(-len(rows) // 4) for rows in rank["fsdp"]["drawn"]] for rank in found]
+    assert any(mine < theirs for mine, theirs in zip(*parts, strict=True))
+    for rank in found:
+        assert rank["ddp"]["drawn"] == rank["fsdp"]["drawn"]
+        torch.testing.assert_close(
+            rank["fsdp"]["weights"], rank["ddp"]["weights"], rtol=1e-10, atol=1e-12
+        )

@@ -45,7 +45,8 @@ class Watched(integration.PrivateTrainer):
         split, self.drawn = private.collate_fn, []
 
         def noted(drawn: list[dict[str, Any]]) -> Any:
-            self.drawn.append([row["number"] for row in drawn])
+            rows = [row[1] if isinstance(row, tuple) else row for row in drawn]  # (unit, row)
+            self.drawn.append([row["number"] for row in rows])
             return split(drawn)
 
         private.collate_fn = noted
@@ -66,8 +67,9 @@ def _trainer(folder: Path, fsdp: bool, model: nn.Module | None = None, **kwargs:
     PartialState._reset_state()
     kwargs["arguments"] = SETTINGS | kwargs.get("arguments", {})
     given = {"noise_multiplier": 0.0, "per_sample_max_grad_norm": 0.5} | kwargs.pop("privacy", {})
+    physical = kwargs.pop("physical", EACH)
     run = trainer(
-        folder, bert().double() if model is None else model, EACH, 2, given, kind=Watched,
+        folder, bert().double() if model is None else model, physical, 2, given, kind=Watched,
         train_dataset=data(), **kwargs,
     )  # fmt: skip
     if fsdp:  # Accelerate chooses it on GPUs alone
@@ -118,6 +120,23 @@ def trained(folder: str, kind: str) -> dict[str, Any]:
     shuffled = _trainer(where / "c", fsdp, privacy={"poisson_sampling": False})
     shuffled.train()
     found["shuffled"], found["dealt"] = _found(shuffled), shuffled.drawn
+    return found
+
+
+def units() -> dict[str, Any]:
+    """Patients of up to three rows: DistributedDataParallel and FSDP2, which fills up draws."""
+    _environment()
+    told = {
+        "unit_ids": [i // 3 for i in range(ROWS)],
+        "sample_rate": 0.3,
+        "expected_batch_size": 3.0,
+    }
+    found = {}
+    for fsdp in (False, True):
+        run = _trainer(Path("units"), fsdp, privacy=told, arguments={"save_strategy": "no"},
+                       physical=4)  # fmt: skip
+        run.train()
+        found["fsdp" if fsdp else "ddp"] = {**_found(run), "drawn": run.drawn}
     return found
 
 
