@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fastclip.integrations.arguments import check_still_private
 from tests.integrations.test_trainer import STEPS
 from tests.integrations.tiny import NOISE_SEED, bert, hf, pad, trainer
 from tests.refusal import refused
@@ -110,9 +112,15 @@ def test_the_environment_and_later_changes_are_checked(tmp_path: Path, monkeypat
         with refused(way_out):
             run.train()
         assert run.engine.accountant.history == []
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with refused("ACCELERATE_MIXED_PRECISION"):
-        trainer(tmp_path)
+    for name, value in (("MIXED_PRECISION", "fp16"), ("DYNAMO_BACKEND", "EAGER")):
+        with monkeypatch.context() as environment:
+            environment.setenv(f"ACCELERATE_{name}", value)
+            with refused(f"ACCELERATE_{name}"):
+                trainer(tmp_path)
+    run = trainer(tmp_path)
+    run.accelerator = SimpleNamespace(distributed_type=SimpleNamespace(value="DEEPSPEED"))
+    with refused("told to train by DEEPSPEED"):
+        check_still_private(run)
 
 
 @pytest.mark.parametrize(
