@@ -7,13 +7,21 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import distributed
 
 from tests.oracle import row_loss
-from tests.parallel.training import batches, model, private, rank
+from tests.parallel.training import batches, full, model, private, rank
 
 
-def loop() -> dict[str, Any]:
+def choose_fsdp(state: Any, **options: Any) -> None:
+    """As Accelerate chooses FSDP2 where there are GPUs, and only there."""
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **options)
+    state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+
+
+def loop(kind: str) -> dict[str, Any]:
     """Twelve steps; the weights, and who was drawn."""
     ranks = distributed.get_world_size()
     mine, all_ranks = str(rank()), str(ranks)
@@ -23,12 +31,18 @@ def loop() -> dict[str, Any]:
     assert accelerator.num_processes == ranks
     torch.manual_seed(4)
     plain = model()
-    _, net, optimizer, loader = private(accelerator.prepare_model(plain))
+    if kind == "ddp":
+        _, net, optimizer, loader = private(accelerator.prepare_model(plain))
+    else:
+        choose_fsdp(accelerator.state)
+        inner = torch.optim.SGD(plain.parameters(), lr=0.1)
+        prepared = accelerator.prepare(plain, inner)
+        _, net, optimizer, loader = private(prepared[0], optimizer=prepared[1].optimizer)
     drawn = []
     for x, numbers in batches(loader, 12):
         optimizer.zero_grad()
         accelerator.backward(row_loss(net(x)).mean())
         optimizer.step()
         drawn.append(numbers.tolist())
-    weights = torch.cat([p.detach().reshape(-1) for p in plain.parameters()])
+    weights = torch.cat([full(p.detach()).reshape(-1) for p in plain.parameters()])
     return {"drawn": drawn, "weights": weights}

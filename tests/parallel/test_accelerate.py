@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.parallel import training, world
 
 
-def test_a_plain_loop(tmp_path) -> None:
-    found = world.run(2, "tests.parallel.accelerated:loop", tmp_path)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_plain_loop(tmp_path, kind: str) -> None:
+    found = world.run(2, "tests.parallel.accelerated:loop", tmp_path, kind)
     expected = training.replay(training.together(found))[-1]["weights"]
     for rank in found:
         torch.testing.assert_close(rank["weights"], expected, rtol=1e-10, atol=1e-12)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fastclip import FastPrivacyEngine, clipping
 from tests.integrations.tiny import bert, hf, integration, pad, rows, trainer
+from tests.parallel.accelerated import choose_fsdp
 from tests.parallel.training import full
 
 ROWS, EACH, STEPS = 23, 1, 14
@@ -73,12 +73,10 @@ def _trainer(folder: Path, fsdp: bool, model: nn.Module | None = None, **kwargs:
         train_dataset=data(), **kwargs,
     )  # fmt: skip
     if fsdp:  # Accelerate chooses it on GPUs alone
-        state = run.accelerator.state
-        state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
+        choose_fsdp(
+            run.accelerator.state, auto_wrap_policy="transformer_based_wrap",
             state_dict_type="FULL_STATE_DICT", transformer_cls_names_to_wrap=["BertLayer"],
         )  # fmt: skip
-        state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
         run.is_fsdp_enabled = True
     return run
 

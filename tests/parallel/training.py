@@ -125,7 +125,7 @@ def full(x: Tensor) -> Tensor:
 def private(
     module: nn.Module, strategy: str = "flat", *, sigma: float = 0.0, poisson: bool = True,
     secure: bool = False, lr: float = 0.1, momentum: float = 0.0, data: Dataset | None = None,
-    loader: DataLoader | None = None, **options: Any,
+    loader: DataLoader | None = None, optimizer: torch.optim.Optimizer | None = None, **options: Any,
 ) -> tuple:  # fmt: skip
     """(engine, model, optimizer, loader)."""
     engine = FastPrivacyEngine(accountant="rdp", secure_mode=secure)
@@ -134,7 +134,8 @@ def private(
         {"sample_rate": BATCH / N, "expected_batch_size": BATCH, **options} if poisson else options
     )
     made = engine.make_private(
-        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=lr, momentum=momentum),
+        module=module,
+        optimizer=optimizer or torch.optim.SGD(module.parameters(), lr=lr, momentum=momentum),
         data_loader=loader or DataLoader(data, batch_size=int(BATCH)), noise_multiplier=sigma,
         max_grad_norm=0.5, clipping=STRATEGIES[strategy](), poisson_sampling=poisson, **options,
     )  # fmt: skip
