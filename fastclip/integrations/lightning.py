@@ -30,6 +30,12 @@ from fastclip.data.plan import Request, plan_sampling, use_sampler
 from fastclip.engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.integrations.budget import Budget
+from fastclip.integrations.lightning_ranks import (
+    as_wrapped,
+    check_strategy,
+    keep_batch_sampler,
+    run_without_wrapper,
+)
 from fastclip.optim.optimizer import FastDPOptimizer
 
 try:
@@ -66,7 +72,8 @@ class DPLightningDataModule(LightningDataModule):
         if self.private_loader is not None:
             return self.private_loader
         loader = self.datamodule.train_dataloader()
-        plan = plan_sampling(loader, Request(), poisson_sampling=True)
+        several = self.trainer is not None and self.trainer.world_size > 1
+        plan = plan_sampling(loader, Request(), poisson_sampling=True, distributed=several)
         private = DPDataLoader.from_data_loader(loader, generator=self.generator)
         use_sampler(private, plan, self.generator or loader.generator)
         return private
@@ -132,11 +139,15 @@ def make_private(
         make = engine.make_private_with_epsilon
         if "epochs" not in arguments:
             arguments["epochs"] = _epochs(trainer, len(loader))
+    model = as_wrapped(trainer.strategy, module)
     handle, private, data.private_loader = make(
-        module=module.train(), optimizer=optimizer, data_loader=loader, wrap_model=False,
+        module=model.train(), optimizer=optimizer, data_loader=loader, wrap_model=False,
         **arguments,
     )  # fmt: skip
     module.__dict__["_fastclip_handle"] = handle
+    if private.keeper.clipping.ranks is not None:
+        run_without_wrapper(trainer.strategy, module)
+        keep_batch_sampler(data.private_loader)
     if "target_epsilon" in arguments:
         module.__dict__["_fastclip_budget"] = _budget(engine, arguments)
     return private
@@ -224,10 +235,11 @@ def _epochs(trainer: Any, steps_an_epoch: int) -> float:
 
 def _check_trainer(trainer: Any) -> None:
     """Refuse what would couple, scale or skip gradients."""
-    if trainer.world_size > 1:
+    check_strategy(trainer.strategy)
+    if trainer.world_size > 1 and trainer.overfit_batches:
         raise ArgumentError(
-            f"the fast mode trains on one device so far, got {trainer.world_size}; use "
-            "Trainer(devices=1)"
+            "overfit_batches repeats the same batches, but each rank draws its share anew; use "
+            "limit_train_batches"
         )
     if str(trainer.precision).startswith("16"):
         raise ArgumentError(

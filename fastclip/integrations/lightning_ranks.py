@@ -1,0 +1,77 @@
+"""Lightning on several processes: which strategies train as one, and what of theirs is private."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler
+
+from fastclip.errors import ArgumentError
+
+_FOLLOWED = {"SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"}
+_OTHERS = {"DeepSpeedStrategy", "XLAStrategy"}
+"""Of Lightning's strategies, by name: which may be absent, or be those of the library's older name."""
+
+
+def check_strategy(strategy: Any) -> None:
+    """Refuse what trains in several processes in a way that is not followed.
+
+    Raises:
+        ArgumentError: with the way out.
+    """
+    name = type(strategy).__name__
+    kinds = {kind.__name__ for kind in type(strategy).__mro__}
+    if not kinds & _FOLLOWED or kinds & _OTHERS:
+        raise ArgumentError(
+            f"Trainer(strategy=...) expects one device, 'ddp', or a ModelParallelStrategy whose module "
+            f"calls fully_shard on itself, got {name}, whose exchanges would send gradients that are "
+            "not clipped; use strategy='ddp', or fully_shard where one process cannot hold the model"
+        )
+    if getattr(strategy, "_start_method", "popen") != "popen":
+        raise ArgumentError(
+            f"{name}(start_method={strategy._start_method!r}) trains in processes that end with the "
+            "fit, and with them the engine's record of what was spent; use strategy='ddp', in a script"
+        )
+    hooks = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+    asked = [hook for hook in hooks if getattr(strategy, f"_{hook}", None) is not None]
+    if asked:
+        raise ArgumentError(
+            f"{name}({asked[0]}=...) acts on an exchange of gradients that a private model does not "
+            f"leave to DistributedDataParallel; omit {', '.join(asked)}"
+        )
+
+
+def as_wrapped(strategy: Any, module: nn.Module) -> nn.Module:
+    """What the strategy has made of the module: itself, or the DistributedDataParallel around it.
+
+    Raises:
+        ArgumentError: for another wrapper.
+    """
+    model: nn.Module = strategy.model
+    if model is module or (isinstance(model, DDP) and model.module is module):
+        return model
+    raise ArgumentError(
+        f"{type(strategy).__name__} runs the module inside {type(model).__name__}, which is not "
+        "followed; use strategy='ddp'"
+    )
+
+
+def run_without_wrapper(strategy: Any, module: nn.Module) -> None:
+    """Lightning calls the module's steps itself, not through DistributedDataParallel's forward.
+
+    The wrapper has made the weights alike, and gathers nothing while the module is private: Lightning
+    would only turn its reduction on again (manual optimization) and replace the module's `forward`.
+    """
+    strategy.model = module
+
+
+class _OwnShare(DistributedSampler):
+    """Says that a loader draws this rank's share: its batch sampler does, and asks nobody."""
+
+
+def keep_batch_sampler(loader: DataLoader) -> None:
+    """Lightning leaves the loader as it is: it replaces the sampler of those without a share."""
+    share = _OwnShare(loader.dataset, num_replicas=1, rank=0)
+    object.__setattr__(loader, "sampler", share)
