@@ -34,7 +34,12 @@ from fastclip.integrations.lightning_ranks import (
     as_wrapped,
     check_strategy,
     keep_batch_sampler,
+    read_as_before,
+    read_into_inner,
+    reads_late,
     run_without_wrapper,
+    strategies_to_optimizers,
+    write_strategies,
 )
 from fastclip.optim.optimizer import FastDPOptimizer
 
@@ -148,6 +153,8 @@ def make_private(
     if private.keeper.clipping.ranks is not None:
         run_without_wrapper(trainer.strategy, module)
         keep_batch_sampler(data.private_loader)
+    if reads_late(trainer.strategy):
+        read_into_inner(trainer.strategy)
     if "target_epsilon" in arguments:
         module.__dict__["_fastclip_budget"] = _budget(engine, arguments)
     return private
@@ -172,7 +179,11 @@ class PrivacyCallback(Callback):
         self.loaded = False
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Refuses to go on from a checkpoint where target_epsilon would be exceeded."""
+        """Refuses to go on from a checkpoint whose spending is not known, or with which target_epsilon
+        would be exceeded."""
+        late = reads_late(trainer.strategy)
+        if late and trainer.ckpt_path is not None and not self.loaded:
+            raise _unknown(trainer)
         budget, epochs = pl_module.__dict__.get("_fastclip_budget", (None, 0))
         if budget is None or not self.loaded:
             return
@@ -194,6 +205,20 @@ class PrivacyCallback(Callback):
         handle = pl_module.__dict__.pop("_fastclip_handle", None)
         if handle is not None:
             handle.cleanup()
+            read_as_before(trainer.strategy)
+
+    def on_save_checkpoint(
+        self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Where the optimizers' states leave them out: thresholds and steps."""
+        if reads_late(trainer.strategy):
+            write_strategies(checkpoint, trainer.optimizers)
+
+    def on_load_checkpoint(
+        self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """These go where the optimizers look for them."""
+        strategies_to_optimizers(checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
         """What was spent."""
@@ -215,10 +240,20 @@ def _budget(engine: FastPrivacyEngine, arguments: dict[str, Any]) -> tuple[Budge
 
 def _check_resumed(trainer: Any, engine: FastPrivacyEngine) -> None:
     """Refuse a checkpoint whose spending is not known, or not loaded into this engine."""
-    callbacks = [c for c in trainer.callbacks if isinstance(c, PrivacyCallback)]
-    if trainer.ckpt_path is None or any(c.engine is engine and c.loaded for c in callbacks):
-        return
-    raise ArgumentError(
+    mine = [c for c in trainer.callbacks if isinstance(c, PrivacyCallback) and c.engine is engine]
+    if reads_late(trainer.strategy):  # nobody knows yet whether there is a checkpoint
+        if not mine:
+            raise ArgumentError(
+                f"{type(trainer.strategy).__name__} reads checkpoints into the private model, for which "
+                "it needs a PrivacyCallback of this engine; pass Trainer(callbacks=[PrivacyCallback("
+                "engine, delta)])"
+            )
+    elif trainer.ckpt_path is not None and not any(c.loaded for c in mine):
+        raise _unknown(trainer)
+
+
+def _unknown(trainer: Any) -> ArgumentError:
+    return ArgumentError(
         f"{trainer.ckpt_path} holds nothing of a PrivacyCallback of this trainer and engine, so what "
         "its run has spent is not known; train and resume with Trainer(callbacks=[PrivacyCallback("
         "engine, delta)]), or load its model and train anew"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -9,10 +10,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
 
 from fastclip.errors import ArgumentError
+from fastclip.optim.optimizer import STATE, FastDPOptimizer
 
 _FOLLOWED = {"SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"}
 _OTHERS = {"DeepSpeedStrategy", "XLAStrategy"}
 """Of Lightning's strategies, by name: which may be absent, or be those of the library's older name."""
+
+_STATES = "fastclip_clipping_strategies"
+"""Key of a checkpoint: of each optimizer, in their order."""
 
 
 def check_strategy(strategy: Any) -> None:
@@ -75,3 +80,55 @@ def keep_batch_sampler(loader: DataLoader) -> None:
     """Lightning leaves the loader as it is: it replaces the sampler of those without a share."""
     share = _OwnShare(loader.dataset, num_replicas=1, rank=0)
     object.__setattr__(loader, "sampler", share)
+
+
+def reads_late(strategy: Any) -> bool:
+    """Whether the strategy reads checkpoints into what it has set up: a model that is private."""
+    return bool(strategy.restore_checkpoint_after_setup)
+
+
+def write_strategies(checkpoint: dict[str, Any], optimizers: Iterable[Any]) -> None:
+    """Thresholds and steps of clipping strategies, which torch leaves out of an optimizer's state where
+    it gathers it by the names of parameters."""
+    checkpoint[_STATES] = [
+        o.keeper.clipping.state_dict() if isinstance(o, FastDPOptimizer) else None
+        for o in optimizers
+    ]
+
+
+def strategies_to_optimizers(checkpoint: dict[str, Any]) -> None:
+    """What `write_strategies` has written, where optimizers look for it in one process."""
+    states = zip(checkpoint.get("optimizer_states", ()), checkpoint.get(_STATES, ()), strict=False)
+    for held, state in states:
+        if state is not None:
+            held[STATE] = state
+
+
+def read_into_inner(strategy: Any) -> None:
+    """Checkpoints are read into the inner optimizers, and the strategies' states with them.
+
+    torch makes the state of an optimizer that has none by a step, which must not be a private one.
+    """
+    read_as_before(strategy)
+    plain = strategy.load_checkpoint
+
+    def load_checkpoint(*args: Any, **options: Any) -> dict[str, Any]:
+        private = list(strategy.optimizers)
+        strategy.optimizers = [getattr(o, "original_optimizer", o) for o in private]
+        try:
+            checkpoint: dict[str, Any] = plain(*args, **options)
+        finally:
+            strategy.optimizers = private
+        one_file = checkpoint.get("optimizer_states", ())
+        states = checkpoint.get(_STATES) or [saved.get(STATE) for saved in one_file]
+        for optimizer, state in zip(private, states, strict=True):
+            if isinstance(optimizer, FastDPOptimizer):
+                optimizer.keeper.clipping.load_state_dict(state)
+        return checkpoint
+
+    strategy.load_checkpoint = load_checkpoint
+
+
+def read_as_before(strategy: Any) -> None:
+    """Undo `read_into_inner`."""
+    strategy.__dict__.pop("load_checkpoint", None)

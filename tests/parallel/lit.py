@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -16,7 +20,7 @@ from torch.utils.data import DataLoader
 from fastclip import FastPrivacyEngine
 from fastclip.integrations.lightning import DPLightningDataModule, PrivacyCallback, make_private
 from tests.oracle import row_loss
-from tests.parallel.training import BATCH, STRATEGIES, N, Rows, model, rank
+from tests.parallel.training import BATCH, STRATEGIES, N, Rows, full, model, rank
 
 DELTA = 1e-3
 
@@ -57,7 +61,7 @@ class Module(pl.LightningModule):
         self.log("validation", row_loss(self(batch[0])).mean(), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
         return make_private(
             self, optimizer, self.engine, max_grad_norm=0.5, clipping=self.clipping,
             sample_rate=BATCH / N, expected_batch_size=BATCH, **self.told,
@@ -69,6 +73,13 @@ class PastForward(Module):
 
     def loss(self, batch: Any) -> Tensor:
         return row_loss(self.net(batch[0])).mean()
+
+
+class Gathers(Module):
+    """Its loss is of the rows of all ranks."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return row_loss(self.all_gather(self(batch[0]), sync_grads=True)).mean()
 
 
 class Manual(Module):
@@ -94,13 +105,15 @@ def as_launched() -> None:
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
 
 
-def trainer(engine: FastPrivacyEngine, strategy: Any = "ddp", **options: Any) -> pl.Trainer:
+def trainer(
+    engine: FastPrivacyEngine, strategy: Any = "ddp", more: Sequence[Any] = (), **options: Any
+) -> pl.Trainer:
     """Of two epochs on two processes."""
     told: dict[str, Any] = {
         "max_epochs": 2, "accelerator": "cpu", "devices": 2, "logger": False,
         "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False,
     }  # fmt: skip
-    told |= {"strategy": strategy, "callbacks": [PrivacyCallback(engine, DELTA)], **options}
+    told |= {"strategy": strategy, "callbacks": [PrivacyCallback(engine, DELTA), *more], **options}
     return pl.Trainer(**told)
 
 
@@ -119,7 +132,7 @@ def fit(
 
 def weights(module: nn.Module) -> Tensor:
     """All of them."""
-    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+    return torch.cat([full(p.detach()).reshape(-1).clone() for p in module.parameters()])
 
 
 def found(trained: tuple[FastPrivacyEngine, Module, pl.Trainer]) -> dict[str, Any]:
@@ -133,30 +146,65 @@ def found(trained: tuple[FastPrivacyEngine, Module, pl.Trainer]) -> dict[str, An
     }  # fmt: skip
 
 
-# What ranks run
-
-
-def ways() -> dict[str, Any]:
-    """Training steps, with and without `forward`."""
-    as_launched()
-    return {kind.__name__: found(fit(kind)) for kind in (Module, PastForward, Manual)}
-
-
 class Spread(Module):
     """Made of shards by fully_shard, its parts first."""
 
     def configure_model(self) -> None:
-        mesh = self.device_mesh["data_parallel"]
         if not isinstance(self, FSDPModule):
+            mesh = self.device_mesh["data_parallel"]
             fully_shard([self.net.first, self.net.second], mesh=mesh)
             fully_shard(self.net.head, mesh=mesh)
             fully_shard(self, mesh=mesh)
 
 
+class SpreadManual(Spread, Manual):
+    """Both."""
+
+
+class SpreadPastForward(Spread, PastForward):
+    """Both."""
+
+
 def sharded(**options: Any) -> ModelParallelStrategy:
+    """For a `Spread` module."""
     return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, **options)
 
 
-def shards() -> dict[str, Any]:
+KINDS: dict[str, tuple[type[Module], Callable[[], Any]]] = {
+    "ddp": (Module, lambda: "ddp"),
+    "shards": (Spread, sharded),
+    "shards in one file": (Spread, partial(sharded, save_distributed_checkpoint=False)),
+}
+
+
+# What ranks run
+
+
+def ways() -> dict[str, Any]:
+    """Training steps with and without `forward`, and what else a Trainer may be asked for."""
     as_launched()
-    return {"Spread": found(fit(Spread, sharded(), {"noise_multiplier": 1.0, "strategy": "adaptive"}))}
+    done = {kind.__name__: found(fit(kind)) for kind in (Module, PastForward, Manual)}
+    stops = EarlyStopping("validation", patience=0, min_delta=100.0)
+    options: dict[str, Any] = {
+        "sync_batchnorm": True, "limit_train_batches": 3, "more": [stops], "max_epochs": 9,
+    }  # fmt: skip
+    done["stopped early"] = found(fit(strategy="ddp_find_unused_parameters_true", **options))
+    done["bf16-mixed"] = found(fit(precision="bf16-mixed", max_epochs=1))
+    done["noise"] = found(fit(told={"noise_multiplier": 1.0}))
+    for kind in (Spread, SpreadManual):
+        done[kind.__name__] = found(fit(kind, sharded()))
+    return done
+
+
+def saved(folder: str, *kinds: str) -> dict[str, Any]:
+    """An epoch of each kind, kept by ModelCheckpoint, and on from there in the next one."""
+    as_launched()
+    done: dict[str, Any] = {}
+    for first, then in pairwise(kinds):
+        keeps = ModelCheckpoint(f"{folder}/{first}", "first", enable_version_counter=False)
+        told, (kind, strategy) = {"strategy": "adaptive"}, KINDS[first]
+        one = fit(kind, strategy(), told, max_epochs=1, more=[keeps], enable_checkpointing=True)
+        kind, strategy = KINDS[then]
+        two = fit(kind, strategy(), told, ckpt_path=keeps.best_model_path)
+        done[f"{first}, {then}"] = {"first": found(one), "then": found(two)}
+    return done
