@@ -12,10 +12,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from fastclip import FastPrivacyEngine
 from fastclip.integrations.lightning import DPLightningDataModule, PrivacyCallback, make_private
@@ -35,6 +36,13 @@ class Data(pl.LightningDataModule):
         return DataLoader(Rows(), 5)
 
 
+class Shares(Data):
+    """The same by a DistributedSampler: so many rows of each rank."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Rows(), int(BATCH), sampler=DistributedSampler(Rows()))
+
+
 class Module(pl.LightningModule):
     """The network of the other tests; who was drawn is noted."""
 
@@ -42,7 +50,9 @@ class Module(pl.LightningModule):
         super().__init__()
         self.net = model()
         self.engine, self.clipping = engine, STRATEGIES[strategy]()
-        self.told = {"noise_multiplier": 0.0, **told}
+        self.told = {
+            "noise_multiplier": 0.0, "sample_rate": BATCH / N, "expected_batch_size": BATCH, **told
+        }  # fmt: skip
         self.drawn: list[list[int]] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,9 +73,8 @@ class Module(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
         return make_private(
-            self, optimizer, self.engine, max_grad_norm=0.5, clipping=self.clipping,
-            sample_rate=BATCH / N, expected_batch_size=BATCH, **self.told,
-        )  # fmt: skip
+            self, optimizer, self.engine, max_grad_norm=0.5, clipping=self.clipping, **self.told
+        )
 
 
 class PastForward(Module):
@@ -119,14 +128,14 @@ def trainer(
 
 def fit(
     kind: type[Module] = Module, strategy: Any = "ddp", told: dict[str, Any] | None = None,
-    ckpt_path: Any = None, **options: Any,
+    ckpt_path: Any = None, data: Any = None, **options: Any,
 ) -> tuple[FastPrivacyEngine, Module, pl.Trainer]:  # fmt: skip
     """What has been trained."""
     torch.manual_seed(4)
     engine = FastPrivacyEngine(accountant="rdp")
     module, fitter = kind(engine, **(told or {})), trainer(engine, strategy, **options)
-    data = DPLightningDataModule(Data())
-    fitter.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=False)
+    rows = DPLightningDataModule(data or Data())
+    fitter.fit(module, datamodule=rows, ckpt_path=ckpt_path, weights_only=False)
     return engine, module, fitter
 
 
@@ -165,6 +174,20 @@ class SpreadPastForward(Spread, PastForward):
     """Both."""
 
 
+class Whole(Spread):
+    """On one process each."""
+
+    def configure_model(self) -> None:
+        pass
+
+
+class Parts(Spread):
+    """But for the module itself."""
+
+    def configure_model(self) -> None:
+        fully_shard(self.net.head, mesh=self.device_mesh["data_parallel"])
+
+
 def sharded(**options: Any) -> ModelParallelStrategy:
     """For a `Spread` module."""
     return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, **options)
@@ -196,15 +219,56 @@ def ways() -> dict[str, Any]:
     return done
 
 
-def saved(folder: str, *kinds: str) -> dict[str, Any]:
-    """An epoch of each kind, kept by ModelCheckpoint, and on from there in the next one."""
+def loaders() -> dict[str, Any]:
+    """Rates of a loader of all ranks' batches, and of one with a DistributedSampler."""
     as_launched()
     done: dict[str, Any] = {}
-    for first, then in pairwise(kinds):
-        keeps = ModelCheckpoint(f"{folder}/{first}", "first", enable_version_counter=False)
+    for name, kind in {"plain": Data, "share": Shares}.items():
+        engine, *_ = fit(told={"sample_rate": None, "expected_batch_size": None}, data=kind())
+        done[name] = {"history": list(engine.accountant.history)}
+    return done
+
+
+def refusals() -> dict[str, tuple[str, str]]:
+    """What each rank is told."""
+    as_launched()
+    tried: dict[str, dict[str, Any]] = {
+        "static_graph": {"strategy": DDPStrategy(static_graph=True)},
+        "comm hook": {"strategy": DDPStrategy(ddp_comm_hook=default_hooks.fp16_compress_hook)},
+        "overfit": {"overfit_batches": 2},
+        "accumulate": {"accumulate_grad_batches": 2},
+        "clip": {"gradient_clip_val": 1.0},
+        "gathers": {"kind": Gathers},
+        "past forward": {"kind": SpreadPastForward, "strategy": sharded()},
+        "no fully_shard": {"strategy": sharded(), "kind": Whole},
+        "parts": {"strategy": sharded(), "kind": Parts},
+        "no callback": {"strategy": sharded(), "kind": Spread, "callbacks": []},
+        "tensor parallel": {
+            "strategy": ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
+            "kind": Spread,
+        },
+    }  # fmt: skip
+    return {name: refusal(**options) for name, options in tried.items()}
+
+
+def refusal(**options: Any) -> tuple[str, str]:
+    """Its class, and its sentence."""
+    try:
+        fit(**options)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", "trained"
+
+
+def saved(folder: str, *kinds: str) -> list[dict[str, Any]]:
+    """An epoch of each kind, kept by ModelCheckpoint, and on from there in the next one."""
+    as_launched()
+    done = []
+    for number, (first, then) in enumerate(pairwise(kinds)):
+        keeps = ModelCheckpoint(f"{folder}/{number}", "first", enable_version_counter=False)
         told, (kind, strategy) = {"strategy": "adaptive"}, KINDS[first]
         one = fit(kind, strategy(), told, max_epochs=1, more=[keeps], enable_checkpointing=True)
         kind, strategy = KINDS[then]
         two = fit(kind, strategy(), told, ckpt_path=keeps.best_model_path)
-        done[f"{first}, {then}"] = {"first": found(one), "then": found(two)}
+        done.append({"first": found(one), "then": found(two)})
     return done
