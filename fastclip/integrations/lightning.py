@@ -10,7 +10,8 @@
     trainer.fit(Classifier(engine), DPLightningDataModule(data))
 
 The engine must not be a part of the module's hyperparameters. One batch is one release:
-`accumulate_grad_batches` is refused.
+`accumulate_grad_batches` is refused. On several processes (docs/distributed.md) a plain loader's batch
+is of all of them together.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ except ImportError:  # the older name of the same library, with types of its own
 class DPLightningDataModule(LightningDataModule):
     """A data module whose training batches are Poisson samples, as Opacus' class of this name.
 
-    Once `make_private` has been called its training loader is the one that the engine watches.
+    Once `make_private` has been called its training loader is the one that the engine watches. On several
+    processes it draws this rank's share, and `batch_size` of the loader given is of all ranks together; of
+    each rank where it has a DistributedSampler.
 
     Args:
         datamodule: the ordinary one; everything but its training loader is passed through.
@@ -114,7 +117,9 @@ def make_private(
     for it only after `configure_optimizers`.
 
     Args:
-        module: attached to a trainer that fits it to a DPLightningDataModule.
+        module: attached to a trainer that fits it to a DPLightningDataModule, on one device, with
+            strategy="ddp", or with a ModelParallelStrategy and a `configure_model` that calls
+            fully_shard on the module itself.
         optimizer: over the module's parameters.
         arguments: as of `FastPrivacyEngine.make_private`, or, with target_epsilon, of
             `make_private_with_epsilon`, whose `epochs` are the trainer's if not given.
