@@ -53,9 +53,9 @@ except ImportError:  # the older name of the same library, with types of its own
 class DPLightningDataModule(LightningDataModule):
     """A data module whose training batches are Poisson samples, as Opacus' class of this name.
 
-    Once `make_private` has been called its training loader is the one that the engine watches. On several
-    processes it draws this rank's share, and `batch_size` of the loader given is of all ranks together; of
-    each rank where it has a DistributedSampler.
+    Once `make_private` has been called its training loader is the one that the engine watches. On
+    several processes it draws this rank's share, and `batch_size` of the loader given is of all ranks
+    together; of each rank where it has a DistributedSampler.
 
     Args:
         datamodule: the ordinary one; everything but its training loader is passed through.

@@ -229,9 +229,12 @@ def loaders() -> dict[str, Any]:
     return done
 
 
-def refusals() -> dict[str, tuple[str, str]]:
+def refusals(folder: str) -> dict[str, tuple[str, str]]:
     """What each rank is told."""
     as_launched()
+    keeps = ModelCheckpoint(folder, "unknown", enable_version_counter=False)
+    fit(callbacks=[keeps], enable_checkpointing=True, max_epochs=1)
+    unknown = {"ckpt_path": keeps.best_model_path}
     tried: dict[str, dict[str, Any]] = {
         "static_graph": {"strategy": DDPStrategy(static_graph=True)},
         "comm hook": {"strategy": DDPStrategy(ddp_comm_hook=default_hooks.fp16_compress_hook)},
@@ -243,6 +246,8 @@ def refusals() -> dict[str, tuple[str, str]]:
         "no fully_shard": {"strategy": sharded(), "kind": Whole},
         "parts": {"strategy": sharded(), "kind": Parts},
         "no callback": {"strategy": sharded(), "kind": Spread, "callbacks": []},
+        "no ledger": unknown,
+        "no ledger, shards": {"strategy": sharded(), "kind": Spread, **unknown},
         "tensor parallel": {
             "strategy": ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
             "kind": Spread,

@@ -29,6 +29,8 @@ REFUSED = {
     "no fully_shard": ("GraphError", "call fully_shard on it"),
     "parts": ("UnsupportedLayerError", "call fully_shard on the model itself"),
     "no callback": ("ArgumentError", "PrivacyCallback"),
+    "no ledger": ("ArgumentError", "what its run has spent is not known"),
+    "no ledger, shards": ("ArgumentError", "what its run has spent is not known"),
     "tensor parallel": ("UnsupportedLayerError", "a mesh of all of them"),
 }
 """What the ranks of `lit.refusals` are told."""
@@ -125,7 +127,7 @@ def test_rates(tmp_path: Path) -> None:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    for rank in world.run(2, "tests.parallel.lit:refusals", tmp_path):
+    for rank in world.run(2, "tests.parallel.lit:refusals", tmp_path, str(tmp_path)):
         assert rank.keys() == REFUSED.keys()
         for name, (kind, way_out) in REFUSED.items():
             assert rank[name][0] == kind, rank[name]
