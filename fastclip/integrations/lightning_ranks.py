@@ -16,6 +16,9 @@ _FOLLOWED = {"SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"}
 _OTHERS = {"DeepSpeedStrategy", "XLAStrategy"}
 """Of Lightning's strategies, by name: which may be absent, or be those of the library's older name."""
 
+_HOOKS = ("_ddp_comm_state", "_ddp_comm_hook", "_ddp_comm_wrapper", "_model_averaging_period")
+"""What a DDPStrategy does with gradients or weights beside DistributedDataParallel."""
+
 _STATES = "fastclip_clipping_strategies"
 """Key of a checkpoint: of each optimizer, in their order."""
 
@@ -30,7 +33,7 @@ def check_strategy(strategy: Any) -> None:
     kinds = {kind.__name__ for kind in type(strategy).__mro__}
     if not kinds & _FOLLOWED or kinds & _OTHERS:
         raise ArgumentError(
-            f"Trainer(strategy=...) expects one device, 'ddp', or a ModelParallelStrategy whose module "
+            "Trainer(strategy=...) expects one device, 'ddp', or a ModelParallelStrategy whose module "
             f"calls fully_shard on itself, got {name}, whose exchanges would send gradients that are "
             "not clipped; use strategy='ddp', or fully_shard where one process cannot hold the model"
         )
@@ -39,8 +42,7 @@ def check_strategy(strategy: Any) -> None:
             f"{name}(start_method={strategy._start_method!r}) trains in processes that end with the "
             "fit, and with them the engine's record of what was spent; use strategy='ddp', in a script"
         )
-    hooks = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
-    asked = [hook for hook in hooks if getattr(strategy, f"_{hook}", None) is not None]
+    asked = [hook[1:] for hook in _HOOKS if getattr(strategy, hook, None) is not None]
     if asked:
         raise ArgumentError(
             f"{name}({asked[0]}=...) acts on an exchange of gradients that a private model does not "
@@ -121,7 +123,7 @@ def read_into_inner(strategy: Any) -> None:
             strategy.optimizers = private
         one_file = checkpoint.get("optimizer_states", ())
         states = checkpoint.get(_STATES) or [saved.get(STATE) for saved in one_file]
-        for optimizer, state in zip(private, states, strict=True):
+        for optimizer, state in zip(private, states, strict=False):
             if isinstance(optimizer, FastDPOptimizer):
                 optimizer.keeper.clipping.load_state_dict(state)
         return checkpoint
