@@ -246,6 +246,10 @@ ATTRIBUTES = {
     "torch.compile": ("_orig_mod",),
     "opacus.DPOptimizer": ("_get_flat_grad_sample",),
     "opacus.GradSampleModule": ("_module", "_per_sample_gradient_norms"),
+    "lightning.DDPStrategy": (
+        "_start_method", "_ddp_comm_state", "_ddp_comm_hook", "_ddp_comm_wrapper",
+        "_model_averaging_period",
+    ),
     "transformers.Trainer": ("_get_train_sampler", "_signature_columns", "_train_batch_size"),
     "torch.ops": ("_schema",),
     "sys": ("_getframe", "_current_frames"),

@@ -116,6 +116,11 @@ def test_attributes_of_the_trainer() -> None:
     assert all(f"self.{name}" in source for name in _torch.ATTRIBUTES["transformers.Trainer"])
 
 
+def test_attributes_of_lightnings_strategy() -> None:
+    strategy = pytest.importorskip("lightning.pytorch.strategies").DDPStrategy()
+    assert all(hasattr(strategy, name) for name in _torch.ATTRIBUTES["lightning.DDPStrategy"])
+
+
 def test_families_of_modules() -> None:
     kinds = {
         _torch.BatchNormBase: (

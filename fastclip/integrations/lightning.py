@@ -10,7 +10,8 @@
     trainer.fit(Classifier(engine), DPLightningDataModule(data))
 
 The engine must not be a part of the module's hyperparameters. One batch is one release:
-`accumulate_grad_batches` is refused.
+`accumulate_grad_batches` is refused. On several processes (docs/distributed.md) a plain loader's batch
+is of all of them together.
 """
 
 from __future__ import annotations
@@ -30,6 +31,17 @@ from fastclip.data.plan import Request, plan_sampling, use_sampler
 from fastclip.engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.integrations.budget import Budget
+from fastclip.integrations.lightning_ranks import (
+    as_wrapped,
+    check_strategy,
+    keep_batch_sampler,
+    read_as_before,
+    read_into_inner,
+    reads_late,
+    run_without_wrapper,
+    strategies_to_optimizers,
+    write_strategies,
+)
 from fastclip.optim.optimizer import FastDPOptimizer
 
 try:
@@ -41,7 +53,9 @@ except ImportError:  # the older name of the same library, with types of its own
 class DPLightningDataModule(LightningDataModule):
     """A data module whose training batches are Poisson samples, as Opacus' class of this name.
 
-    Once `make_private` has been called its training loader is the one that the engine watches.
+    Once `make_private` has been called its training loader is the one that the engine watches. On
+    several processes it draws this rank's share, and `batch_size` of the loader given is of all ranks
+    together; of each rank where it has a DistributedSampler.
 
     Args:
         datamodule: the ordinary one; everything but its training loader is passed through.
@@ -66,7 +80,8 @@ class DPLightningDataModule(LightningDataModule):
         if self.private_loader is not None:
             return self.private_loader
         loader = self.datamodule.train_dataloader()
-        plan = plan_sampling(loader, Request(), poisson_sampling=True)
+        several = self.trainer is not None and self.trainer.world_size > 1
+        plan = plan_sampling(loader, Request(), poisson_sampling=True, distributed=several)
         private = DPDataLoader.from_data_loader(loader, generator=self.generator)
         use_sampler(private, plan, self.generator or loader.generator)
         return private
@@ -102,7 +117,9 @@ def make_private(
     for it only after `configure_optimizers`.
 
     Args:
-        module: attached to a trainer that fits it to a DPLightningDataModule.
+        module: attached to a trainer that fits it to a DPLightningDataModule, on one device, with
+            strategy="ddp", or with a ModelParallelStrategy and a `configure_model` that calls
+            fully_shard on the module itself.
         optimizer: over the module's parameters.
         arguments: as of `FastPrivacyEngine.make_private`, or, with target_epsilon, of
             `make_private_with_epsilon`, whose `epochs` are the trainer's if not given.
@@ -132,11 +149,17 @@ def make_private(
         make = engine.make_private_with_epsilon
         if "epochs" not in arguments:
             arguments["epochs"] = _epochs(trainer, len(loader))
+    model = as_wrapped(trainer.strategy, module)
     handle, private, data.private_loader = make(
-        module=module.train(), optimizer=optimizer, data_loader=loader, wrap_model=False,
+        module=model.train(), optimizer=optimizer, data_loader=loader, wrap_model=False,
         **arguments,
     )  # fmt: skip
     module.__dict__["_fastclip_handle"] = handle
+    if private.keeper.clipping.ranks is not None:
+        run_without_wrapper(trainer.strategy, module)
+        keep_batch_sampler(data.private_loader)
+    if reads_late(trainer.strategy):
+        read_into_inner(trainer.strategy)
     if "target_epsilon" in arguments:
         module.__dict__["_fastclip_budget"] = _budget(engine, arguments)
     return private
@@ -161,7 +184,11 @@ class PrivacyCallback(Callback):
         self.loaded = False
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Refuses to go on from a checkpoint where target_epsilon would be exceeded."""
+        """Refuses to go on from a checkpoint whose spending is not known, or with which target_epsilon
+        would be exceeded."""
+        late = reads_late(trainer.strategy)
+        if late and trainer.ckpt_path is not None and not self.loaded:
+            raise _unknown(trainer)
         budget, epochs = pl_module.__dict__.get("_fastclip_budget", (None, 0))
         if budget is None or not self.loaded:
             return
@@ -183,6 +210,20 @@ class PrivacyCallback(Callback):
         handle = pl_module.__dict__.pop("_fastclip_handle", None)
         if handle is not None:
             handle.cleanup()
+            read_as_before(trainer.strategy)
+
+    def on_save_checkpoint(
+        self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Where the optimizers' states leave them out: thresholds and steps."""
+        if reads_late(trainer.strategy):
+            write_strategies(checkpoint, trainer.optimizers)
+
+    def on_load_checkpoint(
+        self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """These go where the optimizers look for them."""
+        strategies_to_optimizers(checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
         """What was spent."""
@@ -204,10 +245,20 @@ def _budget(engine: FastPrivacyEngine, arguments: dict[str, Any]) -> tuple[Budge
 
 def _check_resumed(trainer: Any, engine: FastPrivacyEngine) -> None:
     """Refuse a checkpoint whose spending is not known, or not loaded into this engine."""
-    callbacks = [c for c in trainer.callbacks if isinstance(c, PrivacyCallback)]
-    if trainer.ckpt_path is None or any(c.engine is engine and c.loaded for c in callbacks):
-        return
-    raise ArgumentError(
+    mine = [c for c in trainer.callbacks if isinstance(c, PrivacyCallback) and c.engine is engine]
+    if reads_late(trainer.strategy):  # nobody knows yet whether there is a checkpoint
+        if not mine:
+            raise ArgumentError(
+                f"{type(trainer.strategy).__name__} reads checkpoints into the private model, for which "
+                "it needs a PrivacyCallback of this engine; pass Trainer(callbacks=[PrivacyCallback("
+                "engine, delta)])"
+            )
+    elif trainer.ckpt_path is not None and not any(c.loaded for c in mine):
+        raise _unknown(trainer)
+
+
+def _unknown(trainer: Any) -> ArgumentError:
+    return ArgumentError(
         f"{trainer.ckpt_path} holds nothing of a PrivacyCallback of this trainer and engine, so what "
         "its run has spent is not known; train and resume with Trainer(callbacks=[PrivacyCallback("
         "engine, delta)]), or load its model and train anew"
@@ -224,10 +275,11 @@ def _epochs(trainer: Any, steps_an_epoch: int) -> float:
 
 def _check_trainer(trainer: Any) -> None:
     """Refuse what would couple, scale or skip gradients."""
-    if trainer.world_size > 1:
+    check_strategy(trainer.strategy)
+    if trainer.world_size > 1 and trainer.overfit_batches:
         raise ArgumentError(
-            f"the fast mode trains on one device so far, got {trainer.world_size}; use "
-            "Trainer(devices=1)"
+            "overfit_batches repeats the same batches, but each rank draws its share anew; use "
+            "limit_train_batches"
         )
     if str(trainer.precision).startswith("16"):
         raise ArgumentError(

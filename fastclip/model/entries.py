@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from fastclip._torch import disable_dynamo
+from fastclip.errors import GraphError
 from fastclip.model.following import follow
 
 if TYPE_CHECKING:
@@ -51,12 +52,24 @@ class Method:
     @functools.partial(disable_dynamo, recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plain = self._plain
-        if self.keeper.calls.probe and plain.__func__.__module__.startswith(_LIGHTNING):
+        lightnings = plain.__func__.__module__.startswith(_LIGHTNING)
+        if lightnings and self.name == "all_gather":
+            self._check_gathering()
+        if self.keeper.calls.probe and lightnings:
             return None if self.name in _LOGS else plain(*args, **kwargs)
         if self.keeper.depth:
             return plain(*args, **kwargs)
         with self.keeper.calls.inside(self.called, self.model, plain, args, kwargs) as returned:
             return returned(plain(*args, **kwargs))
+
+    def _check_gathering(self) -> None:
+        """Refuse to let rows of one rank into another's loss, where none is clipped for both."""
+        if self.keeper.clipping.ranks is not None and self.keeper.calls.runs("training_step"):
+            raise GraphError(
+                "self.all_gather in training_step hands rows of one rank to the loss of others, which "
+                "are clipped apart from them; log numbers with sync_dist=True, and let every row's loss "
+                "depend on that row alone"
+            )
 
 
 @functools.lru_cache(maxsize=64)

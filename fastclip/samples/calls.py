@@ -114,6 +114,10 @@ class Calls:
         """The call that private layers belong to, if one runs: what it does before is seen."""
         return next((called for called in self._running if not called.drives), None)
 
+    def runs(self, name: str) -> bool:
+        """Whether a call of this name is running."""
+        return any(called.name == name for called in self._running)
+
     def begin(self, called: Entered, noticed: Iterable[nn.Parameter] = ()) -> None:
         """A call begins, in which these parameters notice their uses."""
         called.noticing.enter_context(self.intercepted(noticed))

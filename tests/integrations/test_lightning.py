@@ -19,7 +19,9 @@ from tests.refusal import refused
 
 pytest.importorskip("lightning", reason="lightning is not installed")
 integration = pytest.importorskip("fastclip.integrations.lightning")
+lightning_ranks = pytest.importorskip("fastclip.integrations.lightning_ranks")
 pl = pytest.importorskip("lightning.pytorch")
+strategies = pytest.importorskip("lightning.pytorch.strategies")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice about workers and loggers
 
@@ -286,3 +288,27 @@ def test_what_a_tuner_releases_is_accounted(tmp_path: Path, monkeypatch) -> None
 def test_trainers_that_cannot_be_private(options: dict, way_out: str) -> None:
     with refused(way_out):
         fit(FastPrivacyEngine(), **options)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "way_out"),
+    [
+        (lambda: strategies.FSDPStrategy(), r"FSDPStrategy.*use strategy='ddp', or fully_shard"),
+        (lambda: object.__new__(strategies.DeepSpeedStrategy), "DeepSpeedStrategy.*'ddp'"),
+        (lambda: strategies.DDPStrategy(start_method="spawn"), "'spawn'.*use strategy='ddp'"),
+        (lambda: strategies.DDPStrategy(start_method="fork"), "'fork'.*use strategy='ddp'"),
+        (lambda: strategies.DDPStrategy(model_averaging_period=2), "omit model_averaging_period"),
+    ],
+)
+def test_strategies_that_are_not_followed(strategy, way_out: str) -> None:
+    """Those that are train in tests/parallel/test_lightning.py."""
+    with refused(way_out):
+        lightning_ranks.check_strategy(strategy())
+
+
+def test_another_wrapper_is_refused() -> None:
+    module = Classifier(FastPrivacyEngine())
+    strategy = strategies.SingleDeviceStrategy("cpu")
+    strategy.connect(nn.Sequential(module))
+    with refused("inside Sequential.*use strategy='ddp'"):
+        lightning_ranks.as_wrapped(strategy, module)
