@@ -7,15 +7,13 @@ import torch
 
 from tests.noise.laws import assert_standard_normal, assert_uncorrelated
 from tests.noise.ranks import MODES, WIDTH
-from tests.two_processes import run_two
+from tests.parallel import world
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
     """What the two ranks saw."""
-    folder = tmp_path_factory.mktemp("ranks")
-    run_two("tests.noise.ranks", folder)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return world.run(2, "tests.noise.ranks:seen", tmp_path_factory.mktemp("ranks"))
 
 
 def test_ranks_draw_noise_of_their_own(ranks: list[dict]) -> None:

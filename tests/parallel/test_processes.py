@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -14,8 +13,8 @@ from fastclip import FastPrivacyEngine
 from fastclip.errors import GraphError, UnsupportedLayerError
 from tests.networks import mlp, rows
 from tests.oracle import backward, make_private, row_loss
+from tests.parallel import world
 from tests.refusal import refused
-from tests.two_processes import run_two
 
 WAY_OUT = "(DistributedDataParallel, or call fully_shard on it, before|to) make_private"
 
@@ -24,8 +23,7 @@ WAY_OUT = "(DistributedDataParallel, or call fully_shard on it, before|to) make_
 def said(tmp_path_factory) -> list[dict[str, str]]:
     """What two processes (gloo) were told."""
     folder = tmp_path_factory.mktemp("processes")
-    run_two("tests.parallel.refused", folder)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return world.run(2, "tests.parallel.refused:told", folder, str(folder))
 
 
 @pytest.mark.parametrize(
