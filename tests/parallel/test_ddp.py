@@ -23,21 +23,28 @@ def ways(tmp_path_factory) -> list[dict[str, Any]]:
     return world.run(2, "tests.parallel.training:ways", folder, "ddp", "dpddp")
 
 
-def check_as_one_process(found: list[dict[str, Any]], strategy: str) -> None:
+def check_as_one_process(
+    found: list[dict[str, Any]], strategy: str, dtype: torch.dtype = torch.float64
+) -> None:
     """Every step of every rank is that of one process on the rows that all have drawn."""
     drawn = training.together(found)
     assert len(drawn) == STEPS
-    expected = training.replay(drawn, strategy)
+    expected = training.replay(drawn, strategy, training.Rows(dtype=dtype))
+    rtol, atol = (1e-10, 1e-12) if dtype == torch.float64 else (1e-6, 1e-6)
     for rank in found:
         for mine, first, one in zip(rank["states"], found[0]["states"], expected, strict=True):
             for name, value in mine.items():
                 assert torch.equal(value, first[name]), name
-                torch.testing.assert_close(value, one[name], rtol=1e-10, atol=1e-12, msg=name)
+                torch.testing.assert_close(value, one[name], rtol=rtol, atol=atol, msg=name)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strategies(strategies: list[dict[str, Any]], strategy: str) -> None:
     check_as_one_process([rank[strategy] for rank in strategies], strategy)
+
+
+def test_float32(strategies: list[dict[str, Any]]) -> None:
+    check_as_one_process([rank["float32"] for rank in strategies], "flat", torch.float32)
 
 
 def test_shares(strategies: list[dict[str, Any]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.parallel import world
 from tests.parallel.test_ddp import check_as_one_process
@@ -29,6 +30,10 @@ def ways(request, tmp_path_factory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strategies(strategies: list[dict[str, Any]], strategy: str) -> None:
     check_as_one_process([rank[strategy] for rank in strategies], strategy)
+
+
+def test_float32(strategies: list[dict[str, Any]]) -> None:
+    check_as_one_process([rank["float32"] for rank in strategies], "flat", torch.float32)
 
 
 @pytest.mark.parametrize("place", ["", ", in place"])

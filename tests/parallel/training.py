@@ -28,8 +28,8 @@ BATCH = 4.0
 class Rows(Dataset):
     """(row, its number): what was drawn can be told."""
 
-    def __init__(self, n: int = N) -> None:
-        self.x = torch.randn(n, D, generator=torch.Generator().manual_seed(7)).double()
+    def __init__(self, n: int = N, dtype: torch.dtype = torch.float64) -> None:
+        self.x = torch.randn(n, D, generator=torch.Generator().manual_seed(7)).to(dtype)
 
     def __len__(self) -> int:
         return len(self.x)
@@ -112,9 +112,9 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def wrapped(kind: str) -> nn.Module:
+def wrapped(kind: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     """The same in a wrapper, or in none."""
-    return WRAPPERS.get(kind, lambda net: net)(model())
+    return WRAPPERS.get(kind, lambda net: net)(model().to(dtype))
 
 
 def full(x: Tensor) -> Tensor:
@@ -210,7 +210,8 @@ def replay(
     drawn: list[list[int]], strategy: str = "flat", data: Rows | None = None
 ) -> list[dict[str, Any]]:
     """One process that trains on these rows, step by step."""
-    module, data = model(), data or Rows()
+    data = data or Rows()
+    module = model().to(data.x.dtype)
     made = private(module, strategy, poisson=False, expected_batch_size=BATCH)
     states = []
     for numbers in drawn:
@@ -236,6 +237,8 @@ def strategies(kind: str) -> dict[str, Any]:
         torch.manual_seed(11)
         module = wrapped(kind)
         found[name] = run(private(module, name), module)
+    module = wrapped(kind, torch.float32)
+    found["float32"] = run(private(module, data=Rows(dtype=torch.float32)), module)
     return found
 
 
