@@ -119,6 +119,7 @@ class DrawingEngine(AccountedEngine):
                     "way in which rows are drawn": plan.design.described(),
                     "ledger of steps before": str(self.accountant.history),
                     "rows of the data set, in one order": told_of(data_loader.dataset),
+                    **plan.told(),
                 }
             )
             if not poisson_sampling:
