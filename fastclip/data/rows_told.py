@@ -47,7 +47,8 @@ def _by_row(dataset: Any, length: Any) -> Iterator[tuple[str, Any]]:
         table = hasattr(values, "iloc") and hasattr(values, "to_numpy")
         known = table or type(values) in (list, tuple) or isinstance(values, (Tensor, np.ndarray))
         if known and getattr(values, "shape", (0,)) != () and len(values) == length:
-            step = max(1, length // _MOST, getattr(values, "nbytes", 0) // _BYTES)
+            size = values.nbytes if isinstance(values, np.ndarray) else 0
+            step = 1 if isinstance(values, Tensor) else max(1, length // _MOST, size // _BYTES)
             few = values if step == 1 else (values.iloc if table else values)[::step]
             yield name, few.to_numpy() if table else few
 
