@@ -223,7 +223,7 @@ def running_ddp() -> Any:
 def timeout_of(group: Any) -> Any:
     """How long the exchanges of a process group wait; None if its backend does not tell."""
     for kind in group._device_types:
-        options = getattr(group._get_backend(kind), "options", None)
+        options: Any = getattr(group._get_backend(kind), "options", None)
         if hasattr(options, "_timeout"):
             return options._timeout
     return None

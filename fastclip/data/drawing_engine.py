@@ -115,8 +115,7 @@ class DrawingEngine(AccountedEngine):
         )
         if ranks is not None:
             # ranks of a model that is spread meet in every draw, those ahead included
-            ahead = (data_loader.num_workers, data_loader.prefetch_factor)
-            ahead = None if ranks.shards is None else ahead
+            ahead = ranks.shards and (data_loader.num_workers, data_loader.prefetch_factor)
             ranks.agree(
                 {
                     "way in which rows are drawn": plan.design.described(),
