@@ -220,6 +220,15 @@ def running_ddp() -> Any:
     return getattr(DistributedDataParallel, "_active_ddp_module", None)
 
 
+def timeout_of(group: Any) -> Any:
+    """How long the exchanges of a process group wait; None if its backend does not tell."""
+    for kind in group._device_types:
+        options: Any = getattr(group._get_backend(kind), "options", None)
+        if hasattr(options, "_timeout"):
+            return options._timeout
+    return None
+
+
 # Iterators of DataLoader
 
 NEXT_INDEX = "_next_index"

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -390,5 +391,19 @@ def test_modules_at_rest(tmp_path) -> None:
         whole.grad = None
         net(x)
         assert isinstance(net[0].weight, DTensor)
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_timeouts_of_groups(tmp_path) -> None:
+    """A group does not take it over from the one that its processes are in."""
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1,
+        timeout=timedelta(seconds=7),
+    )  # fmt: skip
+    try:
+        assert _torch.timeout_of(distributed.group.WORLD) == timedelta(seconds=7)
+        another = distributed.new_group([0], backend="gloo")
+        assert _torch.timeout_of(another) == timedelta(minutes=30)
     finally:
         distributed.destroy_process_group()

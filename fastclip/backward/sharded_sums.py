@@ -33,6 +33,8 @@ class ShardedSums(ClippedSums):
         self.names: dict[Any, str] = {each.own: names[each.whole] for each in held}
         """Of the parameters as the optimizer holds them."""
         self.buckets = buckets(reversed(held), _BUCKET)
+        self.passes = 0
+        """That have been summed: a rank that has forgotten some has the sums of other rows."""
         self._parts: dict[Bucket, tuple[Tensor, int]] = {}
         self._shown: dict[Bucket, list[Tensor]] = {}
 
@@ -50,6 +52,7 @@ class ShardedSums(ClippedSums):
         """
         bucket = next(b for b in self.buckets if b.parameters[0].whole is parameters[0])
         guards.check_hooks(self.names, _owns(bucket))
+        self.passes += bucket is self.buckets[0]
         part = bucket.scattered([self._forget(p) for p in parameters])
         held = self._part(bucket)
         held = part if held is None else held.add_(part)
@@ -92,6 +95,7 @@ class ShardedSums(ClippedSums):
     def clear(self, parameters: Iterable[nn.Parameter]) -> None:
         """As the base class."""
         super().clear(parameters)
+        self.passes = 0
         self._parts.clear()
         self._shown.clear()
         for own in self.names:

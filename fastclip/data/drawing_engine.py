@@ -114,11 +114,15 @@ class DrawingEngine(AccountedEngine):
             data_loader, poisson_sampling=poisson_sampling, distributed=ranks is not None, **request
         )
         if ranks is not None:
+            # ranks of a model that is spread meet in every draw, those ahead included
+            ahead = ranks.shards and (data_loader.num_workers, data_loader.prefetch_factor)
             ranks.agree(
                 {
                     "way in which rows are drawn": plan.design.described(),
                     "ledger of steps before": str(self.accountant.history),
                     "rows of the data set, in one order": told_of(data_loader.dataset),
+                    **plan.told(),
+                    "num_workers and prefetch_factor of the data loader": ahead,
                 }
             )
             if not poisson_sampling:

@@ -32,6 +32,7 @@ from fastclip.data.sampling import PoissonSampler
 from fastclip.data.unit_ids import unit_numbers
 from fastclip.data.unit_sampler import UnitSampler, rows_by_unit
 from fastclip.errors import ArgumentError
+from fastclip.parallel.digest import digest
 from fastclip.parallel.ranks import Ranks
 from fastclip.parallel.streams import own_generator
 
@@ -111,6 +112,14 @@ class Plan:
             return int((self.unit >= 0).nonzero()[0])
         rows = None if self.choice is None else self.choice.rows
         return 0 if rows is None else int(rows[0])
+
+    def told(self) -> dict[str, str]:
+        """What says whose each row is, for ranks that must share them out alike."""
+        rows = None if self.choice is None else self.choice.rows
+        return {
+            "rows that may be drawn, in one order": digest([] if rows is None else [rows]),
+            "unit_ids": digest([] if self.unit is None else [self.unit]),
+        }
 
     def shared(self, ranks: Ranks | None) -> Plan:
         """This rank's share of the draws: every row, or unit, is in exactly one; whose is public.

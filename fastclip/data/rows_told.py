@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
+from fastclip._torch import tree_leaves
 from fastclip.parallel.digest import digest
+
+_MOST, _BYTES = 2**20, 2**30
+"""Rows of a list, an array or a table that are looked at, evenly spaced, and their bytes."""
 
 
 def told_of(dataset: Any) -> str:
     """A digest of its rows: of tensors, subsets and joined sets of them, and of Hugging Face data sets.
 
-    Others are named by their type and length alone: reading their rows may change them (augmentation).
+    Of others their type and length, and the tensors, arrays, tables and lists that they are, or hold,
+    with an entry for each row: reading rows may change them (augmentation).
     """
     if isinstance(dataset, TensorDataset):
         return digest(dataset.tensors)
@@ -23,4 +32,42 @@ def told_of(dataset: Any) -> str:
     if isinstance(dataset, ConcatDataset):
         return " and ".join(map(told_of, dataset.datasets))
     length = len(dataset) if hasattr(dataset, "__len__") else "?"
-    return f"{type(dataset).__name__} {length} {getattr(dataset, '_fingerprint', '')}"
+    found = hashlib.sha256()
+    for name, values in _by_row(dataset, length):
+        found.update(name.encode())
+        for part in _parts(values):
+            found.update(part)
+    kind = f"{type(dataset).__name__} {length} {getattr(dataset, '_fingerprint', '')}"
+    return f"{kind} {found.hexdigest()[:16]}"
+
+
+def _by_row(dataset: Any, length: Any) -> Iterator[tuple[str, Any]]:
+    """What a data set is, or holds, with an entry for each of its rows."""
+    for name, values in (("", dataset), *sorted(getattr(dataset, "__dict__", {}).items())):
+        table = hasattr(values, "iloc") and hasattr(values, "to_numpy")
+        known = table or type(values) in (list, tuple) or isinstance(values, (Tensor, np.ndarray))
+        if known and getattr(values, "shape", (0,)) != () and len(values) == length:
+            size = values.nbytes if isinstance(values, np.ndarray) else 0
+            step = 1 if isinstance(values, Tensor) else max(1, length // _MOST, size // _BYTES)
+            few = values if step == 1 else (values.iloc if table else values)[::step]
+            yield name, few.to_numpy() if table else few
+
+
+def _parts(values: Any) -> Iterator[bytes]:
+    """Of strings what follows the last slash: files may lie in another folder on another machine."""
+    if isinstance(values, Tensor):
+        yield digest([values]).encode()
+    elif isinstance(values, np.ndarray) and values.dtype != object:
+        yield f"{values.dtype} {values.shape}".encode()
+        yield np.ascontiguousarray(values).tobytes()
+    elif isinstance(values, np.ndarray):
+        yield from _parts(values.reshape(-1).tolist())
+    else:
+        for leaf in tree_leaves(list(values)):
+            if isinstance(leaf, (Tensor, np.ndarray)):
+                yield from _parts(leaf)
+            elif isinstance(leaf, str):
+                yield leaf.rpartition("/")[2].encode()
+            else:
+                known = isinstance(leaf, (int, float, bytes, np.generic))
+                yield repr(leaf if known else type(leaf).__name__).encode()

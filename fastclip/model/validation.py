@@ -19,6 +19,7 @@ from fastclip.backward.guards import check_hooks
 from fastclip.checks import between, positive
 from fastclip.clipping import ConstantNoise, NoiseSchedule
 from fastclip.errors import ArgumentError, ArgumentTypeError, UnsupportedLayerError
+from fastclip.parallel.shards import let_go
 
 
 def check_training(model: nn.Module) -> None:
@@ -104,6 +105,7 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
             "make_private expects the optimizer before Accelerate has prepared it (a prepared one skips "
             "or scales steps that are accounted); call make_private first, then accelerator.prepare"
         )
+    let_go(model)
     own = set(model.parameters())
     foreign = sum(p not in own for group in optimizer.param_groups for p in group["params"])
     if foreign:

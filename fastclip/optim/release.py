@@ -34,8 +34,10 @@ def noisy_gradients(
     if state.ranks is None:
         sums = [given.take(p) for p in parameters]
         return ops.noise_finalize(sums, list(parameters), std, divisor, state.noise)
-    told = {"step": state.step, "batches": batches, "divisor": divisor}
+    told: dict[str, float] = {"step": state.step, "batches": batches, "divisor": divisor}
     told["noise_multiplier"] = state.noise_multiplier
+    if isinstance(given, ShardedSums):
+        told["backward passes in the sums"] = given.passes
     if isinstance(std, Tensor):
         std = state.ranks.largest(std)  # ranks that clip at other thresholds would need it
     else:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fastclip._torch import tree_map
 from fastclip.parallel.processes import bare
+from fastclip.parallel.shards import let_go
 
 _WRAPPED = "_module."
 """Before the keys of a model that make_private returned, as with Opacus."""
@@ -40,8 +41,8 @@ def optimizer_alone(optimizer: Any) -> Any:
 
 
 def is_spread(model: nn.Module) -> bool:
-    """fully_shard has made shards of its parameters."""
-    return any(isinstance(p, DTensor) for p in model.parameters())
+    """fully_shard has made shards of its parameters, which are shards again after this."""
+    return let_go(model)
 
 
 class Kept:

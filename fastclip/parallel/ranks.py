@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, distributed, nn
 
-from fastclip._torch import FSDPModule
+from fastclip._torch import FSDPModule, timeout_of
 from fastclip.errors import ArgumentError, StepError
 from fastclip.noise import NoiseSource, SeededNoise
 from fastclip.parallel.reaching import reaching
@@ -18,6 +18,11 @@ from fastclip.parallel.shards import Shards
 from fastclip.parallel.streams import own_generator
 
 T = TypeVar("T")
+
+_CALLS, _RELEASES = 0, 1
+"""What ranks ask each other about: a call of a model that is spread, a step."""
+_NUMBERS = 8
+"""Of one such exchange; all are of one size, so that any two that meet are told apart."""
 
 
 class RanksDiffer(ArgumentError):
@@ -109,7 +114,7 @@ class Ranks:
 
         Where they are spread, all ranks come here together.
         """
-        if self.shards is None or not self._largest(int(wanted), self._host):
+        if self.shards is None or not self._apart(_CALLS, [int(wanted)])[0][1]:
             yield
             return
         with self.shards.whole():
@@ -117,13 +122,9 @@ class Ranks:
 
     def most(self, number: int) -> int:
         """The largest of all ranks' numbers, while a loader draws."""
-        return self._largest(number, self._draws)
-
-    @staticmethod
-    def _largest(number: int, group: Any) -> int:
         found = torch.tensor(number, dtype=torch.int64, device="cpu")
         with reaching():
-            distributed.all_reduce(found, distributed.ReduceOp.MAX, group=group)
+            distributed.all_reduce(found, distributed.ReduceOp.MAX, group=self._draws)
         return int(found)
 
     def in_step(self, **numbers: float) -> None:
@@ -133,17 +134,35 @@ class Ranks:
             StepError: naming what differs, on every rank; or another rank has ended.
         """
         numbers |= {name: now() for name, now in self.followed.items()}
-        values = torch.tensor([*numbers.values()], dtype=torch.float64, device="cpu")
+        found = self._apart(_RELEASES, list(numbers.values()))
+        for name, (low, high) in zip(numbers, found, strict=False):
+            if high != low:
+                raise StepError(
+                    f"the ranks release one step together, but {name} is {low:g} on one and {high:g} "
+                    "on another; every rank must call optimizer.step() (and zero_grad() and "
+                    "discard_logical_batch()) as often, with the same settings"
+                )
+
+    def _apart(self, doing: int, numbers: list[float]) -> list[tuple[float, float]]:
+        """The least and the largest of all ranks' numbers, one by one.
+
+        Raises:
+            StepError: another rank does something else, on every rank; or it has ended.
+        """
+        padded = [float(doing), *numbers, *[0.0] * (_NUMBERS - len(numbers))]
+        values = torch.tensor(padded, dtype=torch.float64, device="cpu")
         both = torch.cat([values, -values])
         with reaching():
             distributed.all_reduce(both, distributed.ReduceOp.MAX, group=self._host)
         most, least = both.chunk(2)
-        for name, high, low in zip(numbers, most.tolist(), (-least).tolist(), strict=True):
-            if high != low:
-                raise StepError(
-                    f"the ranks release one step together, but {name} is {low:g} on one and {high:g} "
-                    "on another; every rank must call optimizer.step() as often, with the same settings"
-                )
+        (low, high), *found = zip((-least).tolist(), most.tolist(), strict=True)
+        if low != high:
+            raise StepError(
+                "the ranks train one model together, but one is in optimizer.step() while another calls "
+                "the model; every rank must call the model and optimizer.step() as often, and in a "
+                "BatchMemoryManager if any does"
+            )
+        return found
 
     def total(self, x: Tensor) -> Tensor:
         """The sum of all ranks' `x`."""
@@ -200,7 +219,9 @@ def _of_the_host(group: Any, *, another: bool = False) -> Any:
     if "cpu:gloo" in distributed.get_backend_config(group) and not another:
         return group
     members = distributed.get_process_group_ranks(group)
-    return distributed.new_group(members, backend="gloo", use_local_synchronization=True)
+    return distributed.new_group(
+        members, timeout_of(group), backend="gloo", use_local_synchronization=True
+    )
 
 
 def _short(value: Any) -> str:

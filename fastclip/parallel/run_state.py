@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from fastclip.errors import ArgumentTypeError
 from fastclip.parallel.processes import bare, uncompiled
+from fastclip.parallel.shards import let_go
 
 _MODEL, _OPTIMIZER, _RUN = "model", "optimizer", "run"
 
@@ -40,6 +41,7 @@ class RunState(Stateful):
         self._ledger, self._clipping = ledger, optimizer.keeper.clipping
 
     def state_dict(self) -> dict[str, Any]:
+        let_go(self._model)
         run = io.BytesIO()
         torch.save(
             {"ledger": self._ledger.state_dict(), "clipping": self._clipping.state_dict()}, run
@@ -52,6 +54,7 @@ class RunState(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The ledger first: a model that fails halfway has got some of the weights."""
+        let_go(self._model)
         run = torch.load(io.BytesIO(state_dict[_RUN]), weights_only=False)
         self._ledger.load_state_dict(run["ledger"])
         set_model_state_dict(self._model, state_dict[_MODEL])

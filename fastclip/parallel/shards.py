@@ -132,6 +132,15 @@ class Shards:
                 module.reshard()
 
 
+def let_go(model: nn.Module) -> bool:
+    """Whether fully_shard has spread a model; its parameters, some whole since an evaluation, are shards
+    again. No other rank is asked."""
+    spread = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in spread:
+        module.reshard()
+    return bool(spread)
+
+
 def check_whole(model: nn.Module, doing: str) -> None:
     """Refuse to copy a model that fully_shard has spread, which torch does not let anybody do.
 

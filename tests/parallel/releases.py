@@ -12,6 +12,7 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -177,6 +178,26 @@ def refusals() -> dict[str, str]:
         data = TensorDataset(x.flip(0) if rank() else x)
         private(module(), data=data)
 
+    def chosen_apart() -> None:
+        """The same rows in another order: shares of the two would overlap."""
+        rows = torch.arange(20).roll(rank()).tolist()
+        private(module(), loader=DataLoader(Rows(), 4, sampler=SubsetRandomSampler(rows)))
+
+    def listed_apart() -> None:
+        rows = [(x, i) for i, x in enumerate(Rows().x)]
+        private(module(), loader=DataLoader(rows[rank() :] + rows[: rank()], 4))  # type: ignore[arg-type]
+
+    def files_apart() -> None:
+        """A data set of the user's own, whose files each rank has listed in another order."""
+        data: Any = Rows()
+        data.files = [f"/node{rank()}/{i}.png" for i in range(N)]
+        private(module(), data=data)
+        data.files[rank()] = "/data/another.png"
+        private(module(), data=data)
+
+    def units_apart() -> None:
+        private(module(), unit_ids=(torch.arange(N) + rank()) // 2)
+
     def syncs() -> None:
         net = module()
         made = private(net)
@@ -206,6 +227,10 @@ def refusals() -> dict[str, str]:
         "syncs": told(syncs),
         "clipped apart": told(clipped_apart),
         "another order": told(another_order),
+        "chosen apart": told(chosen_apart),
+        "listed apart": told(listed_apart),
+        "files apart": told(files_apart),
+        "units apart": told(units_apart),
         "epochs apart": told(epochs_apart),
         "one rank alone": told(lambda: private(module(), max_rows_per_unit=1 if rank() else None)),
         "own order": told(lambda: private(module(), poisson=False)),

@@ -12,11 +12,12 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.data import DataLoader
 
 from fastclip import FastPrivacyEngine
 from fastclip.errors import FastclipError
 from tests.oracle import row_loss
-from tests.parallel.spread_models import Experts, built, made_of, plain, sharded, step
+from tests.parallel.spread_models import MODELS, Experts, built, made_of, plain, sharded, step
 from tests.parallel.training import batches, full, private, rank, replicas, spread
 
 
@@ -147,6 +148,26 @@ def as_step() -> None:
         made[0].make_step(made[1], lambda model, x: row_loss(model(x)), physical_batch=4)
 
 
+def forgotten() -> None:
+    """One rank discards a physical batch whose sums all ranks have got a part of."""
+    with begun(sample_rate=0.5, expected_batch_size=12.0) as (made, _net):
+        options: Any = {"max_physical_batch_size": 1, "optimizer": made[2]}
+        with BatchMemoryManager(data_loader=made[3], **options) as parts:
+            for number, (x, _) in enumerate(parts):
+                made[2].zero_grad()
+                row_loss(made[1](x)).mean().backward()
+                if rank() == 0 and number == 0:
+                    made[2].discard_logical_batch()
+                else:
+                    made[2].step()
+
+
+def workers_apart() -> None:
+    """One rank would draw ahead, and wait for draws that another one makes after its step."""
+    loader = DataLoader(MODELS["plain"][2], batch_size=4, num_workers=rank())
+    made_of(sharded("plain"), "plain", loader=loader)
+
+
 def placeholders() -> None:
     """Physical batches that one rank lacks, of a loader that hands out placeholder rows."""
     net = sharded("plain")
@@ -205,6 +226,8 @@ CASES: dict[str, Callable[[], None]] = {
     "explain": explained,
     "make_step": as_step,
     "placeholders": placeholders,
+    "forgotten": forgotten,
+    "workers apart": workers_apart,
 }
 
 

@@ -31,6 +31,8 @@ SAID = {
     "explain": "call it before fully_shard",
     "make_step": "make_step expects a model that one rank holds as a whole",
     "placeholders": "omit rand_on_empty",
+    "forgotten": r"backward passes in the sums is \d+ on one and \d+ on another",
+    "workers apart": "same num_workers and prefetch_factor",
 }
 
 

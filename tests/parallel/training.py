@@ -268,6 +268,14 @@ def momenta(made: tuple, module: nn.Module) -> Tensor:
     return torch.cat([full(held[p]["momentum_buffer"]).reshape(-1) for p in module.parameters()])
 
 
+def evaluated(made: tuple) -> None:
+    """Which leaves parameters of fully_shard whole, until the next backward pass."""
+    made[1].eval()
+    with torch.no_grad():
+        made[1](Rows().x[:2])
+    made[1].train()
+
+
 def saved(folder: str, kind: str) -> dict[str, Any]:
     """Ten steps and a checkpoint that all ranks ask for; ten more; and on from the checkpoint."""
     torch.manual_seed(5)
@@ -275,11 +283,13 @@ def saved(folder: str, kind: str) -> dict[str, Any]:
     made = private(module, "adaptive", sigma=1.0, momentum=0.5)
     run(made, module, 10)
     path = Path(folder) / "run.pt"
+    at_ten = state(made, module) | {"momentum": momenta(made, module)}
+    evaluated(made)
     made[0].save_checkpoint(path=path, module=made[1], optimizer=made[2])
     distributed.barrier()
-    at_ten = state(made, module) | {"momentum": momenta(made, module)}
     run(made, module, 5)
     history = list(made[0].accountant.history)
+    evaluated(made)
     made[0].load_checkpoint(path=path, module=made[1], optimizer=made[2])
     back = state(made, module) | {"momentum": momenta(made, module)}
     run(made, module, 5)
@@ -296,9 +306,11 @@ def saved_in_parts(folder: str, kind: str) -> dict[str, Any]:
     made = private(module, "adaptive", sigma=1.0, momentum=0.5)
     run(made, module, 10)
     held = {"run": made[0].run_state(module=made[1], optimizer=made[2])}
-    checkpoint.save(held, checkpoint_id=folder)
     at_ten = state(made, module) | {"momentum": momenta(made, module)}
+    evaluated(made)
+    checkpoint.save(held, checkpoint_id=folder)
     run(made, module, 5)
+    evaluated(made)
     checkpoint.load(held, checkpoint_id=folder)
     back = state(made, module) | {"momentum": momenta(made, module)}
     history = list(made[0].accountant.history)
