@@ -14,8 +14,8 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from fastclip._torch import tree_leaves
 from fastclip.parallel.digest import digest
 
-_MOST, _BYTES = 2**20, 2**30
-"""Rows of a list, an array or a table that are looked at, evenly spaced, and their bytes."""
+_MOST, _BYTES = 2**21, 2**30
+"""Entries of a list, rows of a table and bytes of an array that are looked at, evenly spaced."""
 
 
 def told_of(dataset: Any) -> str:
@@ -47,8 +47,12 @@ def _by_row(dataset: Any, length: Any) -> Iterator[tuple[str, Any]]:
         table = hasattr(values, "iloc") and hasattr(values, "to_numpy")
         known = table or type(values) in (list, tuple) or isinstance(values, (Tensor, np.ndarray))
         if known and getattr(values, "shape", (0,)) != () and len(values) == length:
-            size = values.nbytes if isinstance(values, np.ndarray) else 0
-            step = 1 if isinstance(values, Tensor) else max(1, length // _MOST, size // _BYTES)
+            step = 1
+            if isinstance(values, np.ndarray):
+                step = max(1, values.nbytes // _BYTES)
+            elif not isinstance(values, Tensor) and length:
+                each = 1 if table else len(tree_leaves(values[0]))
+                step = max(1, length * each // _MOST)
             few = values if step == 1 else (values.iloc if table else values)[::step]
             yield name, few.to_numpy() if table else few
 
@@ -67,7 +71,7 @@ def _parts(values: Any) -> Iterator[bytes]:
             if isinstance(leaf, (Tensor, np.ndarray)):
                 yield from _parts(leaf)
             elif isinstance(leaf, str):
-                yield leaf.rpartition("/")[2].encode()
+                yield f"{leaf.rpartition('/')[2]!r} ".encode()
             else:
                 known = isinstance(leaf, (int, float, bytes, np.generic))
-                yield repr(leaf if known else type(leaf).__name__).encode()
+                yield f"{leaf if known else type(leaf).__name__!r} ".encode()

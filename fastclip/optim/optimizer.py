@@ -60,7 +60,7 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         )  # fmt: skip
         # sigma_1, whatever the schedule's first factor is
         keeper.clipping.first_multiplier = noise_multiplier
-        check_alike(keeper, loss_reduction=loss_reduction, secure_mode=secure_mode)
+        check_alike(keeper, optimizer, loss_reduction=loss_reduction, secure_mode=secure_mode)
 
     @property
     def noise_multiplier(self) -> float:

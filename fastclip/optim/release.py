@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
+from zlib import crc32
 
 from torch import Tensor, nn
 
@@ -49,8 +51,10 @@ def noisy_gradients(
     return release.noisy_gradients(state.ranks, [given.take(p) for p in parameters], *rest)
 
 
-def check_alike(keeper: BookKeeper, **settings: Any) -> None:
+def check_alike(keeper: BookKeeper, optimizer: Any, **settings: Any) -> None:
     """All ranks that train are about to train the same model, in the same way; one process is.
+
+    The settings of the inner `optimizer` are compared in every step.
 
     Raises:
         ArgumentError: naming what differs.
@@ -58,6 +62,7 @@ def check_alike(keeper: BookKeeper, **settings: Any) -> None:
     state, ranks = keeper.clipping, keeper.clipping.ranks
     if ranks is None:
         return
+    ranks.followed["a digest of the optimizer's settings (lr, ...)"] = partial(_settings, optimizer)
     replicated = ranks.wrapper.parameters() if ranks.shards is None else ()
     ranks.agree(
         {
@@ -83,3 +88,14 @@ def _noise_std(state: ClippingState) -> float | Tensor:
     if not noise or sensitivity.device.type == "cpu":
         return noise * float(sensitivity) if noise else 0.0
     return noise * sensitivity
+
+
+def _settings(optimizer: Any) -> float:
+    """A number that tells an optimizer's settings from others; tensors among them are not read."""
+    told = [
+        (name, value)
+        for group in optimizer.param_groups
+        for name, value in sorted(group.items())
+        if not isinstance(value, (Tensor, list))
+    ]
+    return float(crc32(repr((type(optimizer).__name__, told)).encode()))

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 _CALLS, _RELEASES = 0, 1
 """What ranks ask each other about: a call of a model that is spread, a step."""
-_NUMBERS = 8
+_NUMBERS = 12
 """Of one such exchange; all are of one size, so that any two that meet are told apart."""
 
 

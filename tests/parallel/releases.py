@@ -165,6 +165,12 @@ def refusals() -> dict[str, str]:
         row_loss(made[1](Rows().x[:2])).mean().backward()
         made[2].step()
 
+    def schedules_apart() -> None:
+        made = private(module(), poisson=False, loader=sampled(), sigma=1.0)
+        made[2].param_groups[0]["lr"] *= 1 + rank()
+        row_loss(made[1](Rows().x[:2])).mean().backward()
+        made[2].step()
+
     def epochs_apart() -> None:
         loader = sampled(shuffle=True)
         made = private(module(), poisson=False, loader=loader)
@@ -232,6 +238,7 @@ def refusals() -> dict[str, str]:
         "files apart": told(files_apart),
         "units apart": told(units_apart),
         "epochs apart": told(epochs_apart),
+        "schedules apart": told(schedules_apart),
         "one rank alone": told(lambda: private(module(), max_rows_per_unit=1 if rank() else None)),
         "own order": told(lambda: private(module(), poisson=False)),
         "another's share": told(
