@@ -1,11 +1,13 @@
-"""Draws the microbenchmarks of a bench.gpu result, or the steps of a bench.train result.
+"""Draws what bench.gpu, bench.train or bench.distributed has found.
 
     python -m bench.draw bench/results/gpu-CARD.json
     python -m bench.draw bench/results/train-cpu.json --out docs/pictures/train-cpu.png
+    python -m bench.draw bench/results/distributed-cpu.json
 
-Steps: bench/draw_train.py. Microbenchmarks: one row a case, grouped by operation. Left: the fraction of
-the measured ceiling (matmul or copy, whichever limits the case). Right, on a logarithmic scale: the time
-of PyTorch's and Opacus' ways over fastclip's; to the right of 1, fastclip is faster.
+Steps: bench/draw_train.py, bench/draw_distributed.py. Microbenchmarks of bench.gpu: one row a case,
+grouped by operation. Left: the fraction of the measured ceiling (matmul or copy, whichever limits it).
+Right, on a logarithmic scale: the time of PyTorch's and Opacus' ways over fastclip's; to the right of 1,
+fastclip is faster.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
+
+from bench.draw_distributed import draw_distributed
 
 MOST = 60  # rows a page has room for
 COLOURS = {"arithmetic": "#2f6f9f", "memory": "#c98a2b"}
@@ -117,13 +121,17 @@ def main(arguments: list[str] | None = None) -> None:
     """Draw FILE.json to FILE.png beside it, or where --out says."""
     parser = argparse.ArgumentParser(prog="python -m bench.draw", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("file", type=Path, help="written by bench.gpu or bench.train")
+    parser.add_argument(
+        "file", type=Path, help="written by bench.gpu, bench.train or bench.distributed"
+    )
     parser.add_argument("--out", type=Path, help="picture to write (beside the file)")
     options = parser.parse_args(arguments)
     path = options.out or options.file.with_suffix(".png")
     result = json.loads(options.file.read_text())
     if "card" in result:
         print(f"{draw(result, path)} cases drawn to {path}")
+    elif "on_paper" in result:
+        print(f"{draw_distributed(result, path)} numbers of ranks drawn to {path}")
     else:
         from bench.draw_train import draw_train  # imports the models, which takes seconds
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,10 @@ import torch
 from torch import distributed
 
 from bench.distributed import on_paper, sent, table
+from bench.draw_distributed import draw_distributed
 from fastclip.parallel import shards
+
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 
 
 def test_bytes_are_those_given_to_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,3 +50,12 @@ def test_the_table_has_a_line_for_each_number_of_ranks() -> None:
     assert len(lines) == 2
     assert "1.20x [1.10-1.30]" in lines[1]
     assert lines[1].split()[-1] == "2.0"
+
+
+def test_the_committed_results_are_drawn(tmp_path: Path) -> None:
+    for name, count in (("distributed-cpu", 3), ("distributed-fsdp-cpu", 2)):
+        result = json.loads((RESULTS / f"{name}.json").read_text())
+        assert draw_distributed(result, tmp_path / f"{name}.png") == count
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw_distributed({**result, "rows": []}, tmp_path / "a.png")
