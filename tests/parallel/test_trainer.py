@@ -30,6 +30,7 @@ def test_a_trainer(tmp_path, kind: str) -> None:
         assert rank["whole"]["tokens"] == found[0]["whole"]["tokens"]
         for way in ("noisy", "half"):
             assert torch.equal(rank[way]["weights"], found[0][way]["weights"])
+        assert rank["half"]["history"] == [(0.0, 1 / 6, 4)]  # of two runs
         assert rank["cast"] == (kind == "ddp")  # FSDP2 casts parameters itself
         assert rank["epsilon"] == epsilon([(1.0, 1 / 6, trainers.STEPS)], 1e-3, "prv")
     assert not set(found[0]["drawn"][0]) & set(found[1]["drawn"][0])
