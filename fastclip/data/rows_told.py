@@ -51,8 +51,9 @@ def _by_row(dataset: Any, length: Any) -> Iterator[tuple[str, Any]]:
             if isinstance(values, np.ndarray):
                 step = max(1, values.nbytes // _BYTES)
             elif not isinstance(values, Tensor) and length:
-                each = 1 if table else len(tree_leaves(values[0]))
-                step = max(1, length * each // _MOST)
+                leaves = [0] if table else tree_leaves(values[0])
+                size = sum(getattr(leaf, "nbytes", 0) for leaf in leaves)
+                step = max(1, length * len(leaves) // _MOST, length * size // _BYTES)
             few = values if step == 1 else (values.iloc if table else values)[::step]
             yield name, few.to_numpy() if table else few
 
