@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from fastclip._torch import tree_leaves
 from fastclip.parallel.digest import digest
@@ -18,32 +18,41 @@ _MOST, _BYTES = 2**21, 2**30
 """Entries of a list, rows of a table and bytes of an array that are looked at, evenly spaced."""
 
 
-def told_of(dataset: Any) -> str:
+def told_of(dataset: Any, around: tuple[int, ...] = ()) -> str:
     """A digest of its rows: of tensors, subsets and joined sets of them, and of Hugging Face data sets.
 
-    Of others their type and length, and the tensors, arrays, tables and lists that they are, or hold,
-    with an entry for each row: reading rows may change them (augmentation).
+    Of others their type and length, the tensors, arrays, tables and lists that they are, or hold,
+    with an entry for each row, and the data sets that they hold: reading rows may change them
+    (augmentation).
+
+    Args:
+        around: identities of the data sets that hold it.
     """
     if isinstance(dataset, TensorDataset):
         return digest(dataset.tensors)
     if isinstance(dataset, Subset):
         chosen = torch.as_tensor([int(i) for i in dataset.indices], dtype=torch.int64, device="cpu")
-        return f"{digest([chosen])} of {told_of(dataset.dataset)}"
+        return f"{digest([chosen])} of {told_of(dataset.dataset, around)}"
     if isinstance(dataset, ConcatDataset):
-        return " and ".join(map(told_of, dataset.datasets))
+        return " and ".join(told_of(each, around) for each in dataset.datasets)
     length = len(dataset) if hasattr(dataset, "__len__") else "?"
     found = hashlib.sha256()
     for name, values in _by_row(dataset, length):
         found.update(name.encode())
         for part in _parts(values):
             found.update(part)
+    around = (*around, id(dataset))
+    for name, held in sorted(getattr(dataset, "__dict__", {}).items()):
+        inner = isinstance(held, Dataset) or hasattr(held, "_fingerprint")
+        if inner and id(held) not in around:
+            found.update(f"{name} {told_of(held, around)}".encode())
     kind = f"{type(dataset).__name__} {length} {getattr(dataset, '_fingerprint', '')}"
     return f"{kind} {found.hexdigest()[:16]}"
 
 
 def _by_row(dataset: Any, length: Any) -> Iterator[tuple[str, Any]]:
     """What a data set is, or holds, with an entry for each of its rows."""
-    for name, values in (("", dataset), *sorted(getattr(dataset, "__dict__", {}).items())):
+    for name, values in (("", dataset), *_held(getattr(dataset, "__dict__", {}))):
         table = hasattr(values, "iloc") and hasattr(values, "to_numpy")
         known = table or type(values) in (list, tuple) or isinstance(values, (Tensor, np.ndarray))
         if known and getattr(values, "shape", (0,)) != () and len(values) == length:
@@ -56,6 +65,14 @@ def _by_row(dataset: Any, length: Any) -> Iterator[tuple[str, Any]]:
                 step = max(1, length * len(leaves) // _MOST, length * size // _BYTES)
             few = values if step == 1 else (values.iloc if table else values)[::step]
             yield name, few.to_numpy() if table else few
+
+
+def _held(by_name: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a data set holds, by name, and the columns of mappings among that (a tokenizer's)."""
+    for name, values in sorted(by_name.items()):
+        yield name, values
+        if isinstance(values, Mapping):
+            yield from ((f"{name}.{key}", column) for key, column in values.items())
 
 
 def _parts(values: Any) -> Iterator[bytes]:

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import TrainerCallback
 
@@ -20,6 +21,9 @@ ACCOUNTANT_NAME = "privacy_accountant.json"
 _RUN_STRIDE = 1_000_003
 """Between the seeds of two runs of one trainer: more than either has epochs."""
 
+_NEWEST: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Of each engine: the number of the run that has begun last."""
+
 
 @dataclass(frozen=True)
 class Resumed:
@@ -28,7 +32,12 @@ class Resumed:
     folder: str
     saved: dict[str, Any]
     run: int
-    """Which of its trainer's runs the checkpoint belongs to."""
+    """Which of its engine's runs the checkpoint belongs to."""
+
+    def draws_on(self, rate: float, processes: int) -> bool:
+        """Rows are drawn as in that run, so that its draws go on where the checkpoint left them."""
+        now = {"sample_rate": rate, "processes": processes}
+        return all(self.saved.get(name, value) == value for name, value in now.items())
 
     def check(self, trainer: Any, steps: int) -> None:
         """Refuse to go on where the budget would be exceeded, or the strategy begin again.
@@ -78,6 +87,20 @@ def read_checkpoint(folder: str, accountant: Any) -> Resumed:
     return Resumed(folder, saved, int(saved.get("run", 0)))
 
 
+def begin_run(engine: Any, resumed: Resumed | None, *, anew: bool = False) -> int:
+    """The number of the run that begins, from which the seeds of its draws follow.
+
+    Steps are accounted as if their draws were independent, so no two runs of one engine share a number.
+    A checkpoint of an earlier process keeps its own, and goes on with its draws.
+
+    Args:
+        anew: the draws of the checkpoint's run are not gone on with.
+    """
+    number = resumed.run + anew if resumed else 0
+    _NEWEST[engine] = max(number, _NEWEST.get(engine, number - 1) + 1)
+    return _NEWEST[engine]
+
+
 class AccountedCheckpoints(TrainerCallback):
     """Saves what was spent with every checkpoint, checks a resumed run, seeds the epochs' draws."""
 
@@ -102,5 +125,6 @@ class AccountedCheckpoints(TrainerCallback):
         saved = {
             **trainer.engine.accountant.state_dict(), "run": trainer.run_number,
             "noise_multiplier": trainer.mechanism[0], "sample_rate": trainer.mechanism[1],
+            "processes": trainer.args.world_size,
         }  # fmt: skip
         write_whole(path, lambda file: file.write_text(json.dumps(saved), encoding="utf-8"))

@@ -34,6 +34,7 @@ from fastclip.integrations.checkpoints import (
     ACCOUNTANT_NAME,
     AccountedCheckpoints,
     Resumed,
+    begin_run,
     read_checkpoint,
 )
 from fastclip.integrations.physical import LogicalBatchData, SplitCollate, by_units
@@ -101,7 +102,7 @@ class PrivateTrainer(RanksTrainer):
         self._noise_generator = noise_generator
         self.sampling_generator = torch.Generator()
         self.sampling_generator.seed()
-        self.run_number = -1  # the first train() is run 0
+        self.run_number = 0
         self.mechanism = (0.0, 0.0)  # sigma and q of this run's first step
         self._handle: Any = None
         self.resumed: Resumed | None = None  # what this run goes on from
@@ -127,7 +128,7 @@ class PrivateTrainer(RanksTrainer):
                     "state yourself (set_state), or seed it differently",
                     stacklevel=2,
                 )
-        self.run_number = self.resumed.run if self.resumed else self.run_number + 1
+        self.run_number = begin_run(self.engine, self.resumed)
         self._private, self._checked = True, Checked()
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -203,6 +204,8 @@ class PrivateTrainer(RanksTrainer):
         self._draw_from(private)
         self.mechanism = (self.dp_optimizer.noise_multiplier, self.engine.sampling.rate)
         if self.resumed:
+            if not self.resumed.draws_on(self.mechanism[1], self.args.world_size):
+                self.run_number = begin_run(self.engine, self.resumed, anew=True)
             self.engine.accountant.load_state_dict(self.resumed.saved)
         return private
 

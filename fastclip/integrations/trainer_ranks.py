@@ -56,9 +56,15 @@ class RanksTrainer(RowLossTrainer):
         self.create_optimizer()
         self.optimizer: Any = innermost(self.optimizer)
         model: Any = self.model
+        if isinstance(
+            model, FSDPModule
+        ):  # of an earlier train(); an evaluation asks whether it is known
+            self.accelerator.prepare_model(model, evaluation_mode=True)
+            self.model_wrapped = model
+            return model.train()
+        _unprepare(model)
         if self.is_fsdp_enabled:
-            if not isinstance(model, FSDPModule):
-                model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
+            model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
         elif self.args.world_size > 1:
             with _without_autocast(
                 self.accelerator
@@ -182,6 +188,16 @@ def innermost(optimizer: Any) -> torch.optim.Optimizer:
         if inner is None:
             return optimizer
         optimizer = inner
+
+
+def _unprepare(model: nn.Module) -> None:
+    """As before an evaluation or an earlier train(): Accelerate prepares no model twice."""
+    model.__dict__.pop("_is_accelerate_prepared", None)
+    original = model.__dict__.pop("_original_forward", None)  # beneath autocast
+    if original is not None:
+        model.__dict__["forward"] = original
+        if getattr(original, "__func__", None) is type(model).forward:
+            del model.__dict__["forward"]
 
 
 @contextmanager

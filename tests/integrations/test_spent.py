@@ -89,6 +89,28 @@ def test_a_second_run_draws_batches_of_its_own(tmp_path: Path) -> None:
     assert draws.drawn[-2:] == second[-2:]
 
 
+def test_no_two_runs_of_an_engine_draw_the_same_batches(tmp_path: Path) -> None:
+    """Its ledger counts both, as if their draws were independent."""
+    draws = Draws()
+    run = trainer(tmp_path, bert(), data_collator=draws, arguments=SAVING)
+    run.train()
+    first, draws.drawn = draws.drawn[-STEPS:], []
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert not any(batch in first for batch in draws.drawn[-(STEPS - 2) :])
+    draws.drawn = []
+    trainer(tmp_path, bert(), data_collator=draws, engine=run.engine).train()
+    assert not any(batch in first for batch in draws.drawn[-STEPS:])
+
+
+def test_another_rate_goes_on_with_new_batches(tmp_path: Path) -> None:
+    """With half the batch as many steps are fewer epochs, whose draws would come again."""
+    trainer(tmp_path, bert(), arguments=SAVING).train()
+    for batch, number in ((8, 0), (4, 1)):
+        run = trainer(tmp_path, bert(), batch)
+        run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+        assert run.run_number == number
+
+
 def test_skipping_no_data_would_repeat_draws(tmp_path: Path) -> None:
     with refused("omit either"):
         trainer(tmp_path, arguments={"ignore_data_skip": True})

@@ -201,6 +201,13 @@ def refusals() -> dict[str, str]:
         data.files[rank()] = "/data/another.png"
         private(module(), data=data)
 
+    def columns_apart() -> None:
+        """A tokenizer's columns, in a data set that another one holds."""
+        data, outer = (Rows() for _ in range(2))  # type: Any, Any
+        data.encodings = {"tokens": [[i] for i in torch.arange(N).roll(rank()).tolist()]}
+        outer.base = data
+        private(module(), data=outer)
+
     def units_apart() -> None:
         private(module(), unit_ids=(torch.arange(N) + rank()) // 2)
 
@@ -236,6 +243,7 @@ def refusals() -> dict[str, str]:
         "chosen apart": told(chosen_apart),
         "listed apart": told(listed_apart),
         "files apart": told(files_apart),
+        "columns apart": told(columns_apart),
         "units apart": told(units_apart),
         "epochs apart": told(epochs_apart),
         "schedules apart": told(schedules_apart),

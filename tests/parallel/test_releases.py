@@ -157,6 +157,7 @@ REFUSED = {
     "chosen apart": "rows that may be drawn, in one order",
     "listed apart": "rows of the data set, in one order",
     "files apart": "rows of the data set, in one order, got 'Rows 23",
+    "columns apart": "rows of the data set, in one order, got 'Rows 23",
     "units apart": "same unit_ids",
     "epochs apart": "the DistributedSampler's epoch is 0 on one and 1 on another",
     "schedules apart": "a digest of the optimizer's settings",

@@ -51,3 +51,19 @@ def test_units_and_placeholders(tmp_path) -> None:
         torch.testing.assert_close(
             rank["fsdp"]["weights"], rank["ddp"]["weights"], rtol=1e-10, atol=1e-12
         )
+
+
+def test_a_trainer_trains_and_evaluates_again(tmp_path) -> None:
+    """The model is wrapped anew, or is spread already; the second run draws batches of its own."""
+    found = world.run(2, "tests.parallel.trainers:again", tmp_path, str(tmp_path))
+    drawn = training.together([rank["ddp"] for rank in found])
+    assert not any(rows in drawn[:4] for rows in drawn[4:])
+    one = found[0]["ddp"]
+    for rank in found:
+        for kind in ("ddp", "fsdp"):
+            assert rank[kind]["history"] == [(0.0, 1 / 6, 8)]
+            assert rank[kind]["drawn"] == rank["ddp"]["drawn"]
+            torch.testing.assert_close(
+                rank[kind]["weights"], one["weights"], rtol=1e-10, atol=1e-12
+            )
+            assert rank[kind]["loss"] == pytest.approx(one["loss"], rel=1e-6)

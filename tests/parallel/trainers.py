@@ -140,6 +140,25 @@ def units() -> dict[str, Any]:
     return found
 
 
+def again(folder: str) -> dict[str, Any]:
+    """Two runs of one trainer, with evaluations before (which FSDP2 forbids), within and after them."""
+    _environment()
+    told = {"save_strategy": "no", "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
+    found = {}
+    for fsdp in (False, True):
+        run = _trainer(Path(folder), fsdp, arguments=told, eval_dataset=rows(7))
+        if not fsdp:
+            run.evaluate()
+        run.train()
+        first = run.drawn
+        run.train()
+        metrics = run.evaluate()
+        found["fsdp" if fsdp else "ddp"] = {
+            **_found(run), "drawn": [*first[:4], *run.drawn[:4]], "loss": metrics["eval_loss"]
+        }  # fmt: skip
+    return found
+
+
 def replayed(drawn: list[list[int]], strategy: Any = "flat", batch: float = 3.0) -> torch.Tensor:
     """The weights of one process that trains on these rows."""
     model, table = bert().double(), data()
