@@ -136,8 +136,7 @@ class PrivateTrainer(RanksTrainer):
             self._private = False
             if self._handle is not None:
                 self._handle.cleanup()
-                for name in ("_original_forward", "_is_accelerate_prepared"):
-                    self.model.__dict__.pop(name, None)  # the next train() prepares it anew
+                self.model.__dict__.pop("_original_forward", None)  # Accelerate's, for bf16
                 self._handle = None
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:

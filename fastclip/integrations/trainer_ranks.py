@@ -56,19 +56,15 @@ class RanksTrainer(RowLossTrainer):
         self.create_optimizer()
         self.optimizer: Any = innermost(self.optimizer)
         model: Any = self.model
-        if isinstance(
-            model, FSDPModule
-        ):  # of an earlier train(); an evaluation asks whether it is known
-            self.accelerator.prepare_model(model, evaluation_mode=True)
-            self.model_wrapped = model
-            return model.train()
-        _unprepare(model)
-        if self.is_fsdp_enabled:
+        spread = isinstance(self.model, FSDPModule)  # by an earlier train()
+        if spread:
+            self.accelerator.prepare_model(model, evaluation_mode=True)  # an evaluation asks for it
+        else:
+            _unprepare(model)
+        if self.is_fsdp_enabled and not spread:
             model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
-        elif self.args.world_size > 1:
-            with _without_autocast(
-                self.accelerator
-            ):  # whose forward is to be around the private one
+        elif self.args.world_size > 1 and not spread:
+            with _without_autocast(self.accelerator):  # which is to be around the private forward
                 model = self.accelerator.prepare_model(model)
         self.model_wrapped = model
         return model.train()
