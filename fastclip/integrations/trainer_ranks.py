@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from fastclip._torch import FSDPModule
+from fastclip.errors import ArgumentError
 from fastclip.integrations.trainer_loss import RowLossTrainer
 from fastclip.optim.optimizer import FastDPOptimizer
 from fastclip.parallel.checkpoints import write_whole
@@ -56,9 +57,13 @@ class RanksTrainer(RowLossTrainer):
         self.create_optimizer()
         self.optimizer: Any = innermost(self.optimizer)
         model: Any = self.model
-        if isinstance(
-            model, FSDPModule
-        ):  # of an earlier train(); an evaluation asks whether it is known
+        if isinstance(model, FSDPModule):
+            if not self.is_fsdp_enabled:
+                raise ArgumentError(
+                    "the model was spread by fully_shard before the Trainer got it, which would save "
+                    "and load it as if it were whole; pass it plain, with TrainingArguments(fsdp=True)"
+                )
+            # by an earlier train(); an evaluation asks whether Accelerate knows it
             self.accelerator.prepare_model(model, evaluation_mode=True)
             self.model_wrapped = model
             return model.train()
