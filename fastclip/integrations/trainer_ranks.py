@@ -57,7 +57,7 @@ class RanksTrainer(RowLossTrainer):
         self.create_optimizer()
         self.optimizer: Any = innermost(self.optimizer)
         model: Any = self.model
-        if isinstance(model, FSDPModule):
+        if isinstance(self.model, FSDPModule):
             if not self.is_fsdp_enabled:
                 raise ArgumentError(
                     "the model was spread by fully_shard before the Trainer got it, which would save "
