@@ -59,7 +59,7 @@ class DPLightningDataModule(LightningDataModule):
 
     Args:
         datamodule: the ordinary one; everything but its training loader is passed through.
-        generator: of the sampling; that of the loader if None.
+        generator: of the sampling of all fits; that of the first loader if None.
     """
 
     def __init__(
@@ -80,10 +80,12 @@ class DPLightningDataModule(LightningDataModule):
         if self.private_loader is not None:
             return self.private_loader
         loader = self.datamodule.train_dataloader()
+        # of the first: one that is seeded alike for every fit would draw the same rows again
+        self.generator = self.generator or loader.generator
         several = self.trainer is not None and self.trainer.world_size > 1
         plan = plan_sampling(loader, Request(), poisson_sampling=True, distributed=several)
         private = DPDataLoader.from_data_loader(loader, generator=self.generator)
-        use_sampler(private, plan, self.generator or loader.generator)
+        use_sampler(private, plan, self.generator)
         return private
 
     def val_dataloader(self) -> Any:

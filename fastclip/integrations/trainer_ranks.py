@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from fastclip._torch import FSDPModule
+from fastclip.errors import ArgumentError
 from fastclip.integrations.trainer_loss import RowLossTrainer
 from fastclip.optim.optimizer import FastDPOptimizer
 from fastclip.parallel.checkpoints import write_whole
@@ -57,6 +58,11 @@ class RanksTrainer(RowLossTrainer):
         self.optimizer: Any = innermost(self.optimizer)
         model: Any = self.model
         spread = isinstance(self.model, FSDPModule)  # by an earlier train()
+        if spread and not self.is_fsdp_enabled:
+            raise ArgumentError(
+                "the model was spread by fully_shard before the Trainer got it, which would save and "
+                "load it as if it were whole; pass it plain, with TrainingArguments(fsdp=True)"
+            )
         if spread:
             self.accelerator.prepare_model(model, evaluation_mode=True)  # an evaluation asks for it
         else:

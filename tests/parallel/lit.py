@@ -214,6 +214,10 @@ def ways() -> dict[str, Any]:
     done["stopped early"] = found(fit(strategy="ddp_find_unused_parameters_true", **options))
     done["bf16-mixed"] = found(fit(precision="bf16-mixed", max_epochs=1))
     done["noise"] = found(fit(told={"noise_multiplier": 1.0}))
+    _, module, fitter = fit()
+    fitter.fit_loop.max_epochs = 4
+    fitter.fit(module, datamodule=fitter.datamodule)
+    done["fitted twice"] = {"drawn": module.drawn}
     for kind in (Spread, SpreadManual):
         done[kind.__name__] = found(fit(kind, sharded()))
     return done

@@ -94,6 +94,14 @@ def test_noise_and_epsilon(ways: list[dict[str, Any]]) -> None:
     assert one["numbers"]["epsilon"] == float(fitter.callback_metrics["epsilon"])
 
 
+def test_a_second_fit_draws_rows_of_its_own(ways: list[dict[str, Any]]) -> None:
+    """The data module seeds its loader's generator whenever it is asked for one."""
+    drawn = together([rank["fitted twice"] for rank in ways])
+    assert len(drawn) == 24
+    assert drawn[12:] != drawn[:12]
+    assert drawn[12:15] != drawn[:3]
+
+
 @pytest.mark.parametrize("number", range(len(SAVED) - 1))
 def test_checkpoints(saved: tuple[Path, list[dict[str, Any]]], number: int) -> None:
     """On from ModelCheckpoint's: weights, momentum, thresholds; a ledger that counts steps once."""

@@ -6,13 +6,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState, PartialState
 from torch import distributed, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fastclip import FastPrivacyEngine, clipping
+from fastclip.errors import ArgumentError
 from tests.integrations.tiny import bert, hf, integration, pad, rows, trainer
 from tests.parallel.accelerated import choose_fsdp
 from tests.parallel.training import full
@@ -156,6 +158,9 @@ def again(folder: str) -> dict[str, Any]:
         found["fsdp" if fsdp else "ddp"] = {
             **_found(run), "drawn": [*first[:4], *run.drawn[:4]], "loss": metrics["eval_loss"]
         }  # fmt: skip
+    model = fully_shard(bert().double())
+    with pytest.raises(ArgumentError, match="fsdp=True"):
+        _trainer(Path(folder), False, model).train()
     return found
 
 
