@@ -39,13 +39,13 @@ from fastclip.integrations.checkpoints import (
 )
 from fastclip.integrations.physical import LogicalBatchData, SplitCollate, by_units
 from fastclip.integrations.row_losses import Checked
-from fastclip.integrations.trainer_ranks import RanksTrainer, innermost
-from fastclip.optim.optimizer import FastDPOptimizer
+from fastclip.integrations.trainer_loss import RowLossTrainer
+from fastclip.integrations.trainer_ranks import innermost
 
 __all__ = ["ACCOUNTANT_NAME", "PrivacyArguments", "PrivateTrainer"]
 
 
-class PrivateTrainer(RanksTrainer):
+class PrivateTrainer(RowLossTrainer):
     """A transformers.Trainer whose training is differentially private, row by row.
 
     Example:
@@ -216,16 +216,6 @@ class PrivateTrainer(RanksTrainer):
         return generator
 
     # A step
-
-    @property
-    def dp_optimizer(self) -> FastDPOptimizer:
-        """The private optimizer, without Accelerate's wrapper."""
-        optimizer: Any = self.optimizer
-        while optimizer is not None and not isinstance(optimizer, FastDPOptimizer):
-            optimizer = getattr(optimizer, "optimizer", None)
-        if optimizer is None:
-            raise ArgumentError("there is no private optimizer before train() has begun")
-        return optimizer
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward passes of one logical batch; the loop's optimizer step releases it.

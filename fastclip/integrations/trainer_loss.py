@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fastclip.errors import ArgumentError
@@ -22,13 +21,15 @@ from fastclip.integrations.row_losses import (
     take,
     telling,
 )
+from fastclip.integrations.trainer_ranks import RanksTrainer
 from fastclip.losses import per_sample_cross_entropy
+from fastclip.parallel.ranks import whole
 
 _CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification")
 _TOKEN_LOSSES = ("ForTokenClassification", "ForMaskedLM", "ForCausalLM")
 
 
-class RowLossTrainer(Trainer):
+class RowLossTrainer(RanksTrainer):
     """Computes row by row what is a cross entropy, and checks that any other loss keeps rows apart.
 
     Evaluation, and everything outside of private training, is the Trainer's own.
@@ -57,7 +58,10 @@ class RowLossTrainer(Trainer):
         if not self._private or not model.training:
             return super().compute_loss(model, inputs, return_outputs)
         if self.compute_loss_func is None:
-            self._check_loss_where_due(model, inputs)
+            due = self._checked.due(inputs)
+            with whole(self.ranks, due):  # all processes come here, if one of them has to look
+                if due:
+                    self._check_loss(model, inputs)
         loss, outputs = self._training_loss(model, inputs)
         return (loss, outputs) if return_outputs else loss
 
@@ -124,10 +128,6 @@ class RowLossTrainer(Trainer):
 
     def _config(self, name: str) -> Any:
         return getattr(getattr(self._plain_model(), "config", None), name, None)
-
-    def _check_loss_where_due(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        if self._checked.due(inputs):
-            self._check_loss(model, inputs)
 
     def _check_loss(self, model: nn.Module, inputs: dict[str, Any]) -> None:
         """The loss keeps rows apart, and on one row it is the model's own."""

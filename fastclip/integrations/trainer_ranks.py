@@ -16,20 +16,20 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from transformers import Trainer
 
 from fastclip._torch import FSDPModule
 from fastclip.errors import ArgumentError
-from fastclip.integrations.trainer_loss import RowLossTrainer
 from fastclip.optim.optimizer import FastDPOptimizer
 from fastclip.parallel.checkpoints import write_whole
-from fastclip.parallel.ranks import Ranks, whole
+from fastclip.parallel.ranks import Ranks
 from fastclip.parallel.streams import own_generator
 
 _CLIPPING = "privacy_clipping.pt"
 """File of a checkpoint of shards that holds the clipping strategy's state."""
 
 
-class RanksTrainer(RowLossTrainer):
+class RanksTrainer(Trainer):
     """Prepares the model for its processes, saves and loads what they share.
 
     In one process it does what the Trainer does.
@@ -47,8 +47,13 @@ class RanksTrainer(RowLossTrainer):
 
     @property
     def dp_optimizer(self) -> FastDPOptimizer:
-        """The private optimizer."""
-        raise NotImplementedError
+        """The private optimizer, without Accelerate's wrapper."""
+        optimizer: Any = self.optimizer
+        while optimizer is not None and not isinstance(optimizer, FastDPOptimizer):
+            optimizer = getattr(optimizer, "optimizer", None)
+        if optimizer is None:
+            raise ArgumentError("there is no private optimizer before train() has begun")
+        return optimizer
 
     # Before training
 
@@ -57,21 +62,21 @@ class RanksTrainer(RowLossTrainer):
         self.create_optimizer()
         self.optimizer: Any = innermost(self.optimizer)
         model: Any = self.model
-        spread = isinstance(self.model, FSDPModule)  # by an earlier train()
-        if spread and not self.is_fsdp_enabled:
-            raise ArgumentError(
-                "the model was spread by fully_shard before the Trainer got it, which would save and "
-                "load it as if it were whole; pass it plain, with TrainingArguments(fsdp=True)"
-            )
-        if spread:
+        if isinstance(self.model, FSDPModule):  # by an earlier train()
+            if not self.is_fsdp_enabled:
+                raise ArgumentError(
+                    "the model was spread by fully_shard before the Trainer got it, which would save "
+                    "and load it as if it were whole; pass it plain, with TrainingArguments(fsdp=True)"
+                )
             self.accelerator.prepare_model(model, evaluation_mode=True)  # an evaluation asks for it
         else:
             _unprepare(model)
-        if self.is_fsdp_enabled and not spread:
-            model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
-        elif self.args.world_size > 1 and not spread:
-            with _without_autocast(self.accelerator):  # which is to be around the private forward
-                model = self.accelerator.prepare_model(model)
+            if self.is_fsdp_enabled:
+                model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
+            elif self.args.world_size > 1:
+                # Autocast is to be around the private forward.
+                with _without_autocast(self.accelerator):
+                    model = self.accelerator.prepare_model(model)
         self.model_wrapped = model
         return model.train()
 
@@ -131,13 +136,6 @@ class RanksTrainer(RowLossTrainer):
             parts += [(spare(), 0) for _ in range(missing)]
         return parts
 
-    def _check_loss_where_due(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """Parameters that are spread are gathered by all processes if one of them has to look."""
-        due = self._checked.due(inputs)
-        with whole(self.ranks, due):
-            if due:
-                self._check_loss(model, inputs)
-
     # Checkpoints
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -196,10 +194,10 @@ def _unprepare(model: nn.Module) -> None:
     """As before an evaluation or an earlier train(): Accelerate prepares no model twice."""
     model.__dict__.pop("_is_accelerate_prepared", None)
     original = model.__dict__.pop("_original_forward", None)  # beneath autocast
-    if original is not None:
+    if getattr(original, "__func__", None) is type(model).forward:
+        model.__dict__.pop("forward", None)
+    elif original is not None:
         model.__dict__["forward"] = original
-        if getattr(original, "__func__", None) is type(model).forward:
-            del model.__dict__["forward"]
 
 
 @contextmanager

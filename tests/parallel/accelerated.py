@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import distributed
 
 from tests.oracle import row_loss
-from tests.parallel.training import batches, full, model, private, rank
+from tests.parallel.training import batches, full, model, private
+from tests.parallel.world import as_torchrun
 
 
 def choose_fsdp(state: Any, **options: Any) -> None:
@@ -23,12 +23,9 @@ def choose_fsdp(state: Any, **options: Any) -> None:
 
 def loop(kind: str) -> dict[str, Any]:
     """Twelve steps; the weights, and who was drawn."""
-    ranks = distributed.get_world_size()
-    mine, all_ranks = str(rank()), str(ranks)
-    os.environ.update(RANK=mine, LOCAL_RANK=mine, WORLD_SIZE=all_ranks, LOCAL_WORLD_SIZE=all_ranks)
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")  # asked for, and not used
+    as_torchrun()
     accelerator = Accelerator(cpu=True)
-    assert accelerator.num_processes == ranks
+    assert accelerator.num_processes == distributed.get_world_size()
     torch.manual_seed(4)
     plain = model()
     if kind == "ddp":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -13,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
@@ -21,7 +19,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from fastclip import FastPrivacyEngine
 from fastclip.integrations.lightning import DPLightningDataModule, PrivacyCallback, make_private
 from tests.oracle import row_loss
-from tests.parallel.training import BATCH, STRATEGIES, N, Rows, full, model, rank
+from tests.parallel.training import BATCH, STRATEGIES, N, Rows, full, model
+from tests.parallel.world import as_torchrun
 
 DELTA = 1e-3
 
@@ -103,15 +102,6 @@ class Manual(Module):
         optimizer.zero_grad()
         self.manual_backward(super().training_step(batch, index))
         optimizer.step()
-
-
-def as_launched() -> None:
-    """What torchrun tells its processes; the process group is there already."""
-    warnings.simplefilter("ignore")
-    mine, ranks = str(rank()), str(distributed.get_world_size())
-    os.environ.update(RANK=mine, LOCAL_RANK=mine, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
-    os.environ.update(GROUP_RANK="0", TORCHELASTIC_RUN_ID="0")
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
 
 
 def trainer(
@@ -205,7 +195,7 @@ KINDS: dict[str, tuple[type[Module], Callable[[], Any]]] = {
 
 def ways() -> dict[str, Any]:
     """Training steps with and without `forward`, and what else a Trainer may be asked for."""
-    as_launched()
+    as_torchrun()
     done = {kind.__name__: found(fit(kind)) for kind in (Module, PastForward, Manual)}
     stops = EarlyStopping("validation", patience=0, min_delta=100.0)
     options: dict[str, Any] = {
@@ -225,7 +215,7 @@ def ways() -> dict[str, Any]:
 
 def loaders() -> dict[str, Any]:
     """Rates of a loader of all ranks' batches, and of one with a DistributedSampler."""
-    as_launched()
+    as_torchrun()
     done: dict[str, Any] = {}
     for name, kind in {"plain": Data, "share": Shares}.items():
         engine, *_ = fit(told={"sample_rate": None, "expected_batch_size": None}, data=kind())
@@ -235,7 +225,7 @@ def loaders() -> dict[str, Any]:
 
 def refusals(folder: str) -> dict[str, tuple[str, str]]:
     """What each rank is told."""
-    as_launched()
+    as_torchrun()
     keeps = ModelCheckpoint(folder, "unknown", enable_version_counter=False)
     fit(callbacks=[keeps], enable_checkpointing=True, max_epochs=1)
     unknown = {"ckpt_path": keeps.best_model_path}
@@ -271,7 +261,7 @@ def refusal(**options: Any) -> tuple[str, str]:
 
 def saved(folder: str, *kinds: str) -> list[dict[str, Any]]:
     """An epoch of each kind, kept by ModelCheckpoint, and on from there in the next one."""
-    as_launched()
+    as_torchrun()
     done = []
     for number, (first, then) in enumerate(pairwise(kinds)):
         keeps = ModelCheckpoint(f"{folder}/{number}", "first", enable_version_counter=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState, PartialState
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fastclip import FastPrivacyEngine, clipping
@@ -18,6 +17,7 @@ from fastclip.errors import ArgumentError
 from tests.integrations.tiny import bert, hf, integration, pad, rows, trainer
 from tests.parallel.accelerated import choose_fsdp
 from tests.parallel.training import full
+from tests.parallel.world import as_torchrun
 
 ROWS, EACH, STEPS = 23, 1, 14
 RATE, EPS = 0.05, 1e-3
@@ -30,13 +30,6 @@ SETTINGS: dict[str, Any] = {
 def data() -> list[dict[str, Any]]:
     """Rows that know their numbers."""
     return [{**row, "number": i} for i, row in enumerate(rows(ROWS))]
-
-
-def _environment() -> None:
-    """What torchrun says."""
-    mine, ranks = str(distributed.get_rank()), str(distributed.get_world_size())
-    os.environ.update(RANK=mine, LOCAL_RANK=mine, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")  # asked for, and not used
 
 
 class Watched(integration.PrivateTrainer):
@@ -97,7 +90,7 @@ def _found(run: Any) -> dict[str, Any]:
 
 def trained(folder: str, kind: str) -> dict[str, Any]:
     """A run, the same run cut in two, and one with noise."""
-    _environment()
+    as_torchrun()
     fsdp, where = kind == "fsdp", Path(folder)
     told = {"clipping": clipping.soft_ada_clip()}
     whole = _trainer(where / "a", fsdp, privacy=told, eval_dataset=rows(7),
@@ -127,7 +120,7 @@ def trained(folder: str, kind: str) -> dict[str, Any]:
 
 def units() -> dict[str, Any]:
     """Patients of up to three rows: DistributedDataParallel and FSDP2, which fills up draws."""
-    _environment()
+    as_torchrun()
     told = {
         "unit_ids": [i // 3 for i in range(ROWS)],
         "sample_rate": 0.3,
@@ -144,7 +137,7 @@ def units() -> dict[str, Any]:
 
 def again(folder: str) -> dict[str, Any]:
     """Two runs of one trainer, with evaluations before (which FSDP2 forbids), within and after them."""
-    _environment()
+    as_torchrun()
     told = {"save_strategy": "no", "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
     found = {}
     for fsdp in (False, True):

@@ -54,6 +54,14 @@ def returned(folder: Path, rank: int) -> Any:
     return torch.load(folder / f"{rank}.pt", weights_only=True)
 
 
+def as_torchrun() -> None:
+    """The environment that torchrun gives its processes; the process group is there already."""
+    mine, ranks = str(distributed.get_rank()), str(distributed.get_world_size())
+    os.environ.update(RANK=mine, LOCAL_RANK=mine, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+    os.environ.update(GROUP_RANK="0", TORCHELASTIC_RUN_ID="0")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")  # asked for, and not used
+
+
 def main(rank: int, world: int, folder: Path, name: str, *arguments: str) -> None:
     """One rank."""
     warnings.simplefilter("ignore")
