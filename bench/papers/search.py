@@ -1,0 +1,207 @@
+"""A hyperparameter search whose whole cost is known: random trials, their number random and secret.
+
+Papernot & Steinke 2022, Theorem 2, as Zhao et al. 2025 use it: the number K of runs is drawn once from
+a truncated negative binomial distribution; each run draws its learning rate and C_LB from the papers'
+grids, independently; its score, the number of validation rows that it gets right, is told with Gaussian
+noise; the best run by that score is released, and nothing of any other: neither K, nor its score. Rows
+of validation are no rows of training, so a person's share in one run is either the training's cost or
+the score's, and the search pays for the larger of the two at each Renyi order.
+
+What the search needs to go on after it was killed lies in a folder of its own, is secret, and is
+deleted at the end. Whoever watches how long a search takes learns something about K.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from bench.measure import machine, now, versions
+from bench.papers.data.dataset import Dataset, Rows
+from bench.papers.experiments import EXPERIMENTS
+from bench.papers.running import SYNTHETIC, read
+from bench.papers.settings import Experiment
+from bench.papers.store import Store, write
+from bench.papers.training import Run, Trainer
+from fastclip.accounting import (
+    TruncatedNegativeBinomial,
+    TunedEpsilon,
+    find_noise_multiplier,
+    hpo_epsilon,
+)
+
+LEARNING_RATES = tuple(np.logspace(0, 1, 10).tolist())
+LOWER_BOUNDS = tuple(np.logspace(np.log10(0.001), np.log10(50), 20).tolist())
+"""The grids of Zhao et al. 2025, Tables 3 and 4."""
+HELD_OUT = 0.2
+"""Share of the training rows that become validation rows where a data set has none."""
+_PRIVATE = random.SystemRandom()
+
+
+def search(options: argparse.Namespace) -> str:
+    """Make the trials that are left; what is released, as text.
+
+    The result is also written to search-NAME.json in the folder of results.
+    """
+    folder = SYNTHETIC if options.synthetic else options.data and str(options.data)
+    experiment = EXPERIMENTS[options.name]
+    data = with_validation(read(options.name, folder))
+    trials = TruncatedNegativeBinomial.from_mean(options.mean_trials, options.eta)
+    cost, score_noise = price(experiment, options, data, trials)
+    secret = Secret(Store(options.out).folder, options, data, trials)
+    with tqdm(unit="epoch", desc="trials, their number untold") as bar:
+        while (trial := secret.next()) is not None:
+            scored(trial, secret, experiment, data, score_noise, bar)
+    best = secret.best()
+    result = {
+        "experiment": options.name, "data": data.name, "synthetic": data.synthetic,
+        "strategy": options.strategy, "released": best, "epsilon": cost.epsilon,
+        "epsilon_of_one_run": cost.base_epsilon, "order": cost.order, "delta": experiment.delta,
+        "trials": {"mean": trials.mean, "eta": trials.eta, "gamma": trials.gamma},
+        "score_noise": score_noise, "validation_rows": len(_validation(data)), "date": now(),
+        "machine": machine(), "versions": versions(),
+    }  # fmt: skip
+    path = options.out / f"search-{options.name}.json"
+    write(path, (json.dumps(result, indent=1) + "\n").encode())
+    secret.forget()
+    return (
+        f"released: lr {best['lr']:.4g}, C_LB {best['lower']:.4g}, noisy validation accuracy "
+        f"{best['score'] / len(_validation(data)):.3f}\n"
+        f"epsilon of the whole search {cost.epsilon:.3f} at delta {experiment.delta:g} "
+        f"(one run alone {cost.base_epsilon:.3f}; {trials.mean:.3g} runs expected)\nwritten: {path}"
+    )
+
+
+def price(
+    experiment: Experiment, options: argparse.Namespace, data: Dataset,
+    trials: TruncatedNegativeBinomial,
+) -> tuple[TunedEpsilon, float]:  # fmt: skip
+    """Epsilon of the search, and the standard deviation of a score's noise.
+
+    All trials have the same noise multiplier, rate and number of steps: a learning rate and C_LB
+    change none of them. The score of a run is a Gaussian mechanism with the budget of the run.
+    """
+    trainer = Trainer(experiment, _run(options, seed=0, lr=1.0, lower=1.0), data)
+    assert trainer.engine is not None
+    schedule = trainer.optimizer.keeper.clipping.strategy.noise
+    rate = 1 / len(trainer.loader)
+    sigma = float(trainer.optimizer.noise_multiplier)
+    records = [(sigma * factor, rate, steps) for factor, steps in schedule.runs(trainer.steps)]
+    score_noise = find_noise_multiplier(
+        target_epsilon=options.epsilon, target_delta=experiment.delta, sample_rate=1.0, steps=1
+    )
+    score = [(score_noise, 1.0, 1)]
+    return hpo_epsilon(records, experiment.delta, trials, others=[score]), score_noise
+
+
+class Secret:
+    """What a search must remember and never show: K, its trials and their scores."""
+
+    def __init__(
+        self, out: Path, options: argparse.Namespace, data: Dataset,
+        trials: TruncatedNegativeBinomial,
+    ) -> None:  # fmt: skip
+        asked = {
+            name: str(value) for name, value in sorted(vars(options).items())
+            if name not in ("out", "jobs", "data")
+        }  # fmt: skip
+        told = json.dumps([asked, dict(data.split)], sort_keys=True)
+        key = hashlib.sha256(told.encode()).hexdigest()[:12]
+        self.folder = out / f"search-{key}.secret"
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._file = self.folder / "trials.json"
+        self._options = options
+        if self._file.exists():
+            self.trials: list[dict[str, Any]] = json.loads(self._file.read_text())
+            return
+        self.trials = [
+            {
+                "lr": _PRIVATE.choice(LEARNING_RATES), "lower": _PRIVATE.choice(LOWER_BOUNDS),
+                "seed": _PRIVATE.getrandbits(48), "score": None,
+            }
+            for _ in range(trials.sample())
+        ]  # fmt: skip
+        self.keep()
+
+    def keep(self) -> None:
+        """Write what is known."""
+        write(self._file, json.dumps(self.trials).encode())
+
+    def next(self) -> dict[str, Any] | None:
+        """A trial that has no score yet."""
+        return next((trial for trial in self.trials if trial["score"] is None), None)
+
+    def run(self, trial: dict[str, Any]) -> Run:
+        """What the trial runs."""
+        return _run(self._options, seed=trial["seed"], lr=trial["lr"], lower=trial["lower"])
+
+    def checkpoint(self, trial: dict[str, Any]) -> Path:
+        """Where the trial keeps itself."""
+        return self.folder / f"{self.trials.index(trial)}.checkpoint"
+
+    def best(self) -> dict[str, Any]:
+        """The released trial; of equal scores the first."""
+        return max(self.trials, key=lambda trial: trial["score"])
+
+    def forget(self) -> None:
+        """The search is over."""
+        shutil.rmtree(self.folder)
+
+
+def scored(
+    trial: dict[str, Any], secret: Secret, experiment: Experiment, data: Dataset,
+    score_noise: float, bar: tqdm,
+) -> None:  # fmt: skip
+    """Train the trial and keep its noisy score and what would be released of it."""
+    trainer = Trainer(experiment, secret.run(trial), data)
+    checkpoint = secret.checkpoint(trial)
+    frame = trainer.train(checkpoint, lambda epoch: bar.update(1 if epoch else 0))
+    validation = _validation(data)
+    _, found = trainer.outputs(validation)
+    right = int((found == validation.y).sum())
+    last = frame[(frame["step"] == trainer.step) & (frame["part"] == "test")]
+    measures = ("accuracy", "macro_accuracy", "worst_class_accuracy")
+    overall = last[(last["attribute"] == "all") & last["measure"].isin(measures)]
+    trial["test"] = dict(zip(overall["measure"], overall["value"].astype(float), strict=True))
+    trial["score"] = right + _PRIVATE.gauss(0.0, score_noise)  # drawn once, kept with it
+    secret.keep()
+    checkpoint.unlink(missing_ok=True)
+
+
+def with_validation(data: Dataset, share: float = HELD_OUT) -> Dataset:
+    """The data with a validation part: its own, or a share of its training rows."""
+    if data.validation is not None:
+        return data
+    order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))
+    cut = int(len(order) * share)
+    split = {**data.split, "validation": f"{share:g} of the training rows, by seed 0"}
+    return replace(
+        data, validation=_take(data.train, order[:cut]), train=_take(data.train, order[cut:]),
+        split=split,
+    )  # fmt: skip
+
+
+def _take(rows: Rows, chosen: torch.Tensor) -> Rows:
+    groups = {name: of[chosen] for name, of in rows.groups.items()}
+    return Rows(tuple(x[chosen] for x in rows.x), rows.y[chosen], groups)
+
+
+def _validation(data: Dataset) -> Rows:
+    assert data.validation is not None
+    return data.validation
+
+
+def _run(options: argparse.Namespace, *, seed: int, lr: float, lower: float) -> Run:
+    return Run(
+        options.name, options.strategy, options.epsilon, seed, options.epochs, lr=lr, lower=lower
+    )
