@@ -1,6 +1,6 @@
 """The 569 Wisconsin diagnostic breast cancer rows that ship with scikit-learn: is a mass benign?
 
-Source: Wolberg et al. 1995, UCI Machine Learning Repository, https://doi.org/10.24432/C5DW2B (CC BY 4.0).
+Source: Wolberg et al. 1995, UCI Machine Learning Repository, doi 10.24432/C5DW2B (CC BY 4.0).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The 1,797 handwritten digits that ship with scikit-learn, class 8 made rare: MNIST's experiment in small.
+"""The 1,797 handwritten digits that ship with scikit-learn, class 8 made rare: MNIST in small.
 
 Source: Alpaydin and Kaynak 1998, UCI Machine Learning Repository (CC BY 4.0).
 """

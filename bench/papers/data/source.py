@@ -36,17 +36,18 @@ class Source:
             ArgumentError: no folder was named, it does not exist, or none of the files is in it.
         """
         if folder is None:
-            raise ArgumentError(f"{self.title}: no folder was named; {self._way_out}")
+            raise ArgumentError(f"{self.title}: no folder was named; {self.way_out}")
         folder = Path(folder)
         if not folder.is_dir():
-            raise ArgumentError(f"{self.title}: there is no folder {folder}; {self._way_out}")
+            raise ArgumentError(f"{self.title}: there is no folder {folder}; {self.way_out}")
         if found := held(folder, *names):
             return found
         wanted = " or ".join(names)
-        raise ArgumentError(f"{self.title}: no file {wanted} in {folder}; {self._way_out}")
+        raise ArgumentError(f"{self.title}: no file {wanted} in {folder}; {self.way_out}")
 
     @property
-    def _way_out(self) -> str:
+    def way_out(self) -> str:
+        """How to come by the files: the end of every message that misses some."""
         return (
             f"get it from {self.site} (licence: {self.licence}) and put {self.put} into the folder"
         )

@@ -121,8 +121,13 @@ def assembled(
     attributes: Mapping[str, tuple[str, ...]],
     synthetic: bool,
     notes: Sequence[str] = (),
+    recorded: Parts | None = None,
 ) -> Dataset:
-    """A data set from the whole table's tensors and the row numbers of its parts."""
+    """A data set from the whole table's tensors and the row numbers of its parts.
+
+    Args:
+        recorded: numbers in the whole table, for the record, where the tensors hold a part of it.
+    """
     rows = {
         part: Rows(
             x=tuple(tensor[numbers] for tensor in x),
@@ -140,7 +145,7 @@ def assembled(
         attributes=attributes,
         synthetic=synthetic,
         notes=((SYNTHETIC_NOTE,) if synthetic else ()) + tuple(notes),
-        split=record(parts, seed),
+        split=record(parts if recorded is None else recorded, seed),
     )
 
 
