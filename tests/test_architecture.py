@@ -37,6 +37,7 @@ ORDER = (
     "inspection",
     "captured",
     "engine",
+    "fairness",
     "integrations",
     "testing",
     "doctor",

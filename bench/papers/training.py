@@ -120,7 +120,7 @@ class Trainer:
         self.engine = FastPrivacyEngine() if self.private else None
         self.optimizer: Any = None
         attributes = {name: tuple(groups) for name, groups in data.attributes.items()}
-        self.recorder = FairnessRecorder(attributes, data.classes)
+        self.recorder = FairnessRecorder(attributes, data.classes, experiment.protected)
         self.step = self.epoch = 0
         self._prepare()
 

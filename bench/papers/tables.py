@@ -1,0 +1,132 @@
+"""Numbers of a report from tidy results: ends of runs, means with intervals, paired comparisons."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+import pandas as pd
+
+from bench.papers.strategies import NON_PRIVATE, STRATEGIES
+from fastclip.fairness.statistics import bonferroni, bootstrap_interval, paired_wilcoxon
+
+ORDER = {name: place for place, name in enumerate((NON_PRIVATE, *STRATEGIES))}
+OVERALL = ("accuracy", "macro_accuracy", "worst_class_accuracy")
+
+
+def ends(frame: pd.DataFrame, part: str = "test") -> pd.DataFrame:
+    """What was measured of a part when each run ended."""
+    of_part = frame[frame["part"] == part]
+    last = of_part.groupby("run")["step"].transform("max")
+    return of_part[of_part["step"] == last]
+
+
+def labelled(epsilon: float) -> str:
+    """A budget as tables show it."""
+    return "-" if math.isnan(epsilon) else f"{epsilon:g}"
+
+
+def interval(values: Sequence[float], digits: int = 3) -> str:
+    """Mean of the seeds and its 95% bootstrap interval."""
+    known = [value for value in values if not math.isnan(value)]
+    if not known:
+        return "no rows"
+    low, high = bootstrap_interval(known)
+    mean = f"{fmean(known):.{digits}f}"
+    return mean if math.isnan(low) else f"{mean} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def gaps(frame: pd.DataFrame, measure: str = "loss_sum") -> pd.DataFrame:
+    """Largest difference between groups of an attribute, for each run: column `value`.
+
+    Loss gap of SoftAdaClip (section 5): the absolute difference of two subgroups' summed losses.
+    """
+    of = ends(frame)
+    of = of[(of["measure"] == measure) & ~of["attribute"].isin(("all", "run"))]
+    keys = ["experiment", "strategy", "epsilon", "seed", "attribute"]
+    found = of.groupby(keys, dropna=False)["value"].agg(lambda v: v.max() - v.min())
+    return found.reset_index()
+
+
+def overall(frame: pd.DataFrame) -> pd.DataFrame:
+    """Accuracy, macro accuracy, worst class and loss gaps by strategy and budget."""
+    of = ends(frame)
+    of = of[of["attribute"] == "all"]
+    gap = gaps(frame)
+    spent = frame[(frame["attribute"] == "run") & (frame["measure"] == "epsilon")]
+    rows = []
+    for strategy, epsilon in pairs(frame):
+        mine = chosen(of, strategy, epsilon)
+        row: dict[str, object] = {"strategy": strategy, "epsilon": labelled(epsilon)}
+        used = chosen(spent, strategy, epsilon)["value"]
+        row["spent"] = f"{used.max():.2f}" if len(used) else "-"
+        row["seeds"] = mine["seed"].nunique()
+        for measure in OVERALL:
+            row[measure.replace("_", " ")] = interval(
+                mine[mine["measure"] == measure]["value"].tolist()
+            )
+        for attribute in dict.fromkeys(gap["attribute"]):
+            values = chosen(gap[gap["attribute"] == attribute], strategy, epsilon)["value"]
+            row[f"loss gap, {attribute}"] = interval(values.tolist(), 1)
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def by_group(frame: pd.DataFrame, attribute: str, measure: str = "accuracy") -> pd.DataFrame:
+    """A measure of each group of an attribute by strategy and budget."""
+    of = ends(frame)
+    of = of[(of["attribute"] == attribute) & (of["measure"] == measure)]
+    groups = list(dict.fromkeys(of["group"]))
+    rows = []
+    for strategy, epsilon in pairs(of):
+        mine = chosen(of, strategy, epsilon)
+        cells = {g: interval(mine[mine["group"] == g]["value"].tolist()) for g in groups}
+        rows.append({"strategy": strategy, "epsilon": labelled(epsilon), **cells})
+    return pd.DataFrame(rows)
+
+
+def comparisons(
+    frame: pd.DataFrame, against: Sequence[str] = ("dp_sgd", "adaptive")
+) -> pd.DataFrame:
+    """Loss gaps of each strategy beside others', paired by seed and attribute (SoftAdaClip, 5.1).
+
+    Wilcoxon's signed-rank test, two-sided; p values are multiplied by their number (Bonferroni).
+    """
+    gap = gaps(frame)
+    rows = []
+    for epsilon in sorted({e for _, e in pairs(gap) if not math.isnan(e)}):
+        at = gap[gap["epsilon"] == epsilon]
+        wide = at.pivot_table(index=["seed", "attribute"], columns="strategy", values="value")
+        for other in against:
+            for strategy in wide.columns:
+                both = wide[[strategy, other]].dropna() if other in wide else wide[:0]
+                if strategy == other or strategy in against[: against.index(other)] or both.empty:
+                    continue
+                test = paired_wilcoxon(both[strategy].to_numpy(), both[other].to_numpy())
+                rows.append({
+                    "epsilon": labelled(epsilon), "strategy": strategy, "beside": other,
+                    "pairs": len(both),
+                    "change of the gap": f"{(both[strategy] - both[other]).mean():+.1f}",
+                    "p": test.p, "least p": test.least_p,
+                })  # fmt: skip
+    table = pd.DataFrame(rows)
+    if len(table):
+        table["p, corrected"] = bonferroni(table["p"].tolist())
+    return table
+
+
+def pairs(frame: pd.DataFrame) -> list[tuple[str, float]]:
+    """(strategy, epsilon) of a frame, in the order of tables."""
+    found = frame[["strategy", "epsilon"]].drop_duplicates().itertuples(index=False, name=None)
+    return sorted(found, key=lambda pair: (_number(pair[1]), ORDER.get(pair[0], len(ORDER))))
+
+
+def chosen(frame: pd.DataFrame, strategy: str, epsilon: float) -> pd.DataFrame:
+    """Rows of a strategy and budget."""
+    budget = frame["epsilon"].isna() if math.isnan(epsilon) else frame["epsilon"] == epsilon
+    return frame[(frame["strategy"] == strategy) & budget]
+
+
+def _number(epsilon: float) -> float:
+    return -1.0 if math.isnan(epsilon) else epsilon

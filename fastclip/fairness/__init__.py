@@ -1,0 +1,20 @@
+"""What clipping does to subgroups, measured in any training loop. Needs `fastclip[fairness]`.
+
+Nothing here is private but thresholds and noise: docs/fairness.md says what may be published.
+"""
+
+from fastclip.errors import ArgumentError
+
+try:
+    import fairlearn  # noqa: F401
+    import matplotlib  # noqa: F401
+    import pandas  # noqa: F401
+    import scipy  # noqa: F401
+except ImportError as error:
+    raise ArgumentError(
+        f"fastclip.fairness needs {error.name}: pip install 'fastclip[fairness]'"
+    ) from error
+
+from fastclip.fairness.recorder import FairnessRecorder
+
+__all__ = ["FairnessRecorder"]

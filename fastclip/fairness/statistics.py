@@ -1,0 +1,78 @@
+"""Whether a difference between runs is more than their seeds: paired tests and bootstrap intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from fastclip.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Result of a paired test.
+
+    Attributes:
+        p: of no difference; 1 where no pair differs, NaN where there is none.
+        pairs: that differ, for equal ones say nothing.
+        least_p: the smallest p that so many pairs can give: 0.0625 for five.
+    """
+
+    p: float
+    pairs: int
+    least_p: float
+
+
+def paired_wilcoxon(
+    a: Sequence[float], b: Sequence[float], alternative: str = "two-sided"
+) -> Paired:
+    """Wilcoxon's signed-rank test of a - b, exact up to 50 pairs without ties.
+
+    Args:
+        a, b: of the same seed at the same place.
+        alternative: "two-sided", "less" (a is smaller) or "greater".
+
+    Raises:
+        ArgumentError: for different numbers of values.
+    """
+    if len(a) != len(b):
+        raise ArgumentError(f"paired_wilcoxon expects pairs, got {len(a)} and {len(b)} values")
+    difference = np.asarray(a, np.float64) - np.asarray(b, np.float64)
+    difference = difference[np.isfinite(difference) & (difference != 0)]
+    n = len(difference)
+    least = min(1.0, (2.0 if alternative == "two-sided" else 1.0) / 2.0**n)
+    if not n:
+        return Paired(1.0 if len(a) else math.nan, 0, 1.0)
+    found = stats.wilcoxon(difference, alternative=alternative)
+    return Paired(float(found.pvalue), n, least)
+
+
+def bonferroni(p_values: Sequence[float]) -> list[float]:
+    """p values times their number, 1 at most; NaN are no tests and stay."""
+    known = sum(not math.isnan(p) for p in p_values)
+    return [p if math.isnan(p) else min(1.0, p * known) for p in p_values]
+
+
+def bootstrap_interval(
+    values: Sequence[float], level: float = 0.95, resamples: int = 9999, seed: int = 0
+) -> tuple[float, float]:
+    """Interval of the mean: bias-corrected and accelerated bootstrap (Efron 1987).
+
+    Returns:
+        (low, high); (NaN, NaN) for fewer than two values, the value twice where all are equal.
+    """
+    known = np.asarray(values, np.float64)
+    if len(known) < 2 or not np.isfinite(known).all():
+        return math.nan, math.nan
+    if (known == known[0]).all():
+        return float(known[0]), float(known[0])
+    generator = np.random.Generator(np.random.PCG64(seed))
+    found = stats.bootstrap(
+        (known,), np.mean, confidence_level=level, n_resamples=resamples, method="BCa",
+        rng=generator,
+    ).confidence_interval  # fmt: skip
+    return float(found.low), float(found.high)
