@@ -1,4 +1,7 @@
-"""GOSSIS-1-eICU (Raffa et al. 2022): who dies in hospital? As Soleymani et al. (SoftAdaClip) prepare it."""
+"""GOSSIS-1-eICU (Raffa et al. 2022): who dies in hospital?
+
+Prepared as Soleymani et al. (SoftAdaClip, appendix A.2) say.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,18 @@ DEATHS = 11_817
 """In the paper, after its filters: as many survivors are drawn."""
 OLD = 65
 OUTCOMES = ("hospital_death", "icu_death")
-LEFT_OUT = frozenset(  # identifiers, the groups, and what is known only at the end of the stay
-    (KEY, "patientunitstayid", "patient_id", "hospital_id", "hospitalid", "icu_id", "partition")
-    + ("gender", "age", "ethnicity", "hospital_los_days", "icu_los_days", *OUTCOMES)
+IDENTIFIERS = (
+    KEY,
+    "patientunitstayid",
+    "patient_id",
+    "hospital_id",
+    "hospitalid",
+    "icu_id",
+    "partition",
 )
+LATER = ("hospital_los_days", "icu_los_days", *OUTCOMES)
+"""Known only at the end of the stay."""
+LEFT_OUT = frozenset((*IDENTIFIERS, *LATER, "gender", "age", "ethnicity"))
 MISSING = ("", "NA", "NaN")
 CLASSES = ("survived", "died")
 ATTRIBUTES = {
