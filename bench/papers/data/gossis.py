@@ -31,12 +31,7 @@ DEATHS = 11_817
 OLD = 65
 OUTCOMES = ("hospital_death", "icu_death")
 IDENTIFIERS = (
-    KEY,
-    "patientunitstayid",
-    "patient_id",
-    "hospital_id",
-    "hospitalid",
-    "icu_id",
+    *(KEY, "patientunitstayid", "patient_id", "hospital_id", "hospitalid", "icu_id"),
     "partition",
 )
 LATER = ("hospital_los_days", "icu_los_days", *OUTCOMES)

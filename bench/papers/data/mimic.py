@@ -15,19 +15,22 @@ from torch import Tensor
 
 from bench.papers.data.dataset import Dataset
 from bench.papers.data.encoding import codes_of
+from bench.papers.data.mimic_files import (
+    ADDENDUM,
+    ADMISSIONS,
+    COUNTS,
+    NOTES,
+    PATIENTS,
+    SOURCE,
+    SUMMARY,
+)
+from bench.papers.data.mimic_generated import generate
 from bench.papers.data.notes import hashed, without_telling_sections
-from bench.papers.data.source import Source, is_synthetic
+from bench.papers.data.source import check_count, is_synthetic
 from bench.papers.data.splits import assembled, shares_of, split
 from bench.papers.data.table import read_chunks
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
-NOTES, ADMISSIONS, PATIENTS = "NOTEEVENTS.csv", "ADMISSIONS.csv", "PATIENTS.csv"
-SOURCE = Source(
-    "MIMIC-III",
-    "PhysioNet, https://doi.org/10.13026/C2XW26",
-    "PhysioNet Credentialed Health Data License 1.5.0, with its training and data use agreement",
-    f"{NOTES}, {ADMISSIONS} and {PATIENTS} (.gz or not)",
-)
 DAYS = (3, 7, 14)
 CLASSES = ("up to 3 days", "4 to 7 days", "8 to 14 days", "over 14 days")
 OLD = 65
@@ -37,7 +40,7 @@ ATTRIBUTES = {
     "age": (f"below {OLD}", f"{OLD} and above"),
     "ethnicity": ("White", "non-White"),
 }
-SUMMARY, ADDENDUM = "Discharge summary", "Addendum"
+__all__ = ["generate", "load"]
 OF_ADMISSION = (
     *("SUBJECT_ID", "HADM_ID", "ADMITTIME", "DISCHTIME"),
     *("ADMISSION_TYPE", "ETHNICITY", "HOSPITAL_EXPIRE_FLAG"),
@@ -69,8 +72,9 @@ def load(
     notes, admissions, patients = (
         SOURCE.find(folder, f"{name}.gz", name) for name in (NOTES, ADMISSIONS, PATIENTS)
     )
-    stays = _stays(admissions, patients)
-    texts = _texts(notes, set(stays["HADM_ID"]))
+    synthetic = is_synthetic(folder)
+    stays = _stays(admissions, patients, synthetic)
+    texts = _texts(notes, set(stays["HADM_ID"]), synthetic)
     stays = stays[stays["HADM_ID"].isin(texts.index)]
     if stays.empty:
         raise ArgumentError(
@@ -98,7 +102,7 @@ def load(
         seed=seed,
         classes=CLASSES,
         attributes=ATTRIBUTES,
-        synthetic=is_synthetic(folder),
+        synthetic=synthetic,
         notes=[
             "split by patient, so that nobody is in two parts: SoftAdaClip's paper does not say how",
             "an ethnicity that is not known counts as non-White",
@@ -106,10 +110,13 @@ def load(
     )
 
 
-def _stays(admissions: Path, patients: Path) -> pd.DataFrame:
+def _stays(admissions: Path, patients: Path, synthetic: bool) -> pd.DataFrame:
     """Admissions of people who were not born in them and left alive: days, age, gender, ethnicity."""
     stays = pd.concat(read_chunks(admissions, OF_ADMISSION))
     people = pd.concat(read_chunks(patients, OF_PATIENT)).set_index("SUBJECT_ID")
+    if not synthetic:
+        check_count(str(admissions), len(stays), COUNTS[ADMISSIONS])
+        check_count(str(patients), len(people), COUNTS[PATIENTS])
     alive = codes_of(stays["HOSPITAL_EXPIRE_FLAG"], ("0", "1"), admissions).numpy() == 0
     stays = stays[alive & (stays["ADMISSION_TYPE"] != "NEWBORN").to_numpy()]
     place = people.index.get_indexer(stays["SUBJECT_ID"])
@@ -141,12 +148,15 @@ def _times(column: pd.Series, path: Path) -> pd.Series:
     return times
 
 
-def _texts(path: Path, wanted: set[str]) -> pd.Series:
+def _texts(path: Path, wanted: set[str], synthetic: bool) -> pd.Series:
     """The latest discharge summary of every wanted admission, and its addenda behind it."""
-    kept = []
+    kept, count = [], 0
     for chunk in read_chunks(path, OF_NOTE):
+        count += len(chunk)
         summaries = chunk[(chunk["CATEGORY"] == SUMMARY) & chunk["HADM_ID"].isin(wanted)]
         kept.append(summaries[summaries["TEXT"].str.strip() != ""])
+    if not synthetic:
+        check_count(str(path), count, COUNTS[NOTES])
     notes = pd.concat(kept)
     notes = notes.assign(row=pd.to_numeric(notes["ROW_ID"], errors="coerce"))
     notes = notes.sort_values(["CHARTDATE", "row"]).drop_duplicates(
@@ -155,10 +165,3 @@ def _texts(path: Path, wanted: set[str]) -> pd.Series:
     addendum = notes["DESCRIPTION"] == ADDENDUM
     latest = notes[~addendum].drop_duplicates("HADM_ID", keep="last")
     return pd.concat([latest, notes[addendum]]).groupby("HADM_ID")["TEXT"].agg("\n\n".join)
-
-
-def generate(folder: Path, *, rows: int = 300, seed: int = 0) -> None:
-    """Write small files of this format with `rows` admissions; see mimic_generated."""
-    from bench.papers.data.mimic_generated import generate as write  # it needs the names above
-
-    write(folder, rows=rows, seed=seed)

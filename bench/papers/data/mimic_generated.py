@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from bench.papers.data.mimic import ADDENDUM, ADMISSIONS, NOTES, PATIENTS, SOURCE, SUMMARY
+from bench.papers.data.mimic_files import ADDENDUM, ADMISSIONS, NOTES, PATIENTS, SOURCE, SUMMARY
 from bench.papers.data.source import new_folder
 
 COMPLAINTS = (  # words of short stays to words of long ones
@@ -23,8 +23,8 @@ LASTING = ((0.5, 3.0), (3.2, 7.0), (7.2, 14.0), (14.5, 40.0))
 def generate(folder: Path, *, rows: int = 300, seed: int = 0) -> None:
     """Write the three tables with `rows` admissions; a patient has up to a few.
 
-    A fifth of the stays are of newborns or end in death, a tenth have an addendum, and there are notes of
-    other categories. The words of a summary follow the length of the stay.
+    A fifth of the stays are of newborns or end in death, a tenth have an addendum, and there are notes
+    of other categories. The words of a summary follow the length of the stay.
     """
     folder = new_folder(folder, SOURCE.title)
     random = np.random.RandomState(seed)
@@ -71,7 +71,8 @@ def generate(folder: Path, *, rows: int = 300, seed: int = 0) -> None:
         report = (
             f"Admission Date:  [**{admitted[row]:%Y-%m-%d}**]       Discharge Date:  [**{day}**]\n\n"
             f"History of Present Illness:\nAdmitted with {words}.\n\n"
-            "Discharge Medications:\n1. Aspirin 81 mg. Sig: One tablet.\n\nDischarge Disposition:\nHome\n"
+            "Discharge Medications:\n1. Aspirin 81 mg. Sig: One tablet.\n\n"
+            "Discharge Disposition:\nHome\n"
         )
         notes.append((row, day, SUMMARY, "Report", report))
         if random.rand() < 0.1:

@@ -13,7 +13,7 @@ from torch import Tensor
 HEADER = re.compile(
     r"(?:^[ \t]*|[ \t]{2,})(?!(?:Sig|Disp|Refills)\b)([A-Z][A-Za-z /&'()-]{1,60}):", re.MULTILINE
 )
-"""A section's header: at the start of a line, or set apart in it by spaces; not a word of a prescription."""
+"""A section's header: at the start of a line, or set apart in it by spaces; no word of a prescription."""
 TELLING = ("home", "discharge")
 """Sections whose header has one of these words are removed (Soleymani et al., appendix A.1)."""
 WORD = re.compile(r"[a-z]+|[0-9]+")
@@ -25,11 +25,13 @@ def without_telling_sections(text: str) -> str:
     """The note without the sections that can tell when and how the patient left."""
     headers = list(HEADER.finditer(text))
     ends = [header.start() for header in headers[1:]] + [len(text)]
-    kept = [text[: headers[0].start()] if headers else text]
-    for header, end in zip(headers, ends, strict=True) if headers else ():
+    if not headers:
+        return text.strip()
+    kept = [text[: headers[0].start()]]
+    for header, end in zip(headers, ends, strict=True):
         if not any(word in header.group(1).lower() for word in TELLING):
             kept.append(text[header.start() : end])
-    return "".join(kept).strip()
+    return "\n".join(section.strip() for section in kept).strip()
 
 
 def hashed(
