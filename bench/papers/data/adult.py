@@ -12,20 +12,11 @@ import pandas as pd
 import torch
 
 from bench.papers.data.dataset import Dataset
+from bench.papers.data.encoding import Category, Number, codes_of, encoded, numbers_of, words
+from bench.papers.data.reading import opened, reading
 from bench.papers.data.source import Source, check_count, is_synthetic, new_folder
 from bench.papers.data.splits import assembled, drawn, shares_of, split
-from bench.papers.data.table import (
-    Category,
-    Number,
-    codes_of,
-    encoded,
-    numbers_of,
-    opened,
-    read_table,
-    reading,
-    without_missing,
-    words,
-)
+from bench.papers.data.table import read_table, without_missing
 
 SOURCE = Source(
     "Adult",

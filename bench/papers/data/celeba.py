@@ -9,10 +9,12 @@ import numpy as np
 import pandas as pd
 
 from bench.papers.data.dataset import Dataset
+from bench.papers.data.encoding import codes_of, words
 from bench.papers.data.images import listed, read_images, write_image
+from bench.papers.data.reading import opened, reading
 from bench.papers.data.source import Source, check_count, is_synthetic, new_folder
 from bench.papers.data.splits import assembled
-from bench.papers.data.table import codes_of, opened, read_table, reading, words
+from bench.papers.data.table import read_table
 from fastclip.errors import ArgumentError
 
 ATTRIBUTE_FILE, PARTITION_FILE = "list_attr_celeba.txt", "list_eval_partition.txt"

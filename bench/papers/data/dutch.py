@@ -11,18 +11,11 @@ import numpy as np
 import pandas as pd
 
 from bench.papers.data.dataset import Dataset
+from bench.papers.data.encoding import Category, codes_of, encoded, words
+from bench.papers.data.reading import opened, reading
 from bench.papers.data.source import Source, check_count, is_synthetic, new_folder
 from bench.papers.data.splits import assembled, drawn, shares_of, split
-from bench.papers.data.table import (
-    Category,
-    codes_of,
-    encoded,
-    opened,
-    read_table,
-    reading,
-    without_missing,
-    words,
-)
+from bench.papers.data.table import read_table, without_missing
 from fastclip.errors import ArgumentError
 
 FILES = ("dutch_census_2001.arff", "dutch_census_2001.csv", "dutch.csv")

@@ -8,10 +8,11 @@ import numpy as np
 import pandas as pd
 
 from bench.papers.data.dataset import Dataset
+from bench.papers.data.encoding import codes_of, words
 from bench.papers.data.images import listed, read_images, write_image
 from bench.papers.data.source import Source, check_count, is_synthetic, new_folder
 from bench.papers.data.splits import assembled, shares_of, split
-from bench.papers.data.table import codes_of, read_table, words
+from bench.papers.data.table import read_table
 from fastclip.errors import ArgumentError
 
 FILE = "HAM10000_metadata.csv"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.papers.data.table import opened, reading
+from bench.papers.data.reading import opened, reading
 from fastclip.errors import ArgumentError
 
 IMAGES, LABELS = 2051, 2049

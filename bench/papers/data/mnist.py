@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from bench.papers.data.dataset import Dataset
+from bench.papers.data.encoding import words
 from bench.papers.data.idx import IMAGES, LABELS, read_idx, write_idx
 from bench.papers.data.source import Source, check_count, check_md5, held, is_synthetic, new_folder
 from bench.papers.data.splits import assembled, shares_of, split, with_fewer
-from bench.papers.data.table import words
 from fastclip.errors import ArgumentError
 
 TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
