@@ -86,6 +86,7 @@ class Store:
                 os.replace(part, self.file)
             for path in files:
                 path.unlink()
+                path.with_suffix(".lock").unlink(missing_ok=True)
         return frame
 
     def checkpoint(self, key: str) -> Path:
