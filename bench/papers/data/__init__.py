@@ -27,4 +27,4 @@ DATA_SETS: dict[str, ModuleType] = {
     "mimic": mimic,
     "mnist": mnist,
 }
-"""Each has `load(folder, *, seed, ...)`, and all that read files have `generate(folder, *, rows, seed)`."""
+"""Each has `load(folder, *, seed, ...)`; those that read files, `generate(folder, *, rows, seed)`."""

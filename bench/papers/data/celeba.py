@@ -98,7 +98,7 @@ def _attributes(path: Path) -> pd.DataFrame:
             f"{path}: expected the names of the 40 attributes in its second line, {NAMES[0]} to "
             f"{NAMES[-1]}, came {len(names)} others; get it again"
         )
-    table = read_table(path, ("file", *NAMES), names=("file", *NAMES), skip=2, separator=r"\s+")
+    table = read_table(path, ("file", *NAMES), names=("file", *NAMES), skip=2, separator=" ")
     if count != str(len(table)):
         raise ArgumentError(
             f"{path}: its first line says {count} pictures, but {len(table)} follow: it was cut off; "

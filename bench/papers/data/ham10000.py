@@ -15,13 +15,14 @@ from bench.papers.data.splits import assembled, shares_of, split
 from bench.papers.data.table import read_table
 from fastclip.errors import ArgumentError
 
-FILE = "HAM10000_metadata.csv"
+FILES = ("HAM10000_metadata.csv", "HAM10000_metadata")
+"""As most copies call it, and as the Dataverse does."""
 FOLDERS = ("HAM10000_images_part_1", "HAM10000_images_part_2", "HAM10000_images", ".")
 SOURCE = Source(
     "HAM10000",
     "the Harvard Dataverse, https://doi.org/10.7910/DVN/DBW86T",
     "CC BY-NC 4.0",
-    f"{FILE} and the jpg files, in {FOLDERS[0]} and {FOLDERS[1]} or in {FOLDERS[2]},",
+    f"{FILES[0]} and the jpg files, in {FOLDERS[0]} and {FOLDERS[1]} or in {FOLDERS[2]},",
 )
 COUNT = 10_015
 NAMES = words("lesion_id image_id dx dx_type age sex localization")
@@ -45,7 +46,7 @@ def load(folder: Path | None, *, seed: int = 0, size: int = 32, validation: floa
         ArgumentError: files or pictures are missing, damaged, or not the published ones.
     """
     shares = shares_of(0.2, validation)
-    path, synthetic = SOURCE.find(folder, FILE), is_synthetic(folder)
+    path, synthetic = SOURCE.find(folder, *FILES), is_synthetic(folder)
     table = read_table(path, NAMES)
     if not synthetic:
         check_count(str(path), len(table), COUNT)
@@ -84,8 +85,11 @@ def generate(folder: Path, *, rows: int = 210, seed: int = 0) -> None:
     """Write the table and small jpg files in two folders; each class has its colour, most are nv."""
     folder = new_folder(folder, SOURCE.title)
     random = np.random.RandomState(seed)
-    lesions = np.sort(random.randint(0, max(1, rows * 3 // 4), rows))  # some have several pictures
-    kinds = random.choice(len(CLASSES), rows, p=[0.1, 0.1, 0.15, 0.05, 0.15, 0.4, 0.05])[lesions]
+    lesions = np.unique(random.randint(0, max(1, rows * 3 // 4), rows), return_inverse=True)[1]
+    lesions = np.sort(lesions)  # some have several pictures
+    kinds = random.choice(len(CLASSES), rows, p=[0.1, 0.1, 0.15, 0.05, 0.15, 0.4, 0.05])
+    kinds[: len(CLASSES)] = range(len(CLASSES))  # each occurs
+    kinds = kinds[lesions]
     table = pd.DataFrame(
         {
             "lesion_id": [f"HAM_{lesion:07d}" for lesion in lesions],
@@ -97,7 +101,7 @@ def generate(folder: Path, *, rows: int = 210, seed: int = 0) -> None:
             "localization": "back",
         }
     )
-    table.to_csv(folder / FILE, index=False)
+    table.to_csv(folder / FILES[0], index=False)
     colours = random.uniform(60, 200, (len(CLASSES), 3))
     for name in FOLDERS[:2]:
         (folder / name).mkdir(exist_ok=True)

@@ -94,7 +94,7 @@ def load(
         x,
         torch.from_numpy(np.searchsorted(DAYS, stays["days"], side="left")),
         {
-            "gender": codes_of(stays["GENDER"], ("F", "M"), patients),
+            "gender": torch.from_numpy(stays["gender"].to_numpy(copy=True)),
             "age": torch.from_numpy(stays["age"].to_numpy() >= OLD).long(),
             "ethnicity": torch.from_numpy(~white).long(),
         },
@@ -113,25 +113,26 @@ def load(
 def _stays(admissions: Path, patients: Path, synthetic: bool) -> pd.DataFrame:
     """Admissions of people who were not born in them and left alive: days, age, gender, ethnicity."""
     stays = pd.concat(read_chunks(admissions, OF_ADMISSION))
-    people = pd.concat(read_chunks(patients, OF_PATIENT)).set_index("SUBJECT_ID")
+    people = pd.concat(read_chunks(patients, OF_PATIENT))
     if not synthetic:
         check_count(str(admissions), len(stays), COUNTS[ADMISSIONS])
         check_count(str(patients), len(people), COUNTS[PATIENTS])
     alive = codes_of(stays["HOSPITAL_EXPIRE_FLAG"], ("0", "1"), admissions).numpy() == 0
     stays = stays[alive & (stays["ADMISSION_TYPE"] != "NEWBORN").to_numpy()]
-    place = people.index.get_indexer(stays["SUBJECT_ID"])
+    people = people.assign(gender=codes_of(people["GENDER"], ("F", "M"), patients).numpy())
+    place = pd.Index(people["SUBJECT_ID"]).get_indexer(stays["SUBJECT_ID"])
     if (place < 0).any():
         raise ArgumentError(
             f"{patients} lacks the patient {stays['SUBJECT_ID'].iloc[int(np.argmax(place < 0))]} of "
             f"{admissions.name}: the files are of different versions, or cut off; get them again"
         )
     admitted, left = (_times(stays[name], admissions) for name in ("ADMITTIME", "DISCHTIME"))
-    born = _times(people["DOB"].iloc[place].set_axis(stays.index), patients)
+    born = _times(people["DOB"], patients).iloc[place].set_axis(stays.index)
     had_birthday = (admitted.dt.month * 100 + admitted.dt.day) >= (
         born.dt.month * 100 + born.dt.day
     )
     return stays.assign(
-        GENDER=people["GENDER"].iloc[place].to_numpy(),
+        gender=people["gender"].iloc[place].to_numpy(),
         days=((left - admitted).dt.total_seconds() / 86_400).round(1),  # as van Aken et al. round
         age=admitted.dt.year - born.dt.year - (~had_birthday).astype(int),
     )

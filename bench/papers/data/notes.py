@@ -13,7 +13,7 @@ from torch import Tensor
 HEADER = re.compile(
     r"(?:^[ \t]*|[ \t]{2,})(?!(?:Sig|Disp|Refills)\b)([A-Z][A-Za-z /&'()-]{1,60}):", re.MULTILINE
 )
-"""A section's header: at the start of a line, or set apart in it by spaces; no word of a prescription."""
+"""The header of a section: at the start of a line, or set apart by spaces; no word of a prescription."""
 TELLING = ("home", "discharge")
 """Sections whose header has one of these words are removed (Soleymani et al., appendix A.1)."""
 WORD = re.compile(r"[a-z]+|[0-9]+")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
-
-import pandas as pd
 
 from fastclip.errors import ArgumentError
 
@@ -35,12 +34,10 @@ def reading(path: Path) -> Iterator[None]:
             f"{path} is not a whole gzip file ({error}): it was cut off or damaged on the way; "
             "get it again"
         ) from error
-    except pd.errors.EmptyDataError as error:
-        raise ArgumentError(f"{path} is empty") from error
-    except pd.errors.ParserError as error:
+    except csv.Error as error:
         raise ArgumentError(
-            f"{path} is not the table that was expected ({str(error).strip()}): it was cut off or "
-            "damaged on the way; get it again"
+            f"{path} is not the table that was expected ({error}): it was cut off or damaged on the "
+            "way; get it again"
         ) from error
 
 
