@@ -33,8 +33,13 @@ def interval(values: Sequence[float], digits: int = 3) -> str:
     if not known:
         return "no rows"
     low, high = bootstrap_interval(known)
-    mean = f"{fmean(known):.{digits}f}"
-    return mean if math.isnan(low) else f"{mean} [{low:.{digits}f}, {high:.{digits}f}]"
+    mean, *ends = (number(value, digits) for value in (fmean(known), low, high))
+    return mean if math.isnan(low) else f"{mean} [{', '.join(ends)}]"
+
+
+def number(value: float, digits: int) -> str:
+    """With so many decimals; what has run away, by its power of ten."""
+    return f"{value:.{digits}f}" if abs(value) < 1e6 else f"{value:.1e}"
 
 
 def gaps(frame: pd.DataFrame, measure: str = "loss_sum") -> pd.DataFrame:
@@ -107,7 +112,7 @@ def comparisons(
                 rows.append({
                     "epsilon": labelled(epsilon), "strategy": strategy, "beside": other,
                     "pairs": len(both),
-                    "change of the gap": f"{(both[strategy] - both[other]).mean():+.1f}",
+                    "change of the gap": number((both[strategy] - both[other]).mean(), 1),
                     "p": test.p, "least p": test.least_p,
                 })  # fmt: skip
     table = pd.DataFrame(rows)

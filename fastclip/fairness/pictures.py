@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import (
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    PercentFormatter,
+)
 
 COLOURS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c6d31",
@@ -22,6 +28,7 @@ MARKS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 DASHES = ("-", "--", "-.", ":")
 WIDTH = 5.2
 """Inches of a panel: 10 points of it are 7.6 at 100 mm."""
+COLUMNS = 2
 
 
 class Line(NamedTuple):
@@ -52,9 +59,9 @@ def lines(
             if line.error is not None and not many:
                 _bars(axis, line, look["color"])
         axis.set_xlabel(xlabel)
-        axis.set_ylabel(ylabel if not place else "")
+        axis.set_ylabel("" if place % COLUMNS else ylabel)
         if log and any(value > 0 for line in of.values() for value in line.y):
-            axis.set_yscale("log")
+            _logarithmic(axis, "y")
         if xlog:
             ticks = sorted({value for line in of.values() for value in line.x})
             axis.set_xscale("log")
@@ -88,11 +95,11 @@ def dots(
                     axis.plot([low, high], [y, y], color=look["color"], linewidth=1.2, zorder=2)
                 axis.plot([value], [y], linestyle="none", marker=look["marker"], markersize=6,
                           color=look["color"], label=group, zorder=3)  # fmt: skip
-        axis.set_yticks(range(len(rows)), rows if not place else [""] * len(rows))
+        axis.set_yticks(range(len(rows)), [""] * len(rows) if place % COLUMNS else rows)
         axis.set_ylim(len(rows) - 0.5, -0.5)
         axis.set_xlabel(xlabel)
         if log:
-            axis.set_xscale("log")
+            _logarithmic(axis, "x")
         if share:
             _percent(axis, "x")
     _legend(figure, axes)
@@ -100,8 +107,8 @@ def dots(
 
 
 def _panels(titles: Sequence[str], height: float, names: int) -> tuple[Figure, list[Axes]]:
-    """Axes beside each other, two at most in a row."""
-    columns = min(2, max(1, len(titles)))
+    """Axes beside each other, `COLUMNS` at most in a row."""
+    columns = min(COLUMNS, max(1, len(titles)))
     rows = math.ceil(len(titles) / columns)
     below = 0.25 * math.ceil(names / (3 * columns)) + 0.2
     figure = Figure(figsize=(WIDTH * columns, (height + 0.4) * rows + below), layout="constrained")
@@ -117,7 +124,7 @@ def _panels(titles: Sequence[str], height: float, names: int) -> tuple[Figure, l
     return figure, axes[: len(titles)]
 
 
-def _look(number: int) -> dict[str, str]:
+def _look(number: int) -> dict[str, Any]:
     return {
         "color": COLOURS[number % len(COLOURS)],
         "marker": MARKS[number % len(MARKS)],
@@ -131,19 +138,30 @@ def _bars(axis: Axes, line: Line, colour: str) -> None:
             axis.plot([x, x], [low, high], color=colour, linewidth=1, alpha=0.6)
 
 
+def _logarithmic(axis: Axes, which: str) -> None:
+    """Few ticks with plain numbers, also within one power of ten."""
+    axis.set(**{f"{which}scale": "log"})
+    of = axis.xaxis if which == "x" else axis.yaxis
+    low, high = of.get_view_interval()
+    subs = (1, 2, 5) if high / low < 100 else (1,)
+    of.set_major_locator(LogLocator(subs=subs, numticks=6))
+    of.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    of.set_minor_formatter(NullFormatter())
+
+
 def _percent(axis: Axes, which: str) -> None:
     (axis.xaxis if which == "x" else axis.yaxis).set_major_formatter(PercentFormatter(1, 0))
 
 
 def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
     """Below everything, where no curve runs; each name once."""
-    found = {}
+    found: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
-    if len(found) > 1 or (found and next(iter(found)) != ""):
-        columns = min(len(found), 3 * len(axes[:2]))
+    if found:
+        columns = min(len(found), 3 * len(axes[:COLUMNS]))
         figure.legend(
-            found.values(), found.keys(), loc="outside lower left", ncols=columns, frameon=False,
-            fontsize=10,
+            handles=list(found.values()), labels=list(found), loc="outside lower left",
+            ncols=columns, frameon=False, fontsize=10,
         )  # fmt: skip
