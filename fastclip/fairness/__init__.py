@@ -15,6 +15,22 @@ except ImportError as error:
         f"fastclip.fairness needs {error.name}: pip install 'fastclip[fairness]'"
     ) from error
 
+from fastclip.fairness.gaps import PrivacyImpact, disparity_reduction, gap, privacy_impact
+from fastclip.fairness.pages import Page
 from fastclip.fairness.recorder import FairnessRecorder
+from fastclip.fairness.report import fairness_report
+from fastclip.fairness.statistics import Paired, bonferroni, bootstrap_interval, paired_wilcoxon
 
-__all__ = ["FairnessRecorder"]
+__all__ = [
+    "FairnessRecorder",
+    "Page",
+    "Paired",
+    "PrivacyImpact",
+    "bonferroni",
+    "bootstrap_interval",
+    "disparity_reduction",
+    "fairness_report",
+    "gap",
+    "paired_wilcoxon",
+    "privacy_impact",
+]

@@ -1,0 +1,153 @@
+"""One page of everything that was run: a section an experiment, the papers' numbers beside ours."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from bench.papers import claims, figures, tables
+from bench.papers.beside import beside
+from bench.papers.store import Store
+from bench.papers.strategies import NON_PRIVATE
+from fastclip.errors import ArgumentError
+from fastclip.fairness import Page
+
+SHOWN = 3.0
+"""The budget of pictures of one; else the nearest that was run."""
+
+
+def write_report(store: Store) -> list[Path]:
+    """Write report.html, report.md and its pictures into the folder of results.
+
+    Raises:
+        ArgumentError: where nothing was run yet.
+    """
+    frame, about = store.merge(), store.about()
+    if frame.empty:
+        raise ArgumentError(
+            f"{store.folder} holds no results; make some with `python -m bench.papers run`"
+        )
+    page = Page("What clipping does to subgroups: the papers' experiments")
+    _introduction(page, frame)
+    _claims(page, frame)
+    for name in dict.fromkeys(frame["experiment"]):
+        _experiment(page, name, frame[frame["experiment"] == name], about.get(name, {}))
+    _origin(page, about)
+    return page.write(store.folder / "report.html")
+
+
+def _introduction(page: Page, frame: pd.DataFrame) -> None:
+    seeds = frame.groupby(["experiment", "strategy", "epsilon"], dropna=False)["seed"].nunique()
+    page.text(
+        f"{frame['run'].nunique()} runs of {frame['experiment'].nunique()} experiments, "
+        f"{seeds.min()} to {seeds.max()} seeds each. A number is the mean of the seeds, brackets hold "
+        "its 95% bootstrap interval: seeds change the initial weights, the draws and the noise, and "
+        "never the split."
+    )
+    page.note(
+        "thresholds, noise multipliers and epsilon follow from the private runs alone.", "private"
+    )
+    page.note(
+        "accuracies and losses are of test rows, which the training's epsilon does not cover; choosing "
+        "a strategy or a setting by them is a search that has a price of its own.", "held out",
+    )  # fmt: skip
+    page.note("norms of gradients and shares of clipped rows are of training rows.", "not private")
+    made_up = list(dict.fromkeys(frame[frame["synthetic"].astype(bool)]["experiment"]))
+    if made_up:
+        page.note(
+            f"generated rows in: {', '.join(made_up)}. They say nothing of people.", "synthetic"
+        )
+
+
+def _claims(page: Page, frame: pd.DataFrame) -> None:
+    """What the papers claim, and whether it holds here."""
+    real = frame[~frame["synthetic"].astype(bool)]
+    verdicts = claims.judge(real) if len(real) else []
+    page.heading("The papers' claims")
+    page.text(
+        "A claim holds in an experiment at a budget if the 95% interval of the paired difference of "
+        "the seeds lies on the claimed side of 0, does not hold if it lies on the other, and is not "
+        "decided else. p values are of Wilcoxon's signed-rank test, multiplied by the number of rows "
+        "of the table (Bonferroni): five pairs cannot go below 0.0625 before that."
+    )
+    if verdicts:
+        page.table(claims.table(verdicts), "Verdicts, a row for each claim, experiment and budget")
+    else:
+        page.text("Nothing to judge: no experiment on real data holds the strategies of a claim.")
+
+
+def _experiment(page: Page, name: str, frame: pd.DataFrame, about: dict[str, Any]) -> None:
+    synthetic = bool(frame["synthetic"].iloc[0])
+    page.heading(f"{name}: {about.get('title', name)}" + " (synthetic data)" * synthetic)
+    if synthetic:
+        page.note("every number of this section comes from generated rows.", "synthetic")
+    page.text(f"Settings: {about.get('paper', 'not recorded')}. delta {about.get('delta', '?')}.")
+    if about.get("notes"):
+        page.items(about["notes"])
+    page.table(tables.overall(frame), f"{name}: on test rows; loss gaps are of summed losses")
+    budgets = sorted(e for e in frame["epsilon"].dropna().unique())
+    if not budgets:
+        return
+    shown = min(budgets, key=lambda e: abs(math.log(e / SHOWN)))
+    if len(budgets) > 1:
+        page.figure(
+            figures.over_epsilon(frame), f"{name}: means of the seeds with 95% intervals",
+            "Lines of macro and worst-class accuracy over epsilon for each strategy.",
+        )  # fmt: skip
+    attributes = _attributes(frame)
+    for attribute in attributes:
+        page.figure(
+            figures.groups(frame, attribute, budgets),
+            f"{name}: accuracy by {attribute}; thin lines are 95% intervals",
+            f"Dots of the accuracy of each group of {attribute}, a row for each strategy.",
+        )
+        page.table(tables.by_group(frame, attribute), f"{name}: accuracy by {attribute}")
+    moving = figures.thresholds(frame, shown)
+    if moving is not None:
+        page.figure(
+            moving, f"{name}: thresholds at epsilon {shown:g}, first seed",
+            "Lines of the clipping threshold over the steps for each strategy and group.",
+        )  # fmt: skip
+    for attribute in attributes:
+        page.figure(
+            figures.norms(frame, attribute, shown),
+            f"{name}: norms by {attribute} at epsilon {shown:g}, last tenth of the run; after "
+            "clipping a normalized strategy's are at most 1",
+            f"Dots of mean gradient norms of each group of {attribute} before and after clipping.",
+        )
+        page.figure(
+            figures.clipped(frame, attribute, shown),
+            f"{name}: share of rows clipped, by {attribute}, at epsilon {shown:g}",
+            f"Dots of the share of each group of {attribute} that was clipped, early and late.",
+        )
+    if frame["seed"].nunique() > 1:
+        page.table(
+            tables.comparisons(frame),
+            f"{name}: gaps of summed losses beside dp_sgd and adaptive, pairs of seed and attribute",
+        )
+    numbers = beside(frame, name)
+    if len(numbers):
+        page.table(numbers, f"{name}: the paper's numbers, and ours at the nearest budget")
+
+
+def _attributes(frame: pd.DataFrame) -> list[str]:
+    """Protected attributes; classes only where there is no other."""
+    found = tables.ends(frame)["attribute"].drop_duplicates().tolist()
+    others = [name for name in found if name not in ("all", "run", "class")]
+    return others or ["class"]
+
+
+def _origin(page: Page, about: dict[str, Any]) -> None:
+    page.heading("Where this comes from")
+    page.text(
+        f"Runs named {NON_PRIVATE} have neither clipping nor noise. Splits are fixed; their SHA-256 "
+        "sums are in about.json, every measured value is in results.csv.gz."
+    )
+    page.items([
+        f"{name}: {'; '.join(told['commands'])} ({told['machine']['processor']}, "
+        f"{told['machine']['cores']} cores, {told['date']})"
+        for name, told in about.items()
+    ])  # fmt: skip
