@@ -4,7 +4,9 @@ A claim compares two strategies by one score of a run, the runs of a seed with e
 if the 95% bootstrap interval of the mean difference lies wholly on the claimed side of zero, **does not
 hold** if wholly on the other, and is **not decided** else (one pair of runs decides nothing). Beside it
 stands p of the paired Wilcoxon test, as the papers have it, corrected by Bonferroni for all that was
-judged; a remark says where so few seeds cannot make it small, whatever the difference.
+judged; a remark says where so few seeds cannot make it small, whatever the difference. An interval of
+few pairs is too narrow: n pairs lie on one side of zero by chance with probability 2^(1 - n), and then
+so does the interval.
 """
 
 from __future__ import annotations
@@ -28,6 +30,11 @@ from fastclip.fairness.statistics import bonferroni, bootstrap_interval, paired_
 
 SIGNIFICANT = 0.05
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "not decided"
+COLUMNS = (
+    *("claim", "paper", "experiment", "synthetic", "epsilon", "seeds", "difference", "low", "high"),
+    *("p", "p_corrected", "verdict", "remark"),
+)
+"""Of the table of verdicts."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +155,8 @@ def judge(frame: pd.DataFrame) -> list[Verdict]:
     """Every claim, on every experiment at every epsilon.
 
     Args:
-        frame: results, a row a number, with COLUMNS; epsilon is the target, NaN without privacy.
+        frame: results, a row a number, with COLUMNS of scores.py; epsilon is the target, NaN
+            without privacy.
 
     Returns:
         A verdict each, by experiment, epsilon and claim; those without any pair of runs say why.
@@ -222,24 +230,19 @@ def _corrected(verdict: Verdict, p: float, judged: int) -> Verdict:
 
 
 def table(verdicts: list[Verdict]) -> pd.DataFrame:
-    """Verdicts, a row each."""
-    return pd.DataFrame(
-        [
-            {
-                "claim": one.claim.name,
-                "paper": one.claim.paper,
-                "experiment": one.experiment,
-                "synthetic": one.synthetic,
-                "epsilon": one.epsilon,
-                "seeds": one.seeds,
-                "difference": one.difference,
-                "low": one.interval[0],
-                "high": one.interval[1],
-                "p": one.p,
-                "p_corrected": one.p_corrected,
-                "verdict": one.verdict,
-                "remark": one.remark,
-            }
-            for one in verdicts
-        ]
-    )
+    """Verdicts, a row each; of none the columns alone."""
+    rows = [
+        (
+            *(
+                one.claim.name,
+                one.claim.paper,
+                one.experiment,
+                one.synthetic,
+                one.epsilon,
+                one.seeds,
+            ),
+            *(one.difference, *one.interval, one.p, one.p_corrected, one.verdict, one.remark),
+        )
+        for one in verdicts
+    ]
+    return pd.DataFrame(rows, columns=list(COLUMNS))
