@@ -8,8 +8,9 @@ from typing import NamedTuple
 import pandas as pd
 
 from bench.papers import published
+from bench.papers.scores import final
 from bench.papers.strategies import NON_PRIVATE
-from bench.papers.tables import chosen, ends, gaps, interval, labelled
+from bench.papers.tables import chosen, gaps, interval, labelled
 
 NAMES = {
     "below median": "below 38", "median and above": "38 and above",
@@ -17,6 +18,8 @@ NAMES = {
 }  # fmt: skip
 """What papers call groups that are ours by another name (of Adult)."""
 IMPACT = "privacy_impact"
+BATCH = 256
+"""Rows over which SoftAdaClip's tables sum losses; see `scores.gaps`."""
 
 
 class Setting(NamedTuple):
@@ -98,10 +101,13 @@ def beside(frame: pd.DataFrame, experiment: str) -> pd.DataFrame:
 
 
 def _measured(frame: pd.DataFrame) -> pd.DataFrame:
-    """Our ends of runs, with gaps and with costs of privacy (Delta_k) beside them."""
-    of = ends(frame)
+    """Our ends of runs: losses of a batch's rows, their gaps, costs of privacy (Delta_k)."""
+    of = final(frame)
+    losses = of[of["measure"] == "loss_mean"].assign(measure="loss_sum")
     gap = gaps(frame).assign(group="all", measure="loss_gap")
-    return pd.concat([of, gap, impacts(of)], ignore_index=True)
+    sums = pd.concat([losses, gap], ignore_index=True)
+    sums["value"] *= BATCH
+    return pd.concat([of[of["measure"] != "loss_sum"], sums, impacts(of)], ignore_index=True)
 
 
 def impacts(of: pd.DataFrame) -> pd.DataFrame:

@@ -18,7 +18,6 @@ import numpy as np
 import pandas as pd
 
 from bench.papers.scores import (
-    NON_PRIVATE,
     accuracy,
     final,
     inequality,
@@ -26,6 +25,7 @@ from bench.papers.scores import (
     of,
     worst_accuracy,
 )
+from bench.papers.strategies import NON_PRIVATE
 from fastclip.fairness.statistics import bonferroni, bootstrap_interval, paired_wilcoxon
 
 SIGNIFICANT = 0.05

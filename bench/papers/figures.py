@@ -9,7 +9,8 @@ from statistics import fmean
 import pandas as pd
 from matplotlib.figure import Figure
 
-from bench.papers.tables import chosen, ends, pairs
+from bench.papers.scores import final
+from bench.papers.tables import chosen, pairs
 from fastclip.fairness.pictures import Line, dots, lines
 from fastclip.fairness.statistics import bootstrap_interval
 
@@ -18,7 +19,7 @@ TRAINING = "training"
 
 def over_epsilon(frame: pd.DataFrame) -> Figure:
     """Macro and worst-class accuracy over the budget, means of the seeds with 95% intervals."""
-    of = ends(frame)
+    of = final(frame)
     of = of[(of["attribute"] == "all") & of["epsilon"].notna()]
     panels = {}
     for title, measure in (
@@ -34,7 +35,7 @@ def over_epsilon(frame: pd.DataFrame) -> Figure:
 
 def groups(frame: pd.DataFrame, attribute: str, epsilons: Sequence[float]) -> Figure:
     """Accuracy of each group by strategy, a panel for each budget."""
-    of = ends(frame)
+    of = final(frame)
     of = of[(of["attribute"] == attribute) & (of["measure"] == "accuracy")]
     panels = {
         f"epsilon {epsilon:g}": {

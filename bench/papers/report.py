@@ -10,6 +10,7 @@ import pandas as pd
 
 from bench.papers import claims, figures, tables
 from bench.papers.beside import beside
+from bench.papers.scores import final
 from bench.papers.store import Store
 from bench.papers.strategies import NON_PRIVATE
 from fastclip.errors import ArgumentError
@@ -87,7 +88,9 @@ def _experiment(page: Page, name: str, frame: pd.DataFrame, about: dict[str, Any
     page.text(f"Settings: {about.get('paper', 'not recorded')}. delta {about.get('delta', '?')}.")
     if about.get("notes"):
         page.items(about["notes"])
-    page.table(tables.overall(frame), f"{name}: on test rows; loss gaps are of summed losses")
+    page.table(
+        tables.overall(frame), f"{name}: on test rows; loss gaps are of mean losses of a row"
+    )
     budgets = sorted(e for e in frame["epsilon"].dropna().unique())
     if not budgets:
         return
@@ -126,16 +129,17 @@ def _experiment(page: Page, name: str, frame: pd.DataFrame, about: dict[str, Any
     if frame["seed"].nunique() > 1:
         page.table(
             tables.comparisons(frame),
-            f"{name}: gaps of summed losses beside dp_sgd and adaptive, pairs of seed and attribute",
+            f"{name}: loss gaps beside dp_sgd and adaptive, pairs of seed and attribute",
         )
     numbers = beside(frame, name)
     if len(numbers):
-        page.table(numbers, f"{name}: the paper's numbers, and ours at the nearest budget")
+        summed = "; losses are of 256 rows" * bool(numbers["measure"].str.startswith("loss").any())
+        page.table(numbers, f"{name}: the paper's numbers, and ours at the nearest budget{summed}")
 
 
 def _attributes(frame: pd.DataFrame) -> list[str]:
     """Protected attributes; classes only where there is no other."""
-    found = tables.ends(frame)["attribute"].drop_duplicates().tolist()
+    found = final(frame)["attribute"].drop_duplicates().tolist()
     others = [name for name in found if name not in ("all", "run", "class")]
     return others or ["class"]
 

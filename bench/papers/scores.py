@@ -6,11 +6,11 @@ from typing import TypeVar
 
 import pandas as pd
 
+from bench.papers.strategies import NON_PRIVATE
 from fastclip.errors import ArgumentError
 
 Frame = TypeVar("Frame", pd.Series, pd.DataFrame)
 
-NON_PRIVATE = "non_private"
 RUN = ["experiment", "strategy", "epsilon", "seed"]
 NUMBER = ["attribute", "group", "measure"]
 COLUMNS = [*RUN, *NUMBER, "synthetic", "part", "step", "value"]
@@ -65,13 +65,20 @@ def _spread(groups: pd.DataFrame) -> pd.DataFrame:
     return spread.where(by_attribute.count() >= 2).T
 
 
-def loss_gap(frame: pd.DataFrame) -> pd.Series:
-    """|L_1 - L_2| of a protected attribute's groups, L the sum of losses, averaged over attributes.
+def gaps(frame: pd.DataFrame) -> pd.DataFrame:
+    """|L_1 - L_2| of the groups of each attribute, L the mean loss of a row; a column an attribute.
 
-    As Soleymani et al. define it (Section 5); of more than two groups the largest difference. Sums of
-    groups of unequal size differ by their sizes, too.
+    Of more than two groups the largest difference. Soleymani et al. (Section 5) define L as a sum;
+    what their tables print is the sum over a batch of 256 rows, whatever the size of a group (its
+    Section 5.2 quotes the same numbers divided by 256), and sums of groups of unequal size would differ
+    by their sizes alone.
     """
-    return _spread(_groups(frame, "loss_sum")).mean(axis=1)
+    return _spread(_groups(frame, "loss_mean"))
+
+
+def loss_gap(frame: pd.DataFrame) -> pd.Series:
+    """`gaps`, averaged over attributes (Soleymani et al., appendix B.1)."""
+    return gaps(frame).mean(axis=1)
 
 
 def worst_accuracy(frame: pd.DataFrame) -> pd.Series:

@@ -8,18 +8,13 @@ from statistics import fmean
 
 import pandas as pd
 
+from bench.papers import scores
+from bench.papers.scores import final
 from bench.papers.strategies import NON_PRIVATE, STRATEGIES
 from fastclip.fairness.statistics import bonferroni, bootstrap_interval, paired_wilcoxon
 
 ORDER = {name: place for place, name in enumerate((NON_PRIVATE, *STRATEGIES))}
 OVERALL = ("accuracy", "macro_accuracy", "worst_class_accuracy")
-
-
-def ends(frame: pd.DataFrame, part: str = "test") -> pd.DataFrame:
-    """What was measured of a part when each run ended."""
-    of_part = frame[frame["part"] == part]
-    last = of_part.groupby("run")["step"].transform("max")
-    return of_part[of_part["step"] == last]
 
 
 def labelled(epsilon: float) -> str:
@@ -42,21 +37,19 @@ def number(value: float, digits: int) -> str:
     return f"{value:.{digits}f}" if abs(value) < 1e6 else f"{value:.1e}"
 
 
-def gaps(frame: pd.DataFrame, measure: str = "loss_sum") -> pd.DataFrame:
-    """Largest difference between groups of an attribute, for each run: column `value`.
-
-    Loss gap of SoftAdaClip (section 5): the absolute difference of two subgroups' summed losses.
-    """
-    of = ends(frame)
-    of = of[(of["measure"] == measure) & ~of["attribute"].isin(("all", "run"))]
-    keys = ["experiment", "strategy", "epsilon", "seed", "attribute"]
-    found = of.groupby(keys, dropna=False)["value"].agg(lambda v: v.max() - v.min())
-    return found.reset_index()
+def gaps(frame: pd.DataFrame) -> pd.DataFrame:
+    """`scores.gaps` of every budget: a row for each strategy, budget, seed and attribute."""
+    of = final(frame)
+    tables = []
+    for epsilon in of["epsilon"].drop_duplicates():
+        at = of[of["epsilon"].isna() if math.isnan(epsilon) else of["epsilon"] == epsilon]
+        tables.append(scores.gaps(at).stack().rename("value").reset_index().assign(epsilon=epsilon))
+    return pd.concat(tables, ignore_index=True)
 
 
 def overall(frame: pd.DataFrame) -> pd.DataFrame:
     """Accuracy, macro accuracy, worst class and loss gaps by strategy and budget."""
-    of = ends(frame)
+    of = final(frame)
     of = of[of["attribute"] == "all"]
     gap = gaps(frame)
     spent = frame[(frame["attribute"] == "run") & (frame["measure"] == "epsilon")]
@@ -73,14 +66,14 @@ def overall(frame: pd.DataFrame) -> pd.DataFrame:
             )
         for attribute in dict.fromkeys(gap["attribute"]):
             values = chosen(gap[gap["attribute"] == attribute], strategy, epsilon)["value"]
-            row[f"loss gap, {attribute}"] = interval(values.tolist(), 1)
+            row[f"loss gap, {attribute}"] = interval(values.tolist())
         rows.append(row)
     return pd.DataFrame(rows)
 
 
 def by_group(frame: pd.DataFrame, attribute: str, measure: str = "accuracy") -> pd.DataFrame:
     """A measure of each group of an attribute by strategy and budget."""
-    of = ends(frame)
+    of = final(frame)
     of = of[(of["attribute"] == attribute) & (of["measure"] == measure)]
     groups = list(dict.fromkeys(of["group"]))
     rows = []
@@ -112,7 +105,7 @@ def comparisons(
                 rows.append({
                     "epsilon": labelled(epsilon), "strategy": strategy, "beside": other,
                     "pairs": len(both),
-                    "change of the gap": number((both[strategy] - both[other]).mean(), 1),
+                    "change of the gap": number((both[strategy] - both[other]).mean(), 3),
                     "p": test.p, "least p": test.least_p,
                 })  # fmt: skip
     table = pd.DataFrame(rows)

@@ -7,6 +7,7 @@ same bits as one that was not. Such a checkpoint tells the noise; it is deleted 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -27,6 +28,8 @@ from bench.papers.data.dataset import Dataset, Rows
 from bench.papers.settings import Experiment
 from bench.papers.strategies import NON_PRIVATE, STRATEGIES
 from fastclip import FastPrivacyEngine
+from fastclip.accounting import find_noise_multiplier
+from fastclip.clipping import NoiseSchedule
 from fastclip.fairness import FairnessRecorder
 
 EVALUATIONS = 10
@@ -65,6 +68,14 @@ class Run:
         """A seed for one of its generators, alike for all strategies and budgets."""
         told = f"{self.experiment} {self.seed} {what}"
         return int.from_bytes(hashlib.sha256(told.encode()).digest()[:7], "big")
+
+
+@functools.lru_cache
+def noise(epsilon: float, delta: float, rate: float, steps: int, schedule: NoiseSchedule) -> float:
+    """The noise multiplier that a budget affords: one search a process for all seeds and strategies."""
+    return find_noise_multiplier(
+        target_epsilon=epsilon, target_delta=delta, sample_rate=rate, steps=steps, schedule=schedule
+    )
 
 
 class Fetched(list[Tensor]):
@@ -149,13 +160,11 @@ class Trainer:
             "module": self.model, "optimizer": self.optimizer, "data_loader": self.loader,
             "max_grad_norm": c, "clipping": strategy, "noise_generator": self.noise,
         }  # fmt: skip
-        if run.epsilon is None:
-            made = self.engine.make_private(noise_multiplier=experiment.noise_multiplier, **options)
-        else:
-            made = self.engine.make_private_with_epsilon(
-                target_epsilon=run.epsilon, target_delta=experiment.delta, epochs=self.epochs,
-                **options,
-            )  # fmt: skip
+        sigma = experiment.noise_multiplier
+        if run.epsilon is not None and strategy is not None:
+            rate = 1 / len(self.loader)
+            sigma = noise(run.epsilon, experiment.delta, rate, self.steps, strategy.noise)
+        made = self.engine.make_private(noise_multiplier=sigma, **options)
         self.model, self.optimizer, self.loader = made
 
     # Training
@@ -217,8 +226,10 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Losses and classes of the parts, norms and thresholds since the last time."""
-        epsilon = None if self.engine is None else self.engine.get_epsilon(self.experiment.delta)
         last = self.epoch == self.epochs
+        epsilon = None  # on the way, for PRV takes longer than the rest of an evaluation
+        if last and self.engine is not None:
+            epsilon = self.engine.get_epsilon(self.experiment.delta)
         parts = {"test": self.data.test, "validation": self.data.validation, "train": None}
         parts["train"] = self.data.train if last else None
         for part, rows in parts.items():

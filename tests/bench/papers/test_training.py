@@ -1,0 +1,180 @@
+"""Runs of experiments: what they train, that they repeat, and that they go on where they were killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch.testing import assert_close
+
+from bench.papers.data import digits
+from bench.papers.data.dataset import Dataset
+from bench.papers.experiments import EXPERIMENTS
+from bench.papers.running import SYNTHETIC, read
+from bench.papers.settings import Experiment, Loss
+from bench.papers.strategies import NON_PRIVATE, STRATEGIES
+from bench.papers.training import Run, Trainer
+
+EPOCHS = 3
+
+
+def small(**options: Any) -> Experiment:
+    """The digits, for a moment."""
+    return dataclasses.replace(EXPERIMENTS["digits"], **options)
+
+
+@pytest.fixture(scope="module")
+def data() -> Dataset:
+    """The digits."""
+    return digits.load()
+
+
+def trainer(data: Dataset, strategy: str = "dp_sgd", seed: int = 0, **options: Any) -> Trainer:
+    """A run of a few epochs."""
+    epsilon = None if strategy == NON_PRIVATE else 8.0
+    return Trainer(small(**options), Run("digits", strategy, epsilon, seed, EPOCHS), data)
+
+
+def weights(made: Trainer) -> list[torch.Tensor]:
+    """As trained."""
+    return [p.detach().clone() for p in made.model.parameters()]
+
+
+@pytest.mark.parametrize("strategy", [NON_PRIVATE, *STRATEGIES])
+def test_a_run_that_was_interrupted_ends_with_the_same_bits(
+    data: Dataset, strategy: str, tmp_path: Path
+) -> None:
+    whole = trainer(data, strategy)
+    expected = whole.train(None, lambda epoch: None)
+
+    class Killed(Exception):
+        pass
+
+    def kill(epoch: int) -> None:
+        if epoch == 2:
+            raise Killed
+
+    path = tmp_path / "run.checkpoint"
+    with pytest.raises(Killed):
+        trainer(data, strategy).train(path, kill)
+    torch.manual_seed(999)  # as another process would find it
+    again = trainer(data, strategy)
+    epochs: list[int] = []
+    found = again.train(path, epochs.append)
+    assert epochs == [2, 3]
+    assert_close(weights(again), weights(whole), rtol=0, atol=0)
+    pd.testing.assert_frame_equal(found, expected)
+
+
+def test_dropout_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    name = "eicu"
+    made = read(name, SYNTHETIC)
+    run = Run(name, "dp_sgd", 8.0, 0, 2)
+    whole = Trainer(EXPERIMENTS[name], run, made)
+    whole.train(None, lambda epoch: None)
+    half = Trainer(EXPERIMENTS[name], run, made)
+    half.pass_over()
+    half.epoch = 1
+    half.save(tmp_path / "half")
+    torch.manual_seed(1)
+    other = Trainer(EXPERIMENTS[name], run, made)
+    other.load(tmp_path / "half")
+    other.pass_over()
+    assert_close(weights(other), weights(whole), rtol=0, atol=0)
+
+
+def test_strategies_of_a_seed_start_alike_and_draw_alike(data: Dataset) -> None:
+    one, other = trainer(data, "dp_sgd"), trainer(data, "sad_dpsgd")
+    assert_close(weights(one), weights(other), rtol=0, atol=0)
+    drawn = [[len(batch[0]) for batch in made.loader] for made in (one, other)]
+    assert drawn[0] == drawn[1]
+    assert not torch.equal(weights(one)[0], weights(trainer(data, seed=1))[0])
+
+
+def test_epsilon_is_the_target(data: Dataset) -> None:
+    made = trainer(data, "adaptive")
+    table = made.train(None, lambda epoch: None)
+    assert made.engine is not None
+    spent = made.engine.get_epsilon(made.experiment.delta)
+    assert 7.9 < spent <= 8.0
+    assert table["epsilon"].max() == spent
+    assert made.step == made.steps == EPOCHS * len(made.loader)
+
+
+def test_normalized_gradients_take_the_same_first_step(data: Dataset) -> None:
+    """At C = C_0 plain SGD moves as far; C_0 is not 1 here."""
+    found = []
+    for strategy in ("dp_sgd", "normalized_dp_sgd"):
+        made = trainer(data, strategy, max_grad_norm=0.25)
+        before = weights(made)
+        batch = next(iter(made.loader))
+        made.optimizer.noise_multiplier = 0.0
+        losses = made.experiment.loss.rows(made.model(batch[0]), batch[1])
+        losses.mean().backward()
+        made.optimizer.step()
+        found.append([after - start for after, start in zip(weights(made), before, strict=True)])
+    assert_close(found[0], found[1])
+
+
+def test_layers_thresholds_bound_the_whole_gradient_by_c(data: Dataset) -> None:
+    made = trainer(data, "per_layer", max_grad_norm=0.5)
+    assert math.isclose(float(made.optimizer.sensitivity), 0.5, rel_tol=1e-12)
+
+
+def test_physical_batches_train_the_same_model(data: Dataset) -> None:
+    whole, split = trainer(data), trainer(data, physical_batch=40)
+    assert split.split and not whole.split
+    for made in (whole, split):
+        made.pass_over()
+    assert_close(weights(whole), weights(split), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_of_classes_multiply_losses_of_rows() -> None:
+    torch.manual_seed(0)
+    y = torch.tensor([0, 1, 1, 0])
+    loss, plain = Loss((0.5, 2.0)), Loss()
+    for logits in (torch.randn(4, 2), torch.randn(4, 1)):
+        expected = plain.rows(logits, y) * torch.tensor([0.5, 2.0, 2.0, 0.5])
+        assert_close(loss.rows(logits, y), expected)
+    two = torch.randn(4, 1)
+    as_two = torch.cat([torch.zeros_like(two), two], 1)
+    assert_close(plain.rows(two, y), plain.rows(as_two, y))
+    assert_close(plain.classes(two), plain.classes(as_two))
+
+
+def experiments(strategies: tuple[str, ...]) -> list[Any]:
+    """Every experiment with these strategies; what takes minutes is slow."""
+    return [pytest.param(name, strategies, id=name) for name in EXPERIMENTS]
+
+
+def finishes(name: str, strategies: tuple[str, ...]) -> None:
+    """A pass over generated data with each strategy gives finite thresholds and the budget."""
+    experiment, made = EXPERIMENTS[name], read(name, SYNTHETIC)
+    epsilon = max(experiment.epsilons)
+    for strategy in strategies:
+        run = Run(name, strategy, None if strategy == NON_PRIVATE else epsilon, 0, 1)
+        of = Trainer(experiment, run, made)
+        table = of.train(None, lambda epoch: None)
+        test = table[(table["part"] == "test") & (table["attribute"] == "all")]
+        assert set(test["measure"]) >= {"accuracy", "loss_sum", "worst_class_accuracy"}
+        assert made.synthetic or experiment.generate is None
+        if of.engine is not None:
+            assert of.engine.get_epsilon(experiment.delta) <= epsilon
+            moved = table[table["measure"] == "threshold"]["value"]
+            assert len(moved) and bool((moved > 0).all())
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_runs_on_generated_data(name: str) -> None:
+    finishes(name, ("dpsgd_f",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_strategy_runs_in_every_experiment(name: str) -> None:
+    finishes(name, (NON_PRIVATE, *STRATEGIES))
