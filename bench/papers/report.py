@@ -13,6 +13,7 @@ from bench.papers.beside import beside
 from bench.papers.scores import final
 from bench.papers.store import Store
 from bench.papers.strategies import NON_PRIVATE
+from bench.papers.tables import labelled
 from fastclip.errors import ArgumentError
 from fastclip.fairness import Page
 
@@ -72,12 +73,46 @@ def _claims(page: Page, frame: pd.DataFrame) -> None:
         "A claim holds in an experiment at a budget if the 95% interval of the paired difference of "
         "the seeds lies on the claimed side of 0, does not hold if it lies on the other, and is not "
         "decided else. p values are of Wilcoxon's signed-rank test, multiplied by the number of rows "
-        "of the table (Bonferroni): five pairs cannot go below 0.0625 before that."
+        "of the table (Bonferroni): five pairs cannot go below 0.0625 before that, so no claim reaches "
+        "p < 0.05 here. An interval of five pairs lies on one side of 0 by chance once in 16."
     )
-    if verdicts:
-        page.table(claims.table(verdicts), "Verdicts, a row for each claim, experiment and budget")
-    else:
-        page.text("Nothing to judge: no experiment on real data holds the strategies of a claim.")
+    judged = [verdict for verdict in verdicts if verdict.seeds]
+    skipped = {verdict.claim.name for verdict in verdicts} - {one.claim.name for one in judged}
+    if judged:
+        page.table(_summary(judged), "In short: at which epsilon each claim holds")
+        for claim in dict.fromkeys(one.claim for one in judged):
+            of = [one for one in judged if one.claim == claim]
+            side = "above" if claim.better > 0 else "below"
+            page.table(_verdicts(of), f"{claim.name} ({claim.paper}): difference {side} 0")
+    if skipped or not judged:
+        page.text(f"Not judged, for want of runs: {', '.join(sorted(skipped)) or 'all claims'}.")
+
+
+def _summary(verdicts: list[claims.Verdict]) -> pd.DataFrame:
+    """A row for each claim, a column for each experiment."""
+    rows: dict[str, dict[str, str]] = {}
+    for one in verdicts:
+        same = [v for v in verdicts if (v.claim, v.experiment) == (one.claim, one.experiment)]
+        by_word = {
+            word: ", ".join(labelled(v.epsilon) for v in same if v.verdict == word)
+            for word in (claims.HOLDS, claims.FAILS, claims.UNDECIDED)
+        }
+        cell = "; ".join(f"{word} at {where}" for word, where in by_word.items() if where)
+        rows.setdefault(one.claim.name, {"claim": one.claim.name})[one.experiment] = cell
+    return pd.DataFrame(list(rows.values())).fillna("")
+
+
+def _verdicts(verdicts: list[claims.Verdict]) -> pd.DataFrame:
+    """Their numbers."""
+    return pd.DataFrame([
+        {
+            "experiment": one.experiment, "epsilon": labelled(one.epsilon),
+            "verdict": one.verdict, "difference": f"{one.difference:+.3g}",
+            "95% interval": f"[{one.interval[0]:.3g}, {one.interval[1]:.3g}]",
+            "pairs": one.seeds, "p": one.p, "p, corrected": one.p_corrected,
+        }
+        for one in verdicts
+    ])  # fmt: skip
 
 
 def _experiment(page: Page, name: str, frame: pd.DataFrame, about: dict[str, Any]) -> None:

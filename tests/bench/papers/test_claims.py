@@ -36,8 +36,8 @@ def numbers(score: float) -> dict[tuple[str, str, str], float]:
         ("all", "all", "accuracy"): score,
         ("sex", "female", "accuracy"): 1.0 if score > 0.5 else 1 - score,
         ("sex", "male", "accuracy"): score if score > 0.5 else 1.0,
-        ("sex", "female", "loss_sum"): 10.0,
-        ("sex", "male", "loss_sum"): 10.0 + score,
+        ("sex", "female", "loss_mean"): 10.0,
+        ("sex", "male", "loss_mean"): 10.0 + score,
         ("class", "0", "accuracy"): 0.2,
         ("class", "1", "accuracy"): 0.3,
     }

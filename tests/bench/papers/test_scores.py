@@ -15,16 +15,16 @@ TABULAR = {
     ("all", "all", "accuracy"): 0.8,
     ("sex", "female", "accuracy"): 0.9,
     ("sex", "male", "accuracy"): 0.75,
-    ("sex", "female", "loss_sum"): 30.0,
-    ("sex", "male", "loss_sum"): 50.0,
+    ("sex", "female", "loss_mean"): 30.0,
+    ("sex", "male", "loss_mean"): 50.0,
     ("age", "below 38", "accuracy"): 0.7,
     ("age", "38 and above", "accuracy"): 0.85,
-    ("age", "below 38", "loss_sum"): 44.0,
-    ("age", "38 and above", "loss_sum"): 36.0,
+    ("age", "below 38", "loss_mean"): 44.0,
+    ("age", "38 and above", "loss_mean"): 36.0,
     ("class", "0", "accuracy"): 0.1,
     ("class", "1", "accuracy"): 0.99,
-    ("class", "0", "loss_sum"): 79.0,
-    ("class", "1", "loss_sum"): 1.0,
+    ("class", "0", "loss_mean"): 79.0,
+    ("class", "1", "loss_mean"): 1.0,
     ("all", "all", "worst_class_accuracy"): 0.1,
 }
 """Two classes: they are labels, not groups."""
@@ -33,9 +33,9 @@ PICTURES = {
     ("class", "0", "accuracy"): 0.95,
     ("class", "1", "accuracy"): 0.9,
     ("class", "8", "accuracy"): 0.3,
-    ("class", "0", "loss_sum"): 5.0,
-    ("class", "1", "loss_sum"): 7.0,
-    ("class", "8", "loss_sum"): 90.0,
+    ("class", "0", "loss_mean"): 5.0,
+    ("class", "1", "loss_mean"): 7.0,
+    ("class", "8", "loss_mean"): 90.0,
     ("all", "all", "worst_class_accuracy"): 0.3,
 }
 
@@ -62,7 +62,7 @@ def test_score(function, numbers, expected):
 
 def test_rows_of_unknown_group_are_no_group():
     odd = {
-        ("sex", "unknown", "loss_sum"): 0.5,
+        ("sex", "unknown", "loss_mean"): 0.5,
         ("sex", "unknown", "accuracy"): 0.0,
         **TABULAR,
     }
@@ -71,7 +71,10 @@ def test_rows_of_unknown_group_are_no_group():
 
 
 def test_a_group_without_rows_leaves_its_attribute_out():
-    empty = TABULAR | {("sex", "male", "loss_sum"): math.nan, ("sex", "male", "accuracy"): math.nan}
+    empty = TABULAR | {
+        ("sex", "male", "loss_mean"): math.nan,
+        ("sex", "male", "accuracy"): math.nan,
+    }
     assert score(loss_gap, run("dp_sgd", 0, empty)) == {("dp_sgd", 0): pytest.approx(8)}
     assert score(worst_accuracy, run("dp_sgd", 0, empty)) == {("dp_sgd", 0): pytest.approx(0.7)}
 
