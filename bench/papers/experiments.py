@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from bench.papers import models
+from bench.papers import bert, models
 from bench.papers.data import (
     adult,
     breast_cancer,
@@ -107,7 +107,7 @@ _EXPERIMENTS = (
         load=partial(dutch.load, unbalanced=True), generate=dutch.generate, **XU_CENSUS,
     ),
     Experiment(
-        name="mnist-xu", title="MNIST, 500 of class 8", load=partial(mnist.load, kept=500),
+        name="mnist-xu", title="MNIST, 500 of class 8", load=partial(mnist.load, kept=500 / 5_851),
         generate=mnist.generate, model=models.xu_cnn, **XU_IMAGES,
     ),
     # Esipova et al. 2023
@@ -156,13 +156,13 @@ _EXPERIMENTS = (
     Experiment(
         name="fashion-zhao", title="Fashion-MNIST, CNN",
         load=partial(mnist.load, fashion=True, reduced_class=None),
-        generate=partial(mnist.generate, fashion=True), model=models.zhao_cnn,
+        generate=mnist.generate, model=models.zhao_cnn,
         private=Training("sgd", ZHAO_LR, 6_000, 50), **ZHAO_IMAGES,
     ),
     Experiment(
         name="fashion-zhao-resnet", title="Fashion-MNIST, ResNet-18",
         load=partial(mnist.load, fashion=True, reduced_class=None),
-        generate=partial(mnist.generate, fashion=True), model=models.resnet18,
+        generate=mnist.generate, model=models.resnet18,
         private=Training("sgd", ZHAO_LR, 6_000, 50), **ZHAO_IMAGES,
     ),
     # SoftAdaClip
@@ -193,14 +193,14 @@ _EXPERIMENTS = (
     ),
     *(
         Experiment(
-            name=name, title=f"MIMIC-III, length of stay, {what}", load=mimic.load,
+            name=name, title=f"MIMIC-III, length of stay, {what}", load=bert.load,
             generate=mimic.generate, model=model, protected="gender",
             private=Training("adam", 1e-3, 500, 200), non_private=Training("adam", 1e-5, 40, 20),
             physical_batch=50, notes=(EARLY,), **SOFT_ALL,
         )
         for name, what, model in (
-            ("mimic", "frozen ClinicalBERT with a head", models.clinical_bert),
-            ("mimic-lora", "ClinicalBERT with LoRA", models.clinical_bert_lora),
+            ("mimic", "frozen ClinicalBERT with a head", bert.frozen),
+            ("mimic-lora", "ClinicalBERT with LoRA", bert.adapted),
         )
     ),
     # SAD-DPSGD

@@ -5,12 +5,8 @@ Index letters: b sample, c channel, d feature, k class.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import torch
-from torch import Tensor, nn
-from transformers import AutoModel, BertConfig, BertModel
+from torch import nn
 
 from bench.models import ResNet, group_norm
 from bench.papers.data.dataset import Dataset
@@ -114,70 +110,6 @@ def small_resnet(data: Dataset) -> nn.Module:
         width=16,
         norm_groups=8,
     )
-
-
-class FrozenBert(nn.Module):
-    """A BERT whose layers stay frozen, and a linear head on its [CLS] output (SoftAdaClip, A.1).
-
-    Args:
-        encoder: of token ids int64 [b, t] and mask [b, t].
-        classes: k.
-    """
-
-    def __init__(self, encoder: nn.Module, classes: int) -> None:
-        super().__init__()
-        self.encoder = encoder.requires_grad_(False)
-        self.head = nn.Linear(encoder.config.hidden_size, classes)
-
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Logits [b, k]."""
-        with torch.no_grad():
-            hidden = self.encoder(ids, attention_mask=mask).last_hidden_state  # [b, t, d]
-        return self.head(hidden[:, 0])
-
-
-class AdaptedBert(nn.Module):
-    """A BERT with LoRA on its queries and values, and a linear head."""
-
-    def __init__(self, encoder: nn.Module, classes: int) -> None:
-        from peft import LoraConfig, get_peft_model
-
-        super().__init__()
-        lora = LoraConfig(r=8, lora_alpha=16, target_modules=["query", "value"])
-        self.encoder = get_peft_model(encoder, lora)
-        self.head = nn.Linear(encoder.config.hidden_size, classes)
-
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Logits [b, k]."""
-        return self.head(self.encoder(ids, attention_mask=mask).last_hidden_state[:, 0])
-
-
-def clinical_bert(data: Dataset) -> nn.Module:
-    """ClinicalBERT, frozen, with a head that is trained (SoftAdaClip, Appendix A.1)."""
-    return FrozenBert(_encoder(data), len(data.classes))
-
-
-def clinical_bert_lora(data: Dataset) -> nn.Module:
-    """ClinicalBERT with LoRA: what the frozen layers cannot learn."""
-    return AdaptedBert(_encoder(data), len(data.classes))
-
-
-WEIGHTS = "FASTCLIP_CLINICALBERT"
-"""Names the folder of local weights (config.json and model.safetensors)."""
-
-
-def _encoder(data: Dataset) -> nn.Module:
-    """The user's weights, or a small random BERT, which says so."""
-    folder = os.environ.get(WEIGHTS)
-    if folder:
-        return AutoModel.from_pretrained(Path(folder), local_files_only=True)
-    print(f"no weights of ClinicalBERT ({WEIGHTS}=FOLDER): a small random BERT takes their place")
-    config = BertConfig(
-        vocab_size=int(data.train.x[0].max()) + 1 if not data.synthetic else 4096,
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128,
-        max_position_embeddings=data.train.x[0].shape[1],
-    )  # fmt: skip
-    return BertModel(config, add_pooling_layer=False)
 
 
 def _features(data: Dataset) -> int:
