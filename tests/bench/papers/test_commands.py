@@ -1,0 +1,153 @@
+"""`python -m bench.papers` says in a sentence what it needs, and does what it says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.papers import search as searching
+from bench.papers.__main__ import main
+from bench.papers.data import breast_cancer
+from bench.papers.experiments import DEFAULT, EXPERIMENTS
+from bench.papers.search import LEARNING_RATES, LOWER_BOUNDS, price, with_validation
+from bench.papers.strategies import STRATEGIES
+from fastclip import clipping
+from fastclip.accounting import TruncatedNegativeBinomial, epsilon, hpo_epsilon
+
+
+def test_the_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in (*EXPERIMENTS, *STRATEGIES))
+    for name in DEFAULT:
+        assert EXPERIMENTS[name].generate is None
+
+
+def test_every_preset_is_a_strategy() -> None:
+    presets = set(clipping.__all__) - {"resolve"}
+    functions = {name for name in presets if name.islower()}
+    assert functions <= set(STRATEGIES)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["run", "nothing"], "no experiment nothing; there are: digits,"),
+        (["run", "adult-xu"], "Adult"),
+        (["run", "adult-xu", "--data", "nowhere"], "nowhere"),
+        (["run", "digits", "--paper-sigma"], "the paper of digits states no noise multiplier"),
+        (["report"], "holds no results; make some with"),
+    ],
+)
+def test_what_is_missing_is_said_at_once(
+    words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("words", [["run", "--seeds", "0"], ["run", "--epsilon", "-1"], ["sing"]])
+def test_bad_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert "error:" in capsys.readouterr().err
+
+
+def test_runs_and_their_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--seeds", "2", "--epochs", "2", "--epsilon", "8", "--out", str(tmp_path)]
+    strategies = ["--strategy", "dp_sgd", "soft_ada_clip", "adaptive"]
+    assert main(["run", "breast-cancer", *strategies, *options, "--jobs", "1"]) == 0
+    assert main(["run", "breast-cancer", *strategies, *options, "--jobs", "1"]) == 0  # nothing left
+    assert "0 runs" in capsys.readouterr().err
+    about = json.loads((tmp_path / "about.json").read_text())["breast-cancer"]
+    assert about["commands"][0].endswith("--out FOLDER --jobs 1")
+    assert main(["report", "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "SoftAdaClip: smaller loss gap than dp_sgd" in page
+    assert "Not judged, for want of runs" in page
+    assert "breast-cancer" in (tmp_path / "report.md").read_text()
+
+
+def options(**told: Any) -> argparse.Namespace:
+    """Of a search."""
+    default = {
+        "command": "search", "name": "breast-cancer", "strategy": "bounded_adaptive",
+        "epsilon": 2.0, "mean_trials": 3.0, "eta": 0.0, "epochs": 2, "data": None,
+        "synthetic": False, "jobs": 1,
+    }  # fmt: skip
+    return argparse.Namespace(**{**default, **told})
+
+
+def test_a_search_costs_what_the_theorem_says() -> None:
+    experiment = EXPERIMENTS["breast-cancer"]
+    data = with_validation(breast_cancer.load())
+    trials = TruncatedNegativeBinomial.from_mean(3.0)
+    cost, noise = price(experiment, options(), data, trials)
+    one = epsilon([(noise, 1.0, 1)], experiment.delta)
+    assert 1.98 < one <= 2.0  # a score alone has the budget of a run
+    steps = -(-len(data.train) // 64)
+    from bench.papers.training import noise as multiplier
+
+    schedule = STRATEGIES["dp_sgd"](experiment.plan(1, 2, False)).noise
+    sigma = multiplier(2.0, experiment.delta, 1 / steps, 2 * steps, schedule)
+    history = [(sigma, 1 / steps, 2 * steps)]
+    expected = hpo_epsilon(history, experiment.delta, trials, others=[[(noise, 1.0, 1)]])
+    assert cost == expected
+    assert cost.epsilon > cost.base_epsilon >= one
+
+
+def test_a_search_goes_on_where_it_was_killed_and_shows_one_run_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TruncatedNegativeBinomial, "sample", lambda self, rng=None: 3)
+    asked = options(out=tmp_path)
+    scored, calls = searching.scored, 0
+
+    def twice(*told: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        scored(*told)
+
+    monkeypatch.setattr(searching, "scored", twice)
+    with pytest.raises(KeyboardInterrupt):
+        searching.search(asked)
+    (secret,) = tmp_path.glob("*.secret")
+    assert secret.stat().st_mode & 0o077 == 0
+    before = json.loads((secret / "trials.json").read_text())
+    assert [trial["score"] is None for trial in before] == [False, False, True]
+    monkeypatch.setattr(searching, "scored", scored)
+    said = searching.search(asked)
+    assert not list(tmp_path.glob("*.secret"))
+    result = json.loads((tmp_path / "search-breast-cancer.json").read_text())
+    best = result["released"]
+    known = [trial for trial in before if trial["score"] is not None]
+    assert best["score"] >= max(trial["score"] for trial in known)
+    if best["seed"] in {trial["seed"] for trial in known}:
+        assert best in known
+    assert math.isclose(min(abs(np.array(LEARNING_RATES) - best["lr"])), 0)
+    assert math.isclose(min(abs(np.array(LOWER_BOUNDS) - best["lower"])), 0)
+    assert f"epsilon of the whole search {result['epsilon']:.3f}" in said
+    assert set(result["trials"]) == {"mean", "eta", "gamma"}  # of the distribution, not K
+    assert isinstance(best, dict)
+
+
+def test_validation_rows_are_no_training_rows() -> None:
+    data = breast_cancer.load()
+    made = with_validation(data)
+    assert made.validation is not None
+    assert len(made.train) + len(made.validation) == len(data.train)
+    everybody = {tuple(row.tolist()) for row in data.train.x[0]}
+    apart = [{tuple(row.tolist()) for row in part.x[0]} for part in (made.train, made.validation)]
+    assert not apart[0] & apart[1]
+    assert apart[0] | apart[1] == everybody
+    assert with_validation(made) is made
