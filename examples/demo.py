@@ -4,8 +4,9 @@
 
 Two tasks that need no download (examples/tasks.py) are trained by the same function
 (examples/train.py) without privacy, with fastclip, and with Opacus' hooks and ghost modes, all at
-the same privacy budget, each in a fresh process. Prints a table and writes demo.json and demo.png
-to build/demo. Takes a few minutes on two cores.
+the same privacy budget, each in a fresh process. Then what clipping does to a rare class
+(examples/fairness.py). Prints tables and writes demo.json and demo.png to build/demo. Takes a few
+minutes on two cores.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 import time
+import warnings
 from pathlib import Path
 
 from tqdm import tqdm
 
 from bench.measure import busy_warning, machine, now, versions
 from bench.processes import ROOT, run_module
+from examples.fairness import SEEDS, measure
+from examples.fairness import table as table_of_classes
 from examples.picture import draw
 from examples.tasks import TASKS
 from examples.train import ENGINES
@@ -99,20 +103,26 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--epochs", type=int, help="instead of each task's own number")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="of the fairness part; 0: none")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "demo", help="folder")
     options = parser.parse_args(arguments)
 
     start = time.perf_counter()
     runs = run_all(options)
+    warnings.filterwarnings("ignore")  # Opacus warns about its random generator at every start
+    classes = measure(options.seeds, options.epochs) if options.seeds > 0 else None
     host = machine()
     options.out.mkdir(parents=True, exist_ok=True)
     summary = {"date": now(), "machine": host, "versions": versions(), "runs": runs}
+    summary |= {} if classes is None else {"classes": classes}
     (options.out / "demo.json").write_text(json.dumps(summary, indent=1) + "\n")
     warning = busy_warning((f"{run['task']} {run['engine']}", run.get("cpu_wait")) for run in runs)
     where = f"{host['processor']}, {host['cores']} cores"
-    draw(runs, options.out / "demo.png", where, warning)
+    draw(runs, options.out / "demo.png", where, warning, classes)
 
     print(table(runs))
+    if classes is not None:
+        print(table_of_classes(classes))
     delta = TASKS[options.tasks[0]].target_delta
     print(
         f"\nx: times training without privacy; one run each on {host['processor']}, "

@@ -11,6 +11,8 @@ matplotlib.use("Agg")  # no display needed
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from examples import fairness
+
 COLOURS = {
     "not_private": "#9aa0a6",
     "fastclip": "#1a73e8",
@@ -25,16 +27,26 @@ PANELS = (  # key of a run, title, how a bar is labelled
 )
 
 
-def draw(runs: list[dict], path: Path, where: str, warning: str | None = None) -> None:
+def draw(
+    runs: list[dict], path: Path, where: str, warning: str | None = None,
+    classes: dict[str, list[list[float]]] | None = None,
+) -> None:  # fmt: skip
     """Write the picture of `runs` (see examples/demo.py) to `path`.
 
     Args:
         where: the machine. warning: what makes the times of these runs doubtful.
+        classes: what examples/fairness.py measured, for a panel of its own.
     """
     tasks = list(dict.fromkeys(run["task"] for run in runs))
-    figure = plt.figure(figsize=(12, 0.6 + 3.2 * len(tasks)), layout="constrained")
-    parts = figure.subfigures(len(tasks), 1, squeeze=False)[:, 0]
-    for part, task in zip(parts, tasks, strict=True):
+    rows = len(tasks) + (classes is not None)
+    figure = plt.figure(figsize=(12, 0.6 + 3.2 * rows), layout="constrained")
+    parts = figure.subfigures(rows, 1, squeeze=False)[:, 0]
+    if classes is not None:
+        parts[-1].suptitle(
+            f"{fairness.TITLE}  (ε = {fairness.EPSILON:g})", fontsize=13, fontweight="bold"
+        )
+        fairness.panel(parts[-1].subplots(), classes)
+    for part, task in zip(parts, tasks, strict=False):
         mine = [run for run in runs if run["task"] == task]
         part.suptitle(f"{mine[0]['title']}{_budget(mine)}", fontsize=13, fontweight="bold")
         for axes, (key, title, label) in zip(part.subplots(1, 3), PANELS, strict=True):

@@ -77,8 +77,8 @@ def train(strategy: Callable[[int], Clipping], seed: int, epochs: int = EPOCHS) 
 
     Returns:
         accuracy: mean of the classes' accuracies, as on a balanced test set; rare: that of class
-        RARE; worst: the lowest. thresholds: of every step, a list where groups have their own.
-        noise_multiplier: of the first step. epsilon: spent at DELTA.
+        RARE; worst: the lowest; classes: of each. thresholds: of every step, a list where groups
+        have their own. noise_multiplier: of the first step. epsilon: spent at DELTA.
     """
     torch.manual_seed(seed)
     train_set, test_set = data(seed)
@@ -110,6 +110,7 @@ def train(strategy: Callable[[int], Clipping], seed: int, epochs: int = EPOCHS) 
         "accuracy": accuracies.mean().item(),
         "rare": accuracies[RARE].item(),
         "worst": accuracies.min().item(),
+        "classes": accuracies.tolist(),
         "thresholds": thresholds,
         "noise_multiplier": noise_multiplier,
         "epsilon": engine.get_epsilon(DELTA),

@@ -6,8 +6,10 @@ import dataclasses
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
+from examples import fairness
 from examples.custom_layer import Scale
 from examples.data import digits, functions
 from examples.tasks import TASKS
@@ -60,3 +62,16 @@ def test_a_short_run_of_the_demo() -> None:
     assert private["noise_multiplier"] > 0
     assert private["steps"] == results["not_private"]["steps"]
     assert 0 <= private["accuracy"] <= 1
+
+
+def test_the_demo_shows_what_clipping_does_to_each_digit() -> None:
+    found = fairness.measure(seeds=1, epochs=1)
+    assert {len(of) for runs in found.values() for of in runs} == {10}
+    shown = fairness.table(found)
+    assert all(name in shown for name, _, _ in fairness.COMPARED.values())
+    axes = Figure().subplots()
+    fairness.panel(axes, found)
+    _, labels = axes.get_legend_handles_labels()
+    assert len(labels) == len(fairness.COMPARED)
+    made = {"dp_sgd": [[0.0, 1.0], [1.0, 1.0]]}
+    assert fairness.means(made["dp_sgd"]) == [0.5, 1.0]
