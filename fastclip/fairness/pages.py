@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -49,11 +50,13 @@ nav ul { columns: 2; padding-left: 1.2rem; } @media (max-width: 40rem) { nav ul 
 
 
 class Part(NamedTuple):
-    """A piece of a page, in both languages; a picture has its PNG."""
+    """A piece of a page, in both languages; a picture has its PNG, whose place `markdown` ends with."""
 
     html: str
     markdown: str
     png: bytes | None = None
+    after: str = ""
+    """What follows the place of the picture in Markdown."""
 
 
 class Page:
@@ -133,8 +136,9 @@ class Page:
         self._add(
             f'<figure><img alt="{_escaped(alt)}" src="data:image/png;base64,{data}">'
             f"<figcaption>{_escaped(caption)}</figcaption></figure>",
-            f"![{_plain(alt)}]({{picture}})\n\n{_plain(caption)}",
+            f"![{_plain(alt)}](",
             png,
+            f")\n\n{_plain(caption)}",
         )
 
     def write(self, path: Path) -> list[Path]:
@@ -145,7 +149,14 @@ class Page:
 
         Returns:
             The files written.
+
+        Raises:
+            ArgumentError: for a path that does not end in .html or .htm.
         """
+        if path.suffix.lower() not in (".html", ".htm"):
+            raise ArgumentError(
+                f"path expects the name of an HTML file, NAME.html, got {str(path)!r}"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         listed = "".join(
             f'<li><a href="#part{number}">{_escaped(text)}</a></li>'
@@ -170,14 +181,16 @@ class Page:
             picture.parent.mkdir(exist_ok=True)
             picture.write_bytes(part.png)
             written.append(picture)
-            where = picture.relative_to(path.parent).as_posix()
-            lines.append(part.markdown.replace("{picture}", where))
+            where = quote(picture.relative_to(path.parent).as_posix())
+            lines.append(part.markdown + where + part.after)
         twin = path.with_suffix(".md")
         twin.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
         return [*written, twin]
 
-    def _add(self, in_html: str, markdown: str, png: bytes | None = None) -> None:
-        self._parts.append(Part(in_html, markdown, png))
+    def _add(
+        self, in_html: str, markdown: str, png: bytes | None = None, after: str = ""
+    ) -> None:  # fmt: skip
+        self._parts.append(Part(in_html, markdown, png, after))
 
 
 def _escaped(text: str) -> str:
@@ -185,9 +198,10 @@ def _escaped(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """As text in Markdown: no tag of HTML, no emphasis that was not meant, one line."""
+    """As text in Markdown: no tag of HTML, no emphasis, list or heading that was not meant, one line."""
     text = html.escape(" ".join(text.split()), quote=False)
-    return re.sub(r"([\\`*_\[\]])", r"\\\1", text)
+    text = re.sub(r"([\\`*_~\[\]])", r"\\\1", text)
+    return re.sub(r"^(\d*)([-+#=.)])", r"\1\\\2", text)
 
 
 def _cell(value: Any) -> str:

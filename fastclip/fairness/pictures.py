@@ -55,11 +55,11 @@ def lines(
         for name, line in of.items():
             look = _look(names.index(name))
             many = len(line.x) > 12
-            axis.plot(line.x, line.y, label=name, markevery=max(1, len(line.x) // 8), **look)
+            axis.plot(line.x, line.y, label=_text(name), markevery=max(1, len(line.x) // 8), **look)
             if line.error is not None and not many:
                 _bars(axis, line, look["color"])
-        axis.set_xlabel(xlabel)
-        axis.set_ylabel("" if place % COLUMNS else ylabel)
+        axis.set_xlabel(_text(xlabel))
+        axis.set_ylabel("" if place % COLUMNS else _text(ylabel))
         if log and any(value > 0 for line in of.values() for value in line.y):
             _logarithmic(axis, "y")
         if xlog:
@@ -94,10 +94,12 @@ def dots(
                 if not math.isnan(low):
                     axis.plot([low, high], [y, y], color=look["color"], linewidth=1.2, zorder=2)
                 axis.plot([value], [y], linestyle="none", marker=look["marker"], markersize=6,
-                          color=look["color"], label=group, zorder=3)  # fmt: skip
-        axis.set_yticks(range(len(rows)), [""] * len(rows) if place % COLUMNS else rows)
+                          color=look["color"], label=_text(group), zorder=3)  # fmt: skip
+        axis.set_yticks(
+            range(len(rows)), [""] * len(rows) if place % COLUMNS else [_text(row) for row in rows]
+        )
         axis.set_ylim(len(rows) - 0.5, -0.5)
-        axis.set_xlabel(xlabel)
+        axis.set_xlabel(_text(xlabel))
         if log:
             _logarithmic(axis, "x")
         if share:
@@ -116,12 +118,18 @@ def _panels(titles: Sequence[str], height: float, names: int) -> tuple[Figure, l
     for spare in axes[len(titles) :]:
         spare.set_visible(False)
     for axis, title in zip(axes, titles, strict=False):
-        axis.set_title(title, loc="left", fontsize=11)
+        axis.set_title(_text(title), loc="left", fontsize=11)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(color="#e8eaed")
         axis.set_axisbelow(True)
         axis.tick_params(labelsize=10)
     return figure, axes[: len(titles)]
+
+
+def _text(name: str) -> str:
+    """A name as matplotlib shows it: no formula between dollars, none hidden for its underscore."""
+    shown = " ".join(name.split()).replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown
 
 
 def _look(number: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pandas as pd
 from fastclip.accounting import TunedEpsilon
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.fairness.gaps import gap, privacy_impact
-from fastclip.fairness.measures import ALL, CLASS
+from fastclip.fairness.given import ALL, CLASS, LAYER
 from fastclip.fairness.pages import Page
 from fastclip.fairness.pictures import Line, lines
 from fastclip.fairness.recorder import COLUMNS, TRAINING, FairnessRecorder
@@ -152,7 +152,7 @@ def _impact(page: Page, ours: pd.DataFrame, plain: pd.DataFrame, part: str) -> N
 
 def _thresholds(page: Page, frame: pd.DataFrame) -> None:
     of = frame[(frame["part"] == TRAINING) & (frame["measure"] == "threshold")]
-    of = of[of["attribute"] != "layer"]
+    of = of[of["attribute"] != LAYER]
     if of.empty:
         return
     page.heading("Thresholds")
@@ -204,9 +204,7 @@ def _over_steps(frame: pd.DataFrame, attribute: str, measure: str) -> dict[str, 
 
 def _attributes(frame: pd.DataFrame) -> list[str]:
     """The user's attributes, then the classes."""
-    found = [
-        name for name in dict.fromkeys(frame["attribute"]) if name not in (ALL, CLASS, "layer")
-    ]
+    found = [name for name in dict.fromkeys(frame["attribute"]) if name not in (ALL, CLASS, LAYER)]
     return [*found, *([CLASS] if CLASS in set(frame["attribute"]) else [])]
 
 
