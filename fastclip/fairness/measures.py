@@ -113,7 +113,8 @@ def _by_group(
         sums = np.bincount(cell.ravel(), weights=losses)  # what is not finite stays so
         by_weight = {name: {"sample_weight": weights} for name in functions}
         frame = MetricFrame(
-            metrics=functions, y_true=cells[1], y_pred=cells[2], sensitive_features=cells[0],
+            metrics=functions, y_true=cells[1], y_pred=cells[2],
+            sensitive_features=pd.Series(cells[0]),  # an array of one cell would lose its dimension
             sample_params={
                 **by_weight, "rows": {"weights": weights}, "loss_sum": {"losses": sums},
                 "loss_mean": {"losses": sums, "weights": weights},
