@@ -12,7 +12,7 @@ from torch import Tensor
 from fastclip import clipping
 from fastclip.clipping import Clipping
 
-C, Z, B, K = 1.5, 2.0, 4, 3
+C, Z, B, K = 2.5, 2.5, 4, 3
 """First threshold, cutoff of the global function, public batch size, groups."""
 
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
