@@ -11,7 +11,6 @@ from scipy import stats
 
 from fastclip.errors import ArgumentError
 
-
 ALTERNATIVES = ("two-sided", "less", "greater")
 
 
