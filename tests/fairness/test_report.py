@@ -212,10 +212,10 @@ def test_names_of_groups_are_text(name: str, tmp_path: Path) -> None:
     ("options", "error", "message"),
     [
         ({"baseline": lambda: run(sex=("a", "b", "c"))}, ArgumentError, "the same groups twice"),
-        ({"baseline": lambda: run(evaluate=False)}, ArgumentError, "baseline expects an evaluation of 'test'"),
+        ({"baseline": lambda: run(evaluate=False)}, ArgumentError, "expects an evaluation of 'test'"),
         ({"baseline": 3}, ArgumentTypeError, "baseline expects a FairnessRecorder .*got int"),
         ({"run": "run"}, ArgumentTypeError, "run expects a FairnessRecorder .*got str"),
-        ({"run": lambda: run().frame().drop(columns="part")}, ArgumentError, r"run expects.*lacks \['part'\]"),
+        ({"run": lambda: run().frame().drop(columns="part")}, ArgumentError, r"run.*lacks \['part'\]"),
         ({"path": "page.md"}, ArgumentError, "the name of an HTML file"),
     ],
 )  # fmt: skip
