@@ -1,4 +1,4 @@
-"""Documents name files that are there, and CONTRIBUTING.md shows code that runs."""
+"""Documents name files that are there, and show code that runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+from fastclip import clipping
 from fastclip.layers import rule as layer_rules
 from fastclip.testing import check_model
 from fastclip.uses import rule as use_rules
+from tests.oracle import make_private
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("bench/**/*.md")])
@@ -82,3 +85,37 @@ def test_what_contributing_shows(monkeypatch: pytest.MonkeyPatch) -> None:
         exec(textwrap.dedent(block), known)
     found = check_model(known["model"], batch, lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]))
     assert [row.rule for row in found.rows] == ["logaddexp2"]
+
+
+def test_what_the_page_on_fairness_shows(tmp_path: Path) -> None:
+    """Its loop as it is written; what its table lets be published is what is recorded as private."""
+    page = (ROOT / "docs" / "fairness.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    torch.manual_seed(0)
+    x, sex = torch.randn(32, 5), torch.arange(32) % 2
+    y = (x[:, 0] > 0).long()
+    criterion = nn.CrossEntropyLoss()
+    engine, model, optimizer, loader = make_private(
+        nn.Linear(5, 2), dataset=TensorDataset(x, y, sex), poisson_sampling=True, batch_size=8,
+        noise_multiplier=1.0, clipping=clipping.dpsgd_f(2),
+    )  # fmt: skip
+    known: dict[str, object] = {
+        "torch": torch, "epochs": 2, "engine": engine, "model": model, "optimizer": optimizer,
+        "loader": loader, "criterion": criterion, "test_x": x, "test_y": y, "test_sex": sex,
+        "row_losses": nn.CrossEntropyLoss(reduction="none"), "folder": tmp_path,
+    }  # fmt: skip
+    exec(block, known)
+    assert (tmp_path / "report.html").exists()
+    frame = known["recorder"].frame()  # type: ignore[attr-defined]
+    assert set(frame["part"]) == {"training", "test"}
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
+    public = {name for row in rows if row[3].strip().startswith("yes") for name in names(row[1])}
+    secret = {name for row in rows if row[3].strip() == "no" for name in names(row[1])}
+    observed = frame[frame["part"] == "training"]
+    assert set(observed[observed["private"]]["measure"]) == public
+    assert set(observed[~observed["private"]]["measure"]) == secret
+
+
+def names(cell: str) -> set[str]:
+    """What is in backticks."""
+    return set(re.findall(r"`(\w+)`", cell))

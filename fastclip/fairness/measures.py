@@ -7,7 +7,6 @@ thousand rows.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +15,8 @@ import pandas as pd
 from fairlearn.metrics import MetricFrame, false_positive_rate, selection_rate, true_positive_rate
 from sklearn.metrics import accuracy_score
 
-ALL = "all"
-CLASS = "class"
+from fastclip.fairness.given import ALL, CLASS
+
 Metric = Callable[..., float]
 
 
@@ -33,6 +32,17 @@ def _loss_mean(labels: Any, predictions: Any, losses: Any, weights: Any) -> floa
     return float(np.sum(losses) / np.sum(weights))
 
 
+def _rate(rate: Metric, among: int | None) -> Metric:
+    """fairlearn's rate of class 1; NaN, not 0, where no row has the label that it is a share of."""
+
+    def found(labels: Any, predictions: Any, sample_weight: Any) -> float:
+        if among is not None and among not in np.asarray(labels):
+            return float("nan")
+        return float(rate(labels, predictions, pos_label=1, sample_weight=sample_weight))
+
+    return found
+
+
 def metrics(classes: int) -> dict[str, Metric]:
     """Names of the measures and their functions.
 
@@ -43,11 +53,11 @@ def metrics(classes: int) -> dict[str, Metric]:
         "rows": _rows, "accuracy": accuracy_score, "loss_sum": _loss_sum, "loss_mean": _loss_mean,
     }  # fmt: skip
     if classes == 2:
-        rates: dict[str, Metric] = {
-            "selection_rate": selection_rate, "true_positive_rate": true_positive_rate,
-            "false_positive_rate": false_positive_rate,
-        }  # fmt: skip
-        found |= {name: functools.partial(rate, pos_label=1) for name, rate in rates.items()}
+        found |= {
+            "selection_rate": _rate(selection_rate, None),
+            "true_positive_rate": _rate(true_positive_rate, 1),
+            "false_positive_rate": _rate(false_positive_rate, 0),
+        }
     return found
 
 
@@ -104,7 +114,7 @@ def _by_group(
         by_weight = {name: {"sample_weight": weights} for name in functions}
         frame = MetricFrame(
             metrics=functions, y_true=cells[1], y_pred=cells[2],
-            sensitive_features=pd.Series(cells[0]),  # one row of an array would lose its axis
+            sensitive_features=pd.Series(cells[0]),  # an array of one cell would lose its dimension
             sample_params={
                 **by_weight, "rows": {"weights": weights}, "loss_sum": {"losses": sums},
                 "loss_mean": {"losses": sums, "weights": weights},

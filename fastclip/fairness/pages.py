@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -34,8 +35,9 @@ body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.25rem; margin-top: 2.2rem; }
 figure { margin: 1.2rem 0; }
 figcaption, caption { text-align: left; font-size: .92rem; padding: .4rem 0; }
-img { max-width: 100%; height: auto; background: #fff; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
+img { display: block; max-width: 100%; height: auto; background: #fff; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem;
+  min-width: min(100%, 26rem); }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align: right;
   white-space: nowrap; }
 th:first-child, td:first-child, td.text { text-align: left; }
@@ -49,11 +51,13 @@ nav ul { columns: 2; padding-left: 1.2rem; } @media (max-width: 40rem) { nav ul 
 
 
 class Part(NamedTuple):
-    """A piece of a page, in both languages; a picture has its PNG."""
+    """A piece of a page, in both languages; a picture has its PNG, whose place `markdown` ends with."""
 
     html: str
     markdown: str
     png: bytes | None = None
+    after: str = ""
+    """What follows the place of the picture in Markdown."""
 
 
 class Page:
@@ -76,18 +80,18 @@ class Page:
 
     def text(self, text: str) -> None:
         """A paragraph."""
-        self._add(f"<p>{_escaped(text)}</p>", _plain(text))
+        self._add(f"<p>{_escaped(text)}</p>", _line(text))
 
     def items(self, texts: Sequence[str]) -> None:
         """A list."""
         listed = "".join(f"<li>{_escaped(text)}</li>" for text in texts)
-        self._add(f"<ul>{listed}</ul>", "\n".join(f"- {_plain(text)}" for text in texts))
+        self._add(f"<ul>{listed}</ul>", "\n".join(f"- {_line(text)}" for text in texts))
 
     def note(self, text: str, kind: str) -> None:
         """A box that says what may be done with what follows; `kind` is one of `NOTES`."""
         if kind not in NOTES:
             raise ArgumentError(f"kind expects one of {tuple(NOTES)}, got {kind!r}")
-        title = NOTES[kind]
+        title, text = NOTES[kind], text[:1].upper() + text[1:]
         self._add(
             f'<p class="note {kind.replace(" ", "-")}"><strong>{title}.</strong> {_escaped(text)}</p>',
             f"> **{title}.** {_plain(text)}",
@@ -115,7 +119,7 @@ class Page:
         self._add(
             f'<div class="wide" tabindex="0"><table><caption>{_escaped(caption)}</caption>'
             f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>",
-            "\n".join([_plain(caption), "", *heads, *lines]),
+            "\n".join([_line(caption), "", *heads, *lines]),
         )
 
     def figure(self, figure: Figure, caption: str, alt: str) -> None:
@@ -131,10 +135,13 @@ class Page:
         png = buffer.getvalue()
         data = base64.b64encode(png).decode()
         self._add(
-            f'<figure><img alt="{_escaped(alt)}" src="data:image/png;base64,{data}">'
+            f'<figure><div class="wide" tabindex="0"><img alt="{_escaped(alt)}" '
+            f'style="min-width: {4 * figure.get_figwidth():.0f}rem" '
+            f'src="data:image/png;base64,{data}"></div>'
             f"<figcaption>{_escaped(caption)}</figcaption></figure>",
-            f"![{_plain(alt)}]({{picture}})\n\n{_plain(caption)}",
+            f"![{_plain(alt)}](",
             png,
+            f")\n\n{_line(caption)}",
         )
 
     def write(self, path: Path) -> list[Path]:
@@ -145,7 +152,14 @@ class Page:
 
         Returns:
             The files written.
+
+        Raises:
+            ArgumentError: for a path that does not end in .html or .htm.
         """
+        if path.suffix.lower() not in (".html", ".htm"):
+            raise ArgumentError(
+                f"path expects the name of an HTML file, NAME.html, got {str(path)!r}"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         listed = "".join(
             f'<li><a href="#part{number}">{_escaped(text)}</a></li>'
@@ -170,14 +184,16 @@ class Page:
             picture.parent.mkdir(exist_ok=True)
             picture.write_bytes(part.png)
             written.append(picture)
-            where = picture.relative_to(path.parent).as_posix()
-            lines.append(part.markdown.replace("{picture}", where))
+            where = quote(picture.relative_to(path.parent).as_posix())
+            lines.append(part.markdown + where + part.after)
         twin = path.with_suffix(".md")
         twin.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
         return [*written, twin]
 
-    def _add(self, in_html: str, markdown: str, png: bytes | None = None) -> None:
-        self._parts.append(Part(in_html, markdown, png))
+    def _add(
+        self, in_html: str, markdown: str, png: bytes | None = None, after: str = ""
+    ) -> None:  # fmt: skip
+        self._parts.append(Part(in_html, markdown, png, after))
 
 
 def _escaped(text: str) -> str:
@@ -187,7 +203,12 @@ def _escaped(text: str) -> str:
 def _plain(text: str) -> str:
     """As text in Markdown: no tag of HTML, no emphasis that was not meant, one line."""
     text = html.escape(" ".join(text.split()), quote=False)
-    return re.sub(r"([\\`*_\[\]])", r"\\\1", text)
+    return re.sub(r"([\\`*_~\[\]])", r"\\\1", text)
+
+
+def _line(text: str) -> str:
+    """The same at the beginning of a line, where it might begin a list or a heading."""
+    return re.sub(r"^(\d+(?=[.)](?:\s|$))|(?=[-+#=]))", r"\1\\", _plain(text))
 
 
 def _cell(value: Any) -> str:

@@ -10,8 +10,18 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from fastclip.errors import ArgumentError
-from fastclip.fairness.measures import ALL, CLASS, evaluation
+from fastclip.errors import ArgumentError, ArgumentTypeError
+from fastclip.fairness.given import (
+    ALL,
+    CLASS,
+    LAYER,
+    attributes_of,
+    check_numbers,
+    check_rows,
+    chosen,
+    names_of,
+)
+from fastclip.fairness.measures import evaluation
 from fastclip.fairness.observed import Observed
 
 COLUMNS = ("step", "epsilon", "part", "attribute", "group", "measure", "value", "private")
@@ -46,12 +56,8 @@ class FairnessRecorder:
         self, attributes: Mapping[str, Sequence[str]], classes: Sequence[str],
         protected: str | None = None,
     ) -> None:  # fmt: skip
-        self.attributes = {name: tuple(groups) for name, groups in attributes.items()}
-        self.classes = tuple(classes)
-        own = {CLASS: self.classes, ALL: (ALL,)}
-        for name, groups in self.attributes.items():
-            if name in own and groups != own[name]:
-                raise ArgumentError(f"FairnessRecorder measures {name!r} itself; name it otherwise")
+        self.classes = names_of("the classes", classes)
+        self.attributes = attributes_of(attributes, self.classes)
         if protected is not None and protected not in self.attributes:
             raise ArgumentError(
                 f"protected expects one of the attributes {tuple(self.attributes)}, got {protected!r}"
@@ -72,54 +78,57 @@ class FairnessRecorder:
             part: "test", "validation", "train" or a name of your own.
             epsilon: spent so far.
         """
-        named = {"losses": losses, "predictions": predictions, "labels": labels}
-        given = {name: groups[name] for name in self._known(groups)}
-        for name, of_rows in {**named, **given}.items():
-            if tuple(of_rows.shape) != (len(labels),):
-                raise ArgumentError(
-                    f"evaluate expects a value of {name} a row, [{len(labels)}], got "
-                    f"{list(of_rows.shape)}"
-                )
-        for name, names in {**self.attributes, CLASS: self.classes}.items():
-            of_rows = labels if name == CLASS else given[name]
-            if len(of_rows) and not 0 <= int(of_rows.min()) <= int(of_rows.max()) < len(names):
-                raise ArgumentError(
-                    f"evaluate expects numbers from 0 to {len(names) - 1} for {name}, got "
-                    f"{int(of_rows.min())} to {int(of_rows.max())}"
-                )
+        if part == TRAINING:
+            raise ArgumentError(
+                f"evaluate expects another name than {TRAINING!r}, which is that of observed steps, "
+                "for part; rows that trained are 'train'"
+            )
+        if not isinstance(losses, Tensor) or not losses.is_floating_point():
+            got = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
+            raise ArgumentTypeError(f"evaluate expects losses as a tensor of floats, got {got}")
+        rows, given = losses.numel(), chosen("evaluate", groups, self.attributes)
+        check_rows("evaluate", "losses", losses, rows)
+        classes = _numbers("labels", labels, rows, len(self.classes))
+        found = _numbers("predictions", predictions, rows, len(self.classes))
+        members = {
+            name: _numbers(name, of_rows, rows, len(self.attributes[name]))
+            for name, of_rows in given.items()
+        }
+        if CLASS in members and (members[CLASS] != classes).any():
+            raise ArgumentError(f"evaluate expects the groups of {CLASS!r} to be the labels")
         table = evaluation(
-            losses=_array(losses).astype(np.float64), predictions=_array(predictions),
-            labels=_array(labels), classes=self.classes,
-            groups={name: _array(of_rows) for name, of_rows in given.items()},
-            attributes=self.attributes,
+            losses=_array(losses.double()), predictions=found, labels=classes, groups=members,
+            attributes=self.attributes, classes=self.classes,
         )  # fmt: skip
         for row in table.to_dict("records"):
             self._note(step, part, epsilon=epsilon, **row)
 
     def observe(self, optimizer: Any, groups: Mapping[str, Tensor]) -> None:
         """Norms of the last backward pass, before its `optimizer.step()`; see `Observed.add`."""
-        self._known(groups)
         self._observed.add(optimizer, groups)
 
     def close_period(self, step: int) -> None:
-        """Write what was observed since the last call: rows, mean norms, share clipped, by group."""
+        """Write what was observed since the last call: rows, mean norms, share clipped, by group.
+
+        A row whose gradient is not finite contributes nothing: it counts as clipped, with norms of 0.
+        """
         for attribute, measures in self._observed.read().items():
             for measure, values in measures.items():
                 for group, value in zip(self.attributes[attribute], values, strict=True):
                     self._note(step, TRAINING, attribute, group, measure, value)
 
     def thresholds(self, step: int, optimizer: Any) -> None:
-        """Write thresholds, sensitivity and noise of the last step, which are public once released.
+        """Write thresholds and sensitivity of the last step, and the noise multiplier of the next.
 
-        Thresholds of groups are told by the groups of `protected`; of layers, by their number.
+        To be called after `optimizer.step()`, which pays for them. Thresholds of groups are told by
+        the groups of `protected`; of layers, by their number.
         """
         values = optimizer.threshold.detach().cpu().reshape(-1).tolist()
-        protected = self._observed.protected
-        groups = optimizer.keeper.clipping.strategy.threshold.num_groups
-        attribute, names = "layer", tuple(str(number) for number in range(len(values)))
+        protected = self._observed.groups_of(optimizer.keeper.clipping.strategy)
+        attribute, names = LAYER, tuple(str(number) for number in range(len(values)))
         if len(values) == 1:
             attribute, names = ALL, (ALL,)
-        elif groups is not None and protected is not None:
+        elif protected is not None:
             attribute, names = protected, self.attributes[protected]
         for name, value in zip(names, values, strict=True):
             self._note(step, TRAINING, attribute, name, "threshold", value, private=True)
@@ -137,7 +146,7 @@ class FairnessRecorder:
     def to_tensorboard(self, writer: Any) -> None:
         """Write every value as a scalar of a torch.utils.tensorboard.SummaryWriter.
 
-        Tags are part/attribute/group/measure, with "not private" in front where it is not.
+        Tags are (not )private/part/attribute/group/measure.
         """
         for row in self._rows:
             words = (row["part"], row["attribute"], row["group"], row["measure"])
@@ -146,27 +155,25 @@ class FairnessRecorder:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, in types that torch.load(weights_only=True) reads. NOT private."""
-        return {"rows": list(self._rows), "observed": dict(self._observed.sums)}
+        return {"rows": [dict(row) for row in self._rows], "observed": self._observed.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`."""
-        self._rows = list(state["rows"])
-        self._observed.sums = dict(state["observed"])
-
-    def _known(self, groups: Mapping[str, Tensor]) -> list[str]:
-        missing = [name for name in self.attributes if name not in groups]
-        if missing:
-            raise ArgumentError(
-                f"groups expects the attributes {tuple(self.attributes)}, lacks {', '.join(missing)}"
-            )
-        return list(self.attributes)
+        self._observed.load(state["observed"])
+        self._rows = [dict(row) for row in state["rows"]]
 
     def _note(
         self, step: int, part: str, attribute: str, group: str, measure: str, value: float,
         epsilon: float | None = None, private: bool = False,
     ) -> None:  # fmt: skip
-        told = (step, epsilon, part, attribute, group, measure, float(value), private)
+        spent = None if epsilon is None else float(epsilon)
+        told = (int(step), spent, part, attribute, group, measure, float(value), private)
         self._rows.append(dict(zip(COLUMNS, told, strict=True)))
+
+
+def _numbers(name: str, values: Any, rows: int, count: int) -> np.ndarray:
+    check_numbers("evaluate", name, values, rows, count, wait=True)
+    return _array(values.to(torch.int64))
 
 
 def _array(values: Tensor) -> np.ndarray:

@@ -10,12 +10,14 @@ import pandas as pd
 from fastclip.accounting import TunedEpsilon
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.fairness.gaps import gap, privacy_impact
-from fastclip.fairness.measures import ALL, CLASS
+from fastclip.fairness.given import ALL, CLASS, LAYER
 from fastclip.fairness.pages import Page
 from fastclip.fairness.pictures import Line, lines
 from fastclip.fairness.recorder import COLUMNS, TRAINING, FairnessRecorder
 
 OVERALL = ("accuracy", "macro_accuracy", "worst_class_accuracy", "loss_mean")
+TRAINED = "train"
+"""The part that `FairnessRecorder.evaluate` calls so: the rows that trained."""
 RATES = ("rows", "accuracy", "loss_mean", "loss_sum", "selection_rate", "true_positive_rate",
          "false_positive_rate")  # fmt: skip
 
@@ -39,6 +41,9 @@ def fairness_report(
     Returns:
         The files written.
 
+    Raises:
+        ArgumentError: for a path that is not one of an HTML file, and a baseline of other groups.
+
     Guarantee: none. Every table and picture says whether it may be published: what follows from the
     private run alone is covered by its epsilon; what looks at evaluation rows without noise is not
     covered by anything; what looks at training rows has no finite epsilon.
@@ -46,17 +51,33 @@ def fairness_report(
     frame = _table("run", run)
     page = Page(title)
     _budget(page, frame, epsilon, delta, searched)
-    evaluated = frame[frame["part"] == part]
+    evaluated = _evaluated(frame, part)
     if evaluated.empty:
         known = sorted(set(frame["part"]) - {TRAINING})
-        page.text(f"Nothing was evaluated under the name {part!r}; there are: {known or 'none'}.")
+        page.text(
+            f"Nothing was evaluated under the name {part!r}; there are: {', '.join(known) or 'none'}."
+        )
     else:
         _evaluations(page, evaluated, part)
         if baseline is not None:
-            _impact(page, evaluated, _table("baseline", baseline), part)
+            plain = _evaluated(_table("baseline", baseline), part)
+            if plain.empty:
+                raise ArgumentError(f"baseline expects an evaluation of {part!r}, has none")
+            _impact(page, evaluated, plain, part)
     _thresholds(page, frame)
     _norms(page, frame)
     return page.write(Path(path))
+
+
+def _evaluated(frame: pd.DataFrame, part: str) -> pd.DataFrame:
+    """What was measured of a part; where it was measured twice at a step, the last."""
+    found = frame[(frame["part"] == part) & (frame["part"] != TRAINING)]
+    return found.drop_duplicates(["step", "attribute", "group", "measure"], keep="last")
+
+
+def _looked_at(page: Page, part: str, what: str) -> None:
+    """Says what may be published of figures about the rows of a part."""
+    page.note(what, "not private" if part == TRAINED else "held out")
 
 
 def _table(name: str, run: FairnessRecorder | pd.DataFrame) -> pd.DataFrame:
@@ -82,8 +103,9 @@ def _budget(
     at = "" if delta is None else f" at delta {delta:g}"
     known = "not recorded" if pd.isna(spent) else f"{spent:.4g}{at}"
     page.text(
-        f"Epsilon spent on the training rows: {known}. It covers the model, its thresholds and its "
-        "noise. It does not cover this page: below, each part says what it looks at."
+        f"Epsilon spent on the training rows by this run: {known}. It covers the model, its thresholds "
+        "and its noise, unless the run was chosen among others. It does not cover this page: below, "
+        "each part says what it looks at."
     )
     if searched is None:
         page.note(
@@ -93,24 +115,29 @@ def _budget(
         )  # fmt: skip
     else:
         page.note(
-            f"this run was chosen by a private search: epsilon {searched.epsilon:.4g}{at} in all, "
-            f"{searched.base_epsilon:.4g} for one run.", "private",
+            f"this run was chosen by a private search, so what covers the model is epsilon "
+            f"{searched.epsilon:.4g}{at} in all; one run alone has {searched.base_epsilon:.4g}.",
+            "private",
         )  # fmt: skip
 
 
 def _evaluations(page: Page, frame: pd.DataFrame, part: str) -> None:
     last = frame[frame["step"] == frame["step"].max()]
     page.heading("Groups at the end")
-    page.note(
+    _looked_at(
+        page, part,
         f"rows of {part!r} were looked at without noise: publishing these numbers tells something about "
-        "each of these rows, by an amount that nothing here bounds.", "held out",
+        "each of these rows, by an amount that nothing here bounds.",
     )  # fmt: skip
     everybody = last[(last["attribute"] == ALL) & last["measure"].isin(OVERALL)]
     page.table(everybody[["measure", "value"]], "Everybody")
     for attribute in _attributes(last):
-        of = last[(last["attribute"] == attribute) & last["measure"].isin(RATES)]
+        shown = (
+            RATES[:4] if attribute == CLASS else RATES
+        )  # of one class a rate says what accuracy does
+        of = last[(last["attribute"] == attribute) & last["measure"].isin(shown)]
         wide = of.pivot(index="group", columns="measure", values="value")
-        wide = wide.reindex(index=list(dict.fromkeys(of["group"])), columns=_held(wide, RATES))
+        wide = wide.reindex(index=list(dict.fromkeys(of["group"])), columns=_held(wide, shown))
         page.table(wide.reset_index(), f"By {attribute}")
         gaps = [
             {"measure": name, "largest difference between groups": gap(wide[name].tolist())}
@@ -119,21 +146,22 @@ def _evaluations(page: Page, frame: pd.DataFrame, part: str) -> None:
         page.table(pd.DataFrame(gaps), f"Differences by {attribute}")
     if frame["step"].nunique() > 1:
         page.heading("Groups over the steps")
-        page.note(f"rows of {part!r} without noise, as above.", "held out")
-        panels = {
-            f"By {attribute}": _over_steps(frame, attribute, "accuracy")
-            for attribute in _attributes(frame)
-        }
-        page.figure(
-            lines(panels, "step", f"accuracy on {part} rows", share=True), "Accuracy of each group",
-            "Lines of each group's accuracy over the training steps.",
-        )  # fmt: skip
+        _looked_at(page, part, f"rows of {part!r} without noise, as above.")
+        for attribute in _attributes(frame):
+            accuracies = _over_steps(frame, attribute, "accuracy")
+            if accuracies:
+                page.figure(
+                    lines({f"By {attribute}": accuracies}, "step", f"accuracy on {part} rows",
+                          share=True),
+                    f"Accuracy by {attribute}",
+                    f"Lines of the accuracy of each group of {attribute} over the training steps.",
+                )  # fmt: skip
 
 
 def _impact(page: Page, ours: pd.DataFrame, plain: pd.DataFrame, part: str) -> None:
     page.heading("Cost of privacy by group")
-    page.note(f"rows of {part!r} without noise; the baseline is not private at all.", "held out")
-    both = [of[of["step"] == of["step"].max()] for of in (ours, plain[plain["part"] == part])]
+    _looked_at(page, part, f"rows of {part!r} without noise; the baseline is not private at all.")
+    both = [of[of["step"] == of["step"].max()] for of in (ours, plain)]
     for attribute in _attributes(ours):
         accuracies = []
         for of in both:
@@ -152,11 +180,14 @@ def _impact(page: Page, ours: pd.DataFrame, plain: pd.DataFrame, part: str) -> N
 
 def _thresholds(page: Page, frame: pd.DataFrame) -> None:
     of = frame[(frame["part"] == TRAINING) & (frame["measure"] == "threshold")]
-    of = of[of["attribute"] != "layer"]
+    of = of[of["attribute"] != LAYER]
     if of.empty:
         return
     page.heading("Thresholds")
-    page.note("thresholds follow from noisy counts alone.", "private")
+    page.note(
+        "thresholds follow from the settings and noisy counts alone, once their steps are released.",
+        "private",
+    )
     attribute = of["attribute"].iloc[0]
     panels = {"Clipping threshold": _over_steps(of, attribute, "threshold")}
     page.figure(
@@ -180,12 +211,16 @@ def _norms(page: Page, frame: pd.DataFrame) -> None:
             "Mean norm after clipping": _over_steps(of, attribute, "norm_after"),
         }
         page.figure(
-            lines(norms, "step", "mean norm of a row's gradient", log=True), f"Norms by {attribute}",
+            lines({title: line for title, line in norms.items() if line}, "step",
+                  "mean norm of a row's gradient", log=True, columns=1), f"Norms by {attribute}",
             f"Lines of mean gradient norms of each group of {attribute} over the steps.",
         )  # fmt: skip
+        clipped = _over_steps(of, attribute, "clipped")
+        if not clipped:  # by layers, each of which has norms of its own
+            continue
         page.figure(
-            lines({f"Rows clipped, by {attribute}": _over_steps(of, attribute, "clipped")}, "step",
-                  "rows above their threshold", share=True),
+            lines({f"Rows clipped, by {attribute}": clipped}, "step", "rows above their threshold",
+                  share=True),
             f"Share of rows clipped, by {attribute}",
             f"Lines of the share of each group of {attribute} that was clipped over the steps.",
         )  # fmt: skip
@@ -204,9 +239,7 @@ def _over_steps(frame: pd.DataFrame, attribute: str, measure: str) -> dict[str, 
 
 def _attributes(frame: pd.DataFrame) -> list[str]:
     """The user's attributes, then the classes."""
-    found = [
-        name for name in dict.fromkeys(frame["attribute"]) if name not in (ALL, CLASS, "layer")
-    ]
+    found = [name for name in dict.fromkeys(frame["attribute"]) if name not in (ALL, CLASS, LAYER)]
     return [*found, *([CLASS] if CLASS in set(frame["attribute"]) else [])]
 
 

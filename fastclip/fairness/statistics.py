@@ -11,6 +11,8 @@ from scipy import stats
 
 from fastclip.errors import ArgumentError
 
+ALTERNATIVES = ("two-sided", "less", "greater")
+
 
 @dataclass(frozen=True)
 class Paired:
@@ -37,16 +39,19 @@ def paired_wilcoxon(
         alternative: "two-sided", "less" (a is smaller) or "greater".
 
     Raises:
-        ArgumentError: for different numbers of values.
+        ArgumentError: for different numbers of values, or another alternative.
     """
+    if alternative not in ALTERNATIVES:
+        raise ArgumentError(f"alternative expects one of {ALTERNATIVES}, got {alternative!r}")
     if len(a) != len(b):
         raise ArgumentError(f"paired_wilcoxon expects pairs, got {len(a)} and {len(b)} values")
     difference = np.asarray(a, np.float64) - np.asarray(b, np.float64)
-    difference = difference[np.isfinite(difference) & (difference != 0)]
+    known = difference[np.isfinite(difference)]
+    difference = known[known != 0]
     n = len(difference)
     least = min(1.0, (2.0 if alternative == "two-sided" else 1.0) / 2.0**n)
     if not n:
-        return Paired(1.0 if len(a) else math.nan, 0, 1.0)
+        return Paired(1.0 if len(known) else math.nan, 0, 1.0)
     found = stats.wilcoxon(difference, alternative=alternative)
     return Paired(float(found.pvalue), n, least)
 
@@ -63,13 +68,14 @@ def bootstrap_interval(
     """Interval of the mean: bias-corrected and accelerated bootstrap (Efron 1987).
 
     Returns:
-        (low, high); (NaN, NaN) for fewer than two values, the value twice where all are equal.
+        (low, high); (NaN, NaN) for fewer than two values, the smallest and the largest one where they
+        differ by rounding alone.
     """
     known = np.asarray(values, np.float64)
     if len(known) < 2 or not np.isfinite(known).all():
         return math.nan, math.nan
-    if (known == known[0]).all():
-        return float(known[0]), float(known[0])
+    if np.ptp(known) <= 1e-12 * np.abs(known).max():
+        return float(known.min()), float(known.max())
     generator = np.random.Generator(np.random.PCG64(seed))
     found = stats.bootstrap(
         (known,), np.mean, confidence_level=level, n_resamples=resamples, method="BCa",
