@@ -131,7 +131,7 @@ class Page:
         if not alt.strip():
             raise ArgumentError("figure expects alt, a sentence for who cannot see the picture")
         buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
+        figure.savefig(buffer, format="png", dpi=120, metadata={"Software": None})
         png = buffer.getvalue()
         data = base64.b64encode(png).decode()
         self._add(

@@ -118,26 +118,42 @@ class FairnessRecorder:
                     self._note(step, TRAINING, attribute, group, measure, value)
 
     def thresholds(self, step: int, optimizer: Any) -> None:
-        """Write thresholds and sensitivity of the last step, and the noise multiplier of the next.
+        """Write thresholds, weights of groups and sensitivity of the last step; the next one's noise.
 
         To be called after `optimizer.step()`, which pays for them. Thresholds of groups are told by
-        the groups of `protected`; of layers, by their number.
+        the groups of `protected`; of layers, by their number. They are private where their counts
+        had noise.
+
+        Raises:
+            ArgumentError: before the step that pays for thresholds of this very batch's counts.
         """
+        keeper = optimizer.keeper
+        policy = keeper.clipping.strategy.threshold
+        if policy.same_step and not keeper.batch.fresh:
+            raise ArgumentError(
+                f"thresholds of {type(policy).__name__} follow from this batch's counts, which "
+                "optimizer.step() pays for: call thresholds() after it"
+            )
+        counted = policy.count_noise_ratio is not None
+        private = not (counted and float(optimizer.noise_multiplier) == 0)
         values = optimizer.threshold.detach().cpu().reshape(-1).tolist()
-        protected = self._observed.groups_of(optimizer.keeper.clipping.strategy)
+        protected = self._observed.groups_of(keeper.clipping.strategy)
         attribute, names = LAYER, tuple(str(number) for number in range(len(values)))
         if len(values) == 1:
             attribute, names = ALL, (ALL,)
         elif protected is not None:
             attribute, names = protected, self.attributes[protected]
         for name, value in zip(names, values, strict=True):
-            self._note(step, TRAINING, attribute, name, "threshold", value, private=True)
+            self._note(step, TRAINING, attribute, name, "threshold", value, private=private)
+        if protected is not None and (weights := optimizer.group_weights) is not None:
+            for name, value in zip(self.attributes[protected], weights.tolist(), strict=True):
+                self._note(step, TRAINING, protected, name, "weight", value, private=private)
         others = {
             "sensitivity": float(optimizer.sensitivity),
             "noise_multiplier": float(optimizer.noise_multiplier),
         }
         for measure, value in others.items():
-            self._note(step, TRAINING, ALL, ALL, measure, value, private=True)
+            self._note(step, TRAINING, ALL, ALL, measure, value, private=private)
 
     def frame(self) -> pd.DataFrame:
         """All that was written, one value a row: `COLUMNS`."""

@@ -146,6 +146,45 @@ def test_thresholds(strategy: Any, told: dict[tuple[str, str], float] | None) ->
     assert others["noise_multiplier"] == optimizer.noise_multiplier
 
 
+def test_weights_of_groups_are_written() -> None:
+    engine, private, optimizer, _ = make_private(mlp(), clipping=clipping.naive_reweighting(K))
+    engine.set_groups(groups(6)["group"])
+    row_loss(private(rows(6))).mean().backward()
+    optimizer.step()
+    seen = recorder()
+    seen.thresholds(1, optimizer)
+    frame = seen.frame()
+    of = frame[frame["measure"] == "weight"]
+    assert dict(zip(of["group"], of["value"], strict=True)) == dict(
+        zip("abc", optimizer.group_weights.tolist(), strict=True)
+    )
+
+
+def test_thresholds_that_are_not_paid_for_are_refused() -> None:
+    engine, private, optimizer, _ = make_private(
+        mlp(), clipping=clipping.dpsgd_f(K), noise_multiplier=1.0
+    )
+    seen = recorder()
+    engine.set_groups(groups(6)["group"])
+    row_loss(private(rows(6))).mean().backward()
+    with pytest.raises(ArgumentError, match=r"which optimizer.step\(\) pays for"):
+        seen.thresholds(1, optimizer)
+    optimizer.step()
+    seen.thresholds(1, optimizer)
+    assert set(seen.frame()["step"]) == {1}
+
+
+@pytest.mark.parametrize("strategy", [clipping.adaptive(), clipping.dp_sgd()])
+def test_thresholds_of_counts_without_noise_are_not_private(strategy: Any) -> None:
+    _, private, optimizer, _ = make_private(mlp(), clipping=strategy, noise_multiplier=0.0)
+    row_loss(private(rows(6))).mean().backward()
+    optimizer.step()
+    seen = recorder()
+    seen.thresholds(1, optimizer)
+    counted = strategy.threshold.count_noise_ratio is not None
+    assert seen.frame()["private"].all() == (not counted)
+
+
 def test_tensorboard(tmp_path: Path) -> None:
     _, private, optimizer, _ = make_private(mlp())
     seen = recorder()
