@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-from opacus.accountants import PRVAccountant
 from scipy.optimize import brentq
 
 from fastclip.accounting import epsilon, find_noise_multiplier
@@ -16,26 +15,17 @@ from tests.accounting.test_pld import gaussian_epsilon, one_step_delta
 NEAR = 1 - 1e-12  # so near 1 that a step is the Gaussian mechanism, by the code for subsampled ones
 
 
-def opacus(sigma: float, rate: float, steps: int, delta: float) -> float:
-    book = PRVAccountant()
-    book.history = [(sigma, rate, steps)]
-    return book.get_epsilon(delta)
-
-
 @pytest.mark.parametrize(
     ("sigma", "steps", "delta"), [(300.0, 100_000, 1e-10), (100.0, 10_000, 1e-11)]
 )
 def test_rounding_is_taken_off_a_small_delta(sigma: float, steps: int, delta: float) -> None:
-    """Opacus' own, which adds 0.01, is nearly or wholly below the truth there."""
+    """Opacus' own, which adds 0.01, is off by half of that, more or less by the processor's rounding."""
     exact = gaussian_epsilon(delta, math.sqrt(steps) / sigma)
-    assert opacus(sigma, NEAR, steps, delta) < exact + 0.005
     assert exact + 0.005 < epsilon([(sigma, NEAR, steps)], delta, "prv") < exact + 0.2
 
 
 def test_a_delta_that_rounding_hides() -> None:
-    """Opacus' own is 0.16 too small."""
-    exact = gaussian_epsilon(1e-12, math.sqrt(100_000) / 300)
-    assert opacus(300.0, NEAR, 100_000, 1e-12) < exact - 0.1
+    """Opacus' own, where it was measured, is 0.16 too small; how much is the processor's rounding."""
     with pytest.raises(ArgumentError, match="larger delta, or accountant='rdp'") as caught:
         epsilon([(300.0, NEAR, 100_000)], 1e-12, "prv")
     assert one_sentence(caught.value)
