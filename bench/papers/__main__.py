@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bench.papers.experiments import DEFAULT as DEFAULT_EXPERIMENTS
 from bench.papers.experiments import EXPERIMENTS
-from bench.papers.running import SYNTHETIC, describe, execute, plan, read
+from bench.papers.running import SYNTHETIC, describe, execute, origin, plan, read
 from bench.papers.store import Store
 from bench.papers.strategies import DEFAULT as DEFAULT_STRATEGIES
 from bench.papers.strategies import NON_PRIVATE, STRATEGIES
@@ -26,15 +26,20 @@ from bench.processes import ROOT
 from fastclip.errors import ArgumentError
 
 OUT = ROOT / "build" / "papers"
+FOLDERS = ("--data", "--out")
+"""Options that name one; never abbreviated, so that none is overlooked."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.papers", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.papers", description=__doc__, allow_abbrev=False
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="experiments, what they need, and their strategies")
-    run = commands.add_parser("run", help="make runs; what was made is kept")
+    run = commands.add_parser("run", help="make runs; what was made is kept",
+                              allow_abbrev=False)  # fmt: skip
     run.add_argument("names", nargs="*", metavar="NAME", default=list(DEFAULT_EXPERIMENTS),
                      help=f"experiments; default: {' '.join(DEFAULT_EXPERIMENTS)}")  # fmt: skip
     choices = (*STRATEGIES, "all")
@@ -46,12 +51,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     run.add_argument("--paper-sigma", action="store_true",
                      help="the paper's own noise multiplier in place of budgets")  # fmt: skip
     run.add_argument("--epochs", type=_positive(int), help="in place of the paper's number")
+    run.add_argument("--jobs", type=_positive(int), default=2, help="runs at once; default 2")
     _data(run)
     report = commands.add_parser("report", help="Markdown and a page of what was run")
     report.add_argument(
         "--out", type=Path, default=OUT, help=f"folder of results; default {OUT.name}"
     )
-    search = commands.add_parser("search", help="a private search over learning rate and C_LB")
+    search = commands.add_parser("search", help="a private search over learning rate and C_LB",
+                                 allow_abbrev=False)  # fmt: skip
     search.add_argument("name", choices=EXPERIMENTS, metavar="NAME")
     search.add_argument(
         "--strategy", choices=STRATEGIES, default="bounded_adaptive", metavar="NAME"
@@ -70,7 +77,6 @@ def _data(command: argparse.ArgumentParser) -> None:
         "--synthetic", action="store_true", help="generated data of the same schema"
     )
     command.add_argument("--out", type=Path, default=OUT, help="folder of results")
-    command.add_argument("--jobs", type=_positive(int), default=2, help="runs at once; default 2")
 
 
 def _positive(kind: type) -> type:
@@ -123,7 +129,7 @@ def run(options: argparse.Namespace, command: str) -> int:
     for name in options.names:
         experiment = EXPERIMENTS[name]
         data = read(name, folder)  # before anything else: what is missing is said at once
-        store.note(name, describe(experiment, data, command))
+        store.note(name, describe(experiment, data, strategies, options.epochs), origin(command))
         epsilons = list(options.epsilon or experiment.epsilons)
         if options.paper_sigma:
             if experiment.noise_multiplier is None:
@@ -156,10 +162,13 @@ def listing() -> str:
 
 def _without_folder(words: list[str]) -> list[str]:
     """The command as results show it: folders of this machine are nobody's business."""
-    shown = list(words)
-    for flag in ("--data", "--out"):
-        if flag in shown and shown.index(flag) + 1 < len(shown):
-            shown[shown.index(flag) + 1] = "FOLDER"
+    shown: list[str] = []
+    for word in words:
+        hidden = bool(shown) and shown[-1] in FOLDERS
+        flag, equals, _ = word.partition("=")
+        shown += (
+            ["FOLDER"] if hidden else [flag, "FOLDER"] if equals and flag in FOLDERS else [word]
+        )
     return shown
 
 

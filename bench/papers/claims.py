@@ -2,7 +2,8 @@
 
 A claim compares two strategies by one score of a run, the runs of a seed with each other. It **holds**
 if the 95% bootstrap interval of the mean difference lies wholly on the claimed side of zero, **does not
-hold** if wholly on the other, and is **not decided** else (one pair of runs decides nothing). Beside it
+hold** if wholly on the other, and is **not decided** else (one pair of runs decides nothing, nor do the
+others where a run diverged). Beside it
 stands p of the paired Wilcoxon test, as the papers have it, corrected by Bonferroni for all that was
 judged; a remark says where so few seeds cannot make it small, whatever the difference. An interval of
 few pairs is too narrow: n pairs lie on one side of zero by chance with probability 2^(1 - n), and then
@@ -188,10 +189,18 @@ def _judge(verdict: Verdict, frame: pd.DataFrame) -> Verdict:
     if missing:
         return replace(verdict, remark=f"Skipped: there are no runs of {' and '.join(missing)}.")
     pairs = claim.pairs(frame)
-    whole = pairs.dropna()
+    whole = pairs[np.isfinite(pairs).all(axis=1)]
     if whole.empty:
         return replace(verdict, remark="Skipped: no seed has a score of both strategies.")
-    left = ", ".join(str(seed) for seed in pairs.index.difference(whole.index))
+    ran = set.intersection(
+        *(set(frame.seed[frame.strategy == name]) for name in (claim.strategy, claim.baseline))
+    )
+    left = pairs.index.difference(whole.index)
+    away = ", ".join(str(seed) for seed in left if seed in ran)
+    alone = ", ".join(str(seed) for seed in left if seed not in ran)
+    remarks = [f"Without a pair of scores: seed {alone}."] if alone else []
+    if away:  # the seeds that are left were chosen by their results
+        remarks.append(f"Nothing is decided without what diverged: seed {away}.")
     ours, theirs = whole[claim.strategy], whole[claim.baseline]
     difference = ours - theirs
     low, high = bootstrap_interval(difference.tolist())
@@ -202,8 +211,8 @@ def _judge(verdict: Verdict, frame: pd.DataFrame) -> Verdict:
         difference=float(difference.mean()),
         interval=(low, high),
         p=test.p,
-        verdict=_word(low, high, claim.better),
-        remark=f"Without a pair of scores: seed {left}." if left else "",
+        verdict=UNDECIDED if away else _word(low, high, claim.better),
+        remark=" ".join(remarks),
         differing=test.pairs,
         least_p=test.least_p,
     )

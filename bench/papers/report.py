@@ -120,7 +120,7 @@ def _experiment(page: Page, name: str, frame: pd.DataFrame, about: dict[str, Any
     page.heading(f"{name}: {about.get('title', name)}" + " (synthetic data)" * synthetic)
     if synthetic:
         page.note("every number of this section comes from generated rows.", "synthetic")
-    page.text(f"Settings: {about.get('paper', 'not recorded')}. delta {about.get('delta', '?')}.")
+    page.text(f"Settings: {about.get('paper', 'not recorded')}. {_settings(about.get('settings'))}")
     if about.get("notes"):
         page.items(about["notes"])
     page.table(
@@ -172,6 +172,18 @@ def _experiment(page: Page, name: str, frame: pd.DataFrame, about: dict[str, Any
         page.table(numbers, f"{name}: the paper's numbers, and ours at the nearest budget{summed}")
 
 
+def _settings(told: dict[str, Any] | None) -> str:
+    """Of the private runs, in a sentence; about.json has all of them."""
+    if told is None:
+        return ""
+    of = told["private"]
+    return (
+        f"{of['optimizer']}, learning rate {of['lr']:.3g}, {of['epochs']} epochs of {of['batch_size']} "
+        f"rows a batch, {of['steps']} steps; C_0 {told['max_grad_norm']:g}, delta {told['delta']:g}; "
+        f"{told['model'].split(',')[0]}."
+    )
+
+
 def _attributes(frame: pd.DataFrame) -> list[str]:
     """Protected attributes; classes only where there is no other."""
     found = final(frame)["attribute"].drop_duplicates().tolist()
@@ -186,7 +198,7 @@ def _origin(page: Page, about: dict[str, Any]) -> None:
         "sums are in about.json, every measured value is in results.csv.gz."
     )
     page.items([
-        f"{name}: {'; '.join(told['commands'])} ({told['machine']['processor']}, "
-        f"{told['machine']['cores']} cores, {told['date']})"
-        for name, told in about.items()
+        f"{name}: {made['command']} ({made['machine']['processor']}, {made['machine']['cores']} cores, "
+        f"{made['date']}, torch {made['versions']['torch']}, fastclip {made['versions']['fastclip']})"
+        for name, told in about.items() for made in told["made"]
     ])  # fmt: skip

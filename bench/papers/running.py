@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import os
 import tempfile
 import threading
 import time
@@ -39,7 +40,9 @@ def plan(
     for seed in range(seeds):
         for strategy in strategies:
             budgets: Sequence[float | None] = (None,) if strategy == NON_PRIVATE else epsilons
-            runs += [Run(experiment.name, strategy, e, seed, epochs) for e in budgets]
+            own = experiment.training(None if strategy == NON_PRIVATE else strategy).epochs
+            other = None if epochs == own else epochs  # one name for one run
+            runs += [Run(experiment.name, strategy, e, seed, other) for e in budgets]
     return runs
 
 
@@ -54,17 +57,23 @@ def read(experiment: str, folder: str | None) -> Dataset:
         return of.load(Path(made))
 
 
-def describe(experiment: Experiment, data: Dataset, command: str) -> dict[str, Any]:
-    """What an experiment's results came from, for the store."""
+def describe(
+    experiment: Experiment, data: Dataset, strategies: Sequence[str], epochs: int | None
+) -> dict[str, Any]:
+    """What an experiment's results come from, for the store."""
     return {
         "title": experiment.title, "paper": experiment.paper, "data": data.name,
         "synthetic": data.synthetic, "split": dict(data.split),
-        "notes": [*experiment.notes, *data.notes], "delta": experiment.delta,
-        "max_grad_norm": experiment.max_grad_norm, "protected": experiment.protected,
+        "notes": [*experiment.notes, *data.notes],
         "attributes": {name: list(groups) for name, groups in data.attributes.items()},
-        "classes": list(data.classes), "date": now(), "machine": machine(),
-        "versions": versions(), "commands": [command],
+        "classes": list(data.classes), "settings": experiment.told(data, epochs),
+        "strategies": experiment.told_of(strategies, data, epochs),
     }  # fmt: skip
+
+
+def origin(command: str) -> dict[str, Any]:
+    """Which command makes results, where and with what."""
+    return {"command": command, "date": now(), "machine": machine(), "versions": versions()}
 
 
 def execute(
@@ -78,27 +87,28 @@ def execute(
     done = store.done()
     left = [run for run in runs if run.key not in done]
     context = multiprocessing.get_context("spawn")
+    ticks = context.SimpleQueue()
     failed: list[str] = []
-    with context.Manager() as manager:
-        ticks = manager.Queue()
-        total = sum(_epochs(run) for run in left)
-        bar = tqdm(total=total, unit="epoch", disable=not show, desc=f"{len(left)} runs")
-        listener = threading.Thread(target=_listen, args=(ticks, bar), daemon=True)
-        listener.start()
-        with ProcessPoolExecutor(jobs, mp_context=context, initializer=_quiet) as pool:
-            tasks = {pool.submit(one, run, folder, store.folder, ticks): run for run in left}
-            for task in as_completed(tasks):
-                error = task.exception()
-                if error is not None:
-                    failed.append(f"{tasks[task].key}: {type(error).__name__}: {error}")
-                    bar.write(failed[-1])
-        ticks.put(None)
-        listener.join()
-        bar.close()
+    total = sum(_epochs(run) for run in left)
+    bar = tqdm(total=total, unit="epoch", disable=not show, desc=f"{len(left)} runs")
+    listener = threading.Thread(target=_listen, args=(ticks, bar), daemon=True)
+    listener.start()
+    with ProcessPoolExecutor(
+        jobs, mp_context=context, initializer=_start, initargs=(ticks,)
+    ) as pool:
+        tasks = {pool.submit(one, run, folder, store.folder): run for run in left}
+        for task in as_completed(tasks):
+            error = task.exception()
+            if error is not None:
+                failed.append(f"{tasks[task].key}: {type(error).__name__}: {error}")
+                bar.write(failed[-1])
+    ticks.put(None)
+    listener.join()
+    bar.close()
     return failed
 
 
-def one(run: Run, folder: str | None, out: Path, ticks: Any) -> None:
+def one(run: Run, folder: str | None, out: Path) -> None:
     """One run in a process of its own, from where it was killed."""
     store = Store(out)
     with store.held(run.key):
@@ -110,7 +120,7 @@ def one(run: Run, folder: str | None, out: Path, ticks: Any) -> None:
 
         def tick(epochs: int) -> None:
             nonlocal told
-            ticks.put(epochs - told)
+            _ticks.put(epochs - told)
             told = epochs
 
         try:
@@ -155,7 +165,22 @@ def _listen(ticks: Any, bar: tqdm) -> None:
         bar.update(told)
 
 
-def _quiet() -> None:
-    """Of a worker: one thread, for the tensors are small; and no warnings of every start."""
+_ticks: Any = None
+"""Of a worker: where it tells the epochs it has done."""
+
+
+def _start(ticks: Any) -> None:
+    """Of a worker: one thread, for the tensors are small; no warnings of every start; no life alone."""
+    global _ticks
+    _ticks = ticks
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
+    threading.Thread(target=_follow, daemon=True).start()
+
+
+def _follow() -> None:
+    """End with the parent, also where that was killed: its command may be started again at once."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -3,9 +3,11 @@
 Papernot & Steinke 2022, Theorem 2, as Zhao et al. 2025 use it: the number K of runs is drawn once from
 a truncated negative binomial distribution; each run draws its learning rate and C_LB from the papers'
 grids, independently; its score, the number of validation rows that it gets right, is told with Gaussian
-noise; the best run by that score is released, and nothing of any other: neither K, nor its score. Rows
-of validation are no rows of training, so a person's share in one run is either the training's cost or
-the score's, and the search pays for the larger of the two at each Renyi order.
+noise; the best run by that score is released with its model, and nothing of any other: neither K, nor
+a score; nor, of the best, the seed of its noise. Rows of validation are no rows of training, so a
+person's share in one run is either the training's cost or the score's, and the search pays for the
+larger of the two at each Renyi order. The split counts as fixed: neighbours differ in a row of a part.
+To train once more with what was found costs once more.
 
 What the search needs to go on after it was killed lies in a folder of its own, is secret, and is
 deleted at the end. Whoever watches how long a search takes learns something about K.
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import json
 import random
 import shutil
@@ -39,6 +42,7 @@ from fastclip.accounting import (
     find_noise_multiplier,
     hpo_epsilon,
 )
+from fastclip.errors import ArgumentError
 
 LEARNING_RATES = tuple(np.logspace(0, 1, 10).tolist())
 LOWER_BOUNDS = tuple(np.logspace(np.log10(0.001), np.log10(50), 20).tolist())
@@ -57,28 +61,49 @@ def search(options: argparse.Namespace) -> str:
     experiment = EXPERIMENTS[options.name]
     data = with_validation(read(options.name, folder))
     trials = TruncatedNegativeBinomial.from_mean(options.mean_trials, options.eta)
-    cost, score_noise = price(experiment, options, data, trials)
-    secret = Secret(Store(options.out).folder, options, data, trials)
-    with tqdm(unit="epoch", desc="trials, their number untold") as bar:
-        while (trial := secret.next()) is not None:
-            scored(trial, secret, experiment, data, score_noise, bar)
-    best = secret.best()
+    store = Store(options.out)
+    path = options.out / f"search-{options.name}.json"
+    with store.held(path.stem):
+        if path.exists():
+            for left in store.folder.glob(f"{path.stem}-*.secret"):
+                shutil.rmtree(left)  # of one that was killed as it ended
+            raise ArgumentError(
+                f"{path} holds what an earlier search released; another search costs its own epsilon "
+                "on top of that one's: pass another folder with --out, and add the two"
+            )
+        cost, score_noise = price(experiment, options, data, trials)
+        secret = Secret(store.folder, options, data, trials)
+        with tqdm(unit="epoch", desc="trials, their number untold") as bar:
+            while (trial := secret.next()) is not None:
+                scored(trial, secret, experiment, data, score_noise, bar)
+        return release(path, options, data, trials, secret, cost, score_noise)
+
+
+def release(
+    path: Path, options: argparse.Namespace, data: Dataset, trials: TruncatedNegativeBinomial,
+    secret: Secret, cost: TunedEpsilon, score_noise: float,
+) -> str:  # fmt: skip
+    """Write what may be known of the best trial, and forget the others; in words."""
+    best, model = secret.best()
+    write(path.with_suffix(".pt"), model)
+    delta = EXPERIMENTS[options.name].delta
     result = {
         "experiment": options.name, "data": data.name, "synthetic": data.synthetic,
         "strategy": options.strategy, "released": best, "epsilon": cost.epsilon,
-        "epsilon_of_one_run": cost.base_epsilon, "order": cost.order, "delta": experiment.delta,
+        "epsilon_of_one_run": cost.base_epsilon, "order": cost.order, "delta": delta,
         "trials": {"mean": trials.mean, "eta": trials.eta, "gamma": trials.gamma},
         "score_noise": score_noise, "validation_rows": len(_validation(data)), "date": now(),
         "machine": machine(), "versions": versions(),
+        "covered": "lr, lower, score and the model; test accuracies look at held out rows without noise",
     }  # fmt: skip
-    path = options.out / f"search-{options.name}.json"
     write(path, (json.dumps(result, indent=1) + "\n").encode())
     secret.forget()
     return (
         f"released: lr {best['lr']:.4g}, C_LB {best['lower']:.4g}, noisy validation accuracy "
         f"{best['score'] / len(_validation(data)):.3f}\n"
-        f"epsilon of the whole search {cost.epsilon:.3f} at delta {experiment.delta:g} "
-        f"(one run alone {cost.base_epsilon:.3f}; {trials.mean:.3g} runs expected)\nwritten: {path}"
+        f"epsilon of the whole search {cost.epsilon:.3f} at delta {delta:g} "
+        f"(one run alone {cost.base_epsilon:.3f}; {trials.mean:.3g} runs expected)\n"
+        f"written: {path}, {path.with_suffix('.pt')}"
     )
 
 
@@ -113,11 +138,11 @@ class Secret:
     ) -> None:  # fmt: skip
         asked = {
             name: str(value) for name, value in sorted(vars(options).items())
-            if name not in ("out", "jobs", "data")
+            if name not in ("out", "data")
         }  # fmt: skip
         told = json.dumps([asked, dict(data.split)], sort_keys=True)
         key = hashlib.sha256(told.encode()).hexdigest()[:12]
-        self.folder = out / f"search-{key}.secret"
+        self.folder = out / f"search-{options.name}-{key}.secret"
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._file = self.folder / "trials.json"
         self._options = options
@@ -149,9 +174,18 @@ class Secret:
         """Where the trial keeps itself."""
         return self.folder / f"{self.trials.index(trial)}.checkpoint"
 
-    def best(self) -> dict[str, Any]:
-        """The released trial; of equal scores the first."""
-        return max(self.trials, key=lambda trial: trial["score"])
+    def model(self, trial: dict[str, Any]) -> Path:
+        """Where the trained model of the trial waits."""
+        return self.folder / f"{self.trials.index(trial)}.pt"
+
+    def best(self) -> tuple[dict[str, Any], bytes]:
+        """What is released of the best trial (of equal scores the first), and its model.
+
+        Never its seed, from which its noise follows.
+        """
+        best = max(self.trials, key=lambda trial: trial["score"])
+        shown = {name: best[name] for name in ("lr", "lower", "score", "test")}
+        return shown, self.model(best).read_bytes()
 
     def forget(self) -> None:
         """The search is over."""
@@ -173,7 +207,11 @@ def scored(
     measures = ("accuracy", "macro_accuracy", "worst_class_accuracy")
     overall = last[(last["attribute"] == "all") & last["measure"].isin(measures)]
     trial["test"] = dict(zip(overall["measure"], overall["value"].astype(float), strict=True))
-    trial["score"] = right + _PRIVATE.gauss(0.0, score_noise)  # drawn once, kept with it
+    weights = io.BytesIO()
+    torch.save(trainer.network.state_dict(), weights)
+    write(secret.model(trial), weights.getvalue())
+    # Drawn once, kept with it; whole, for the last bits of a sum of floats would tell the count.
+    trial["score"] = right + round(_PRIVATE.gauss(0.0, score_noise))
     secret.keep()
     checkpoint.unlink(missing_ok=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.papers.data.dataset import Dataset
-from bench.papers.strategies import Plan
+from bench.papers.strategies import STRATEGIES, Plan
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,15 @@ class Training:
     batch_size: int | None
     epochs: int
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def told(self, rows: int, epochs: int | None) -> dict[str, Any]:
+        """For results: what a run over so many rows really does."""
+        batch = min(self.batch_size or rows, rows)
+        passes = epochs or self.epochs
+        steps = passes * -(-rows // batch)
+        lr = self.lr(steps) if callable(self.lr) else self.lr
+        return {"optimizer": self.optimizer, "lr": lr, "batch_size": batch, "epochs": passes,
+                "steps": steps, **self.options}  # fmt: skip
 
     def build(self, model: nn.Module, steps: int, scale: float = 1.0) -> torch.optim.Optimizer:
         """The optimizer of what is trained; `scale` multiplies the learning rate."""
@@ -122,6 +132,35 @@ class Experiment:
         c = self.max_grad_norm
         lower = 0.1 * c if self.lower is None else self.lower
         return Plan(steps, groups, c, lower, self.cutoff, split)
+
+    def told(self, data: Dataset, epochs: int | None) -> dict[str, Any]:
+        """For results: every setting that a run depends on, its strategy apart.
+
+        Args:
+            epochs: in place of the experiment's own number.
+        """
+        rows = len(data.train)
+        model = self.model(data)
+        network = hashlib.sha256(str(model).encode()).hexdigest()[:12]
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return {
+            "private": self.private.told(rows, epochs),
+            "non_private": self.training(None).told(rows, epochs),
+            "overrides": {name: dict(of) for name, of in self.overrides.items()},
+            "model": f"{trained} trained parameters, structure {network}",
+            "weights of classes": None if self.loss.weights is None else list(self.loss.weights),
+            "max_grad_norm": self.max_grad_norm, "delta": self.delta, "protected": self.protected,
+            "noise_multiplier": self.noise_multiplier, "physical_batch": self.physical_batch,
+        }  # fmt: skip
+
+    def told_of(
+        self, strategies: Sequence[str], data: Dataset, epochs: int | None
+    ) -> dict[str, str]:
+        """Of each strategy, what it is built as."""
+        of = self.private.told(len(data.train), epochs)
+        split = self.physical_batch is not None and self.physical_batch < of["batch_size"]
+        plan = self.plan(of["steps"], len(data.attributes[self.protected]), split)
+        return {name: repr(STRATEGIES[name](plan)) for name in strategies if name in STRATEGIES}
 
 
 def by_name(experiments: Sequence[Experiment]) -> dict[str, Experiment]:

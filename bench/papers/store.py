@@ -8,9 +8,11 @@ by its key.
 from __future__ import annotations
 
 import fcntl
+import gzip
 import json
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,8 +47,9 @@ class Store:
 
     def done(self) -> set[str]:
         """Keys of the runs that ended."""
-        merged = set(self.frame()["run"]) if self.file.exists() else set()
-        return merged | {path.name.removesuffix(".csv") for path in self._runs.glob("*.csv")}
+        waiting = {path.name.removesuffix(".csv") for path in self._runs.glob("*.csv")}
+        # Read last: what another process merges meanwhile is found in one place or in both.
+        return waiting | (set(self.frame()["run"]) if self.file.exists() else set())
 
     def frame(self) -> pd.DataFrame:
         """All merged results, one measured value a row."""
@@ -54,7 +57,7 @@ class Store:
             return pd.DataFrame(columns=list(COLUMNS))
         try:
             frame = pd.read_csv(self.file, dtype=TEXT, keep_default_na=False, na_values=[""])
-        except (OSError, EOFError, ValueError) as error:
+        except (OSError, EOFError, ValueError, zlib.error) as error:
             raise ArgumentError(f"{self.file} cannot be read as results: {error}") from error
         missing = set(COLUMNS) - set(frame)
         if missing:
@@ -80,10 +83,8 @@ class Store:
                 frame = pd.concat([part for part in (frame, *new) if len(part)], ignore_index=True)
                 frame = frame.sort_values(["experiment", "strategy", "epsilon", "seed", "run"],
                                           kind="stable", ignore_index=True)  # fmt: skip
-                part = self.file.with_suffix(".part")
-                gzip = {"method": "gzip", "mtime": 0}
-                frame.to_csv(part, index=False, compression=gzip)
-                os.replace(part, self.file)
+                text = frame.to_csv(index=False, float_format="%.9g")
+                write(self.file, gzip.compress(text.encode(), mtime=0))
             for path in files:
                 path.unlink()
                 path.with_suffix(".lock").unlink(missing_ok=True)
@@ -106,24 +107,46 @@ class Store:
         """Commands, machine, versions, and of each experiment its settings, data and split."""
         return json.loads(self._about.read_text()) if self._about.exists() else {}
 
-    def note(self, experiment: str, told: dict[str, Any]) -> None:
+    def note(self, experiment: str, told: Mapping[str, Any], made: Mapping[str, Any]) -> None:
         """Of an experiment, what its results came from.
 
+        Args:
+            told: data, split and settings, and what each strategy is built as.
+            made: the command, where and with what it ran.
+
         Raises:
-            ArgumentError: where this folder holds results of other data under the same name.
+            ArgumentError: where this folder holds results of other data or settings under the same
+                name.
         """
         with self.held("about"):
             about = self.about()
-            before = about.get(experiment)
-            for what in ("data", "synthetic", "split"):
-                if before is not None and before[what] != told[what]:
-                    raise ArgumentError(
-                        f"{self.folder} holds results of {experiment} with {what} {before[what]!r}, "
-                        f"this run has {told[what]!r}; pass another folder with --out"
-                    )
-            commands = [*(before or {}).get("commands", []), *told.pop("commands", [])]
-            about[experiment] = {**told, "commands": list(dict.fromkeys(commands))}
+            before = about.get(experiment, {})
+            for what, theirs, ours in _differing(before, told):
+                raise ArgumentError(
+                    f"{self.folder} holds results of {experiment} with {what} {theirs!r}, this run has "
+                    f"{ours!r}; pass another folder with --out"
+                )
+            strategies = {**before.get("strategies", {}), **told["strategies"]}
+            origins = before.get("made", [])
+            known = [{**one, "date": None} for one in origins]
+            if {**made, "date": None} not in known:
+                origins = [*origins, dict(made)]
+            about[experiment] = {**told, "strategies": strategies, "made": origins}
             write(self._about, (json.dumps(about, indent=1) + "\n").encode())
+
+
+def _differing(
+    before: Mapping[str, Any], told: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """(what, before, now) of everything that makes results another experiment's."""
+    told = json.loads(json.dumps(told))  # as it was written: tuples are lists there
+    for what in ("data", "synthetic", "split"):
+        if before and before[what] != told[what]:
+            yield what, before[what], told[what]
+    for part in ("settings", "strategies"):
+        for name in before.get(part, {}).keys() & told[part].keys():
+            if before[part][name] != told[part][name]:
+                yield name, before[part][name], told[part][name]
 
 
 def write(path: Path, content: bytes) -> None:

@@ -23,12 +23,14 @@ def labelled(epsilon: float) -> str:
 
 
 def interval(values: Sequence[float], digits: int = 3) -> str:
-    """Mean of the seeds and its 95% bootstrap interval."""
-    known = [value for value in values if not math.isnan(value)]
-    if not known:
-        return "no rows"
-    low, high = bootstrap_interval(known)
-    mean, *ends = (number(value, digits) for value in (fmean(known), low, high))
+    """Mean of the seeds and its 95% bootstrap interval; of what ran away, only how many."""
+    away = sum(not math.isfinite(value) for value in values)
+    if away == len(values):
+        return "no rows" if all(math.isnan(value) for value in values) else "diverged"
+    if away:  # the others' mean would hide it
+        return f"{away} of {len(values)} diverged"
+    low, high = bootstrap_interval(values)
+    mean, *ends = (number(value, digits) for value in (fmean(values), low, high))
     return mean if math.isnan(low) else f"{mean} [{', '.join(ends)}]"
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import pandas as pd
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.data import Dataset as TorchDataset
 
@@ -123,9 +123,10 @@ class Trainer:
         self.noise = torch.Generator().manual_seed(run.number("noise"))
         torch.manual_seed(run.number("model"))
         self.model: Any = experiment.model(data).train()
+        self.network: nn.Module = self.model
         self.loader: Any = DataLoader(
-            TrainingRows(data.train), batch if self.private else min(batch, self.physical),
-            shuffle=not self.private, generator=self.draws, collate_fn=TrainingRows.collate,
+            TrainingRows(data.train), batch, shuffle=not self.private,
+            generator=self.draws, collate_fn=TrainingRows.collate,
         )  # fmt: skip
         self.steps = self.epochs * len(self.loader)
         self.engine = FastPrivacyEngine() if self.private else None
@@ -200,16 +201,24 @@ class Trainer:
         with self.batches() as batches:
             for batch in batches:
                 x, y, groups = batch[:inputs], batch[inputs], batch[inputs + 1 :]
-                of_rows = dict(zip(names, groups, strict=True))
                 self.optimizer.zero_grad()
-                if self.engine is not None:
+                if self.engine is None:
+                    self.backward(x, y)
+                else:
+                    of_rows = dict(zip(names, groups, strict=True))
                     self.engine.set_groups(of_rows[self.experiment.protected])
-                losses = self.experiment.loss.rows(self.model(*x), y)
-                (losses.mean() if len(y) else losses.sum()).backward()
-                if self.engine is not None:
+                    losses = self.experiment.loss.rows(self.model(*x), y)
+                    (losses.mean() if len(y) else losses.sum()).backward()
                     self.recorder.observe(self.optimizer, of_rows)
                 self.optimizer.step()
         self.step += self.steps // self.epochs
+
+    def backward(self, x: Sequence[Tensor], y: Tensor) -> None:
+        """Gradient of the mean loss, so many rows at once as a private run takes."""
+        for start in range(0, len(y), self.physical):
+            part = slice(start, start + self.physical)
+            losses = self.experiment.loss.rows(self.model(*(each[part] for each in x)), y[part])
+            (losses.sum() / len(y)).backward()
 
     @contextmanager
     def batches(self) -> Iterator[Any]:
@@ -230,8 +239,8 @@ class Trainer:
         epsilon = None  # on the way, for PRV takes longer than the rest of an evaluation
         if last and self.engine is not None:
             epsilon = self.engine.get_epsilon(self.experiment.delta)
-        parts = {"test": self.data.test, "validation": self.data.validation, "train": None}
-        parts["train"] = self.data.train if last else None
+        train = self.data.train if last else None
+        parts = {"test": self.data.test, "validation": self.data.validation, "train": train}
         for part, rows in parts.items():
             if rows is not None:
                 losses, found = self.outputs(rows)
@@ -248,8 +257,9 @@ class Trainer:
         """Losses and predicted classes, [n] each."""
         self.model.eval()
         loss, losses, classes = self.experiment.loss, [], []
-        for start in range(0, len(rows), AT_ONCE):
-            part = slice(start, start + AT_ONCE)
+        once = min(AT_ONCE, self.experiment.physical_batch or AT_ONCE)
+        for start in range(0, len(rows), once):
+            part = slice(start, start + once)
             logits = self.model(*(x[part] for x in rows.x))
             losses.append(loss.rows(logits, rows.y[part]))
             classes.append(loss.classes(logits))

@@ -160,6 +160,17 @@ def test_seeds_of_one_strategy_alone_are_left_out():
     assert found.remark.startswith("Without a pair of scores: seed 3, 4. 3 pairs that differ")
 
 
+@pytest.mark.parametrize("lost", [math.nan, math.inf])
+def test_a_seed_that_diverged_decides_nothing(lost: float):
+    """Four seeds that hold were else chosen by their results."""
+    frame = results(SOFT, 0.6, 0.7)
+    assert verdict_on(SOFT, frame).verdict == "holds"
+    frame.loc[(frame.strategy == "soft_ada_clip") & (frame.seed == 2), "value"] = lost
+    found = verdict_on(SOFT, frame)
+    assert (found.verdict, found.seeds) == ("not decided", 4)
+    assert found.remark.startswith("Nothing is decided without what diverged: seed 2.")
+
+
 def test_runs_of_another_epsilon_or_experiment_are_no_pair():
     frame = pd.concat(
         [

@@ -5,20 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from bench.papers import search as searching
-from bench.papers.__main__ import main
+from bench.papers.__main__ import _without_folder, main
 from bench.papers.data import breast_cancer
 from bench.papers.experiments import DEFAULT, EXPERIMENTS
+from bench.papers.running import plan
 from bench.papers.search import LEARNING_RATES, LOWER_BOUNDS, price, with_validation
-from bench.papers.strategies import STRATEGIES
+from bench.papers.strategies import NON_PRIVATE, STRATEGIES
 from fastclip import clipping
 from fastclip.accounting import TruncatedNegativeBinomial, epsilon, hpo_epsilon
+from fastclip.errors import ArgumentError
 
 
 def test_the_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +72,13 @@ def test_runs_and_their_report(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["run", "breast-cancer", *strategies, *options, "--jobs", "1"]) == 0  # nothing left
     assert "0 runs" in capsys.readouterr().err
     about = json.loads((tmp_path / "about.json").read_text())["breast-cancer"]
-    assert about["commands"][0].endswith("--out FOLDER --jobs 1")
+    (origin,) = about["made"]
+    assert origin["command"].endswith("--out FOLDER --jobs 1")
+    assert about["settings"]["private"]["epochs"] == 2
+    assert about["strategies"]["dp_sgd"].startswith("Clipping(scale=Hard(")
+    longer = [*options[:2], "--epochs", "3", *options[4:]]
+    assert main(["run", "breast-cancer", *strategies, *longer]) == 2
+    assert "pass another folder with --out" in capsys.readouterr().err
     assert main(["report", "--out", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
     assert "SoftAdaClip: smaller loss gap than dp_sgd" in page
@@ -76,12 +86,30 @@ def test_runs_and_their_report(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "breast-cancer" in (tmp_path / "report.md").read_text()
 
 
+def test_no_folder_of_a_machine_is_written_down() -> None:
+    words = ["run", "adult-xu", "--data=/home/a", "--out", "/home/b", "--seeds=2"]
+    shown = _without_folder(words)
+    assert shown == ["run", "adult-xu", "--data", "FOLDER", "--out", "FOLDER", "--seeds=2"]
+    with pytest.raises(SystemExit):
+        main(["run", "adult-xu", "--dat", "/home/a"])
+
+
+def test_a_number_of_epochs_that_is_the_experiments_own_names_the_same_runs() -> None:
+    of = EXPERIMENTS["income-simple"]  # 30 epochs, 15 without privacy
+    asked = {
+        epochs: [run.key for run in plan(of, [NON_PRIVATE, "dp_sgd"], [8.0], 1, epochs)]
+        for epochs in (None, 30, 15)
+    }
+    assert asked[30][1] == asked[None][1] != asked[15][1]
+    assert asked[15][0] == asked[None][0] != asked[30][0]
+
+
 def options(**told: Any) -> argparse.Namespace:
     """Of a search."""
     default = {
         "command": "search", "name": "breast-cancer", "strategy": "bounded_adaptive",
         "epsilon": 2.0, "mean_trials": 3.0, "eta": 0.0, "epochs": 2, "data": None,
-        "synthetic": False, "jobs": 1,
+        "synthetic": False,
     }  # fmt: skip
     return argparse.Namespace(**{**default, **told})
 
@@ -131,14 +159,43 @@ def test_a_search_goes_on_where_it_was_killed_and_shows_one_run_only(
     result = json.loads((tmp_path / "search-breast-cancer.json").read_text())
     best = result["released"]
     known = [trial for trial in before if trial["score"] is not None]
+    assert set(best) == {"lr", "lower", "score", "test"}  # no seed: noise follows from it
     assert best["score"] >= max(trial["score"] for trial in known)
-    if best["seed"] in {trial["seed"] for trial in known}:
-        assert best in known
+    assert all(isinstance(trial["score"], int) for trial in (best, *known))
+    if best["score"] in (scores := {trial["score"]: trial for trial in known}):
+        assert best.items() <= scores[best["score"]].items()
+    shapes = {name: t.shape for name, t in torch.load(tmp_path / "search-breast-cancer.pt").items()}
+    assert shapes == {"weight": (1, 30), "bias": (1,)}
     assert math.isclose(min(abs(np.array(LEARNING_RATES) - best["lr"])), 0)
     assert math.isclose(min(abs(np.array(LOWER_BOUNDS) - best["lower"])), 0)
     assert f"epsilon of the whole search {result['epsilon']:.3f}" in said
     assert set(result["trials"]) == {"mean", "eta", "gamma"}  # of the distribution, not K
-    assert isinstance(best, dict)
+    with pytest.raises(ArgumentError, match="another search costs its own epsilon on top"):
+        searching.search(asked)
+
+
+def test_a_released_model_is_the_one_that_was_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TruncatedNegativeBinomial, "sample", lambda self, rng=None: 4)
+    monkeypatch.setattr(searching, "_PRIVATE", Known(0))
+    searching.search(options(out=tmp_path))
+    released = json.loads((tmp_path / "search-breast-cancer.json").read_text())["released"]
+    data = with_validation(breast_cancer.load())
+    linear = torch.nn.Linear(30, 1)
+    linear.load_state_dict(torch.load(tmp_path / "search-breast-cancer.pt"))
+    assert data.validation is not None
+    found = (linear(data.validation.x[0])[:, 0] > 0) == data.validation.y.bool()
+    assert released["score"] == int(found.sum())
+    right = (linear(data.test.x[0])[:, 0] > 0) == data.test.y.bool()
+    assert released["test"]["accuracy"] == pytest.approx(right.double().mean().item())
+
+
+class Known(random.Random):
+    """Scores without noise."""
+
+    def gauss(self, mu: float = 0.0, sigma: float = 1.0) -> float:
+        return mu
 
 
 def test_validation_rows_are_no_training_rows() -> None:

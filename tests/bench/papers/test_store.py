@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
+import psutil
 import pytest
 
 from bench.papers.store import COLUMNS, Store, write
@@ -76,20 +80,58 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     store.file.write_bytes(store.file.read_bytes()[:30])
     with pytest.raises(ArgumentError, match="cannot be read as results"):
         store.frame()
+    whole = bytearray(gzip.compress(b"run,experiment" * 1000, mtime=0))
+    whole[12] ^= 255
+    store.file.write_bytes(bytes(whole))
+    with pytest.raises(ArgumentError, match="cannot be read as results"):
+        store.frame()
     store.file.unlink()
     rows("a").drop(columns="value").to_csv(store.file, index=False)
     with pytest.raises(ArgumentError, match=r"lacks \['value'\]"):
         store.frame()
 
 
-def test_another_split_needs_another_folder(tmp_path: Path) -> None:
+TOLD = {
+    "data": "d", "synthetic": False, "split": {"seed": 0},
+    "settings": {"private": {"lr": 0.1}, "weights": (1.0, 2.0)}, "strategies": {"dp_sgd": "Clipping()"},
+}  # fmt: skip
+
+
+def made(command: str, date: str = "today") -> dict[str, Any]:
+    """Where results were made."""
+    return {"command": command, "date": date, "machine": {}, "versions": {"torch": "2"}}
+
+
+def test_every_origin_is_told_once(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    told = {"data": "d", "synthetic": False, "split": {"seed": 0}}
-    store.note("e", {**told, "commands": ["one"]})
-    store.note("e", {**told, "commands": ["two", "one"]})
-    assert store.about()["e"]["commands"] == ["one", "two"]
-    with pytest.raises(ArgumentError, match="holds results of e with split"):
-        store.note("e", {**told, "split": {"seed": 1}, "commands": []})
+    store.note("e", TOLD, made("one"))
+    store.note("e", {**TOLD, "strategies": {"adaptive": "Clipping(Quantile())"}}, made("two"))
+    store.note("e", TOLD, made("one", "tomorrow"))
+    about = store.about()["e"]
+    assert about["made"] == [made("one"), made("two")]
+    assert set(about["strategies"]) == {"dp_sgd", "adaptive"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"split": {"seed": 1}}, "with split {'seed': 0}, this run has {'seed': 1}"),
+        (
+            {"settings": {"private": {"lr": 0.2}}},
+            "with private {'lr': 0.1}, this run has {'lr': 0.2}",
+        ),
+        ({"strategies": {"dp_sgd": "Clipping(2)"}}, "with dp_sgd 'Clipping()', this run has"),
+    ],
+)
+def test_other_data_or_settings_need_another_folder(
+    changed: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    store = Store(tmp_path)
+    store.note("e", TOLD, made("one"))
+    with pytest.raises(ArgumentError, match=re.escape(said)) as caught:
+        store.note("e", {**TOLD, **changed}, made("two"))
+    assert "pass another folder with --out" in str(caught.value)
+    assert store.about()["e"]["made"] == [made("one")]
 
 
 def test_a_file_that_is_written_is_never_half_there(tmp_path: Path) -> None:
@@ -98,6 +140,48 @@ def test_a_file_that_is_written_is_never_half_there(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         write(path, "not bytes")  # type: ignore[arg-type]
     assert path.read_bytes() == b"old"
+
+
+def test_a_run_that_is_merged_meanwhile_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process merges between the two looks."""
+    store = Store(tmp_path)
+    store.add("a", rows("a"))
+    look, looks = Path.glob, 0
+
+    def glob(path: Path, pattern: str) -> Any:
+        nonlocal looks
+        looks += 1
+        found = list(look(path, pattern))
+        if looks == 1:
+            store.merge()
+        return iter(found)
+
+    monkeypatch.setattr(Path, "glob", glob)
+    assert store.done() == {"a"}
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    """The command's own process alone: its workers are not told."""
+    words = [*command(tmp_path), "--epochs", "1000"]
+    process = subprocess.Popen(
+        words, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        parent = psutil.Process(process.pid)
+        runs = tmp_path / "runs"
+        while not (runs.exists() and list(runs.glob("breast-cancer-*.lock"))):
+            assert process.poll() is None
+            time.sleep(0.1)
+        workers = parent.children(recursive=True)
+        assert workers
+        process.kill()
+        process.wait()
+        _, alive = psutil.wait_procs(workers, timeout=30)
+        assert not alive
+    finally:
+        process.kill()
 
 
 def command(out: Path) -> list[str]:

@@ -129,10 +129,12 @@ def test_layers_thresholds_bound_the_whole_gradient_by_c(data: Dataset) -> None:
     assert math.isclose(float(made.optimizer.sensitivity), 0.5, rel_tol=1e-12)
 
 
-def test_physical_batches_train_the_same_model(data: Dataset) -> None:
-    whole, split = trainer(data), trainer(data, physical_batch=40)
-    assert split.split
+@pytest.mark.parametrize("strategy", ["dp_sgd", NON_PRIVATE])
+def test_physical_batches_train_the_same_model(data: Dataset, strategy: str) -> None:
+    whole, split = trainer(data, strategy), trainer(data, strategy, physical_batch=40)
+    assert split.split == (strategy == "dp_sgd")
     assert not whole.split
+    assert split.steps == whole.steps
     for made in (whole, split):
         made.pass_over()
     assert_close(weights(whole), weights(split), rtol=1e-4, atol=1e-5)
