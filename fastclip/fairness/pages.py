@@ -26,6 +26,9 @@ NOTES = {
 }
 """Kinds of notes, and the words in front of them."""
 
+WORDS = ' class="text"'
+"""Of cells of a column that holds words, which may wrap."""
+
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --line: #d0d7de; --soft: #f3f5f7; }
 @media (prefers-color-scheme: dark) {
@@ -41,8 +44,8 @@ img { display: block; max-width: 100%; height: auto; background: #fff; }
   min-width: min(100%, 26rem); }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align: right;
   white-space: nowrap; }
-th:first-child, td:first-child, td.text { text-align: left; }
-td.text { white-space: normal; min-width: 8rem; }
+th:first-child, td:first-child, .text { text-align: left; }
+td.text { white-space: normal; min-width: 7rem; }
 thead th { background: var(--soft); vertical-align: bottom; white-space: normal; }
 .note { border-left: .3rem solid #999; background: var(--soft); padding: .5rem .8rem; margin: .8rem 0; }
 .note.private { border-color: #009e73; } .note.held-out { border-color: #e69f00; }
@@ -101,15 +104,21 @@ class Page:
     def table(self, table: pd.DataFrame, caption: str) -> None:
         """A table; floats get four significant digits, NaN a dash."""
         texts = {name: not pd.api.types.is_numeric_dtype(table[name]) for name in table}
-        head = "".join(f'<th scope="col">{_escaped(str(name))}</th>' for name in table)
+        worded = {
+            name: texts[name] and any(re.search(r"[a-z]{2}", _cell(value)) for value in table[name])
+            for name in table
+        }
+        head = "".join(
+            f'<th scope="col"{WORDS if worded[name] else ""}>{_escaped(str(name))}</th>'
+            for name in table
+        )
         rows, lines = [], []
         for values in table.itertuples(index=False, name=None):
             cells = [_cell(value) for value in values]
             marked = [
-                f'<td class="text">{_escaped(cell)}</td>'
-                if texts[name] and len(cell) > 24 else f"<td>{_escaped(cell)}</td>"
+                f"<td{WORDS if worded[name] else ''}>{_escaped(cell)}</td>"
                 for name, cell in zip(table, cells, strict=True)
-            ]  # fmt: skip
+            ]
             rows.append(f"<tr>{''.join(marked)}</tr>")
             lines.append(
                 "| " + " | ".join(_plain(cell).replace("|", "\\|") for cell in cells) + " |"

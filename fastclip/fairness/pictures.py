@@ -17,7 +17,6 @@ from matplotlib.ticker import (
     LogLocator,
     MaxNLocator,
     NullFormatter,
-    PercentFormatter,
 )
 
 COLOURS = (
@@ -162,7 +161,10 @@ def _logarithmic(axis: Axes, which: str) -> None:
 
 
 def _percent(axis: Axes, which: str) -> None:
-    (axis.xaxis if which == "x" else axis.yaxis).set_major_formatter(PercentFormatter(1, 0))
+    """Few ticks, none rounded to what it is not."""
+    of = axis.xaxis if which == "x" else axis.yaxis
+    of.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    of.set_major_formatter(FuncFormatter(lambda value, _: f"{round(100 * value, 6):g}%"))
 
 
 def _legend(figure: Figure, axes: Sequence[Axes], columns: int) -> None:

@@ -152,7 +152,15 @@ def test_cells(tmp_path: Path) -> None:
     assert markdown.splitlines()[-3:] == [
         "| --- | ---: | ---: |", f"| {'a' * 30} | 0.1235 | 7 |", "| b | - | 80000 |",
     ]  # fmt: skip
-    assert [cell.get("class") for cell in found.of("td")] == ["text", *[None] * 5]
+    assert [cell.get("class") for cell in found.of("td")] == ["text", None, None] * 2
+    assert [cell.get("class") for cell in found.of("th")] == ["text", None, None]
+
+
+def test_numbers_written_as_text_stay_on_the_right(tmp_path: Path) -> None:
+    page = Page("t")
+    page.table(pd.DataFrame({"a": ["0.1 [0, 1e-07]", "-"], "b": ["0.2", "no rows"]}), "c")
+    found, _, _ = write(page, tmp_path)
+    assert [cell.get("class") for cell in found.of("td")] == [None, "text"] * 2
 
 
 # Pictures
