@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(BIN)/python -m pytest -n 2
 
-.PHONY: venv build demo test test-all conformance lint bench clean
+.PHONY: venv build dist demo test test-all conformance lint bench clean
 
 venv: $(STAMP)
 
@@ -20,6 +20,10 @@ $(STAMP): pyproject.toml setup.py
 # csrc/ into fastclip._C, in place. Without nvcc it says so and goes on; an error is an error.
 build: $(STAMP)
 	FASTCLIP_BUILD=strict $(BIN)/python setup.py build_ext --inplace
+
+# The sdist and the wheel, into build/dist.
+dist: $(STAMP)
+	$(BIN)/python -c "import setuptools.build_meta as b; [f('build/dist') for f in (b.build_sdist, b.build_wheel)]"
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,9 +18,10 @@ from fastclip.backward.criterion import check_coupling, check_criterion
 from fastclip.captured.engine import SteppingEngine
 from fastclip.checks import not_negative
 from fastclip.clipping import Clipping, ConstantNoise, resolve
+from fastclip.clipping.resolve import named
 from fastclip.data.plan import SAMPLING
 from fastclip.data.recorded import AsPlanned, Releases, accounted_rate, planned_history
-from fastclip.errors import ArgumentError, ArgumentTypeError
+from fastclip.errors import ArgumentError, ArgumentTypeError, say
 from fastclip.inspection import Run
 from fastclip.model import validation
 from fastclip.model.compatible import compatible
@@ -65,11 +65,7 @@ class FastPrivacyEngine(SteppingEngine):
     ) -> None:
         if secure_mode:
             require_cipher()
-        with warnings.catch_warnings():
-            if secure_mode:  # Opacus would look for torchcsprng, or warn that it is turned off
-                warnings.filterwarnings("ignore", "Secure RNG turned off")
-            super().__init__(accountant=accountant, secure_mode=False)
-        self.secure_mode = secure_mode
+        super().__init__(accountant=accountant, secure_mode=secure_mode)
         if planner is not None and not isinstance(planner, Planner):
             raise ArgumentTypeError(
                 f"planner expects a fastclip.Planner or None, got {type(planner).__name__}"
@@ -106,8 +102,8 @@ class FastPrivacyEngine(SteppingEngine):
             loss_reduction: "mean" (over the physical batch) or "sum".
             poisson_sampling: draw every row independently with rate q. Else rows are trained on in
                 the loader's order, and accounted without amplification: each is in every pass.
-            clipping: a strategy of fastclip.clipping, or Opacus' "flat", "per_layer" or "adaptive"
-                (whose keywords of Opacus are taken, too).
+            clipping: a strategy of fastclip.clipping, or the name of a preset, whose arguments are
+                further keywords here; "flat" and the keywords of "adaptive" are Opacus'.
             noise_generator: source of the noise, for reproducible runs.
             grad_sample_mode: "fast"; "ghost" is the same and returns the criterion too; Opacus'
                 own modes ("hooks", "functorch", "ew", ...) take their gradients from Opacus' code.
@@ -133,6 +129,7 @@ class FastPrivacyEngine(SteppingEngine):
         (else, and for poisson_sampling=False: one that is zeroed out, N being public).
         `mechanism()` says all of it.
         """
+        clipping, kwargs = named(clipping, kwargs)
         validation.choice("grad_sample_mode", grad_sample_mode, MODES)
         validation.choice("loss_reduction", loss_reduction, ("mean", "sum"))
         if criterion is None:
@@ -239,16 +236,16 @@ class FastPrivacyEngine(SteppingEngine):
                 f"{type(data_loader).__name__}"
             )
         validation.check_budget(target_epsilon, target_delta, epochs)
+        clipping, options = named(clipping, options)
         asked = (*SAMPLING, "poisson_sampling")
         design = self.plan_sampling(data_loader, **{n: options[n] for n in asked if n in options})
         known = {"epsilon_tolerance", *inspect.signature(self.accountant.get_epsilon).parameters}
         accounting = {name: value for name, value in options.items() if name in known}
         rest = {name: value for name, value in options.items() if name not in known}
         if len(self.accountant) > 0:
-            warnings.warn(
+            say(
                 "make_private_with_epsilon assumes that nothing of the budget is spent, but this "
-                "engine's accountant has recorded steps: the overall epsilon will be higher",
-                stacklevel=2,
+                "engine's accountant has recorded steps: the overall epsilon will be higher"
             )
         schedule = clipping.noise if isinstance(clipping, Clipping) else ConstantNoise()
         records = planned_history(design, schedule, 1.0, epochs)

@@ -1,4 +1,4 @@
-"""Every mistake that fastclip can name.
+"""Every mistake that fastclip can name, and how it warns.
 
 A message is one sentence: what was expected, what came, where, and the way out.
 
@@ -6,6 +6,9 @@ Each error is also the type that a caller of Opacus or PyTorch would catch.
 """
 
 from __future__ import annotations
+
+import sys
+import warnings
 
 from opacus.validators.errors import UnsupportedModuleError
 
@@ -54,3 +57,18 @@ def where(path: str | None, module: object = None) -> str:
     """A part of the model as messages name it."""
     name = path or "the model"
     return name if module is None else f"{name} ({type(module).__name__})"
+
+
+_LIBRARIES = ("fastclip", "torch", "opacus", "lightning", "accelerate", "transformers")
+
+
+def say(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, pointing at the nearest line outside fastclip and the libraries that it serves."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and _of_a_library(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _of_a_library(module: str) -> bool:
+    return module.partition(".")[0] in _LIBRARIES

@@ -11,9 +11,9 @@ from opacus import PrivacyEngine
 from opacus.accountants import IAccountant
 from torch import nn
 
-from fastclip.accounting.history import spent
+from fastclip.accounting.history import open_accountant, spent
 from fastclip.accounting.ledger import Ledger, keep_ledger
-from fastclip.errors import ArgumentError, ArgumentTypeError
+from fastclip.errors import ArgumentError, ArgumentTypeError, say
 from fastclip.parallel.checkpoints import Kept, as_alone, is_spread, optimizer_alone, write_whole
 from fastclip.parallel.run_state import RunState
 
@@ -24,6 +24,14 @@ class AccountedEngine(PrivacyEngine):
     """The part of FastPrivacyEngine that accounts."""
 
     _accountant: Ledger | None = None
+
+    def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
+        open_accountant(accountant)  # names the choices, where it is none
+        with warnings.catch_warnings():
+            # Opacus says so at every start; explain() and mechanism() do where it matters.
+            warnings.filterwarnings("ignore", "Secure RNG turned off")
+            super().__init__(accountant=accountant, secure_mode=False)
+        self.secure_mode = secure_mode
 
     @property
     def accountant(self) -> Ledger:
@@ -126,10 +134,9 @@ class AccountedEngine(PrivacyEngine):
             optimizer_alone(optimizer).load_state_dict(state)
         elif optimizer is not None or state:
             held, given = "a" if state else "no", "none" if optimizer is None else "one"
-            warnings.warn(
+            say(
                 f"the checkpoint holds {held} state of an optimizer and load_checkpoint got {given}: "
-                "momentum, thresholds and noise schedules go on from where they are",
-                stacklevel=2,
+                "momentum, thresholds and noise schedules go on from where they are"
             )
         for scheduler, key in (
             (noise_scheduler, "noise_scheduler_state_dict"),

@@ -112,7 +112,7 @@ def distributions() -> Any:
     except ImportError as error:
         raise ArgumentError(
             "accountant='pld' needs the library dp-accounting, which is not installed: "
-            "pip install 'fastclip[accounting]', or use accountant='prv'"
+            "pip install 'fastclip[pld]', or use accountant='prv'"
         ) from error
 
 

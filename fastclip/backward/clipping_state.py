@@ -7,7 +7,6 @@ thresholds move once, in the real step; only policies that clip a batch at its o
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from fastclip.checks import whole
 from fastclip.clipping import Clipping, Thresholds
 from fastclip.clipping.contract import check_contract
 from fastclip.clipping.policy import LARGEST, SMALLEST, split_refused
-from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
+from fastclip.errors import ArgumentError, ArgumentTypeError, StepError, say
 from fastclip.noise import NoiseSource, SeededNoise
 from fastclip.ops.units import UnitRows
 from fastclip.parallel.ranks import Ranks
@@ -273,10 +272,9 @@ class ClippingState:
         if self.strategy.constant or saved is None:
             if (saved is None) != self.strategy.constant:
                 held = "no" if saved is None else "another strategy's"
-                warnings.warn(
+                say(
                     f"the checkpoint holds {held} state of a clipping strategy: "
-                    f"{self.strategy.kind} goes on from where it is",
-                    stacklevel=3,
+                    f"{self.strategy.kind} goes on from where it is"
                 )
             return
         values = {name: value for name, value in saved.items() if isinstance(value, Tensor)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fastclip._torch import OPACUS_MARK, gradient_hooks
-from fastclip.errors import ParameterLeakError, StepError, UnsupportedLayerError
+from fastclip.errors import ParameterLeakError, StepError, UnsupportedLayerError, say
 
 
 class LeakGuard:
@@ -144,8 +143,7 @@ class NonFiniteMonitor:
 
     def _warn(self) -> None:
         self._warned = True
-        warnings.warn(
+        say(
             "a sample's gradient is not finite (NaN or inf); it contributes exactly zero and "
-            "training goes on. This warning is given once; it is not private",
-            stacklevel=2,
+            "training goes on. This warning is given once; it is not private"
         )

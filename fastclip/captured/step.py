@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from fastclip.captured.device import Recorder, recorder_of
 from fastclip.captured.frozen import Frozen, settled, surroundings
 from fastclip.captured.recording import Recording
 from fastclip.clipping.policy import split_refused
-from fastclip.errors import ArgumentError, BatchSizeError, GraphError, StepError
+from fastclip.errors import ArgumentError, BatchSizeError, GraphError, StepError, say
 from fastclip.samples.inputs import flatten, rebuild
 
 _MOST_KINDS = 8
@@ -131,9 +130,8 @@ class Step:
         recorder = recorder_of(device)
         if recorder is None:
             self._graphs = False
-            warnings.warn(
-                f"cuda_graph=True, but the model is on {device.type!r}: the step runs without a graph",
-                stacklevel=4,
+            say(
+                f"cuda_graph=True, but the model is on {device.type!r}: the step runs without a graph"
             )
         return recorder
 
@@ -213,10 +211,9 @@ class Step:
             return None
         self._captures += 1
         if self._captures == _MOST_CAPTURES:
-            warnings.warn(
+            say(
                 f"the model or its batches have changed so often that {_MOST_CAPTURES} graphs were "
-                "captured: all other batches run without one",
-                stacklevel=5,
+                "captured: all other batches run without one"
             )
         self._check_place(device)
         inputs = [_room(x, self.physical_batch) for x in leaves if _is_tensor(x)]

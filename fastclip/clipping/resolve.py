@@ -1,19 +1,25 @@
-"""make_private's `clipping`: a strategy itself, or one of Opacus' strings with its keywords."""
+"""make_private's `clipping`: a strategy itself, or the name of one with its keywords."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
 from fastclip.checks import positive
+from fastclip.clipping import presets
 from fastclip.clipping.presets import adaptive, dp_sgd, per_layer
 from fastclip.clipping.strategy import Clipping
 from fastclip.clipping.thresholds import Quantile
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
 _BY_NAME = {"flat": dp_sgd, "per_layer": per_layer, "adaptive": adaptive}
+_PRESETS = {
+    name: preset for name, preset in vars(presets).items()
+    if inspect.isfunction(preset) and preset.__module__ == presets.__name__ and name not in _BY_NAME
+}  # fmt: skip
 ADAPTIVE_KEYWORDS = {
     "target_unclipped_quantile": "target_quantile",
     "clipbound_learning_rate": "threshold_lr",
@@ -24,17 +30,42 @@ ADAPTIVE_KEYWORDS = {
 """Opacus' keywords of "adaptive", and what they are called here."""
 
 
+def named(clipping: Any, keywords: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The preset of this name, built from those of the keywords that are its arguments.
+
+    Returns:
+        The strategy, and the other keywords; Opacus' strings and everything else as they came.
+
+    Raises:
+        ArgumentError: an argument of the preset is missing.
+    """
+    preset = _PRESETS.get(clipping) if isinstance(clipping, str) else None
+    if preset is None:
+        return clipping, dict(keywords)
+    arguments = inspect.signature(preset).parameters
+    given = {name: value for name, value in keywords.items() if name in arguments}
+    needed = [
+        name for name, of in arguments.items() if of.default is of.empty and name not in given
+    ]
+    if needed:
+        raise ArgumentError(
+            f"clipping={clipping!r} expects {' and '.join(needed)}, too: make_private("
+            f"clipping={clipping!r}, {needed[0]}=...), or clipping=clipping.{clipping}({needed[0]}=...)"
+        )
+    return preset(**given), {name: of for name, of in keywords.items() if name not in given}
+
+
 def resolve(
     clipping: object, keywords: Mapping[str, Any] | None = None, noise_multiplier: float = 0.0
 ) -> Clipping:
     """The strategy that make_private's arguments mean.
 
     Args:
-        clipping: a strategy, or "flat", "per_layer" or "adaptive".
+        clipping: a strategy, or the name of one.
         keywords: further keywords of make_private: Opacus' of "adaptive", or none.
         noise_multiplier: sigma, which Opacus' `unclipped_num_std` shares.
     """
-    keywords = dict(keywords or {})
+    clipping, keywords = named(clipping, keywords or {})
     if clipping == "adaptive":
         known = {name: keywords.pop(name) for name in list(keywords) if name in ADAPTIVE_KEYWORDS}
     else:
@@ -47,7 +78,7 @@ def resolve(
         )
     if isinstance(clipping, Clipping):
         return clipping
-    names = sorted(_BY_NAME)
+    names = sorted({*_BY_NAME, *_PRESETS})
     if not isinstance(clipping, str):
         raise ArgumentTypeError(
             f"clipping expects a strategy, Clipping(scale, threshold, noise), or one of {names}, got "

@@ -9,7 +9,6 @@ and PEFT see the plain model; when `train()` returns, its layers are ordinary ag
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from fastclip.clipping import Clipping
 from fastclip.data.design import epochs_of
 from fastclip.engine import FastPrivacyEngine
-from fastclip.errors import ArgumentError
+from fastclip.errors import ArgumentError, say
 from fastclip.integrations.adapters import check_adapters
 from fastclip.integrations.arguments import (
     PrivacyArguments,
@@ -122,11 +121,10 @@ class PrivateTrainer(RowLossTrainer):
         if resume_from_checkpoint and resume_from_checkpoint is not True:
             self.resumed = read_checkpoint(str(resume_from_checkpoint), self.engine.accountant)
             if repeats_noise(self._noise_generator):
-                warnings.warn(
+                say(
                     "noise_generator is at the start of its sequence, so a resumed run would add the "
                     "noise of the first steps again if that run had this seed; restore the generator's "
-                    "state yourself (set_state), or seed it differently",
-                    stacklevel=2,
+                    "state yourself (set_state), or seed it differently"
                 )
         self.run_number = begin_run(self.engine, self.resumed)
         self._private, self._checked = True, Checked()
@@ -174,7 +172,7 @@ class PrivateTrainer(RowLossTrainer):
         check_adapters(self.model)  # type: ignore[arg-type]
         steps, sampling = self.args.max_steps, self.privacy.sampling(self.train_dataset)
         for trap in loader_traps(loader, self.privacy, sampling):
-            warnings.warn(trap, stacklevel=2)
+            say(trap)
         arguments: dict[str, Any] = {
             "module": self._prepared(), "optimizer": innermost(self.optimizer),
             "data_loader": loader, "max_grad_norm": self.privacy.per_sample_max_grad_norm,

@@ -87,6 +87,15 @@ class Handle:
         return follow(self.path, self.keeper, self._plain(module), args, kwargs)
 
     def _private(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._run(module, args, kwargs)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:  # fastclip's own and the device's say where
+                raise
+            told = RuntimeError(f"{where(self.path, module)}: {error}")
+            raise told.with_traceback(error.__traceback__) from error.__cause__
+
+    def _run(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         probe = self.keeper.calls.probe
         if probe is None and torch.is_grad_enabled():
             return apply_rule(self, module, args, kwargs)

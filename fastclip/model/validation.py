@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from opacus.optimizers import DPOptimizer
-from opacus.validators.errors import IllegalModuleConfigurationError, UnsupportedModuleError
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
@@ -26,11 +25,11 @@ def check_training(model: nn.Module) -> None:
     """Refuse a model in eval mode.
 
     Raises:
-        UnsupportedModuleError: as Opacus does.
+        UnsupportedLayerError: Opacus' UnsupportedModuleError.
     """
     if not model.training:
-        raise UnsupportedModuleError(
-            [IllegalModuleConfigurationError("Model needs to be in training mode: model.train()")]
+        raise UnsupportedLayerError(
+            "the model is in eval mode, and make_private expects training mode: call model.train()"
         )
 
 

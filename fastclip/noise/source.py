@@ -7,7 +7,6 @@ Both sources feed the noise of the gradients and of the counts. `SecureNoise` is
 from __future__ import annotations
 
 import functools
-import warnings
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from fastclip import ops
 from fastclip._torch import disable_dynamo
-from fastclip.errors import StepError
+from fastclip.errors import StepError, say
 from fastclip.noise import gaussian
 from fastclip.noise.keystream import KeyStream
 
@@ -126,8 +125,7 @@ def refuse_capture(device: torch.device) -> None:
 
 @functools.cache
 def _say_that_it_is_slow() -> None:
-    warnings.warn(
+    say(
         "secure noise is drawn on the CPU and copied to the GPU, because fastclip's CUDA extension "
-        "does not serve: `make build` builds it, `python -m fastclip.doctor` says what is missing",
-        stacklevel=3,
+        "does not serve: `make build` builds it, `python -m fastclip.doctor` says what is missing"
     )

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fastclip.errors import ArgumentError, FastclipError
+from fastclip.errors import ArgumentError, FastclipError, say
 
 BACKENDS = ("auto", "reference", "triton", "cuda")
 _MODULES = {"triton": "fastclip.kernels", "cuda": "fastclip.cuda", "host": "fastclip.cuda.host"}
@@ -151,10 +150,9 @@ def _give_up(key: str, reason: str, *, warn: bool) -> None:
     _STATE.why_not[key] = reason
     if warn:
         backend, name = key.split()
-        warnings.warn(
+        say(
             f"the {backend} kernel of {name} is not used ({reason}); its PyTorch reference takes "
-            "over. `python -m fastclip.doctor` tells more",
-            stacklevel=5,
+            "over. `python -m fastclip.doctor` tells more"
         )
 
 

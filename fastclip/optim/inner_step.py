@@ -1,17 +1,20 @@
-"""What may reach the step of the inner optimizer in Opacus' modes: released gradients, nothing else.
+"""What may reach the step of the inner optimizer: released gradients, nothing else.
 
-There autograd writes `p.grad` beside the per-sample gradients, unclipped and without noise.
+In Opacus' modes autograd writes `p.grad` beside the per-sample gradients, unclipped and without noise.
+In the fast mode there is no `p.grad` before the release, and sums would wait for ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
 
+from fastclip.backward.batch_states import State
+from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.guards import OPACUS_MARK
 from fastclip.errors import StepError
 
@@ -25,10 +28,21 @@ class Gate:
 
     def __init__(self) -> None:
         self.open = False
+        self.keeper: Callable[[], BookKeeper | None] = lambda: None
+        """Of the fast mode: whose sums are to be released first, while it is alive."""
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         was_open, self.open = self.open, False
-        if was_open or not any(OPACUS_MARK in p.__dict__ for p in parameters_of(optimizer)):
+        if was_open:
+            return
+        keeper = self.keeper()
+        if keeper is not None and keeper.batch.state in _UNRELEASED:
+            raise StepError(
+                f"step() of {type(optimizer).__name__} was called on a private model, whose gradients "
+                "it would not find; call step() of the optimizer that make_private returned, or "
+                "cleanup() on the model that it returned, to train without privacy"
+            )
+        if not any(OPACUS_MARK in p.__dict__ for p in parameters_of(optimizer)):
             return
         raise StepError(
             f"step() of {type(optimizer).__name__} was called on a private model's gradients, which "
@@ -36,6 +50,8 @@ class Gate:
             "returned, or cleanup() on the model that it returned, to train without privacy"
         )
 
+
+_UNRELEASED = (State.GATHERED, State.HELD, State.JOINED, State.STALE)
 
 _GATES: WeakKeyDictionary[Optimizer, Gate] = WeakKeyDictionary()
 

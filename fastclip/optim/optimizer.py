@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from fastclip.backward.guards import check_alone
 from fastclip.clipping.policy import split_refused
 from fastclip.errors import ArgumentError, StepError
 from fastclip.noise import NoiseSource
+from fastclip.optim.inner_step import gate_of
 from fastclip.optim.noise import OwnsNoise
 from fastclip.optim.release import check_alike, noisy_gradients
 from fastclip.optim.step_hooks import KeepsAccount
@@ -58,6 +60,8 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
             expected_batch_size=expected_batch_size, loss_reduction=loss_reduction,  # type: ignore[arg-type]
             generator=generator, secure_mode=secure_mode,
         )  # fmt: skip
+        self._gate = gate_of(self.original_optimizer)
+        self._gate.keeper = weakref.ref(keeper)
         # sigma_1, whatever the schedule's first factor is
         keeper.clipping.first_multiplier = noise_multiplier
         check_alike(keeper, optimizer, loss_reduction=loss_reduction, secure_mode=secure_mode)
@@ -250,7 +254,10 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 closure()
-        return self.original_optimizer.step() if self.pre_step() else None
+        if not self.pre_step():
+            return None
+        self._gate.open = True
+        return self.original_optimizer.step()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

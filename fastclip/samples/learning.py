@@ -116,7 +116,8 @@ class _Learner:
             self._learn(must_be_finite=False)
             return
         except _NotFound:
-            self.run.as_called()  # a model that fails on its own input says why itself
+            pass
+        self.run.as_called()  # a model that fails on its own input says why itself
         raise BatchSizeError(
             "cannot tell which axis of the model's inputs holds the samples: no way of cutting them "
             "to 2 and to 3 rows gives as many rows of output. Pass tensors with one row a sample "
