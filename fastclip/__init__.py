@@ -3,6 +3,7 @@
 from fastclip import clipping, errors, losses
 from fastclip.engine import FastPrivacyEngine
 from fastclip.layers import register_rule
+from fastclip.model.unwrapping import bare_state_dict, unwrap
 from fastclip.optim.grad_scaler import GradScaler
 from fastclip.optim.optimizer import FastDPOptimizer
 from fastclip.planner import Costs, Planner
@@ -14,8 +15,10 @@ __all__ = [
     "FastPrivacyEngine",
     "GradScaler",
     "Planner",
+    "bare_state_dict",
     "clipping",
     "errors",
     "losses",
     "register_rule",
+    "unwrap",
 ]

@@ -8,10 +8,11 @@ autograd never computes an unclipped weight gradient.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from fastclip._torch import Native, disable_dynamo, plain_apply, transformed, unwrap_dead
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.private_layer import Call, PrivateLayer
-from fastclip.errors import UnsupportedLayerError, where
+from fastclip.errors import StepError, UnsupportedLayerError, where
 from fastclip.layers import LayerRule
 from fastclip.model.following import eagerly, follow
 from fastclip.samples.place import Place
@@ -61,6 +62,19 @@ class Handle:
         """What the module held when it was last looked through, and what `parameters` answered."""
         self.checked: tuple[Any, Any] = None, None
         """The answer whose parameters are known to be the model's own, and all of the model's."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        memo[id(self)] = made = Handle.__new__(Handle)
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """A pickled forward would be looked for in the layer's class, and not be found."""
+        raise StepError(
+            "a private model cannot be pickled: save fastclip.unwrap(model).state_dict(), or "
+            "engine.save_checkpoint(...) to go on from; to hand on the model itself, call "
+            "model.cleanup() first, and pickle fastclip.unwrap(model)"
+        )
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """The module's forward."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from opacus.grad_sample import AbstractGradSampleModule
@@ -136,10 +137,15 @@ def _own(module: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
 
 
+PREFIX = "_module."
+"""Of the keys of a private model's state_dict."""
+
+
 class FastGradSampleModule(AbstractGradSampleModule):
     """The private model: `m` with its trainable layers intercepted.
 
-    Behaves as `m`; state_dict keys carry the prefix `_module.`, as with Opacus.
+    Behaves as `m`: what it has not, `m` is asked for. state_dict keys carry the prefix `_module.`, as
+    with Opacus; load_state_dict takes those of `m`, too, and fastclip.unwrap gives `m`.
 
     Args:
         m: the model. keeper: its book-keeper. batch_first, loss_reduction: as in make_private.
@@ -163,6 +169,12 @@ class FastGradSampleModule(AbstractGradSampleModule):
             if name == "_module":  # not there yet
                 raise
             return getattr(self._module, name)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        """As torch's; keys of the bare model are as good as those of this one."""
+        if not any(key.startswith(PREFIX) for key in state_dict):
+            state_dict = {PREFIX + key: value for key, value in state_dict.items()}
+        return super().load_state_dict(state_dict, *args, **options)
 
     def forbid_grad_accumulation(self) -> None:
         self.keeper.batch.accumulation_allowed = False

@@ -106,8 +106,9 @@ class Calls:
         """What the calls cost that were looked at."""
 
     def __getstate__(self) -> dict[str, Any]:
+        """A copy, which may be pickled, learns its layouts anew: they name places in running code."""
         left = dict.fromkeys(("probe", "intercepting", "shards"))
-        return {**self.__dict__, **left, "_running": []}
+        return {**self.__dict__, **left, "_running": [], "layouts": {}, "looks": []}
 
     @property
     def outermost(self) -> Entered | None:
