@@ -30,6 +30,8 @@ from fastclip.parallel.shards import check_whole
 from fastclip.planner.report import PlanRow
 from fastclip.uses.replay import ReplayUse
 
+_BROADCAST = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -234,7 +236,24 @@ def _traps(setup: Setup, owned: set[nn.Parameter]) -> Iterator[str]:
             "FastPrivacyEngine(secure_mode=True) for a model that leaves your hands"
         )
     if setup.data_loader is not None:
+        yield from _paired_rows(setup, setup.data_loader)
         yield from _loader_traps(setup, setup.data_loader)
+
+
+def _paired_rows(setup: Setup, loader: DataLoader) -> Iterator[str]:
+    """Outputs [b, 1] beside targets [b], as far as shapes tell: no row is looked at."""
+    tensors = getattr(loader.dataset, "tensors", ())
+    layers = [layer for layer in setup.module.modules() if isinstance(layer, nn.Linear)]
+    if not layers or layers[-1].out_features != 1 or len(tensors) < 2:
+        return
+    target = tensors[-1]
+    broadcasts = setup.criterion is None or isinstance(setup.criterion, _BROADCAST)
+    if broadcasts and target.dim() == 1 and target.is_floating_point():
+        yield (
+            "the model's outputs are [b, 1] and the targets [b]: mse_loss, l1_loss and huber_loss, or a "
+            "difference, pair every row with every other's target, so that its gradient depends on the "
+            "others and the guarantee does not hold; take model(x).squeeze(1), or targets of [b, 1]"
+        )
 
 
 def _loader_traps(setup: Setup, loader: DataLoader) -> Iterator[str]:

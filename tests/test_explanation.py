@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from transformers import BertConfig, BertForSequenceClassification
@@ -181,3 +182,28 @@ def test_a_private_model_has_a_plan_instead() -> None:
     made, private, *_ = make_private(nn.Linear(6, 3))
     with pytest.raises(ArgumentError, match=r"before make_private; engine.plan\(\)"):
         made.explain(module=private)
+
+
+@pytest.mark.parametrize("criterion", [None, nn.MSELoss(), nn.BCEWithLogitsLoss()])
+@pytest.mark.parametrize("targets", [(64,), (64, 1)])
+def test_outputs_that_would_meet_every_target(criterion: nn.Module | None, targets: tuple) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    data = TensorDataset(torch.randn(64, 4), torch.randn(targets))
+    told = engine().explain(
+        module=model, optimizer=sgd(model), data_loader=DataLoader(data, 8), criterion=criterion
+    )
+    found = [trap for trap in told.traps if "take model(x).squeeze(1)" in trap]
+    loses = len(targets) == 1 and not isinstance(criterion, nn.BCEWithLogitsLoss)
+    assert len(found) == loses
+    # what it warns of: the gradient of a row depends on other rows' targets
+    x, y = data.tensors
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gradients = []
+        for change in (0.0, 5.0):
+            y = y.clone()
+            y[1] += change
+            out = model(x[:2])
+            loss = F.mse_loss(out, y[:2])
+            gradients.append(torch.autograd.grad(loss, out)[0][0])
+    assert torch.equal(*gradients) == (len(targets) == 2)
