@@ -242,7 +242,7 @@ def _traps(setup: Setup, owned: set[nn.Parameter]) -> Iterator[str]:
 
 def _paired_rows(setup: Setup, loader: DataLoader) -> Iterator[str]:
     """Outputs [b, 1] beside targets [b], as far as shapes tell: no row is looked at."""
-    tensors = getattr(loader.dataset, "tensors", ())
+    tensors: Any = getattr(loader.dataset, "tensors", ())
     layers = [layer for layer in setup.module.modules() if isinstance(layer, nn.Linear)]
     if not layers or layers[-1].out_features != 1 or len(tensors) < 2:
         return
