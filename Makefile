@@ -26,7 +26,7 @@ dist: $(STAMP)
 	$(BIN)/python -c "import setuptools.build_meta as b; [f('build/dist') for f in (b.build_sdist, b.build_wheel)]"
 
 demo: $(STAMP)
-	$(BIN)/python -m examples.demo
+	$(BIN)/python -m bench.demo
 
 test: $(STAMP)
 	$(TESTS) -m "not slow and not conformance"

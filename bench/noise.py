@@ -26,7 +26,7 @@ from tqdm import tqdm
 from transformers import BertConfig, BertModel
 
 from bench.measure import CpuWait, busy_warning, machine, now, quartiles, versions
-from bench.models import resnet18
+from examples.models import resnet18
 from fastclip import ops
 from fastclip.noise import NoiseSource, SecureNoise, SeededNoise
 

@@ -25,10 +25,10 @@ from bench.models import (
     convnext,
     lora_bert,
     mamba,
-    resnet18,
     resnet50,
     vit,
 )
+from examples.models import resnet18
 
 BATCHES = 4
 WARM_UP = 2

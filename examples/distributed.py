@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from examples.data import functions
-from examples.tasks import TextClassifier
+from examples.models import TextClassifier
 from fastclip import FastPrivacyEngine
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
-from bench.models import ResNet, resnet18
 from examples.data import digits
+from examples.models import ResNet, resnet18
 from fastclip import FastPrivacyEngine, clipping
 
 DELTA, HELD_OUT = 1e-5, 5  # every fifth image is for testing

@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
-from bench.processes import ROOT
 from examples.data import digits
 from fastclip import FastPrivacyEngine, clipping
 from fastclip.clipping import Clipping
@@ -214,7 +213,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--seeds", type=int, default=5, help="runs of each strategy")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "strategies", help="folder")
+    parser.add_argument("--out", type=Path, default=Path("build") / "strategies", help="folder")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")  # Opacus warns about its random generator at every start
     torch.set_num_threads(1)  # the tensors are small: more threads would wait for each other

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bench.models import ResNet, group_norm
 from bench.papers.data.dataset import Dataset
+from examples.models import ResNet, group_norm
 
 NORM_GROUPS = 8
 """Groups of the GroupNorm of tabular networks, which the papers do not state."""

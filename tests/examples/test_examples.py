@@ -1,19 +1,17 @@
-"""What users copy: the custom layer's rule is exact, and every engine trains the same task."""
+"""What users copy: it stands alone, its data are split cleanly, the custom layer's rule is exact."""
 
 from __future__ import annotations
 
-import dataclasses
+import ast
+from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from torch import nn
 
-from examples import fairness
+from bench.processes import ROOT
 from examples.custom_layer import Scale
 from examples.data import digits, functions
-from examples.tasks import TASKS
-from examples.train import ENGINES, train
 from tests.oracle import DTYPES, check_exact, make_private, row_loss
 
 
@@ -52,26 +50,10 @@ def test_no_row_is_trained_and_tested_on(data) -> None:
         assert set(split.tensors[1].tolist()) == set(range(len(names)))
 
 
-def test_a_short_run_of_the_demo() -> None:
-    """One epoch spends what it says; the private engines agree on the noise that affords it."""
-    task = dataclasses.replace(TASKS["digits"], epochs=1)
-    results = {name: train(task, ENGINES[name]) for name in ("not_private", "fastclip")}
-    assert results["not_private"]["epsilon"] is None
-    private = results["fastclip"]
-    assert 0 < private["epsilon"] <= task.target_epsilon
-    assert private["noise_multiplier"] > 0
-    assert private["steps"] == results["not_private"]["steps"]
-    assert 0 <= private["accuracy"] <= 1
-
-
-def test_the_demo_shows_what_clipping_does_to_each_digit() -> None:
-    found = fairness.measure(seeds=1, epochs=1)
-    assert {len(of) for runs in found.values() for of in runs} == {10}
-    shown = fairness.table(found)
-    assert all(name in shown for name, _, _ in fairness.COMPARED.values())
-    axes = Figure().subplots()
-    fairness.panel(axes, found)
-    _, labels = axes.get_legend_handles_labels()
-    assert len(labels) == len(fairness.COMPARED)
-    made = {"dp_sgd": [[0.0, 1.0], [1.0, 1.0]]}
-    assert fairness.means(made["dp_sgd"]) == [0.5, 1.0]
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+def test_an_example_can_be_copied(path: Path) -> None:
+    """With its neighbours alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        found += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not {name.partition(".")[0] for name in found} & {"bench", "tests"}, found

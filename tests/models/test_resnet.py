@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.models import resnet18
+from examples.models import resnet18
 from tests.oracle import Batch, check_exact
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bench.models import resnet18
+from examples.models import resnet18
 from tests.models import test_transformers as hf
 from tests.oracle import Batch, LossFn, as_batch
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from bench.models import resnet18
+from examples.models import resnet18
 from tests.oracle import (
     DTYPES,
     Batch,

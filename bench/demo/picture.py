@@ -11,7 +11,7 @@ matplotlib.use("Agg")  # no display needed
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from examples import fairness
+from bench.demo import fairness
 
 COLOURS = {
     "not_private": "#9aa0a6",
@@ -31,11 +31,11 @@ def draw(
     runs: list[dict], path: Path, where: str, warning: str | None = None,
     classes: dict[str, list[list[float]]] | None = None,
 ) -> None:  # fmt: skip
-    """Write the picture of `runs` (see examples/demo.py) to `path`.
+    """Write the picture of `runs` (see __main__.py) to `path`.
 
     Args:
         where: the machine. warning: what makes the times of these runs doubtful.
-        classes: what examples/fairness.py measured, for a panel of its own.
+        classes: what fairness.py measured, for a panel of its own.
     """
     tasks = list(dict.fromkeys(run["task"] for run in runs))
     rows = len(tasks) + (classes is not None)

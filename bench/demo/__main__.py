@@ -1,11 +1,11 @@
 """The main job on real data: train privately, with three engines, next to training without.
 
-    python -m examples.demo
+    python -m bench.demo
 
-Two tasks that need no download (examples/tasks.py) are trained by the same function
-(examples/train.py) without privacy, with fastclip, and with Opacus' hooks and ghost modes, all at
+Two tasks that need no download (tasks.py) are trained by the same function
+(train.py) without privacy, with fastclip, and with Opacus' hooks and ghost modes, all at
 the same privacy budget, each in a fresh process. Then what clipping does to a rare class
-(examples/fairness.py). Prints tables and writes demo.json and demo.png to build/demo. Takes a few
+(fairness.py). Prints tables and writes demo.json and demo.png to build/demo. Takes a few
 minutes on two cores.
 """
 
@@ -19,13 +19,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from bench.demo.fairness import SEEDS, measure
+from bench.demo.fairness import table as table_of_classes
+from bench.demo.picture import draw
+from bench.demo.tasks import TASKS
+from bench.demo.train import ENGINES
 from bench.measure import busy_warning, machine, now, versions
 from bench.processes import ROOT, run_module
-from examples.fairness import SEEDS, measure
-from examples.fairness import table as table_of_classes
-from examples.picture import draw
-from examples.tasks import TASKS
-from examples.train import ENGINES
 
 BASELINE = "not_private"
 OPACUS_AND_BERT = (
@@ -42,7 +42,7 @@ def run_all(options: argparse.Namespace) -> list[dict]:
     with tqdm(plan, unit="run", position=0) as progress:
         for task, engine in progress:
             progress.set_description(f"{task} {engine}")
-            result = run_module("examples.train", [task, engine, *extra], show_progress=True)
+            result = run_module("bench.demo.train", [task, engine, *extra], show_progress=True)
             runs.append({"task": task, "title": TASKS[task].title, "engine": engine, **result})
     return add_ratios(runs)
 
@@ -98,7 +98,7 @@ def _row(run: dict) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run, print the table, write the files."""
-    parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.demo", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))

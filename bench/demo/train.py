@@ -4,7 +4,7 @@
 difference: each turns the same (model, optimizer, loader) into private ones, or leaves them.
 `opacus_hooks` becomes `fastclip` by changing one name; `opacus_ghost` also wraps the criterion.
 
-    python -m examples.train digits fastclip   # one run, printed as JSON
+    python -m bench.demo.train digits fastclip   # one run, printed as JSON
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
+from bench.demo.tasks import TASKS, Task
 from bench.measure import CpuWait, PeakMemory, quartiles
 from bench.processes import report
-from examples.tasks import TASKS, Task
 
 
 def not_private(
@@ -146,7 +146,7 @@ def test(model: nn.Module, test_set: TensorDataset) -> tuple[float, float]:
 
 def main() -> None:
     """Train one task with one engine and print the result as a line of JSON."""
-    parser = argparse.ArgumentParser(prog="python -m examples.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.demo.train", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("engine", choices=ENGINES)

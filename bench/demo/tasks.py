@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from bench.models import ResNet, bert
-from examples.data import PADDING, TOKENS, VOCABULARY, digits, functions
+from examples.data import digits, functions
+from examples.models import ResNet, TextClassifier
 
 
 @dataclass(frozen=True)
@@ -37,33 +36,6 @@ class Task:
     target_epsilon: float = 8.0
     target_delta: float = 1e-5
     max_grad_norm: float = 1.0
-
-
-class TextClassifier(nn.Module):
-    """A small BERT, the mean of its outputs over the words, and a linear layer.
-
-    The mean instead of BERT's usual [CLS] token: in few and noisy steps it learns sooner.
-    """
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self.encoder = bert(
-            layers=2,
-            hidden=64,
-            heads=2,
-            intermediate=128,
-            vocab=VOCABULARY,
-            max_positions=TOKENS,
-        ).bert
-        self.encoder.pooler = None
-        self.head = nn.Linear(64, classes)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens, int64 [b, t], to logits [b, k]."""
-        words = tokens != PADDING  # [b, t]
-        hidden = self.encoder(tokens, attention_mask=words.long()).last_hidden_state  # [b, t, d]
-        mask = words.unsqueeze(2).to(hidden.dtype)
-        return self.head((hidden * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1))
 
 
 TASKS = {
