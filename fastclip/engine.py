@@ -87,7 +87,8 @@ class FastPrivacyEngine(SteppingEngine):
         """Make model, optimizer and data loader private.
 
         Args:
-            module: the model, in training mode. optimizer: over this model's parameters.
+            module: the model, in training mode.
+            optimizer: over this model's parameters.
             criterion: loss, whose reduction must be `loss_reduction`; returned (unchanged) only
                 where grad_sample_mode is "ghost".
             data_loader: its length sets the sampling rate q = 1 / len(data_loader), and the number N
@@ -109,7 +110,8 @@ class FastPrivacyEngine(SteppingEngine):
                 own modes ("hooks", "functorch", "ew", ...) take their gradients from Opacus' code.
             wrap_model: False intercepts the model in place and returns a handle with `cleanup()`.
             rand_on_empty: an empty batch becomes one placeholder row, which contributes nothing.
-            sample_rate, expected_batch_size: public q and B, of rows or units; give both.
+            sample_rate: public q and B, of rows or units; give both.
+            expected_batch_size: public q and B, of rows or units; give both.
             max_batch_size: most rows or units of a step; larger draws are cut at random, which
                 accountant="pld" accounts for. None: as many as are drawn.
             unit_ids: whose every row of the data set is, [rows]: a tensor, list, array, or the name of
@@ -217,7 +219,8 @@ class FastPrivacyEngine(SteppingEngine):
         """`make_private` with the noise multiplier that a privacy budget affords.
 
         Args:
-            data_loader, clipping: as in `make_private`.
+            data_loader: as in `make_private`.
+            clipping: as in `make_private`.
             target_epsilon, target_delta: the budget, spent after `epochs` passes over the data; a
                 guarantee as of `get_epsilon`.
             epochs: number of passes, of 1 / q steps each; the loader draws exactly as many. A noise

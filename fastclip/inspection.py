@@ -86,7 +86,8 @@ class InspectedEngine(OpacusModes):
         models, and of checkpoints that were loaded, count at the rates that were recorded.
 
         Args:
-            delta: in (0, 1). rate: q_i of the row, of `engine.sampling.rates`.
+            delta: in (0, 1).
+            rate: q_i of the row, of `engine.sampling.rates`.
 
         Raises:
             StepError: before make_private. ArgumentError: for a rate or delta out of range.

@@ -156,7 +156,8 @@ class AccountedEngine(PrivacyEngine):
             >>> torch.distributed.checkpoint.load(state, checkpoint_id=folder)  # on any number of ranks
 
         Args:
-            module, optimizer: as make_private returned them.
+            module: as make_private returned them.
+            optimizer: as make_private returned them.
 
         Raises:
             ArgumentTypeError: for another optimizer.

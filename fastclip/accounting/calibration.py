@@ -47,7 +47,8 @@ def find_noise_multiplier(
     less or more; the schedule's own planned length does not enter.
 
     Args:
-        target_epsilon, target_delta: the budget.
+        target_epsilon: the budget.
+        target_delta: the budget.
         sample_rate: q in (0, 1]; Opacus uses 1 / len(data_loader). Or a TruncatedPoisson.
         epochs: length in passes over the data, `steps_of(sample_rate, epochs)` steps.
         steps: length in real steps; give either.
@@ -105,7 +106,8 @@ def steps_of(rate: float, epochs: float = 1) -> int:
     step for some loader lengths n, since 1 / (1 / 49) is below 49; the ceiling adds one for others.)
 
     Args:
-        rate: q, in (0, 1]. epochs: passes, 0 or more; a fraction of a step counts as a step.
+        rate: q, in (0, 1].
+        epochs: passes, 0 or more; a fraction of a step counts as a step.
     """
     return in_passes(max(1, round(1 / rate)), epochs)
 

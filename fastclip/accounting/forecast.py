@@ -80,7 +80,10 @@ def forecast(
     """Noise and epsilon of a run of `steps` >= 1 steps, stage by stage.
 
     Args:
-        schedule, noise_multiplier, sample_rate, steps: as in `history`.
+        schedule: as in `history`.
+        noise_multiplier: as in `history`.
+        sample_rate: as in `history`.
+        steps: as in `history`.
         delta: in (0, 1).
         accountant: whose epsilon is the total; "rdp" and "prv" are computed, too, where they can
             compose the run (else NaN), unless draws are cut.

@@ -14,7 +14,8 @@ def draw_attack(attack: Attack, title: str, path: str | Path) -> None:
     """Save the trade-off of false and true positives, on logarithmic axes.
 
     Args:
-        attack: what `strongest_attack` returned. title: above the picture.
+        attack: what `strongest_attack` returned.
+        title: above the picture.
         path: of the file, with the ending of a format that matplotlib knows.
 
     Raises:

@@ -62,7 +62,9 @@ class PLDAccountant(IAccountant):
         never downwards), as long as float64 carries it.
 
         Args:
-            delta: in (0, 1). eps_error: as above. delta_error: delta / 1000 by default.
+            delta: in (0, 1).
+            eps_error: as above.
+            delta_error: delta / 1000 by default.
 
         Raises:
             ArgumentError: for a value out of range, a delta that float64 cannot tell from rounding
@@ -143,7 +145,9 @@ def loss_distribution(history: Iterable[Entry], eps_error: float, delta_error: f
     """The privacy loss of a run, rounded up.
 
     Args:
-        history: at least one entry. eps_error, delta_error: as of PLDAccountant.get_epsilon.
+        history: at least one entry.
+        eps_error: as of PLDAccountant.get_epsilon.
+        delta_error: as of PLDAccountant.get_epsilon.
 
     Returns:
         A PrivacyLossDistribution of dp-accounting, or None where a step has no noise.

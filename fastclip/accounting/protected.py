@@ -17,7 +17,8 @@ class Protected:
     """The privacy unit of recorded steps, and whether their price leaves the number of units secret.
 
     Args:
-        units: "row" or "unit"; empty before the first step. size_is_secret: nothing depends on N.
+        units: "row" or "unit"; empty before the first step.
+        size_is_secret: nothing depends on N.
     """
 
     units: frozenset[str] = frozenset()
@@ -51,7 +52,8 @@ def protected_by(state: Mapping[str, Any], history: Sequence[Any]) -> Protected:
     """Whom the steps of a saved accountant protect.
 
     Args:
-        state: of the accountant. history: its entries, none if it has taken no step.
+        state: of the accountant.
+        history: its entries, none if it has taken no step.
 
     Raises:
         ArgumentError: it is damaged.

@@ -84,7 +84,8 @@ def read_segments(saved: Any, mechanism: str, place: str) -> Segments:
 
     Args:
         saved: what state_dict() returned, perhaps by way of JSON.
-        mechanism: of the accountant that reads it. place: where it comes from, for messages.
+        mechanism: of the accountant that reads it.
+        place: where it comes from, for messages.
 
     Raises:
         ArgumentError: if it is damaged, or of another accountant.

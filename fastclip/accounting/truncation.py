@@ -83,7 +83,8 @@ def refuse_truncated(entries: Any, mechanism: str) -> None:
     """Only "pld" knows what a truncated draw costs.
 
     Args:
-        entries: (noise multiplier, rate, steps). mechanism: of the accountant that would read them.
+        entries: (noise multiplier, rate, steps).
+        mechanism: of the accountant that would read them.
 
     Raises:
         ArgumentError: if there is one and the accountant is another.

@@ -25,7 +25,9 @@ class Frozen:
     Tensors are held as long as it is, so that no other one can take an address that was seen.
 
     Args:
-        model: the private model. keeper: its book-keeper. device: of its parameters.
+        model: the private model.
+        keeper: its book-keeper.
+        device: of its parameters.
     """
 
     def __init__(self, model: nn.Module, keeper: BookKeeper, device: torch.device) -> None:

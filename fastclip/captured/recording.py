@@ -87,7 +87,8 @@ class Recording:
     """A captured pass.
 
     Args:
-        recorder: captures. keeper: the model's book-keeper.
+        recorder: captures.
+        keeper: the model's book-keeper.
         run: the pass over `inputs`, whose rows are there already; returns the losses of the rows.
         inputs: the tensors that the graph reads.
         frozen: makes the state to be captured in.

@@ -33,8 +33,10 @@ class Step:
     """Forward pass, loss, backward pass, norms and clipped sums of one batch; see `engine.make_step`.
 
     Args:
-        model: what `loss_function` is called with. keeper: of the private model.
-        loss_function: (model, *batch) -> losses [n]. physical_batch: rows that are run at once.
+        model: what `loss_function` is called with.
+        keeper: of the private model.
+        loss_function: (model, *batch) -> losses [n].
+        physical_batch: rows that are run at once.
         cuda_graph: replay CUDA graphs where the model is on a GPU.
     """
 

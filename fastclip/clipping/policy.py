@@ -104,7 +104,8 @@ class ThresholdPolicy:
         """The state after a real step: post-processing of noisy counts and public numbers.
 
         Args:
-            noisy_counts: of the logical batch. batch_size: the public expected one, B.
+            noisy_counts: of the logical batch.
+            batch_size: the public expected one, B.
             step: the number of real steps before this one.
         """
         return state

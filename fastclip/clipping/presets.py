@@ -45,8 +45,11 @@ def adaptive(
     """C follows a quantile of the norms (Andrew et al. 2021); Opacus' "adaptive".
 
     Args:
-        target_quantile: the fraction of samples to leave unclipped. threshold_lr: eta of C.
-        count_noise_ratio: sigma_count / sigma_grad. lower, upper: bounds of C.
+        target_quantile: the fraction of samples to leave unclipped.
+        threshold_lr: eta of C.
+        count_noise_ratio: sigma_count / sigma_grad.
+        lower: bounds of C.
+        upper: bounds of C.
     """
     policy = Quantile("below", target_quantile, threshold_lr, 1.0, lower, upper, count_noise_ratio)
     return Clipping(Hard(), policy)
@@ -99,7 +102,8 @@ def global_adapt(
     """Scales C / Z, clipped beyond Z; Z follows the counts, C stays (Esipova et al. 2023).
 
     Args:
-        z: the first Z. target_quantile: the fraction of samples beyond tau * Z.
+        z: the first Z.
+        target_quantile: the fraction of samples beyond tau * Z.
     """
     policy = Quantile(
         "above", target_quantile, threshold_lr, tau, count_noise_ratio=count_noise_ratio
@@ -136,7 +140,8 @@ def sad_dpsgd(
     """Little noise and a high threshold early, more noise and a lower one later: SAD-DPSGD.
 
     Args:
-        total_steps: planned real steps. stages: of growing length, T_{j+1} = T_j / length_decay.
+        total_steps: planned real steps.
+        stages: of growing length, T_{j+1} = T_j / length_decay.
         noise_decay: sigma_j = sigma_1 / noise_decay^(j-1); noise_multiplier is sigma_1.
         threshold_decay: C_j = C_1 * threshold_decay^(j-1).
     """

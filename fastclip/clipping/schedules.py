@@ -127,7 +127,9 @@ class StagedNoise(_InStages):
     Source: SAD-DPSGD.
 
     Args:
-        total_steps, stages, length_decay: as in `Stages`.
+        total_steps: as in `Stages`.
+        stages: as in `Stages`.
+        length_decay: as in `Stages`.
         decay: beta in (0, 1].
     """
 

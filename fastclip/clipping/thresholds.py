@@ -56,7 +56,9 @@ class StagedThreshold(ThresholdPolicy):
     """C_j = C_1 * decay^(j-1) in stage j: SAD-DPSGD. Public: it depends on the step's number only.
 
     Args:
-        total_steps: planned real steps. stages: n. decay: beta_C in (0, 1].
+        total_steps: planned real steps.
+        stages: n.
+        decay: beta_C in (0, 1].
         length_decay: T_{j+1} = T_j / length_decay.
     """
 
@@ -98,8 +100,10 @@ class Quantile(ThresholdPolicy):
     Args:
         count: "below" or "above".
         target: the fraction to leave at or below C ("below"), or beyond tau * C ("above").
-        learning_rate: eta of the update. tau: multiple of C beyond which a norm counts ("above").
-        lower, upper: bounds of C; None for the limits of float32 only.
+        learning_rate: eta of the update.
+        tau: multiple of C beyond which a norm counts ("above").
+        lower: bounds of C; None for the limits of float32 only.
+        upper: bounds of C; None for the limits of float32 only.
         count_noise_ratio: r = sigma_count / sigma_grad.
         centred: count each sample as +1/2 or -1/2: half the sensitivity, half the noise (Andrew).
         num_groups: K; each group follows its own quantile. One sample adds one 1 to the 2 K counts;

@@ -38,7 +38,8 @@ def privacy_impact(private: Mapping[str, float], plain: Mapping[str, float]) -> 
     Equality of privacy impact (Xu et al. 2020, Definition 6) is an inequality of 0.
 
     Args:
-        private, plain: accuracy by group, of the same groups.
+        private: accuracy by group, of the same groups.
+        plain: accuracy by group, of the same groups.
     """
     if set(private) != set(plain):
         raise ArgumentError(

@@ -69,9 +69,12 @@ def evaluation(
     """All measures, a row each: columns attribute, group, measure, value.
 
     Args:
-        losses: of rows, [n], float. predictions, labels: class numbers, [n].
+        losses: of rows, [n], float.
+        predictions: class numbers, [n].
+        labels: class numbers, [n].
         groups: of each attribute, the group of every row, [n].
-        attributes: names of the groups, by their number. classes: names of the classes.
+        attributes: names of the groups, by their number.
+        classes: names of the classes.
 
     Returns:
         Measures of everybody (attribute "all"), of each group and of each class; those of a group

@@ -136,7 +136,8 @@ class Page:
         """A picture.
 
         Args:
-            caption: what it shows. alt: what who cannot see it needs to know.
+            caption: what it shows.
+            alt: what who cannot see it needs to know.
         """
         if not alt.strip():
             raise ArgumentError("figure expects alt, a sentence for who cannot see the picture")

@@ -46,7 +46,9 @@ def lines(
     """A panel for each title, a line for each name; one legend below all of them.
 
     Args:
-        share: values are shares of 1, shown in percent. log, xlog: logarithmic axes.
+        share: values are shares of 1, shown in percent.
+        log: logarithmic axes.
+        xlog: logarithmic axes.
         columns: panels beside each other; one is legible on a telephone.
     """
     names = list(dict.fromkeys(name for of in panels.values() for name in of))

@@ -73,7 +73,9 @@ class FairnessRecorder:
 
         Args:
             step: real steps so far.
-            losses: of the rows, [n], each of its row alone. predictions, labels: int64 [n].
+            losses: of the rows, [n], each of its row alone.
+            predictions: int64 [n].
+            labels: int64 [n].
             groups: of each attribute, the group of every row, int64 [n].
             part: "test", "validation", "train" or a name of your own.
             epsilon: spent so far.

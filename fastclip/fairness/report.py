@@ -33,7 +33,8 @@ def fairness_report(
     Args:
         run: a recorder, or its table.
         path: of the HTML file; a Markdown twin and its pictures are written beside it.
-        epsilon, delta: what the run has spent, `engine.get_epsilon(delta)`.
+        epsilon: what the run has spent, `engine.get_epsilon(delta)`.
+        delta: what the run has spent, `engine.get_epsilon(delta)`.
         baseline: the same of a run without privacy, for the cost of privacy by group.
         searched: the cost of the search that chose this run, from `fastclip.accounting.hpo_epsilon`.
         part: the evaluated part that the tables show.

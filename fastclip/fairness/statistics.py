@@ -35,7 +35,8 @@ def paired_wilcoxon(
     """Wilcoxon's signed-rank test of a - b, exact up to 50 pairs without ties.
 
     Args:
-        a, b: of the same seed at the same place.
+        a: of the same seed at the same place.
+        b: of the same seed at the same place.
         alternative: "two-sided", "less" (a is smaller) or "greater".
 
     Raises:

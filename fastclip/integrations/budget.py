@@ -36,8 +36,11 @@ class Budget:
         resumed one may have had another length, batch, noise or strategy before.
 
         Args:
-            accountant: what was spent. optimizer: as it is about to go on: its noise and stage.
-            design: how rows are drawn. steps: real steps to come. way_out: of the message.
+            accountant: what was spent.
+            optimizer: as it is about to go on: its noise and stage.
+            design: how rows are drawn.
+            steps: real steps to come.
+            way_out: of the message.
 
         Raises:
             ArgumentError: with the epsilon that would be reached.

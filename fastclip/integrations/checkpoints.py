@@ -43,7 +43,8 @@ class Resumed:
         """Refuse to go on where the budget would be exceeded, or the strategy begin again.
 
         Args:
-            trainer: about to take its first step. steps: those to come.
+            trainer: about to take its first step.
+            steps: those to come.
 
         Raises:
             ArgumentError: with the way out.

@@ -61,7 +61,8 @@ class PrivateTrainer(RowLossTrainer):
     `trainer.args` is a copy in which the logical batch is the batch and nothing is accumulated.
 
     Args:
-        privacy: what make_private takes. noise_generator: for reproducible runs; without it noise comes
+        privacy: what make_private takes.
+        noise_generator: for reproducible runs; without it noise comes
             from a generator seeded by the operating system, never from TrainingArguments.seed, which
             is 42 by default and known. Batches are drawn the same way unless data_seed is set.
         engine: to share an accountant; a new one if None.

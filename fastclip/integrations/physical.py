@@ -39,7 +39,8 @@ class NumberedRows:
     """A data set whose rows come with the number of their unit, for SplitCollate to cut between units.
 
     Args:
-        dataset: any with __getitem__. unit: int64 [rows], the unit of each row (`Plan.unit`).
+        dataset: any with __getitem__.
+        unit: int64 [rows], the unit of each row (`Plan.unit`).
     """
 
     def __init__(self, dataset: Any, unit: Tensor) -> None:
@@ -62,7 +63,9 @@ def by_units(loader: DataLoader, unit: Tensor | None, draws: Any, rows: int | No
     """The data set of a private loader, whose rows come with the numbers of their units, if it has any.
 
     Args:
-        unit: of each row, int64. draws: of the loader. rows: most rows of a physical batch.
+        unit: of each row, int64.
+        draws: of the loader.
+        rows: most rows of a physical batch.
 
     Raises:
         BatchSizeError: a unit may bring more rows; said before training, not when it is drawn.
@@ -89,7 +92,8 @@ class SplitCollate:
     the model need not bear an input without rows.
 
     Args:
-        collate: the user's data collator. dataset: gives the placeholder row its shape.
+        collate: the user's data collator.
+        dataset: gives the placeholder row its shape.
         rows: most rows of a physical batch; None never splits.
     """
 

@@ -125,7 +125,8 @@ def check_uncoupled(
 
     Args:
         loss_of: the scalar loss of a batch, without dropout, in float32; or the loss and its logits
-            (None if unknown). inputs: the rows that are compared with each alone.
+            (None if unknown).
+        inputs: the rows that are compared with each alone.
         rounding: how far the same row's loss may be off in another batch, relatively.
 
     Raises:
@@ -155,7 +156,8 @@ def check_function(
     learnt nothing yet gives every token the same loss, and hides a mean over tokens.
 
     Args:
-        function: (outputs, labels) -> loss, one a row or their mean. inputs: the labels' batch.
+        function: (outputs, labels) -> loss, one a row or their mean.
+        inputs: the labels' batch.
 
     Raises:
         ArgumentError: with the way out.

@@ -148,7 +148,10 @@ class FastGradSampleModule(AbstractGradSampleModule):
     with Opacus; load_state_dict takes those of `m`, too, and fastclip.unwrap gives `m`.
 
     Args:
-        m: the model. keeper: its book-keeper. batch_first, loss_reduction: as in make_private.
+        m: the model.
+        keeper: its book-keeper.
+        batch_first: as in make_private.
+        loss_reduction: as in make_private.
     """
 
     def __init__(

@@ -37,9 +37,11 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
     removed; what sampling adds holds for Poisson sampling alone (see `make_private`).
 
     Args:
-        optimizer: the inner optimizer. keeper: book-keeper of the private model.
+        optimizer: the inner optimizer.
+        keeper: book-keeper of the private model.
         noise_multiplier: the total sigma, that of the first step where a schedule changes it.
-        expected_batch_size: B. loss_reduction: "mean" divides by B.
+        expected_batch_size: B.
+        loss_reduction: "mean" divides by B.
         generator: source of the noise (torch's global one if None).
         secure_mode: cryptographic noise, in the place of a generator's.
     """

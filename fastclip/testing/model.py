@@ -54,7 +54,8 @@ def check_model(
         tolerance: of the relative errors; None for 1e-9, or 1e-4 (5e-2) where the model computes in
             float32 (half precision) somewhere.
         batch_first: False: samples lie along axis 1 of tensors with two or more dimensions.
-        loss_reduction: "mean" or "sum" over the samples. planner: as for FastPrivacyEngine.
+        loss_reduction: "mean" or "sum" over the samples.
+        planner: as for FastPrivacyEngine.
 
     Returns:
         A ModelCheck, with `ok`, `rows`, `norm_error`, `refused` and `findings`.

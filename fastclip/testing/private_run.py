@@ -49,7 +49,8 @@ def private_run(
     """Make the model private without noise, and differentiate one loss.
 
     Args:
-        model: a copy to be used up. loss: model -> the loss of the batch.
+        model: a copy to be used up.
+        loss: model -> the loss of the batch.
         samples: of the batch. The rest: as for make_private.
 
     Raises:

@@ -22,7 +22,8 @@ class Truth:
 
     Args:
         model: without dropout; its parameters, gradients and buffers are used as scratch.
-        batch: in the model's types. loss: (model, batch) -> the loss, a scalar.
+        batch: in the model's types.
+        loss: (model, batch) -> the loss, a scalar.
     """
 
     def __init__(self, model: nn.Module, batch: Any, loss: Loss, batch_first: bool) -> None:
