@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(BIN)/python -m pytest -n 2
 
-.PHONY: venv build dist demo test test-all conformance lint bench clean
+.PHONY: venv build dist docs demo test test-all conformance lint bench clean
 
 venv: $(STAMP)
 
@@ -24,6 +24,10 @@ build: $(STAMP)
 # The sdist and the wheel, into build/dist.
 dist: $(STAMP)
 	$(BIN)/python -c "import setuptools.build_meta as b; [f('build/dist') for f in (b.build_sdist, b.build_wheel)]"
+
+# The site, into build/site: build/site/index.html can be opened as it is; its search wants a server.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 demo: $(STAMP)
 	$(BIN)/python -m bench.demo

@@ -41,7 +41,7 @@ MODES = (*FAST_MODES, "hooks", "functorch", "ew", "ghost_fsdp", "ghost_tp", "no_
 class FastPrivacyEngine(SteppingEngine):
     """Drop-in for `opacus.PrivacyEngine`: same calls, same guarantee, one ordinary backward pass.
 
-    Example:
+    Examples:
         >>> engine = FastPrivacyEngine()
         >>> model, optimizer, loader = engine.make_private(
         ...     module=model, optimizer=optimizer, data_loader=loader,
@@ -221,8 +221,8 @@ class FastPrivacyEngine(SteppingEngine):
         Args:
             data_loader: as in `make_private`.
             clipping: as in `make_private`.
-            target_epsilon, target_delta: the budget, spent after `epochs` passes over the data; a
-                guarantee as of `get_epsilon`.
+            target_epsilon: the budget, spent after `epochs` passes; a guarantee as of `get_epsilon`.
+            target_delta: the budget's other half, in (0, 1).
             epochs: number of passes, of 1 / q steps each; the loader draws exactly as many. A noise
                 schedule is composed over all of them, and the noise multiplier found is that of its
                 first step.

@@ -24,7 +24,7 @@ from fastclip.data.plan import Request, plan_sampling
 from fastclip.errors import ArgumentError, FastclipError
 from fastclip.model.interception import ATTRIBUTE
 from fastclip.model.module import FastGradSampleModule
-from fastclip.model.validation import check_inner_step, check_module
+from fastclip.model.validation import check_inner_step, check_module, check_optimizer
 from fastclip.parallel.processes import check_set_up
 from fastclip.parallel.shards import check_whole
 from fastclip.planner.report import PlanRow
@@ -149,6 +149,7 @@ def _refused_around(setup: Setup) -> Iterator[str]:
     checks: list[Callable[[], Any]] = [lambda: check_set_up(setup.module)]
     if setup.optimizer is not None:
         checks.append(lambda: check_inner_step(setup.optimizer))
+        checks.append(lambda: check_optimizer(setup.module, setup.optimizer))
     if setup.criterion is not None:
         checks.append(lambda: check_criterion(setup.criterion, setup.loss_reduction))
         checks.append(lambda: check_coupling(setup.criterion))

@@ -18,7 +18,7 @@ from fastclip.uses import rule as use_rules
 from tests.oracle import make_private
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("bench/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")])
 PAGES.remove(ROOT / "CHANGELOG.md")  # which tells of the past, too
 
 

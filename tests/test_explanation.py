@@ -207,3 +207,14 @@ def test_outputs_that_would_meet_every_target(criterion: nn.Module | None, targe
             loss = F.mse_loss(out, y[:2])
             gradients.append(torch.autograd.grad(loss, out)[0][0])
     assert torch.equal(*gradients) == (len(targets) == 2)
+
+
+def test_an_optimizer_of_another_model_is_told_before_training() -> None:
+    """As where the model was replaced by a compatible copy after it: 0 layers would be trained."""
+    model, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    told = engine().explain(module=model, optimizer=sgd(other), data_loader=loader())
+    (sentence,) = told.refused
+    assert sentence.startswith(
+        "Module parameters are different than optimizer Parameters: 2 of the"
+    )
+    assert told.trained == 0

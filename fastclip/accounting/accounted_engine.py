@@ -150,7 +150,7 @@ class AccountedEngine(PrivacyEngine):
     def run_state(self, *, module: nn.Module, optimizer: Any) -> RunState:
         """The run for torch.distributed.checkpoint, which saves each rank's part by that rank.
 
-        Example:
+        Examples:
             >>> state = {"private run": engine.run_state(module=model, optimizer=optimizer)}
             >>> torch.distributed.checkpoint.save(state, checkpoint_id=folder)
             >>> torch.distributed.checkpoint.load(state, checkpoint_id=folder)  # on any number of ranks

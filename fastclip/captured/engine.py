@@ -23,7 +23,7 @@ class SteppingEngine(InspectedEngine):
     ) -> Step:  # fmt: skip
         """A function that trains on one batch, and may replay it as CUDA graphs.
 
-        Example:
+        Examples:
             >>> def losses(model, x, y):
             ...     return nn.functional.cross_entropy(model(x), y, reduction="none")
             >>> step = engine.make_step(model, losses, physical_batch=320, cuda_graph=True)

@@ -98,7 +98,7 @@ class Quantile(ThresholdPolicy):
     post-processing of noisy counts.
 
     Args:
-        count: "below" or "above".
+        count_as: "below" or "above".
         target: the fraction to leave at or below C ("below"), or beyond tau * C ("above").
         learning_rate: eta of the update.
         tau: multiple of C beyond which a norm counts ("above").

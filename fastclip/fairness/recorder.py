@@ -32,7 +32,7 @@ TRAINING = "training"
 class FairnessRecorder:
     """Evaluations by group, and norms by group of the steps between them.
 
-    Example:
+    Examples:
         >>> recorder = FairnessRecorder({"sex": ("female", "male")}, ("no", "yes"))
         >>> for x, y, sex in loader:
         ...     optimizer.zero_grad()

@@ -47,7 +47,7 @@ __all__ = ["ACCOUNTANT_NAME", "PrivacyArguments", "PrivateTrainer"]
 class PrivateTrainer(RowLossTrainer):
     """A transformers.Trainer whose training is differentially private, row by row.
 
-    Example:
+    Examples:
         >>> trainer = PrivateTrainer(
         ...     model=model, args=TrainingArguments("out", per_device_train_batch_size=32,
         ...                                         gradient_accumulation_steps=16),
@@ -66,7 +66,8 @@ class PrivateTrainer(RowLossTrainer):
             from a generator seeded by the operating system, never from TrainingArguments.seed, which
             is 42 by default and known. Batches are drawn the same way unless data_seed is set.
         engine: to share an accountant; a new one if None.
-        Everything else as transformers.Trainer. compute_loss_func may return one loss a row, [b].
+        rest: as of transformers.Trainer, like all other keywords; compute_loss_func may return one
+            loss a row, [b].
 
     Raises:
         fastclip.errors.*: for arguments, losses and adapters that cannot be private.

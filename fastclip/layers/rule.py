@@ -120,7 +120,7 @@ def register_rule(*types: Matcher) -> Callable[[R], R]:
     be installed to have a rule. A rule matches the exact type, and subclasses that override neither
     `forward` nor a method or attribute that it may go through.
 
-    Example:
+    Examples:
         >>> @register_rule(MyScale)
         ... class MyScaleRule(LayerRule):
         ...     def forward(self, module, x, extra): ...

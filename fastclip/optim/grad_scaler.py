@@ -39,7 +39,7 @@ class GradScaler:
             choose it, on public data.
         enabled: False makes every method do what a script without a scaler would.
 
-    Example:
+    Examples:
         >>> scaler = fastclip.GradScaler()
         >>> for x, y in loader:
         ...     optimizer.zero_grad()

@@ -40,7 +40,7 @@ def check_model(
     of modules named `*drop*`). Whether the engine accepts the model is asked with dropout on. Other
     randomness is a finding.
 
-    Example:
+    Examples:
         >>> print(check_model(model, (x, y), lambda model, batch: criterion(model(batch[0]), batch[1])))
         >>> check_model(bert, batch, lambda model, batch: model(**batch).loss).raise_if_wrong()
 

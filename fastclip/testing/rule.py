@@ -63,7 +63,7 @@ def check_rule(
     called twice in one pass (records are joined), thresholds below and above all norms, and planners
     that keep everything or nothing; in float64 and float32. The module is left as it was.
 
-    Example:
+    Examples:
         >>> check_rule(MyScale(8), torch.randn(4, 5, 8)).raise_if_wrong()
 
     Args:
