@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
+from transformers import BertForSequenceClassification
 
 from bench.processes import ROOT
 
-PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+SPREAD = ROOT / "docs" / "tutorials" / "distributed.md"
+PAGES = sorted(set((ROOT / "docs" / "tutorials").glob("*.md")) - {SPREAD})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -27,6 +33,38 @@ def test_the_code_of_a_tutorial(
     told = CHECKS.get(page.stem)
     if told is not None:
         told(known, capsys.readouterr().out, tmp_path)
+
+
+def test_the_script_of_several_processes(tmp_path: Path) -> None:
+    """Under torchrun, as its page says; two processes spend what one does."""
+    (script,) = re.findall(r"```python\n(.*?)```", SPREAD.read_text(), re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
+    said = []
+    for processes in (1, 2):
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+             str(processes), "train.py"],
+            cwd=tmp_path, capture_output=True, text=True, check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        said.append(done.stdout.strip().splitlines()[-1])
+    assert said[0] == said[1]
+    assert re.fullmatch(r"epsilon \d\.\d{3} after 8 steps", said[0])
+
+
+def clinicalbert(known: dict, said: str, folder: Path) -> None:
+    """The adapter that was saved is the one that was trained; epsilon was kept to."""
+    assert known["trainer"].engine.get_epsilon(1e-4) <= 3.0
+    trained = {name: p for name, p in known["model"].named_parameters() if p.requires_grad}
+    saved = dict(
+        PeftModel.from_pretrained(
+            BertForSequenceClassification(known["config"]), folder / "adapter"
+        ).named_parameters()
+    )
+    assert len(trained) == 10
+    for name, parameter in trained.items():
+        assert torch.equal(saved[name], parameter), name
 
 
 def first_model(known: dict, said: str, folder: Path) -> None:
@@ -58,4 +96,10 @@ def saving(known: dict, said: str, folder: Path) -> None:
     assert torch.allclose(loaded, known["served"](x[:2]))
 
 
-CHECKS = {"first_model": first_model, "groups": groups, "patients": patients, "saving": saving}
+CHECKS = {
+    "clinicalbert": clinicalbert,
+    "first_model": first_model,
+    "groups": groups,
+    "patients": patients,
+    "saving": saving,
+}
