@@ -37,6 +37,7 @@ ORDER = (
     "inspection",
     "captured",
     "engine",
+    "monitor",
     "fairness",
     "integrations",
     "testing",
