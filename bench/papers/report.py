@@ -74,7 +74,8 @@ def _claims(page: Page, frame: pd.DataFrame) -> None:
         "the seeds lies on the claimed side of 0, does not hold if it lies on the other, and is not "
         "decided else. p values are of Wilcoxon's signed-rank test, multiplied by the number of rows "
         "of the table (Bonferroni): five pairs cannot go below 0.0625 before that, so no claim reaches "
-        "p < 0.05 here. An interval of five pairs lies on one side of 0 by chance once in 16."
+        "p < 0.05 here. An interval of five pairs lies on one side of 0 by chance once in 16; fewer "
+        "decide nothing."
     )
     judged = [verdict for verdict in verdicts if verdict.seeds]
     skipped = {verdict.claim.name for verdict in verdicts} - {one.claim.name for one in judged}

@@ -171,6 +171,15 @@ def test_a_seed_that_diverged_decides_nothing(lost: float):
     assert found.remark.startswith("Nothing is decided without what diverged: seed 2.")
 
 
+@pytest.mark.parametrize("seeds", [2, 4, 5])
+def test_few_pairs_decide_nothing(seeds: int):
+    """Two of two lie on one side by chance every other time."""
+    frame = results(SOFT, 0.6, 0.7)
+    found = verdict_on(SOFT, frame[frame.seed < seeds])
+    assert found.interval[1] < 0
+    assert found.verdict == ("holds" if seeds == 5 else "not decided")
+
+
 def test_runs_of_another_epsilon_or_experiment_are_no_pair():
     frame = pd.concat(
         [
