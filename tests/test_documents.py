@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from fastclip import clipping
-from fastclip.layers import rule as layer_rules
-from fastclip.testing import check_model
-from fastclip.uses import rule as use_rules
 from tests.oracle import make_private
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,45 +42,6 @@ def test_names_are_found() -> None:
         "`a/b.py` `x.y` [z](../docs/c.md#d) [web](https://a.b/c.md) `python -m bench.gpu --only x`"
     )
     assert named(text) == {"a/b.py", "../docs/c.md", "bench/gpu"}
-
-
-class Scale(nn.Module):
-    """The layer of CONTRIBUTING.md."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.gamma = nn.Parameter(torch.randn(features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gamma * x
-
-
-class LogAddExp2(nn.Module):
-    """Nothing but the function of CONTRIBUTING.md."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.logaddexp2(x, self.w)
-
-
-def test_what_contributing_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rules and its strategy are checked as it says, by the code that it says."""
-    blocks = re.findall(r"( *)```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
-    assert len(blocks) == 6
-    monkeypatch.setattr(layer_rules, "_RULES", dict(layer_rules._RULES))
-    monkeypatch.setattr(use_rules, "_RULES", {n: list(r) for n, r in use_rules._RULES.items()})
-    batch = torch.randn(4, 5, 6), torch.randn(4, 5, 6)
-    known = {
-        "__name__": __name__, "Scale": Scale, "torch": torch, "model": LogAddExp2(),
-        "batch": batch, "loss": nn.functional.mse_loss,
-    }  # fmt: skip
-    for _, block in blocks:
-        exec(textwrap.dedent(block), known)
-    found = check_model(known["model"], batch, lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]))
-    assert [row.rule for row in found.rows] == ["logaddexp2"]
 
 
 def test_what_the_page_on_fairness_shows(tmp_path: Path) -> None:

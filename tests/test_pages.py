@@ -1,0 +1,226 @@
+"""Code on the pages runs as it is written; a page says what it takes for given, a scene here has it.
+
+Tutorials stand for themselves (test_tutorials.py), as does the README's snippet (test_package.py);
+the page on fairness has its own test (test_documents.py).
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fastclip
+from examples import custom_layer
+from fastclip import FastPrivacyEngine, clipping
+from fastclip.clipping import Clipping, Hard
+from fastclip.layers import rule as layer_rules
+from fastclip.optim.optimizer import FastDPOptimizer
+from fastclip.testing import check_model, check_rule, check_strategy
+from fastclip.uses import rule as use_rules
+from tests.integrations import tiny
+from tests.parallel.world import run
+
+ROOT = Path(__file__).resolve().parents[1]
+Known = dict[str, Any]
+
+
+def blocks(page: str) -> list[str]:
+    """Python of a page, in order."""
+    found = re.findall(r"^( *)```python\n(.*?)```", (ROOT / page).read_text(), re.S | re.M)
+    return [textwrap.dedent(code) for _, code in found]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def plain(model: nn.Module | None = None, *columns: Tensor) -> Known:
+    """What an ordinary script has, before it becomes private."""
+    model = model or net()
+    data = TensorDataset(torch.randn(64, 6), torch.randint(2, (64,)), *columns)
+    return {
+        "torch": torch, "nn": nn, "F": nn.functional, "fastclip": fastclip, "model": model,
+        "FastPrivacyEngine": FastPrivacyEngine, "engine": FastPrivacyEngine(), "data": data,
+        "DataLoader": DataLoader, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loader": DataLoader(data, batch_size=16), "criterion": nn.CrossEntropyLoss(), "device": "cpu",
+    }  # fmt: skip
+
+
+def private(*columns: Tensor, **options: Any) -> Known:
+    """The same with model, optimizer and loader private."""
+    known = plain(None, *columns)
+    made = known["engine"].make_private(
+        module=known["model"], optimizer=known["optimizer"], data_loader=known["loader"],
+        noise_multiplier=1.0, max_grad_norm=1.0, **options,
+    )  # fmt: skip
+    return {**known, **dict(zip(("model", "optimizer", "loader"), made, strict=True))}
+
+
+class Scale(nn.Module):
+    """A layer whose only parameter multiplies."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.randn(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gamma * x
+
+
+class LogAddExp2(nn.Module):
+    """Nothing but the function whose rule is shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.logaddexp2(x, self.w)
+
+
+class Rows(LightningDataModule):
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(plain()["data"], batch_size=16)
+
+
+def checked_model() -> Known:
+    batch = torch.randn(4, 6), torch.randint(2, (4,))
+    return plain() | {"bert": tiny.bert(), "tokens": tiny.pad(tiny.rows(3)), "batch": batch}
+
+
+def evaluated() -> Known:
+    test = torch.randn(20, 6), torch.randint(2, (20,))
+    return private() | {
+        "epochs": 2, "unwrap": fastclip.unwrap, "delta": 1e-3, "test_x": test[0], "test_y": test[1],
+    }  # fmt: skip
+
+
+def trainer() -> Known:
+    """Rows of one length, which the Trainer's own collator takes."""
+    rows = [{**row, "input_ids": row["input_ids"][:4]} for row in tiny.rows()]
+    for row in rows:
+        del row["group"]
+    return {"model": tiny.bert(), "train_set": rows, "held_out": rows[:8]}
+
+
+def accelerated() -> Known:
+    return private() | {
+        "accelerator": Accelerator(cpu=True),
+        "BatchMemoryManager": BatchMemoryManager,
+    }
+
+
+def lightning() -> Known:
+    silent = partial(
+        Trainer, logger=False, accelerator="cpu", enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    return plain() | {"LightningModule": LightningModule, "Trainer": silent, "data": Rows()}
+
+
+def tokens() -> Known:
+    labels = torch.randint(5, (4, 7)).masked_fill(torch.rand(4, 7) < 0.3, -100)
+    return {"F": nn.functional, "logits": torch.randn(4, 7, 5), "labels": labels}
+
+
+def one_batch() -> Known:
+    """Where a page shows no loop."""
+    known = private()
+    x, y = next(iter(known["loader"]))
+    return known | {"x": x, "y": y}
+
+
+MANAGER = {"BatchMemoryManager": BatchMemoryManager}
+RANKS = None  # two of them: tests/parallel/pages.py
+SCENES: dict[str, list[Callable[[], Known] | None]] = {
+    "docs/checks.md": [
+        checked_model,
+        lambda: {"Scale": custom_layer.Scale, "torch": torch, "check_rule": check_rule},
+        lambda: {"Clipping": Clipping, "MyScale": Hard, "check_strategy": check_strategy},
+    ],
+    "docs/clipping.md": [dict, lambda: private(torch.arange(64) % 2, clipping=clipping.dpsgd_f(2))],
+    "docs/cuda_graphs.md": [private],
+    "docs/distributed.md": [RANKS, RANKS],
+    "docs/guarantee.md": [lambda: plain() | {"patient_of_row": torch.arange(64) // 2}],
+    "docs/huggingface.md": [
+        trainer,
+        lambda: plain() | {"accelerator": Accelerator(cpu=True)},
+        RANKS,
+        RANKS,
+        lambda: private() | {"accelerator": Accelerator(cpu=True), **MANAGER},
+        lightning,
+    ],
+    "docs/losses.md": [tokens, tokens],
+    "docs/mixed_precision.md": [one_batch, private, plain],
+    "docs/own_loop.md": [
+        evaluated, private, lambda: private() | {"noise_like": torch.randn_like}, private, plain
+    ],
+    "docs/secure_mode.md": [plain],
+}  # fmt: skip
+"""What each block of a page takes for given."""
+RULES = ("docs/own_layer.md", "docs/own_strategy.md")
+OTHERS = ("docs/tutorials/", "docs/fairness.md")
+
+
+def test_every_block_has_a_scene() -> None:
+    pages = [*ROOT.glob("docs/**/*.md"), ROOT / "CONTRIBUTING.md"]
+    shown = {page.relative_to(ROOT).as_posix(): 0 for page in pages}
+    shown = {page: len(blocks(page)) for page in shown if not page.startswith(OTHERS)}
+    assert {page: count for page, count in shown.items() if count and page not in RULES} == {
+        page: len(scenes) for page, scenes in SCENES.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("page", "number"), [(page, n) for page, scenes in SCENES.items() for n in range(len(scenes))]
+)
+def test_a_block(page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs; a loop has spent something, a call of make_private returned a private optimizer."""
+    code, scene = blocks(page)[number], SCENES[page][number]
+    if scene is RANKS:
+        assert run(2, "tests.parallel.pages:block", tmp_path, page, str(number)) == [True, True]
+        return
+    monkeypatch.chdir(tmp_path)
+    known = {"__name__": __name__, **scene()}
+    exec(compile(code, page, "exec"), known)
+    assert released(code, known)
+
+
+def released(code: str, known: Known) -> bool:
+    """What the block says it does, it did."""
+    if "engine.make_private(" in code:
+        inner = known["optimizer"]
+        assert isinstance(getattr(inner, "optimizer", inner), FastDPOptimizer)
+    return "step()" not in code or len(known["engine"].accountant) > 0
+
+
+@pytest.mark.parametrize("page", RULES)
+def test_rules_of_ones_own(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checked as the page says, by the code that it says, in one namespace."""
+    monkeypatch.setattr(layer_rules, "_RULES", dict(layer_rules._RULES))
+    monkeypatch.setattr(use_rules, "_RULES", {n: list(r) for n, r in use_rules._RULES.items()})
+    batch = torch.randn(4, 5, 6), torch.randn(4, 5, 6)
+    criterion = nn.functional.mse_loss
+    known: Known = {
+        "__name__": __name__, "torch": torch, "Scale": Scale, "model": LogAddExp2(), "batch": batch,
+        "loss": criterion, "criterion": criterion,
+    }  # fmt: skip
+    for code in blocks(page):
+        exec(compile(code, page, "exec"), known)
+    if page == RULES[0]:
+        found = check_model(known["model"], batch, lambda m, b: criterion(m(b[0]), b[1]))
+        assert [row.rule for row in found.rows] == ["logaddexp2"]
+    else:
+        check_strategy(Clipping(known["Smooth"]())).raise_if_wrong()
