@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(BIN)/python -m pytest -n 2
 
-.PHONY: venv build dist docs demo test test-all conformance lint bench clean
+TORCH ?= 2.13.0
+.PHONY: venv build dist docs demo test test-all test-with conformance lint bench clean
 
 venv: $(STAMP)
 
@@ -37,6 +38,15 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(TESTS) -m "not conformance"
+
+# The same tests in an environment of their own: make test-with TORCH=2.6.0 PYTHON=python3.10
+OTHER = build/torch-$(TORCH)-$(notdir $(PYTHON))
+test-with:
+	$(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/python -m pip install --quiet torch==$(TORCH)
+	$(OTHER)/bin/python -m pip install --quiet --editable ".[test]" torch==$(TORCH)
+	FASTCLIP_BUILD=strict $(OTHER)/bin/python setup.py build_ext --inplace
+	$(OTHER)/bin/python -m pytest -n 2 -m "not slow and not conformance"
 
 # Opacus' own test suite on this engine: about 5 minutes.
 conformance: $(STAMP)

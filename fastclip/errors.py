@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from pathlib import Path
 
 from opacus.validators.errors import UnsupportedModuleError
 
@@ -57,6 +58,16 @@ def where(path: str | None, module: object = None) -> str:
     """A part of the model as messages name it."""
     name = path or "the model"
     return name if module is None else f"{name} ({type(module).__name__})"
+
+
+def how_to_build(package: Path = Path(__file__).parent) -> str:
+    """What to do where the CUDA extension is absent, in a checkout or where a wheel was installed."""
+    if (package.parent / "csrc").is_dir():
+        return "`make build` with nvcc on PATH builds it"
+    return (
+        "reinstall fastclip from its source distribution with nvcc on PATH (pip install "
+        "--force-reinstall --no-deps fastclip-VERSION.tar.gz builds it)"
+    )
 
 
 _LIBRARIES = ("fastclip", "torch", "opacus", "lightning", "accelerate", "transformers")

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+from fastclip.errors import how_to_build
+
 try:
     from fastclip import _C  # noqa: F401  (is it there?)
 except ImportError as error:
-    raise ImportError(
-        f"fastclip._C is not built ({error}): `make build` with nvcc on PATH builds it"
-    ) from error
+    raise ImportError(f"fastclip._C is not built ({error}): {how_to_build()}") from error
 
 from fastclip.cuda import clip, noise
 

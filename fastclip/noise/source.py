@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastclip import ops
 from fastclip._torch import disable_dynamo
-from fastclip.errors import StepError, say
+from fastclip.errors import StepError, how_to_build, say
 from fastclip.noise import gaussian
 from fastclip.noise.keystream import KeyStream
 
@@ -127,5 +127,5 @@ def refuse_capture(device: torch.device) -> None:
 def _say_that_it_is_slow() -> None:
     say(
         "secure noise is drawn on the CPU and copied to the GPU, because fastclip's CUDA extension "
-        "does not serve: `make build` builds it, `python -m fastclip.doctor` says what is missing"
+        f"does not serve: {how_to_build()}, `python -m fastclip.doctor` says what is missing"
     )

@@ -17,6 +17,7 @@ import pytest
 
 import fastclip
 from fastclip import doctor
+from fastclip.errors import how_to_build
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
@@ -46,6 +47,13 @@ def test_its_absence_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match=r"fastclip\._C is not built .*`make build` with nvcc"):
         importlib.import_module("fastclip.cuda")
     assert "`make build`" in doctor.report(doctor.examine())
+
+
+def test_a_wheel_has_no_makefile(tmp_path: Path) -> None:
+    """Where it was installed from one, the way out is the source distribution."""
+    told = how_to_build(tmp_path / "site-packages" / "fastclip")
+    assert told.startswith("reinstall fastclip from its source distribution with nvcc on PATH")
+    assert "make" not in told
 
 
 # ---- What was built -------------------------------------------------------------------------------
