@@ -137,6 +137,16 @@ def plain_apply(function: type[Function]) -> Callable[..., Any]:
     return super(Function, function).apply  # type: ignore[misc]
 
 
+def is_one_graph(compiled: Any) -> bool:
+    """Whether a compiled module may have no graph breaks (fullgraph=True)."""
+    told = getattr(compiled.dynamo_ctx, "fullgraph", None)
+    if told is not None:
+        return told
+    # torch 2.6 remembers it by the class of what converts frames alone.
+    made = getattr(compiled.dynamo_ctx.callback, "_torchdynamo_orig_callable", None)
+    return type(made).__name__ == "ConvertFrameAssert"
+
+
 def gradient_hooks(parameter: Tensor) -> Collection[Any]:
     """Hooks on a tensor's gradient, before and after it is accumulated."""
     before = parameter._backward_hooks

@@ -290,6 +290,12 @@ def test_nothing_is_compiled_without_dynamo() -> None:
     assert _torch.can_compile()
 
 
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_what_was_asked_of_a_compiled_module(fullgraph: bool) -> None:
+    compiled = torch.compile(nn.Linear(2, 2), backend="eager", fullgraph=fullgraph)
+    assert _torch.is_one_graph(compiled) is fullgraph
+
+
 def test_no_ddp_runs() -> None:
     assert _torch.running_ddp() is None
     assert hasattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module")

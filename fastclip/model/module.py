@@ -11,6 +11,7 @@ from opacus.layers.dp_rnn import DPRNNBase, RNNLinear
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from fastclip._torch import is_one_graph
 from fastclip.backward.batch_norm import is_batch_norm
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.sharded_sums import follow_shards
@@ -40,7 +41,7 @@ def install(model: nn.Module, keeper: BookKeeper) -> None:
     """
     check_free(model, keeper.names)
     for path, module in model.named_modules():
-        if is_compiled(module) and getattr(module.dynamo_ctx, "fullgraph", False):
+        if is_compiled(module) and is_one_graph(module):
             raise UnsupportedLayerError(
                 f"{path or 'the model'} is compiled with fullgraph=True, but private layers run "
                 "between compiled regions, which are parts of it; omit fullgraph"

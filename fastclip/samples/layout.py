@@ -42,8 +42,8 @@ class BatchLayout:
         """The state in which the model was looked at."""
         self.told_by: list[tuple[int, TreeSpec]] = []
         """The input whose size along `axis` is that of the batch: its number, among these inputs."""
-        self.cuts: dict[TreeSpec, Cuts] = {}
-        """The axes of the inputs that hold the samples, for every structure of them."""
+        self._cuts: list[tuple[TreeSpec, Cuts]] = []
+        """The axes of the inputs that hold the samples; older torches cannot hash a structure."""
         self.flat = False
         """A probe has met a layer over flat ids, which counts its samples itself."""
         self.forget()
@@ -85,6 +85,15 @@ class BatchLayout:
             if structure == known:
                 return rows_of(leaves[number], self.axis)
         return next(iter(batch_sizes_of(args, kwargs, self.axis)), None)
+
+    def cuts(self, structure: TreeSpec) -> Cuts | None:
+        """The axes of the inputs that hold the samples, for inputs of this structure."""
+        return next((cuts for known, cuts in self._cuts if known == structure), None)
+
+    def cut_by(self, structure: TreeSpec, cuts: Cuts) -> None:
+        """From now on inputs of this structure are cut along these axes."""
+        others = [known for known in self._cuts if known[0] != structure]
+        self._cuts = [(structure, cuts), *others]
 
     def settle(self) -> None:
         """Layers that were seen only where nothing could tell their samples have not been met."""
@@ -146,7 +155,7 @@ class BatchLayout:
     def lengths(self, args: tuple, kwargs: dict) -> Lengths:
         """The sizes of the inputs along all axes but the samples'."""
         leaves, structure = flatten((args, kwargs))
-        cuts = self.cuts.get(structure, (None,) * len(leaves))
+        cuts = self.cuts(structure) or (None,) * len(leaves)
         return tuple(
             (*leaf.shape[:axis], *leaf.shape[axis + 1 :]) if axis is not None else tuple(leaf.shape)
             for leaf, axis in zip(leaves, cuts, strict=True)

@@ -228,7 +228,7 @@ class _Learner:
 
     def _find(self, cuts: Cuts, probes: list[Probe], outputs: list[Any]) -> None:
         structure = flatten((self.run.args, self.run.kwargs))[1]
-        self.layout.cuts[structure] = cuts
+        self.layout.cut_by(structure, cuts)
         telling: dict[int, None] = {}
         for _ in range(_MOST_ROUNDS):
             while self._opened(probes):

@@ -63,7 +63,7 @@ def _rows(forward: Forward) -> tuple[Hashable, list[int]] | None:
     if forward.inputs is None or layout is None or size < 2:
         return None
     leaves, structure = flatten(forward.inputs)
-    axes = layout.cuts.get(structure, (layout.axis,) * len(leaves))
+    axes = layout.cuts(structure) or (layout.axis,) * len(leaves)
     keys: list[list[bytes]] = []
     told = 0
     for leaf, axis in zip(leaves, axes, strict=True):
