@@ -161,7 +161,7 @@ def _score(runs: list[dict], key: str) -> str:
 
 def draw(results: dict[str, list[dict]], path: Path) -> None:
     """Accuracies on the left, thresholds of the first seed on the right."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
     for place, (name, runs) in enumerate(results.items()):
         colour = COLOURS[name]
         (common, _), (rare, error) = (mean_and_error(runs, key) for key in ("accuracy", "rare"))
@@ -179,7 +179,9 @@ def draw(results: dict[str, list[dict]], path: Path) -> None:
     right.set_yscale("log")
     right.set_title("Clipping threshold (first seed, log scale)", loc="left", fontsize=11)
     right.set_xlabel("step")
-    right.legend(loc="lower left", frameon=False)
+    right.legend(
+        loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, frameon=False, fontsize=9
+    )
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="x" if axes is left else "y", color="#e8eaed")

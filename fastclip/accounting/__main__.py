@@ -63,10 +63,20 @@ def parser() -> argparse.ArgumentParser:
     length = command.add_mutually_exclusive_group(required=True)
     length.add_argument("--epochs", type=float, help="length as passes of 1 / q steps")
     length.add_argument("--steps", type=int, help="length in real steps")
-    add("--delta", type=float, help="default: 1 / (10 N); it should stay well below 1 / N")
+    add(
+        "--delta",
+        "--target-delta",
+        type=float,
+        help="default: 1 / (10 N); it should stay well below 1 / N",
+    )
     budget = command.add_mutually_exclusive_group(required=True)
     budget.add_argument("--noise-multiplier", type=float, help="total sigma of the first step")
-    budget.add_argument("--epsilon", type=float, help="target: solves for the first step's sigma")
+    budget.add_argument(
+        "--epsilon",
+        "--target-epsilon",
+        type=float,
+        help="target: solves for the first step's sigma",
+    )
     add("--schedule", choices=SCHEDULES, default="constant", help="of the noise (%(default)s)")
     add("--stages", type=int, help=f"of any schedule but the constant one ({STAGES})")
     add("--noise-decay", type=float, help="of staged and step")
