@@ -39,12 +39,13 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(TESTS) -m "not conformance"
 
-# The same tests in an environment of their own: make test-with TORCH=2.6.0 PYTHON=python3.10
+# The same tests in an environment of their own: make test-with PYTHON=python3.10, or, with libraries of
+# its time, make test-with TORCH=2.6.0 WITH=transformers==5.0.0
 OTHER = build/torch-$(TORCH)-$(notdir $(PYTHON))
 test-with:
 	$(PYTHON) -m venv $(OTHER)
 	$(OTHER)/bin/python -m pip install --quiet torch==$(TORCH)
-	$(OTHER)/bin/python -m pip install --quiet --editable ".[test]" torch==$(TORCH)
+	$(OTHER)/bin/python -m pip install --quiet --editable ".[test]" torch==$(TORCH) $(WITH)
 	FASTCLIP_BUILD=strict $(OTHER)/bin/python setup.py build_ext --inplace
 	$(OTHER)/bin/python -m pytest -n 2 -m "not slow and not conformance"
 

@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.processes import ROOT
 
@@ -74,18 +75,40 @@ def test_the_sdist_builds_the_kernels_and_the_wheel_holds_the_package_alone(
     assert held == {name for name in ours if "__pycache__" not in name} | {"fastclip/py.typed"}
     assert "fastclip/_C.pyi" in held
     extras = set(re.findall(r"^Provides-Extra: (\w+)$", told, re.MULTILINE))
-    assert extras == {"hf", "lightning", "fairness", "pld", "dev"}
+    assert extras == {"hf", "lightning", "fairness", "pld", "test", "dev"}
 
 
 def test_the_readmes_snippet_from_the_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
     _, wheel = built
     with zipfile.ZipFile(wheel) as files:
         files.extractall(tmp_path / "site")
+    run_snippet(Path(sys.executable), tmp_path / "site", str(tmp_path / "site"))
+
+
+@pytest.mark.slow
+def test_the_wheel_in_an_empty_environment(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """With what the wheel itself asks for, and nothing else: its dependencies are whole."""
+    run([sys.executable, "-m", "venv", "empty"], tmp_path)
+    python = tmp_path / "empty" / "bin" / "python"
+    for wanted in (f"torch=={torch.__version__.partition('+')[0]}", str(built[1])):
+        run([str(python), "-m", "pip", "install", "--quiet", wanted], tmp_path)
+    run_snippet(python, tmp_path / "empty")
+    found = run([str(python), "-m", "fastclip.doctor"], tmp_path)
+    assert "reinstall fastclip from its source distribution" in found
+
+
+def run_snippet(python: Path, site: Path, imported_from: str = "") -> None:
+    """What the README shows first, with fastclip from there."""
     assert SNIPPET is not None
+    code = BEFORE + SNIPPET[1]
+    assert 0 < float(run([str(python), "-c", code, str(site)], site.parent, imported_from)) < 100
+
+
+def run(command: list[str], folder: Path, imported_from: str = "") -> str:
+    """What a command that must not fail prints; it sees no other checkout."""
     done = subprocess.run(
-        [sys.executable, "-c", BEFORE + SNIPPET[1], str(tmp_path / "site")], cwd=tmp_path,
-        capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        command, cwd=folder, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": imported_from},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert 0 < float(done.stdout) < 100
+    return done.stdout
