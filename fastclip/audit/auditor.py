@@ -1,0 +1,207 @@
+"""Lower bounds on epsilon from the scores of canaries that were in and canaries that were out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from scipy import special
+
+from fastclip.audit import one_run
+from fastclip.checks import between
+from fastclip.errors import ArgumentError, ArgumentTypeError
+
+FEWEST = 16
+"""Guesses below which no bound is looked for."""
+
+
+class CanaryScoreAuditor:
+    """What scores of canaries prove about a run.
+
+    A higher score says that a canary was in. In one run every canary is put in by a fair coin of its own
+    (for `epsilon_one_run` and `epsilon_one_run_fdp`), or every score comes from a run of its own (for
+    `epsilon_clopper_pearson` and `epsilon_from_gdp`, whose scores are independent).
+
+    Formal guarantee: of a run that is (epsilon, delta)-DP, a bound at `significance` exceeds epsilon
+    with at most that probability. Which canaries are guessed is fixed before the coins are looked at
+    (numbers of guesses on a grid, thresholds by another part of the scores), and tests of several
+    grids share the significance.
+
+    Args:
+        in_canary_scores: [a] numbers, of the canaries that were in.
+        out_canary_scores: [b] numbers, of those that were out.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: scores that are empty, of other shapes, or NaN.
+    """
+
+    def __init__(self, in_canary_scores: Any, out_canary_scores: Any) -> None:
+        self.inside = _scores("in_canary_scores", in_canary_scores)
+        self.outside = _scores("out_canary_scores", out_canary_scores)
+
+    def tpr_at_given_fpr(self, fpr: float) -> float:
+        """Largest share of canaries in that is found where at most `fpr` of those out are.
+
+        An estimate without a confidence interval; between two thresholds one is drawn at random.
+        """
+        if fpr != 0:
+            fpr = between("fpr", fpr, 0, 1, closed=True)
+        false, true = self._curve()
+        at = int(np.searchsorted(false, fpr, side="right")) - 1
+        if at == len(false) - 1:
+            return float(true[at])
+        share = (fpr - false[at]) / (false[at + 1] - false[at])
+        return float(true[at] + share * (true[at + 1] - true[at]))
+
+    def attack_auroc(self) -> float:
+        """Probability that a canary in scores above one that is out, ties counting half."""
+        false, true = self._curve()
+        return float(np.sum((false[1:] - false[:-1]) * (true[1:] + true[:-1]) / 2))
+
+    def epsilon_clopper_pearson(self, significance: float, delta: float = 0.0) -> float:
+        """Lower bound from true and false positive rates of independent scores.
+
+        Every other score chooses the threshold and its direction, the others are counted: with upper
+        bounds of Clopper and Pearson for both error rates, at half the significance each, epsilon is
+        at least log((1 - fnr - delta) / fpr). (Jagielski, Ullman and Oprea 2020; Nasr et al. 2021.)
+
+        Args:
+            significance: probability that the bound is wrong, in (0, 0.5).
+            delta: of the claim, in [0, 1).
+        """
+        significance = between("significance", significance, 0, 0.5) / 2
+        delta = _delta(delta)
+
+        def ratio(false: np.ndarray, missed: np.ndarray) -> np.ndarray:
+            return np.log(np.maximum(1 - missed - delta, 0.0)) - np.log(false)
+
+        return max(0.0, self._counted(ratio, significance))
+
+    def epsilon_from_gdp(self, significance: float, delta: float) -> float:
+        """Lower bound from independent scores, for a claim of Gaussian DP (Nasr et al. 2023).
+
+        The threshold is chosen as in `epsilon_clopper_pearson`; mu is at least
+        z(1 - fpr) - z(fnr), and epsilon is that of mu-GDP at delta.
+        """
+        significance = between("significance", significance, 0, 0.5) / 2
+        delta = between("delta", delta, 0, 1)
+        mu = self._counted(
+            lambda false, missed: -special.ndtri(false) - special.ndtri(missed), significance
+        )
+        return one_run.epsilon_of_gdp(max(0.0, mu), delta)
+
+    def epsilon_one_run(self, significance: float, delta: float) -> float:
+        """Lower bound from one run, of any mechanism (Steinke, Nasr and Jagielski 2023)."""
+        significance = between("significance", significance, 0, 0.5)
+        delta, canaries = _delta(delta), self._canaries
+        return self._best(
+            significance,
+            lambda guesses, right, share: one_run.epsilon_bound(
+                canaries, guesses, right, share, delta
+            ),
+        )
+
+    def epsilon_one_run_fdp(self, significance: float, delta: float) -> float:
+        """Lower bound from one run, for a claim of Gaussian DP (Mahloujifar et al. 2024)."""
+        significance = between("significance", significance, 0, 0.5)
+        delta, canaries = between("delta", delta, 0, 1), self._canaries
+        mu = self._best(
+            significance,
+            lambda guesses, right, share: one_run.mu_bound(canaries, guesses, right, share),
+        )
+        return one_run.epsilon_of_gdp(mu, delta)
+
+    def _counted(
+        self, bound: Callable[[np.ndarray, np.ndarray], np.ndarray], significance: float
+    ) -> float:
+        """The bound on one half of the scores, at the threshold that is best on the other half."""
+        best, chosen = -math.inf, None
+        for sign in (1, -1):  # low scores may tell more
+            inside, outside = sign * self.inside[::2], sign * self.outside[::2]
+            thresholds = np.unique(np.concatenate([inside, outside]))
+            thresholds = np.append((thresholds[1:] + thresholds[:-1]) / 2, thresholds[-1])
+            with np.errstate(divide="ignore", invalid="ignore"):
+                found = bound(*_errors(inside, outside, thresholds, significance))
+            at = int(np.nanargmax(found))
+            if found[at] > best:
+                best, chosen = found[at], (sign, thresholds[at : at + 1])
+        if chosen is None or not (len(self.inside) > 1 and len(self.outside) > 1):
+            return 0.0
+        sign, threshold = chosen
+        rest = sign * self.inside[1::2], sign * self.outside[1::2]
+        with np.errstate(divide="ignore"):
+            return float(bound(*_errors(*rest, threshold, significance))[0])
+
+    @property
+    def _canaries(self) -> int:
+        return len(self.inside) + len(self.outside)
+
+    def _best(self, significance: float, bound: Callable[[int, int, float], float]) -> float:
+        """The best bound over the grid of guesses."""
+        plans = list(guessed(self._canaries))
+        scores = np.concatenate([self.inside, self.outside])
+        inside = np.arange(len(scores)) < len(self.inside)
+        # Ties are broken by a coin, not by the order in which canaries came.
+        order = np.lexsort((np.random.default_rng(0).random(len(scores)), scores))
+        inside = inside[order]
+        found = [0.0]
+        for top, bottom in plans:
+            right = int(inside[len(scores) - top :].sum()) + int((~inside[:bottom]).sum())
+            found.append(bound(top + bottom, right, significance / len(plans)))
+        return max(found)
+
+    def _curve(self) -> tuple[np.ndarray, np.ndarray]:
+        """False and true positive rates at every threshold, both from 0 to 1."""
+        thresholds = np.unique(np.concatenate([self.inside, self.outside]))[::-1]
+        rates = []
+        for scores in (self.outside, self.inside):
+            ordered = np.sort(scores)
+            above = len(scores) - np.searchsorted(ordered, thresholds, side="left")
+            rates.append(np.concatenate([[0.0], above / len(scores)]))
+        return rates[0], rates[1]
+
+
+def guessed(canaries: int) -> Iterator[tuple[int, int]]:
+    """(highest scores that are guessed to be in, lowest that are guessed to be out), on a fixed grid."""
+    top = canaries // 2
+    while top >= FEWEST:
+        yield top, top
+        yield top, 0
+        top //= 4
+
+
+def _scores(name: str, given: Any) -> np.ndarray:
+    try:
+        scores = np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(f"{name} expects numbers, got {type(given).__name__}") from error
+    if scores.ndim != 1 or not len(scores):
+        raise ArgumentError(f"{name} expects one score a canary, [n], got shape {scores.shape}")
+    if not np.isfinite(scores).all():
+        raise ArgumentError(
+            f"{name} expects finite numbers, got NaN or inf: give canaries that could not be scored a "
+            "constant"
+        )
+    return scores
+
+
+def _delta(delta: float) -> float:
+    return 0.0 if delta == 0 else between("delta", delta, 0, 1)
+
+
+def upper(successes: np.ndarray, trials: int, significance: float) -> np.ndarray:
+    """Upper bounds of Clopper and Pearson on a rate; 1 where nothing failed."""
+    left = np.maximum(trials - successes, 1)
+    bounds = special.betaincinv(successes + 1, left, 1 - significance)
+    return np.where(successes < trials, bounds, 1.0)
+
+
+def _errors(
+    inside: np.ndarray, outside: np.ndarray, thresholds: np.ndarray, significance: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Upper bounds of the false positive and the false negative rates at thresholds."""
+    missed = np.searchsorted(np.sort(inside), thresholds, side="left")
+    false = len(outside) - np.searchsorted(np.sort(outside), thresholds, side="left")
+    return upper(false, len(outside), significance), upper(missed, len(inside), significance)
