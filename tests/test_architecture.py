@@ -38,6 +38,7 @@ ORDER = (
     "captured",
     "engine",
     "monitor",
+    "audit",
     "fairness",
     "integrations",
     "testing",

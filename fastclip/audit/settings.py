@@ -1,0 +1,34 @@
+"""Set-ups in which the mechanism is audited."""
+
+from __future__ import annotations
+
+from fastclip.audit.mechanism import Setting
+from fastclip.clipping import (
+    adaptive,
+    automatic,
+    bounded_adaptive,
+    dpsgd_f,
+    sad_dpsgd,
+    soft_ada_clip,
+)
+
+SETTINGS = (
+    Setting("full batch"),
+    Setting("four steps", 2.0, 4, max_grad_norm=2.0),
+    Setting("physical batches", 2.0, 4, physical=4096),
+    Setting("lookup tables", lookup=True),
+    Setting("order of the loader", poisson=False),
+    Setting("q = 0.2", steps=10, rate=0.2),
+    Setting("q = 0.05, physical", 0.7, 40, rate=0.05, physical=1024),
+    Setting("automatic", clipping=automatic()),
+    Setting("adaptive, counts", 1.4, 2, clipping=adaptive()),
+    Setting("SoftAdaClip", 1.4, 2, clipping=soft_ada_clip()),
+    Setting("bounded, normalized", 1.4, 2, clipping=bounded_adaptive(lower=0.2)),
+    Setting("groups", 1.4, 2, clipping=dpsgd_f(2, thresholds="previous_step"), groups=2),
+    Setting("stages", 2.0, 4, clipping=sad_dpsgd(4)),
+    Setting("secure", secure=True),
+    Setting("units of 3 rows", rows=3),
+    Setting("units, q = 0.2", steps=10, rate=0.2, rows=2),
+    Setting("two ranks", 1.4, 2, ranks=2),
+    Setting("two ranks, q = 0.2", steps=10, rate=0.2, ranks=2),
+)
