@@ -191,7 +191,8 @@ def judge(
     return Finding(
         setting=name, claimed=found.claimed, tight=tight_epsilon(found.history, delta),
         bound=refuted_epsilon(found.history, right, len(inside), significance, delta),
-        guesses=p_of_guesses(found.history, right, len(inside)), noise=p_value(found.noise), delta=delta, significance=significance, canaries=len(inside),
+        guesses=p_of_guesses(found.history, right, len(inside)), noise=p_value(found.noise),
+        delta=delta, significance=significance, canaries=len(inside),
         right=right, seconds=seconds,
     )  # fmt: skip
 
