@@ -36,7 +36,7 @@ def _at_distances(values: np.ndarray, known: np.ndarray) -> np.ndarray:
     pairs = np.fft.rfft(known.astype(float), size)
     sums = np.fft.irfft(np.abs(spectrum) ** 2, size)[1 : len(values)]
     counts = np.rint(np.fft.irfft(np.abs(pairs) ** 2, size)[1 : len(values)])
-    enough = counts >= 30  # for the central limit
+    enough = counts >= 2000  # so far out the central limit holds for no fewer
     return sums[enough] / np.sqrt(counts[enough])
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from fastclip.audit.mechanism import Setting
+from fastclip.audit.neighbours import Neighbours
 from fastclip.clipping import (
     adaptive,
     automatic,
     bounded_adaptive,
+    dp_sgd,
     dpsgd_f,
     sad_dpsgd,
     soft_ada_clip,
@@ -31,4 +33,9 @@ SETTINGS = (
     Setting("units, q = 0.2", steps=10, rate=0.2, rows=2),
     Setting("two ranks", 1.4, 2, ranks=2),
     Setting("two ranks, q = 0.2", steps=10, rate=0.2, ranks=2),
+)
+
+NEIGHBOURS = (
+    Neighbours("N and N + 1", clipping=dp_sgd()),
+    Neighbours("N and N + 1, adaptive", clipping=adaptive()),
 )
