@@ -1,13 +1,13 @@
 """The papers' claims, judged on results of one's own.
 
 A claim compares two strategies by one score of a run, the runs of a seed with each other. It **holds**
-if the 95% bootstrap interval of the mean difference lies wholly on the claimed side of zero, **does not
-hold** if wholly on the other, and is **not decided** else; fewer than five pairs of runs decide nothing,
-nor do the others where a run diverged. Beside it
-stands p of the paired Wilcoxon test, as the papers have it, corrected by Bonferroni for all that was
-judged; a remark says where so few seeds cannot make it small, whatever the difference. An interval of
-few pairs is too narrow: n pairs lie on one side of zero by chance with probability 2^(1 - n), and then
-so does the interval.
+if the 95% bootstrap interval of the mean difference lies wholly on the claimed side of zero and p of the
+paired Wilcoxon test is at most 1/16, **does not hold** if the interval lies wholly on the other side and p
+is as small, and is **not decided** else; fewer than five pairs of runs decide nothing, nor do the others
+where a run diverged. The interval alone would decide too often: of five pairs it leaves zero out for one
+sample in seven without any difference. Five pairs have p = 1/16 only where all of them lie on one side.
+Beside it stands p corrected by Bonferroni for all that was judged, as the papers have it; a remark says
+where so few seeds cannot make that small, whatever the difference.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from bench.papers.strategies import NON_PRIVATE
 from fastclip.fairness.statistics import bonferroni, bootstrap_interval, paired_wilcoxon
 
 SIGNIFICANT = 0.05
-PAIRS = 5
-"""That decide: all of them lie on one side by chance once in 16."""
+PAIRS, DECIDES = 5, 1 / 16
+"""Pairs that decide, and the p that does: that of five which all lie on one side."""
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "not decided"
 COLUMNS = (
     *("claim", "paper", "experiment", "synthetic", "epsilon", "seeds", "difference", "low", "high"),
@@ -213,7 +213,11 @@ def _judge(verdict: Verdict, frame: pd.DataFrame) -> Verdict:
         difference=float(difference.mean()),
         interval=(low, high),
         p=test.p,
-        verdict=UNDECIDED if away or len(whole) < PAIRS else _word(low, high, claim.better),
+        verdict=(
+            UNDECIDED
+            if away or len(whole) < PAIRS or test.p > DECIDES
+            else _word(low, high, claim.better)
+        ),
         remark=" ".join(remarks),
         differing=test.pairs,
         least_p=test.least_p,

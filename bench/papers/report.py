@@ -50,6 +50,11 @@ def _introduction(page: Page, frame: pd.DataFrame) -> None:
         "never the split."
     )
     page.note(
+        "seeds of these runs are published and noise follows from seeds, so nothing here is a private "
+        "release, whatever epsilon says; nor are the runs without privacy, which are compared with. "
+        "Marks say what could be published of a run whose noise nobody can repeat.", "caution",
+    )  # fmt: skip
+    page.note(
         "thresholds, noise multipliers and epsilon follow from the private runs alone.", "private"
     )
     page.note(
@@ -71,11 +76,11 @@ def _claims(page: Page, frame: pd.DataFrame) -> None:
     page.heading("The papers' claims")
     page.text(
         "A claim holds in an experiment at a budget if the 95% interval of the paired difference of "
-        "the seeds lies on the claimed side of 0, does not hold if it lies on the other, and is not "
-        "decided else. p values are of Wilcoxon's signed-rank test, multiplied by the number of rows "
-        "of the table (Bonferroni): five pairs cannot go below 0.0625 before that, so no claim reaches "
-        "p < 0.05 here. An interval of five pairs lies on one side of 0 by chance once in 16; fewer "
-        "decide nothing."
+        "the seeds lies on the claimed side of 0 and p is at most 1/16, does not hold if it lies on the "
+        "other and p is as small, and is not decided else; fewer than five pairs decide nothing. p is "
+        "of Wilcoxon's signed-rank test: for five pairs 0.0625 where all of them lie on one side, which "
+        "happens by chance once in 16. Multiplied by the number of rows of the table (Bonferroni) "
+        "five pairs never reach p < 0.05, so one verdict alone proves little: look at how many agree."
     )
     judged = [verdict for verdict in verdicts if verdict.seeds]
     skipped = {verdict.claim.name for verdict in verdicts} - {one.claim.name for one in judged}

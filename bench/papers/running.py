@@ -144,7 +144,8 @@ def rows(run: Run, trainer: Trainer, data: Dataset, frame: pd.DataFrame, s: floa
         facts["epsilon"] = trainer.engine.get_epsilon(trainer.experiment.delta)
     own = pd.DataFrame(
         {"part": "run", "step": trainer.step, "attribute": "run", "group": "all",
-         "measure": list(facts), "value": [float(v) for v in facts.values()], "private": private}
+         "measure": list(facts), "value": [float(v) for v in facts.values()],
+         "private": [private and name not in ("seconds", "rows") for name in facts]}
     )  # fmt: skip
     found = pd.concat([frame.rename(columns={"epsilon": "epsilon_spent"}), own], ignore_index=True)
     found = found.assign(

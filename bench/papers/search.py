@@ -65,7 +65,7 @@ def search(options: argparse.Namespace) -> str:
     path = options.out / f"search-{options.name}.json"
     with store.held(path.stem):
         if path.exists():
-            for left in store.folder.glob(f"{path.stem}-*.secret"):
+            for left in store.folder.glob(f"{path.stem}-{'[0-9a-f]' * 12}.secret"):
                 shutil.rmtree(left)  # of one that was killed as it ended
             raise ArgumentError(
                 f"{path} holds what an earlier search released; another search costs its own epsilon "
@@ -73,8 +73,11 @@ def search(options: argparse.Namespace) -> str:
             )
         cost, score_noise = price(experiment, options, data, trials)
         secret = Secret(store.folder, options, data, trials)
-        with tqdm(unit="epoch", desc="trials, their number untold") as bar:
+        # On a terminal alone, from the start for every trial: a log would tell how many there were.
+        epochs = options.epochs or experiment.training(options.strategy).epochs
+        with tqdm(total=epochs, unit="epoch", desc="a trial", disable=None) as bar:
             while (trial := secret.next()) is not None:
+                bar.reset()
                 scored(trial, secret, experiment, data, score_noise, bar)
         return release(path, options, data, trials, secret, cost, score_noise)
 

@@ -185,10 +185,13 @@ def _thresholds(page: Page, frame: pd.DataFrame) -> None:
     if of.empty:
         return
     page.heading("Thresholds")
-    page.note(
-        "thresholds follow from the settings and noisy counts alone, once their steps are released.",
-        "private",
-    )
+    if of["private"].all():
+        page.note(
+            "thresholds follow from the settings and noisy counts alone, once their steps are released.",
+            "private",
+        )
+    else:
+        page.note("thresholds follow from counts of training rows, without noise.", "not private")
     attribute = of["attribute"].iloc[0]
     panels = {"Clipping threshold": _over_steps(of, attribute, "threshold")}
     page.figure(

@@ -27,7 +27,7 @@ SEX = ("female", "male", "unknown")
 @cache
 def run(
     strategy: str = "soft_ada_clip", observe: bool = True, evaluate: bool = True,
-    sex: tuple[str, ...] = SEX, passes: int = 3, part: str = "test",
+    sex: tuple[str, ...] = SEX, passes: int = 3, part: str = "test", sigma: float = 1.0,
 ) -> FairnessRecorder:  # fmt: skip
     """Rows of which every fourth is male, and harder; nobody is of unknown sex."""
     generator = torch.Generator().manual_seed(0)
@@ -40,7 +40,7 @@ def run(
     groups = {"num_groups": len(sex)} if strategy == "dpsgd_f" else {}
     engine, private, optimizer, loader = make_private(
         model, clipping=chosen if isinstance(chosen, str) else chosen(**groups),
-        max_grad_norm=[0.3] * 4 if strategy == "per_layer" else 0.6, noise_multiplier=1.0,
+        max_grad_norm=[0.3] * 4 if strategy == "per_layer" else 0.6, noise_multiplier=sigma,
         dataset=TensorDataset(x, y, group), batch_size=12, poisson_sampling=True,
         generator=generator, noise_generator=torch.Generator().manual_seed(1), lr=0.5,
     )  # fmt: skip
@@ -96,6 +96,15 @@ def check_kinds(sections: dict[str, str], kinds: dict[str, str]) -> None:
     for heading, kind in kinds.items():
         said = [name for name, words in NOTES.items() if words + "." in sections[heading]]
         assert said == [kind], heading
+
+
+def test_thresholds_of_counts_without_noise(tmp_path: Path) -> None:
+    """They are of raw rows, and said to be."""
+    _, sections = written(tmp_path, run("dpsgd_f", sigma=0.0), delta=1e-3)
+    check_kinds(sections, {
+        name: "not private" if name == "Thresholds" else kind
+        for name, kind in KINDS.items() if name != "Cost of privacy by group"
+    })  # fmt: skip
 
 
 def test_a_run_beside_one_without_privacy(tmp_path: Path) -> None:

@@ -180,6 +180,18 @@ def test_few_pairs_decide_nothing(seeds: int):
     assert found.verdict == ("holds" if seeds == 5 else "not decided")
 
 
+@pytest.mark.parametrize(("last", "verdict"), [(-0.02, "holds"), (0.002, "not decided")])
+def test_five_pairs_decide_if_they_agree(last: float, verdict: str):
+    """With one pair on the other side the interval may leave zero out, and does so often by chance."""
+    frames = []
+    for seed, difference in enumerate((-0.1, -0.09, -0.11, -0.1, last)):
+        frames.append(run("dp_sgd", seed, numbers(0.7)))
+        frames.append(run("soft_ada_clip", seed, numbers(0.7 + difference)))
+    found = verdict_on(SOFT, pd.concat(frames))
+    assert found.interval[1] < 0
+    assert found.verdict == verdict
+
+
 def test_runs_of_another_epsilon_or_experiment_are_no_pair():
     frame = pd.concat(
         [

@@ -170,8 +170,13 @@ def test_a_search_goes_on_where_it_was_killed_and_shows_one_run_only(
     assert math.isclose(min(abs(np.array(LOWER_BOUNDS) - best["lower"])), 0)
     assert f"epsilon of the whole search {result['epsilon']:.3f}" in said
     assert set(result["trials"]) == {"mean", "eta", "gamma"}  # of the distribution, not K
+    killed, other = (tmp_path / f"search-breast-cancer{n}-0123456789ab.secret" for n in ("", "-2"))
+    killed.mkdir()
+    other.mkdir()
     with pytest.raises(ArgumentError, match="another search costs its own epsilon on top"):
         searching.search(asked)
+    assert not killed.exists()  # and secrets of another experiment's search are left alone
+    assert other.exists()
 
 
 def test_a_released_model_is_the_one_that_was_scored(
