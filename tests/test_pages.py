@@ -145,6 +145,7 @@ def one_batch() -> Known:
 MANAGER = {"BatchMemoryManager": BatchMemoryManager}
 RANKS = None  # two of them: tests/parallel/pages.py
 SCENES: dict[str, list[Callable[[], Known] | None]] = {
+    "docs/audit.md": [lambda: {"inside": torch.randn(300) + 1, "outside": torch.randn(300)}],
     "docs/checks.md": [
         checked_model,
         lambda: {"Scale": custom_layer.Scale, "torch": torch, "check_rule": check_rule},

@@ -1,13 +1,13 @@
 """The papers' claims, judged on results of one's own.
 
 A claim compares two strategies by one score of a run, the runs of a seed with each other. It **holds**
-if the 95% bootstrap interval of the mean difference lies wholly on the claimed side of zero and p of the
-paired Wilcoxon test is at most 1/16, **does not hold** if the interval lies wholly on the other side and p
-is as small, and is **not decided** else; fewer than five pairs of runs decide nothing, nor do the others
-where a run diverged. The interval alone would decide too often: of five pairs it leaves zero out for one
-sample in seven without any difference. Five pairs have p = 1/16 only where all of them lie on one side.
-Beside it stands p corrected by Bonferroni for all that was judged, as the papers have it; a remark says
-where so few seeds cannot make that small, whatever the difference.
+if the 95% bootstrap interval of the mean difference lies wholly on the claimed side of zero and p of
+the paired Wilcoxon test is at most 1/16, **does not hold** if the interval lies wholly on the other
+side and p is as small, and is **not decided** else; fewer than five pairs of runs decide nothing, nor
+do the others where a run diverged. The interval alone would decide too often: of five pairs it leaves
+zero out for one sample in seven without any difference. Five pairs have p = 1/16 only where all of them
+lie on one side. Beside it stands p corrected by Bonferroni for all that was judged, as the papers have
+it; a remark says where so few seeds cannot make that small, whatever the difference.
 """
 
 from __future__ import annotations

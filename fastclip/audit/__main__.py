@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
@@ -74,14 +76,23 @@ def main(arguments: list[str] | None = None) -> int:
     warnings.simplefilter("ignore")  # every run would tell of its settings
     print(f"lower bounds at {1 - options.significance:.1%} on epsilon at delta {options.delta:g}")
     print(" " * WIDTH + "".join(f"{name:>9}" for name in COLUMNS), flush=True)
+    names: list[str] = []
     found: list[Finding | Told] = []
     for name, make in (_mutants if options.mutants else _settings)(options):
+        names.append(name)
         found.append(make())
         print(line(name, found[-1]), flush=True)
     print(LEGEND)
     if options.json is not None:
-        made = {"python": platform.python_version(), "torch": torch.__version__}
-        told = [asdict(one) | {"refuted": one.refuted} for one in found]
+        made = {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "python": platform.python_version(), "torch": torch.__version__,
+            "machine": platform.machine(), "cores": os.cpu_count(),
+        }  # fmt: skip
+        told = [
+            {"name": name, **asdict(one), "refuted": one.refuted}
+            for name, one in zip(names, found, strict=True)
+        ]
         options.json.write_text(json.dumps({"made with": made, "findings": told}, indent=1) + "\n")
     return int(any(one.refuted is not options.mutants for one in found))
 

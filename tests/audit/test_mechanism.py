@@ -153,5 +153,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(name in said for name in names)
     assert "REFUTED" not in said
     told = json.loads(file.read_text())
-    assert [one["setting"] for one in told["findings"]] == names
+    assert [one["name"] for one in told["findings"]] == names
     assert not any(one["refuted"] for one in told["findings"])
