@@ -79,7 +79,7 @@ def test_the_users_own_exception(mistake: Any, kind: type[Exception], text: str)
     with pytest.raises(kind) as caught:
         epoch(model, optimizer, loader)
     assert type(caught.value) is kind
-    assert str(caught.value).startswith(text)
+    assert str(caught.value).removeprefix("mm: ").startswith(text)  # as torch 2.15 begins
     assert caught.value.__context__ is None or caught.value.__suppress_context__
 
 
@@ -87,7 +87,7 @@ def test_the_users_own_exception(mistake: Any, kind: type[Exception], text: str)
 def test_a_layers_shape_error_names_the_layer(trained: bool) -> None:
     wrong = nn.Sequential(nn.Linear(D, 8), nn.Sequential(nn.Linear(7, K)))
     _, _, _, model, *_ = start(wrong)
-    sentence = r"^1\.0 \(Linear\): mat1 and mat2 shapes cannot be multiplied \(\d+x8 and 7x3\)$"
+    sentence = r"^1\.0 \(Linear\): (addmm: )?mat1 and mat2 shapes cannot be multiplied \(\d+x8 and 7x3\)$"
     with pytest.raises(RuntimeError, match=sentence) as caught, torch.set_grad_enabled(trained):
         model(torch.randn(B, D))
     assert type(caught.value) is RuntimeError
