@@ -87,7 +87,9 @@ def test_the_users_own_exception(mistake: Any, kind: type[Exception], text: str)
 def test_a_layers_shape_error_names_the_layer(trained: bool) -> None:
     wrong = nn.Sequential(nn.Linear(D, 8), nn.Sequential(nn.Linear(7, K)))
     _, _, _, model, *_ = start(wrong)
-    sentence = r"^1\.0 \(Linear\): (addmm: )?mat1 and mat2 shapes cannot be multiplied \(\d+x8 and 7x3\)$"
+    sentence = (
+        r"^1\.0 \(Linear\): (addmm: )?mat1 and mat2 shapes cannot be multiplied \(\d+x8 and 7x3\)$"
+    )
     with pytest.raises(RuntimeError, match=sentence) as caught, torch.set_grad_enabled(trained):
         model(torch.randn(B, D))
     assert type(caught.value) is RuntimeError

@@ -93,7 +93,8 @@ def main(arguments: list[str] | None = None) -> int:
             {"name": name, **asdict(one), "refuted": one.refuted}
             for name, one in zip(names, found, strict=True)
         ]
-        options.json.write_text(json.dumps({"made with": made, "findings": told}, indent=1) + "\n")
+        text = json.dumps({"made with": made, "findings": told}, indent=1)
+        options.json.write_text(text.replace(": Infinity", ": null") + "\n")
     return int(any(one.refuted is not options.mutants for one in found))
 
 

@@ -59,7 +59,12 @@ def refuted_epsilon(history: Sequence[Step], right: int, guesses: int, significa
     def scaled(log_factor: float) -> list[Step]:
         return [(sigma * math.exp(log_factor), rate, steps) for sigma, rate, steps in history]
 
+    most = 1 - math.prod((1 - rate) ** steps for _, rate, steps in history)
+    if found >= most:
+        return math.inf  # no noise at all would let nobody find so many
     low, high = _bracket(lambda x: advantage(scaled(x)) - found)
+    if advantage(scaled(low)) <= found:
+        return tight_epsilon(scaled(low), delta) - _ERROR  # at the least
     factor = optimize.brentq(lambda x: advantage(scaled(x)) - found, low, high, xtol=1e-3)
     return tight_epsilon(scaled(float(factor) + 1e-3), delta) - _ERROR
 
@@ -70,9 +75,9 @@ def p_of_guesses(history: Sequence[Step], right: int, guesses: int) -> float:
 
 
 def _bracket(above: Callable[[float], float]) -> tuple[float, float]:
-    """Factors with too little and too much noise, in logarithms."""
+    """Factors with too little and too much noise, in logarithms; no less than a fifth of the noise."""
     low, high = 0.0, 0.0
-    while above(low) < 0:
+    while above(low) < 0 and low > -1.5:
         low -= 0.25
     while above(high) > 0:
         high += 0.25

@@ -76,7 +76,7 @@ def epsilon_of_gdp(mu: float, delta: float) -> float:
 def _log_delta(epsilon: float, mu: float) -> float:
     first = special.log_ndtr(-epsilon / mu + mu / 2)
     second = epsilon + special.log_ndtr(-epsilon / mu - mu / 2)
-    return float(first + np.log1p(-np.exp(min(second - first, 0.0)) + 1e-300))
+    return float(first + np.log1p(-np.exp(second - first))) if second < first else -math.inf
 
 
 def _largest(ruled_out: Callable[[float], bool]) -> float:

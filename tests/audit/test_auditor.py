@@ -129,6 +129,20 @@ def test_a_bound_is_rarely_wrong(name: str) -> None:
     assert np.median(found) > 0.05 * epsilon  # and says something
 
 
+@pytest.mark.parametrize("name", ["epsilon_clopper_pearson", "epsilon_from_gdp"])
+def test_scores_in_their_order(name: str) -> None:
+    """Of sorted scores every second one would tell of those between them, and bounds be chosen by them.
+
+    There is nothing to find: at 40% no more than 106 of 200 may find something, but once in 10,000.
+    """
+    rng = np.random.default_rng(3)
+    found = 0
+    for _ in range(RUNS):
+        scores = np.sort(rng.normal(size=(2, 1000)), axis=1)
+        found += getattr(CanaryScoreAuditor(*scores), name)(0.4, 1e-9) > 1e-9
+    assert found <= stats.binom.ppf(1 - 1e-4, RUNS, 0.4)
+
+
 def test_one_run_of_randomised_response() -> None:
     """The worst case of pure DP: bounds come near epsilon, and exceed it rarely."""
     rng = np.random.default_rng(1)

@@ -116,6 +116,13 @@ def test_a_bound_from_guesses() -> None:
     assert p_of_guesses(history, 0, 10) == 1
 
 
+def test_more_right_guesses_than_any_noise_explains() -> None:
+    """At q = 0.1 nine of ten canaries are never drawn; near that limit a bound is a least one."""
+    drawn = [(1.0, 0.1, 1)]
+    assert refuted_epsilon(drawn, 9_000, 10_000, 0.05, 1e-5) == math.inf
+    assert 10 < refuted_epsilon(drawn, 544_000, 10**6, 0.05, 1e-5) < math.inf
+
+
 def test_p_values_of_noise_are_uniform_or_larger() -> None:
     """Of 300 samples of the law: no more below 5% than a binomial law allows but once in 10,000."""
     rng = np.random.default_rng(0)
