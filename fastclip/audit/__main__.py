@@ -51,6 +51,18 @@ def _settings(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], F
             yield pair.name, partial(audit_neighbours, pair, runs=options.runs)
 
 
+def _opacus(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Finding | Told]]]:
+    from fastclip.audit import opacus_engine
+
+    given = {"delta": options.delta, "significance": options.significance}
+    for mode in ("hooks", "functorch"):
+        for setting in opacus_engine.SETTINGS:
+            made = partial(
+                opacus_engine.audit, setting, canaries=options.canaries, mode=mode, **given
+            )
+            yield f"{mode}: {setting.name}", made
+
+
 def _mutants(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Finding | Told]]]:
     from fastclip.audit.mutants import MUTANTS
 
@@ -72,13 +84,15 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="audit engines that are broken on purpose",
     )
+    parser.add_argument("--opacus", action="store_true", help="audit Opacus' own engine")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")  # every run would tell of its settings
     print(f"lower bounds at {1 - options.significance:.1%} on epsilon at delta {options.delta:g}")
     print(" " * WIDTH + "".join(f"{name:>9}" for name in COLUMNS), flush=True)
     names: list[str] = []
     found: list[Finding | Told] = []
-    for name, make in (_mutants if options.mutants else _settings)(options):
+    chosen = _mutants if options.mutants else _opacus if options.opacus else _settings
+    for name, make in chosen(options):
         names.append(name)
         found.append(make())
         print(line(name, found[-1]), flush=True)

@@ -192,8 +192,8 @@ def attack(
     for _ in range(setting.steps):
         levels = optimizer.noise_levels
         one_step(setting, made, private, optimizer, loader)
-        entries = torch.stack([_released(p) for p in model.parameters()])
-        released = entries * divisor / float(optimizer.sensitivity)  # the noisy sums, in units of S
+        # The noisy sums, in units of S.
+        released = released_by(model) * divisor / float(optimizer.sensitivity)
         noise.append((released / levels.gradients).masked_fill(inside, math.nan).reshape(-1))
         scores += ratios(
             setting, optimizer, released.sum(0) / math.sqrt(2), levels.gradients, group
@@ -225,9 +225,10 @@ def _rank(rank: int, folder: Path, setting: Setting, inside: Tensor, delta: floa
     distributed.destroy_process_group()
 
 
-def _released(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad.double().reshape(-1)
+def released_by(model: nn.Module) -> Tensor:
+    """The gradients of its two parameters after a step, [2, canaries]."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return torch.stack([gradient.double().reshape(-1) for gradient in gradients])
 
 
 def one_step(setting: Setting, engine: Any, model: Any, optimizer: Any, loader: Any) -> None:
