@@ -24,8 +24,8 @@ COLUMNS = ("claimed", "bound", "share", "guesses", "noise", "canaries", "seconds
 LEGEND = """
 claimed: epsilon that the engine states; bound: below the true one; share: of the tight epsilon.
 guesses, noise: p-values of the right guesses and of the noise under what is claimed; below 0.001 the
-claim is refuted. Bounds assume noise that is independent from entry to entry; those of neighbours
-(2 x runs) assume nothing, and are at 99.9%."""
+claim is refuted. Bounds are of the claimed kind of mechanism at another noise, independent from entry to
+entry; those of neighbours (2 x runs) assume nothing, and are at 99.9%."""
 
 
 def line(name: str, found: Finding | Told) -> str:
