@@ -249,7 +249,7 @@ MUTANTS = (
         x.flatten()[: x.numel() // 2].repeat(3)[: x.numel()].reshape(x.shape) for x in n])),
     Mutant("uniform noise of the same deviation", FOUR, noise(_uniform)),
     Mutant("noise rounded to 16 bits' exponent", FOUR, noise(lambda n, s: [
-        torch.ldexp(torch.tensor(1.0), torch.frexp(x)[1] - 1) * x.sign() for x in n])),
+        torch.ldexp(torch.ones_like(x), torch.frexp(x)[1] - 1) * x.sign() for x in n])),
     Mutant("no clipping", FOUR, scales(lambda s, n, c, q: torch.ones_like(s))),
     Mutant("clipped at 2 C", FOUR, scales(lambda s, n, c, q: 2 * s)),
     Mutant("norm of one parameter", FOUR,

@@ -173,7 +173,7 @@ def test_infinite_epsilon_is_not_json() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([*RUN], "one of the arguments --noise-multiplier --epsilon is required"),
+        ([*RUN], "one of the arguments --noise-multiplier --epsilon/--target-epsilon is required"),
         ([*RUN, *SIGMA, "--epsilon", "1"], "not allowed with argument"),
         ([*RUN, "--steps", "5", *SIGMA], "not allowed with argument"),
         ([*RUN, "--noise-multiplier", "0"], "--noise-multiplier expects a positive"),
