@@ -58,16 +58,9 @@ def panel(axes: Axes, found: dict[str, list[list[float]]]) -> None:
         x = [digit + (place - 1) * 0.22 for digit in range(10)]
         values = means(found[name])
         by_class = list(zip(*found[name], strict=True))
-        ends = [
-            [mean - min(of) for mean, of in zip(values, by_class, strict=True)],
-            [max(of) - mean for mean, of in zip(values, by_class, strict=True)],
-        ]
-        seeds = len(found[name])
         label = f"{shown}: worst digit {min(values):.0%}, mean {fmean(values):.0%}"
-        axes.errorbar(
-            x, values, yerr=ends if seeds > 1 else None, fmt=mark, color=colour, label=label,
-            elinewidth=1,
-        )  # fmt: skip
+        axes.plot(x, values, mark, color=colour, label=label)
+        axes.vlines(x, [min(of) for of in by_class], [max(of) for of in by_class], color=colour, lw=1)
     axes.set_xticks(range(10))
     axes.set_xlabel(f"digit; mean and range of {_seeds(found)}; {NOT_PRIVATE}")
     axes.set_ylim(-0.03, 1.1)

@@ -34,3 +34,13 @@ def test_the_demo_shows_what_clipping_does_to_each_digit() -> None:
     assert len(labels) == len(fairness.COMPARED)
     made = {"dp_sgd": [[0.0, 1.0], [1.0, 1.0]]}
     assert fairness.means(made["dp_sgd"]) == [0.5, 1.0]
+
+
+def test_seeds_that_agree_are_drawn() -> None:
+    """The mean of equal numbers may be off by their last bit, on either side."""
+    classes = [k / 36 for k in range(27, 37)]
+    found = {name: [classes] * 3 for name in fairness.COMPARED}
+    assert any(mean < value for mean, value in zip(fairness.means([classes] * 3), classes, strict=True))
+    axes = Figure().subplots()
+    fairness.panel(axes, found)
+    assert len(axes.get_lines()) == len(fairness.COMPARED)
