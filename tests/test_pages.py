@@ -142,10 +142,20 @@ def one_batch() -> Known:
     return known | {"x": x, "y": y}
 
 
+def with_canaries() -> Known:
+    canaries = TensorDataset(torch.randn(64, 6), torch.randint(2, (64,)))
+    return plain() | {
+        "torch": torch, "DataLoader": DataLoader, "data_set": plain()["data"], "canaries": canaries,
+    }  # fmt: skip
+
+
 MANAGER = {"BatchMemoryManager": BatchMemoryManager}
 RANKS = None  # two of them: tests/parallel/pages.py
 SCENES: dict[str, list[Callable[[], Known] | None]] = {
-    "docs/audit.md": [lambda: {"inside": torch.randn(300) + 1, "outside": torch.randn(300)}],
+    "docs/audit.md": [
+        with_canaries,
+        lambda: {"inside": torch.randn(300) + 1, "outside": torch.randn(300)},
+    ],
     "docs/checks.md": [
         checked_model,
         lambda: {"Scale": custom_layer.Scale, "torch": torch, "check_rule": check_rule},

@@ -60,7 +60,9 @@ def panel(axes: Axes, found: dict[str, list[list[float]]]) -> None:
         by_class = list(zip(*found[name], strict=True))
         label = f"{shown}: worst digit {min(values):.0%}, mean {fmean(values):.0%}"
         axes.plot(x, values, mark, color=colour, label=label)
-        axes.vlines(x, [min(of) for of in by_class], [max(of) for of in by_class], color=colour, lw=1)
+        axes.vlines(
+            x, [min(of) for of in by_class], [max(of) for of in by_class], color=colour, lw=1
+        )
     axes.set_xticks(range(10))
     axes.set_xlabel(f"digit; mean and range of {_seeds(found)}; {NOT_PRIVATE}")
     axes.set_ylim(-0.03, 1.1)

@@ -6,13 +6,14 @@ import copy
 import warnings
 from typing import Any
 
-import torch
 from opacus import PrivacyEngine
 from opacus.accountants import IAccountant
 from torch import nn
 
+from fastclip.accounting.checkpoint_file import KEY, read_checkpoint, stamp
 from fastclip.accounting.history import open_accountant, spent
 from fastclip.accounting.ledger import Ledger, keep_ledger
+from fastclip.accounting.write_ahead import WriteAheadLog
 from fastclip.errors import ArgumentError, ArgumentTypeError, say
 from fastclip.parallel.checkpoints import Kept, as_alone, is_spread, optimizer_alone, write_whole
 from fastclip.parallel.run_state import RunState
@@ -53,6 +54,8 @@ class AccountedEngine(PrivacyEngine):
         new = keep_ledger(value)
         if self._accountant is not None and self._accountant is not new:
             new.join(self._accountant.segments(), self._accountant.protected)
+            if self._accountant.log is not None:
+                new.write_ahead(self._accountant.log)
         self._accountant = new
 
     def get_epsilon(self, delta: float) -> float:
@@ -74,6 +77,25 @@ class AccountedEngine(PrivacyEngine):
         """
         return spent(self.accountant, delta)
 
+    def write_ahead(self, path: Any) -> None:
+        """Keep the ledger in a file, too: each step is on the disk before it is released.
+
+        A run that is killed, or goes on from an older checkpoint, counts every step that it has taken:
+        what the file holds is counted at once. On several ranks all of them call this, after
+        make_private, with a path that all of them see; the first one writes. It costs one fsync a step.
+
+        Formal guarantee: whatever kills the process, the file holds every released step.
+
+        Args:
+            path: of the file, which is made if it is not there; one for each run.
+
+        Raises:
+            ArgumentError: the file is damaged, of steps that this accountant cannot compose, or is being
+                written by somebody else; the engine goes on as before.
+            OSError: it cannot be opened or made.
+        """
+        self.accountant.write_ahead(WriteAheadLog(path, self._writes))
+
     def save_checkpoint(self, *, path: Any, module: nn.Module, **options: Any) -> None:  # type: ignore[override]
         """Save what `load_checkpoint` goes on from; on several ranks the first one writes.
 
@@ -91,6 +113,7 @@ class AccountedEngine(PrivacyEngine):
             if options.get("optimizer") is not None:
                 options["optimizer"] = Kept(optimizer_alone(options["optimizer"]), self._writes)
         if self._writes:
+            options["checkpoint_dict"] = {**(options.get("checkpoint_dict") or {}), KEY: stamp()}
             write_whole(path, lambda part: save(path=part, module=alone, **options))
 
     @property
@@ -106,7 +129,9 @@ class AccountedEngine(PrivacyEngine):
         """Go on from `save_checkpoint`, Opacus' own files included.
 
         What this engine has recorded itself stays: a model that is set back in the middle of a run
-        has been seen further on. Steps of the same run count once, all others are added.
+        has been seen further on. Steps of the same run count once, all others are added. Files hold
+        tensors and plain values; nothing in them is run (`torch_load_kwargs={"weights_only": False}`
+        trusts a file that holds more).
 
         Args:
             As in Opacus; objects that are given get the state that the file holds for them.
@@ -115,11 +140,11 @@ class AccountedEngine(PrivacyEngine):
             The rest of the file.
 
         Raises:
-            ArgumentError: if the file does not say what its run has spent, or was accounted by
-                another mechanism; nothing is loaded.
+            ArgumentError: if the file is damaged, does not say what its run has spent, or was
+                accounted by another mechanism; nothing is loaded.
         """
-        saved = torch.load(path, **(torch_load_kwargs or {}), weights_only=False)
-        if not isinstance(saved, dict) or _ACCOUNTANT not in saved:
+        saved = read_checkpoint(path, torch_load_kwargs or {})
+        if _ACCOUNTANT not in saved:
             raise ArgumentError(
                 f"the checkpoint holds no {_ACCOUNTANT}, so what its run has spent is not known; load "
                 "one that engine.save_checkpoint wrote"

@@ -13,9 +13,11 @@ from fastclip.accounting.history import refuse_changing_noise
 from fastclip.accounting.protected import BY_OPACUS, Protected, protected_by
 from fastclip.accounting.protected import KEY as PROTECTED
 from fastclip.accounting.segments import (
+    DIGEST,
     KEY,
     Entry,
     Segments,
+    digest,
     joined,
     new_name,
     read_segments,
@@ -25,6 +27,7 @@ from fastclip.accounting.segments import (
     union,
 )
 from fastclip.accounting.truncation import refuse_truncated
+from fastclip.accounting.write_ahead import WriteAheadLog
 
 _forks = 0
 """Of this process since its first ancestor that imported this: a child may get any number as its pid."""
@@ -53,6 +56,7 @@ class Ledger(IAccountant):
     _others: Segments
     _name: str
     _process: tuple[int, int] = (0, 0)
+    _log: WriteAheadLog | None = None
     _shared: list[str]
     """The names that all ranks of a training give to their segments, the first one of the training."""
 
@@ -61,6 +65,7 @@ class Ledger(IAccountant):
 
         Raises:
             ArgumentError: for a truncated draw that this accountant does not know.
+            StepError: its file (`write_ahead`) cannot be written; the step is not recorded.
         """
         refuse_truncated([(0.0, kwargs.get("sample_rate"), 1)], self.mechanism())
         if self._process != (os.getpid(), _forks):  # a fork: its parent goes on under the same name
@@ -68,6 +73,9 @@ class Ledger(IAccountant):
         before = list(self.history)
         try:
             super().step(*args, **kwargs)  # type: ignore[safe-super]
+            if self._log is not None:
+                taken = (kwargs["noise_multiplier"], kwargs["sample_rate"], 1)
+                self._log.record(self._name, [taken], self.protected)
         except BaseException:
             self.history = before
             raise
@@ -92,14 +100,32 @@ class Ledger(IAccountant):
                 then as it was.
         """
         merged, whom = self._with(others), self.protected.beside(protected)
+        self._catch_up(merged, whom)
         self.history, self.protected = joined(merged), whom
         self._begin(merged)
 
+    def write_ahead(self, log: WriteAheadLog) -> None:
+        """Count what the file holds, and write every step to it before it is released.
+
+        Raises:
+            ArgumentError: as `join`. StepError: it cannot be written.
+        """
+        self.join(*log.found())
+        log.catch_up(self.segments(), self.protected)
+        self._log = log
+
+    @property
+    def log(self) -> WriteAheadLog | None:
+        """The file that every step is written to first."""
+        return self._log
+
     def state_dict(self, destination: Any = None) -> Any:
-        """As Opacus, and the names of the steps."""
+        """As Opacus, in plain values, with the names of the steps and a digest of all of it."""
         state = super().state_dict(destination)
+        state["history"] = saved_entries(self.history)
         state[KEY] = {name: saved_entries(part) for name, part in self.segments().items()}
         state[PROTECTED] = self.protected.saved()
+        state[DIGEST] = digest(state)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -115,6 +141,7 @@ class Ledger(IAccountant):
         loaded = read_segments(state_dict, self.mechanism(), "the accountant's state")
         merged = self._with(loaded)
         whom = self.protected.beside(protected_by(state_dict, joined(loaded)))
+        self._catch_up(merged, whom)
         before = self.history
         try:  # whatever else an accountant of the user's own keeps
             super().load_state_dict({**state_dict, "history": joined(merged)})
@@ -123,6 +150,10 @@ class Ledger(IAccountant):
             raise
         self.protected = whom
         self._begin(merged)
+
+    def _catch_up(self, segments: Segments, whom: Protected) -> None:
+        if self._log is not None:
+            self._log.catch_up(segments, whom)
 
     def _with(self, others: Segments) -> Segments:
         merged = union(self.segments(), others)
@@ -158,6 +189,7 @@ class Ledger(IAccountant):
             "history": list(self.history),
             "_others": self.segments(),
             "_shared": [],
+            "_log": None,
         }
         return _restored, (kind, state)
 

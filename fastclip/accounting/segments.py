@@ -7,12 +7,15 @@ name: of one segment the longer state is kept, different segments add up.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Any
 
+from fastclip.accounting.protected import KEY as PROTECTED
 from fastclip.accounting.truncation import Rate, decoded, encoded
 from fastclip.errors import ArgumentError
 
@@ -24,6 +27,7 @@ Segments = dict[str, list[Entry]]
 """Name -> what was recorded under it, in the order in which it was first seen."""
 
 KEY = "segments"
+DIGEST = "fastclip_digest"
 """Of an accountant's state."""
 
 
@@ -73,7 +77,20 @@ def union(own: Segments, others: Segments) -> Segments:
 
 def saved_entries(entries: Iterable[Entry]) -> list[tuple[float, Any, int]]:
     """A history as plain values, for JSON and checkpoints."""
-    return [(sigma, encoded(rate), steps) for sigma, rate, steps in entries]
+    return [(float(sigma), encoded(rate), int(steps)) for sigma, rate, steps in entries]
+
+
+def digest(state: Mapping[str, Any]) -> str:
+    """Of what a state says was spent: a flipped bit of a ledger is seen, wherever it was stored.
+
+    Args:
+        state: of an accountant, perhaps by way of JSON.
+    """
+    named = sorted((name, saved_entries(_entries(part))) for name, part in state[KEY].items())
+    said = [state["mechanism"], saved_entries(_entries(state["history"])), named]
+    return hashlib.sha256(
+        json.dumps([*said, state[PROTECTED]], sort_keys=True).encode()
+    ).hexdigest()
 
 
 def read_segments(saved: Any, mechanism: str, place: str) -> Segments:
@@ -93,6 +110,8 @@ def read_segments(saved: Any, mechanism: str, place: str) -> Segments:
     try:
         found, history = saved["mechanism"], _entries(saved["history"])
         named = {str(name): _entries(part) for name, part in (saved.get(KEY) or {}).items()}
+        if DIGEST in saved and saved[DIGEST] != digest(saved):
+            raise ValueError("its digest is of other steps")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ArgumentError(
             f"{place} is damaged, so what its run has spent is not known ({error!r}); resume from "

@@ -55,7 +55,7 @@ class RunState(Stateful):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The ledger first: a model that fails halfway has got some of the weights."""
         let_go(self._model)
-        run = torch.load(io.BytesIO(state_dict[_RUN]), weights_only=False)
+        run = torch.load(io.BytesIO(state_dict[_RUN]), weights_only=True)
         self._ledger.load_state_dict(run["ledger"])
         set_model_state_dict(self._model, state_dict[_MODEL])
         set_optimizer_state_dict(self._model, self._inner, state_dict[_OPTIMIZER])

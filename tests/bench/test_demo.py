@@ -40,7 +40,9 @@ def test_seeds_that_agree_are_drawn() -> None:
     """The mean of equal numbers may be off by their last bit, on either side."""
     classes = [k / 36 for k in range(27, 37)]
     found = {name: [classes] * 3 for name in fairness.COMPARED}
-    assert any(mean < value for mean, value in zip(fairness.means([classes] * 3), classes, strict=True))
+    assert any(
+        mean < value for mean, value in zip(fairness.means([classes] * 3), classes, strict=True)
+    )
     axes = Figure().subplots()
     fairness.panel(axes, found)
     assert len(axes.get_lines()) == len(fairness.COMPARED)

@@ -1,0 +1,91 @@
+"""A run's checkpoint as a file: its format, whether it is whole, and that no code is in it."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fastclip.errors import ArgumentError
+
+KEY = "fastclip_checkpoint"
+FORMAT = 1
+"""Of the files that are written. 0, without a stamp: of fastclip before there was one, and Opacus'."""
+
+
+def stamp() -> dict[str, Any]:
+    """What a file says of itself."""
+    return {"format": FORMAT, "torch": str(torch.__version__)}
+
+
+def read_checkpoint(path: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file holds, without its stamp; nothing in it is run, unless the caller trusts it.
+
+    Every byte is checked against the file's checksums first: torch.load does not, and a flipped bit of a
+    weight or of a ledger would go unseen.
+
+    Args:
+        path: of a file, or an open one. options: of torch.load, `weights_only=True` if not said.
+
+    Raises:
+        ArgumentError: the file is damaged, of a newer format, or holds other things than tensors and
+            plain values. OSError: it is not there or cannot be read.
+    """
+    name = getattr(path, "name", "the checkpoint") if hasattr(path, "read") else str(path)
+    _check_whole(path, name)
+    try:
+        saved = torch.load(path, **{"weights_only": True, **options})
+    except (OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except pickle.UnpicklingError as error:
+        raise ArgumentError(
+            f"{name} is damaged, or holds other things than tensors and plain values, which could run "
+            f"code ({_first_line(error)}); load another checkpoint, or, if you trust whoever wrote it, "
+            "pass torch_load_kwargs={'weights_only': False}"
+        ) from error
+    except Exception as error:
+        raise _damaged(name, error) from error
+    if not isinstance(saved, dict):
+        raise ArgumentError(
+            f"{name} holds a {type(saved).__name__}, not a checkpoint; load one that "
+            "engine.save_checkpoint wrote"
+        )
+    found = saved.pop(KEY, {"format": 0})
+    number = found.get("format") if isinstance(found, Mapping) else None
+    if type(number) is not int or number > FORMAT:
+        raise ArgumentError(
+            f"{name} is a checkpoint of format {number!r}, and this fastclip reads formats up to "
+            f"{FORMAT}: install the version that wrote it, or a newer one"
+        )
+    return saved
+
+
+def _check_whole(path: Any, name: str) -> None:
+    begin = path.tell() if hasattr(path, "read") else None
+    try:
+        if zipfile.is_zipfile(path):  # else torch.load says what is wrong
+            with zipfile.ZipFile(path) as archive:
+                wrong = archive.testzip()
+            if wrong is not None:
+                raise ValueError(f"the checksum of {wrong} is wrong")
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise _damaged(name, error) from error
+    finally:
+        if begin is not None:
+            path.seek(begin)
+
+
+def _damaged(name: str, error: Exception) -> ArgumentError:
+    return ArgumentError(
+        f"{name} is damaged ({_first_line(error)}); nothing was loaded: go on from another checkpoint, "
+        "and count the steps that were taken after it"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,122 @@
+"""What an audit of a user's own run says, as Markdown or HTML."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from fastclip.errors import ArgumentError
+
+TITLE = "What this run tells of its canaries"
+NOT_SHOWN = (
+    "That the claim is true. An audit can refute epsilon, never prove it: an attack that is not tried "
+    "here may learn more.",
+    "Anything of rows that are not like the canaries.",
+    "More than the canaries allow: so many of them, all guessed right, would prove no more than the "
+    "bound that is named as the most.",
+    "That the trainer did not look: whoever trains must not know the coins before the scores are there.",
+)
+STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:44rem;margin:2rem auto;padding:0 1rem;color:#222}"
+    "table{border-collapse:collapse;width:100%}td{border-bottom:1px solid #ddd;padding:.4rem .6rem}"
+    "td+td{text-align:right;white-space:nowrap}.verdict{padding:.6rem 1rem;border-left:4px solid}"
+    ".held{background:#eef5ee;border-color:#2e7d32}.refuted{background:#fdecea;border-color:#c62828}"
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Of one run; a function of what it released and of the canaries' coins, of no other row.
+
+    Attributes:
+        claimed: epsilon that the engine states, at delta.
+        bound: lower bound on the true one, at 1 - significance (Steinke et al. 2023).
+        most: what so many canaries would prove if all were guessed right.
+        auroc, tpr: of the scores; tpr at a false positive rate of 1%. Estimates, without intervals.
+        canaries, inside: how many there are, and how many were in.
+        neighbours: of the claim.
+    """
+
+    claimed: float
+    delta: float
+    significance: float
+    bound: float
+    most: float
+    auroc: float
+    tpr: float
+    canaries: int
+    inside: int
+    neighbours: str
+
+    @property
+    def refuted(self) -> bool:
+        """The bound is above the claim."""
+        return self.bound > self.claimed
+
+    @property
+    def verdict(self) -> str:
+        """In a sentence."""
+        if self.refuted:
+            return (
+                f"The claim is refuted: epsilon is at least {self.bound:.3g}, not {self.claimed:.3g}. "
+                "Do not release this model; `python -m fastclip.audit` tells if the engine is at fault."
+            )
+        found, claimed = f"{self.bound:.3g}", f"{self.claimed:.3g}"
+        return f"The claim stands: epsilon is at least {found}, and {claimed} is claimed."
+
+    @property
+    def figures(self) -> list[tuple[str, str]]:
+        """What was found, line by line."""
+        return [
+            (f"claimed epsilon at delta {self.delta:g}", f"{self.claimed:.4g}"),
+            (f"{1 - self.significance:.0%} lower bound", f"{self.bound:.4g}"),
+            ("most that these canaries could prove", f"{self.most:.4g}"),
+            ("canaries, of which in", f"{self.canaries}, {self.inside}"),
+            ("area under the attack's curve (0.5: guesses)", f"{self.auroc:.3f}"),
+            ("found at 1% false alarms", f"{self.tpr:.1%}"),
+        ]
+
+    @property
+    def notes(self) -> list[str]:
+        """What it does not show."""
+        return [
+            *NOT_SHOWN,
+            f"The claim is for neighbours as the engine names them: {self.neighbours}.",
+        ]
+
+    def markdown(self) -> str:
+        """As Markdown."""
+        rows = "\n".join(f"| {name} | {value} |" for name, value in self.figures)
+        notes = "\n".join(f"- {note}" for note in self.notes)
+        return (
+            f"# {TITLE}\n\n**{self.verdict}**\n\n| | |\n|---|---:|\n{rows}\n\n"
+            f"## What it does not show\n\n{notes}\n"
+        )
+
+    def html(self) -> str:
+        """As a page of its own."""
+        rows = "".join(
+            f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>"
+            for name, value in self.figures
+        )
+        notes = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
+        kind = "refuted" if self.refuted else "held"
+        return (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+            f'content="width=device-width"><title>{TITLE}</title><style>{STYLE}</style></head><body>'
+            f'<h1>{TITLE}</h1><p class="verdict {kind}">{escape(self.verdict)}</p><table>{rows}</table>'
+            f"<h2>What it does not show</h2><ul>{notes}</ul></body></html>\n"
+        )
+
+    def save(self, path: Any) -> None:
+        """Write it, as the name ends: .md or .html.
+
+        Raises:
+            ArgumentError: for another ending.
+        """
+        made = {".md": self.markdown, ".html": self.html}.get(Path(path).suffix)
+        if made is None:
+            raise ArgumentError(f"save expects a name that ends in .md or .html, got {str(path)!r}")
+        Path(path).write_text(made(), encoding="utf-8")

@@ -1,0 +1,252 @@
+"""The ledger on disk: before the step, whatever becomes of process, disk and file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from opacus.accountants import create_accountant
+
+from fastclip import FastPrivacyEngine
+from fastclip.accounting.write_ahead import WriteAheadLog
+from fastclip.errors import ArgumentError, StepError
+from tests.accounting.test_engine_ledger import history, load, saved, start, walk
+
+
+def logged(path: Path) -> int:
+    """Steps in the file."""
+    log = WriteAheadLog(path, writes=False)
+    return sum(steps for part in log.found()[0].values() for *_, steps in part)
+
+
+def test_every_step_is_there_before_the_weights_move(tmp_path: Path) -> None:
+    run = start()
+    run[0].write_ahead(tmp_path / "ledger")
+    seen: list[int] = []
+    run[2].original_optimizer.register_step_pre_hook(
+        lambda *_: seen.append(logged(tmp_path / "ledger"))
+    )
+    walk(run, 5)
+    assert seen == [1, 2, 3, 4, 5]
+
+
+def test_a_new_process_counts_what_the_file_holds(tmp_path: Path) -> None:
+    """Also what came after the checkpoint from which it goes on; nothing twice."""
+    run = start()
+    run[0].write_ahead(tmp_path / "ledger")
+    early = saved(walk(run, 4))
+    walk(run, 3)
+    run[0].accountant.log.close()  # as the end of its process does
+    later = start()
+    later[0].write_ahead(tmp_path / "ledger")
+    assert later[0].accountant.history == history(7)
+    load(later, early)
+    assert later[0].accountant.history == history(7)
+    walk(later, 2)
+    assert later[0].accountant.history == history(9)
+    assert logged(tmp_path / "ledger") == 9
+
+
+def test_what_was_spent_before_is_written_too(tmp_path: Path) -> None:
+    run = walk(start(), 3)
+    run[0].write_ahead(tmp_path / "ledger")
+    load(run, saved(walk(start(), 2)))
+    assert logged(tmp_path / "ledger") == 5
+    run[0].accountant = create_accountant("prv")
+    walk(run, 1)
+    assert logged(tmp_path / "ledger") == 6
+    assert sum(steps for *_, steps in run[0].accountant.history) == 6
+
+
+def test_a_full_disk_stops_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start()
+    run[0].write_ahead(tmp_path / "ledger")
+    walk(run, 2)
+    write = os.write
+
+    def half(file: int, line: bytes) -> int:
+        write(file, line[: len(line) // 2])
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(os, "write", half)
+    before = [p.clone() for p in run[1].parameters()]
+    with pytest.raises(StepError, match=r"cannot be written .*no space left.* not released"):
+        walk(run, 1)
+    assert all(torch.equal(old, p) for old, p in zip(before, run[1].parameters(), strict=True))
+    assert run[0].accountant.history == history(2)
+    monkeypatch.undo()
+    walk(run, 1)
+    assert run[0].accountant.history == history(3)
+    assert logged(tmp_path / "ledger") == 3
+
+
+@pytest.mark.parametrize("cut", range(2, 60, 7))
+def test_a_line_that_was_half_written(tmp_path: Path, cut: int) -> None:
+    """Its step was not released: it does not count, and the next one is whole."""
+    path = tmp_path / "ledger"
+    run = start()
+    run[0].write_ahead(path)
+    walk(run, 3)
+    run[0].accountant.log.close()
+    path.write_bytes(path.read_bytes()[:-cut])
+    again = start()
+    again[0].write_ahead(path)
+    walk(again, 1)
+    assert again[0].accountant.history == history(3)
+    assert logged(path) == 3
+
+
+def test_a_line_that_lacks_its_end_alone(tmp_path: Path) -> None:
+    """Perhaps its step was released: it counts."""
+    path = tmp_path / "ledger"
+    run = start()
+    run[0].write_ahead(path)
+    walk(run, 3)
+    run[0].accountant.log.close()
+    path.write_bytes(path.read_bytes()[:-1])
+    again = start()
+    again[0].write_ahead(path)
+    walk(again, 1)
+    assert again[0].accountant.history == history(4)
+    assert logged(path) == 4
+
+
+def test_any_flipped_bit_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    run = start()
+    run[0].write_ahead(path)
+    walk(run, 3)
+    run[0].accountant.log.close()
+    whole = path.read_bytes()
+    draw = random.Random(0)
+    draws = (draw.randrange(8 * len(whole)) for _ in range(40))
+    for place in (
+        *range(8 * (len(whole) - 1), 8 * len(whole)),
+        *draws,
+    ):  # the last end of a line, too
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        again = start()
+        with pytest.raises(ArgumentError, match=r"of the ledger .* is damaged"):
+            again[0].write_ahead(path)
+        walk(again, 1)
+        assert again[0].accountant.history == history(1)
+
+
+def test_one_writer(tmp_path: Path) -> None:
+    first, second = start(), start()
+    first[0].write_ahead(tmp_path / "ledger")
+    with pytest.raises(ArgumentError, match="is being written by another engine or process"):
+        second[0].write_ahead(tmp_path / "ledger")
+    code = "import sys, fastclip; fastclip.FastPrivacyEngine().write_ahead(sys.argv[1])"
+    other = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "ledger")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "is being written by another engine or process" in other.stderr
+    first[0].accountant.log.close()
+    second[0].write_ahead(tmp_path / "ledger")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
+def test_a_fork_does_not_write_into_its_parents_file(tmp_path: Path) -> None:
+    engine = FastPrivacyEngine()
+    engine.write_ahead(tmp_path / "ledger")
+    child = os.fork()
+    if not child:
+        try:
+            engine.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+        except StepError as error:
+            os._exit(42 if "fork of it" in str(error) else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+    engine.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    assert logged(tmp_path / "ledger") == 1
+
+
+TRAINING = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch
+from pathlib import Path
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from fastclip import FastPrivacyEngine
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+
+folder, workers, physical = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Linear(4, 2)
+engine = FastPrivacyEngine(accountant="rdp")
+model, optimizer, loader = engine.make_private(
+    module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    data_loader=DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8, num_workers=workers),
+    noise_multiplier=1.0, max_grad_norm=1.0,
+)
+engine.write_ahead(folder / "ledger")
+released = open(folder / "released", "a")
+def note(*_):  # what an attacker has seen of it
+    released.write("x"); released.flush()
+optimizer.original_optimizer.register_step_post_hook(note)
+print("ready", flush=True)
+while True:
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer
+    ) as batches:
+        for (x,) in batches:
+            optimizer.zero_grad()
+            (model(x) ** 2).sum().backward()
+            optimizer.step()
+    engine.save_checkpoint(path=folder / "run.pt", module=model, optimizer=optimizer)
+"""
+
+
+def killed(folder: Path, workers: int, physical: int, seconds: float) -> None:
+    """Start the training, and kill it so many seconds later."""
+    command = [sys.executable, "-c", TRAINING, str(folder), str(workers), str(physical)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(seconds)
+        process.send_signal(signal.SIGKILL)
+
+
+def check_killed(tmp_path: Path, times: int, seed: int) -> None:
+    """The file never holds fewer steps than were released, and at most one more for each kill."""
+    draw = random.Random(seed)
+    for kill in range(1, times + 1):
+        killed(tmp_path, draw.choice([0, 0, 2]), draw.choice([3, 64]), draw.uniform(0.0, 0.4))
+        released, counted = len((tmp_path / "released").read_bytes()), logged(tmp_path / "ledger")
+        assert released <= counted <= released + kill
+        if (tmp_path / "run.pt").exists():  # an old one or a new one, never half of one
+            torch.load(tmp_path / "run.pt", weights_only=True)
+    assert released > times
+
+
+def test_a_killed_run_has_counted_all_that_it_released(tmp_path: Path) -> None:
+    check_killed(tmp_path, 3, seed=0)
+
+
+@pytest.mark.slow
+def test_a_hundred_kills(tmp_path: Path) -> None:
+    check_killed(tmp_path, 100, seed=1)
+
+
+def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
+    engine: Any = FastPrivacyEngine()
+    with pytest.raises(FileNotFoundError):
+        engine.write_ahead(tmp_path / "no folder" / "ledger")
+    with pytest.raises(IsADirectoryError):
+        engine.write_ahead(tmp_path)
+    engine.accountant.step(noise_multiplier=1.0, sample_rate=0.1)  # as before
