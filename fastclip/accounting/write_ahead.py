@@ -76,8 +76,9 @@ class WriteAheadLog:
             StepError: it could not be written.
         """
         for name, entries in segments.items():
-            rest = remainder(entries, self._known.get(name, []))
-            if rest is None:
+            known = self._known.get(name, [])
+            rest = remainder(entries, known)
+            if rest is None and remainder(known, entries) is None:
                 rest = entries  # another story under this name: both count
             if rest:
                 self.record(name, rest, whom)
@@ -114,6 +115,7 @@ class WriteAheadLog:
 
     def _append(self, file: int, line: bytes) -> None:
         try:
+            self._check_untouched(file)
             if self._torn:
                 os.ftruncate(file, self._size)
             self._torn = True
@@ -138,14 +140,18 @@ class WriteAheadLog:
         new = not self.path.exists()
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         _OPEN.add(self.path)
-        try:
-            if fcntl is not None:  # of this process alone: its children do not hold it
-                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not _lock(self._file):
             self.close()
-            raise taken from None
+            raise taken
         if new:
             _write_name(self.path.parent)
+
+    def _check_untouched(self, file: int) -> None:
+        found = os.fstat(file)
+        if not found.st_nlink:
+            raise OSError("somebody has deleted it")
+        if not _lock(file) or (found.st_size != self._size and not self._torn):
+            raise OSError("somebody else has written to it")
 
     def _content(self) -> bytes:
         if self._file is None:
@@ -177,6 +183,22 @@ class WriteAheadLog:
         for entry in entries:
             last = runs([*known[-1:], entry])
             known[-1:] = last
+
+
+def _lock(file: int) -> bool:
+    """Keep other processes out; the lock is of this process alone, its children do not hold it.
+
+    It is asked for at each write: whatever else in this process closes the file gives it up.
+    """
+    if fcntl is None:
+        return True
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 def _whole(line: bytes) -> bool:

@@ -158,6 +158,31 @@ def test_one_writer(tmp_path: Path) -> None:
     second[0].write_ahead(tmp_path / "ledger")
 
 
+def test_a_file_that_somebody_touches(tmp_path: Path) -> None:
+    run = start()
+    run[0].write_ahead(tmp_path / "ledger")
+    walk(run, 1)
+    with (tmp_path / "ledger").open("ab") as file:
+        file.write(b"more\n")
+    with pytest.raises(StepError, match="somebody else has written to it"):
+        walk(run, 1)
+    (tmp_path / "ledger").unlink()
+    with pytest.raises(StepError, match="somebody has deleted it"):
+        walk(run, 1)
+    assert run[0].accountant.history == history(1)
+
+
+def test_a_step_that_was_written_and_not_recorded(tmp_path: Path) -> None:
+    """A Ctrl-C between the two: it counts once more on the disk, and no other twice."""
+    run = walk(start(), 2)
+    run[0].write_ahead(tmp_path / "ledger")
+    walk(run, 3)
+    name = next(reversed(run[0].accountant.segments()))
+    run[0].accountant.log.record(name, history(1), run[0].accountant.protected)
+    load(run, saved(run))
+    assert logged(tmp_path / "ledger") == 6
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
 def test_a_fork_does_not_write_into_its_parents_file(tmp_path: Path) -> None:
     engine = FastPrivacyEngine()
