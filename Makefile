@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 TESTS := $(BIN)/python -m pytest -n 2
 
 TORCH ?= 2.13.0
-.PHONY: venv build dist docs demo test test-all test-with conformance lint bench clean
+.PHONY: venv build dist sbom docs demo test test-all test-with conformance lint bench clean
 
 venv: $(STAMP)
 
@@ -25,6 +25,17 @@ build: $(STAMP)
 # The sdist and the wheel, into build/dist.
 dist: $(STAMP)
 	$(BIN)/python -c "import setuptools.build_meta as b; [f('build/dist') for f in (b.build_sdist, b.build_wheel)]"
+
+# What an installed wheel consists of (CycloneDX), into build/dist: everything that `pip install` brings,
+# with versions, licences and hashes where they are known.
+sbom: dist
+	$(PYTHON) -m venv --clear build/sbom
+	build/sbom/bin/python -m pip install --quiet torch==$(TORCH)
+	build/sbom/bin/python -m pip install --quiet build/dist/*.whl
+	$(PYTHON) -m venv --clear build/sbom-tool
+	build/sbom-tool/bin/python -m pip install --quiet "cyclonedx-bom>=5"
+	build/sbom-tool/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type library \
+		--output-reproducible -o build/dist/fastclip.cdx.json build/sbom/bin/python
 
 # The site, into build/site: build/site/index.html can be opened as it is; its search wants a server.
 docs: $(STAMP)
