@@ -1,8 +1,9 @@
 """Backward of normalisation layers: gradient of the input, and per-sample affine gradients.
 
 Index letters: b sample, t position (pixel), c channel or feature, k group of channels. A kernel
-gives all results from one read of x and g; here they are PyTorch's own backward, asked for the
-input's gradient only, beside the per-sample reductions of norm_affine.
+gives all results from one read of x and g, as PyTorch's own backward of GroupNorm does for float32 and
+float64 statistics; else that is asked for the input's gradient only, beside the per-sample reductions
+of norm_affine.
 """
 
 from __future__ import annotations
@@ -86,10 +87,18 @@ def group_norm_backward(
     # PyTorch's kernels read everything as if it were contiguous.
     x, g, mean, rstd = x.contiguous(), g.contiguous(), mean.contiguous(), rstd.contiguous()
     weight = None if weight is None else weight.contiguous()
+    b, c, t = x.shape
+    if need_input and x.numel() and mean.dtype == widen(mean).dtype:
+        # The samples' channels as channels of one sample: sums over samples have one term each.
+        ones = mean.new_ones(c) if weight is None else weight
+        dx, dw, db = torch.ops.aten.native_group_norm_backward(
+            g.view(1, b * c, t), x.view(1, b * c, t), mean.view(1, -1), rstd.view(1, -1),
+            ones.repeat(b), 1, b * c, t, mean.numel(), [True, True, True],
+        )  # fmt: skip
+        return dx.view(b, c, t).to(dtype), dw.view(b, c), db.view(b, c)
     dw, db = group_norm_grads(x, g, mean, rstd)
     if not need_input:
         return None, dw, db
-    b, c, t = x.shape
     dx = torch.ops.aten.native_group_norm_backward(
         g, x, mean, rstd, weight, b, c, t, mean.shape[1], [True, False, False]
     )[0]
