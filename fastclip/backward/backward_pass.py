@@ -15,7 +15,7 @@ from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.backward.sums import ClippedSums
 from fastclip.backward.together import Entry, LinearSums, Stack, finish_norms, stack_small, waits
 from fastclip.errors import GraphError, where
-from fastclip.layers import KeptRecord, Record, joint_norm_sq
+from fastclip.layers import KeptRecord, Record, joint_record
 from fastclip.ops.numerics import slack
 from fastclip.ops.units import UnitRows
 from fastclip.parallel.ranks import Ranks, whole
@@ -197,7 +197,8 @@ class BackwardPass:
         for parameter, entry in self.entries.items():
             norm = entry.norm_sq
             if not isinstance(norm, Tensor):
-                norm = joint_norm_sq(entry.records, self._planner)
+                joint = joint_record(entry.records, self._planner)
+                norm, entry.records = joint.norm_sq(), [joint]
             if norm.shape != (samples,):
                 raise GraphError(
                     f"a rule recorded norms of shape {list(norm.shape)} for a parameter of shape "

@@ -118,7 +118,9 @@ class LinearSums:
     def take(self, parameter: nn.Parameter, records: list[Record]) -> bool:
         """Whether it is the one record of a layer for which a kernel would sum several together."""
         record = records[0]
-        if len(records) > 1 or type(record) is not LinearRecord or ops.computes_reference(record.a):
+        if len(records) > 1 or type(record) is not LinearRecord or record.instantiates:
+            return False
+        if ops.computes_reference(record.a):
             return False
         a, g = pair = record.pair()
         kind = [(x.shape, x.stride(), x.dtype, x.device) for x in pair]

@@ -10,7 +10,7 @@ from fastclip.layers.records import (
     Record,
     join,
 )
-from fastclip.layers.reuse import joint_norm_sq
+from fastclip.layers.reuse import joint_norm_sq, joint_record
 from fastclip.layers.rule import LayerRule, find_rule, register_rule
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "find_rule",
     "join",
     "joint_norm_sq",
+    "joint_record",
     "linear_record",
     "register_rule",
 ]

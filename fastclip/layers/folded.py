@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.layers.record import KeptRecord, Record
+from fastclip.layers.record import Record, norm_apart, sum_apart
 from fastclip.ops.units import UnitRows
 from fastclip.samples.place import Place
 
@@ -21,14 +21,13 @@ class FoldedRecord(Record):
         super().__init__(*record._operands)
         self.record, self.place, self.batch = record, place, batch
 
+    instantiates = True
+
     def norm_sq(self) -> Tensor:
-        return self._kept().norm_sq()
+        return norm_apart(self)
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
-        found = self.place.fold(len(self._operands[0]), self.batch)
-        assert found is not None
-        rows = scale[self.place.owners(len(self._operands[0]), self.batch, scale.device)]
-        return self.record.clipped_sum(rows)
+        return sum_apart(self.apart(), scale)
 
     def per_sample(self) -> Tensor:
         own = self.record.per_sample()
@@ -46,6 +45,3 @@ class FoldedRecord(Record):
         size = len(self._operands[0])
         rows = self.place.owners(size, self.batch, units.owner.device)
         return self.record.of_units(units.of_entries(rows, size // max(self.batch, 1)))
-
-    def _kept(self) -> KeptRecord:
-        return KeptRecord(self.per_sample(), self.slack())

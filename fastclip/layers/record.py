@@ -3,11 +3,16 @@
 A record belongs to one parameter and one call of one layer. It answers three questions: the
 squared norm of every sample's gradient, the weighted sum of these gradients, and, where uses of
 different kinds share a parameter, the gradients themselves.
+
+Where a gradient cancels within its sample, two ways to compute it differ by far more than the norm
+of what is left. A norm from Grams is raised by more than that; one of the gradients themselves is
+not, and bounds the sum only if that adds up the same numbers, computed in the same way.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -20,6 +25,9 @@ from fastclip.ops.units import UnitRows
 
 class Record(ABC):
     """One contribution to one parameter's gradient, for the b samples of a batch."""
+
+    instantiates = False
+    """The norms are of the gradients themselves, which `clipped_sum` then adds up."""
 
     def __init__(self, *operands: Tensor) -> None:
         self._operands = operands
@@ -63,6 +71,10 @@ class Record(ABC):
     def per_sample(self) -> Tensor:
         """The gradients themselves, [b, *parameter shape]."""
 
+    def apart(self) -> Iterator[Tensor]:
+        """The gradients themselves, some samples after the other: the same numbers each time."""
+        yield self.per_sample()
+
     def slack(self) -> Tensor | None:
         """What rounding can hide of the norms of `per_sample`, [b]; None for gradients as given."""
         return None
@@ -73,6 +85,24 @@ class Record(ABC):
         return KeptRecord(
             units.total(self.per_sample()), None if slack is None else units.total(slack)
         )
+
+
+def norm_apart(record: Record) -> Tensor:
+    """Squared norms [b] of the gradients that `apart` gives, raised by what rounding can hide."""
+    parts = [ops.row_norm_sq(gradients) for gradients in record.apart()]
+    norm_sq, slack = parts[0] if len(parts) == 1 else torch.cat(parts), record.slack()
+    return norm_sq if slack is None else (norm_sq.sqrt() + slack).square()
+
+
+def sum_apart(parts: Iterable[Tensor], scale: Tensor) -> Tensor:
+    """sum_b scale_b times sample b's gradient, of `parts` in the order of the samples; scale is [b]."""
+    total, first = None, 0
+    for gradients in parts:
+        own = ops.kept_sum(gradients, scale[first : first + len(gradients)])
+        total = own if total is None else total.add_(own)
+        first += len(gradients)
+    assert total is not None
+    return total
 
 
 def join(records: list[Record], record: Record) -> None:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.layers.record import InstantiatedRecord, KeptRecord, Record, ViewedRecord, join
+from fastclip.layers.record import (
+    InstantiatedRecord,
+    KeptRecord,
+    Record,
+    ViewedRecord,
+    join,
+    norm_apart,
+    sum_apart,
+)
 from fastclip.layers.unit_record import LaidRecord, UnitRecord
 from fastclip.ops.units import Layout, UnitRows
 
@@ -38,11 +48,7 @@ class LinearRecord(LaidRecord):
         self.keep = keep
 
     def norm_sq(self) -> Tensor:
-        if self.ghost:
-            return ops.ghost_norm(self.a, self.g)
-        norm = ops.instantiated_norm(self.a, self.g)
-        assert isinstance(norm, Tensor)
-        return norm
+        return ops.ghost_norm(self.a, self.g) if self.ghost else norm_apart(self)
 
     def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.UnfinishedNorm:
         if not self.ghost:
@@ -52,7 +58,13 @@ class LinearRecord(LaidRecord):
         return ops.begin_ghost_norm(self.a, self.g)
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
-        return ops.scaled_sum(*self.pair(), scale)
+        if self.ghost:
+            return ops.scaled_sum(*self.pair(), scale)
+        return sum_apart(self.apart(), scale)
+
+    @property
+    def instantiates(self) -> bool:  # type: ignore[override]
+        return not self.ghost
 
     def pair(self) -> tuple[Tensor, Tensor]:
         """Input and gradient of the map whose weight's gradient, not transposed, this is."""
@@ -64,6 +76,9 @@ class LinearRecord(LaidRecord):
 
     def per_sample(self) -> Tensor:
         return ops.per_sample_gradients(*self.pair())
+
+    def apart(self) -> Iterator[Tensor]:
+        return ops.gradients_apart(*self.pair())
 
     def slack(self) -> Tensor | None:
         return ops.product_slack(self.a, self.g)
@@ -89,10 +104,9 @@ class ConvRecord(LaidRecord):
         self.keep = keep
 
     def norm_sq(self) -> Tensor:
-        norm = ops.conv_ghost_norm if self.ghost else ops.conv_norm
-        found = norm(self.x, self.g, self.geometry)
-        assert isinstance(found, Tensor)
-        return found
+        if self.ghost:
+            return ops.conv_ghost_norm(self.x, self.g, self.geometry)
+        return norm_apart(self)
 
     def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.UnfinishedNorm:
         whole = self.ghost and self.geometry.groups == 1 and len(self.x) > 0
@@ -101,10 +115,19 @@ class ConvRecord(LaidRecord):
         return self.norm_sq()
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
-        return ops.conv_sum(self.x, self.g, scale, self.geometry)
+        if self.ghost:
+            return ops.conv_sum(self.x, self.g, scale, self.geometry)
+        return sum_apart(self.apart(), scale)
+
+    @property
+    def instantiates(self) -> bool:  # type: ignore[override]
+        return not self.ghost
 
     def per_sample(self) -> Tensor:
         return ops.conv_per_sample_gradients(self.x, self.g, self.geometry)
+
+    def apart(self) -> Iterator[Tensor]:
+        return ops.conv_gradients_apart(self.x, self.g, self.geometry)
 
     def slack(self) -> Tensor | None:
         return ops.product_slack(self.x, self.g, torch.Size(self.geometry.kernel).numel())
@@ -122,15 +145,21 @@ class UnitConvRecord(Record):
         self.x, self.g, self.geometry, self.ghost = x, g, geometry, ghost
 
     def norm_sq(self) -> Tensor:
-        norm = ops.conv_unit_ghost_norm if self.ghost else ops.conv_unit_norm
-        return norm(self.x, self.g, self.geometry)
+        if self.ghost:
+            return ops.conv_unit_ghost_norm(self.x, self.g, self.geometry)
+        return norm_apart(self)
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
+        if not self.ghost:
+            return sum_apart(self.apart(), scale)
         rows = scale.repeat_interleave(self.x.shape[1])
         return ops.conv_sum(self.x.flatten(0, 1), self.g.flatten(0, 1), rows, self.geometry)
 
     def per_sample(self) -> Tensor:
         return ops.conv_unit_gradients(self.x, self.g, self.geometry)
+
+    def apart(self) -> Iterator[Tensor]:
+        return ops.conv_unit_gradients_apart(self.x, self.g, self.geometry)
 
     def slack(self) -> Tensor | None:
         return ops.product_slack(self.x, self.g, torch.Size(self.geometry.kernel).numel())

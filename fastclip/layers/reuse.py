@@ -3,62 +3,191 @@
 Cross terms count, so norms cannot be added. Linear uses are concatenated along t (look-ups and kept
 gradients are one record by now), a table tied to an output head takes the gathered cross product,
 and anything else is instantiated and added. Clipped sums are linear in the gradients: each record
-gives its own.
+gives its own, but where the joint norm is of the gradients themselves (see `record`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastclip import ops
+from fastclip.layers.record import sum_apart
 from fastclip.layers.records import LinearRecord, LookupRecord, Record
-from fastclip.layers.unit_record import of_one_kind
+from fastclip.layers.unit_record import UnitRecord, added, of_one_kind
+from fastclip.ops.units import Layout
 from fastclip.planner import Planner
 
 
 def joint_norm_sq(records: Sequence[Record], planner: Planner) -> Tensor:
     """Squared norms [b] of the summed gradients that `records` contribute to one parameter."""
+    return joint_record(records, planner).norm_sq()
+
+
+def joint_record(records: Sequence[Record], planner: Planner) -> Record:
+    """One record of all that `records` contribute to one parameter.
+
+    Raises:
+        GraphError: an operand was changed in place since it was recorded.
+    """
+    for record in records:
+        record.check_unmodified()
+    if len(records) == 1:
+        return records[0]
     together = of_one_kind(records)
-    if together is not None and len(together) > 1:
-        layout = together[0].layout(together[1:])
-        runs = zip(*(record.rows.laid(layout) for record in together), strict=True)
-        return layout.gather([joint_norm_sq(run, planner) for run in runs])
+    if together is not None:
+        return _UnitsTogether(together, planner)
     uses = [(r.a, r.g) for r in records if isinstance(r, LinearRecord)]
-    if len(uses) == len(records) > 1 and _alike(records) and _ghost(uses, planner):
-        return ops.ghost_norm_concat(uses)
+    if len(uses) == len(records) and _alike(records) and _ghost(uses, planner):
+        return _GhostsTogether(records)
     merged = _merge(records, planner)
     if len(merged) == 1:
-        return merged[0].norm_sq()
-    if len(merged) == 2:
-        head, table = merged
-        if isinstance(head, LinearRecord) and isinstance(table, LookupRecord):
-            dense = table.dense()
-            if dense is not None and not head.transposed:
-                separate = head.norm_sq() + table.norm_sq()
-                return ops.tied_norm(*dense, head.a, head.g, separate)
-    return instantiated_norm_sq(merged)
+        return merged[0]
+    head, table = merged[0], merged[-1]
+    if len(merged) == 2 and isinstance(head, LinearRecord) and isinstance(table, LookupRecord):
+        dense = table.dense()
+        if dense is not None and head.ghost and not head.transposed:
+            return _Tied(head, table, dense)
+    return InstantiatedTogether(merged)
 
 
-def instantiated_norm_sq(records: Sequence[Record]) -> Tensor:
-    """Squared norms [b] of the gradients themselves, added, and what rounding can hide of their sum.
+class _Together(Record):
+    """Records of one parameter, whose sums are added."""
 
-    The records' sums are taken one by one: where large ones cancel, what is left of them may be
-    rounding, of each by its size.
+    def __init__(self, records: Sequence[Record]) -> None:
+        super().__init__(*(x for record in records for x in record._operands))
+        self.records = list(records)
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        return added(record.clipped_sum(scale) for record in self.records)
+
+    def per_sample(self) -> Tensor:
+        return added(record.per_sample() for record in self.records)
+
+    def slack(self) -> Tensor | None:
+        known = [s for record in self.records if (s := record.slack()) is not None]
+        return added(known) if known else None
+
+
+class _GhostsTogether(_Together):
+    """Linear uses: for their Grams they are laid along t."""
+
+    def norm_sq(self) -> Tensor:
+        return ops.ghost_norm_concat(
+            [(r.a, r.g) for r in self.records if isinstance(r, LinearRecord)]
+        )
+
+
+class _Tied(_Together):
+    """A table and an output head that is linear: the gathered cross product."""
+
+    def __init__(
+        self, head: LinearRecord, table: LookupRecord, dense: tuple[Tensor, Tensor]
+    ) -> None:
+        super().__init__([head, table])
+        self._a, self._g, self._dense = head.a, head.g, dense
+
+    def norm_sq(self) -> Tensor:
+        head, table = (record.norm_sq() for record in self.records)
+        return ops.tied_norm(*self._dense, self._a, self._g, head + table)
+
+
+class _UnitsTogether(_Together):
+    """Records of rows of the same units, laid out together."""
+
+    def __init__(self, records: Sequence[UnitRecord], planner: Planner) -> None:
+        super().__init__(records)
+        self._units, self._planner = records, planner
+
+    def norm_sq(self) -> Tensor:
+        layout, runs = self._runs()
+        self.instantiates = any(run.instantiates for run in runs)
+        return layout.gather([run.norm_sq() for run in runs])
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        if not self.instantiates:
+            return super().clipped_sum(scale)
+        layout, runs = self._runs()
+        pairs = zip(runs, layout.scatter(scale), strict=True)
+        return added(run.clipped_sum(own) for run, own in pairs)
+
+    def _runs(self) -> tuple[Layout, list[Record]]:
+        layout = self._units[0].layout(self._units[1:])
+        runs = zip(*(record.rows.laid(layout) for record in self._units), strict=True)
+        return layout, [joint_record(run, self._planner) for run in runs]
+
+
+class InstantiatedTogether(_Together):
+    """The gradients themselves, added: what was left of them is what is summed.
+
+    Those of the records are taken one by one: where large ones cancel, what is left may be rounding,
+    of each by its size.
     """
-    total: Any = 0
-    hidden: Any = 0
-    for record in records:
-        own = record.per_sample()
-        total = total + own
-        lost = 2 * len(records) * ops.unit_roundoff(own.dtype) * ops.row_norm_sq(own).sqrt()
-        hidden = hidden + lost
-        slack = record.slack()
-        hidden = hidden if slack is None else hidden + slack
-    return (ops.row_norm_sq(total).sqrt() + hidden).square()
+
+    instantiates = True
+
+    def norm_sq(self) -> Tensor:
+        found = []
+        for records in self._pieces():
+            total: Any = 0
+            hidden: Any = 0
+            for record in records:
+                own = record.per_sample()
+                total = total + own
+                lost = 2 * len(records) * ops.unit_roundoff(own.dtype) * ops.row_norm_sq(own).sqrt()
+                hidden = hidden + lost
+                slack = record.slack()
+                hidden = hidden if slack is None else hidden + slack
+            found.append((ops.row_norm_sq(total).sqrt() + hidden).square())
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        return sum_apart(self.apart(), scale)
+
+    def apart(self) -> Iterator[Tensor]:
+        for records in self._pieces():
+            yield added(record.per_sample() for record in records)
+
+    def _pieces(self) -> Iterator[list[Record]]:
+        """The records of a few samples after the other, where they can be cut; else all of them."""
+        whole = [_cuttable(record) for record in self.records]
+        cuttable = [record for record in whole if record is not None]
+        if len(cuttable) < len(whole):
+            yield self.records
+            return
+        samples, entries = cuttable[0].samples, cuttable[0].entries
+        step = ops.samples_at_once(entries, self._operands[0].device)
+        for i in range(0, max(samples, 1), step):
+            yield [record.cut(slice(i, i + step)) for record in cuttable]
+
+
+class _Cut(NamedTuple):
+    """A record that can be had of some of its samples, of gradients of so many entries."""
+
+    samples: int
+    entries: int
+    cut: Callable[[slice], Record]
+
+
+def _cuttable(record: Record) -> _Cut | None:
+    if isinstance(record, LinearRecord):
+        a, g, turned = record.a, record.g, record.transposed
+        return _Cut(
+            len(a), a.shape[2] * g.shape[2],
+            lambda some: LinearRecord(a[some], g[some], ghost=False, transposed=turned),
+        )  # fmt: skip
+    dense = record.dense() if isinstance(record, LookupRecord) else None
+    if dense is None:
+        return None
+    ids, rows = dense
+    size: int = record.num_embeddings  # type: ignore[attr-defined]
+    return _Cut(
+        len(ids), size * rows.shape[2],
+        lambda some: LookupRecord.from_dense(ids[some], rows[some], size),
+    )  # fmt: skip
 
 
 def _alike(records: Sequence[Record]) -> bool:

@@ -8,7 +8,8 @@ rows, each at its unit's scale.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -56,8 +57,16 @@ class UnitRecord(Record):
         layout = self.layout()
         return layout.gather([part.norm_sq() for part in self.rows.laid(layout)])
 
+    @property
+    def instantiates(self) -> bool:  # type: ignore[override]
+        return self.whole is None and self.rows.instantiates
+
     def clipped_sum(self, scale: Tensor) -> Tensor:
-        return self.rows.clipped_sum(self.units.spread(scale))
+        if not self.instantiates:
+            return self.rows.clipped_sum(self.units.spread(scale))
+        layout = self.layout()
+        runs = zip(self.rows.laid(layout), layout.scatter(scale), strict=True)
+        return added(part.clipped_sum(own) for part, own in runs)
 
     def per_sample(self) -> Tensor:
         if self.whole is not None:
@@ -84,6 +93,11 @@ class UnitRecord(Record):
         """How this record's rows, and those of others of the same units, are laid out."""
         device: torch.device = self._operands[0].device
         return self.units.layout(device, self.nbytes + sum(other.nbytes for other in others))
+
+
+def added(sums: Iterable[Tensor]) -> Tensor:
+    """The sum of clipped sums, one at a time."""
+    return reduce(torch.add, sums)
 
 
 def _gathered(layout: Layout, parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -6,7 +6,7 @@ the padding is not zeros, so `padding` here is the symmetric number of zeros in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fastclip.ops.bounds import GramNorm, product_slack
-from fastclip.ops.dispatch import operation
+from fastclip.ops.dispatch import computes_reference, operation
 from fastclip.ops.grams import gram_norm, half_dot, half_gram, row_dot, strips_of, trace
-from fastclip.ops.numerics import drop_zeroed, row_norm_sq, widen
+from fastclip.ops.numerics import drop_zeroed, row_norm_sq, samples_at_once, widen
 from fastclip.ops.precision import in_full_float32
 
 
@@ -205,7 +205,7 @@ def conv_norm(
     if keep:
         gradients = conv_per_sample_gradients(x, g, geometry)
         return (row_norm_sq(gradients).sqrt() + product_slack(x, g, taps)).square(), gradients
-    rows = max(1, (8 << 20) // max(1, 4 * torch.Size(geometry.weight_shape).numel()))
+    rows = samples_at_once(torch.Size(geometry.weight_shape).numel(), x.device)
     parts = [
         row_norm_sq(conv_per_sample_gradients(xs, gs, geometry))
         for xs, gs in zip(x.split(rows), g.split(rows), strict=True)
@@ -243,15 +243,22 @@ def conv_unit_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     return gradient.reshape(u, *geometry.weight_shape)
 
 
-def conv_unit_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
-    """Squared norms of `conv_unit_gradients`, [u], a few at a time."""
-    units = max(1, (8 << 20) // max(1, 4 * torch.Size(geometry.weight_shape).numel()))
-    parts = [
-        row_norm_sq(conv_unit_gradients(xs, gs, geometry))
-        for xs, gs in zip(x.split(units), g.split(units), strict=True)
-    ]
-    slack = product_slack(x, g, torch.Size(geometry.kernel).numel())
-    return (torch.cat(parts).sqrt() + slack).square()
+def conv_gradients_apart(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Iterator[Tensor]:
+    """`conv_per_sample_gradients` of a few samples after the other: the same numbers each time."""
+    native = x.element_size() == g.element_size() == 2 and not computes_reference(x)
+    step = samples_at_once(torch.Size(geometry.weight_shape).numel(), x.device)
+    for xs, gs in zip(x.split(step), g.split(step), strict=True):
+        if native:
+            yield conv_norm(xs, gs, geometry, keep=True)[1]
+        else:
+            yield conv_per_sample_gradients(xs, gs, geometry)
+
+
+def conv_unit_gradients_apart(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Iterator[Tensor]:
+    """`conv_unit_gradients` of a few units after the other: the same numbers each time."""
+    step = samples_at_once(torch.Size(geometry.weight_shape).numel(), x.device)
+    for xs, gs in zip(x.split(step), g.split(step), strict=True):
+        yield conv_unit_gradients(xs, gs, geometry)
 
 
 def conv_unit_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:

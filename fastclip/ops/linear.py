@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from fastclip.ops.bounds import GramNorm, UnfinishedNorm, product_slack
-from fastclip.ops.dispatch import operation
+from fastclip.ops.dispatch import computes_reference, operation
 from fastclip.ops.grams import LastInput, gram_norm, half_gram
 from fastclip.ops.numerics import (
     drop_zeroed,
     lost_squares,
     row_norm_sq,
+    samples_at_once,
     widen,
 )
 from fastclip.ops.precision import in_full_float32
 
-_SCRATCH_BYTES = 8 << 20
 LAYERS_TOGETHER = 12
 """Most layers whose sums a kernel computes in one launch."""
 
@@ -110,8 +110,7 @@ def instantiated_norm(a: Tensor, g: Tensor, keep: bool = False) -> Tensor | tupl
     if keep:
         grads = per_sample_gradients(a, g)
         return (row_norm_sq(grads).sqrt() + product_slack(a, g)).square(), grads
-    b, _, d = a.shape
-    rows = max(1, _SCRATCH_BYTES // max(1, d * g.shape[2] * a.element_size()))
+    b, rows = len(a), samples_at_once(a.shape[2] * g.shape[2], a.device)
     parts = [
         row_norm_sq(per_sample_gradients(x, y))
         for x, y in zip(a.split(rows), g.split(rows), strict=True)
@@ -124,6 +123,17 @@ def instantiated_norm(a: Tensor, g: Tensor, keep: bool = False) -> Tensor | tupl
 def per_sample_gradients(a: Tensor, g: Tensor) -> Tensor:
     """g_b^T a_b for a [b, t, d] and g [b, t, p]: [b, p, d], in the accumulation type."""
     return torch.bmm(widen(g).transpose(1, 2), widen(a))
+
+
+def gradients_apart(a: Tensor, g: Tensor) -> Iterator[Tensor]:
+    """`per_sample_gradients` of a few samples after the other: the same numbers each time.
+
+    16-bit products of a kernel's are exact, and float32 before they are added.
+    """
+    native = a.element_size() == g.element_size() == 2 and not computes_reference(a)
+    step = samples_at_once(a.shape[2] * g.shape[2], a.device)
+    for x, y in zip(a.split(step), g.split(step), strict=True):
+        yield instantiated_norm(x, y, keep=True)[1] if native else per_sample_gradients(x, y)
 
 
 @operation

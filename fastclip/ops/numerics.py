@@ -80,6 +80,12 @@ def _chunk(length: int) -> int:
     return next(divisors, _ROW_CHUNK)
 
 
+def samples_at_once(entries: int, device: torch.device) -> int:
+    """Of how many samples gradients of so many entries are computed at a time, if not kept."""
+    scratch = (8 if device.type == "cpu" else 128) << 18
+    return max(1, scratch // max(1, entries))
+
+
 def row_norm_sq(x: Tensor) -> Tensor:
     """Squared Euclidean norm of each row, ||x_b||^2, for x [b, ...]; returns [b].
 

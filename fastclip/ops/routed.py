@@ -31,18 +31,12 @@ _SCRATCH_BYTES = 32 << 20
 def routed_norm(a: Tensor, g: Tensor, owner: Tensor, batch_size: int) -> Tensor:
     """Squared norms of the samples' gradients, [b], never below the exact values.
 
-    By Grams of neighbouring rows, once these are sorted by their sample; or by the gradients
-    themselves, a few samples at a time, where that is less work.
+    By Grams of neighbouring rows, once these are sorted by their sample.
 
     Args:
         a: [n, d]. g: [n, p]. owner: the sample of each row, int64 [n]. batch_size: b.
     """
-    n, d, p = len(a), a.shape[1], g.shape[1]
-    most = _most(owner)
-    if n * min(n, _block(n, most) + most) * (d + p) > batch_size * most * d * p:
-        parts = [row_norm_sq(x) for x in _gradients(a, g, owner, batch_size, most)]
-        norms = torch.cat(parts) if parts else widen(a).new_zeros(0)
-        return (norms.sqrt() + routed_slack(a, g, owner, batch_size)).square()
+    d, p, most = a.shape[1], g.shape[1], _most(owner)
     owner, order = owner.sort(stable=True)
     a, g = widen(a)[order], widen(g)[order]
     terms = _terms(a, g, owner, most)
@@ -55,15 +49,14 @@ def routed_norm(a: Tensor, g: Tensor, owner: Tensor, batch_size: int) -> Tensor:
     return total * (1 + (d + p) / 32 * unit_roundoff(total.dtype)) + bound
 
 
-@in_full_float32
-def routed_gradients(a: Tensor, g: Tensor, owner: Tensor, batch_size: int) -> Tensor:
-    """The samples' gradients themselves, [b, p, d], in the accumulation type."""
-    parts = list(_gradients(a, g, owner, batch_size, _most(owner)))
-    return torch.cat(parts) if parts else widen(a).new_zeros(0, g.shape[1], a.shape[1])
+def routes_apart(a: Tensor, g: Tensor, owner: Tensor, batch_size: int) -> bool:
+    """Whether the gradients themselves are less work than the Grams of `routed_norm`."""
+    n, d, p, most = len(a), a.shape[1], g.shape[1], _most(owner)
+    return n * min(n, _block(n, most) + most) * (d + p) > batch_size * most * d * p
 
 
 def routed_slack(a: Tensor, g: Tensor, owner: Tensor, batch_size: int) -> Tensor:
-    """What rounding can hide of the norms of `routed_gradients`, [b]; see `product_slack`."""
+    """What rounding can hide of the norms of `routed_gradients_apart`, [b]; see `product_slack`."""
     norm_a, norm_g = (sum_by_owner(row_norm_sq(x), owner, batch_size) for x in (a, g))
     size = (norm_a * norm_g).sqrt()
     return PRODUCT_ERROR_FACTOR * unit_roundoff(size.dtype) * size
@@ -116,9 +109,17 @@ def _terms(a: Tensor, g: Tensor, owner: Tensor, most: int) -> Tensor:
     return torch.cat(parts)[:n] if parts else a.new_zeros(0)
 
 
-def _gradients(a: Tensor, g: Tensor, owner: Tensor, batch_size: int, most: int) -> Iterator[Tensor]:
-    """The gradients of a few samples at a time, [., p, d]."""
-    d, p = a.shape[1], g.shape[1]
+def routed_gradients_apart(
+    a: Tensor, g: Tensor, owner: Tensor, batch_size: int
+) -> Iterator[Tensor]:
+    """The samples' gradients themselves, in the accumulation type, a few samples after the other.
+
+    Yields:
+        [., p, d]: in all b of them, the same numbers each time.
+    """
+    d, p, most = a.shape[1], g.shape[1], _most(owner)
+    if not batch_size:
+        yield widen(a).new_zeros(0, p, d)
     sorted_owner, order = owner.sort(stable=True)
     samples = torch.arange(batch_size, dtype=torch.int64, device=owner.device)
     first = torch.searchsorted(sorted_owner, samples)

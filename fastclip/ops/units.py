@@ -227,3 +227,9 @@ class Layout:
         """What was computed of the runs, [u, ...] each, in the order of the units."""
         found = parts[0] if len(parts) == 1 else torch.cat(parts)
         return found if self.places is None else found.index_select(0, self.places)
+
+    def scatter(self, x: Tensor) -> list[Tensor]:
+        """What is known of the units, [u, ...], run by run: what `gather` puts back in order."""
+        if self.places is not None:
+            x = torch.empty_like(x).index_copy_(0, self.places, x)
+        return list(x.split([u for u, _ in self.runs]))

@@ -36,8 +36,6 @@ class Costs:
     """Floating-point operations a second of a (batched) matrix product."""
     gram: float = 150e9
     """The same for a ghost norm."""
-    instantiate: float = 200e9
-    """The same for a norm of per-sample gradients that are not kept."""
     copy: float = 20e9
     """Bytes a second of an elementwise pass."""
     kept: float = 6e9
@@ -49,8 +47,7 @@ class Costs:
 
 
 _GPU = Costs(
-    matmul=300e12, gram=200e12, instantiate=200e12, copy=3e12, kept=1e12, kept_conv=0.5e12,
-    scratch=False,
+    matmul=300e12, gram=200e12, copy=3e12, kept=1e12, kept_conv=0.5e12, scratch=False,
 )  # fmt: skip
 """Proportions of a data-centre GPU until it is measured."""
 
@@ -130,7 +127,6 @@ def measure(device: torch.device, scale: int | None = None) -> Costs:
     return Costs(
         matmul=plain,
         gram=4 * b * t**2 * width * share / _seconds(lambda: ops.ghost_norm(a, g), device),
-        instantiate=flops / _seconds(lambda: ops.instantiated_norm(a, g), device),
         copy=2 * a.numel() * a.element_size() / _seconds(lambda: a * 2, device),
         kept=size / max(kept - flops / plain, 0.1 * kept),
         kept_conv=4 * b * 9 * channels**2 / max(conv - conv_flops / plain, 0.1 * conv),

@@ -6,7 +6,8 @@ Three ways to a linear or convolutional layer's norm:
 - keep: the per-sample gradient itself is computed and held; its weighted sum is the clipped sum,
   so the ordinary weight gradient is never computed. Where it is larger than what the others hold,
   it is kept only if that saves a tenth of the layer's time;
-- recompute: the per-sample gradient is computed a few samples at a time for its norm only.
+- recompute: the per-sample gradient is computed a few samples at a time, for its norm, and again
+  for the clipped sum.
 
 The constants are the rates of the device (costs.py); only their ratios matter.
 """
@@ -96,18 +97,17 @@ class Planner:
         ghost = (
             2 * b * (of_inputs + out**2 * o) * gram_share(out, fused=not costs.scratch) / costs.gram
         )
-        recompute = flops / costs.instantiate
         if costs.scratch:
             shifts = 0 if geometry.is_pointwise else sum(geometry.kernel)
             passes = b * geometry.groups * (pixels * out * 4 * shifts + out * out * 12)
             ghost += passes / costs.copy
-            recompute += kept_bytes / costs.kept_conv
+        keep = product + kept_bytes / costs.kept_conv
         options = [
             Choice("ghost", ghost + product, held),
-            Choice("recompute", recompute + product, held),
+            Choice("recompute", 2 * keep, held),
         ]
         if may_keep and kept_bytes <= self.memory_factor * held:
-            options.append(Choice("keep", product + kept_bytes / costs.kept_conv, kept_bytes))
+            options.append(Choice("keep", keep, kept_bytes))
         return _cheapest(options, held, out, itemsize, self.gram_tolerance)
 
 
@@ -124,16 +124,12 @@ def _linear(
     product = flops / costs.matmul
     kept_bytes = b * d * p * _accumulated(itemsize)
     ghost = 2 * b * t * t * (d + p) * gram_share(t, fused=not costs.scratch) / costs.gram
-    recompute = flops / costs.instantiate
     if costs.scratch:
         ghost += b * t * t * 12 / costs.copy
-        recompute += kept_bytes / costs.copy
-    options = [
-        Choice("ghost", ghost + product, held),
-        Choice("recompute", recompute + product, held),
-    ]
+    keep = product + kept_bytes / costs.kept
+    options = [Choice("ghost", ghost + product, held), Choice("recompute", 2 * keep, held)]
     if may_keep and kept_bytes <= memory_factor * held:
-        options.append(Choice("keep", product + kept_bytes / costs.kept, kept_bytes))
+        options.append(Choice("keep", keep, kept_bytes))
     return _cheapest(options, held, t, itemsize, tolerance)
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from string import ascii_letters
 
 import torch
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.layers.record import Record
+from fastclip.layers.record import Record, norm_apart, sum_apart
 from fastclip.layers.unit_record import LaidRecord
 from fastclip.ops.numerics import PRODUCT_ERROR_FACTOR
 from fastclip.ops.units import Layout, UnitRows
-
-_SCRATCH_BYTES = 8 << 20
 
 
 class RoutedRecord(Record):
@@ -41,10 +40,18 @@ class RoutedRecord(Record):
         pairs = ((self.a, other.a), (self.g, other.g), (self.owner, other.owner))
         return RoutedRecord(*map(torch.cat, pairs), batch=self.batch, transposed=self.transposed)
 
+    @cached_property
+    def instantiates(self) -> bool:  # type: ignore[override]
+        return ops.routes_apart(self.a, self.g, self.owner, self.batch)
+
     def norm_sq(self) -> Tensor:
+        if self.instantiates:
+            return norm_apart(self)
         return ops.routed_norm(self.a, self.g, self.owner, self.batch)
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
+        if self.instantiates:
+            return sum_apart(self.apart(), scale)
         a, g = (self.g, self.a) if self.transposed else (self.a, self.g)
         return ops.scaled_sum(a[:, None], g[:, None], self.row_scales(scale))
 
@@ -53,8 +60,11 @@ class RoutedRecord(Record):
         return torch.cat([scale.new_zeros(1), scale])[self.owner + 1]
 
     def per_sample(self) -> Tensor:
+        return torch.cat(list(self.apart()))
+
+    def apart(self) -> Iterator[Tensor]:
         a, g = (self.g, self.a) if self.transposed else (self.a, self.g)
-        return ops.routed_gradients(a, g, self.owner, self.batch)
+        return ops.routed_gradients_apart(a, g, self.owner, self.batch)
 
     def slack(self) -> Tensor:
         return ops.routed_slack(self.a, self.g, self.owner, self.batch)
@@ -88,9 +98,27 @@ class GroupedRecord(Record):
         return self.each.norm_sq().view(self.shape).sum(1)
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
-        rows = self.each.row_scales(scale.repeat_interleave(self.shape[1]))
+        scale = scale.repeat_interleave(self.shape[1])
+        if self.each.instantiates:
+            return self._sum_apart(scale)
+        rows = self.each.row_scales(scale)
         a, g = ops.drop_zeroed(rows, self.each.a, ops.widen(self.each.g))
         return self.total(a, g * rows.to(g.dtype)[:, None])
+
+    def _sum_apart(self, scale: Tensor) -> Tensor:
+        """Of the gradients whose norms were taken; scales of samples' maps, [b * e]."""
+        members = torch.arange(len(scale), dtype=torch.int64, device=scale.device) % self.shape[1]
+        total, first = None, 0
+        for gradients in self.each.apart():
+            some = slice(first, first + len(gradients))
+            (gradients,) = ops.drop_zeroed(scale[some], gradients)
+            own = gradients * scale[some].to(gradients.dtype)[:, None, None]
+            if total is None:
+                total = own.new_zeros(self.shape[1], *own.shape[1:])
+            total.index_add_(0, members[some], own)
+            first = some.stop
+        assert total is not None
+        return total
 
     def per_sample(self) -> Tensor:
         return self.each.per_sample().unflatten(0, self.shape)
@@ -125,30 +153,21 @@ class ProductRecord(LaidRecord):
         }  # fmt: skip
         self.shape = torch.Size(sizes[x] for x in own)
 
+    instantiates = True
+
     def norm_sq(self) -> Tensor:
-        g = self.factors[0]
-        step = max(1, _SCRATCH_BYTES // max(1, 4 * self.shape.numel()))
-        parts = [
-            ops.row_norm_sq(self._made(slice(i, i + step), self.sample + self.own))
-            for i in range(0, len(g), step)
-        ]
-        if not parts:
-            return ops.widen(g).new_zeros(0)
-        slack = self.slack()
-        return (torch.cat(parts).sqrt() + slack).square()
+        return norm_apart(self)
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
-        (g,) = ops.drop_zeroed(scale, self.factors[0])
-        others = [
-            ops.drop_zeroed(scale, x)[0] if self.sample in y else x
-            for x, y in zip(self.factors[1:], self.letters[1:], strict=True)
-        ]
-        g = ops.widen(g)
-        g = g * scale.to(g.dtype).view(-1, *[1] * (g.dim() - 1))
-        return self._product([g, *others], self.own)
+        return sum_apart(self.apart(), scale)
 
     def per_sample(self) -> Tensor:
-        return self._made(slice(None), self.sample + self.own)
+        return self._made(slice(None))
+
+    def apart(self) -> Iterator[Tensor]:
+        step = ops.samples_at_once(self.shape.numel(), self.factors[0].device)
+        for i in range(0, max(len(self.factors[0]), 1), step):
+            yield self._made(slice(i, i + step))
 
     def slack(self) -> Tensor:
         size = ops.row_norm_sq(self.factors[0])
@@ -169,13 +188,10 @@ class ProductRecord(LaidRecord):
             for factors in zip(*columns, strict=True)
         ]
 
-    def _made(self, rows: slice, out: str) -> Tensor:
-        pairs = zip(self.factors, self.letters, strict=True)
-        return self._product([x[rows] if self.sample in y else x for x, y in pairs], out)
-
     @ops.in_full_float32
-    def _product(self, factors: Sequence[Tensor], out: str) -> Tensor:
-        wide = [ops.widen(x) for x in factors]
+    def _made(self, rows: slice) -> Tensor:
+        pairs = zip(self.factors, self.letters, strict=True)
+        wide = [ops.widen(x[rows] if self.sample in y else x) for x, y in pairs]
         dtype = wide[0].dtype
-        equation = f"{','.join(self.letters)}->{out}"
+        equation = f"{','.join(self.letters)}->{self.sample}{self.own}"
         return torch.einsum(equation, *(x.to(dtype) for x in wide))

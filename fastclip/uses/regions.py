@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastclip.layers.record import Record, join
-from fastclip.layers.reuse import instantiated_norm_sq, joint_norm_sq
+from fastclip.layers.reuse import InstantiatedTogether, joint_record
 from fastclip.ops.units import UnitRows
 from fastclip.planner import Planner
 
@@ -61,20 +61,35 @@ class RegionsRecord(Record):
             return None
         return RegionsRecord(self.shape, [*self.parts, *other.parts], self.planner)
 
-    def norm_sq(self) -> Tensor:
-        """Parts without a common entry: their norms are added. The same part: its records are."""
+    @cached_property
+    def _apart(self) -> dict[Geometry, Record] | None:
+        """The parts, one record each; None if they have common entries."""
         by_part: dict[Geometry, list[Record]] = {}
         for geometry, record in self.parts:
             join(by_part.setdefault(geometry, []), record)
         if not _disjoint(tuple(sorted(by_part, key=_first)), self.shape.numel()):
-            one_by_one = [RegionsRecord(self.shape, [part], self.planner) for part in self.parts]
-            return instantiated_norm_sq(one_by_one)
-        norms = [joint_norm_sq(records, self.planner) for records in by_part.values()]
+            return None
+        return {part: joint_record(records, self.planner) for part, records in by_part.items()}
+
+    @cached_property
+    def _added(self) -> Record:
+        """The parts' gradients themselves, added."""
+        return InstantiatedTogether(
+            [RegionsRecord(self.shape, [part], self.planner) for part in self.parts]
+        )
+
+    def norm_sq(self) -> Tensor:
+        """Parts without a common entry: their norms are added. The same part: its records are."""
+        if self._apart is None:
+            return self._added.norm_sq()
+        norms = [record.norm_sq() for record in self._apart.values()]
         return norms[0] if len(norms) == 1 else torch.stack(norms).sum(0)
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
+        if self._apart is None:
+            return self._added.clipped_sum(scale)
         total = None
-        for geometry, record in self.parts:
+        for geometry, record in self._apart.items():
             own = record.clipped_sum(scale)
             if total is None:
                 total = own.new_zeros(self.shape.numel())

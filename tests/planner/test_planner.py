@@ -27,9 +27,7 @@ def test_what_is_larger_than_its_operands_is_kept_only_where_that_pays() -> None
     )
 
 
-@pytest.mark.parametrize(
-    "rates", [Costs(), replace(_GPU, gram=2e13, instantiate=2e13)], ids=["cpu", "gpu"]
-)
+@pytest.mark.parametrize("rates", [Costs(), replace(_GPU, gram=2e13)], ids=["cpu", "gpu"])
 def test_keeping_more_saves_a_tenth(rates: Costs) -> None:
     shapes = [(8, t, d, p, 4) for t in (2, 65, 145, 512) for d in (64, 192, 768) for p in (64, 768)]
     kept = 0
@@ -57,7 +55,7 @@ def test_pytorch_computes_a_gram_in_strips(t: int, share: float) -> None:
 def test_a_fused_convolution_is_priced_by_its_patches() -> None:
     """The pixels' Gram is a ninth of what the kernel computes for 3 x 3 patches."""
     geometry = ConvGeometry((1, 512, 3, 3), (1, 1), (1, 1), (1, 1), 1)
-    rates = Costs(matmul=1e30, gram=1.0, instantiate=1e-9, copy=1e30)
+    rates = Costs(matmul=1e30, gram=1.0, kept_conv=1e-9, copy=1e30)
     pixels = Planner(costs=rates).conv(1, 64, 64, geometry, 2, False)
     patches = Planner(costs=replace(rates, scratch=False)).conv(1, 64, 64, geometry, 2, False)
     assert pixels.seconds == pytest.approx(2 * 64**2 * (512 + 1))
