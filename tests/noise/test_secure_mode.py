@@ -29,18 +29,18 @@ ADAPTIVE = {
 MODES = ["fast", "hooks", "functorch", "ew"]
 
 
-def start(secure: bool = True, width: int = 8, **kwargs: Any) -> tuple:
+def start(secure: bool = True, width: int = 8, rows: int = 64, **kwargs: Any) -> tuple:
     """(engine, model, optimizer, loader); noise of multiplier 2 at C = 1 unless told otherwise."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3))
-    data = TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
+    data = TensorDataset(torch.randn(rows, 6), torch.randint(0, 3, (rows,)))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Secure RNG turned off")
         engine = FastPrivacyEngine(secure_mode=secure, accountant="rdp")
     options = {"noise_multiplier": 2.0, "max_grad_norm": 1.0} | kwargs
     private = engine.make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(data, batch_size=8, shuffle=True), **options,
+        data_loader=DataLoader(data, batch_size=rows // 8, shuffle=True), **options,
     )  # fmt: skip
     return engine, *private
 
@@ -79,7 +79,10 @@ def test_every_mode_trains(mode: str, clip: str, monkeypatch) -> None:
 
     extra = ADAPTIVE if clip == "adaptive" else {}
     norms = {"max_grad_norm": [1.0] * 4} if clip == "per_layer" else {}
-    engine, model, optimizer, loader = start(grad_sample_mode=mode, clipping=clip, **norms, **extra)
+    rows = 512  # of which no draw of an eighth is empty
+    engine, model, optimizer, loader = start(
+        rows=rows, grad_sample_mode=mode, clipping=clip, **norms, **extra
+    )
     assert optimizer.secure_mode
     assert optimizer.generator is None
     monkeypatch.setattr(gaussian, "fill_normal", watch)
@@ -87,7 +90,8 @@ def test_every_mode_trains(mode: str, clip: str, monkeypatch) -> None:
     batches = list(loader.batch_sampler)
     assert torch.equal(torch.get_rng_state(), state)
     assert len(batches) == 8
-    x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+    drawn_rows = len(batches[0])
+    x, y = torch.randn(drawn_rows, 6), torch.randint(0, 3, (drawn_rows,))
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(x), y).backward()
     state = torch.get_rng_state()
