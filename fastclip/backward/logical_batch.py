@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from fastclip.backward.batch_states import TABLE, Event, Refusal, State
 from fastclip.data.draws import Draws
 from fastclip.data.iteration import PhysicalBatch
+from fastclip.data.refusals import FORKED
 from fastclip.errors import BatchSizeError, StepError
+from fastclip.forks import this_process
 from fastclip.ops.units import UnitRows
 
 _DONE = (State.RELEASED, State.STALE, State.RETIRED)
@@ -210,12 +212,19 @@ class LogicalBatch:
         """
         after = self._after(Event.SKIP if skip else Event.STEP)
         if self.draws is not None and not skip:
+            self._check_process(self.draws)
             self.draws.check_release()
         with self.changing():
             self.accumulated, self.pending = self.joined, 0
             if self.draws is not None and not skip:
                 self.draws.release()
             self._state = after
+
+    def _check_process(self, draws: Draws) -> None:
+        """Refuse to release a draw that a fork of this process, or the one it came from, has too."""
+        last = draws.last
+        if draws.independent and last is not None and last.draw.process != this_process():
+            raise StepError(FORKED)
 
     def keeps_sums(self) -> bool:
         """zero_grad() was called; whether the sums are of a split batch, which stay.

@@ -22,6 +22,7 @@ from fastclip import _C
 from fastclip.cuda.memory import is_plain, place, pointer
 from fastclip.errors import ArgumentError
 from fastclip.noise import refuse_capture
+from fastclip.noise.forks import claim
 from fastclip.noise.keystream import fresh_key
 from fastclip.ops.finalize import check_std
 
@@ -130,7 +131,8 @@ def _draw(
         **here,
     }
     if not source.secure:
-        seed = torch.empty(2, dtype=torch.int64, device=device).random_(generator=source.generator)
+        stream = claim(source.generator, "noise", device)
+        seed = torch.empty(2, dtype=torch.int64, device=device).random_(generator=stream)
         _C.noise_philox(seed=seed.data_ptr(), **scale)
         return
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():

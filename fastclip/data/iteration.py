@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
@@ -18,6 +18,7 @@ from fastclip.data.callers import calling
 from fastclip.data.refusals import TOO_MANY
 from fastclip.data.units import UnitBatch
 from fastclip.errors import BatchSizeError
+from fastclip.forks import this_process
 
 
 @dataclass(eq=False)
@@ -71,6 +72,8 @@ class Draw:
     """Rows that have contributed."""
     called_twice: bool = False
     """A backward pass went through several calls of the model, whose rows must be the same."""
+    process: tuple[int, int] = field(default_factory=this_process)
+    """In which it was drawn."""
 
 
 @dataclass(eq=False)

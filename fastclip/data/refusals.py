@@ -31,6 +31,11 @@ EMPTY = (
     "on the empty batch as on the others; where the model or the loss cannot take 0 rows, pass "
     "rand_on_empty=True to make_private, which makes it a placeholder row that contributes nothing"
 )
+FORKED = (
+    "this batch was drawn before this process was forked, and its parent may train on it, too: two "
+    "releases of one draw are not two draws. Call optimizer.discard_logical_batch() and go on with the "
+    "next batch, which is drawn here"
+)
 REORDERED = (
     "the rows of a draw come through a {name} around the sampler of the data loader that make_private "
     "returned, and a row's place in its draw says whose it is (unit_ids): iterate over that loader "

@@ -30,6 +30,7 @@ from torch.utils.data import (
 from fastclip._torch import disable_dynamo
 from fastclip.data.loader import unwatched
 from fastclip.errors import ArgumentError
+from fastclip.noise.forks import claim
 from fastclip.noise.keystream import KeyStream
 
 CHUNK = 2**20
@@ -144,8 +145,14 @@ class PoissonSampler(UniformWithReplacementSampler):
             yield (drawn if self.rows is None else self.rows[drawn]).tolist()
 
     def draw(self) -> Tensor:
-        """Numbers from 0 to n - 1, int64, in ascending order."""
+        """Numbers from 0 to n - 1, int64, in ascending order.
+
+        Raises:
+            StepError: in a fork of a process that drew from the same generator.
+        """
         n, most = self.num_samples, self.max_batch_size
+        if not self.secure:
+            claim(self.generator, "rows")
         if self.secure:
             drawn = poisson_sample(n, self.sample_rate if self.rates is None else self.rates)
         elif self.rates is None:

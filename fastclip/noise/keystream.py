@@ -1,9 +1,9 @@
 """Random bits that nobody can foresee or draw again: ChaCha20 (RFC 8439) under a key used once.
 
 Every draw takes a fresh key of 256 bits from the operating system and forgets it when it is done.
-Nothing is kept between draws, so a process that forks, an object that is copied and a checkpoint that
-is restored have no stream to repeat, and no (key, nonce, counter) serves twice. The cipher is that of
-the `cryptography` package (OpenSSL).
+Nothing is kept between draws, and a fork in the middle of one takes a key of its own: a process that
+forks, an object that is copied and a checkpoint that is restored have no stream to repeat, and no
+(key, nonce, counter) serves twice. The cipher is that of the `cryptography` package (OpenSSL).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fastclip.errors import SecureModeError
+from fastclip.forks import this_process
 
 KEY_BYTES = 32
 LONGEST = 2**38
@@ -72,6 +73,7 @@ class KeyStream:
         self._zeros = b""
         self._cipher: Any = None
         self._left = 0
+        self._process = this_process()
 
     def __enter__(self) -> KeyStream:
         return self
@@ -82,12 +84,12 @@ class KeyStream:
     def _rekey(self) -> None:
         with fresh_key() as key:
             self._cipher = self._new_cipher(key).encryptor()
-        self._left = LONGEST
+        self._left, self._process = LONGEST, this_process()
 
     def fill(self, words: Tensor) -> None:
         """Overwrite a contiguous CPU tensor of at most `LONGEST` bytes with random bits."""
         buffer: Any = words.view(torch.uint8).numpy()  # no copy
-        if len(buffer) > self._left:
+        if len(buffer) > self._left or self._process != this_process():
             self._rekey()
         if len(self._zeros) != len(buffer):
             self._zeros = bytes(len(buffer))

@@ -17,6 +17,7 @@ from fastclip import ops
 from fastclip._torch import disable_dynamo
 from fastclip.errors import StepError, how_to_build, say
 from fastclip.noise import gaussian
+from fastclip.noise.forks import claim
 from fastclip.noise.keystream import KeyStream
 
 
@@ -47,6 +48,7 @@ class SeededNoise(NoiseSource):
     """Noise of a torch.Generator, reproducible and as foreseeable as its seed.
 
     It is never copied or pickled with its generator: whoever holds the stream can subtract the noise.
+    A fork of a process that drew from it is refused until it is seeded anew there (StepError).
 
     Args:
         generator: torch's global one if None.
@@ -64,7 +66,7 @@ class SeededNoise(NoiseSource):
         return SeededNoise, ()
 
     def normal_(self, out: Tensor, std: float = 1.0) -> Tensor:
-        return out.normal_(0.0, std, generator=self.generator)
+        return out.normal_(0.0, std, generator=claim(self.generator, "noise", out.device))
 
 
 class SecureNoise(NoiseSource):

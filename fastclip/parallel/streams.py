@@ -6,6 +6,8 @@ import hashlib
 
 import torch
 
+from fastclip.noise.forks import claim
+
 
 def own_generator(
     base: torch.Generator | None, number: int, purpose: str, device: torch.device | str = "cpu"
@@ -18,8 +20,12 @@ def own_generator(
     Args:
         base: what it is seeded from, torch's global generator if None; two numbers are drawn.
         number: of the rank. purpose: of the stream; streams of two purposes differ, too.
+
+    Raises:
+        StepError: another process, of which this one is a fork, drew from `base`.
     """
     where = "cpu" if base is None else base.device
+    base = claim(base, purpose, where)
     words = torch.randint(2**62, (2,), dtype=torch.int64, device=where, generator=base)
     text = f"{purpose} of rank {number} from {words.tolist()}"
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
