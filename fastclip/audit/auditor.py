@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from scipy import special
+from torch import Tensor
 
 from fastclip.audit import one_run
 from fastclip.checks import between
@@ -27,7 +28,8 @@ class CanaryScoreAuditor:
     Formal guarantee: of a run that is (epsilon, delta)-DP, a bound at `significance` exceeds epsilon
     with at most that probability. Which canaries are guessed is fixed before the coins are looked at
     (numbers of guesses on a grid, thresholds by another part of the scores), and tests of several
-    grids share the significance.
+    grids share the significance. Ties are broken by coins of the operating system, so that bounds
+    of equal scores differ from auditor to auditor, or, in `of_run`, by the numbers of the canaries.
 
     Args:
         in_canary_scores: [a] numbers, of the canaries that were in.
@@ -40,6 +42,28 @@ class CanaryScoreAuditor:
     def __init__(self, in_canary_scores: Any, out_canary_scores: Any) -> None:
         self.inside = _scores("in_canary_scores", in_canary_scores)
         self.outside = _scores("out_canary_scores", out_canary_scores)
+        both = np.concatenate([self.inside, self.outside])
+        coins = np.random.default_rng().random(len(both))
+        self._ranked = np.arange(len(both))[np.lexsort((coins, both))] < len(self.inside)
+        """Which are in, from the lowest score to the highest."""
+
+    @classmethod
+    def of_run(cls, scores: Any, inside: Any) -> CanaryScoreAuditor:
+        """Of the canaries of one run, by their numbers, which break ties the same way every time.
+
+        Args:
+            scores: [n] numbers. inside: [n] bools, the coins.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: as the class, or for other lengths.
+        """
+        given, coins = finite("scores", scores), np.asarray(inside, dtype=bool)
+        if given.shape != coins.shape:
+            raise ArgumentError(f"scores expects one a canary, [{len(coins)}], got {given.shape}")
+        found = cls(given[coins], given[~coins])
+        places = np.random.default_rng(0).random(len(given))
+        found._ranked = coins[np.lexsort((places, given))]
+        return found
 
     def tpr_at_given_fpr(self, fpr: float) -> float:
         """Largest share of canaries in that is found where at most `fpr` of those out are.
@@ -141,14 +165,9 @@ class CanaryScoreAuditor:
     def _best(self, significance: float, bound: Callable[[int, int, float], float]) -> float:
         """The best bound over the grid of guesses."""
         plans = list(guessed(self._canaries))
-        scores = np.concatenate([self.inside, self.outside])
-        inside = np.arange(len(scores)) < len(self.inside)
-        # Ties are broken by a coin, not by the order in which canaries came.
-        order = np.lexsort((np.random.default_rng(0).random(len(scores)), scores))
-        inside = inside[order]
-        found = [0.0]
+        inside, found = self._ranked, [0.0]
         for top, bottom in plans:
-            right = int(inside[len(scores) - top :].sum()) + int((~inside[:bottom]).sum())
+            right = int(inside[len(inside) - top :].sum()) + int((~inside[:bottom]).sum())
             found.append(bound(top + bottom, right, significance / len(plans)))
         return max(found)
 
@@ -172,9 +191,17 @@ def guessed(canaries: int) -> Iterator[tuple[int, int]]:
         top //= 4
 
 
-def _scores(name: str, given: Any) -> np.ndarray:
+def finite(name: str, given: Any) -> np.ndarray:
+    """Scores as float64, [n].
+
+    Raises:
+        ArgumentError, ArgumentTypeError: empty, of other shapes, NaN, infinite, or no numbers.
+    """
     try:
-        scores = np.asarray(given, dtype=np.float64)
+        array = np.asarray(given.detach().cpu() if isinstance(given, Tensor) else given)
+        if array.dtype.kind not in "biuf" and array.size:
+            raise TypeError(array.dtype)
+        scores = array.astype(np.float64)
     except (TypeError, ValueError) as error:
         raise ArgumentTypeError(f"{name} expects numbers, got {type(given).__name__}") from error
     if scores.ndim != 1 or not len(scores):
@@ -184,8 +211,12 @@ def _scores(name: str, given: Any) -> np.ndarray:
             f"{name} expects finite numbers, got NaN or inf: give canaries that could not be scored a "
             "constant"
         )
+    return scores
+
+
+def _scores(name: str, given: Any) -> np.ndarray:
     # Halves of scores that came in an order of their own would tell of each other.
-    return np.random.default_rng(0).permutation(scores)
+    return np.random.default_rng(0).permutation(finite(name, given))
 
 
 def _delta(delta: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -37,6 +38,7 @@ class Report:
         auroc, tpr: of the scores; tpr at a false positive rate of 1%. Estimates, without intervals.
         canaries, inside: how many there are, and how many were in.
         neighbours: of the claim.
+        reports: how many were announced of these coins; the bound is at 1 - significance / reports.
     """
 
     claimed: float
@@ -49,6 +51,7 @@ class Report:
     canaries: int
     inside: int
     neighbours: str
+    reports: int = 1
 
     @property
     def refuted(self) -> bool:
@@ -62,6 +65,11 @@ class Report:
             return (
                 f"The claim is refuted: epsilon is at least {self.bound:.3g}, not {self.claimed:.3g}. "
                 "Do not release this model; `python -m fastclip.audit` tells if the engine is at fault."
+            )
+        if math.isinf(self.claimed):
+            return (
+                "Nothing is claimed: a step had no noise, so that no epsilon holds; it is at least "
+                f"{self.bound:.3g}."
             )
         found, claimed = f"{self.bound:.3g}", f"{self.claimed:.3g}"
         return f"The claim stands: epsilon is at least {found}, and {claimed} is claimed."
@@ -81,10 +89,27 @@ class Report:
     @property
     def notes(self) -> list[str]:
         """What it does not show."""
-        return [
+        found = [
             *NOT_SHOWN,
             f"The claim is for neighbours as the engine names them: {self.neighbours}.",
         ]
+        if self.reports > 1:
+            found.append(
+                f"One of {self.reports} reports of these coins, whose bounds hold together at "
+                f"{1 - self.significance:.0%}."
+            )
+        if self.auroc < 0.5 - 3 * self._spread:
+            found.append(
+                "What scores tell the other way round: they are lower where canaries were in, and the "
+                "bound takes higher ones for in; turn their sign in the next run."
+            )
+        return found
+
+    @property
+    def _spread(self) -> float:
+        """Standard deviation of the area of scores that tell nothing, at the most."""
+        outside = self.canaries - self.inside
+        return math.sqrt((self.canaries + 1) / (12 * max(1, self.inside * outside)))
 
     def markdown(self) -> str:
         """As Markdown."""
@@ -102,7 +127,7 @@ class Report:
             for name, value in self.figures
         )
         notes = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
-        kind = "refuted" if self.refuted else "held"
+        kind = "held" if self.bound <= self.claimed < math.inf else "refuted"
         return (
             '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
             f'content="width=device-width"><title>{TITLE}</title><style>{STYLE}</style></head><body>'

@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jvp
+from torch.func import jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
-from fastclip.audit.auditor import FEWEST, CanaryScoreAuditor
+from fastclip.audit.announced import Announced
+from fastclip.audit.auditor import FEWEST, CanaryScoreAuditor, finite
 from fastclip.audit.own_report import Report
-from fastclip.checks import whole
+from fastclip.audit.row_losses import AtWeights, one_a_row
+from fastclip.checks import between, whole
+from fastclip.engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.model.unwrapping import unwrap
 
@@ -70,13 +73,30 @@ class OwnRun:
     Args:
         canaries: all of them. inside: which are in the data set, bool, [canaries].
         collate_fn: as a DataLoader's.
+
+    Raises:
+        ArgumentError: coins that are not one a canary.
     """
 
     def __init__(
         self, canaries: Dataset[Any], inside: Tensor, collate_fn: Callable[..., Any] | None = None
     ) -> None:
-        self.canaries, self._inside, self._collate = canaries, inside, collate_fn
+        count = len(canaries)  # type: ignore[arg-type]
+        if not isinstance(inside, Tensor) or inside.dtype != torch.bool or inside.shape != (count,):
+            raise ArgumentError(
+                f"inside expects a bool for each of the {count} canaries, as a tensor [{count}]"
+            )
+        self.canaries, self._inside, self._collate = canaries, inside.cpu(), collate_fn
         self._watched: Tensor | None = None
+        self._seen = 0
+        """Steps that were watched."""
+        self._optimizer: Any = None
+        """Which was watched."""
+        self._announced = Announced()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Coins and scores; a copy watches nothing."""
+        return {**self.__dict__, "_optimizer": None}
 
     def loss_scores(
         self, model: nn.Module, losses: Losses, *, before: nn.Module | None = None,
@@ -91,8 +111,14 @@ class OwnRun:
             batch_size: canaries at a time.
 
         Raises:
-            ArgumentError: losses that are not one a row.
+            ArgumentError: losses that are not one a row, or `before` is `model`.
         """
+        own = {id(p) for p in model.parameters() if p.requires_grad}
+        if before is not None and own and own <= {id(p) for p in before.parameters()}:
+            raise ArgumentError(
+                "before expects the model as it was before training, got the parameters of model "
+                "itself; pass a copy.deepcopy of the start"
+            )
         scores = -self._losses(model, losses, batch_size)
         return scores if before is None else scores + self._losses(before, losses, batch_size)
 
@@ -111,8 +137,13 @@ class OwnRun:
             batch_size: canaries at a time.
 
         Raises:
-            ArgumentTypeError: for another optimizer.
+            ArgumentTypeError, ArgumentError: for another optimizer, or a second run.
         """
+        if self._watched is not None:
+            raise ArgumentError(
+                "a run was watched already, and its scores would be mixed with those of another; "
+                "mix_in canaries anew for each run"
+            )
         if not hasattr(optimizer, "attach_step_hook"):
             raise ArgumentTypeError(
                 "watch expects the optimizer that make_private returned in the fast mode, got "
@@ -120,8 +151,15 @@ class OwnRun:
             )
         batch_size = whole("batch_size", batch_size, 1)
         live = unwrap(model)
+        own = {id(p) for p in live.parameters()}
+        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+            raise ArgumentError(
+                "watch expects the model and the optimizer of one make_private, and this optimizer "
+                "trains other parameters than the model's"
+            )
         twin = copy.deepcopy(live).eval()  # which nothing follows
         self._watched = torch.zeros(len(self._inside), dtype=torch.float64, device="cpu")
+        self._optimizer = optimizer
 
         def look(_: Any) -> None:
             assert self._watched is not None
@@ -130,14 +168,15 @@ class OwnRun:
             now = {name: held[name].detach() for name in step}
             rest = {name: p.detach() for name, p in held.items() if name not in step}
             found = []
-            for batch in self._batches(batch_size):
+            for count, batch in self._batches(batch_size):
 
                 def at(weights: dict[str, Tensor], batch: Any = batch) -> Tensor:
-                    return losses(_Called(twin, {**rest, **weights}), batch)
+                    return losses(AtWeights(twin, {**rest, **weights}), batch)
 
                 with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-                    found.append(self._checked(jvp(at, (now,), (step,))[1], batch))
+                    found.append(one_a_row(jvp(at, (now,), (step,))[1], count))
             self._watched += torch.cat(found)
+            self._seen += 1
 
         optimizer.attach_step_hook(look)
 
@@ -146,76 +185,105 @@ class OwnRun:
         """[canaries], of the steps since `watch`.
 
         Raises:
-            ArgumentError: it was not called.
+            ArgumentError: it was not called, or no step was taken since.
         """
         if self._watched is None:
             raise ArgumentError(
                 "gradient_scores are of a run that was watched: call watch(...) first"
             )
+        if not self._seen:
+            raise ArgumentError(
+                "gradient_scores are of steps that were watched, and no step was taken since watch(...)"
+            )
         return self._watched.clone()
 
     def report(
-        self, engine: Any, scores: Any, *, delta: float, significance: float = 0.05
+        self,
+        engine: Any,
+        scores: Any,
+        *,
+        delta: float,
+        significance: float = 0.05,
+        reports: int = 1,
     ) -> Report:
         """The lower bound that the scores prove, beside epsilon that the engine states.
 
-        Choose scores before you see what each would prove: the best of two bounds is not a bound at
-        the same significance.
+        The best of several bounds is not a bound at the same significance: scores of several kinds, or
+        times, or several deltas, are announced in the first report and share it.
 
         Args:
-            engine: of the run.
+            engine: of the run, whose claim is for rows that are added or removed: sample_rate and
+                expected_batch_size were given.
             scores: one a canary, [canaries]; higher says "in".
             delta: of the claim, in (0, 1).
-            significance: probability that a bound is wrong, in (0, 0.5).
+            significance: probability that a bound is wrong, or one of all `reports`, in (0, 0.5).
+            reports: how many will be made of these coins, the same in each.
 
         Raises:
-            ArgumentError, ArgumentTypeError: other shapes, NaN, values out of range.
+            ArgumentError, ArgumentTypeError: other shapes, NaN, values out of range; another engine; a
+                report that was not announced.
         """
-        given = np.asarray(scores, dtype=np.float64)
+        significance = between("significance", significance, 0, 0.5)
+        delta, reports = between("delta", delta, 0, 1), whole("reports", reports, 1)
+        given = finite("scores", scores)
         if given.shape != tuple(self._inside.shape):
             raise ArgumentError(
                 f"scores expects one a canary, [{len(self._inside)}], got shape {given.shape}"
             )
         inside = self._inside.numpy()
-        auditor = CanaryScoreAuditor(given[inside], given[~inside])
-        perfect = CanaryScoreAuditor(inside[inside], inside[~inside])
-        return Report(
+        neighbours = self._claim_of(engine)
+        looked_at = self._announced.check(given, delta, reports)
+        auditor = CanaryScoreAuditor.of_run(given, inside)
+        perfect = CanaryScoreAuditor.of_run(inside, inside)
+        report = Report(
             claimed=engine.get_epsilon(delta), delta=delta, significance=significance,
-            bound=auditor.epsilon_one_run(significance, delta),
-            most=perfect.epsilon_one_run(significance, delta),
+            bound=auditor.epsilon_one_run(significance / reports, delta),
+            most=perfect.epsilon_one_run(significance / reports, delta),
             auroc=auditor.attack_auroc(), tpr=auditor.tpr_at_given_fpr(0.01),
-            canaries=len(inside), inside=int(inside.sum()), neighbours=engine.mechanism().neighbours,
+            canaries=len(inside), inside=int(inside.sum()), neighbours=neighbours, reports=reports,
         )  # fmt: skip
+        self._announced.seen(looked_at, reports)
+        return report
 
-    def _batches(self, batch_size: int) -> Iterator[Any]:
-        yield from DataLoader(self.canaries, batch_size=batch_size, collate_fn=self._collate)
+    def _claim_of(self, engine: Any) -> str:
+        """Between whom nobody can tell by its claim, which must be what the coins are about."""
+        if not isinstance(engine, FastPrivacyEngine):
+            raise ArgumentTypeError(
+                f"engine expects a FastPrivacyEngine, that of the run, got {type(engine).__name__}"
+            )
+        if self._optimizer is not None and self._optimizer.ledger is not engine.accountant:
+            raise ArgumentError(
+                "engine expects the engine of the run that was watched, got one that has not accounted "
+                "its steps"
+            )
+        if not engine.accountant.history:
+            raise ArgumentError(
+                "engine has taken no step yet, so that nothing is claimed: train first"
+            )
+        claim = engine.mechanism()
+        if claim.units is not None:
+            raise ArgumentError(
+                f"the claim is for {claim.neighbours}, and the coins put rows in or leave them out, "
+                "which their public number tells: pass sample_rate and expected_batch_size to "
+                "make_private, with Poisson sampling and without other steps in the engine"
+            )
+        return claim.neighbours
+
+    def _batches(self, batch_size: int) -> Iterator[tuple[int, Any]]:
+        """With the number of canaries in each."""
+        batches = DataLoader(self.canaries, batch_size=batch_size, collate_fn=self._collate)
+        for number, batch in enumerate(batches):
+            yield min(batch_size, len(self._inside) - number * batch_size), batch
 
     def _losses(self, model: nn.Module, losses: Losses, batch_size: int) -> Tensor:
         batch_size = whole("batch_size", batch_size, 1)
-        training = model.training
+        modes = [(part, part.training) for part in model.modules()]
         model.eval()
         try:
             with torch.no_grad():
                 return torch.cat(
-                    [self._checked(losses(model, b), b) for b in self._batches(batch_size)]
+                    [one_a_row(losses(model, b), count) for count, b in self._batches(batch_size)]
                 )
         finally:
-            model.train(training)
-
-    def _checked(self, found: Tensor, batch: Any) -> Tensor:
-        if found.ndim != 1:
-            raise ArgumentError(
-                f"losses expects to return one loss a row, [b], got shape {tuple(found.shape)}; take "
-                "reduction='none', and the mean over what is not the batch"
-            )
-        return found.detach().double().cpu()
-
-
-class _Called:
-    """A model with given weights."""
-
-    def __init__(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
-        self._model, self._weights = model, weights
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return functional_call(self._model, self._weights, args, kwargs)
+            for part, training in modes:
+                part.training = training

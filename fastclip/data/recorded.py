@@ -103,6 +103,11 @@ class Releases:
         self._taken: Counter[float] = Counter()
         """Steps of one Poisson draw each, by their noise multiplier."""
 
+    @property
+    def ledger(self) -> Ledger:
+        """Where steps are recorded from now on."""
+        return self._accountant()
+
     def __call__(self, optimizer: DPOptimizer) -> None:
         """A step is about to be released.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from opacus.optimizers import DPOptimizer
 
@@ -23,6 +24,11 @@ class KeepsAccount:
     def account_with(self, fn: Hook) -> None:
         """Record every real step with `fn`; make_private calls this, in the place of earlier hooks."""
         self._account, self._step_hooks = fn, []
+
+    @property
+    def ledger(self) -> Any:
+        """The accountant that records the steps; None before make_private."""
+        return getattr(self._account, "ledger", None)
 
     def attach_step_hook(self, fn: Hook) -> None:
         """Call `fn(self)` in every real step, before the inner step, after the hooks attached before.

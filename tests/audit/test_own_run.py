@@ -161,7 +161,7 @@ def test_what_is_refused() -> None:
     _, audit = mix_in(rows(), canaries())
     with pytest.raises(ArgumentError, match=r"call watch\(...\) first"):
         audit.gradient_scores  # noqa: B018
-    with pytest.raises(ArgumentError, match=r"one loss a row, \[b\], got shape \(\)"):
+    with pytest.raises(ArgumentError, match=r"one loss a row, \[256\], got shape \(\)"):
         audit.loss_scores(nn.Linear(D, 1), lambda model, batch: losses(model, batch).mean())
     with pytest.raises(ArgumentTypeError, match="that make_private returned"):
         audit.watch(nn.Linear(D, 1), None, losses)
