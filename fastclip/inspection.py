@@ -21,6 +21,7 @@ from fastclip.explanation import Explanation, Setup, explain
 from fastclip.mechanism import Mechanism, neighbours, trusted
 from fastclip.optim.opacus_modes import OpacusModes
 from fastclip.optim.optimizer import FastDPOptimizer
+from fastclip.parallel.ranks import Ranks
 from fastclip.planner.report import Plan
 
 _DRAWN = (
@@ -221,9 +222,8 @@ class InspectedEngine(OpacusModes):
         return {**super().__getstate__(), "_runs": []}
 
     @property
-    def _writes(self) -> bool:
-        ranks = [run.keeper.clipping.ranks for run in self._runs[-1:]]
-        return not any(known is not None and known.number for known in ranks)
+    def _ranks(self) -> Ranks | None:
+        return self._runs[-1].keeper.clipping.ranks if self._runs else None
 
     def _require_keepers(self) -> list[BookKeeper]:
         keepers = [run.keeper for run in self._runs]

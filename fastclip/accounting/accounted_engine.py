@@ -8,7 +8,7 @@ from typing import Any
 
 from opacus import PrivacyEngine
 from opacus.accountants import IAccountant
-from torch import nn
+from torch import distributed, nn
 
 from fastclip.accounting.checkpoint_file import KEY, read_checkpoint, stamp
 from fastclip.accounting.history import open_accountant, spent
@@ -16,6 +16,7 @@ from fastclip.accounting.ledger import Ledger, keep_ledger
 from fastclip.accounting.write_ahead import WriteAheadLog
 from fastclip.errors import ArgumentError, ArgumentTypeError, say
 from fastclip.parallel.checkpoints import Kept, as_alone, is_spread, optimizer_alone, write_whole
+from fastclip.parallel.ranks import Ranks, together
 from fastclip.parallel.run_state import RunState
 
 _ACCOUNTANT = "privacy_accountant_state_dict"
@@ -51,11 +52,9 @@ class AccountedEngine(PrivacyEngine):
                 f"accountant expects an accountant of Opacus, got {type(value).__name__}; take one of "
                 "opacus.accountants.create_accountant"
             )
-        new = keep_ledger(value)
-        if self._accountant is not None and self._accountant is not new:
-            new.join(self._accountant.segments(), self._accountant.protected)
-            if self._accountant.log is not None:
-                new.write_ahead(self._accountant.log)
+        new, old = keep_ledger(value), self._accountant
+        if old is not None and old is not new:
+            new.take_over(old)
         self._accountant = new
 
     def get_epsilon(self, delta: float) -> float:
@@ -82,19 +81,48 @@ class AccountedEngine(PrivacyEngine):
 
         A run that is killed, or goes on from an older checkpoint, counts every step that it has taken:
         what the file holds is counted at once. On several ranks all of them call this, after
-        make_private, with a path that all of them see; the first one writes. It costs one fsync a step.
+        make_private, with a path under which all of them see the same file; the first one writes. It
+        costs one fsync a step, on several ranks one small exchange, too.
 
-        Formal guarantee: whatever kills the process, the file holds every released step.
+        Formal guarantee: whatever kills the process, the file holds every released step. A step that
+        cannot be written (the disk is full; the file was closed, moved, replaced or touched; this is a
+        copy or a fork) is a StepError and not released, until another file is named or none is kept.
 
         Args:
-            path: of the file, which is made if it is not there; one for each run.
+            path: of the file, which is made if it is not there; one for each run. None: keep none any
+                more, and let somebody else have the file.
 
         Raises:
-            ArgumentError: the file is damaged, of steps that this accountant cannot compose, or is being
-                written by somebody else; the engine goes on as before.
+            ArgumentError: the engine keeps a file already; this one is damaged, no ledger, of steps that
+                this accountant cannot compose, or is being written by somebody else; ranks see
+                different files. The engine goes on as before, and the file is left as it is.
             OSError: it cannot be opened or made.
+            StepError: it cannot be written.
         """
-        self.accountant.write_ahead(WriteAheadLog(path, self._writes))
+        self._check_ranks()
+        ranks, log = self._ranks, None
+        first = ranks is None or ranks.number == 0
+        try:
+            with together(ranks) as told:
+                told["number of files for the ledger"] = int(path is not None)
+                if path is not None and first:
+                    self.accountant.check_no_file()
+                    log = WriteAheadLog(path, ranks=ranks)
+            if path is not None:
+                with together(ranks) as told:
+                    if not first:
+                        log = WriteAheadLog(path, writes=False, ranks=ranks)
+                    assert log is not None
+                    told["ledger file (one path, on a file system that all of them share)"] = (
+                        log.seen
+                    )
+                with together(ranks):
+                    self.accountant.count(log)
+        except BaseException:
+            if log is not None:
+                log.give_up()
+            raise
+        self.accountant.keep_in(log)
 
     def save_checkpoint(self, *, path: Any, module: nn.Module, **options: Any) -> None:  # type: ignore[override]
         """Save what `load_checkpoint` goes on from; on several ranks the first one writes.
@@ -107,19 +135,31 @@ class AccountedEngine(PrivacyEngine):
             As in Opacus.
         """
         save, alone = super().save_checkpoint, as_alone(module)
+        writes = self._ranks is None or self._ranks.number == 0
         if is_spread(module):
             own = options.pop("module_state_dict_kwargs", None) or {}
-            alone = Kept(alone, self._writes, **own)
+            alone = Kept(alone, writes, **own)
             if options.get("optimizer") is not None:
-                options["optimizer"] = Kept(optimizer_alone(options["optimizer"]), self._writes)
-        if self._writes:
+                options["optimizer"] = Kept(optimizer_alone(options["optimizer"]), writes)
+        if writes:
             options["checkpoint_dict"] = {**(options.get("checkpoint_dict") or {}), KEY: stamp()}
             write_whole(path, lambda part: save(path=part, module=alone, **options))
 
     @property
-    def _writes(self) -> bool:
-        """This process writes what all ranks have."""
-        return True
+    def _ranks(self) -> Ranks | None:
+        """Who trains the model that was made private last; the first of them writes what all have."""
+        return None
+
+    def _check_ranks(self) -> None:
+        if self._ranks is not None or not (
+            distributed.is_available() and distributed.is_initialized()
+        ):
+            return
+        if (world := distributed.get_world_size()) > 1:
+            raise ArgumentError(
+                f"this process group has {world} processes, and write_ahead does not know which of them "
+                "train together, and so who writes: call make_private first, in the fast mode"
+            )
 
     def load_checkpoint(
         self, *, path: Any, module: nn.Module, optimizer: Any = None, noise_scheduler: Any = None,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, cast
 
@@ -27,19 +27,9 @@ from fastclip.accounting.segments import (
     union,
 )
 from fastclip.accounting.truncation import refuse_truncated
-from fastclip.accounting.write_ahead import WriteAheadLog
-
-_forks = 0
-"""Of this process since its first ancestor that imported this: a child may get any number as its pid."""
-
-
-def _forked() -> None:
-    global _forks
-    _forks += 1
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+from fastclip.accounting.write_ahead import NotWritten, WriteAheadLog
+from fastclip.errors import ArgumentError
+from fastclip.forks import this_process
 
 
 class Ledger(IAccountant):
@@ -47,7 +37,8 @@ class Ledger(IAccountant):
 
     `history` stays Opacus' list and is what epsilon is computed from. It begins with the steps of
     other segments (loaded, joined, from before a copy); what follows them was recorded here. Who
-    assigns `history` speaks for it: names that do not fit it any more are dropped.
+    assigns `history` speaks for it: names that do not fit it any more are dropped, and what follows a
+    history that was cleared or cut has a new one.
     """
 
     history: list[Entry]
@@ -56,7 +47,9 @@ class Ledger(IAccountant):
     _others: Segments
     _name: str
     _process: tuple[int, int] = (0, 0)
-    _log: WriteAheadLog | None = None
+    _log: WriteAheadLog | NotWritten | None = None
+    _recorded: list[Entry]
+    """The history as it was left here: whoever has changed it since speaks for it."""
     _shared: list[str]
     """The names that all ranks of a training give to their segments, the first one of the training."""
 
@@ -68,8 +61,10 @@ class Ledger(IAccountant):
             StepError: its file (`write_ahead`) cannot be written; the step is not recorded.
         """
         refuse_truncated([(0.0, kwargs.get("sample_rate"), 1)], self.mechanism())
-        if self._process != (os.getpid(), _forks):  # a fork: its parent goes on under the same name
+        if self._process != this_process():  # a fork: its parent goes on under the same name
             self._begin(self.segments())
+        if self.history != self._recorded:
+            self._catch_up(self.segments(), self.protected)
         before = list(self.history)
         try:
             super().step(*args, **kwargs)  # type: ignore[safe-super]
@@ -79,14 +74,38 @@ class Ledger(IAccountant):
         except BaseException:
             self.history = before
             raise
+        finally:
+            self._recorded = list(self.history)
+
+    @contextmanager
+    def on_all_ranks(self) -> Iterator[None]:
+        """Steps of one release are taken inside: on all ranks, and in the file of the first; or not.
+
+        Raises:
+            StepError: another rank could not record them.
+        """
+        if self._log is None or self._log.ranks is None:
+            yield
+            return
+        before = list(self.history)
+        try:
+            with self._log.ranks.all_or_none():
+                yield
+        except BaseException:
+            self.history, self._recorded = before, list(before)
+            raise
 
     def segments(self) -> Segments:
         """Every step under the name of the segment that recorded it."""
-        history = runs(self.history)
-        own = remainder(history, joined(self._others))
+        history, others = runs(self.history), joined(self._others)
+        own = remainder(history, others)
         if own is None:  # assigned by hand
             self._begin({})
             own = history
+        elif remainder(history, recorded := runs(self._recorded)) is None:  # cut, or another story
+            kept = own if remainder(recorded, history) is not None else []
+            self._begin({**self._others, self._name: kept} if kept else self._others)
+            own = [] if kept else own
         return {**self._others, self._name: own} if own else dict(self._others)
 
     def join(self, others: Segments, protected: Protected) -> None:
@@ -104,18 +123,46 @@ class Ledger(IAccountant):
         self.history, self.protected = joined(merged), whom
         self._begin(merged)
 
-    def write_ahead(self, log: WriteAheadLog) -> None:
-        """Count what the file holds, and write every step to it before it is released.
+    def count(self, log: WriteAheadLog) -> None:
+        """Count what the file holds, and write what it lacks.
 
         Raises:
             ArgumentError: as `join`. StepError: it cannot be written.
         """
         self.join(*log.found())
+        log.begin()
         log.catch_up(self.segments(), self.protected)
+
+    def keep_in(self, log: WriteAheadLog | NotWritten | None) -> None:
+        """Write every step to this file before it is released; the one before is closed."""
+        if self._log is not None and self._log is not log:
+            self._log.close()
         self._log = log
 
+    def check_no_file(self) -> None:
+        """Raises: ArgumentError: this ledger is kept in a file."""
+        if isinstance(self._log, WriteAheadLog) and self._log.held:
+            raise ArgumentError(
+                f"this ledger is kept in {self._log.path} already, which would miss what another file "
+                "gets; end it first, by engine.write_ahead(None)"
+            )
+
+    def take_over(self, other: Ledger) -> None:
+        """Count what another has recorded, and go on in its file.
+
+        Raises:
+            ArgumentError: as `join`; or both are kept in files. StepError: it cannot be written.
+        """
+        if other.log is not None and other.log is not self._log:
+            self.check_no_file()
+        self.join(other.segments(), other.protected)
+        if other.log is not None and other.log is not self._log:
+            if isinstance(other.log, WriteAheadLog) and other.log.held:
+                other.log.catch_up(self.segments(), self.protected)
+            self.keep_in(other.log)
+
     @property
-    def log(self) -> WriteAheadLog | None:
+    def log(self) -> WriteAheadLog | NotWritten | None:
         """The file that every step is written to first."""
         return self._log
 
@@ -152,7 +199,7 @@ class Ledger(IAccountant):
         self._begin(merged)
 
     def _catch_up(self, segments: Segments, whom: Protected) -> None:
-        if self._log is not None:
+        if isinstance(self._log, WriteAheadLog) and self._log.held:
             self._log.catch_up(segments, whom)
 
     def _with(self, others: Segments) -> Segments:
@@ -164,13 +211,14 @@ class Ledger(IAccountant):
 
     def _begin(self, others: Segments) -> None:
         """What is recorded from now on has a name of its own."""
-        process = (os.getpid(), _forks)
+        process = this_process()
         if self._shared and self._process == process:
             self._shared.append(f"{self._shared[0]}.{len(self._shared)}")
             name = self._shared[-1]
         else:
             self._shared, name = [], new_name()
         self._others, self._name, self._process = others, name, process
+        self._recorded = list(self.history)
 
     def share_names(self, name: str) -> None:
         """Ranks that take every step together record it under one name: it counts once.
@@ -178,7 +226,7 @@ class Ledger(IAccountant):
         Args:
             name: that all of them have been given, and nobody else.
         """
-        self._process, self._shared = (os.getpid(), _forks), [name]
+        self._process, self._shared = this_process(), [name]
         self._begin(self.segments())
 
     def __reduce__(self) -> Any:
@@ -189,7 +237,7 @@ class Ledger(IAccountant):
             "history": list(self.history),
             "_others": self.segments(),
             "_shared": [],
-            "_log": None,
+            "_log": None if self._log is None else self._log.copied(),
         }
         return _restored, (kind, state)
 

@@ -121,20 +121,22 @@ class Releases:
                 f"this step joins {joined} batches, more than the {self.design.steps} of one pass "
                 "over the data, so rows are in it twice; call optimizer.step() more often"
             )
-        accountant = self._accountant()
+        accountant, sigma = self._accountant(), optimizer.noise_multiplier
         accountant.protected = accountant.protected.beside(self.design.protected)
         if self.design.poisson:
-            accountant.get_optimizer_hook_fn(sample_rate=self._rate)(optimizer)
-            self._taken[optimizer.noise_multiplier] += joined == 1
+            with accountant.on_all_ranks():
+                accountant.get_optimizer_hook_fn(sample_rate=self._rate)(optimizer)
+            self._taken[sigma] += joined == 1
             return
-        sigma = optimizer.noise_multiplier
         passes = [] if self.design.sampler == STREAM else self._draws.released
-        if not passes:  # nothing tells which rows it holds
-            accountant.step(noise_multiplier=sigma, sample_rate=1.0)
-        for each in passes:
-            if sigma < each.recorded:
+        costly = [each for each in passes if sigma < each.recorded]
+        with accountant.on_all_ranks():
+            for _ in costly or [None] * (
+                not passes
+            ):  # where nothing tells which rows it holds: one
                 accountant.step(noise_multiplier=sigma, sample_rate=1.0)
-                each.recorded = sigma
+        for each in costly:
+            each.recorded = sigma
 
     def at_rate(self, history: Sequence[Entry], rate: Any) -> list[Entry]:
         """What a whole history is for a row that the steps taken here have drawn with another rate.

@@ -19,8 +19,8 @@ from fastclip.parallel.streams import own_generator
 
 T = TypeVar("T")
 
-_CALLS, _RELEASES = 0, 1
-"""What ranks ask each other about: a call of a model that is spread, a step."""
+_CALLS, _RELEASES, _RECORDS = 0, 1, 2
+"""What ranks ask each other about: a call of a model that is spread, a step, what it has cost."""
 _NUMBERS = 12
 """Of one such exchange; all are of one size, so that any two that meet are told apart."""
 
@@ -143,6 +143,24 @@ class Ranks:
                     "discard_logical_batch()) as often, with the same settings"
                 )
 
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """All ranks record a step inside.
+
+        Raises:
+            StepError: another rank could not; nothing may be released.
+        """
+        try:
+            yield
+        except Exception:
+            self._apart(_RECORDS, [1.0])
+            raise
+        if self._apart(_RECORDS, [0.0])[0][1]:
+            raise StepError(
+                "another rank could not record this step (its own message says why), so it is released "
+                "on none; mend it there, and go on with the next batch on all of them"
+            )
+
     def _apart(self, doing: int, numbers: list[float]) -> list[tuple[float, float]]:
         """The least and the largest of all ranks' numbers, one by one.
 
@@ -233,6 +251,24 @@ def whole_of(ranks: Ranks | None, parameter: Any) -> Any:
     """The parameter with which the model computes, of one that the optimizer holds."""
     spread = ranks is not None and ranks.shards is not None
     return ranks.shards.whole_of(parameter) if spread else parameter  # type: ignore[union-attr]
+
+
+@contextmanager
+def together(ranks: Ranks | None) -> Iterator[dict[str, Any]]:
+    """What one rank refuses inside, or has put there that another has not, is refused on all.
+
+    Raises:
+        RanksDiffer: as `Ranks.agree`.
+    """
+    told: dict[str, Any] = {}
+    try:
+        yield told
+    except Exception as error:
+        if ranks is not None:
+            ranks.refuse(error)
+        raise
+    if ranks is not None:
+        ranks.agree(told)
 
 
 def whole(ranks: Ranks | None, wanted: bool = True) -> AbstractContextManager[None]:
