@@ -1,0 +1,216 @@
+"""Sizes that tests never have: rows, logical batches, groups, vocabularies, layers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import psutil
+import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
+
+from bench.cost import step_cost
+from bench.load.runs import CLASSES, FEATURES, classifier, rows
+from bench.load.verdicts import verdict
+from bench.measure import MIB, PeakMemory
+from fastclip import FastPrivacyEngine
+from fastclip.clipping import Clipping, Group
+
+PRIVATE = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+
+
+def many_rows(scale: float) -> dict[str, Any]:
+    """Draws from 10^6 rows: their law, their time, what they hold."""
+    number, draws, size = max(int(1_000_000 * scale), 10_000), 50, 1000
+    data, model = rows(number), classifier()
+    start, before = time.perf_counter(), psutil.Process().memory_info().rss
+    peak = PeakMemory()
+    _, _, loader = FastPrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=size), **PRIVATE,
+    )  # fmt: skip
+    made, sizes, times = time.perf_counter() - start, [], []
+    source = iter(loader.batch_sampler)
+    for _ in tqdm(range(min(draws, number // size)), unit="draw"):
+        start = time.perf_counter()
+        sizes.append(len(next(source)))
+        times.append(time.perf_counter() - start)
+    rate = size / number
+    error = (number * rate * (1 - rate) / len(sizes)) ** 0.5
+    return {
+        "case": "rows",
+        "what": f"{number:,} rows",
+        "make_private_s": round(made, 3),
+        "draw_ms": round(statistics.median(times) * 1e3, 3),
+        "verdicts": [
+            verdict("mean size of draws off", abs(statistics.mean(sizes) - size) / error, 5, "s.e."),
+            verdict("memory above the data", (peak.above_start() + peak.start - before) / MIB, 64,
+                    "MiB"),
+        ],
+    }  # fmt: skip
+
+
+def logical_batch(scale: float) -> dict[str, Any]:
+    """A logical batch of 65,536 rows in physical ones of 512, beside one of 512 rows."""
+    large, physical, hidden = max(int(65_536 * scale), 2048), 512, 1024
+    data = rows(int(large * 1.5))
+
+    def take_step(size: int) -> int:
+        """Peak resident bytes so far, after one logical batch of `size` rows."""
+        model = classifier(hidden)
+        engine = FastPrivacyEngine()
+        model, optimizer, loader = engine.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(data, batch_size=size), **PRIVATE,
+        )  # fmt: skip
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer
+        ) as parts:
+            for x, y in tqdm(parts, unit="batch", total=-(-size // physical)):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                if engine.accountant.history:  # a real step
+                    break
+        return peak.above_start()
+
+    peak = PeakMemory()
+    small = take_step(physical)
+    return {
+        "case": "logical",
+        "what": f"a logical batch of {large:,} rows, {physical} at a time",
+        "verdicts": [
+            verdict(
+                "memory above a logical batch of 512", (take_step(large) - small) / MIB, 16, "MiB"
+            )
+        ],
+    }
+
+
+def many_groups(scale: float) -> dict[str, Any]:
+    """A threshold for each of 10^4 groups of rows, moved by noisy counts."""
+    count = max(int(10_000 * scale), 100)
+    seconds = {}
+    for number in (2, count):
+        model = classifier()
+        engine = FastPrivacyEngine()
+        model, optimizer, loader = engine.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(rows(4000), batch_size=200),
+            clipping=Clipping(threshold=Group(num_groups=number)), **PRIVATE,
+        )  # fmt: skip
+        times = []
+        for x, y in loader:
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            engine.set_groups(torch.randint(number, (len(y),)))
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            times.append(time.perf_counter() - start)
+        seconds[number] = statistics.median(times)
+    return {
+        "case": "groups",
+        "what": f"{count:,} groups of rows",
+        "step_ms": round(seconds[count] * 1e3, 3),
+        "verdicts": [
+            verdict("step's time over that of 2 groups", seconds[count] / seconds[2], 3, "x")
+        ],
+    }
+
+
+class Tied(nn.Module):
+    """Words predict words with the table that they are looked up in."""
+
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(words, width)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.table(ids), self.table.weight)
+
+
+def vocabulary(scale: float) -> dict[str, Any]:
+    """A table of 250,000 words that is looked up and predicts, private and not: the peak of a step."""
+    words, width, b, t = max(int(250_000 * scale), 5000), 64, 8, 8
+    ids = torch.randint(words, (b, t))
+    data, used = TensorDataset(ids), {}
+    for mode in ("non_private", "private"):
+        torch.manual_seed(0)
+        model: Any = Tied(words, width)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        peak = PeakMemory()
+        if mode == "private":
+            model, optimizer, _ = FastPrivacyEngine().make_private(
+                module=model, optimizer=optimizer, poisson_sampling=False,
+                data_loader=DataLoader(data, batch_size=b), **PRIVATE,
+            )  # fmt: skip
+        for _ in range(2):
+            optimizer.zero_grad()
+            losses = nn.functional.cross_entropy(model(ids).mT, ids, reduction="none").mean(1)
+            losses.mean().backward()
+            optimizer.step()
+        used[mode] = peak.above_start() / MIB
+        del model, optimizer, losses
+    table, all_tables = words * width * 4 / MIB, b * words * width * 4 / MIB
+    extra = used["private"] - used["non_private"]
+    return {
+        "case": "vocabulary",
+        "what": f"{words:,} words, tied",
+        "table_mib": round(table, 1),
+        "tables_of_all_samples_mib": round(all_tables, 1),
+        "non_private_mib": round(used["non_private"], 1),
+        "private_mib": round(used["private"], 1),
+        "verdicts": [verdict("memory above non-private", extra / table, 2.5, "tables")],
+    }
+
+
+def many_layers(scale: float) -> dict[str, Any]:
+    """1,000 layers beside 100: what a layer costs when there are many."""
+    most = max(int(1000 * scale), 100)
+    found: dict[int, dict[str, float]] = {}
+    for number in (most // 10, most):
+        torch.manual_seed(0)
+        body = [m for _ in range(number) for m in (nn.Linear(FEATURES, FEATURES), nn.Tanh())]
+        model = nn.Sequential(*body, nn.Linear(FEATURES, CLASSES))
+        start = time.perf_counter()
+        model, optimizer, _ = FastPrivacyEngine().make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(rows(64), batch_size=8), poisson_sampling=False, **PRIVATE,
+        )  # fmt: skip
+        x, y = torch.randn(8, FEATURES), torch.randint(CLASSES, (8,))
+
+        def take_step(
+            model: Any = model, optimizer: Any = optimizer, x: Any = x, y: Any = y
+        ) -> float:
+            begun = time.perf_counter()
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            return time.perf_counter() - begun
+
+        made = time.perf_counter() - start
+        first = take_step()
+        later = statistics.median(take_step() for _ in range(5))
+        calls = step_cost(take_step).total["calls"]
+        found[number] = {
+            "make_private_ms": made / number * 1e3, "first_step_ms": first / number * 1e3,
+            "step_ms": later / number * 1e3, "calls": calls / number,
+        }  # fmt: skip
+    few, many = found.values()
+    return {
+        "case": "layers",
+        "what": f"{most:,} layers; a layer's share beside that of {most // 10}",
+        **{key: round(value, 4) for key, value in many.items()},
+        "verdicts": [
+            verdict("operator calls", many["calls"] / few["calls"], 1.05, "x"),
+            *(
+                verdict(name, many[key] / few[key], 3, "x")
+                for name, key in (("make_private", "make_private_ms"), ("first step", "first_step_ms"),
+                                  ("later steps", "step_ms"))
+            ),
+        ],
+    }  # fmt: skip
