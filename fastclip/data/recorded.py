@@ -131,9 +131,7 @@ class Releases:
         passes = [] if self.design.sampler == STREAM else self._draws.released
         costly = [each for each in passes if sigma < each.recorded]
         with accountant.on_all_ranks():
-            for _ in costly or [None] * (
-                not passes
-            ):  # where nothing tells which rows it holds: one
+            for _ in range(len(costly) if passes else 1):  # nothing may tell which rows it holds
                 accountant.step(noise_multiplier=sigma, sample_rate=1.0)
         for each in costly:
             each.recorded = sigma
