@@ -10,14 +10,14 @@ from opacus import PrivacyEngine
 from opacus.accountants import IAccountant
 from torch import distributed, nn
 
-from fastclip.accounting.checkpoint_file import KEY, read_checkpoint, stamp
+from fastclip.accounting.checkpoint_file import KEY, check_loads, read_checkpoint, stamp
 from fastclip.accounting.history import open_accountant, spent
 from fastclip.accounting.ledger import Ledger, keep_ledger
+from fastclip.accounting.run_state import RunState
 from fastclip.accounting.write_ahead import WriteAheadLog
 from fastclip.errors import ArgumentError, ArgumentTypeError, say
 from fastclip.parallel.checkpoints import Kept, as_alone, is_spread, optimizer_alone, write_whole
 from fastclip.parallel.ranks import Ranks, together
-from fastclip.parallel.run_state import RunState
 
 _ACCOUNTANT = "privacy_accountant_state_dict"
 
@@ -133,6 +133,10 @@ class AccountedEngine(PrivacyEngine):
 
         Args:
             As in Opacus.
+
+        Raises:
+            ArgumentError: it would hold other things than tensors and plain values, which could not be
+                loaded; an old file stays.
         """
         save, alone = super().save_checkpoint, as_alone(module)
         writes = self._ranks is None or self._ranks.number == 0
@@ -143,7 +147,13 @@ class AccountedEngine(PrivacyEngine):
                 options["optimizer"] = Kept(optimizer_alone(options["optimizer"]), writes)
         if writes:
             options["checkpoint_dict"] = {**(options.get("checkpoint_dict") or {}), KEY: stamp()}
-            write_whole(path, lambda part: save(path=part, module=alone, **options))
+
+            def write(part: Any) -> None:
+                begin = part.tell() if hasattr(part, "tell") else 0
+                save(path=part, module=alone, **options)
+                check_loads(part, begin)
+
+            write_whole(path, write)
 
     @property
     def _ranks(self) -> Ranks | None:

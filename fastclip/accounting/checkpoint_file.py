@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import zipfile
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +20,39 @@ FORMAT = 1
 def stamp() -> dict[str, Any]:
     """What a file says of itself."""
     return {"format": FORMAT, "torch": str(torch.__version__)}
+
+
+def check_loads(path: Any, begin: int = 0) -> None:
+    """Refuse a file, just written, that `read_checkpoint` would refuse; no tensor is read.
+
+    Args:
+        path: of a file, or an open one. begin: where it begins in an open one, which must be readable to
+            be looked at.
+
+    Raises:
+        ArgumentError: it holds other things than tensors and plain values; what was written into an
+            open file is taken back.
+    """
+    opened = hasattr(path, "read")
+    if opened and not (path.readable() and path.seekable()):
+        return
+    try:
+        if opened:
+            path.seek(begin)
+        torch.load(path, weights_only=True, map_location="meta")
+    except pickle.UnpicklingError as error:
+        if opened:
+            path.seek(begin)
+            path.truncate()
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise ArgumentError(
+            "this checkpoint could not be loaded again "
+            f"({found.group(1) if found else _first_line(error)}): it holds other things than "
+            "tensors and plain values; leave them out of checkpoint_dict and of the states of "
+            "optimizer and module, or write them as plain values (vars(options), str(path))"
+        ) from error
+    if opened:
+        path.seek(0, 2)
 
 
 def read_checkpoint(path: Any, options: Mapping[str, Any]) -> dict[str, Any]:

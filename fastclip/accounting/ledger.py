@@ -17,6 +17,7 @@ from fastclip.accounting.segments import (
     KEY,
     Entry,
     Segments,
+    check_entries,
     digest,
     joined,
     new_name,
@@ -167,7 +168,17 @@ class Ledger(IAccountant):
         return self._log
 
     def state_dict(self, destination: Any = None) -> Any:
-        """As Opacus, in plain values, with the names of the steps and a digest of all of it."""
+        """As Opacus, in plain values, with the names of the steps and a digest of all of it.
+
+        Raises:
+            ArgumentError: the history holds steps that no run has, which could not be loaded.
+        """
+        try:
+            check_entries(self.history)
+        except ValueError as error:
+            raise ArgumentError(
+                f"the accountant's history cannot be saved: {error}; look at what it was given"
+            ) from None
         state = super().state_dict(destination)
         state["history"] = saved_entries(self.history)
         state[KEY] = {name: saved_entries(part) for name, part in self.segments().items()}

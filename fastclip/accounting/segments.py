@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from itertools import chain, groupby
 from typing import Any
 
 from fastclip.accounting.protected import KEY as PROTECTED
-from fastclip.accounting.truncation import Rate, decoded, encoded
+from fastclip.accounting.truncation import Rate, decoded, encoded, probability
 from fastclip.errors import ArgumentError
 
 Entry = tuple[float, Rate, int]
@@ -110,6 +111,8 @@ def read_segments(saved: Any, mechanism: str, place: str) -> Segments:
     try:
         found, history = saved["mechanism"], _entries(saved["history"])
         named = {str(name): _entries(part) for name, part in (saved.get(KEY) or {}).items()}
+        for part in (history, *named.values()):
+            check_entries(part)
         if DIGEST in saved and saved[DIGEST] != digest(saved):
             raise ValueError("its digest is of other steps")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -130,9 +133,26 @@ def read_segments(saved: Any, mechanism: str, place: str) -> Segments:
     return {**named, new_name(): history}  # names of steps that the history has lost
 
 
+def check_entries(history: Iterable[Entry]) -> None:
+    """Refuse steps that no run has, and that would cost nothing, or less.
+
+    Raises:
+        ValueError: naming the entry.
+    """
+    for sigma, rate, steps in history:
+        if not (0 <= sigma < math.inf and 0 < probability(rate) <= 1 and steps >= 0):
+            raise ValueError(f"no run has steps of {(sigma, rate, steps)}")
+
+
 def _entries(history: Any) -> list[Entry]:
-    entries = [(float(sigma), decoded(rate), int(steps)) for sigma, rate, steps in history]
+    entries = [(float(sigma), decoded(rate), _steps(steps)) for sigma, rate, steps in history]
     return runs(entry for entry in entries if entry[2])
+
+
+def _steps(saved: Any) -> int:
+    if isinstance(saved, bool) or int(saved) != saved or saved < 0:
+        raise ValueError(f"{saved!r} is no number of steps")
+    return int(saved)
 
 
 def _totals(history: Iterable[Entry]) -> Counter[tuple[float, Rate]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from fastclip.parallel.checkpoints import write_whole
 ACCOUNTANT_NAME = "privacy_accountant.json"
 """File of a checkpoint that holds what was spent."""
 
+_DIGEST = "file_digest"
+"""Of all that the file says, the run whose draws go on among it."""
 _RUN_STRIDE = 1_000_003
 """Between the seeds of two runs of one trainer: more than either has epochs."""
 
@@ -84,8 +87,14 @@ def read_checkpoint(folder: str, accountant: Any) -> Resumed:
             saved = json.load(file)
         except ValueError:
             saved = None  # which is refused
-    read_segments(saved, accountant.mechanism(), path)
+    whole = not isinstance(saved, dict) or saved.pop(_DIGEST, None) in (None, _digest(saved))
+    read_segments(saved if whole else None, accountant.mechanism(), path)
     return Resumed(folder, saved, int(saved.get("run", 0)))
+
+
+def _digest(saved: dict[str, Any]) -> str:
+    """Of what a file says; numbers as JSON writes them."""
+    return hashlib.sha256(json.dumps(saved, sort_keys=True).encode()).hexdigest()
 
 
 def begin_run(engine: Any, resumed: Resumed | None, *, anew: bool = False) -> int:
@@ -128,4 +137,5 @@ class AccountedCheckpoints(TrainerCallback):
             "noise_multiplier": trainer.mechanism[0], "sample_rate": trainer.mechanism[1],
             "processes": trainer.args.world_size,
         }  # fmt: skip
-        write_whole(path, lambda file: file.write_text(json.dumps(saved), encoding="utf-8"))
+        text = json.dumps({**saved, _DIGEST: _digest(saved)})
+        write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))

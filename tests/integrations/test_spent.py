@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from fastclip.integrations.arguments import check_still_private
+from fastclip.integrations.checkpoints import read_checkpoint
 from tests.integrations.test_trainer import STEPS
 from tests.integrations.tiny import NOISE_SEED, bert, hf, pad, trainer
 from tests.refusal import refused
@@ -49,6 +51,24 @@ def test_a_resume_that_fails_forgets_nothing(tmp_path: Path, text: str | None) -
     with refused("resume from a"):
         run.train(resume_from_checkpoint=str(path.parent))
     assert run.epsilon() == spent > 0
+
+
+def test_a_file_of_which_a_field_was_changed(tmp_path: Path) -> None:
+    """Every field: what was spent, and the run whose draws go on; files of before have no digest."""
+    run = trainer(tmp_path, arguments=SAVING)
+    run.train()
+    path = tmp_path / "checkpoint-4" / "privacy_accountant.json"
+    saved = json.loads(path.read_text())
+    assert {"history", "run", "sample_rate", "processes", "file_digest"} <= saved.keys()
+    for name, value in saved.items():
+        wrong = value + 1 if isinstance(value, (int, float)) else [value]
+        path.write_text(json.dumps({**saved, name: wrong}))
+        with refused("resume from a"):
+            read_checkpoint(str(path.parent), run.engine.accountant)
+    old = {name: value for name, value in saved.items() if name != "file_digest"}
+    for whole in (saved, old):
+        path.write_text(json.dumps(whole))
+        assert read_checkpoint(str(path.parent), run.engine.accountant).run == saved["run"]
 
 
 def test_a_generator_that_starts_again_is_warned_of(tmp_path: Path) -> None:

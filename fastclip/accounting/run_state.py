@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 
-from fastclip.errors import ArgumentTypeError
+from fastclip.accounting.checkpoint_file import KEY, read_checkpoint, stamp
+from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.parallel.processes import bare, uncompiled
 from fastclip.parallel.shards import let_go
 
@@ -44,8 +45,12 @@ class RunState(Stateful):
         let_go(self._model)
         run = io.BytesIO()
         torch.save(
-            {"ledger": self._ledger.state_dict(), "clipping": self._clipping.state_dict()}, run
-        )
+            {
+                "ledger": self._ledger.state_dict(), "clipping": self._clipping.state_dict(),
+                KEY: stamp(),
+            },
+            run,
+        )  # fmt: skip
         return {
             _MODEL: get_model_state_dict(self._model),
             _OPTIMIZER: get_optimizer_state_dict(self._model, self._inner),
@@ -53,9 +58,19 @@ class RunState(Stateful):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The ledger first: a model that fails halfway has got some of the weights."""
+        """The ledger first: a model that fails halfway has got some of the weights.
+
+        Raises:
+            ArgumentError: what the run has spent is damaged or not there; nothing is loaded.
+        """
         let_go(self._model)
-        run = torch.load(io.BytesIO(state_dict[_RUN]), weights_only=True)
+        saved = state_dict.get(_RUN)
+        run = read_checkpoint(io.BytesIO(saved), {}) if isinstance(saved, bytes) else {}
+        if not {"ledger", "clipping"} <= run.keys():
+            raise ArgumentError(
+                "the checkpoint holds no ledger, so what its run has spent is not known; load one that "
+                "was saved with engine.run_state"
+            )
         self._ledger.load_state_dict(run["ledger"])
         set_model_state_dict(self._model, state_dict[_MODEL])
         set_optimizer_state_dict(self._model, self._inner, state_dict[_OPTIMIZER])
