@@ -5,10 +5,10 @@
     python -m bench.faults --case memory-plain --seed 17     # one run again, as the file names it
     python -m bench.faults --draw                            # the picture, from the file
 
-After a fault training goes on exactly, bit for bit as a run that was not disturbed or in which the
-disturbed step was wholly absent; or there was a clear error, nothing was released that the ledger on
-disk does not hold, and nothing of the failed step is in what follows. Anything else is a failure, and the
-command then ends with 1. `--planted` breaks fastclip on purpose: such failures must be found.
+After a fault training goes on exactly: bit for bit as a run that was not disturbed, or in which the
+disturbed step was wholly absent. Or there was a clear error, nothing was released that the ledger on
+disk does not hold, and nothing of the failed step is in what follows. Anything else is a failure, and
+the command then ends with 1. `--planted` breaks fastclip on purpose: such failures must be found.
 """
 
 from __future__ import annotations

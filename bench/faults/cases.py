@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench.faults import steps
+from bench.faults import clocks, files, forks, kills, steps
 from bench.faults.outcomes import Outcome
 
 
@@ -70,8 +70,9 @@ INTERRUPTED = [
         ("operator", f"at every operator of a step{more}",
          partial(lambda s: steps.operators(s, steps.place(s, "last")), setup), 4,
          steps.interrupted_operator),
-        ("line", f"at random lines of fastclip{more}", _always(200), 6, steps.interrupted_line),
-        ("time", f"by a signal at a random time{more}", _always(50), 3, steps.interrupted_time),
+        ("moment", f"at random moments inside fastclip{more}", _always(100), 6,
+         steps.interrupted_moment),
+        ("time", f"by a signal at a random time{more}", _always(30), 3, steps.interrupted_time),
     )
 ]  # fmt: skip
 HOOKS = [
@@ -80,4 +81,36 @@ HOOKS = [
     for setup, more in (("plain", ""), ("split", ", split batch"), ("tied", ", tied"))
 ]  # fmt: skip
 
-CASES = {case.name: case for case in [*MEMORY, *INTERRUPTED, *HOOKS]}
+KILLS = [
+    Case(f"kill-{setup}", "SIGKILL", title, _always(runs), 3, partial(kills.killed, setup))
+    for setup, title, runs in (
+        ("plain", "of a plain loop", 30),
+        ("split", "of a loop of split batches", 25),
+        ("workers", "of a loop with two loader workers", 25),
+    )
+]
+FILES = [
+    Case("checkpoint-truncated", "files", "a checkpoint without its end", _always(200), 5,
+         partial(files.damaged_checkpoint, "truncated")),
+    Case("checkpoint-flipped", "files", "a checkpoint with a flipped bit", _always(300), 20,
+         partial(files.damaged_checkpoint, "flipped")),
+    Case("ledger-flipped", "files", "a ledger with a flipped bit", _always(200), 5,
+         files.flipped_ledger),
+    Case("disk-checkpoint", "files", "disk full in a checkpoint", _always(30), 2,
+         files.no_room_for_a_checkpoint),
+    Case("disk-ledger", "files", "disk full in the ledger", _always(60), 3,
+         partial(files.no_room_for_the_ledger, "plain")),
+]  # fmt: skip
+OTHERS = [
+    Case(f"clock-{setup}", "clock", f"every reading off by years{more}", _always(20), 1,
+         partial(clocks.clock_jumps, setup))
+    for setup, more in (("plain", ""), ("split", ", split batch"), ("tied", ", tied"))
+] + [
+    Case(f"fork-{noise}", "fork", title, _always(10), 1, partial(forks.fork, noise))
+    for noise, title in (
+        ("secure", "secure noise"), ("ledger", "a ledger on disk, the parent's"),
+        ("own", "a seeded generator"), ("global", "torch's generator"),
+    )
+]  # fmt: skip
+
+CASES = {case.name: case for case in [*KILLS, *FILES, *MEMORY, *INTERRUPTED, *HOOKS, *OTHERS]}

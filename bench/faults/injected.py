@@ -1,4 +1,4 @@
-"""Errors where nobody expects them: at one operator of a step, at one line of fastclip, in hooks, in time."""
+"""Errors where nobody expects them: at an operator of a step, a line of fastclip, in a hook, in time."""
 
 from __future__ import annotations
 
@@ -65,33 +65,32 @@ class AtOperator(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class AtLine:
-    """Fails at the n-th line of fastclip that runs inside, counted from 0.
+class AtMoment:
+    """Fails at the n-th moment inside fastclip at which Python takes a signal, counted from 0.
+
+    These are the begin of a function and the return from one of C; others would be no signal's: a lock,
+    for one, that `with` has taken is always given back.
 
     Attributes:
-        seen: lines so far.
+        seen: moments so far.
     """
 
     def __init__(self, n: int, fails: Fails) -> None:
         self.n, self.fails, self.seen = n, fails, 0
 
-    def __enter__(self) -> AtLine:
-        sys.settrace(self._call)
+    def __enter__(self) -> AtMoment:
+        sys.setprofile(self._event)
         return self
 
     def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
+        sys.setprofile(None)
 
-    def _call(self, frame: Any, event: str, _: object) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(FASTCLIP) else None
-
-    def _line(self, frame: Any, event: str, _: object) -> Any:
-        if event == "line":
+    def _event(self, frame: Any, event: str, _: object) -> None:
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(FASTCLIP):
             number, self.seen = self.seen, self.seen + 1
             if number == self.n:
-                sys.settrace(None)
+                sys.setprofile(None)
                 self.fails()
-        return self._line
 
 
 @contextmanager

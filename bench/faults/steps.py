@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.faults.injected import (
     HOOKS,
-    AtLine,
+    AtMoment,
     AtOperator,
     Injection,
     UsersError,
@@ -146,12 +146,12 @@ def operators(setup: str, at: int) -> int:
 
 
 @cache
-def lines(setup: str, at: int) -> int:
-    """How many lines of fastclip the step runs."""
-    return _count(setup, at, AtLine(-1, interrupt))
+def moments(setup: str, at: int) -> int:
+    """How many moments of the step a signal may choose."""
+    return _count(setup, at, AtMoment(-1, interrupt))
 
 
-def _count(setup: str, at: int, counter: AtOperator | AtLine) -> int:
+def _count(setup: str, at: int, counter: AtOperator | AtMoment) -> int:
     run = Run(setup, SEED)
     for number, batch in run.batches():
         if number == at:
@@ -176,11 +176,11 @@ def interrupted_operator(setup: str, seed: int, folder: Path) -> Outcome:
     )
 
 
-def interrupted_line(setup: str, seed: int, folder: Path) -> Outcome:
-    """Ctrl-C at a line of fastclip, drawn from `seed`."""
-    line = random.Random(f"line {setup} {seed}").randrange(lines(setup, place(setup, "last")))
+def interrupted_moment(setup: str, seed: int, folder: Path) -> Outcome:
+    """Ctrl-C at a moment inside fastclip, drawn from `seed`."""
+    moment = random.Random(f"moment {setup} {seed}").randrange(moments(setup, place(setup, "last")))
     return disturbed(
-        setup, place(setup, "last"), lambda run: AtLine(line, interrupt), folder / "ledger"
+        setup, place(setup, "last"), lambda run: AtMoment(moment, interrupt), folder / "ledger"
     )
 
 
