@@ -104,6 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.planted:
         PLANTED[options.planted]()
     chosen = {name: CASES[name].seeds(options.quick) for name in options.case}
+    chosen = {name: seeds for name, seeds in chosen.items() if len(seeds)}
     if options.seed is not None:
         chosen = {name: [options.seed] for name in options.case}
     with tqdm(total=sum(map(len, chosen.values())), unit="run") as progress:
@@ -112,7 +113,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.seed is not None:
         print(*(note for row in found for note in row["notes"].get(EXACT, {})), sep="\n")
     if out is not None:
-        result = {**heading("bench.faults", arguments), "machine": machine(), "cases": found}
+        kept = json.loads(out.read_text())["cases"] if out.exists() else []
+        names = {row["name"] for row in kept}
+        again = {row["name"]: row for row in found}
+        rows = [again.get(row["name"], row) for row in kept]
+        rows += [row for row in found if row["name"] not in names]
+        result = {**heading("bench.faults", arguments), "machine": machine(), "cases": rows}
         out.parent.mkdir(parents=True, exist_ok=True)
         write(out, result)
         print(f"written to {out}")

@@ -41,7 +41,7 @@ def _always(count: int) -> Callable[[], int]:
     return lambda: count
 
 
-def _memory(setup: str, part: str, title: str, runs: int | None = None, quick: int = 8) -> Case:
+def _memory(setup: str, part: str, title: str, runs: int | None = None, quick: int = 5) -> Case:
     def count() -> int:
         found = steps.operators(setup, steps.place(setup, part))
         return found if runs is None else min(runs, found)
@@ -61,34 +61,39 @@ MEMORY = [
     _memory("tied", "last", "... of a model with tied and own parameters"),
     _memory("hooks", "last", "... in Opacus' hooks mode"),
     _memory("plain", "first", "at 200 operators of the first step (probing)", 200),
-    _memory("tied", "first", "... of a model with tied and own parameters", 200, 4),
+    _memory("tied", "first", "... of a model with tied and own parameters", 200, 2),
 ]
 INTERRUPTED = [
     Case(f"ctrl-c-{way}-{setup}", "Ctrl-C", title, runs, quick, partial(function, setup))
     for setup, more in (("plain", ""), ("split", ", split batch"), ("tied", ", tied"))
     for way, title, runs, quick, function in (
         ("operator", f"at every operator of a step{more}",
-         partial(lambda s: steps.operators(s, steps.place(s, "last")), setup), 4,
+         partial(lambda s: steps.operators(s, steps.place(s, "last")), setup), 2,
          steps.interrupted_operator),
-        ("moment", f"at random moments inside fastclip{more}", _always(100), 6,
+        ("moment", f"at random moments inside fastclip{more}", _always(100), 2,
          steps.interrupted_moment),
-        ("time", f"by a signal at a random time{more}", _always(30), 3, steps.interrupted_time),
+        ("time", f"by a signal at a random time{more}", _always(30), 1, steps.interrupted_time),
     )
 ]  # fmt: skip
 HOOKS = [
-    Case(f"hook-{setup}", "failing hooks", f"of 8 kinds{more}", _always(32), 8,
+    Case(f"hook-{setup}", "failing hooks", f"of 8 kinds{more}", _always(32), 3,
          partial(steps.failing_hook, setup))
     for setup, more in (("plain", ""), ("split", ", split batch"), ("tied", ", tied"))
 ]  # fmt: skip
 
 KILLS = [
-    Case(f"kill-{setup}", "SIGKILL", title, _always(runs), 3, partial(kills.killed, setup))
-    for setup, title, runs in (
-        ("plain", "of a plain loop", 30),
-        ("split", "of a loop of split batches", 25),
-        ("workers", "of a loop with two loader workers", 25),
+    Case(f"kill-{setup}", "SIGKILL", title, _always(runs), quick, partial(kills.killed, setup))
+    for setup, title, runs, quick in (
+        ("plain", "of a plain loop", 30, 3),
+        ("split", "of a loop of split batches", 25, 1),
+        ("workers", "of a loop with two loader workers", 25, 1),
+        ("trainer", "of transformers' Trainer", 21, 0),
     )
 ]
+HOOKS.append(
+    Case("hook-trainer", "failing hooks", "callbacks of transformers' Trainer", _always(14), 0,
+         kills.failing_callback)
+)  # fmt: skip
 FILES = [
     Case("checkpoint-truncated", "files", "a checkpoint without its end", _always(200), 5,
          partial(files.damaged_checkpoint, "truncated")),

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import tempfile
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.faults.injected import AtMoment, kill
-from bench.faults.outcomes import EXACT, Outcome, check_ledger, counted, expect, same
+from bench.faults.injected import AtMoment, UsersError, kill
+from bench.faults.outcomes import ERROR, EXACT, Outcome, check_ledger, counted, expect, same
 from bench.faults.processes import ended, forked, in_fork
 from bench.faults.runs import Run
 
@@ -58,22 +59,30 @@ def train(setup: str, folder: Path, each: Callable[[int], None] = lambda release
     torch.save(run.state(), folder / "end.pt")
 
 
+def training(setup: str) -> Callable[..., None]:
+    """`train` of a set-up, in a folder: of "trainer" that of transformers."""
+    if setup != "trainer":
+        return partial(train, setup)
+    from bench.faults import trainers  # takes seconds
+
+    return trainers.train
+
+
 @cache
 def whole(setup: str) -> dict[str, Any]:
     """Of a run that nobody kills: where it ends, its seconds, its moments and its releases."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder, run = Path(name), training(setup)
         start = time.perf_counter()
-        in_fork(lambda: train(setup, folder), folder / "said")
+        in_fork(lambda: run(folder), folder / "said")
         seconds = time.perf_counter() - start
         end, releases = torch.load(folder / "end.pt"), (folder / "released").stat().st_size
-        for path in folder.iterdir():
-            path.unlink()
+        _empty(folder)
 
         def count() -> None:
             counter = AtMoment(-1, kill)
             with counter:
-                train(setup, folder)
+                run(folder)
             (folder / "moments").write_text(str(counter.seen))
 
         in_fork(count, folder / "said")
@@ -84,27 +93,56 @@ def whole(setup: str) -> dict[str, Any]:
 def killed(setup: str, seed: int, folder: Path) -> Outcome:
     """One run that is killed, and the one that goes on."""
     way, draw = WAYS[seed % len(WAYS)], random.Random(f"kill {setup} {seed}")
-    known = whole(setup)
+    known, run = whole(setup), training(setup)
     for _ in range(TRIES):
-        for path in folder.iterdir():
-            path.unlink()
-        code = _kill(setup, way, draw, known, folder)
+        _empty(folder)
+        code = _kill(run, way, draw, known, folder)
         if code == -signal.SIGKILL:
             break
         expect(code == 0, f"the run ended with {code}: {_said(folder)}")
     expect(code == -signal.SIGKILL, "the run always ended before it was killed")
     before = _released(folder)
     check_ledger(counted(folder / "ledger"), before)
-    saved = (folder / "run.pt").exists()
-    in_fork(lambda: train(setup, folder), folder / "said")
+    saved = (folder / "run.pt").exists() or any(folder.glob("hf/checkpoint-*"))
+    in_fork(lambda: run(folder), folder / "said")
     check_ledger(counted(folder / "ledger"), _released(folder))
     expect(same(torch.load(folder / "end.pt"), known["end"]), "the resumed run ends elsewhere")
+    if (folder / "refused").exists():
+        errors = (folder / "refused").read_text().split()
+        return Outcome(
+            ERROR, f"{way}; newest checkpoint refused ({errors[0]}), resumed from another"
+        )
     return Outcome(EXACT, f"{way}; resumed from {'a checkpoint' if saved else 'the start'}")
 
 
-def _kill(setup: str, way: str, draw: random.Random, known: dict[str, Any], folder: Path) -> int:
+def failing_callback(seed: int, folder: Path) -> Outcome:
+    """A callback of the Trainer fails, and a new Trainer resumes."""
+    from bench.faults import trainers
+
+    known = whole("trainer")
+    event = trainers.EVENTS[seed % len(trainers.EVENTS)]
+    step = random.Random(f"callback {seed}").randrange(1, known["releases"] - 3)
+
+    def fails() -> None:
+        try:
+            trainers.train(folder, callback=trainers.Fails(event, step))
+        except UsersError:
+            return
+        raise AssertionError(f"the error of {event} was swallowed")
+
+    in_fork(fails, folder / "said")
+    check_ledger(counted(folder / "ledger"), _released(folder))
+    in_fork(lambda: trainers.train(folder), folder / "said")
+    check_ledger(counted(folder / "ledger"), _released(folder))
+    expect(same(torch.load(folder / "end.pt"), known["end"]), "the resumed run ends elsewhere")
+    return Outcome(EXACT, f"{event}: UsersError; a new Trainer resumes")
+
+
+def _kill(
+    run: Callable[..., None], way: str, draw: random.Random, known: dict[str, Any], folder: Path
+) -> int:
     if way == "time":
-        child = forked(lambda: train(setup, folder), folder / "said")
+        child = forked(lambda: run(folder), folder / "said")
         time.sleep(draw.uniform(0.0, known["seconds"]))
         os.kill(child, signal.SIGKILL)
         return ended(child)
@@ -113,12 +151,17 @@ def _kill(setup: str, way: str, draw: random.Random, known: dict[str, Any], fold
 
     def work() -> None:
         if way == "release":
-            train(setup, folder, lambda released: kill() if released == last else None)
+            run(folder, lambda released: kill() if released == last else None)
         else:
             with AtMoment(moment, kill):
-                train(setup, folder)
+                run(folder)
 
     return ended(forked(work, folder / "said"))
+
+
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
 
 
 def _released(folder: Path) -> int:
