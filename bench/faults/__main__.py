@@ -65,14 +65,14 @@ def measure(case: Case, seeds: Sequence[int], progress: tqdm) -> dict:
 
 def table(found: Sequence[dict]) -> str:
     """One line a case."""
-    lines = [f"{'':<58}{'runs':>6}{'exact':>7}{'error':>7}{'FAILED':>8}"]
+    lines = [f"{'':<84}{'runs':>6}{'exact':>7}{'error':>7}{'FAILED':>8}"]
     for row in found:
         counts = [row["outcomes"][kind] for kind in KINDS]
-        name = f"{row['name']:<28}{row['title'][:29]:<30}"
+        name = f"{row['name']:<28}{row['title']:<56}"
         lines.append(f"{name}{row['runs']:>6}{counts[0]:>7}{counts[1]:>7}{counts[2]:>8}")
         lines += [f"    seed {f['seed']}: {f['why']}" for f in row["failures"][:3]]
     total = [sum(row["outcomes"][kind] for row in found) for kind in KINDS]
-    lines.append(f"{'all':<58}{sum(total):>6}{total[0]:>7}{total[1]:>7}{total[2]:>8}")
+    lines.append(f"{'all':<84}{sum(total):>6}{total[0]:>7}{total[1]:>7}{total[2]:>8}")
     return "\n".join(lines)
 
 
