@@ -61,19 +61,15 @@ class BookKeeper:
         self.frozen = frozen or {}
         self.clipping = ClippingState(clipping, max_grad_norm, len(names))
         self.mean_loss = mean_loss
-        self.batch = LogicalBatch()
+        self.batch, self.sums = LogicalBatch(), ClippedSums()
         self.calls = Calls(batch_axis, names)
-        self.sums = ClippedSums()
-        self.planner = planner or Planner()
-        self.plan_log = PlanLog()
+        self.planner, self.plan_log = planner or Planner(), PlanLog()
         self.guard = guards.LeakGuard()
-        self.monitor = guards.NonFiniteMonitor()
-        self.row_orders = RowOrders()
+        self.monitor, self.row_orders = guards.NonFiniteMonitor(), RowOrders()
         self.paused = False
         self.caught: Callable[[BackwardPass, float], None] | None = None
         """Takes a pass that is rehearsed or captured, with its factor: it contributes nothing."""
-        self.depth = 0
-        self.forward = Forward(None)
+        self.depth, self.forward = 0, Forward(None)
         self.per_sample_norms: Tensor | None = None
         self.batch_norms: list[tuple[str, nn.Module]] = []
         self._shared: set[nn.Parameter] = set()
@@ -88,20 +84,16 @@ class BookKeeper:
     ) -> Iterator[Forward]:
         """The model's own forward runs inside; nested calls share the outermost one's Forward."""
         self.drop_stale()
-        previous = self.forward
-        recompute = self._recomputing()
-        if not self.depth:
-            if recompute is not None:
-                self.forward = recompute
-            else:
-                self.forward = Forward(batch_size, not self.paused, layout=layout)
-        self.depth += 1
+        previous, depth, recompute = self.forward, self.depth, self._recomputing()
+        if not depth:
+            self.forward = recompute or Forward(batch_size, not self.paused, layout=layout)
+        self.depth, entered = depth + 1, self.forward
         try:
-            yield self.forward
+            yield entered
         finally:
-            self.depth -= 1
-            if recompute is not None and not self.depth:
-                self.forward = previous
+            if self.forward is entered:  # else it was dropped
+                self.depth = depth
+                self.forward = entered if depth or recompute is None else previous
 
     def layer_forward(self, path: Hashable | None = None) -> tuple[Forward, bool]:
         """The Forward of a layer's call, and whether its output must open the pass itself.
@@ -161,11 +153,19 @@ class BookKeeper:
             check_batch_norm(path, module)
         guards.check_frozen(self.frozen)
 
-    def drop_stale(self) -> None:
-        """Forget a pass whose backward failed: outside any backward none can be running."""
-        if current_task() == -1 and self._pass is not None:
+    def drop_stale(self, *, forwards: bool = False) -> None:
+        """Forget a pass whose backward failed: outside any backward none can be running.
+
+        Nor can a forward where the loop clears sums: `forwards` that have lost their end (Ctrl-C).
+        """
+        if current_task() != -1:
+            return
+        if self._pass is not None:
             stale, self._pass = self._pass, None
             stale.unwatch()
+        if forwards and self.depth:
+            self.depth, self.forward = 0, Forward(None)
+            self.calls.drop_forward()
 
     # Backward
 
@@ -285,14 +285,14 @@ class BookKeeper:
 
     def zero_grad(self) -> None:
         """Clear the sums, unless they belong to a logical batch that is still being gathered."""
-        self.drop_stale()
+        self.drop_stale(forwards=True)
         if not self.batch.keeps_sums():
             with self.batch.clearing():
                 self._clear()
 
     def discard(self) -> None:
         """Give up the logical batch that is being gathered, with its sums and counts."""
-        self.drop_stale()
+        self.drop_stale(forwards=True)
         with self.batch.abandon():
             self._clear()
 

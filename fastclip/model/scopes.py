@@ -106,7 +106,7 @@ class RootCall:
             _, self._routing = self._forward.inside.pop()
         self._inside.__exit__(None, None, None)
         if self._keeper is not None and self._called is not None:
-            self._keeper.calls.end()
+            self._keeper.calls.end(self._called)
 
     @disable_dynamo
     def opening(self, out: Any) -> Any:

@@ -26,8 +26,7 @@ from fastclip.samples.watch import Look
 
 FORWARD = "forward"
 """Name of the call that is the model's own forward."""
-_LOOKS_AGAIN = 17
-"""At one batch, where a layer in the middle of it cannot hold its samples."""
+_LOOKS_AGAIN = 17  # at one batch, where a layer in the middle of it cannot hold its samples
 
 
 @dataclass(eq=False)
@@ -124,9 +123,15 @@ class Calls:
         called.noticing.enter_context(self.intercepted(noticed))
         self._running.append(called)
 
-    def end(self) -> None:
-        """The call that began last has returned, or failed."""
-        self._running.pop().noticing.close()
+    def end(self, called: Entered) -> None:
+        """The call has returned, or failed; nothing, where it was dropped."""
+        while any(running is called for running in self._running):
+            self._running.pop().noticing.close()
+
+    def drop_forward(self) -> None:
+        """No forward of the model's own runs any more, nor what has begun inside."""
+        while self.runs(FORWARD):
+            self._running.pop().noticing.close()
 
     @contextmanager
     def inside(
@@ -140,15 +145,14 @@ class Calls:
             yield lambda out: out
             return
         called = Entered(name, module, plain, args, kwargs)
-        drives = self.layout_of(name).drives or not batch_sizes_of(args, kwargs, self.batch_axis)
-        called.drives = drives  # without rows, such as Lightning's optimizer_step(closure)
-        layout = self.layout_of(name)
+        layout, rows = self.layout_of(name), batch_sizes_of(args, kwargs, self.batch_axis)
+        called.drives = layout.drives or not rows  # such as Lightning's optimizer_step(closure)
         noticed = layout.proxied if layout.known else self._private
-        self.begin(called, () if drives else noticed)
+        self.begin(called, () if called.drives else noticed)
         try:
             yield partial(self._returned_by, called)
         finally:
-            self.end()
+            self.end(called)
 
     def _returned_by(self, called: Entered, out: Any) -> Any:
         recording = called.forward is not None and called.forward.recording
@@ -193,8 +197,7 @@ class Calls:
         A layer that no probe has met (a branch that is reached for the first time) is looked at
         from inside the call that reaches it.
         """
-        layout = forward.layout
-        if layout is None:
+        if (layout := forward.layout) is None:
             return self.layout_of(FORWARD)
         called = self._called(forward)
         if called is not None and not layout.knows(path):
@@ -224,8 +227,7 @@ class Calls:
 
     def _called(self, forward: Forward) -> Entered | None:
         """The running call that this forward pass belongs to."""
-        running = [called for called in self._running if called.forward is forward]
-        return running[-1] if running else None
+        return next((c for c in reversed(self._running) if c.forward is forward), None)
 
     def _learn_inside(
         self, layout: BatchLayout, called: Entered, forward: Forward, path: Hashable, trial: int = 0
@@ -237,8 +239,7 @@ class Calls:
         """
         before = layout.facts()
         self.learn(layout, called, path, trial)
-        after = layout.facts()
-        wrong = {name for name, _ in before - after} & forward.reached
+        wrong = {name for name, _ in before - layout.facts()} & forward.reached
         if wrong:
             raise GraphError(
                 f"{sorted(map(called_by, wrong))}: other rows of this batch show that samples lie "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from typing import Any
 
@@ -103,3 +104,25 @@ def test_hooks_that_were_interrupted_leave_no_step_unrecorded() -> None:
     run.optimizer._in_hooks = True  # as a Ctrl-C between two of its lines leaves it
     one_cycle(run, next(iter(run.loader)))
     assert run.steps == 1
+
+
+def ctrl_c(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("give_up", ["zero_grad", "discard_logical_batch"])
+def test_a_forward_pass_that_nobody_ends(give_up: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C right behind its begin, before what would end it: the next one is a new one."""
+    run = start(6, seed=2)
+    keeper, x = run.optimizer.keeper, next(iter(run.loader))
+    monkeypatch.setattr(keeper.calls, "begin", ctrl_c)
+    with pytest.raises(KeyboardInterrupt) as kept:  # a notebook keeps what was running, too
+        run.model(x)
+    monkeypatch.undo()
+    getattr(run.optimizer, give_up)()
+    one_cycle(run, next(iter(run.loader)))
+    del kept  # and lets go of it at any time
+    gc.collect()
+    assert not keeper.depth
+    one_cycle(run, next(iter(run.loader)))
+    assert run.steps == 2

@@ -1,0 +1,1 @@
+"""Faults in the middle of training: what is left of it, and of the account of it."""

@@ -1,0 +1,88 @@
+"""bench.faults: fastclip bears a few of each, and engines that are broken on purpose are found out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.faults.cases import CASES, Case
+from bench.faults.outcomes import EXACT, FAILED, Broken, Outcome, check_ledger, mixed, same, tally
+from bench.faults.picture import draw
+from bench.processes import ROOT
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
+HOPELESS = {"fork-own", "fork-global"}
+"""Both processes go on with one generator, which fastclip does not see yet."""
+
+
+def faults(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python -m bench.faults`, in a process of its own, which it may break and fork."""
+    return subprocess.run(
+        [sys.executable, "-m", "bench.faults", *arguments],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+
+
+def test_a_quick_look(tmp_path: Path) -> None:
+    out = tmp_path / "faults.json"
+    done = faults(
+        "--quick", "--out", str(out), "--case", *(name for name in CASES if name not in HOPELESS)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    result = json.loads(out.read_text())
+    assert {"plain", "split", "workers"} == {
+        case["name"].removeprefix("kill-") for case in result["cases"] if "kill" in case["name"]
+    }
+    assert all(case["outcomes"][FAILED] == 0 for case in result["cases"])
+    draw(result, tmp_path / "faults.png")
+    assert (tmp_path / "faults.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("defect", "told", "arguments"),
+    [
+        ("ledger-after-the-step", "the ledger is short", ["--case", "kill-plain", "--seed", "2"]),
+        ("sums-are-kept", "holds something of the failed step", ["--case", "memory-plain"]),
+        ("no-checksum", "loaded with other numbers", ["--case", "checkpoint-flipped"]),
+    ],
+)
+def test_a_broken_engine_is_found(defect: str, told: str, arguments: list[str]) -> None:
+    done = faults("--quick", "--planted", defect, *arguments)
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert told in done.stdout
+
+
+def test_what_equals_what() -> None:
+    x = torch.tensor([1.0, 0.0])
+    assert same({"a": [x, 1, None]}, {"a": [x.clone(), 1, None]})
+    assert not same({"a": x}, {"a": -x.neg().neg()})  # -0.0
+    assert not same([1], [1.0])
+    assert same(x * torch.nan, x * torch.nan)
+    old, new = {"w": x}, {"w": x + 1}
+    assert mixed({"w": torch.tensor([1.0, 1.0])}, old, new)
+    assert not mixed({"w": torch.tensor([1.5, 1.0])}, old, new)
+
+
+def test_a_ledger_that_is_short_or_long() -> None:
+    check_ledger(3, 3)
+    check_ledger(3, 2)
+    with pytest.raises(Broken, match="short"):
+        check_ledger(2, 3)
+    with pytest.raises(Broken, match="holds 4"):
+        check_ledger(4, 2)
+
+
+def test_runs_of_a_quick_look_are_spread() -> None:
+    case = Case("", "", "", lambda: 100, 4, lambda seed, folder: Outcome(EXACT, ""))
+    assert list(case.seeds(quick=True)) == [0, 25, 50, 75]
+    assert list(case.seeds(quick=False)) == list(range(100))
+    assert tally([case.run(0, Path())] * 3)["outcomes"] == {
+        EXACT: 3, "clear error": 0, FAILED: 0
+    }  # fmt: skip
