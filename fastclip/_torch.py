@@ -253,7 +253,19 @@ INDEX_SAMPLER = "_index_sampler"
 # Opacus
 
 OPACUS_MARK = "_forward_counter"
-"""Opacus keeps it on every trainable parameter from make_private until cleanup()."""
+"""Opacus keeps it on every trainable parameter until cleanup(): its uses that had no backward yet."""
+
+
+def forget_passes(module: nn.Module) -> None:
+    """What Opacus keeps of passes that did not end: inputs of layers, counts, sums of one pass."""
+    for part in module.modules():
+        for left in ("activations", "max_batch_len"):
+            part.__dict__.pop(left, None)
+    for p in module.parameters():
+        p.__dict__.pop("_current_grad_sample", None)
+        if OPACUS_MARK in p.__dict__:
+            setattr(p, OPACUS_MARK, 0)
+
 
 ATTRIBUTES = {
     "torch.Tensor": ("_version", "_is_view"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import re
 import zipfile
@@ -72,8 +73,14 @@ def read_checkpoint(path: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     _check_whole(path, name)
     try:
         saved = torch.load(path, **{"weights_only": True, **options})
-    except (OSError, MemoryError, torch.OutOfMemoryError):
+    except (MemoryError, torch.OutOfMemoryError):
         raise
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise _damaged(
+            name, error
+        ) from error  # it seeks before the begin of a file that lost its end
     except pickle.UnpicklingError as error:
         raise ArgumentError(
             f"{name} is damaged, or holds other things than tensors and plain values, which could run "

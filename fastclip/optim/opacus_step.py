@@ -9,6 +9,7 @@ import torch
 from opacus.optimizers import DPOptimizer
 from torch import nn
 
+from fastclip._torch import OPACUS_MARK, forget_passes
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.backward.sums import ClippedSums
 from fastclip.errors import StepError
@@ -32,13 +33,14 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
         self._clipped_at: Any = None
         """Thresholds of the logical batch that is being gathered; None before its first sum."""
         self._known: set[nn.Parameter] | None = None
+        self._model: nn.Module | None = None
         super().__init__(optimizer, **kwargs)
         self._gate = gate_of(self.original_optimizer)
 
     def bind(self, wrapper: Any) -> None:
         """Tell the optimizer what make_private returned for its model."""
         claim_for_opacus(wrapper, self.batch)
-        self._known = set(wrapper._module.parameters())
+        self._model, self._known = wrapper._module, set(wrapper._module.parameters())
 
     # Thresholds
 
@@ -80,6 +82,8 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
         with self.batch.abandon():
             self._forget()
             self._forget_samples()
+            if self._model is not None:
+                forget_passes(self._model)
         keep_only(self, ())
 
     def zero_grad(self, set_to_none: bool = False) -> None:
@@ -151,9 +155,16 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
             )
 
     def _check_ready(self) -> None:
-        """Opacus' errors where a parameter has no per-sample gradient."""
+        """Refuse parameters without a per-sample gradient; Opacus' errors, where no pass has failed."""
         for p in self.params:
             if getattr(p, "grad_sample", None) is None:
+                if getattr(p, OPACUS_MARK, 0):
+                    raise StepError(
+                        "Per sample gradient is not initialized: a forward pass has had no backward "
+                        "pass that came to its end (one failed, or rows were evaluated outside "
+                        "torch.no_grad()); call optimizer.discard_logical_batch(), and go on with the "
+                        "next batch"
+                    )
                 self._get_flat_grad_sample(p)
 
     def _rows(self) -> list[int]:

@@ -102,6 +102,20 @@ def test_a_truncated_file(whole: bytes, kept: float) -> None:
     refuses(whole[: int(kept * len(whole))])
 
 
+@pytest.mark.parametrize("kept", [100, 4095, 4100, 8000])
+def test_a_truncated_file_on_the_disk(tmp_path: Path, kept: int) -> None:
+    """torch.load reads it in another way than one in memory, and one of a page or more in a third."""
+    run = walk(start(), 1)
+    long = {"more": torch.arange(2000.0)}
+    path = tmp_path / "run.pt"
+    run[0].save_checkpoint(path=path, module=run[1], optimizer=run[2], checkpoint_dict=long)
+    path.write_bytes(path.read_bytes()[:kept])
+    other = start()
+    with pytest.raises(ArgumentError, match="damaged"):
+        other[0].load_checkpoint(path=path, module=other[1], optimizer=other[2])
+    assert other[0].accountant.history == []
+
+
 def test_a_flipped_bit(whole: bytes) -> None:
     """Anywhere: the file is refused, or all that is loaded is what was saved."""
     state = torch.load(io.BytesIO(whole), weights_only=True)

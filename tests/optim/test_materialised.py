@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine
-from fastclip.errors import ArgumentError
+from fastclip.errors import ArgumentError, StepError
 from fastclip.optim.materialised import MaterialisedAdaptiveOptimizer, MaterialisedDPOptimizer
 
 ADAPTIVE = {
@@ -172,6 +172,36 @@ def test_a_failed_step_leaves_nothing_behind(when: str, monkeypatch) -> None:
     backward(model, x, y)
     optimizer.step()
     assert float(sums(optimizer).norm()) <= float(alone.norm()) * 1.5
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_failed_pass_is_discarded(backwards: bool) -> None:
+    """Opacus takes it for one whose backward is to come; no later one has per-sample gradients."""
+    x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+    _, model, optimizer, _ = start(FastPrivacyEngine, noise_multiplier=0.0)
+    backward(model, x, y)
+    optimizer.step()
+    expected = sums(optimizer)
+    _, model, optimizer, _ = start(FastPrivacyEngine, noise_multiplier=0.0)
+    middle = next(m for m in model.modules() if isinstance(m, nn.ReLU))
+    handle = middle.register_forward_hook(lambda *args: args[-1].register_hook(fails) and None)
+    loss = nn.functional.cross_entropy(model(2 * x), y)
+    handle.remove()
+    if backwards:
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+    optimizer.zero_grad()
+    backward(model, x, y)
+    with pytest.raises(StepError, match="discard_logical_batch"):
+        optimizer.step()
+    optimizer.discard_logical_batch()
+    backward(model, x, y)
+    optimizer.step()
+    assert torch.equal(sums(optimizer), expected)
+
+
+def fails(_: Tensor) -> None:
+    raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("sigma", [-1.0, float("nan"), float("inf")])
