@@ -70,14 +70,16 @@ class Ledger(IAccountant):
         refuse_truncated([(0.0, kwargs.get("sample_rate"), 1)], self.mechanism())
         if self._process != (os.getpid(), _forks):  # a fork: its parent goes on under the same name
             self._begin(self.segments())
-        before = list(self.history)
+        history, size = self.history, len(self.history)
+        last = history[-1:]  # a step counts up the last entry, or adds one
         try:
             super().step(*args, **kwargs)  # type: ignore[safe-super]
             if self._log is not None:
                 taken = (kwargs["noise_multiplier"], kwargs["sample_rate"], 1)
                 self._log.record(self._name, [taken], self.protected)
         except BaseException:
-            self.history = before
+            history[max(size - 1, 0) :] = last
+            self.history = history
             raise
 
     def segments(self) -> Segments:
