@@ -48,7 +48,7 @@ def many_rows(scale: float) -> dict[str, Any]:
         "draw_ms": round(statistics.median(times) * 1e3, 3),
         "verdicts": [
             verdict("mean size of draws off", abs(statistics.mean(sizes) - size) / error, 5, "s.e."),
-            verdict("memory above the data", (peak.above_start() + peak.start - before) / MIB, 64,
+            verdict("memory above the data", (peak.above_start() + peak.start - before) / MIB, 128,
                     "MiB"),
         ],
     }  # fmt: skip

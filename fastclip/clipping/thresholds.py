@@ -193,6 +193,7 @@ class Quantile(ThresholdPolicy):
 
 def two_way_counts(first: Tensor, groups: Tensor, num_groups: int) -> Tensor:
     """#{i in k: first_i} and #{i in k: not first_i}, float64 [2, k]; group -1 counts nowhere."""
-    member = groups[:, None] == torch.arange(num_groups, device=groups.device)  # [b, k]
-    ways = torch.stack([first, ~first])  # [2, b]
-    return (ways[:, :, None] & member).sum(1).to(torch.float64)
+    member = groups >= 0
+    ways = torch.stack([first & member, ~first & member]).to(torch.float64)  # [2, b]
+    counts = ways.new_zeros(2, num_groups)
+    return counts.index_add_(1, groups.clamp(min=0), ways)  # whole numbers: exact in any order
