@@ -28,7 +28,7 @@ from bench.faults.cases import CASES, Case
 from bench.faults.outcomes import EXACT, FAILED, KINDS, Broken, Outcome, tally
 from bench.faults.picture import draw
 from bench.faults.planted import PLANTED
-from bench.measure import first_line, heading, machine
+from bench.measure import first_line, heading, machine, now
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "faults.json"
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "pictures" / "faults.png"
@@ -59,6 +59,7 @@ def measure(case: Case, seeds: Sequence[int], progress: tqdm) -> dict:
     ]
     return {
         "name": case.name, "group": case.group, "title": case.title, "runs": len(seeds),
+        "date": now(),
         "seeds": [min(seeds), max(seeds)], **tally(outcomes), "failures": failures,
     }  # fmt: skip
 
@@ -83,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--case", nargs="+", default=list(CASES), choices=list(CASES), metavar="CASE"
     )
-    parser.add_argument("--seed", type=int, help="this run of each case alone")
+    parser.add_argument("--seed", type=int, nargs="+", help="these runs of each case alone")
     parser.add_argument("--quick", action="store_true", help="a few runs of each case")
     parser.add_argument(
         "--planted", choices=sorted(PLANTED), help="break fastclip in this way first"
@@ -106,19 +107,22 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = {name: CASES[name].seeds(options.quick) for name in options.case}
     chosen = {name: seeds for name, seeds in chosen.items() if len(seeds)}
     if options.seed is not None:
-        chosen = {name: [options.seed] for name in options.case}
+        chosen = dict.fromkeys(options.case, options.seed)
     with tqdm(total=sum(map(len, chosen.values())), unit="run") as progress:
         found = [measure(CASES[name], seeds, progress) for name, seeds in chosen.items()]
     print(table(found))
     if options.seed is not None:
         print(*(note for row in found for note in row["notes"].get(EXACT, {})), sep="\n")
     if out is not None:
-        kept = json.loads(out.read_text())["cases"] if out.exists() else []
+        before = json.loads(out.read_text()) if out.exists() else {}
+        kept = before.get("cases", [])
         names = {row["name"] for row in kept}
         again = {row["name"]: row for row in found}
         rows = [again.get(row["name"], row) for row in kept]
         rows += [row for row in found if row["name"] not in names]
         result = {**heading("bench.faults", arguments), "machine": machine(), "cases": rows}
+        if before:
+            result["command"] = before["command"]
         out.parent.mkdir(parents=True, exist_ok=True)
         write(out, result)
         print(f"written to {out}")

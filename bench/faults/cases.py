@@ -41,7 +41,7 @@ def _always(count: int) -> Callable[[], int]:
     return lambda: count
 
 
-def _memory(setup: str, part: str, title: str, runs: int | None = None, quick: int = 5) -> Case:
+def _memory(setup: str, part: str, title: str, runs: int | None = None, quick: int = 3) -> Case:
     def count() -> int:
         found = steps.operators(setup, steps.place(setup, part))
         return found if runs is None else min(runs, found)
@@ -68,9 +68,9 @@ INTERRUPTED = [
     for setup, more in (("plain", ""), ("split", ", split batch"), ("tied", ", tied"))
     for way, title, runs, quick, function in (
         ("operator", f"at every operator of a step{more}",
-         partial(lambda s: steps.operators(s, steps.place(s, "last")), setup), 2,
+         partial(lambda s: steps.operators(s, steps.place(s, "last")), setup), 1,
          steps.interrupted_operator),
-        ("moment", f"at random moments inside fastclip{more}", _always(100), 2,
+        ("moment", f"at random moments inside fastclip{more}", _always(100), 1,
          steps.interrupted_moment),
         ("time", f"by a signal at a random time{more}", _always(30), 1, steps.interrupted_time),
     )
@@ -84,7 +84,7 @@ HOOKS = [
 KILLS = [
     Case(f"kill-{setup}", "SIGKILL", title, _always(runs), quick, partial(kills.killed, setup))
     for setup, title, runs, quick in (
-        ("plain", "of a plain loop", 30, 3),
+        ("plain", "of a plain loop", 30, 2),
         ("split", "of a loop of split batches", 25, 1),
         ("workers", "of a loop with two loader workers", 25, 1),
         ("trainer", "of transformers' Trainer", 21, 0),
@@ -97,7 +97,7 @@ HOOKS.append(
 FILES = [
     Case("checkpoint-truncated", "files", "a checkpoint without its end", _always(200), 5,
          partial(files.damaged_checkpoint, "truncated")),
-    Case("checkpoint-flipped", "files", "a checkpoint with a flipped bit", _always(300), 20,
+    Case("checkpoint-flipped", "files", "a checkpoint with a flipped bit", _always(300), 8,
          partial(files.damaged_checkpoint, "flipped")),
     Case("ledger-flipped", "files", "a ledger with a flipped bit", _always(200), 5,
          files.flipped_ledger),

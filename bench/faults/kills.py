@@ -70,14 +70,21 @@ def training(setup: str) -> Callable[..., None]:
 
 @cache
 def whole(setup: str) -> dict[str, Any]:
-    """Of a run that nobody kills: where it ends, its seconds, its moments and its releases."""
+    """Of a run that nobody kills: where it ends, its seconds and its releases."""
     with tempfile.TemporaryDirectory() as name:
         folder, run = Path(name), training(setup)
         start = time.perf_counter()
         in_fork(lambda: run(folder), folder / "said")
         seconds = time.perf_counter() - start
         end, releases = torch.load(folder / "end.pt"), (folder / "released").stat().st_size
-        _empty(folder)
+    return {"end": end, "seconds": seconds, "releases": releases}
+
+
+@cache
+def moments(setup: str) -> int:
+    """How many moments inside fastclip a run has."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, run = Path(name), training(setup)
 
         def count() -> None:
             counter = AtMoment(-1, kill)
@@ -86,8 +93,7 @@ def whole(setup: str) -> dict[str, Any]:
             (folder / "moments").write_text(str(counter.seen))
 
         in_fork(count, folder / "said")
-        moments = int((folder / "moments").read_text())
-    return {"end": end, "seconds": seconds, "moments": moments, "releases": releases}
+        return int((folder / "moments").read_text())
 
 
 def killed(setup: str, seed: int, folder: Path) -> Outcome:
@@ -96,7 +102,7 @@ def killed(setup: str, seed: int, folder: Path) -> Outcome:
     known, run = whole(setup), training(setup)
     for _ in range(TRIES):
         _empty(folder)
-        code = _kill(run, way, draw, known, folder)
+        code = _kill(setup, way, draw, folder)
         if code == -signal.SIGKILL:
             break
         expect(code == 0, f"the run ended with {code}: {_said(folder)}")
@@ -138,16 +144,15 @@ def failing_callback(seed: int, folder: Path) -> Outcome:
     return Outcome(EXACT, f"{event}: UsersError; a new Trainer resumes")
 
 
-def _kill(
-    run: Callable[..., None], way: str, draw: random.Random, known: dict[str, Any], folder: Path
-) -> int:
+def _kill(setup: str, way: str, draw: random.Random, folder: Path) -> int:
+    run, known = training(setup), whole(setup)
     if way == "time":
         child = forked(lambda: run(folder), folder / "said")
         time.sleep(draw.uniform(0.0, known["seconds"]))
         os.kill(child, signal.SIGKILL)
         return ended(child)
     last = draw.randrange(1, known["releases"] + 1)
-    moment = draw.randrange(known["moments"])
+    moment = draw.randrange(moments(setup)) if way == "moment" else 0
 
     def work() -> None:
         if way == "release":
