@@ -250,6 +250,15 @@ YIELDED = "_num_yielded"
 INDEX_SAMPLER = "_index_sampler"
 """The batch sampler that it asks."""
 
+# Memory
+
+
+def no_memory(error: BaseException) -> bool:
+    """Whether an operation found none; the allocator of the CPU says so in words alone."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
+
+
 # Opacus
 
 OPACUS_MARK = "_forward_counter"

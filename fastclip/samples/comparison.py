@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fastclip._torch import no_memory
 from fastclip.errors import BatchSizeError, FastclipError
 from fastclip.samples.folded_outputs import Unfolded
 from fastclip.samples.groups import few, others_changed, spread
@@ -86,6 +87,8 @@ class Comparison:
             except (FastclipError, Opened):
                 raise
             except Exception as error:
+                if no_memory(error):
+                    raise
                 if number == len(attempts):
                     raise BatchSizeError(
                         "the model fails on a few rows of its own input, so that they cannot be held "
@@ -116,8 +119,8 @@ class Comparison:
                 drawn = self._influence(some, seed, noted)
             except FastclipError:
                 raise
-            except Exception:
-                if not self.run.asks_inputs:
+            except Exception as error:
+                if not self.run.asks_inputs or no_memory(error):
                     raise
                 self.run.asks_inputs = False  # x.numpy(), or x.requires_grad = True, in its forward
                 drawn = self._influence(some, seed, noted)

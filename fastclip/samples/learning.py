@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from fastclip._torch import no_memory
 from fastclip.errors import BatchSizeError, FastclipError, UnsupportedLayerError, where
 from fastclip.samples.comparison import Comparison
 from fastclip.samples.freed import give_back
@@ -151,8 +152,8 @@ class _Learner:
             raise _Unstable(_finite(outputs))
         try:
             self._find(cuts, probes, outputs)
-        except Exception:
-            if not self.layout.flat:
+        except Exception as error:
+            if not self.layout.flat or no_memory(error):
                 raise
             # ids of all bags in one row: not to be cut
             self.layout.forget()
@@ -171,6 +172,8 @@ class _Learner:
             except FastclipError:
                 raise
             except Exception as error:  # this way does not fit the model
+                if no_memory(error):
+                    raise
                 self.run.last_error = f" ({type(error).__name__}: {error})"
                 continue
             axes = followed(probes[0].shapes, probes[1].shapes)
@@ -217,7 +220,9 @@ class _Learner:
             carried = kept.reaches(tensors_of(out))
         except Misjudged:
             raise
-        except Exception:
+        except Exception as error:
+            if no_memory(error):
+                raise
             carried = True  # such as a state of as many rows as the batch before had
         if carried:
             raise UnsupportedLayerError(

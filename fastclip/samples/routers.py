@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from contextlib import suppress
 
+from fastclip._torch import no_memory
 from fastclip.errors import FastclipError
 from fastclip.samples.influence import Influence
 from fastclip.samples.inputs import Cuts
@@ -69,7 +69,9 @@ def selected(run: Runs, cuts: Cuts) -> bool:
             run.once(probe, rows)
         except FastclipError:
             raise
-        except Exception:  # its own account of how many there are is wrong
+        except Exception as error:  # its own account of how many there are is wrong
+            if no_memory(error):
+                raise
             continue
     run.cut(cuts)
     return _moved(layout, base, fewer)
@@ -87,8 +89,11 @@ def shorter(run: Runs, copies: Probe) -> bool:
     for filler in run.fillers():
         last = frozenset({copies.rows - 1})
         probe = Probe(run.layout, copies.rows, shortened=last, filler=filler)
-        with suppress(Exception):  # a row that the model cannot take
+        try:
             run.once(probe, [0] * copies.rows)
+        except Exception as error:  # a row that the model cannot take
+            if no_memory(error):
+                raise
         found |= _moved(run.layout, copies, probe)
     return found
 

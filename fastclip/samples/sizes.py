@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastclip._torch import no_memory
 from fastclip.errors import BatchSizeError, FastclipError
 from fastclip.samples.folded_outputs import Unfolded
 from fastclip.samples.groups import smaller
@@ -73,8 +74,9 @@ class Sizes:
                 self._among(undrawn, rows, seed)
             except (FastclipError, Opened):
                 raise
-            except Exception:  # the model cannot take such numbers
-                continue
+            except Exception as error:  # the model cannot take such numbers
+                if no_memory(error):
+                    raise
         return None if base.draws else (out, rows)
 
     def _among(

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from fastclip._torch import no_memory
 from fastclip.samples.independence import called, coupled
 from fastclip.samples.place import Place
 from fastclip.samples.positions import placed
@@ -49,7 +50,10 @@ def note_slopes(probe: Probe, outputs: list[Tensor], axes: list[int]) -> None:
     try:
         found = torch.autograd.grad([x for x, _ in pairs], edges, seeds, allow_unused=True)
         probe.slopes += zip(names, found, strict=True)
-    except Exception:  # a checkpoint that computes other numbers again, where rows were replaced
+    except Exception as error:
+        if no_memory(error):
+            raise
+        # a checkpoint that computes other numbers again, where rows were replaced
         probe.slopes = []
     probe.sources = []  # whose graph is done with
 

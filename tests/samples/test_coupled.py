@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fastclip.errors import FastclipError, GraphError, StepError
+from fastclip.errors import BatchSizeError, FastclipError, GraphError, StepError
 from fastclip.layers.records import LinearRecord
+from fastclip.samples.probing import Runs
 from tests.oracle import (
     Batch,
     check_exact,
@@ -285,3 +287,45 @@ def test_gradients_that_follow_from_the_place_of_a_row(coupling) -> None:
     _, private, _, _ = make_private(Model(lambda m, x: m.layer(coupling(m.layer(x)))))
     with pytest.raises(FastclipError, match=r"the gradient at .* its number in the batch"):
         private(torch.randn(B, T, D))
+
+
+class InLargeBatches(nn.Module):
+    """Rows meet where there are more of them than a second attempt would look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inside(x)
+        return hidden * (1 + hidden.mean(0)) if len(x) > 5 else hidden
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no room"), RuntimeError("can't allocate memory: 8 bytes")]
+)
+@pytest.mark.parametrize("name", ["cut", "once"])
+def test_no_memory_for_a_look_is_no_look(
+    name: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not the model's refusal of those rows, after which fewer of them would do."""
+    call, calls, left = getattr(Runs, name), 0, 0
+
+    def fails_once(self: Runs, *args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise error
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(Runs, name, fails_once)
+    for calls in range(1, 100):
+        _, private, _, _ = make_private(InLargeBatches())
+        left = calls
+        with pytest.raises((BatchSizeError, type(error))):
+            private(torch.randn(8, D))
+        if left > 0:  # refused before there was a call to fail
+            break
+        with pytest.raises(BatchSizeError):
+            private(torch.randn(8, D))
+    assert calls > 2
