@@ -120,6 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
         again = {row["name"]: row for row in found}
         rows = [again.get(row["name"], row) for row in kept]
         rows += [row for row in found if row["name"] not in names]
+        rows.sort(key=lambda row: list(CASES).index(row["name"]))
         result = {**heading("bench.faults", arguments), "machine": machine(), "cases": rows}
         if before:
             result["command"] = before["command"]

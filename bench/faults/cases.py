@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench.faults import clocks, files, forks, kills, steps
+from bench.faults import clocks, coupled, files, forks, kills, steps
 from bench.faults.outcomes import Outcome
 
 
@@ -63,6 +63,10 @@ MEMORY = [
     _memory("plain", "first", "at 200 operators of the first step (probing)", 200),
     _memory("tied", "first", "... of a model with tied and own parameters", 200, 2),
 ]
+MEMORY.append(
+    Case("memory-coupled", "out of memory", "... of models whose rows are coupled",
+         _always(coupled.RUNS), 3, coupled.coupled)
+)  # fmt: skip
 INTERRUPTED = [
     Case(f"ctrl-c-{way}-{setup}", "Ctrl-C", title, runs, quick, partial(function, setup))
     for setup, more in (("plain", ""), ("split", ", split batch"), ("tied", ", tied"))
