@@ -66,17 +66,17 @@ class Ledger(IAccountant):
             self._begin(self.segments())
         if self.history != self._recorded:
             self._catch_up(self.segments(), self.protected)
-        before = list(self.history)
+            self._recorded = list(self.history)
         try:
             super().step(*args, **kwargs)  # type: ignore[safe-super]
             if self._log is not None:
                 taken = (kwargs["noise_multiplier"], kwargs["sample_rate"], 1)
                 self._log.record(self._name, [taken], self.protected)
         except BaseException:
-            self.history = before
+            self.history = list(self._recorded)
             raise
-        finally:
-            self._recorded = list(self.history)
+        last = max(len(self._recorded) - 1, 0)  # a step counts up the last entry, or adds one
+        self._recorded[last:] = self.history[last:]
 
     @contextmanager
     def on_all_ranks(self) -> Iterator[None]:

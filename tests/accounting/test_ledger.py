@@ -165,6 +165,44 @@ def test_a_history_that_is_assigned_is_who_assigns_it() -> None:
     assert sorted(loaded.history) == [(*A, 5), (*B, 1)]
 
 
+class Broken(RDPAccountant):
+    """Writes half of a step and fails."""
+
+    def step(self, **values) -> None:
+        super().step(**values)
+        if values["noise_multiplier"] == B[0]:
+            raise MemoryError
+
+
+@pytest.mark.parametrize("held", [[], [(*A, 2)], [(*A, 2), (*B, 3)]])
+def test_a_step_that_fails_leaves_no_trace(held: list) -> None:
+    run = keep_ledger(Broken())
+    run.history = list(held)
+    with pytest.raises(MemoryError):
+        walk(run, 1, B)
+    assert run.history == held
+    assert taken(walk(run, 1)) == sum(steps for *_, steps in held) + 1
+
+
+class Copied(list):
+    """A history that is not copied while it is closed."""
+
+    closed = False
+
+    def __iter__(self):
+        assert not self.closed, "all of the history was copied"
+        return super().__iter__()
+
+
+def test_a_step_copies_no_history() -> None:
+    run = ledger()
+    run.history = Copied((1.0 + step, 0.1, 1) for step in range(50))
+    walk(run, 1, A)  # looks at what was assigned
+    run.history.closed = True
+    walk(walk(run, 2, A), 1, B)
+    assert len(run.history) == 52
+
+
 def test_an_accountant_of_ones_own_keeps_what_it_keeps() -> None:
     class Own(RDPAccountant):
         note = ""
