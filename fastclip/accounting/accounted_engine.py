@@ -100,8 +100,7 @@ class AccountedEngine(PrivacyEngine):
             StepError: it cannot be written.
         """
         self._check_ranks()
-        ranks, log = self._ranks, None
-        first = ranks is None or ranks.number == 0
+        ranks, first, log = self._ranks, self._writes, None
         try:
             with together(ranks) as told:
                 told["number of files for the ledger"] = int(path is not None)
@@ -139,7 +138,7 @@ class AccountedEngine(PrivacyEngine):
                 loaded; an old file stays.
         """
         save, alone = super().save_checkpoint, as_alone(module)
-        writes = self._ranks is None or self._ranks.number == 0
+        writes = self._writes
         if is_spread(module):
             own = options.pop("module_state_dict_kwargs", None) or {}
             alone = Kept(alone, writes, **own)
@@ -159,6 +158,11 @@ class AccountedEngine(PrivacyEngine):
     def _ranks(self) -> Ranks | None:
         """Who trains the model that was made private last; the first of them writes what all have."""
         return None
+
+    @property
+    def _writes(self) -> bool:
+        """This process writes what all ranks have."""
+        return self._ranks is None or self._ranks.number == 0
 
     def _check_ranks(self) -> None:
         if self._ranks is not None or not (

@@ -78,9 +78,8 @@ def read_checkpoint(path: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        raise _damaged(
-            name, error
-        ) from error  # it seeks before the begin of a file that lost its end
+        # It seeks before the begin of a file that lost its end.
+        raise _damaged(name, error) from error
     except pickle.UnpicklingError as error:
         raise ArgumentError(
             f"{name} is damaged, or holds other things than tensors and plain values, which could run "

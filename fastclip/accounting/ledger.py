@@ -158,8 +158,7 @@ class Ledger(IAccountant):
             self.check_no_file()
         self.join(other.segments(), other.protected)
         if other.log is not None and other.log is not self._log:
-            if isinstance(other.log, WriteAheadLog) and other.log.held:
-                other.log.catch_up(self.segments(), self.protected)
+            other._catch_up(self.segments(), self.protected)
             self.keep_in(other.log)
 
     @property

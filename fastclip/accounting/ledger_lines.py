@@ -87,9 +87,8 @@ def read(content: bytes, place: str) -> Content:
     for number, line in enumerate(lines, 2):
         found.append(_opened(line, digest, number, place))
         digest, size = digest_of(line), size + len(line) + 1
-    if _is_whole(torn, digest) or _is_whole(
-        torn[:-1], digest
-    ):  # all of it is there, but for its end
+    if _is_whole(torn, digest) or _is_whole(torn[:-1], digest):
+        # All of it is there, but for its end.
         found.append(_opened(torn, digest, len(lines) + 2, place))
         return Content(found, digest_of(torn), size + len(torn), open=True)
     return Content(found, digest, size)
