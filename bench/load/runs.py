@@ -7,27 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from bench.load.training import Training, classifier, rows
 from bench.load.verdicts import Curve, handles, verdict
-from fastclip import FastPrivacyEngine, clipping
+from fastclip import clipping
 
-ROWS, FEATURES, CLASSES = 2000, 16, 4
-
-
-def classifier(hidden: int = 32) -> nn.Module:
-    """A small model of FEATURES numbers."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(FEATURES, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES))
-
-
-def rows(number: int) -> TensorDataset:
-    """Random rows with labels."""
-    torch.manual_seed(1)
-    return TensorDataset(torch.randn(number, FEATURES), torch.randint(CLASSES, (number,)))
+ROWS = 2000
 
 
 def steps(scale: float, each_step: Any = None) -> dict[str, Any]:
@@ -37,21 +24,14 @@ def steps(scale: float, each_step: Any = None) -> dict[str, Any]:
         scale: of the number of steps. each_step: called after every step, for tests.
     """
     total = max(int(100_000 * scale), 40)
-    model = classifier()
-    engine = FastPrivacyEngine()
-    model, optimizer, loader = engine.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05),
-        data_loader=DataLoader(rows(ROWS), batch_size=16), noise_multiplier=1.0,
-        max_grad_norm=1.0, clipping=clipping.adaptive(),
-    )  # fmt: skip
-    criterion, curve, done = nn.CrossEntropyLoss(), Curve(), 0
+    loader = DataLoader(rows(ROWS), batch_size=16)
+    training = Training(classifier(), loader, clipping=clipping.adaptive())
+    engine, curve, done = training.engine, Curve(), 0
     with tempfile.TemporaryDirectory() as folder, tqdm(total=total, unit="step") as bar:
         engine.write_ahead(Path(folder) / "ledger")
         while done < total:
-            for x, y in loader:
-                optimizer.zero_grad()
-                criterion(model(x), y).backward()
-                optimizer.step()
+            for x, y in training.loader:
+                training.step(x, y)
                 done += 1
                 curve.tick()
                 if each_step is not None:
@@ -75,18 +55,11 @@ def steps(scale: float, each_step: Any = None) -> dict[str, Any]:
 def workers(scale: float) -> dict[str, Any]:
     """Passes over a loader with two worker processes, each pass with an iterator of its own."""
     passes = max(int(100 * scale), 6)
-    model = classifier()
-    model, optimizer, loader = FastPrivacyEngine().make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05),
-        data_loader=DataLoader(rows(64), batch_size=16, num_workers=2), noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )  # fmt: skip
+    training = Training(classifier(), DataLoader(rows(64), batch_size=16, num_workers=2))
     before = None
     for number in tqdm(range(passes), unit="pass"):
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
+        for x, y in training.loader:
+            training.step(x, y)
         if number == 1:
             before = handles()
     assert before is not None

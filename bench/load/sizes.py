@@ -14,25 +14,19 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 from bench.cost import step_cost
-from bench.load.runs import CLASSES, FEATURES, classifier, rows
+from bench.load.training import CLASSES, FEATURES, Training, classifier, rows
 from bench.load.verdicts import verdict
 from bench.measure import MIB, PeakMemory
-from fastclip import FastPrivacyEngine
 from fastclip.clipping import Clipping, Group
-
-PRIVATE = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
 
 
 def many_rows(scale: float) -> dict[str, Any]:
     """Draws from 10^6 rows: their law, their time, what they hold."""
     number, draws, size = max(int(1_000_000 * scale), 10_000), 50, 1000
-    data, model = rows(number), classifier()
+    data = rows(number)
     start, before = time.perf_counter(), psutil.Process().memory_info().rss
     peak = PeakMemory()
-    _, _, loader = FastPrivacyEngine().make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(data, batch_size=size), **PRIVATE,
-    )  # fmt: skip
+    loader = Training(classifier(), DataLoader(data, batch_size=size)).loader
     made, sizes, times = time.perf_counter() - start, [], []
     source = iter(loader.batch_sampler)
     for _ in tqdm(range(min(draws, number // size)), unit="draw"):
@@ -61,20 +55,14 @@ def logical_batch(scale: float) -> dict[str, Any]:
 
     def take_step(size: int) -> int:
         """Peak resident bytes so far, after one logical batch of `size` rows."""
-        model = classifier(hidden)
-        engine = FastPrivacyEngine()
-        model, optimizer, loader = engine.make_private(
-            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=DataLoader(data, batch_size=size), **PRIVATE,
-        )  # fmt: skip
+        training = Training(classifier(hidden), DataLoader(data, batch_size=size))
         with BatchMemoryManager(
-            data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer
-        ) as parts:
+            data_loader=training.loader, max_physical_batch_size=physical,
+            optimizer=training.optimizer,
+        ) as parts:  # fmt: skip
             for x, y in tqdm(parts, unit="batch", total=-(-size // physical)):
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                if engine.accountant.history:  # a real step
+                training.step(x, y)
+                if training.engine.accountant.history:  # a real step
                     break
         return peak.above_start()
 
@@ -96,20 +84,13 @@ def many_groups(scale: float) -> dict[str, Any]:
     count = max(int(10_000 * scale), 100)
     seconds = {}
     for number in (2, count):
-        model = classifier()
-        engine = FastPrivacyEngine()
-        model, optimizer, loader = engine.make_private(
-            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=DataLoader(rows(4000), batch_size=200),
-            clipping=Clipping(threshold=Group(num_groups=number)), **PRIVATE,
-        )  # fmt: skip
+        strategy = Clipping(threshold=Group(num_groups=number))
+        training = Training(classifier(), DataLoader(rows(4000), batch_size=200), clipping=strategy)
         times = []
-        for x, y in loader:
+        for x, y in training.loader:
             start = time.perf_counter()
-            optimizer.zero_grad()
-            engine.set_groups(torch.randint(number, (len(y),)))
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            training.engine.set_groups(torch.randint(number, (len(y),)))
+            training.step(x, y)
             times.append(time.perf_counter() - start)
         seconds[number] = statistics.median(times)
     return {
@@ -141,13 +122,11 @@ def vocabulary(scale: float) -> dict[str, Any]:
     for mode in ("non_private", "private"):
         torch.manual_seed(0)
         model: Any = Tied(words, width)
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
         peak = PeakMemory()
         if mode == "private":
-            model, optimizer, _ = FastPrivacyEngine().make_private(
-                module=model, optimizer=optimizer, poisson_sampling=False,
-                data_loader=DataLoader(data, batch_size=b), **PRIVATE,
-            )  # fmt: skip
+            made = Training(model, DataLoader(data, batch_size=b), poisson_sampling=False)
+            model, optimizer = made.model, made.optimizer
         for _ in range(2):
             optimizer.zero_grad()
             losses = nn.functional.cross_entropy(model(ids).mT, ids, reduction="none").mean(1)
@@ -174,22 +153,18 @@ def many_layers(scale: float) -> dict[str, Any]:
     found: dict[int, dict[str, float]] = {}
     for number in (most // 10, most):
         torch.manual_seed(0)
-        body = [m for _ in range(number) for m in (nn.Linear(FEATURES, FEATURES), nn.Tanh())]
-        model = nn.Sequential(*body, nn.Linear(FEATURES, CLASSES))
+        body: list[nn.Module] = [
+            m for _ in range(number) for m in (nn.Linear(FEATURES, FEATURES), nn.Tanh())
+        ]
+        body.append(nn.Linear(FEATURES, CLASSES))
         start = time.perf_counter()
-        model, optimizer, _ = FastPrivacyEngine().make_private(
-            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=DataLoader(rows(64), batch_size=8), poisson_sampling=False, **PRIVATE,
-        )  # fmt: skip
-        x, y = torch.randn(8, FEATURES), torch.randint(CLASSES, (8,))
+        loader = DataLoader(rows(64), batch_size=8)
+        training = Training(nn.Sequential(*body), loader, poisson_sampling=False)
+        batch = torch.randn(8, FEATURES), torch.randint(CLASSES, (8,))
 
-        def take_step(
-            model: Any = model, optimizer: Any = optimizer, x: Any = x, y: Any = y
-        ) -> float:
+        def take_step(training: Training = training, batch: Any = batch) -> float:
             begun = time.perf_counter()
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            training.step(*batch)
             return time.perf_counter() - begun
 
         made = time.perf_counter() - start
