@@ -45,18 +45,33 @@ class GroupedUse(UseRule):
         expert = torch.searchsorted(ends, rows, right=True).to(torch.int64)
         experts = len(use["1"])
         owner = use.row_owners().masked_fill(expert >= experts, -1)
-        own = use["1"].detach()
 
         def total(a: Tensor, g: Tensor) -> Tensor:
-            weight = own.requires_grad_()
-            out = use.replay({"0": a, "1": weight})
-            return ops.widen(torch.autograd.grad(out, weight, g.to(out.dtype))[0])
+            return _by_expert(a, g, expert, experts)
 
         record = GroupedRecord(
             use["0"], use.g, owner, expert.clamp_max(experts - 1), batch=use.batch, members=experts,
             total=total,
         )  # fmt: skip
         use.record("1", record)
+
+
+@ops.in_full_float32
+def _by_expert(a: Tensor, g: Tensor, expert: Tensor, experts: int) -> Tensor:
+    """The sum of a_n g_n^T over each expert's rows, in the accumulation type: [e, d, p].
+
+    Not by the function's own backward: of 16-bit operands that would round the scaled gradients and the
+    sum, by more than the norm tells of. A GPU is not waited for: each expert meets all rows.
+
+    Args:
+        a: [n, d]. g: [n, p]. expert: of each row, sorted, int64 [n]; `experts` of none.
+    """
+    a, g = ops.widen(a), ops.widen(g)
+    if a.device.type == "cpu":
+        counts = expert.bincount(minlength=experts)[:experts].tolist()
+        rows = (x[: sum(counts)].split(counts) for x in (a, g))
+        return torch.stack([x.t() @ y for x, y in zip(*rows, strict=True)])
+    return torch.stack([a.t() @ g.masked_fill((expert != e)[:, None], 0) for e in range(experts)])
 
 
 def _ends(operands: Operands) -> Tensor | None:

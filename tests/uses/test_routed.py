@@ -14,7 +14,7 @@ from fastclip.errors import BatchSizeError, FastclipError
 from fastclip.uses.derived import DerivedGraph
 from fastclip.uses.routing import Routing
 from fastclip.uses.tap import UseBackward
-from tests.oracle import check_exact
+from tests.oracle import check_exact, make_private
 from tests.uses.functions import B, batch, no_replay
 
 T, D, E, H = 9, 8, 3, 12
@@ -158,3 +158,34 @@ def test_grouped_product() -> None:
     model.experts = Grouped(linear)
     with no_replay():
         check_exact(model, batch(B, T, D), dtype=torch.float32)
+
+
+class GroupedBetween(nn.Module):
+    """Rows of a sample, half of them to each of two experts, through a grouped product."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 16, 16, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.transpose(0, 1).reshape(-1, 16)  # by position, so that each expert's are together
+        ends = torch.tensor([len(rows) // 2, len(rows)], dtype=torch.int32)
+        made = torch._grouped_mm(rows, self.weight, offs=ends)
+        return made.view(x.shape[1], x.shape[0], 16).transpose(0, 1)
+
+
+@pytest.mark.parametrize("cancels", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_contribution(dtype: torch.dtype, cancels: bool) -> None:
+    """The sum is no more rounded than the norm, which a sample's scaled 16-bit gradients would be."""
+    for seed in range(6):
+        torch.manual_seed(seed)
+        model = GroupedBetween(dtype)
+        _, private, _, _ = make_private(model, max_grad_norm=1e-3, loss_reduction="sum")
+        x, g = torch.randn(1, 8, 16), torch.randn(1, 8, 16)
+        if cancels:
+            x, g = x[:, :1].expand(-1, 8, -1).contiguous(), g[:, :1].repeat(1, 8, 1)
+            g[:, 3::4] *= -2.97
+        x, g = x.to(dtype), g.to(dtype)
+        (private(x) * g).sum().backward()
+        assert model.weight.summed_grad.double().norm().item() <= 1e-3
