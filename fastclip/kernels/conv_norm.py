@@ -29,7 +29,7 @@ from fastclip.kernels.conv_arguments import arguments, sees_all
 from fastclip.kernels.ghost_norm import pair_of
 from fastclip.kernels.patches import columns_of, pixel, tiles_of
 from fastclip.kernels.products import generation, multiply, ordered_sum, stays
-from fastclip.kernels.rounding import STEP, TILE_SUM, UNIT, one_sided, product_mode
+from fastclip.kernels.rounding import STEP, TILE_SUM, UNIT, one_sided, product_mode, summed
 from fastclip.kernels.runtime import autotuned, cdiv, launched, next_power_of_2
 from fastclip.kernels.work import work_class
 from fastclip.ops.conv import ConvGeometry
@@ -270,7 +270,8 @@ def conv_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
         *g.stride(), MODE=modes[0], G_MODE=modes[1], **constants,
     )  # fmt: skip
     (m_k, w_k), (m_h, w_h) = one_sided(features, modes[0]), one_sided(o, modes[1])
-    bounds = (UNIT * n for n in (GRAM_ERROR_FACTOR, m_k + m_h + TILE_SUM, features * w_k, o * w_h))
+    alike = m_k + m_h + TILE_SUM + summed(positions)
+    bounds = (UNIT * n for n in (GRAM_ERROR_FACTOR, alike, features * w_k, o * w_h))
     lost = (lost_squares(positions * n, torch.float32) for n in (features, o))
     _finish_pairs[(b,)](
         out, norms, groups, pairs, room, *bounds, *lost, out.stride(0), BLOCK=_block(pairs)

@@ -13,7 +13,8 @@ The result is never below the exact value. Added are, with u = 2^-24 and m, w of
 `rounding.one_sided`:
 - 2 u ||A||^2 ||G||^2 and what underflow hides, as the reference does: independent errors;
 - m u sum |K_ts H_ts|: errors of one sign. Tensor cores truncate their float32 accumulator (Fasi et
-  al. 2021, Khattak and Mikaitis 2025), and equal terms round alike wherever they are added;
+  al. 2021, Khattak and Mikaitis 2025), and equal terms round alike wherever they are added, those of
+  the clipped sum too, which then comes out high (`rounding.summed`);
 - w u (d ||A||^2 ||H||_F + p ||G||^2 ||K||_F): truncation inside an entry whose terms cancel (d
   and p at most `CHUNK`).
 """

@@ -50,6 +50,14 @@ def one_sided(n: int, mode: str) -> tuple[float, float]:
     return (min(n, STEP) + n / STEP) / 4, 0.0
 
 
+def summed(t: int) -> float:
+    """How far a clipped sum of t positions of one sign can come out high, in u of its squared norm.
+
+    Of float32 products; tensor cores truncate, and are low by that.
+    """
+    return 2 * one_sided(t, "ieee")[0]
+
+
 @functools.lru_cache(maxsize=1024)
 def gram_coefficients(
     t: int, sizes: tuple[int, ...], modes: tuple[frozenset[str], ...]
@@ -65,5 +73,6 @@ def gram_coefficients(
         m, w = (max(one_sided(length, mode)[k] for mode in kinds) for k in (0, 1))
         errors.append((m + n / CHUNK, w * length))
     (m_k, w_k), (m_h, w_h) = errors
-    rounding = [UNIT * x for x in (GRAM_ERROR_FACTOR, m_k + m_h + TILE_SUM, w_k, w_h)]
+    alike = m_k + m_h + TILE_SUM + summed(t)
+    rounding = [UNIT * x for x in (GRAM_ERROR_FACTOR, alike, w_k, w_h)]
     return (*rounding, *(lost_squares(t * n, torch.float32) for n in (*sizes, t)))

@@ -17,7 +17,7 @@ from fastclip.kernels.ghost_norm import (
     ghost_norm_concat,
 )
 from fastclip.kernels.ghost_sums import GhostSums, finish
-from fastclip.kernels.rounding import CHUNK, UNIT, one_sided, product_mode
+from fastclip.kernels.rounding import CHUNK, STEP, UNIT, one_sided, product_mode, summed
 from fastclip.kernels.runtime import INTERPRETED
 from fastclip.ops import dispatch
 from tests.kernels.oracle import DEVICE, DTYPES, NORM_TOLERANCE, normal, strided
@@ -260,6 +260,21 @@ def test_bounds_cover_truncating_accumulators(step: int, guard: int, n: int) -> 
     m, w = one_sided(n, "native")
     assert (lost <= UNIT * (m * (x * y).sum(1).abs() + n * w * x.norm(dim=1) * y.norm(dim=1))).all()
     assert lost[:24].max() > 0.01 * n * UNIT  # without the bounds it would show
+
+
+@pytest.mark.parametrize("t", [64, 1024, 16384])
+def test_bounds_cover_sums_of_one_sign(t: int) -> None:
+    """Of t equal terms, `STEP` at a time added to an accumulator in float32, as clipped sums are."""
+    torch.manual_seed(0)
+    product = 1 + torch.rand(2000)
+    acc = torch.zeros(2000)
+    for _ in range(t // STEP):
+        step = torch.zeros(2000)
+        for _ in range(STEP):
+            step += product
+        acc += step
+    high = (acc.double() / (t * product.double()) - 1).max().item() / UNIT
+    assert 0.02 * t / STEP < high <= summed(t) / 2
 
 
 def test_agrees_with_the_reference() -> None:
