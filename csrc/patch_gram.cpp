@@ -7,6 +7,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cmath>
 #include <tuple>
 #include <vector>
 
@@ -20,42 +21,59 @@ namespace {
 
 constexpr int kLanes = 8;
 
+// A sum of products, and that of their absolute values.
+struct Sums {
+  double products = 0;
+  double sizes = 0;
+
+  void add(double product) {
+    products += product;
+    sizes += std::abs(product);
+  }
+};
+
 // The inner product of n numbers, `a` in steps.
 template <typename T>
-double dot(const T* a, int64_t step, const T* b, int64_t n) {
+void add_dot(const T* a, int64_t step, const T* b, int64_t n, Sums* sums) {
   int64_t i = 0;
-  double total = 0;
   if (step == 1) {
-    T lanes[kLanes] = {};
+    T products[kLanes] = {}, sizes[kLanes] = {};
     for (; i + kLanes <= n; i += kLanes) {
-      for (int j = 0; j < kLanes; ++j) lanes[j] += a[i + j] * b[i + j];
+      for (int j = 0; j < kLanes; ++j) {
+        const T product = a[i + j] * b[i + j];
+        products[j] += product;
+        sizes[j] += std::abs(product);
+      }
     }
-    for (int j = 0; j < kLanes; ++j) total += lanes[j];
+    for (int j = 0; j < kLanes; ++j) {
+      sums->products += products[j];
+      sums->sizes += sizes[j];
+    }
   }
-  for (; i < n; ++i) total += static_cast<double>(a[i * step]) * b[i];
-  return total;
+  for (; i < n; ++i) sums->add(static_cast<double>(a[i * step]) * b[i]);
 }
 
 // Pairs of one offset: those of two different positions count twice, for both Grams are symmetric.
 template <typename T>
 void add_offset(const T* pixels, int64_t s, const T* outputs, int64_t o, const PatchRuns& seen,
-                double* product, double* trace) {
-  double twice = 0, once = 0;
+                Sums* sums, double* trace) {
+  Sums twice;
   for (int64_t r = 0; r < seen.runs; ++r) {
     for (int64_t k = 0; k < seen.count[r]; ++k) {
       const T* row = pixels + (seen.of[r] + k * seen.step) * s;
       const T* other = outputs + (seen.to[r] + k) * o;
       const double own = row[seen.of[r] + k * seen.step];
       *trace += own;
-      once += own * other[seen.to[r] + k];
-      twice += dot(row + seen.of[r] + (k + 1) * seen.step, seen.step, other + seen.to[r] + k + 1,
-                   seen.count[r] - k - 1);
+      sums->add(own * other[seen.to[r] + k]);
+      add_dot(row + seen.of[r] + (k + 1) * seen.step, seen.step, other + seen.to[r] + k + 1,
+              seen.count[r] - k - 1, &twice);
       for (int64_t q = r + 1; q < seen.runs; ++q) {
-        twice += dot(row + seen.of[q], seen.step, other + seen.to[q], seen.count[q]);
+        add_dot(row + seen.of[q], seen.step, other + seen.to[q], seen.count[q], &twice);
       }
     }
   }
-  *product += once + 2 * twice;
+  sums->products += 2 * twice.products;
+  sums->sizes += 2 * twice.sizes;
 }
 
 // to, of, count: addresses of int32 arrays; their length; the step.
@@ -83,7 +101,7 @@ const Binding binding([](py::module_& module) {
   using py::arg;
   module.def("patch_gram_products", &products,
              "Addresses of the Grams [samples, s, s] and [samples, o, o], and of float64 "
-             "[samples, 2]; offsets: (to, of, count, runs, step) of each.",
+             "[samples, 3]; offsets: (to, of, count, runs, step) of each.",
              arg("pixels"), arg("outputs"), arg("out"), arg("samples"), arg("s"), arg("o"),
              arg("offsets"), arg("wide"), arg("threads"));
 });
@@ -95,12 +113,14 @@ void patch_gram_products(const T* pixels, const T* outputs, double* out, int64_t
                          int64_t o, const PatchRuns* offsets, int64_t count, int threads) {
   auto range = [=](int64_t first, int64_t last) {
     for (int64_t n = first; n < last; ++n) {
-      double product = 0, trace = 0;
+      Sums sums;
+      double trace = 0;
       for (int64_t i = 0; i < count; ++i) {
-        add_offset(pixels + n * s * s, s, outputs + n * o * o, o, offsets[i], &product, &trace);
+        add_offset(pixels + n * s * s, s, outputs + n * o * o, o, offsets[i], &sums, &trace);
       }
-      out[2 * n] = product;
-      out[2 * n + 1] = trace;
+      out[3 * n] = sums.products;
+      out[3 * n + 1] = sums.sizes;
+      out[3 * n + 2] = trace;
     }
   };
   in_stretches(samples, threads, range);

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastclip.ops.bounds import GramNorm, product_slack
+from fastclip.ops.bounds import GramNorm, dot_room, product_slack
 from fastclip.ops.dispatch import computes_reference, operation
-from fastclip.ops.grams import gram_norm, half_dot, half_gram, row_dot, strips_of, trace
+from fastclip.ops.grams import gram_norm, half_dots, half_gram, row_dots, strips_of, trace
 from fastclip.ops.numerics import drop_zeroed, row_norm_sq, samples_at_once, widen
 from fastclip.ops.precision import in_full_float32
 
@@ -79,11 +79,13 @@ def conv_ghost_parts(x: Tensor, g: Tensor, geometry: ConvGeometry) -> GramNorm:
     d, p = torch.Size(geometry.kernel).numel() * in_channels, out_channels // groups
     if geometry.is_pointwise:
         return gram_norm(half_gram(pixels), outputs, d, p)
-    total, norm_x = patch_products(
+    total, absolute, norm_x = patch_products(
         half_gram(pixels), outputs, tuple(x.shape[2:]), tuple(out), geometry
     )
+    # The taps are added to a Gram of pixels: a few terms, to long dot products.
+    dots = dot_room(in_channels, p) + d / in_channels / 4
     t = outputs.shape[1]
-    return GramNorm(total, norm_x, trace(outputs), t, t * d, t * p, d + p)
+    return GramNorm(total, norm_x, trace(outputs), absolute, t, t * d, t * p, dots)
 
 
 @operation
@@ -91,8 +93,8 @@ def conv_ghost_parts(x: Tensor, g: Tensor, geometry: ConvGeometry) -> GramNorm:
 def patch_products(
     pixels: Tensor, outputs: Tensor, space: tuple[int, ...], out: tuple[int, ...],
     geometry: ConvGeometry,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Inner product of the patches' Gram with another one, and its trace.
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Inner product of the patches' Gram with another one, its absolute terms, and the Gram's trace.
 
     Args:
         pixels: `half_gram` of the pixels, [n, prod(space), prod(space)]. outputs: another one,
@@ -100,11 +102,16 @@ def patch_products(
         space: of the input. out: of the output.
 
     Returns:
-        [n] and [n].
+        [n] each: the sum over the kernel's offsets and pairs of positions, the sum of its absolute
+        values, the trace.
     """
     patches = _slide(pixels, space, out, geometry)
     whole = strips_of(pixels.shape[1]) == strips_of(outputs.shape[1]) == 1
-    return (row_dot if whole else half_dot)(patches, outputs), trace(patches)
+    dots = row_dots if whole else half_dots
+    total, norm = dots(patches, outputs)[0], trace(patches)
+    del patches
+    absolute = dots(_slide(pixels.abs(), space, out, geometry), outputs)[1]
+    return total, absolute, norm
 
 
 def _slide(pixels: Tensor, space: Sequence[int], out: Sequence[int], geo: ConvGeometry) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastclip.ops.bounds import dot_room
 from fastclip.ops.dispatch import operation
 from fastclip.ops.numerics import (
     GRAM_ERROR_FACTOR,
@@ -18,6 +19,9 @@ from fastclip.ops.numerics import (
     widen,
 )
 from fastclip.ops.precision import in_full_float32
+
+_ROUNDINGS = 8
+"""Of a squared norm that is no Gram's, in u, one after the other."""
 
 
 def flatten_lookup(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,7 +142,10 @@ def tied_norm(ids: Tensor, g_rows: Tensor, a: Tensor, g: Tensor, separate: Tenso
     a, g, g_rows = widen(a), widen(g), widen(g_rows)
     dots = torch.bmm(a, g_rows.transpose(1, 2))  # [b, s, t]
     index = ids[:, None, :].expand(-1, g.shape[1], -1)
-    cross = (dots * g.gather(2, index)).sum((1, 2))
+    products = dots * g.gather(2, index)
     size = ids.shape[1] * row_norm_sq(g_rows) * row_norm_sq(a) * row_norm_sq(g)
-    bound = 2 * GRAM_ERROR_FACTOR * unit_roundoff(a.dtype) * size.sqrt()
-    return (separate + 2 * cross).clamp_min(0) + bound
+    bound = 2 * GRAM_ERROR_FACTOR * size.sqrt()
+    # Where the two take each other back, what is left of them has the roundings of both.
+    room = 4 + 2 * dot_room(a.shape[2], 0)
+    bound = bound + _ROUNDINGS * separate + room * products.abs().sum((1, 2))
+    return (separate + 2 * products.sum((1, 2))).clamp_min(0) + unit_roundoff(a.dtype) * bound

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastclip.ops.bounds import gram_bound
+from fastclip.ops.bounds import dot_room, gram_bound, raised_by_signs
 from fastclip.ops.linear import per_sample_gradients
 from fastclip.ops.numerics import (
     PRODUCT_ERROR_FACTOR,
@@ -39,14 +39,14 @@ def routed_norm(a: Tensor, g: Tensor, owner: Tensor, batch_size: int) -> Tensor:
     d, p, most = a.shape[1], g.shape[1], _most(owner)
     owner, order = owner.sort(stable=True)
     a, g = widen(a)[order], widen(g)[order]
-    terms = _terms(a, g, owner, most)
-    total, count, norm_a, norm_g = (
+    terms, absolute = _terms(a, g, owner, most)
+    total, absolute, count, norm_a, norm_g = (
         sum_by_owner(x, owner, batch_size)
-        for x in (terms, torch.ones_like(terms), row_norm_sq(a), row_norm_sq(g))
+        for x in (terms, absolute, torch.ones_like(terms), row_norm_sq(a), row_norm_sq(g))
     )
     total = total.clamp_min(0)
     bound = gram_bound(total, count, norm_a, norm_g, count * d, count * p)
-    return total * (1 + (d + p) / 32 * unit_roundoff(total.dtype)) + bound
+    return raised_by_signs(total, absolute, dot_room(d, p), count) + bound
 
 
 def routes_apart(a: Tensor, g: Tensor, owner: Tensor, batch_size: int) -> bool:
@@ -79,8 +79,9 @@ def _block(n: int, most: int) -> int:
     return max(1, min(n, _BLOCK, max(most, _LEAST)))
 
 
-def _terms(a: Tensor, g: Tensor, owner: Tensor, most: int) -> Tensor:
-    """What each row adds to its sample's squared norm, alone and with the rows behind it: [n].
+def _terms(a: Tensor, g: Tensor, owner: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """What each row adds to its sample's squared norm, alone and with the rows behind it: [n]; and the
+    sum of the absolute values of that.
 
     Rows are sorted by their sample. Blocks of them meet the rows that are `most` away.
     """
@@ -88,7 +89,7 @@ def _terms(a: Tensor, g: Tensor, owner: Tensor, most: int) -> Tensor:
     reach = block + most - 1
     scratch = 4 * block * reach * a.element_size()
     step = block * max(1, _SCRATCH_BYTES // max(1, scratch))
-    parts = []
+    parts, sizes = [], []
     for first in range(0, n, step):
         left = n - first
         blocks = -(-min(step, left) // block)
@@ -104,9 +105,12 @@ def _terms(a: Tensor, g: Tensor, owner: Tensor, most: int) -> Tensor:
         products = (rows[..., :block].mT @ rows) * (gradients[..., :block].mT @ gradients)
         same = (whose[:, :block, None] == whose[:, None]).triu()
         products = products.masked_fill(~same, 0)  # other samples' rows need not be finite
-        alone = products.diagonal(dim1=1, dim2=2)
+        alone = products.diagonal(dim1=1, dim2=2)  # of one row, not negative
         parts.append((2 * products.sum(2) - alone).flatten())
-    return torch.cat(parts)[:n] if parts else a.new_zeros(0)
+        sizes.append((2 * products.abs().sum(2) - alone).flatten())
+    if not parts:
+        return a.new_zeros(0), a.new_zeros(0)
+    return torch.cat(parts)[:n], torch.cat(sizes)[:n]
 
 
 def routed_gradients_apart(

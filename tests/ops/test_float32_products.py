@@ -276,7 +276,7 @@ def test_norms_where_a_cpu_would_round(products: str) -> None:
     if precision._FINE:
         precision._set("mkldnn", "conv", "tf32" if products == "high" else "bf16")
     for norm in (ops.ghost_norm(a, g), ops.instantiated_norm(a, g)):
-        torch.testing.assert_close(norm.double(), exact.square().sum((1, 2)), rtol=1e-5, atol=0)
+        torch.testing.assert_close(norm.double(), exact.square().sum((1, 2)), rtol=2e-5, atol=0)
     for norm in (ops.conv_norm(x, y, geometry), ops.conv_ghost_norm(x, y, geometry)):
         true = exact_conv.flatten(1).square().sum(1)
         torch.testing.assert_close(norm.double(), true, rtol=1e-4, atol=0)

@@ -8,7 +8,7 @@ import torch
 from fastclip import ops
 from fastclip.ops import ConvGeometry
 from fastclip.ops.dispatch import use_backend
-from fastclip.ops.grams import gram_norm, half_dot, half_gram, strips_of
+from fastclip.ops.grams import gram_norm, half_dots, half_gram, strips_of
 
 LENGTHS = (1, 2, 145, 383, 384, 385, 390)
 
@@ -42,7 +42,9 @@ def test_norms(t: int, dtype: torch.dtype) -> None:
         found = ops.ghost_norm(a, g).double()
     exact = torch.einsum("btp,btd->bpd", g.double(), a.double()).square().sum((1, 2))
     assert bool((found >= exact * (1 - 1e-14)).all())
-    torch.testing.assert_close(found, exact, rtol=1e-4 if dtype == torch.float32 else 1e-10, atol=0)
+    torch.testing.assert_close(
+        found, exact, rtol=1.2e-4 if dtype == torch.float32 else 1e-10, atol=0
+    )
 
 
 def test_a_shared_input_serves_several_gradients() -> None:
@@ -71,7 +73,7 @@ def test_what_lies_below_a_diagonal_is_not_looked_at() -> None:
     x, y = (half_gram(operand) for operand in operands(40))
     expected = (x * y).sum((1, 2))
     noise = torch.ones_like(x).tril(-1)
-    torch.testing.assert_close(half_dot(x + noise, y - noise), expected)
+    torch.testing.assert_close(half_dots(x + noise, y - noise)[0], expected)
 
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])
