@@ -23,6 +23,8 @@ _WILD = (0.5, -0.5, 5.0, -50.0)
 """Counts of some steps, over the size of a batch: with little data they are nearly only noise."""
 _BATCH = 100.0
 _MANY = 8
+_COUNTED = 256
+"""Groups whose counts are looked at: each takes calls of its own, as long as there are groups."""
 _POINTS = 4096
 """Norms of one scan from 1e-6 to 1e6 thresholds, which its groups or layers share."""
 _FEWEST = 64
@@ -38,7 +40,8 @@ def check_contract(strategy: Clipping, initial: Thresholds, points: int = _POINT
     At the thresholds given, at others, and at those that wildly noisy counts lead to; for norms
     around the thresholds, 0, subnormal, huge, inf and NaN, in every group and layer, in float32 and
     float64. A misbehaviour within a range of norms narrower than the grid is not seen: with the
-    default about 0.7% of the norm, with fewer points a group or layer more.
+    default about 0.7% of the norm, with fewer points a group or layer more. Counts are looked at in all
+    groups up to 256, and beyond in as many of them, from the first to the last.
 
     Args:
         initial: the thresholds at the first step.
@@ -65,7 +68,7 @@ def check_contract(strategy: Clipping, initial: Thresholds, points: int = _POINT
             scales = _check_scales(strategy, state, norms, groups)
             _check_independence(strategy, state, norms, groups, scales)
         if strategy.threshold.count_noise_ratio is not None and number in (0, len(states) - 1):
-            for group in range(strategy.threshold.num_groups or 1):
+            for group in _some_groups(strategy.threshold.num_groups or 1):
                 _check_counts(strategy, state, group, points)
         _check_still(strategy, before, state, "asked for scales or counts")
 
@@ -233,6 +236,10 @@ def _norms(
         return norms.reshape(1, -1).to(dtype), None
     groups = torch.arange(count, dtype=torch.int64, device="cpu").repeat_interleave(norms.shape[1])
     return norms.expand(count, -1).reshape(1, -1).to(dtype), groups
+
+
+def _some_groups(count: int) -> list[int]:
+    return sorted({i * (count - 1) // max(1, _COUNTED - 1) for i in range(_COUNTED)})
 
 
 def _check_counts(strategy: Clipping, state: Thresholds, group: int, points: int) -> None:

@@ -20,7 +20,7 @@ from fastclip.clipping import (
     StagedThreshold,
     ThresholdPolicy,
 )
-from fastclip.clipping.contract import check_contract
+from fastclip.clipping.contract import _some_groups, check_contract
 from tests.oracle import make_private
 from tests.refusal import refused
 from tests.strategies import COMBINATIONS, PRESETS, label
@@ -229,6 +229,14 @@ def test_a_policy(policy: ThresholdPolicy) -> None:
     strategy = Clipping(Hard(), policy)
     with refused("count_sensitivity|positive finite"):
         check_contract(strategy, initial(strategy))
+
+
+@pytest.mark.parametrize("number", [1, 2, 255, 256, 257, 10_000])
+def test_some_of_many_groups(number: int) -> None:
+    """All of a few; of many some, among them the first and the last."""
+    found = _some_groups(number)
+    assert found == sorted({*found})
+    assert (found[0], found[-1], len(found)) == (0, number - 1, min(number, 256))
 
 
 class Weighing(Clipping):
