@@ -15,6 +15,7 @@ ORDER = (
     "errors",
     "checks",
     "forks",
+    "files",
     "_torch",
     "graph",
     "losses",

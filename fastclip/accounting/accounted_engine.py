@@ -16,7 +16,8 @@ from fastclip.accounting.ledger import Ledger, keep_ledger
 from fastclip.accounting.run_state import RunState
 from fastclip.accounting.write_ahead import WriteAheadLog
 from fastclip.errors import ArgumentError, ArgumentTypeError, say
-from fastclip.parallel.checkpoints import Kept, as_alone, is_spread, optimizer_alone, write_whole
+from fastclip.files import write_whole
+from fastclip.parallel.checkpoints import Kept, as_alone, is_spread, optimizer_alone
 from fastclip.parallel.ranks import Ranks, together
 
 _ACCOUNTANT = "privacy_accountant_state_dict"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastclip.errors import ArgumentError
+from fastclip.files import keep_names
 from fastclip.forks import this_process
 
 try:
@@ -143,7 +144,7 @@ class HeldFile:
             raise self._taken()
         _HELD[_key(os.fstat(self._file))] = self._process
         if self._made:
-            _write_name(self.path.resolve().parent)
+            keep_names(self.path.resolve().parent)
 
     @staticmethod
     def _is_held(found: os.stat_result) -> bool:
@@ -183,13 +184,3 @@ def _lock(file: int) -> bool:
     except OSError:  # a file system without locks
         return True
     return True
-
-
-def _write_name(folder: Path) -> None:
-    """A new file's name is on the disk as well."""
-    if os.name == "posix":
-        opened = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)

@@ -13,8 +13,8 @@ from transformers import TrainerCallback
 
 from fastclip.accounting.segments import read_segments
 from fastclip.errors import ArgumentError
+from fastclip.files import write_whole
 from fastclip.integrations.budget import Budget
-from fastclip.parallel.checkpoints import write_whole
 
 ACCOUNTANT_NAME = "privacy_accountant.json"
 """File of a checkpoint that holds what was spent."""

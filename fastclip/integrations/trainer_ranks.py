@@ -20,8 +20,8 @@ from transformers import Trainer
 
 from fastclip._torch import FSDPModule
 from fastclip.errors import ArgumentError
+from fastclip.files import write_whole
 from fastclip.optim.optimizer import FastDPOptimizer
-from fastclip.parallel.checkpoints import write_whole
 from fastclip.parallel.ranks import Ranks
 from fastclip.parallel.streams import own_generator
 

@@ -94,7 +94,7 @@ def patch_products(
     pixels: Tensor, outputs: Tensor, space: tuple[int, ...], out: tuple[int, ...],
     geometry: ConvGeometry,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Inner product of the patches' Gram with another one, its absolute terms, and the Gram's trace.
+    """Inner product of the patches' Gram with another one, the same of absolute values, and its trace.
 
     Args:
         pixels: `half_gram` of the pixels, [n, prod(space), prod(space)]. outputs: another one,
@@ -102,16 +102,14 @@ def patch_products(
         space: of the input. out: of the output.
 
     Returns:
-        [n] each: the sum over the kernel's offsets and pairs of positions, the sum of its absolute
-        values, the trace.
+        [n] each.
     """
     patches = _slide(pixels, space, out, geometry)
     whole = strips_of(pixels.shape[1]) == strips_of(outputs.shape[1]) == 1
     dots = row_dots if whole else half_dots
     total, norm = dots(patches, outputs)[0], trace(patches)
     del patches
-    absolute = dots(_slide(pixels.abs(), space, out, geometry), outputs)[1]
-    return total, absolute, norm
+    return total, dots(_slide(pixels.abs(), space, out, geometry), outputs)[1], norm
 
 
 def _slide(pixels: Tensor, space: Sequence[int], out: Sequence[int], geo: ConvGeometry) -> Tensor:

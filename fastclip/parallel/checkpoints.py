@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from opacus.grad_sample import AbstractGradSampleModule
@@ -110,21 +107,3 @@ class _Alone:
         if not bare_keys.keys() & self._model.state_dict().keys():  # as Opacus saves DPDDP
             bare_keys = {key.removeprefix("module."): value for key, value in bare_keys.items()}
         return self._model.load_state_dict(bare_keys, **options)
-
-
-def write_whole(path: Any, write: Callable[[Any], None]) -> None:
-    """`write(file)`, so that `path` holds the old file or the new one, whenever the process ends.
-
-    Args:
-        path: of a file; or an open file, which is written to as it is.
-    """
-    if not isinstance(path, (str, os.PathLike)):
-        write(path)
-        return
-    final = Path(path)
-    part = final.with_name(f"{final.name}.{os.getpid()}.part")
-    try:
-        write(part)
-        part.replace(final)
-    finally:
-        part.unlink(missing_ok=True)
