@@ -7,7 +7,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cmath>
 #include <tuple>
 #include <vector>
 
@@ -21,59 +20,42 @@ namespace {
 
 constexpr int kLanes = 8;
 
-// A sum of products, and that of their absolute values.
-struct Sums {
-  double products = 0;
-  double sizes = 0;
-
-  void add(double product) {
-    products += product;
-    sizes += std::abs(product);
-  }
-};
-
 // The inner product of n numbers, `a` in steps.
 template <typename T>
-void add_dot(const T* a, int64_t step, const T* b, int64_t n, Sums* sums) {
+double dot(const T* a, int64_t step, const T* b, int64_t n) {
   int64_t i = 0;
+  double total = 0;
   if (step == 1) {
-    T products[kLanes] = {}, sizes[kLanes] = {};
+    T lanes[kLanes] = {};
     for (; i + kLanes <= n; i += kLanes) {
-      for (int j = 0; j < kLanes; ++j) {
-        const T product = a[i + j] * b[i + j];
-        products[j] += product;
-        sizes[j] += std::abs(product);
-      }
+      for (int j = 0; j < kLanes; ++j) lanes[j] += a[i + j] * b[i + j];
     }
-    for (int j = 0; j < kLanes; ++j) {
-      sums->products += products[j];
-      sums->sizes += sizes[j];
-    }
+    for (int j = 0; j < kLanes; ++j) total += lanes[j];
   }
-  for (; i < n; ++i) sums->add(static_cast<double>(a[i * step]) * b[i]);
+  for (; i < n; ++i) total += static_cast<double>(a[i * step]) * b[i];
+  return total;
 }
 
 // Pairs of one offset: those of two different positions count twice, for both Grams are symmetric.
 template <typename T>
 void add_offset(const T* pixels, int64_t s, const T* outputs, int64_t o, const PatchRuns& seen,
-                Sums* sums, double* trace) {
-  Sums twice;
+                double* product, double* trace) {
+  double twice = 0, once = 0;
   for (int64_t r = 0; r < seen.runs; ++r) {
     for (int64_t k = 0; k < seen.count[r]; ++k) {
       const T* row = pixels + (seen.of[r] + k * seen.step) * s;
       const T* other = outputs + (seen.to[r] + k) * o;
       const double own = row[seen.of[r] + k * seen.step];
       *trace += own;
-      sums->add(own * other[seen.to[r] + k]);
-      add_dot(row + seen.of[r] + (k + 1) * seen.step, seen.step, other + seen.to[r] + k + 1,
-              seen.count[r] - k - 1, &twice);
+      once += own * other[seen.to[r] + k];
+      twice += dot(row + seen.of[r] + (k + 1) * seen.step, seen.step, other + seen.to[r] + k + 1,
+                   seen.count[r] - k - 1);
       for (int64_t q = r + 1; q < seen.runs; ++q) {
-        add_dot(row + seen.of[q], seen.step, other + seen.to[q], seen.count[q], &twice);
+        twice += dot(row + seen.of[q], seen.step, other + seen.to[q], seen.count[q]);
       }
     }
   }
-  sums->products += 2 * twice.products;
-  sums->sizes += 2 * twice.sizes;
+  *product += once + 2 * twice;
 }
 
 // to, of, count: addresses of int32 arrays; their length; the step.
@@ -101,7 +83,7 @@ const Binding binding([](py::module_& module) {
   using py::arg;
   module.def("patch_gram_products", &products,
              "Addresses of the Grams [samples, s, s] and [samples, o, o], and of float64 "
-             "[samples, 3]; offsets: (to, of, count, runs, step) of each.",
+             "[samples, 2]; offsets: (to, of, count, runs, step) of each.",
              arg("pixels"), arg("outputs"), arg("out"), arg("samples"), arg("s"), arg("o"),
              arg("offsets"), arg("wide"), arg("threads"));
 });
@@ -113,14 +95,12 @@ void patch_gram_products(const T* pixels, const T* outputs, double* out, int64_t
                          int64_t o, const PatchRuns* offsets, int64_t count, int threads) {
   auto range = [=](int64_t first, int64_t last) {
     for (int64_t n = first; n < last; ++n) {
-      Sums sums;
-      double trace = 0;
+      double product = 0, trace = 0;
       for (int64_t i = 0; i < count; ++i) {
-        add_offset(pixels + n * s * s, s, outputs + n * o * o, o, offsets[i], &sums, &trace);
+        add_offset(pixels + n * s * s, s, outputs + n * o * o, o, offsets[i], &product, &trace);
       }
-      out[3 * n] = sums.products;
-      out[3 * n + 1] = sums.sizes;
-      out[3 * n + 2] = trace;
+      out[2 * n] = product;
+      out[2 * n + 1] = trace;
     }
   };
   in_stretches(samples, threads, range);

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastclip.ops.bounds import GramNorm, dot_room, product_slack
 from fastclip.ops.dispatch import computes_reference, operation
-from fastclip.ops.grams import gram_norm, half_dots, half_gram, row_dots, strips_of, trace
+from fastclip.ops.grams import gram_norm, gram_size, half_dot, half_gram, row_dot, strips_of, trace
 from fastclip.ops.numerics import drop_zeroed, row_norm_sq, samples_at_once, widen
 from fastclip.ops.precision import in_full_float32
 
@@ -79,12 +79,12 @@ def conv_ghost_parts(x: Tensor, g: Tensor, geometry: ConvGeometry) -> GramNorm:
     d, p = torch.Size(geometry.kernel).numel() * in_channels, out_channels // groups
     if geometry.is_pointwise:
         return gram_norm(half_gram(pixels), outputs, d, p)
-    total, absolute, norm_x = patch_products(
-        half_gram(pixels), outputs, tuple(x.shape[2:]), tuple(out), geometry
-    )
-    # The taps are added to a Gram of pixels: a few terms, to long dot products.
-    dots = dot_room(in_channels, p) + d / in_channels / 4
-    t = outputs.shape[1]
+    pixels = half_gram(pixels)
+    total, norm_x = patch_products(pixels, outputs, tuple(x.shape[2:]), tuple(out), geometry)
+    # A Gram of patches is a sum of as many pieces of one of pixels as there are taps.
+    taps, t = d // in_channels, outputs.shape[1]
+    absolute = (taps * gram_size(pixels) * gram_size(outputs)).to(total.dtype)
+    dots = dot_room(in_channels, p) + taps / 4
     return GramNorm(total, norm_x, trace(outputs), absolute, t, t * d, t * p, dots)
 
 
@@ -93,8 +93,8 @@ def conv_ghost_parts(x: Tensor, g: Tensor, geometry: ConvGeometry) -> GramNorm:
 def patch_products(
     pixels: Tensor, outputs: Tensor, space: tuple[int, ...], out: tuple[int, ...],
     geometry: ConvGeometry,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Inner product of the patches' Gram with another one, the same of absolute values, and its trace.
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Inner product of the patches' Gram with another one, and its trace.
 
     Args:
         pixels: `half_gram` of the pixels, [n, prod(space), prod(space)]. outputs: another one,
@@ -102,14 +102,11 @@ def patch_products(
         space: of the input. out: of the output.
 
     Returns:
-        [n] each.
+        [n] and [n].
     """
     patches = _slide(pixels, space, out, geometry)
     whole = strips_of(pixels.shape[1]) == strips_of(outputs.shape[1]) == 1
-    dots = row_dots if whole else half_dots
-    total, norm = dots(patches, outputs)[0], trace(patches)
-    del patches
-    return total, dots(_slide(pixels.abs(), space, out, geometry), outputs)[1], norm
+    return (row_dot if whole else half_dot)(patches, outputs), trace(patches)
 
 
 def _slide(pixels: Tensor, space: Sequence[int], out: Sequence[int], geo: ConvGeometry) -> Tensor:

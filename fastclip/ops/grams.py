@@ -68,26 +68,37 @@ def gram_norm(gram_a: Tensor, gram_g: Tensor, d: int, p: int) -> GramNorm:
     return GramNorm(total, trace(gram_a), trace_g, absolute, t, t * d, t * p, dot_room(d, p))
 
 
-def half_dots(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """`row_dots` of symmetric matrices, of which what lies below the diagonal is not looked at.
+def half_dot(x: Tensor, y: Tensor) -> Tensor:
+    """Inner product of symmetric matrices, of which what lies below the diagonal is not looked at.
 
     Args:
         x, y: [b, t, t]. What is below the diagonal of x must be finite where x is.
 
     Returns:
-        [b] and [b].
+        [b].
     """
-    return row_dots(x, y.triu() + y.triu(1))
+    return row_dot(x, y.triu() + y.triu(1))
 
 
-def row_dots(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Inner product of the samples, x and y [b, t, s] -> [b]; and the same sum of absolute values.
+def row_dot(x: Tensor, y: Tensor) -> Tensor:
+    """Inner product of the samples, x and y [b, t, s] -> [b].
 
     Not by a batched product: that adds them up one after the other, which takes longer than a product
     and a sum, and where all have one sign errs by a sixteenth of their number in u and more.
     """
+    return (x * y).sum((1, 2))
+
+
+def row_dots(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """`row_dot`, and the same sum of absolute values."""
     products = (x * y).flatten(1)
     return products.sum(1), torch.linalg.vector_norm(products, ord=1, dim=1)
+
+
+def gram_size(gram: Tensor) -> Tensor:
+    """No less than the Frobenius norm of a Gram of which a half is there, [b, t, t] -> float64 [b]."""
+    size = torch.linalg.vector_norm(gram, dim=(1, 2), dtype=torch.float64)
+    return size if strips_of(gram.shape[1]) == 1 else size * 2**0.5
 
 
 def trace(grams: Tensor) -> Tensor:

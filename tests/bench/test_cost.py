@@ -55,7 +55,7 @@ def test_backward_passes_are_counted_and_places_are_told() -> None:
 
 
 LIMITS = {  # at 8 rows a step, as measured and a little more: FLOPs, bytes, calls
-    "resnet18": (1.80, 1.58, 2.75),
+    "resnet18": (1.80, 1.58, 2.95),
     "bert": (1.16, 1.41, 2.30),
     "vit": (1.07, 1.73, 2.55),
 }

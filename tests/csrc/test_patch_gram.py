@@ -50,7 +50,7 @@ def test_against_the_patches(case: str, dtype: torch.dtype, threads: int) -> Non
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        product, absolute, trace = host.patch_products(*arguments)
+        product, trace = host.patch_products(*arguments)
     finally:
         torch.set_num_threads(before)
     exact = torch.einsum("btp,btd->bpd", g, patches).flatten(1).square().sum(1)
@@ -59,10 +59,6 @@ def test_against_the_patches(case: str, dtype: torch.dtype, threads: int) -> Non
     torch.testing.assert_close(product.double(), exact, rtol=tolerance, atol=0)
     size = patches.flatten(1).square().sum(1)
     torch.testing.assert_close(trace.double(), size, rtol=tolerance, atol=0)
-    pixels, outputs, *rest = (x.abs() if isinstance(x, Tensor) else x for x in arguments)
-    sizes, same, _ = host.patch_products(pixels, outputs, *rest)
-    torch.testing.assert_close(absolute, sizes, rtol=tolerance, atol=0)
-    assert torch.equal(same, sizes)
 
 
 @pytest.mark.parametrize("n", [0, 1])
@@ -85,7 +81,7 @@ def test_infinite_samples_stay_alone() -> None:
     (pixels, outputs, *rest), _, _ = grams("2d", 3, torch.float32)
     pixels[1, 2, 3] = torch.nan
     outputs[2, 0, 1] = torch.inf
-    product, *_ = host.patch_products(pixels, outputs, *rest)
+    product, _ = host.patch_products(pixels, outputs, *rest)
     assert product.isfinite().tolist() == [True, False, False]
 
 
