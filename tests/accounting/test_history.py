@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ from dp_accounting.rdp import RdpAccountant
 from opacus.accountants import PRVAccountant, RDPAccountant
 
 from fastclip.accounting import epsilon, history
+from fastclip.accounting.history import spent
 from fastclip.clipping.schedules import ConstantNoise, NoiseSchedule, StagedNoise, StepNoise
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from tests.accounting.runs import SCHEDULES, STEPS, event, one_sentence
@@ -48,6 +50,39 @@ def test_rdp_against_dp_accounting(name: str) -> None:
     entries = history(SCHEDULES[name], 1.4, 0.05, STEPS)
     theirs = RdpAccountant(WHOLE).compose(event(entries)).get_epsilon(DELTA)
     assert epsilon(entries, DELTA, "rdp", alphas=WHOLE) == pytest.approx(theirs, abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Optimal order")
+def test_rdp_is_opacus_to_the_last_bit_and_known_steps_are_not_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rdp = importlib.import_module("fastclip.accounting.rdp")
+    compute, computed = rdp.compute_rdp, []
+    monkeypatch.setattr(rdp, "compute_rdp", lambda **k: computed.append(k) or compute(**k))
+    rdp._one_step.cache_clear()
+    book, entries = RDPAccountant(), []
+    for name in ("staged", "exponential"):
+        for steps in (3, STEPS):
+            entries += history(SCHEDULES[name], 0.9, 0.031, steps)
+            book.history = entries
+            assert epsilon(entries, DELTA, "rdp") == book.get_epsilon(DELTA)
+            few = book.get_epsilon(DELTA, alphas=[2.5, 3, 20.0])
+            assert epsilon(entries, DELTA, "rdp", alphas=[2.5, 3, 20.0]) == few
+    pairs = {(sigma, rate) for sigma, rate, _ in entries}
+    assert len(computed) == 2 * len(pairs)
+
+
+class Overridden(RDPAccountant):
+    """Another law under the same name."""
+
+    def get_privacy_spent(self, *, delta: float, alphas: Any = None) -> tuple[float, float]:
+        return 7.0, 2.0
+
+
+def test_an_accountant_of_ones_own_is_asked() -> None:
+    book = Overridden()
+    book.history = [(1.0, 0.1, 5)]
+    assert spent(book, DELTA) == 7.0
 
 
 def test_rdp_on_fractional_orders_is_never_above_dp_accounting() -> None:
