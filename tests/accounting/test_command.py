@@ -119,6 +119,7 @@ def test_a_search_is_charged(
     assert printed["search"] == charged._asdict()
 
 
+@pytest.mark.slow
 def test_draws_that_are_cut(capsys: pytest.CaptureFixture) -> None:
     """The cut's own price, by the one accountant that knows it; dearer than no cut."""
     pytest.importorskip("dp_accounting")

@@ -94,7 +94,7 @@ def density(cut: TruncatedPoisson, values: tuple[float, ...], x: np.ndarray, sig
 
 
 @pytest.mark.parametrize("at_most", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rate", [0.3, 0.8])
 def test_no_data_set_spends_more(rate: float, size: int, at_most: bool) -> None:
     """delta of both directions by integration, for all sums of rows of -1, 0, 1 and one more row."""

@@ -1,4 +1,7 @@
-"""Every exact test of layers, uses and models once more, with rows that are clipped by units."""
+"""Every exact test of layers, uses and models once more, with rows that are clipped by units.
+
+Each fourth of those of layers is quick (tests/backward/conftest.py).
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,15 @@ from bench.load import runs
 from bench.load.verdicts import Curve, verdict
 
 SHORT = 0.002  # of 10^5 steps
+
+
+@pytest.fixture(autouse=True)
+def _nothing_else_is_counted() -> Iterator[None]:
+    """Objects are counted often; those of the tests before would take half a second each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def failed(row: dict[str, Any]) -> set[str]:

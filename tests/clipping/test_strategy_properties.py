@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastclip import ops
@@ -21,6 +21,8 @@ NORMS = st.one_of(
     st.floats(0, 100), st.floats(0, 1e300), st.sampled_from([*EXTREMES, math.inf, math.nan])
 )
 strategies = pytest.mark.parametrize("strategy", COMBINATIONS, ids=label)
+FEWER = settings(max_examples=40)
+"""Of each of hundreds of pairs of a strategy and a type."""
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
@@ -57,6 +59,7 @@ def clip(strategy: Clipping, norm_sq: torch.Tensor, state: Thresholds, groups: t
 
 @dtypes
 @strategies
+@FEWER
 @given(batches())
 def test_contribution_is_within_the_sensitivity(strategy, dtype, batch) -> None:
     """s_i * n_i <= S in the arithmetic in use, also for 0, subnormal, huge, inf and NaN norms."""
@@ -79,6 +82,7 @@ def test_contribution_is_within_the_sensitivity(strategy, dtype, batch) -> None:
 
 @dtypes
 @strategies
+@FEWER
 @given(batches(), st.integers(0, 5))
 def test_one_sample_changes_nothing_but_its_own_part(strategy, dtype, batch, which) -> None:
     """Thresholds held fixed, other samples keep their scales bit for bit; counts move by <= theirs."""

@@ -20,7 +20,16 @@ DOCUMENTED = "\n".join(
 )
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+LONG = ("opacus_images", "opacus_text", "tabular_groups", "trainer_lora", "with_lightning")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in LONG else [])
+        for path in SCRIPTS
+    ],
+)
 def test_a_newcomers_script(script: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False,
