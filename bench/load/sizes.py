@@ -118,7 +118,10 @@ class Tied(nn.Module):
 
 
 def vocabulary(scale: float) -> dict[str, Any]:
-    """A table of 250,000 words that is looked up and predicts, private and not: the peak of a step."""
+    """A table of 250,000 words that is looked up and predicts, private and not: the peaks of steps.
+
+    The first step compares runs of up to eight rows, here of all, whose outputs are as large as it.
+    """
     words, width, b, t = max(int(250_000 * scale), 5000), 64, 8, 8
     ids = torch.randint(words, (b, t))
     data, used = TensorDataset(ids), {}
@@ -126,27 +129,33 @@ def vocabulary(scale: float) -> dict[str, Any]:
         torch.manual_seed(0)
         model: Any = Tied(words, width)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
-        peak = PeakMemory()
+        start = psutil.Process().memory_info().rss
         if mode == "private":
             made = Training(model, DataLoader(data, batch_size=b), poisson_sampling=False)
             model, optimizer = made.model, made.optimizer
-        for _ in range(2):
+        peaks = []
+        for _ in range(3):
+            peak = PeakMemory()
             optimizer.zero_grad()
             losses = nn.functional.cross_entropy(model(ids).mT, ids, reduction="none").mean(1)
             losses.mean().backward()
             optimizer.step()
-        used[mode] = peak.above_start() / MIB
+            peaks.append((peak.above_start() + peak.start - start) / MIB)
+        used[mode] = peaks[0], max(peaks[1:])
         del model, optimizer, losses
     table, all_tables = words * width * 4 / MIB, b * words * width * 4 / MIB
-    extra = used["private"] - used["non_private"]
+    first, later = (a - b for a, b in zip(used["private"], used["non_private"], strict=True))
     return {
         "case": "vocabulary",
         "what": f"{words:,} words, tied",
         "table_mib": round(table, 1),
         "tables_of_all_samples_mib": round(all_tables, 1),
-        "non_private_mib": round(used["non_private"], 1),
-        "private_mib": round(used["private"], 1),
-        "verdicts": [verdict("memory above non-private", extra / table, 2.5, "tables")],
+        "non_private_mib": [round(x, 1) for x in used["non_private"]],
+        "private_mib": [round(x, 1) for x in used["private"]],
+        "verdicts": [
+            verdict("first step's memory above non-private", first / table, 8, "tables"),
+            verdict("later steps' memory above non-private", later / table, 1.5, "tables"),
+        ],
     }
 
 

@@ -72,7 +72,7 @@ class Influence:
             pairs[number] = (None, None)  # gradients of everything are large
             owner = None
             if one is not None and other is not None:
-                owner = owners(one, other, self.count, coarse=bool(halves)).to(torch.int8)
+                owner = owners(one, other, self.count, coarse=bool(halves))
             reached = owner is not None and bool((owner != NOBODY).any())
             found.append((output.name, owner if reached else None))
         return found

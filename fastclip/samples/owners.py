@@ -21,6 +21,7 @@ _EXACT = {
 """What of a gradient, relative to the largest, may be rounding: a maximum that is subtracted for
 safety leaves some."""
 _COARSE = 1e-4
+_AT_ONCE = 2**20
 
 
 def coded_by(gradient: Tensor, axis: int, digits: Tensor) -> Tensor:
@@ -32,7 +33,7 @@ def coded_by(gradient: Tensor, axis: int, digits: Tensor) -> Tensor:
 
 
 def owners(plain: Tensor, scaled: Tensor, samples: int, *, coarse: bool = False) -> Tensor:
-    """The sample of every entry, int64 in the tensor's shape; NOBODY; MIXED: of several.
+    """The sample of every entry, int8 in the tensor's shape; NOBODY; MIXED: of several.
 
     Args:
         plain, scaled: gradients of the two passes: as they are, and with those of sample i times
@@ -40,18 +41,36 @@ def owners(plain: Tensor, scaled: Tensor, samples: int, *, coarse: bool = False)
             went through was float16, whose small numbers do not scale exactly.
     """
     tolerance = _COARSE if coarse else _EXACT.get(plain.dtype, _COARSE)
-    wide = torch.complex128 if plain.is_complex() else torch.float64
-    plain, scaled = (x.detach().to(wide).nan_to_num(0.0, 0.0, 0.0) for x in (plain, scaled))
+    pairs = list(zip(_parts(plain), _parts(scaled), strict=True))
+    if not pairs:
+        return torch.empty(plain.shape, dtype=torch.int8, device=plain.device)
+    largest = torch.stack([_wide(part).abs().amax() for _, part in pairs]).amax()
+    # smaller numbers than the type's normal ones are rounded when they are scaled
+    room = (tolerance * largest).clamp_min(torch.finfo(plain.dtype).tiny)
+    found = [_owners(_wide(x), _wide(y), samples, room) for x, y in pairs]
+    return torch.cat(found).view(plain.shape)
+
+
+def _parts(x: Tensor) -> tuple[Tensor, ...]:
+    """Entries that are looked at together: each takes some 60 bytes meanwhile."""
+    return x.detach().reshape(-1).split(_AT_ONCE) if x.numel() else ()
+
+
+def _wide(x: Tensor) -> Tensor:
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    return x.to(wide).nan_to_num(0.0, 0.0, 0.0)
+
+
+def _owners(plain: Tensor, scaled: Tensor, samples: int, room: Tensor) -> Tensor:
+    """`owners` of some entries, where `room` is what rounding may have left."""
     middle = samples // 2
     digit = (scaled / plain).abs().log2().nan_to_num(0.0, 0.0, 0.0).round() + middle
     inside = (digit >= 0) & (digit < samples)
     digit = digit.clamp(0, samples - 1)
-    largest = scaled.abs().amax() if scaled.numel() else scaled.sum()
-    room = tolerance * largest
     agrees = (scaled - plain * (digit - middle).exp2()).abs() <= room
     # what rounding alone may have left is nobody's, whatever its ratio
     silent = (scaled.abs() <= room) & (plain.abs() <= room)
-    found = torch.where(inside & agrees, digit.to(torch.int64), MIXED)
+    found = torch.where(inside & agrees, digit.to(torch.int8), MIXED)
     return found.masked_fill(silent, NOBODY)
 
 
