@@ -105,8 +105,8 @@ def test_wide(channels: int, size: int, stride: int, dtype: torch.dtype) -> None
         nn.Tanh(),
         nn.Conv2d(channels, channels, 3, stride, padding=1, bias=False),
     )
-    # what rounding can hide of a Gram norm that is made of one of pixels: measured 1.7e-5
-    tol = 2e-5 if dtype == torch.float32 else None
+    # what rounding can hide of a Gram norm that is made of one of pixels: 1.7e-5, of units 2.5e-5
+    tol = 3e-5 if dtype == torch.float32 else None
     check_exact(model, torch.randn(3, 3, size, size), dtype=dtype, tol=tol)
 
 
