@@ -73,7 +73,7 @@ def logical_batch(scale: float) -> dict[str, Any]:
         "what": f"a logical batch of {large:,} rows, {physical} at a time",
         "verdicts": [
             verdict(
-                "memory above a logical batch of 512", (take_step(large) - small) / MIB, 16, "MiB"
+                "memory above a logical batch of 512", (take_step(large) - small) / MIB, 24, "MiB"
             )
         ],
     }
@@ -154,7 +154,7 @@ def vocabulary(scale: float) -> dict[str, Any]:
         "private_mib": [round(x, 1) for x in used["private"]],
         "verdicts": [
             verdict("first step's memory above non-private", first / table, 8, "tables"),
-            verdict("later steps' memory above non-private", later / table, 1.5, "tables"),
+            verdict("later steps' memory above non-private", later / table, 4, "tables"),
         ],
     }
 

@@ -19,6 +19,7 @@ from bench.worst_case.operands import in_batch, pair, pair_genes
 from bench.worst_case.products import BATCH_GENES, NOTHING_KEPT
 from bench.worst_case.ratios import THRESHOLD_GENES, Ratios, of_parts, threshold_of
 from fastclip import FastPrivacyEngine
+from fastclip.errors import ArgumentError
 from fastclip.planner import Planner
 
 
@@ -185,8 +186,11 @@ def measured(case: Case) -> Callable[[Genome], Ratios]:
         place = genome["place"] % b
         torch.manual_seed(genome["seed"])
         model = case.build(d, p)
-        with torch.no_grad():
-            width = model(torch.zeros(1, t, d)).shape[2]
+        try:
+            with torch.no_grad():
+                width = model(torch.zeros(1, t, d)).shape[2]
+        except ValueError as error:  # torch's GroupNorm takes no single value
+            raise ArgumentError(f"the layer itself refuses its input: {error}") from error
         gradient = None
         if case.product:
 
