@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -33,6 +32,7 @@ from bench.worst_case.ratios import MEASURES
 from bench.worst_case.search import exceeded
 from bench.worst_case.targets import TARGETS
 from bench.worst_case.turns import Turns
+from fastclip.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "bench" / "results" / "worst-case.json"
@@ -49,9 +49,7 @@ def read(path: Path) -> dict[str, Any]:
 def write(path: Path, found: dict[str, Any], arguments: list[str] | None) -> None:
     """Put the file in the place of the last one, whole."""
     result = {**heading("bench.worst_case", arguments), "machine": machine(), "targets": found}
-    beside = path.with_suffix(".part")
-    beside.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(beside, path)
+    write_whole(path, lambda part: part.write_text(json.dumps(result, indent=1) + "\n"))
 
 
 def search(

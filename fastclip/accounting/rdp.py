@@ -55,8 +55,8 @@ def opacus_epsilon(
 ) -> float:
     """What RDPAccountant.get_epsilon gives, to the last bit, and soon where its steps are known."""
     orders = RDPAccountant.DEFAULT_ALPHAS if alphas is None else alphas
-    rdp = sum(_one_step(rate, sigma, tuple(orders)) * steps for sigma, rate, steps in history)
-    return float(get_privacy_spent(orders=orders, rdp=rdp, delta=delta)[0])
+    spent, _ = get_privacy_spent(orders=orders, rdp=run_rdp(history, orders), delta=delta)
+    return float(spent)
 
 
 def checked_orders(orders: Sequence[float]) -> np.ndarray:
