@@ -18,7 +18,9 @@ def classify(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("size", "dtype"), [(16, torch.float64), (32, torch.float32)])
 def test_resnet18(size: int, dtype: torch.dtype) -> None:
     batch = Batch((torch.randn(3, 3, size, size),), target=torch.tensor([1, 5, 9]))
-    check_exact(resnet18(num_classes=10), batch, classify, dtype=dtype)
+    # what rounding can hide of norms made of the Grams of wide convolutions: 1.5e-5 measured
+    tol = 2.5e-5 if dtype == torch.float32 else None
+    check_exact(resnet18(num_classes=10), batch, classify, dtype=dtype, tol=tol)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
