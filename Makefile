@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-TESTS := $(BIN)/python -m pytest -n 2
+TESTS := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 TORCH ?= 2.13.0
 .PHONY: venv build dist sbom docs demo test test-all test-with conformance lint bench clean
@@ -58,7 +58,7 @@ test-with:
 	$(OTHER)/bin/python -m pip install --quiet torch==$(TORCH)
 	$(OTHER)/bin/python -m pip install --quiet --editable ".[test]" torch==$(TORCH) $(WITH)
 	FASTCLIP_BUILD=strict $(OTHER)/bin/python setup.py build_ext --inplace
-	$(OTHER)/bin/python -m pytest -n 2 -m "not slow and not conformance"
+	$(OTHER)/bin/python -m pytest -n 2 --dist loadgroup -m "not slow and not conformance"
 
 # Opacus' own test suite on this engine: about 5 minutes.
 conformance: $(STAMP)

@@ -6,8 +6,10 @@ import gc
 import os
 import tempfile
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from multiprocessing import active_children
+from zlib import crc32
 
 import hypothesis
 import pytest
@@ -32,6 +34,25 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="fastclip-tests-")
 def pytest_configure(config: pytest.Config) -> None:
     """Opacus warns about its random numbers whenever an engine is built; nothing else is hidden."""
     config.addinivalue_line("filterwarnings", "ignore:Secure RNG turned off:UserWarning")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is slow, before that is left out, and what must run in one worker."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+        # what a module sets up for all of its tests is set up once
+        fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
+        if any(one.scope == "module" for found in fixtures for one in found):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    for test, several in cases.items():
+        marker = several[0].get_closest_marker("one_in")
+        every = marker.args[0] if marker else 1
+        first = crc32(test.encode()) % min(every, len(several))
+        for number, item in enumerate(several):
+            if number % every != first:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

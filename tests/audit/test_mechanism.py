@@ -52,6 +52,7 @@ def test_the_law_of_the_scores(sigma: float, steps: int) -> None:
     assert seen.history == [(sigma, 1.0, steps)]
 
 
+@pytest.mark.one_in(2)
 def test_a_mutant_is_refuted() -> None:
     """Each of the mechanism's, with few canaries; the neighbours' take long, and are in a slow test."""
     torch.manual_seed(0)

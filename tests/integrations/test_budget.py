@@ -87,6 +87,7 @@ def test_a_ledger_that_holds_more_than_the_checkpoint_counts(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("privacy", [BUDGET, {"noise_multiplier": 1.0}])
+@pytest.mark.one_in(2)
 def test_stages_and_thresholds_do_not_begin_again(tmp_path: Path, privacy: dict) -> None:
     """A checkpoint of the model alone does not hold them."""
     trainer(tmp_path, privacy=privacy | STAGED, arguments=MODEL_ONLY).train()
@@ -160,6 +161,7 @@ def test_lightning_without_a_ledger_is_refused(tmp_path: Path, without: str) -> 
         (4, {"noise_multiplier": 1.0}, True),
     ],
 )
+@pytest.mark.one_in(2)
 def test_lightning_keeps_its_budget(tmp_path: Path, epochs: int, after: dict, fits: bool) -> None:
     """Cut after one of two epochs, and gone on with."""
     private = rdp()

@@ -42,6 +42,7 @@ def test_resuming_under_a_shared_engine_adds_up(tmp_path: Path, form) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]"])
+@pytest.mark.one_in(3)
 def test_a_resume_that_fails_forgets_nothing(tmp_path: Path, text: str | None) -> None:
     run = trainer(tmp_path, arguments=SAVING)
     run.train()
@@ -53,6 +54,7 @@ def test_a_resume_that_fails_forgets_nothing(tmp_path: Path, text: str | None) -
     assert run.epsilon() == spent > 0
 
 
+@pytest.mark.slow
 def test_a_file_of_which_a_field_was_changed(tmp_path: Path) -> None:
     """Every field: what was spent, and the run whose draws go on; files of before have no digest."""
     run = trainer(tmp_path, arguments=SAVING)
@@ -71,6 +73,7 @@ def test_a_file_of_which_a_field_was_changed(tmp_path: Path) -> None:
         assert read_checkpoint(str(path.parent), run.engine.accountant).run == saved["run"]
 
 
+@pytest.mark.slow
 def test_a_generator_that_starts_again_is_warned_of(tmp_path: Path) -> None:
     trainer(tmp_path, arguments=SAVING).train()
     folder = str(tmp_path / "checkpoint-2")
@@ -122,6 +125,7 @@ def test_no_two_runs_of_an_engine_draw_the_same_batches(tmp_path: Path) -> None:
     assert not any(batch in first for batch in draws.drawn[-STEPS:])
 
 
+@pytest.mark.slow
 def test_another_rate_goes_on_with_new_batches(tmp_path: Path) -> None:
     """With half the batch as many steps are fewer epochs, whose draws would come again."""
     trainer(tmp_path, bert(), arguments=SAVING).train()
@@ -172,6 +176,7 @@ def test_the_environment_and_later_changes_are_checked(tmp_path: Path, monkeypat
         ({"poisson_sampling": False}, "every row is in every pass"),
     ],
 )
+@pytest.mark.one_in(2)
 def test_traps_are_warned_of(tmp_path: Path, told: dict, trap: str) -> None:
     with pytest.warns(UserWarning, match=trap):
         trainer(tmp_path, privacy=told, arguments={"max_steps": 1}).train()

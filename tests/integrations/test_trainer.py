@@ -32,6 +32,7 @@ STEPS = 2 * ROWS // BATCH
 
 
 @pytest.mark.parametrize(("physical", "accumulation"), [(8, 1), (4, 2), (2, 4)])
+@pytest.mark.one_in(3)
 def test_the_trainer_is_the_loop_by_hand(tmp_path: Path, physical: int, accumulation: int) -> None:
     """Same draws, same noise, same schedule: with and without physical batches."""
     mine, theirs = bert(), bert()
@@ -77,6 +78,7 @@ def test_epsilon_is_that_of_the_schedule(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [{}, {"max_steps": 4, "num_train_epochs": 3}])
+@pytest.mark.one_in(2)
 def test_a_budget_is_kept(tmp_path: Path, arguments: dict) -> None:
     run = trainer(tmp_path, privacy={"target_epsilon": 6.0}, arguments=arguments)
     run.train()
@@ -100,6 +102,7 @@ def test_the_saved_model_is_the_plain_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stop", "strategy"), [(2, "flat"), (3, "flat"), (2, "soft_ada_clip"), (2, "sad_dpsgd")]
 )
+@pytest.mark.one_in(2)
 def test_a_resumed_run_goes_on(tmp_path: Path, stop: int, strategy: str) -> None:
     """In the middle of an epoch and at its end: weights, thresholds, learning rate, accountant."""
     told = {"clipping": "flat"}
@@ -206,6 +209,7 @@ def test_training_twice_adds_up(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", [clipping.dpsgd_f(2), clipping.bounded_adaptive(0.1)])
 @pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.one_in(2)
 def test_groups_come_from_a_column(tmp_path: Path, strategy, workers: int) -> None:
     run = trainer(
         tmp_path, privacy={"clipping": strategy, "group_column": "group"},

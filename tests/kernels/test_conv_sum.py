@@ -83,6 +83,7 @@ def test_any_strides(case: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 40])
+@pytest.mark.one_in(6)
 def test_any_split(
     splits: int, dtype: torch.dtype, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +108,7 @@ def test_operands_of_two_types() -> None:
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.one_in(6)
 def test_dead_samples(value: float, dtype: torch.dtype, name: str) -> None:
     """Scale 0 means exactly 0, whatever the operands hold."""
     x, g, scale, geometry = of_map(name, dtype)
@@ -119,6 +121,7 @@ def test_dead_samples(value: float, dtype: torch.dtype, name: str) -> None:
 
 @pytest.mark.parametrize("side", [3, 5, 9])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.one_in(4)
 def test_no_contribution_beyond_its_sensitivity(dtype: torch.dtype, side: int) -> None:
     """A sample scaled to norm 1, less the slack of the scales, stays within 1.
 
@@ -146,6 +149,7 @@ def test_bitwise_repeatable(dtype: torch.dtype, name: str) -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="the autotuner runs every configuration")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("side", [3, 4, 9, 12])
+@pytest.mark.one_in(4)
 def test_every_configuration(
     side: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

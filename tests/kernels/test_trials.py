@@ -101,6 +101,7 @@ def exact(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 @pytest.mark.parametrize("lengths", [(100,), (70, 66), (65, 3, 66), (65, 2, 1, 3)], ids=str)
+@pytest.mark.one_in(4)
 def test_uses_of_one_parameter(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two to four uses share their sums; tiles of 64 and of 128 positions leave unlike numbers."""
     parts = uses(*lengths, dtype=HALF)
@@ -115,6 +116,7 @@ def test_cross_term(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("side", "dtype"), [(4, HALF), (6, SINGLE), (9, HALF)])
 @pytest.mark.parametrize("name", ["conv_ghost_norm", "conv_norm"])
+@pytest.mark.one_in(3)
 def test_convolutions(
     name: str, side: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +132,7 @@ def test_convolutions(
 
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
+@pytest.mark.one_in(2)
 def test_instantiated(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     ((a, g),) = uses(40, dtype=dtype, d=140, p=130)
     gradients = torch.einsum("btp,btd->bpd", g.double(), a.double())
@@ -140,6 +143,7 @@ def test_instantiated(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
 @pytest.mark.parametrize("t", [3, 40])
+@pytest.mark.one_in(4)
 def test_sums(t: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """By sample, and of rows of many samples."""
     monkeypatch.setattr(MODULES["scaled_sum"], "splits_for", lambda *_: 2)
@@ -150,6 +154,7 @@ def test_sums(t: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
+@pytest.mark.one_in(2)
 def test_sums_of_layers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULES["scaled_sums"], "splits_for", lambda *_: 2)
     pairs = [

@@ -44,6 +44,7 @@ def columns(batch: Batch, i: int) -> Batch:
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(3)
 def test_as_the_root(
     kind: str, layers: int, bidirectional: bool, batch_first: bool, dtype: torch.dtype
 ) -> None:
@@ -114,6 +115,7 @@ def padded_loss(output: tuple, _: Any) -> torch.Tensor:
 @pytest.mark.parametrize("order", LENGTHS)
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(2)
 def test_packed_root(kind: str, bidirectional: bool, order: str, dtype: torch.dtype) -> None:
     """The rows of a packed sequence are sorted by length and shrink over time."""
     x, lengths = torch.randn(4, STEPS, 3), LENGTHS[order]

@@ -9,6 +9,7 @@ from tests.parallel import training, world
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.one_in(2)
 def test_a_plain_loop(tmp_path, kind: str) -> None:
     found = world.run(2, "tests.parallel.accelerated:loop", tmp_path, kind)
     expected = training.replay(training.together(found))[-1]["weights"]

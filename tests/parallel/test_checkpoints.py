@@ -36,6 +36,7 @@ def test_set_back(saved) -> None:
 
 
 @pytest.mark.parametrize(("count", "then"), [(1, "ddp"), (3, "ddp"), (3, "fsdp"), (4, "hsdp")])
+@pytest.mark.one_in(4)
 def test_other_numbers_of_ranks(saved, folder, tmp_path, count: int, then: str) -> None:
     """Ranks that hold whole models, or shards, whichever they were."""
     name = "tests.parallel.training:resumed"
@@ -62,6 +63,7 @@ def test_nothing_else_is_left(saved, folder) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp of parts"])
+@pytest.mark.one_in(2)
 def test_torchs_own_checkpoints(tmp_path_factory, kind: str) -> None:
     """Each rank writes its part; other numbers of ranks go on from it, with shards and without."""
     folder = tmp_path_factory.mktemp("parts")

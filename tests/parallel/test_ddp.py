@@ -11,7 +11,7 @@ from tests.parallel import training, world
 from tests.parallel.training import STEPS, STRATEGIES, N
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def strategies(request, tmp_path_factory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("strategies")
     return world.run(request.param, "tests.parallel.training:strategies", folder, "ddp")

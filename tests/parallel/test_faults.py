@@ -44,6 +44,7 @@ def check(folder: Path, kind: str, fault: str, seed: int, failed: int) -> None:
 
 @KINDS
 @pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.one_in(4)
 def test_a_killed_rank(tmp_path, kind: str, seed: int) -> None:
     check(tmp_path, kind, "killed", seed, failed=1)
 
@@ -57,11 +58,13 @@ def test_twenty_killed_ranks(tmp_path, kind: str) -> None:
 
 
 @KINDS
+@pytest.mark.one_in(2)
 def test_a_loader_that_fails(tmp_path, kind: str) -> None:
     check(tmp_path, kind, "loader", 0, failed=1)
 
 
 @KINDS
+@pytest.mark.one_in(2)
 def test_a_disk_that_is_full(tmp_path, kind: str) -> None:
     """The checkpoint before stays whole."""
     check(tmp_path, kind, "full", 0, failed=0)

@@ -14,14 +14,17 @@ from tests.parallel.training import STRATEGIES
 KINDS = ["fsdp", "fsdp of parts", "fsdp, whole after forward", "fsdp, other axes"]
 
 
-@pytest.fixture(scope="module", params=[(2, "fsdp of parts"), (4, "hsdp")], ids=str)
+FOUR = pytest.param((4, "hsdp"), marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=[(2, "fsdp of parts"), FOUR], ids=str)
 def strategies(request, tmp_path_factory) -> list[dict[str, Any]]:
     ranks, kind = request.param
     folder = tmp_path_factory.mktemp("strategies")
     return world.run(ranks, "tests.parallel.training:strategies", folder, kind)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def ways(request, tmp_path_factory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ways")
     return world.run(request.param, "tests.parallel.training:ways", folder, *KINDS)

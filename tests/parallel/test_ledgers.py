@@ -11,6 +11,7 @@ from tests.parallel import world
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp of parts"])
+@pytest.mark.one_in(2)
 def test_ranks_go_on_in_one_file(tmp_path: Path, kind: str) -> None:
     found = world.run(2, "tests.parallel.ledgers:kept", tmp_path, str(tmp_path), kind)
     for rank in found:
@@ -36,6 +37,7 @@ def test_ranks_that_do_not_see_one_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp of parts"])
+@pytest.mark.one_in(2)
 def test_a_full_disk_of_the_first_rank(tmp_path: Path, kind: str) -> None:
     """The sums were exchanged already: no rank takes the step."""
     found = world.run(2, "tests.parallel.ledgers:full", tmp_path, str(tmp_path), kind)

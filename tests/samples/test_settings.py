@@ -115,6 +115,7 @@ LATER: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("late", [1, 40])
 @pytest.mark.parametrize("case", LATER)
+@pytest.mark.one_in(2)
 def test_a_setting_that_changes(case: str, late: int) -> None:
     """At once, also where a counter has moved all the time."""
     when, change = LATER[case]

@@ -268,6 +268,7 @@ def check_in_one_forward(model: nn.Module, x: torch.Tensor, loss_fn: Any) -> Non
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 @kinds
+@pytest.mark.one_in(3)
 def test_dropout_between_layers(kind: str, bidirectional: bool) -> None:
     """The random numbers are torch's own."""
     model = rnn(kind, num_layers=3, dropout=0.4, bidirectional=bidirectional).double()
