@@ -263,6 +263,7 @@ class Comparison:
             unknown = {n for n, c in self.candidates.items() if not c or n in self.layout.moved}
             check_in_either(unknown - self.reached, base, halves)
             self.sizes.compare(rows, base, out, seed)
+            self.sizes.compare_many(rows, base, out, seed)
         elif first:
             self.several = self.sizes.compare_undrawn(rows, seed)
         return drawn and bool(self.candidates.keys() - self.reached)

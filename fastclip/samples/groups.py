@@ -9,6 +9,8 @@ _SPLIT = frozenset({0, 3, 5, 6})
 _FEWEST = 5
 """Rows that are run at least, for that."""
 _SEVERAL = 3
+MANY = 512
+"""Rows of the largest batch that is looked at."""
 
 
 def spread(choice: int, ordered: bool) -> tuple[list[int], list[frozenset[int]]]:

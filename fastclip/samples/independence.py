@@ -18,22 +18,10 @@ from fastclip.errors import BatchSizeError
 from fastclip.samples.inputs import flatten, tensors_of
 from fastclip.samples.place import Place
 from fastclip.samples.probing import Probe, Shapes
+from fastclip.samples.rounding import OTHER_SIZE, VALUES, close, tolerances
 
 UNBATCHED, UNCLEAR = -1, -2
 SIZES = (2, 3)
-
-_VALUES = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""How far values of one row may differ, relative to the largest of the tensor: a kernel may add up in
-another order where another row is longer."""
-_OTHER_SIZE = {torch.float64: 1e-7, torch.float32: 1e-3}
-"""The same in batches of another size."""
-OTHER_PLACE = {torch.float64: 1e-5, torch.float32: 1e-3}
-"""The same at another place in the batch: parts of a float64 model may compute in float32."""
-IN_DOUBLE = {torch.float64: 1e-11}
-"""Both, where none does."""
-
-_MASKS, _BELOW = 1e4, 1e3
-"""A mask writes numbers as large as that, beside which all others are so many times smaller."""
 
 
 def changed_axis(first: tuple[int, ...], second: tuple[int, ...]) -> int:
@@ -93,7 +81,7 @@ def check_values(
     Raises:
         BatchSizeError: they are not.
     """
-    allowed = _between(first, second) if other_size else _VALUES
+    allowed = _between(first, second) if other_size else VALUES
     pairs = zip(by_row(outputs[0]), by_row(outputs[1]), of_outputs, strict=False)
     for one, other, axis in pairs:
         sizes = (first.rows, second.rows)
@@ -114,7 +102,7 @@ def check_layers(
 
 
 def _between(first: Probe, second: Probe) -> dict[torch.dtype, float]:
-    return IN_DOUBLE if first.in_double and second.in_double else _OTHER_SIZE
+    return tolerances(max(first.rounding, second.rounding), OTHER_SIZE)
 
 
 def moved_between(
@@ -135,7 +123,7 @@ def moved_between(
         if place is None:
             continue
         alike = len(values) == len(others) and all(
-            _rows_agree(one, other, kept, place, sizes, allowed or _VALUES)
+            _rows_agree(one, other, kept, place, sizes, allowed or VALUES)
             and not (same_size and place.fits(one, sizes[0]) != place.fits(other, sizes[1]))
             for one, other in zip(values, others, strict=False)
         )
@@ -202,7 +190,7 @@ def _again(
 
 def _close_to_one(row: Tensor, rows: Tensor) -> bool:
     size = rows.abs().amax() if rows.numel() else row.new_zeros(())
-    tolerance = _VALUES.get(row.dtype, 4 * torch.finfo(row.dtype).eps)
+    tolerance = VALUES.get(row.dtype, 4 * torch.finfo(row.dtype).eps)
     apart = (rows - row).abs().amax(1)
     return bool((apart <= tolerance * torch.maximum(size, row.abs().amax())).any())
 
@@ -227,37 +215,9 @@ def _rows_agree(
     return close(first, second, allowed)
 
 
-def close(first: Tensor, second: Tensor, allowed: dict[torch.dtype, float]) -> bool:
-    if torch.equal(first, second):  # most are
-        return True
-    if not first.is_floating_point() and not first.is_complex():
-        return False
-    # 16-bit roundings of sums that differ in their last bit: influence sees what is smaller
-    dtype = first.dtype.to_real()
-    tolerance = allowed.get(dtype, 4 * torch.finfo(dtype).eps)
-    known = torch.isfinite(first)
-    if not torch.equal(known, torch.isfinite(second)):
-        return False
-    one, other = _unmasked(first[known], second[known])
-    return not one.numel() or bool(
-        (one - other).abs().max() <= tolerance * torch.maximum(one.abs().max(), other.abs().max())
-    )
-
-
-def _unmasked(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Without what a mask has written, which is so large that nothing else would show beside it."""
-    sizes = one.abs()
-    largest = sizes.amax() if len(one) else 0.0
-    if largest < _MASKS:
-        return one, other
-    rest = (sizes < largest) | (one != other)
-    apart = bool((torch.maximum(sizes, other.abs())[rest] <= largest / _BELOW).all())
-    return (one[rest], other[rest]) if apart else (one, other)
-
-
 def rows_agree(one: Tensor, other: Tensor, kept: list[int], place: Place, rows: int) -> bool:
     """Whether these rows are the same in both, as far as both are long."""
-    return _rows_agree(one, other, kept, place, (rows, rows), _VALUES)
+    return _rows_agree(one, other, kept, place, (rows, rows), VALUES)
 
 
 def extreme_rows(probe: Probe, places: Mapping[Hashable, Place]) -> list[int]:

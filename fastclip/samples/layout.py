@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastclip._torch import TreeSpec
 from fastclip.errors import BatchSizeError, where
+from fastclip.samples.groups import MANY
 from fastclip.samples.inputs import Cuts, batch_sizes_of, flatten, rows_of
 from fastclip.samples.place import Place
 from fastclip.samples.probing import MOST_ROWS, Probe
@@ -119,14 +120,16 @@ class BatchLayout:
     def due(self, model: nn.Module, args: tuple, kwargs: dict) -> bool:
         """Whether the model must be run on a few rows before this call; to be asked once a call.
 
-        At the first one, where it has changed its state or is called in another way, and while a
-        larger batch may hold more distinct rows than could be compared.
+        At the first one, where it has changed its state or is called in another way, while a larger
+        batch may hold more distinct rows than could be compared, and where it has twice as many rows.
         """
         if not self.known or self.watch is None or self.watch.changed(args, kwargs):
             return True
-        if self.compared >= MOST_ROWS or self.flat:
+        if self.flat:
             return False
         rows = self.batch_size(args, kwargs) or 0
+        if self.compared >= MOST_ROWS:
+            return rows > 2 * self.tried and self.tried < MANY
         if rows > self.tried:
             return True
         # a batch that repeated one row said nothing

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from fastclip.errors import BatchSizeError
-from fastclip.samples.independence import IN_DOUBLE, OTHER_PLACE, by_row, called, close, coupled
+from fastclip.samples.independence import by_row, called, coupled
 from fastclip.samples.place import Place
 from fastclip.samples.probing import Probe
+from fastclip.samples.rounding import OTHER_PLACE, close, tolerances
 
 
 def check_constants(probe: Probe, places: Mapping[Hashable, Place]) -> None:
@@ -52,7 +53,7 @@ def check_copies(
 
 
 def _alike(rows: Tensor, probe: Probe) -> bool:
-    allowed = IN_DOUBLE if probe.in_double else OTHER_PLACE
+    allowed = tolerances(probe.rounding, OTHER_PLACE)
     return not len(rows) or close(rows, rows[:1].expand_as(rows), allowed)
 
 

@@ -1,12 +1,14 @@
 """A probe leaves no trace: generators, buffers, attributes and parameters are as before.
 
-Inside, parameters that say nothing yet are stirred: rows coupled behind a zero head, a gate of zero or a
-LayerScale of 1e-6 are coupled from the first step on, and must show.
+Inside, parameters and entries that say nothing yet are stirred: rows coupled behind a zero head, a gate
+of zero, a LayerScale of 1e-6 or zero columns of a wide head are coupled from the first step on, and must
+show.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +31,8 @@ from fastclip.samples.randomness import Generators
 STIR = 0.1
 """Standard deviation of what is added to a parameter that says nothing."""
 _SMALL = 1e-2
+"""A parameter below that says nothing, and an entry so many times smaller than the largest."""
+Index = Any
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _OTHERS = frozenset({"builtins", "functools", "torch", "numpy", "fastclip"})
 """Whose objects keep nothing of a batch."""
@@ -85,15 +89,19 @@ def undisturbed(model: nn.Module, seed: int) -> Iterator[None]:
                 for _, buffer, version, value in saved:
                     if buffer._version != version:
                         buffer.copy_(value)
-            for device in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(device):
-                    torch.clear_autocast_cache()  # of weights cast without a graph
+            _forget_casts()  # of weights cast without a graph
     replaced = [name for name, buffer, _, _ in saved if model.get_buffer(name) is not buffer]
     if changed or replaced:
         raise UnsupportedLayerError(
             f"buffers {[*changed, *replaced]} change in the forward pass: what they learn from the "
             "batch is not private; freeze them (eval mode) or remove them"
         )
+
+
+def _forget_casts() -> None:
+    """Autocast casts weights anew."""
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        torch.clear_autocast_cache()
 
 
 @contextmanager
@@ -178,29 +186,41 @@ def _whole_checkpoints() -> Iterator[None]:
 
 @contextmanager
 def stirred(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Constant or tiny parameters get random values inside: nothing hides behind them.
+    """Constant or tiny parameters get random values inside, and so do entries that say nothing beside
+    the others (the columns of a widened head): nothing hides behind them.
 
     They keep their signs: a logarithm may be taken of them.
     """
-    saved: list[tuple[nn.Parameter, Tensor]] = []
+    saved: list[tuple[Tensor, Index, Tensor]] = []
     generator = torch.Generator().manual_seed(0)
     try:
         for parameter in parameters:
             values = parameter.data
-            if not values.is_floating_point() or not values.numel() or not _says_nothing(values):
+            if not values.is_floating_point() or not values.numel():
                 continue
-            saved.append((parameter, values.clone()))
+            where, size = _silent(values)
+            before = values[where].clone()
+            if not before.numel():
+                continue
+            saved.append((values, where, before))
             noise = torch.randn(
-                values.shape, generator=generator, dtype=torch.float32, device="cpu"
+                before.shape, generator=generator, dtype=torch.float32, device="cpu"
             )
             noise = noise.to(values.device, values.dtype)
-            values.add_(torch.where(values == 0, noise, noise.abs() * values.sign()), alpha=STIR)
+            noise = torch.where(before == 0, noise, noise.abs() * before.sign())
+            values[where] = before + size * noise
+        _forget_casts()  # of weights as they were
         yield
     finally:
-        for parameter, before in reversed(saved):  # views of one storage were stirred in turn
-            parameter.data.copy_(before)
+        for values, where, before in reversed(saved):  # views of one storage were stirred in turn
+            values[where] = before
 
 
-def _says_nothing(values: Tensor) -> bool:
+def _silent(values: Tensor) -> tuple[Index, float]:
+    """Which entries say nothing, and the standard deviation of what they are given."""
     low, high = torch.aminmax(values)
-    return bool(low == high) or bool(torch.maximum(-low, high) < _SMALL)
+    largest = torch.maximum(-low, high)
+    if bool(low == high) or bool(largest < _SMALL):
+        return ..., STIR
+    rms = torch.linalg.vector_norm(values) / math.sqrt(values.numel())
+    return (values.abs() < _SMALL * largest).nonzero(as_tuple=True), float(rms)

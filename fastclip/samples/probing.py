@@ -27,7 +27,7 @@ from fastclip.samples.place import Place
 from fastclip.samples.probe_state import generators_of, tables_of, undisturbed
 from fastclip.samples.seen import Seen
 from fastclip.samples.selected import Fewer, counts, fillers, holds_ids, shortened
-from fastclip.samples.taint import Kept, Taint
+from fastclip.samples.taint import SINGLE, Kept, Taint
 from fastclip.samples.ties import Ties
 from fastclip.samples.undrawn import Even
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 MOST_ROWS = 8
 _LOOKED_AT = 64
 """Rows of a batch among which distinct ones are looked for."""
-
 _NOISE = 3.0
 
 Shapes = dict[Hashable, list[tuple[int, ...]]]
@@ -77,6 +76,7 @@ class Probe:
     """The id that says so, at their ends."""
     fewer: bool = False
     """Masks select one entry less."""
+    shows: bool = True  # what layers and uses show is kept
     shapes: Shapes = field(default_factory=dict)
     """Of the inputs of layers and the outputs of uses, in the order of the calls."""
     seen: Seen = field(default_factory=Seen)
@@ -109,8 +109,8 @@ class Probe:
     """Of the generators, afterwards."""
     slopes: list[tuple[Hashable, Tensor | None]] | None = None
     """Gradients of the sources, if they are asked for: fastclip.samples.slopes."""
-    in_double: bool = False
-    """All that is computed of the batch is so in float64, as the last run with a taint has told."""
+    rounding: float = SINGLE
+    """Of the coarsest type in which the batch is computed, as the last run with a taint has told."""
 
     def without(self, names: Collection[Hashable]) -> Probe:
         """This one, with nothing kept of these any more: its graph and their values are freed."""
@@ -145,7 +145,7 @@ class Probe:
         if self.closed:
             return
         self.shapes.setdefault(name, []).append(tuple(value.shape))
-        if not self.trusted and not self.differentiable:
+        if self.shows and not self.trusted and not self.differentiable:
             self.seen.note(name, value)
 
     def leaves(self, path: str, output: Any) -> None:
@@ -188,7 +188,7 @@ class Runs:
         """Gradients of the inputs are asked for, too; a few models cannot run on such inputs."""
         self._leaves, self._structure = flatten((args, kwargs))
         self._cuts: Cuts = ()
-        self._in_double = False
+        self._rounding = SINGLE
         self._pool: list[Any] = []
 
     def cut(self, cuts: Cuts, real: list[int] | None = None, synthetic: bool = False) -> int:
@@ -290,8 +290,8 @@ class Runs:
                         stack.enter_context(mode)
                 out = self.forward(*args, **kwargs)
                 if probe.taint is not None:
-                    self._in_double = not probe.taint.coarse
-                probe.in_double, probe.closed = self._in_double, True
+                    self._rounding = probe.taint.rounding
+                probe.rounding, probe.closed = self._rounding, True
                 probe.seen.close()
                 if then is not None:
                     then(out)

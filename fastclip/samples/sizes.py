@@ -1,17 +1,22 @@
-"""Rows held against themselves in batches of other sizes, and against their own copies.
+"""Rows held against themselves in batches of other sizes, up to the real one, and against copies.
 
 Random numbers are others there, so whatever draws them runs as if nothing were drawn.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from fastclip._torch import no_memory
 from fastclip.errors import BatchSizeError, FastclipError
 from fastclip.samples.folded_outputs import Unfolded
-from fastclip.samples.groups import smaller
+from fastclip.samples.groups import MANY, smaller
 from fastclip.samples.independence import check_layers, check_values
+from fastclip.samples.inputs import without_graph
 from fastclip.samples.positions import check_copies, drawn_by_others
 from fastclip.samples.probing import Opened, Probe, Runs
 from fastclip.samples.slopes import check_copied_slopes, check_slopes
@@ -47,16 +52,39 @@ class Sizes:
         for some in smaller(rows, self.batch):
             probe, kept = self._like(base, len(some)), list(range(len(some)))
             found = self.unfolded.once(self.run, probe, some, seed)
-            try:
+            with _told_apart(base, probe):
                 check_values(base, probe, (out, found), kept, self.unfolded.axes, other_size=True)
                 check_layers(base, probe, kept, places)
                 check_slopes(base, probe, kept, places)
-            except BatchSizeError as error:
-                if probe.stand == base.stand:
-                    raise
-                raise drawn_by_others() from error
             probes.append(probe)
         return probes
+
+    def compare_many(self, rows: list[int], base: Probe, out: Any, seed: int) -> None:
+        """The output of `rows` is the same in a batch of as many as the real one, of nothing but them.
+
+        Groups of 16 rows, an expert's capacity and a way for row 20 are none in a batch of 8. Which row
+        stands where is drawn, so that no two groups hold the same.
+
+        Raises:
+            BatchSizeError: it is not.
+        """
+        count = min(self.batch, MANY)
+        if count <= len(rows):
+            return
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randint(len(rows), (count - len(rows),), generator=generator, device="cpu")
+        stands = torch.cat([torch.arange(len(rows), device="cpu"), drawn])
+        probe = self._like(base, count)
+        probe.shows = False
+        many = [rows[i] for i in stands.tolist()]
+        found = self.unfolded(without_graph(self.run.once(probe, many, seed)), count)
+        axes = self.unfolded.axes
+        own = [
+            x.index_select(axis, stands.to(x.device)) if axis >= 0 and x.shape[axis] == len(rows) else x
+            for x, axis in zip(out, axes, strict=False)
+        ]  # fmt: skip
+        with _told_apart(base, probe):
+            check_values(probe, probe, (own, found), [*range(count)], axes, other_size=True)
 
     def compare_undrawn(self, rows: list[int], seed: int) -> tuple[Any, list[int]] | None:
         """All of this where random numbers are the same for every row; what came out, and of which rows.
@@ -65,6 +93,8 @@ class Sizes:
         """
         base, smaller_ones, out = self._among(Undrawn(), rows, seed)
         assert base.taint is not None
+        if not base.draws:
+            self.compare_many(rows, base, out, seed)
         others = [Undrawn(LOW), Undrawn(HIGH)] if base.taint.undrawn.varies else []
         of_rows = _of_rows([base, *smaller_ones])
         if of_rows:
@@ -104,3 +134,14 @@ def _of_rows(probes: list[Probe]) -> set[int]:
     if len({len(found) for _, found in sizes}) != 1:
         return set()
     return {n for n in range(len(sizes[0][1])) if all(found[n] == rows for rows, found in sizes)}
+
+
+@contextmanager
+def _told_apart(base: Probe, probe: Probe) -> Iterator[None]:
+    """A refusal names what drew other numbers in the second run, if anything has."""
+    try:
+        yield
+    except BatchSizeError as error:
+        if probe.stand == base.stand:
+            raise
+        raise drawn_by_others() from error

@@ -17,6 +17,7 @@ from fastclip.samples.independence import called, coupled
 from fastclip.samples.place import Place
 from fastclip.samples.positions import placed
 from fastclip.samples.probing import Probe
+from fastclip.samples.taint import DOUBLE
 
 _SAME_SIZE = {torch.float64: 1e-7, torch.float32: 1e-2}
 _OTHER_SIZE = {torch.float64: 1e-6}
@@ -120,7 +121,7 @@ def _apart(
         found.append((name, x.dtype.to_real(), norm, float((x - y).norm())))
     loudest = max((norm for _, _, norm, _ in found), default=0.0)
     for name, dtype, norm, apart in found:
-        if dtype == torch.float64 and not probe.in_double:
+        if dtype == torch.float64 and probe.rounding > DOUBLE:
             dtype = torch.float32
         loud = norm > _SILENT.get(dtype, _ROUGH) * loudest
         if loud and apart > allowed.get(dtype, _ROUGH) * norm:

@@ -14,7 +14,7 @@ from fastclip.samples.probe_state import TORCHS, tables_of
 from fastclip.samples.selected import selects
 from fastclip.samples.undrawn import Undrawn
 
-_COARSE = (torch.float32, torch.complex64, torch.float16, torch.bfloat16)
+DOUBLE, SINGLE = (torch.finfo(dtype).eps for dtype in (torch.float64, torch.float32))
 
 
 class Taint(TorchDispatchMode):
@@ -31,8 +31,8 @@ class Taint(TorchDispatchMode):
         self.undrawn = Undrawn() if undrawn is None else undrawn.again()
         self._outside: list[AbstractContextManager[None]] = []
         self._memory: dict[int, Any] = {}
-        self.coarse = False
-        """Numbers of the batch have been computed with less than float64."""
+        self.rounding = DOUBLE
+        """Machine epsilon of the coarsest type in which numbers of the batch were computed."""
         self.selects = False
         """Rows were taken that numbers of the batch select."""
         for x in batch:
@@ -66,7 +66,8 @@ class Taint(TorchDispatchMode):
             for x in tree_leaves(out):
                 if isinstance(x, Tensor):
                     self.mark(x)
-                    self.coarse |= x.dtype in _COARSE
+                    if x.is_floating_point() or x.is_complex():
+                        self.rounding = max(self.rounding, torch.finfo(x.dtype).eps)
             if func._schema.is_mutable:
                 self._mark_changed(func, args, kwargs)
         return out

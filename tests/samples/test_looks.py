@@ -45,13 +45,13 @@ def test_random_parts_are_no_coupling() -> None:
 
 
 def test_a_layer_for_large_batches_alone() -> None:
-    """No run on a few rows shows where its samples are."""
+    """What a row becomes depends on how many there are."""
 
     def use(m: nn.Module, h: Tensor) -> Tensor:
         return m.second(h) if len(h) > 8 else h
 
     private = make_private(Hidden(use, "nothing"))[1]
-    with refused("any number of rows"):
+    with refused("computed from itself alone"):
         private(torch.randn(9, T, D))
 
 
@@ -63,7 +63,7 @@ def test_rows_that_are_coupled_in_batches_of_this_size(b: int) -> None:
 
 
 def test_looks_are_few() -> None:
-    """At most eleven forward passes of at most eight rows at the first step, none at the next."""
+    """At most eleven forward passes of at most eight rows at the first step, and one of its size."""
     seen: list[int] = []
     model = nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, 2))
     model.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
@@ -74,8 +74,8 @@ def test_looks_are_few() -> None:
     private, optimizer = make_private(inner)[1:3]
     step(private, optimizer, torch.randn(16, T, D))
     assert seen[-1] == 16
-    assert len(seen) <= 12
-    assert max(seen[:-1]) <= 8
+    assert len(seen) <= 13
+    assert [b for b in seen if b > 8] == [16, 16]
     seen.clear()
     for b in (16, 32, 5, 1):
         step(private, optimizer, torch.randn(b, T, D))

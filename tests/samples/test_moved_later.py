@@ -108,8 +108,8 @@ def test_rows_that_move_later(rows: Callable, batches: list[list[float]]) -> Non
 
 
 def test_rows_that_are_left_out() -> None:
-    """A layer that takes the first rows of a large batch alone: their numbers decide."""
+    """A layer that takes the first rows of a large batch alone: their number decides."""
     private, optimizer = make_private(build(truncated))[1:3]
     step(private, optimizer, batch(*SMALL))
-    with refused("as in the model's input"):
+    with refused("computed from itself alone"):
         step(private, optimizer, batch(*3 * SMALL))
