@@ -156,7 +156,7 @@ class Calls:
 
     def _returned_by(self, called: Entered, out: Any) -> Any:
         recording = called.forward is not None and called.forward.recording
-        return self.returned(called.name, out) if recording else out
+        return self.returned(called, out) if recording else out
 
     def reached(self, path: Hashable | None, recording: bool) -> Entered | None:
         """The call that a private layer belongs to, with its Forward; None if it is called by itself.
@@ -180,11 +180,11 @@ class Calls:
                 called = self.outermost
         return called
 
-    def returned(self, name: str, out: Any) -> Any:
+    def returned(self, called: Entered, out: Any) -> Any:
         """What a call returns; what of it couples rows takes no gradient."""
-        layout = self.layouts.get(name)
-        if layout is not None and layout.mixed and not self.probe:
-            refuse_gradients(layout.mixed, out)
+        layout = self.layouts.get(called.name)
+        if layout is not None and not self.probe:
+            refuse_gradients(layout.mixed, layout.counted, (called.args, called.kwargs), out)
         return out
 
     def layout_of(self, name: str) -> BatchLayout:

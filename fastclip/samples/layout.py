@@ -17,6 +17,7 @@ from fastclip.samples.groups import MANY
 from fastclip.samples.inputs import Cuts, batch_sizes_of, flatten, rows_of
 from fastclip.samples.place import Place
 from fastclip.samples.probing import MOST_ROWS, Probe
+from fastclip.samples.selected import Shorter
 from fastclip.samples.watch import Watch
 
 Lengths = tuple[tuple[int, ...], ...]
@@ -78,6 +79,8 @@ class BatchLayout:
         """Parameters that are used outside a layer with a rule."""
         self.mixed: dict[int, int] = {}
         """Outputs that couple rows, and must not be part of a loss: dimensions, by their number."""
+        self.counted: dict[Shorter, dict[int, int]] = {}
+        """The same where an input holds such labels."""
 
     def batch_size(self, args: tuple, kwargs: dict) -> int | None:
         """Number of samples in the model's inputs."""

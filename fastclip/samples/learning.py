@@ -4,9 +4,9 @@ The axis of a layer's input, or of what a use of a parameter gives, that goes fr
 model's input does holds the samples, alone or folded with other dimensions. What was computed from
 parameters and constants alone has none. A layer whose input has no samples, or rows that the model
 has moved, is opened: the uses of its parameters are followed one by one. Then gradients are asked
-for (samples.influence), and rows changed (samples.independence). That makes 9 forward passes and 8
-backward passes of at most 8 rows; 4 to 15 and 6 more where functions draw random numbers; 2 more
-forward passes each time that something is opened, and where an output (a loss) belongs to no one row.
+for (samples.influence), and rows changed (samples.independence). That makes 9 forward and 8
+backward passes of at most 8 rows, and one forward pass of as many as the batch has; 4 to 15 and 6 more
+where functions draw random numbers; 2 more where something is opened, or an output has no one's row.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from fastclip.samples.probing import Misjudged, Opened, Probe, Runs
 from fastclip.samples.routers import selected, shorter
 from fastclip.samples.taint import Kept, Taint
 from fastclip.samples.watch import Watch
+from fastclip.samples.writes import check_unwritten
 
-_MOST_CUTS = 64
-_MOST_ROUNDS = 8
+_MOST_CUTS, _MOST_ROUNDS = 64, 8
 _TRIALS = 8
 """Seeds under which a layer that runs by chance is looked for."""
 
@@ -204,6 +204,7 @@ class _Learner:
 
     def _note_kept(self, probe: Probe, kept: list[Kept], out: Any) -> None:
         assert probe.taint is not None
+        check_unwritten(self.run.model, probe.taint)
         kept.append(Kept(self.run.model, probe.taint))
 
     def _next(self, probe: Probe, kept: Kept) -> Any:

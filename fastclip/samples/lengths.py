@@ -11,10 +11,12 @@ from typing import Any
 
 from fastclip.errors import FastclipError
 from fastclip.samples.folded_outputs import Unfolded
+from fastclip.samples.ignored import Numbers
 from fastclip.samples.independence import check_values
 from fastclip.samples.inputs import Cuts
 from fastclip.samples.mixed_outputs import Found, mixed_outputs, note_gradients
 from fastclip.samples.probing import Opened, Probe, Runs
+from fastclip.samples.selected import Shorter
 from fastclip.samples.taint import Taint
 
 _ROWS = 3
@@ -29,11 +31,12 @@ def check_lengths(run: Runs, cuts: Cuts, unfolded: Unfolded) -> None:
         BatchSizeError: its output is another one there.
     """
     run.cut(cuts)
-    for filler in run.fillers() if run.counted else ():
+    sums = any(axis < 0 for axis in unfolded.axes)  # which may be divided by how many labels count
+    for filler in run.fillers(counted=sums) if run.counted else ():
         _check(run, unfolded, filler)
 
 
-def _check(run: Runs, unfolded: Unfolded, filler: int | None) -> None:
+def _check(run: Runs, unfolded: Unfolded, filler: Shorter) -> None:
     probes, outputs, found = [], [], []
     for shorter in ({_ROWS - 1}, set(range(_ROWS))):
         probe = Probe(
@@ -42,9 +45,9 @@ def _check(run: Runs, unfolded: Unfolded, filler: int | None) -> None:
         )  # fmt: skip
         gradients: Found = {}
         try:
-            outputs.append(
-                run.once(probe, [0] * _ROWS, 0, partial(_note, probe, unfolded, gradients))
-            )
+            note = partial(_note, probe, unfolded, gradients)
+            with Numbers():
+                outputs.append(run.once(probe, [0] * _ROWS, 0, note))
         except (FastclipError, Opened):
             raise
         except Exception:  # a row that the model cannot take
@@ -55,7 +58,11 @@ def _check(run: Runs, unfolded: Unfolded, filler: int | None) -> None:
         return
     own = (unfolded(outputs[0], _ROWS), unfolded(outputs[1], _ROWS))
     check_values(probes[0], probes[1], own, [_ROWS - 1], unfolded.axes)
-    run.layout.mixed |= mixed_outputs(found[0], found[1], [_ROWS - 1], unfolded.axes, _ROWS)
+    mixed = mixed_outputs(found[0], found[1], [_ROWS - 1], unfolded.axes, _ROWS)
+    if filler.alone is None:
+        run.layout.mixed |= mixed
+    elif mixed:
+        run.layout.counted[filler] = mixed
 
 
 def _note(probe: Probe, unfolded: Unfolded, found: Found, output: Any) -> None:

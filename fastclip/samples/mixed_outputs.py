@@ -6,7 +6,7 @@ tokens, a contrastive loss, a statistic of the batch do not; they may be returne
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from fastclip.errors import BatchSizeError
+from fastclip.samples.ignored import IGNORED
 from fastclip.samples.independence import UNBATCHED, by_row, rows_agree
-from fastclip.samples.inputs import tensors_of
+from fastclip.samples.inputs import flatten, tensors_of
 from fastclip.samples.place import Place
 from fastclip.samples.probing import Probe
+from fastclip.samples.selected import Shorter
 
 Gradients = list[tuple[Hashable, Place, Tensor]]
 """Of one output by what it follows from: name, place of the samples, gradient."""
@@ -83,15 +85,38 @@ def _differ(given: Gradients, others: Gradients, kept: list[int], rows: int) -> 
     )
 
 
-def refuse_gradients(mixed: dict[int, int], output: Any) -> None:
+def refuse_gradients(
+    mixed: dict[int, int], counted: Mapping[Shorter, dict[int, int]], inputs: Any, output: Any
+) -> None:
     """Let no gradient come in through these outputs.
+
+    Where labels lie on a device, asking for them would hold up the step; gradients are NaN there if one
+    counts, so that nobody contributes.
 
     Args:
         mixed: the number of dimensions of each, by its number.
+        counted: the same where an input holds such a label. inputs: of the call.
     """
-    for number, tensor in enumerate(tensors_of(output)):
+    for label, outputs in counted.items():
+        x = flatten(inputs)[0][label.alone or 0]
+        if not isinstance(x, Tensor):
+            continue
+        held = (x == label.value).any() if label.value == IGNORED else x.any()
+        if x.device.type != "cpu":
+            _hook(outputs, output, lambda *_, held=held: partial(_void, held))
+        elif held:
+            mixed = mixed | outputs
+    _hook(mixed, output, lambda number, shape: partial(_refuse, number, shape))
+
+
+def _hook(mixed: dict[int, int], output: Any, hook: Callable[..., Any]) -> None:
+    for number, tensor in enumerate(tensors_of(output) if mixed else ()):
         if mixed.get(number) == tensor.dim() and tensor.requires_grad:
-            tensor.register_hook(partial(_refuse, number, tuple(tensor.shape)))
+            tensor.register_hook(hook(number, tuple(tensor.shape)))
+
+
+def _void(held: Tensor, gradient: Tensor) -> Tensor:
+    return gradient.masked_fill(held.to(gradient.device), torch.nan)
 
 
 def _refuse(number: int, shape: tuple[int, ...], gradient: Tensor) -> None:

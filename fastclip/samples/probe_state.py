@@ -27,6 +27,7 @@ from fastclip._torch import (
 )
 from fastclip.errors import UnsupportedLayerError
 from fastclip.samples.randomness import Generators
+from fastclip.samples.writes import Writes
 
 STIR = 0.1
 """Standard deviation of what is added to a parameter that says nothing."""
@@ -71,30 +72,35 @@ def undisturbed(model: nn.Module, seed: int) -> Iterator[None]:
     Raises:
         UnsupportedLayerError: buffers have changed.
     """
-    saved = [(name, b, b._version, b.clone()) for name, b in model.named_buffers()]
+    buffers = [(name, b, b._version, b.clone()) for name, b in model.named_buffers()]
+    named = dict(model.named_buffers()) | dict(model.named_parameters())
+    writes = Writes({**named, **{f" {n}": x for n, x in enumerate(_own_tensors(model))}})
     with ExitStack() as stack:
         stack.enter_context(_own_attributes(model))
         stack.enter_context(generators_of(model).seeded(seed))
         stack.enter_context(_uncompiled())
         stack.enter_context(parametrizations_apart())
         stack.enter_context(_whole_checkpoints())
+        stack.callback(writes.put_back)
+        stack.enter_context(writes)
         for module in model.modules():
             if isinstance(module, DropoutBase):
                 module.p = 0.0  # an attribute like any other: put back
         try:
             yield
         finally:
-            changed = [name for name, buffer, version, _ in saved if buffer._version != version]
+            changed = [name for name, buffer, version, _ in buffers if buffer._version != version]
             with torch.no_grad():
-                for _, buffer, version, value in saved:
+                for _, buffer, version, value in buffers:
                     if buffer._version != version:
                         buffer.copy_(value)
             _forget_casts()  # of weights cast without a graph
-    replaced = [name for name, buffer, _, _ in saved if model.get_buffer(name) is not buffer]
-    if changed or replaced:
+    replaced = [name for name, buffer, _, _ in buffers if model.get_buffer(name) is not buffer]
+    through_data = [name for name, *_ in buffers if name in writes.written]
+    if told := list(dict.fromkeys([*changed, *replaced, *through_data])):
         raise UnsupportedLayerError(
-            f"buffers {[*changed, *replaced]} change in the forward pass: what they learn from the "
-            "batch is not private; freeze them (eval mode) or remove them"
+            f"buffers {told} change in the forward pass: what they learn from the batch is not private; "
+            "freeze them (eval mode) or remove them"
         )
 
 
@@ -108,12 +114,8 @@ def _forget_casts() -> None:
 def _own_attributes(model: nn.Module) -> Iterator[None]:
     """What the forward pass sets on modules (counters, stashes) is put back."""
     saved = [(table, dict(table)) for _, table in tables_of(model)]
-    held = list(_held(model))
-    filled = [(one, copy.copy(one)) for one in held if type(one) in _CONTAINERS]
-    tensors = [
-        (x, x._version, x.detach().clone())
-        for x in held if type(x) is Tensor and not x.is_inference()
-    ]  # fmt: skip
+    filled = [(one, copy.copy(one)) for one in _held(model) if type(one) in _CONTAINERS]
+    tensors = [(x, x._version, x.detach().clone()) for x in _own_tensors(model)]
     try:
         yield
     finally:
@@ -128,6 +130,11 @@ def _own_attributes(model: nn.Module) -> Iterator[None]:
             for tensor, version, numbers in tensors:
                 if tensor._version != version:  # such as the counts of a metric
                     tensor.copy_(numbers)
+
+
+def _own_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors that modules hold beside their parameters and buffers."""
+    return (x for x in _held(model) if type(x) is Tensor and not x.is_inference())
 
 
 def generators_of(model: nn.Module) -> Generators:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fastclip._torch import tree_unflatten
+from fastclip.samples.ignored import labels
 from fastclip.samples.inputs import (
     INPUT,
     Cuts,
@@ -26,7 +27,7 @@ from fastclip.samples.inputs import (
 from fastclip.samples.place import Place
 from fastclip.samples.probe_state import generators_of, tables_of, undisturbed
 from fastclip.samples.seen import Seen
-from fastclip.samples.selected import Fewer, counts, fillers, holds_ids, shortened
+from fastclip.samples.selected import MASKS, Fewer, Shorter, counts, fillers, holds_ids, shortened
 from fastclip.samples.taint import SINGLE, Kept, Taint
 from fastclip.samples.ties import Ties
 from fastclip.samples.undrawn import Even
@@ -38,7 +39,6 @@ MOST_ROWS = 8
 _LOOKED_AT = 64
 """Rows of a batch among which distinct ones are looked for."""
 _NOISE = 3.0
-
 Shapes = dict[Hashable, list[tuple[int, ...]]]
 
 
@@ -72,8 +72,7 @@ class Probe:
     """Tells which tensors hold numbers of the batch, in the first runs."""
     shortened: frozenset[int] = frozenset()
     """These rows say that they are shorter."""
-    filler: int | None = None
-    """The id that says so, at their ends."""
+    filler: Shorter = MASKS  # how they say so
     fewer: bool = False
     """Masks select one entry less."""
     shows: bool = True  # what layers and uses show is kept
@@ -213,13 +212,14 @@ class Runs:
     @property
     def counted(self) -> bool:
         """An input holds masks or whole numbers, which may say how long a row is."""
-        pairs = zip(self._pool, self._cuts, strict=True)
-        return any(axis is not None and counts(leaf) for leaf, axis in pairs)
+        return any(a is not None and counts(x) for x, a in zip(self._pool, self._cuts, strict=True))
 
-    def fillers(self) -> list[int | None]:
-        """Ids by which a row may say that it is shorter; None: it says so by masks and numbers."""
-        tables = (table for _, table in tables_of(self.model))
-        return [None, *(fillers(tables) if any(map(holds_ids, self._pool)) else ())]
+    def fillers(self, *, counted: bool = False) -> list[Shorter]:
+        """How a row may say that it is shorter; `counted`: by labels that are left out, too."""
+        held = any(map(holds_ids, self._pool))
+        ids = fillers(table for _, table in tables_of(self.model)) if held else []
+        cut = [None if a is None else x for x, a in zip(self._pool, self._cuts, strict=True)]
+        return [MASKS, *ids, *(labels(cut) if counted else ())]
 
     def distinct(self, cuts: Cuts) -> list[int]:
         """Numbers of rows of the real inputs that differ from one another, at most MOST_ROWS."""
@@ -252,7 +252,7 @@ class Runs:
                 continue
             few = take_rows(leaf, axis, rows)
             if probe.shortened:
-                few = shortened(few, axis, probe.shortened, probe.filler)
+                few = shortened(few, number, axis, probe.shortened, probe.filler)
             numbers = isinstance(few, Tensor) and few.is_floating_point()
             if probe.differentiable and self.asks_inputs and numbers:
                 few = few.detach().clone().requires_grad_()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,20 +51,32 @@ class Fewer(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def shortened(rows: Any, axis: int, which: Iterable[int], filler: int | None = None) -> Any:
-    """These rows say of themselves that they are shorter: a mask's last entry is 0, a length less by 1.
+class Shorter(NamedTuple):
+    """How a row says that it is shorter."""
+
+    value: int | None = None
+    """What its last ids become; None: a mask's last entry is 0, a length less by 1."""
+    alone: int | None = None
+    """Number of the only input that says so, be it ids or not; None: all that can."""
+
+
+MASKS = Shorter()
+
+
+def shortened(rows: Any, number: int, axis: int, which: Iterable[int], how: Shorter) -> Any:
+    """These rows of an input say of themselves that they are shorter.
 
     Args:
-        rows: of an input of the model, along `axis`; others than masks and whole numbers stay.
-        filler: the id that stands for nothing, which the last ids become; None: they are less by 1.
+        rows: of input `number`, along `axis`; others than masks and whole numbers stay.
     """
-    if not counts(rows):
+    if not counts(rows) or how.alone not in (None, number):
         return rows
-    ids, rows = filler is not None and holds_ids(rows), rows.clone()
-    for number in which:
-        row = rows.select(axis, number)
-        if ids:
-            row[-1] = filler
+    filled = how.value is not None and (how.alone == number or holds_ids(rows))
+    rows = rows.clone()
+    for each in which:
+        row = rows.select(axis, each)
+        if filled:
+            (row[-1] if row.dim() else row).fill_(how.value)
         else:
             row.copy_(_fewer(row, by=1) if row.dim() else (row - 1).clamp_min(0))
     return rows
@@ -78,13 +90,13 @@ def holds_ids(x: Any) -> bool:
     return whole and bool((x > 1).any())
 
 
-def fillers(tables: Iterable[Mapping[str, Any]]) -> list[int]:
+def fillers(tables: Iterable[Mapping[str, Any]]) -> list[Shorter]:
     """Ids that may stand for nothing: those that attributes tell, and 0."""
     told = [
         value for table in tables for name, value in table.items()
         if type(value) is int and value >= 0 and _FILLER.match(name)
     ]  # fmt: skip
-    return list(dict.fromkeys([*told, 0]))[:_MOST_FILLERS]
+    return [Shorter(value) for value in dict.fromkeys([*told, 0])][:_MOST_FILLERS]
 
 
 def counts(x: Any) -> bool:

@@ -109,7 +109,7 @@ def _maps_rows(product: Product, operands: Operands, private: list[str]) -> bool
 
 
 def _routed_record(use: UseBackward, product: Product, number: int) -> Record:
-    a, g = (x.reshape(-1, x.shape[-1]) for x in (use[str(1 - number)], use.g))
+    a, g = (x.flatten(0, -2) for x in (use[str(1 - number)], use.g))
     transposed = product.letters[number][1] == product.out[-1]
     return RoutedRecord(a, g, use.row_owners(), batch=use.batch, transposed=transposed)
 

@@ -10,11 +10,16 @@ from torch import Tensor
 
 from fastclip.errors import UnsupportedLayerError
 from fastclip.layers.records import LookupRecord, Record, ViewedRecord
+from fastclip.uses.replay import ReplayUse
 from fastclip.uses.rule import Operands, UseRule, register_use
 
 if TYPE_CHECKING:
     from fastclip.samples.place import Place
     from fastclip.uses.tap import UseBackward
+
+OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
+_BAG = ("ids", "table", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")
+_TORCHS_BAG = ("table", "ids", "offsets", "scale_grad_by_freq", "mode", "sparse")
 
 
 @register_use("embedding", "getitem", "index_select")
@@ -25,7 +30,9 @@ class LookupUse(UseRule):
 
     def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands | None:
         operands = table_ids(name, args, kwargs)
-        return _checked(operands) if operands is not None and name == "embedding" else operands
+        if operands is not None and name == "embedding":
+            _check(name, operands)
+        return operands
 
     def fits(
         self, operands: Operands, private: list[str], out: Tensor, place: Place | None
@@ -49,14 +56,22 @@ class LookupUse(UseRule):
         use.record("table", looked_up(ids, g, table, use.operands.get("padding")))
 
 
+@register_use("embedding_bag")
+class BagUse(ReplayUse):
+    """Sums of such entries, whose gradients follow from their own bag alone."""
+
+    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands:
+        whole = args and isinstance(args[0], Tensor) and not args[0].is_floating_point()
+        names = _BAG if whole or "input" in kwargs else _TORCHS_BAG  # of F, or of torch itself
+        _check(name, {**dict(zip(names, args, strict=False)), **kwargs})
+        return super().bind(name, args, kwargs)
+
+
 def table_ids(name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands | None:
     """What is looked up where; None for another kind of index."""
     if name == "embedding":
-        names = ("ids", "table", "padding", "max_norm", "norm_type", "by_freq", "sparse")
-        words = {
-            "input": "ids", "weight": "table", "padding_idx": "padding",
-            "scale_grad_by_freq": "by_freq",
-        }  # fmt: skip
+        names = ("ids", "table", "padding", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+        words = {"input": "ids", "weight": "table", "padding_idx": "padding"}
         given = {words.get(n, n): value for n, value in kwargs.items()}
         return {**dict(zip(names, args, strict=False)), **given}
     if kwargs:
@@ -75,11 +90,10 @@ def looked_up(ids: Tensor, g: Tensor, table: torch.Size, padding: int | None) ->
     return record if len(table) == 2 else ViewedRecord(record, table)
 
 
-def _checked(operands: Operands) -> Operands:
-    asked = [name for name in ("max_norm", "by_freq", "sparse") if operands.get(name)]
+def _check(name: str, operands: Operands) -> None:
+    asked = [option for option in OPTIONS if operands.get(option)]
     if asked:
         raise UnsupportedLayerError(
-            f"F.embedding with {', '.join(asked)} cannot be private: it depends on what else the batch "
+            f"F.{name} with {', '.join(asked)} cannot be private: it depends on what else the batch "
             "looks up, or its gradient is sparse, which noise makes dense; leave it off"
         )
-    return operands

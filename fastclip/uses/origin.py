@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fastclip._torch import Native, memory_of, tree_leaves, tree_map
 from fastclip.layers.records import LinearRecord, Record, ViewedRecord
 from fastclip.planner import Planner
-from fastclip.uses.lookup import looked_up, table_ids
+from fastclip.uses.lookup import OPTIONS, looked_up, table_ids
 from fastclip.uses.regions import RegionsRecord, geometry_of
 from fastclip.uses.rule import plain_name
 
@@ -175,7 +175,7 @@ def _rows(
     table = region.part
     if operands is None or not table.dim() or not isinstance(operands["ids"], Tensor):
         return None
-    if any(operands.get(asked) for asked in ("max_norm", "by_freq", "sparse")):
+    if any(map(operands.get, OPTIONS)):
         return None
     ids, row = operands["ids"].to(torch.int64), table.shape[1:]
     if not ids.dim():
