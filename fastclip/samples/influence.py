@@ -1,6 +1,6 @@
 """Influence: the gradient of some rows' outputs may reach no other row of any layer's output.
 
-This sees smooth coupling of any strength, however little of it the values show, and says whose every
+This sees smooth coupling that values show too little of (a millionth in float32), and says whose every
 entry is. The other view of the same law is fastclip.samples.independence.
 """
 

@@ -34,7 +34,6 @@ from fastclip.samples.probing import Misjudged, Opened, Probe, Runs
 from fastclip.samples.routers import selected, shorter
 from fastclip.samples.taint import Kept, Taint
 from fastclip.samples.watch import Watch
-from fastclip.samples.writes import check_unwritten
 
 _MOST_CUTS, _MOST_ROUNDS = 64, 8
 _TRIALS = 8
@@ -204,7 +203,6 @@ class _Learner:
 
     def _note_kept(self, probe: Probe, kept: list[Kept], out: Any) -> None:
         assert probe.taint is not None
-        check_unwritten(self.run.model, probe.taint)
         kept.append(Kept(self.run.model, probe.taint))
 
     def _next(self, probe: Probe, kept: Kept) -> Any:

@@ -66,8 +66,10 @@ def no_training() -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed(model: nn.Module, seed: int) -> Iterator[None]:
+def undisturbed(model: nn.Module, seed: int) -> Iterator[Writes]:
     """Without dropout, from generators of `seed`; afterwards everything is as before.
+
+    Yields what is written to inside.
 
     Raises:
         UnsupportedLayerError: buffers have changed.
@@ -87,7 +89,7 @@ def undisturbed(model: nn.Module, seed: int) -> Iterator[None]:
             if isinstance(module, DropoutBase):
                 module.p = 0.0  # an attribute like any other: put back
         try:
-            yield
+            yield writes
         finally:
             changed = [name for name, buffer, version, _ in buffers if buffer._version != version]
             with torch.no_grad():

@@ -275,9 +275,8 @@ class Runs:
     ) -> Any:  # fmt: skip
         self.passes += 1
         args, kwargs = tree_unflatten(leaves, self._structure)
-        # not without a graph, which parameters would take for a look: it is not kept
-        graph = torch.enable_grad()
-        with self._watch(probe), undisturbed(self.model, seed + 1000 * self.trial), graph:
+        graph = torch.enable_grad()  # without, parameters would take it for a look: it is not kept
+        with self._watch(probe), undisturbed(self.model, seed + 1000 * self.trial) as writes, graph:
             generators = generators_of(self.model)
             before = generators.states()
             if probe.taint is not None:
@@ -291,6 +290,7 @@ class Runs:
                 out = self.forward(*args, **kwargs)
                 if probe.taint is not None:
                     self._rounding = probe.taint.rounding
+                    writes.check(probe.taint)
                 probe.rounding, probe.closed = self._rounding, True
                 probe.seen.close()
                 if then is not None:

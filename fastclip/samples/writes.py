@@ -60,24 +60,26 @@ class Writes(TorchDispatchMode):
                 if name not in self._saved:
                     self._saved[name] = kept, kept.detach().clone()
 
+    def check(self, taint: Taint) -> None:
+        """No parameter takes numbers of the batch.
+
+        Args:
+            taint: of the run.
+
+        Raises:
+            UnsupportedLayerError: naming those that do.
+        """
+        names = [
+            name for name, (x, _) in self._saved.items()
+            if isinstance(x, nn.Parameter) and taint.holds(x)
+        ]  # fmt: skip
+        if names:
+            raise UnsupportedLayerError(
+                f"parameters {names} are written in the forward pass with numbers of the batch: what "
+                "they learn from it is not private; let the optimizer train them, and leave max_norm off"
+            )
+
     def put_back(self) -> None:
         """All that was written to is as before."""
         for x, before in self._saved.values():
             x.data.copy_(before)
-
-
-def check_unwritten(model: nn.Module, taint: Taint) -> None:
-    """No parameter takes numbers of the batch.
-
-    Args:
-        taint: of a run.
-
-    Raises:
-        UnsupportedLayerError: naming those that do.
-    """
-    names = [name for name, p in model.named_parameters() if taint.holds(p)]
-    if names:
-        raise UnsupportedLayerError(
-            f"parameters {names} are written in the forward pass with numbers of the batch: what they "
-            "learn from it is not private; let the optimizer train them"
-        )

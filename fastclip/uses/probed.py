@@ -18,7 +18,7 @@ from fastclip.uses.derived import DerivedGraph
 from fastclip.uses.keeper import Intercepts
 from fastclip.uses.key import Key
 from fastclip.uses.proxy import Derived, detached, is_private, parameters_of
-from fastclip.uses.rule import in_place
+from fastclip.uses.rule import in_place, plain_name, rules_of
 
 
 def probed(
@@ -38,6 +38,8 @@ def probed(
         used = any(map(taint.holds, plain)) if taint is not None else bool(plain)
         if used or plain:
             layout.uses[key] = used
+    for rule in rules_of(func):  # what it refuses, it refuses before anything has run
+        rule.bind(plain_name(func), args, kwargs)
     if not used:
         if probe.graph is None:
             probe.graph = DerivedGraph(interceptor)

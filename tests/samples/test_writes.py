@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.oracle import Batch, check_exact, make_private
+from tests.oracle import (
+    Batch,
+    assert_sums,
+    backward,
+    check_exact,
+    clipped_sum,
+    make_private,
+    norms,
+    per_sample_gradients,
+    summed,
+)
 from tests.refusal import refused
 
 B, D = 6, 4
@@ -75,6 +85,33 @@ def test_what_follows_from_no_batch_is_the_models_own() -> None:
     assert len(seen) > 2
     assert all(torch.equal(x, torch.ones(D)) for x in seen)
     assert torch.equal(model.mean, torch.full((D,), 0.5))
+
+
+class Shrinking(nn.Module):
+    """Makes its own weights smaller in every forward pass."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.first, self.scale, self.by = nn.Linear(D, 2), nn.Parameter(torch.ones(2)), by
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.mul_(self.by)
+        return self.first(x) * self.scale
+
+
+def test_trained_weights_that_follow_from_no_batch() -> None:
+    """Once a step, whatever was looked at; gradients are those of the weights in use."""
+    model, twin, x = Shrinking(0.5).double(), Shrinking(1.0).double(), torch.randn(B, D).double()
+    twin.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        twin.scale.mul_(0.5)
+    grads = per_sample_gradients(twin, x)
+    C = norms(grads).median().item()
+    private = make_private(model, max_grad_norm=C, loss_reduction="sum")[1]
+    backward(private, x, loss_reduction="sum")
+    assert torch.equal(model.scale, twin.scale)
+    assert_sums(summed(dict(model.named_parameters())), clipped_sum(grads, C), 1e-12)
 
 
 class Table(nn.Module):

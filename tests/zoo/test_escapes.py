@@ -77,12 +77,6 @@ def used_natively(m: Escape, x: Tensor) -> Tensor:
         return x * w
 
 
-def changed_in_place(m: Escape, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        m.p.mul_(0.9)
-    return x * m.p
-
-
 def taught_by_the_batch(m: Escape, x: Tensor) -> Tensor:
     with torch.no_grad():
         m.p.add_(x.mean((0, 1)))
@@ -175,7 +169,6 @@ CAUGHT: dict[str, Use] = {
     "unseen, derived": derived_natively,
     "derived, used unseen": used_natively,
     "another class": lambda m, x: x * m.p.as_subclass(Tensor),
-    "changed in place": changed_in_place,
     "taught by the batch": taught_by_the_batch,
     "functional_call of another's": lambda m, x: torch.func.functional_call(
         m.other, dict(m.layer.named_parameters()), x
