@@ -290,7 +290,7 @@ class Runs:
                 out = self.forward(*args, **kwargs)
                 if probe.taint is not None:
                     self._rounding = probe.taint.rounding
-                    writes.check(probe.taint)
+                    writes.check(probe.taint.holds)
                 probe.rounding, probe.closed = self._rounding, True
                 probe.seen.close()
                 if then is not None:

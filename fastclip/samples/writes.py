@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
 from fastclip._torch import TorchDispatchMode, memory_of, tree_leaves
 from fastclip.errors import UnsupportedLayerError
-
-if TYPE_CHECKING:
-    from fastclip.samples.taint import Taint
 
 
 class Writes(TorchDispatchMode):
@@ -60,18 +57,18 @@ class Writes(TorchDispatchMode):
                 if name not in self._saved:
                     self._saved[name] = kept, kept.detach().clone()
 
-    def check(self, taint: Taint) -> None:
+    def check(self, holds: Callable[[Tensor], bool]) -> None:
         """No parameter takes numbers of the batch.
 
         Args:
-            taint: of the run.
+            holds: whether a tensor does.
 
         Raises:
             UnsupportedLayerError: naming those that do.
         """
         names = [
             name for name, (x, _) in self._saved.items()
-            if isinstance(x, nn.Parameter) and taint.holds(x)
+            if isinstance(x, nn.Parameter) and holds(x)
         ]  # fmt: skip
         if names:
             raise UnsupportedLayerError(

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fastclip.errors import UnsupportedLayerError
 from fastclip.layers.records import LookupRecord, Record, ViewedRecord
-from fastclip.uses.replay import ReplayUse
 from fastclip.uses.rule import Operands, UseRule, register_use
 
 if TYPE_CHECKING:
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from fastclip.uses.tap import UseBackward
 
 OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
-_BAG = ("ids", "table", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")
-_TORCHS_BAG = ("table", "ids", "offsets", "scale_grad_by_freq", "mode", "sparse")
 
 
 @register_use("embedding", "getitem", "index_select")
@@ -31,7 +28,7 @@ class LookupUse(UseRule):
     def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands | None:
         operands = table_ids(name, args, kwargs)
         if operands is not None and name == "embedding":
-            _check(name, operands)
+            check_options(name, operands)
         return operands
 
     def fits(
@@ -54,17 +51,6 @@ class LookupUse(UseRule):
         ids = ids.where(ids >= 0, ids + table[0])
         g = g.reshape(b, ids.shape[1], g.shape[-1])
         use.record("table", looked_up(ids, g, table, use.operands.get("padding")))
-
-
-@register_use("embedding_bag")
-class BagUse(ReplayUse):
-    """Sums of such entries, whose gradients follow from their own bag alone."""
-
-    def bind(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands:
-        whole = args and isinstance(args[0], Tensor) and not args[0].is_floating_point()
-        names = _BAG if whole or "input" in kwargs else _TORCHS_BAG  # of F, or of torch itself
-        _check(name, {**dict(zip(names, args, strict=False)), **kwargs})
-        return super().bind(name, args, kwargs)
 
 
 def table_ids(name: str, args: tuple, kwargs: Mapping[str, Any]) -> Operands | None:
@@ -90,7 +76,7 @@ def looked_up(ids: Tensor, g: Tensor, table: torch.Size, padding: int | None) ->
     return record if len(table) == 2 else ViewedRecord(record, table)
 
 
-def _check(name: str, operands: Operands) -> None:
+def check_options(name: str, operands: Operands) -> None:
     asked = [option for option in OPTIONS if operands.get(option)]
     if asked:
         raise UnsupportedLayerError(
