@@ -1,4 +1,4 @@
-"""Sums of rows of a table: F.embedding_bag and torch.embedding_bag, called again like any other function."""
+"""Sums of rows of a table: F.embedding_bag and torch.embedding_bag, replayed like any other function."""
 
 from __future__ import annotations
 
