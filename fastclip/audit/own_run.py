@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from fastclip.audit.announced import Announced
-from fastclip.audit.auditor import FEWEST, CanaryScoreAuditor, finite
+from fastclip.audit.auditor import FEWEST, CanaryScoreAuditor, finite, most_of_one_run
 from fastclip.audit.own_report import Report
 from fastclip.audit.row_losses import AtWeights, one_a_row
 from fastclip.checks import between, whole
@@ -234,11 +234,10 @@ class OwnRun:
         neighbours = self._claim_of(engine)
         looked_at = self._announced.check(given, delta, reports)
         auditor = CanaryScoreAuditor.of_run(given, inside)
-        perfect = CanaryScoreAuditor.of_run(inside, inside)
         report = Report(
             claimed=engine.get_epsilon(delta), delta=delta, significance=significance,
             bound=auditor.epsilon_one_run(significance / reports, delta),
-            most=perfect.epsilon_one_run(significance / reports, delta),
+            most=most_of_one_run(len(inside), significance / reports, delta),
             auroc=auditor.attack_auroc(), tpr=auditor.tpr_at_given_fpr(0.01),
             canaries=len(inside), inside=int(inside.sum()), neighbours=neighbours, reports=reports,
         )  # fmt: skip
