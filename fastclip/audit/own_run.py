@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
@@ -10,24 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import jvp
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
 from fastclip.audit.announced import Announced
 from fastclip.audit.auditor import FEWEST, CanaryScoreAuditor, finite, most_of_one_run
 from fastclip.audit.own_report import Report
-from fastclip.audit.row_losses import AtWeights, one_a_row
+from fastclip.audit.row_losses import Losses, batches_of, losses_of
+from fastclip.audit.watched import Seen, Watch
 from fastclip.checks import between, whole
 from fastclip.engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError, ArgumentTypeError
-from fastclip.model.unwrapping import unwrap
 
 LEAST = 4 * FEWEST
 """Canaries below which nothing could be proved."""
-
-Losses = Callable[[Any, Any], Tensor]
-"""losses(model, batch): the loss of each row, [b]."""
 
 
 def mix_in(
@@ -87,16 +81,8 @@ class OwnRun:
                 f"inside expects a bool for each of the {count} canaries, as a tensor [{count}]"
             )
         self.canaries, self._inside, self._collate = canaries, inside.cpu(), collate_fn
-        self._watched: Tensor | None = None
-        self._seen = 0
-        """Steps that were watched."""
-        self._optimizer: Any = None
-        """Which was watched."""
+        self._watch: Seen | None = None
         self._announced = Announced()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Coins and scores; a copy watches nothing."""
-        return {**self.__dict__, "_optimizer": None}
 
     def loss_scores(
         self, model: nn.Module, losses: Losses, *, before: nn.Module | None = None,
@@ -113,14 +99,15 @@ class OwnRun:
         Raises:
             ArgumentError: losses that are not one a row, or `before` is `model`.
         """
+        size = whole("batch_size", batch_size, 1)
         own = {id(p) for p in model.parameters() if p.requires_grad}
         if before is not None and own and own <= {id(p) for p in before.parameters()}:
             raise ArgumentError(
                 "before expects the model as it was before training, got the parameters of model "
                 "itself; pass a copy.deepcopy of the start"
             )
-        scores = -self._losses(model, losses, batch_size)
-        return scores if before is None else scores + self._losses(before, losses, batch_size)
+        scores = -losses_of(model, losses, self._batches(size))
+        return scores if before is None else scores + losses_of(before, losses, self._batches(size))
 
     def watch(
         self, model: nn.Module, optimizer: Any, losses: Losses, *, batch_size: int = 256
@@ -133,52 +120,23 @@ class OwnRun:
         Args:
             model: as make_private returned it.
             optimizer: as make_private returned it.
-            losses: of each row of a batch, through operators that have a derivative in forward mode.
+            losses: of each row of a batch, by operators that have a derivative in forward mode. They
+                are given a copy of the model in evaluation mode, at the weights and buffers of the
+                step; what else the model keeps (numbers, switches) is that of now.
             batch_size: canaries at a time.
 
         Raises:
             ArgumentTypeError, ArgumentError: for another optimizer, or a second run.
         """
-        if self._watched is not None:
+        if self._watch is not None:
             raise ArgumentError(
                 "a run was watched already, and its scores would be mixed with those of another; "
                 "mix_in canaries anew for each run"
             )
-        if not hasattr(optimizer, "attach_step_hook"):
-            raise ArgumentTypeError(
-                "watch expects the optimizer that make_private returned in the fast mode, got "
-                f"{type(optimizer).__name__}"
-            )
-        batch_size = whole("batch_size", batch_size, 1)
-        live = unwrap(model)
-        own = {id(p) for p in live.parameters()}
-        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
-            raise ArgumentError(
-                "watch expects the model and the optimizer of one make_private, and this optimizer "
-                "trains other parameters than the model's"
-            )
-        twin = copy.deepcopy(live).eval()  # which nothing follows
-        self._watched = torch.zeros(len(self._inside), dtype=torch.float64, device="cpu")
-        self._optimizer = optimizer
-
-        def look(_: Any) -> None:
-            assert self._watched is not None
-            held = dict(live.named_parameters())
-            step = {name: p.grad.detach() for name, p in held.items() if p.grad is not None}
-            now = {name: held[name].detach() for name in step}
-            rest = {name: p.detach() for name, p in held.items() if name not in step}
-            found = []
-            for count, batch in self._batches(batch_size):
-
-                def at(weights: dict[str, Tensor], batch: Any = batch) -> Tensor:
-                    return losses(AtWeights(twin, {**rest, **weights}), batch)
-
-                with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-                    found.append(one_a_row(jvp(at, (now,), (step,))[1], count))
-            self._watched += torch.cat(found)
-            self._seen += 1
-
-        optimizer.attach_step_hook(look)
+        size = whole("batch_size", batch_size, 1)
+        self._watch = Watch(
+            model, optimizer, losses, lambda: self._batches(size), len(self._inside)
+        )
 
     @property
     def gradient_scores(self) -> Tensor:
@@ -187,15 +145,15 @@ class OwnRun:
         Raises:
             ArgumentError: it was not called, or no step was taken since.
         """
-        if self._watched is None:
+        if self._watch is None:
             raise ArgumentError(
                 "gradient_scores are of a run that was watched: call watch(...) first"
             )
-        if not self._seen:
+        if not self._watch.steps:
             raise ArgumentError(
                 "gradient_scores are of steps that were watched, and no step was taken since watch(...)"
             )
-        return self._watched.clone()
+        return self._watch.scores.clone()
 
     def report(
         self,
@@ -250,7 +208,7 @@ class OwnRun:
             raise ArgumentTypeError(
                 f"engine expects a FastPrivacyEngine, that of the run, got {type(engine).__name__}"
             )
-        if self._optimizer is not None and self._optimizer.ledger is not engine.accountant:
+        if self._watch is not None and not self._watch.accounted_by(engine.accountant):
             raise ArgumentError(
                 "engine expects the engine of the run that was watched, got one that has not accounted "
                 "its steps"
@@ -269,20 +227,4 @@ class OwnRun:
         return claim.neighbours
 
     def _batches(self, batch_size: int) -> Iterator[tuple[int, Any]]:
-        """With the number of canaries in each."""
-        batches = DataLoader(self.canaries, batch_size=batch_size, collate_fn=self._collate)
-        for number, batch in enumerate(batches):
-            yield min(batch_size, len(self._inside) - number * batch_size), batch
-
-    def _losses(self, model: nn.Module, losses: Losses, batch_size: int) -> Tensor:
-        batch_size = whole("batch_size", batch_size, 1)
-        modes = [(part, part.training) for part in model.modules()]
-        model.eval()
-        try:
-            with torch.no_grad():
-                return torch.cat(
-                    [one_a_row(losses(model, b), count) for count, b in self._batches(batch_size)]
-                )
-        finally:
-            for part, training in modes:
-                part.training = training
+        return batches_of(self.canaries, batch_size, self._collate)

@@ -196,6 +196,13 @@ def test_losses_of_another_number_of_rows() -> None:
         run_watched_by(lambda model, batch: squares(model, batch).mean().view(1))
 
 
+def test_losses_of_a_model_from_outside() -> None:
+    """Every score would be 0, and the claim stand, whatever the run does."""
+    outside = nn.Linear(D, 1)
+    with pytest.raises(ArgumentError, match=r"losses\(model, batch\), not a model from outside"):
+        run_watched_by(lambda _, batch: squares(outside, batch))
+
+
 def run_watched_by(of: Any) -> None:
     audit = mix_in(TensorDataset(torch.randn(64, D)), TensorDataset(torch.randn(COUNT, D)))[1]
     model = nn.Linear(D, 1)
