@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
+from fastclip.accounting.segments import new_name
 from fastclip.audit.announced import Announced
 from fastclip.audit.auditor import FEWEST, CanaryScoreAuditor, finite, most_of_one_run
+from fastclip.audit.claimed import neighbours_of
 from fastclip.audit.own_report import Report
 from fastclip.audit.row_losses import Losses, batches_of, losses_of
 from fastclip.audit.watched import Seen, Watch
 from fastclip.checks import between, whole
-from fastclip.engine import FastPrivacyEngine
+from fastclip.data.mixed import Mixed
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
 LEAST = 4 * FEWEST
@@ -31,7 +33,9 @@ def mix_in(
 
     Canaries are rows that can go in without harm and that a model would have to learn by heart: rows of
     the same form with labels or texts drawn at random. None may be in the data set already. Train on
-    what is returned, as ever; `OwnRun.report` says what can be told of the coins.
+    what is returned, as ever; `OwnRun.report` says what can be told of the coins. A run on anything
+    that was made from it (a subset, a transformed data set) is refused, as is one that leaves canaries
+    out.
 
     Args:
         data_set: with `len` and rows by number.
@@ -58,7 +62,8 @@ def mix_in(
     coins = np.unpackbits(np.frombuffer(os.urandom(count // 8 + 1), dtype=np.uint8))[:count]
     inside = torch.from_numpy(coins.astype(bool))
     chosen = Subset(canaries, inside.nonzero().flatten().tolist())
-    return ConcatDataset([data_set, chosen]), OwnRun(canaries, inside, collate_fn)
+    mixed = Mixed(data_set, chosen, new_name())
+    return mixed, OwnRun(canaries, inside, collate_fn, coins=mixed.coins)
 
 
 class OwnRun:
@@ -67,20 +72,24 @@ class OwnRun:
     Args:
         canaries: all of them. inside: which are in the data set, bool, [canaries].
         collate_fn: as a DataLoader's.
+        coins: their name, by which the engine knows the data set; None if they were not mixed in by
+            `mix_in`, so that it cannot be checked that a run draws them.
 
     Raises:
         ArgumentError: coins that are not one a canary.
     """
 
     def __init__(
-        self, canaries: Dataset[Any], inside: Tensor, collate_fn: Callable[..., Any] | None = None
-    ) -> None:
+        self, canaries: Dataset[Any], inside: Tensor, collate_fn: Callable[..., Any] | None = None,
+        coins: str | None = None,
+    ) -> None:  # fmt: skip
         count = len(canaries)  # type: ignore[arg-type]
         if not isinstance(inside, Tensor) or inside.dtype != torch.bool or inside.shape != (count,):
             raise ArgumentError(
                 f"inside expects a bool for each of the {count} canaries, as a tensor [{count}]"
             )
         self.canaries, self._inside, self._collate = canaries, inside.cpu(), collate_fn
+        self._coins = coins
         self._watch: Seen | None = None
         self._announced = Announced()
 
@@ -126,7 +135,8 @@ class OwnRun:
             batch_size: canaries at a time.
 
         Raises:
-            ArgumentTypeError, ArgumentError: for another optimizer, or a second run.
+            ArgumentTypeError, ArgumentError: for another optimizer, a second run, or one that does not
+                draw from the data set that `mix_in` returned.
         """
         if self._watch is not None:
             raise ArgumentError(
@@ -135,7 +145,7 @@ class OwnRun:
             )
         size = whole("batch_size", batch_size, 1)
         self._watch = Watch(
-            model, optimizer, losses, lambda: self._batches(size), len(self._inside)
+            model, optimizer, losses, lambda: self._batches(size), len(self._inside), self._coins
         )
 
     @property
@@ -189,7 +199,7 @@ class OwnRun:
                 f"scores expects one a canary, [{len(self._inside)}], got shape {given.shape}"
             )
         inside = self._inside.numpy()
-        neighbours = self._claim_of(engine)
+        neighbours = neighbours_of(engine, self._watch, self._coins)
         looked_at = self._announced.check(given, delta, reports)
         auditor = CanaryScoreAuditor.of_run(given, inside)
         report = Report(
@@ -201,30 +211,6 @@ class OwnRun:
         )  # fmt: skip
         self._announced.seen(looked_at, reports)
         return report
-
-    def _claim_of(self, engine: Any) -> str:
-        """Between whom nobody can tell by its claim, which must be what the coins are about."""
-        if not isinstance(engine, FastPrivacyEngine):
-            raise ArgumentTypeError(
-                f"engine expects a FastPrivacyEngine, that of the run, got {type(engine).__name__}"
-            )
-        if self._watch is not None and not self._watch.accounted_by(engine.accountant):
-            raise ArgumentError(
-                "engine expects the engine of the run that was watched, got one that has not accounted "
-                "its steps"
-            )
-        if not engine.accountant.history:
-            raise ArgumentError(
-                "engine has taken no step yet, so that nothing is claimed: train first"
-            )
-        claim = engine.mechanism()
-        if claim.units is not None:
-            raise ArgumentError(
-                f"the claim is for {claim.neighbours}, and the coins put rows in or leave them out, "
-                "which their public number tells: pass sample_rate and expected_batch_size to "
-                "make_private, with Poisson sampling and without other steps in the engine"
-            )
-        return claim.neighbours
 
     def _batches(self, batch_size: int) -> Iterator[tuple[int, Any]]:
         return batches_of(self.canaries, batch_size, self._collate)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastclip.accounting.ledger import Ledger
+from fastclip.audit.drawn import check_drawn
 from fastclip.audit.row_losses import Batches, Losses, Slopes
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.model.unwrapping import unwrap
@@ -36,6 +37,7 @@ class Watch(Seen):
     Args:
         model, optimizer: as make_private returned them. losses: of each row of a batch.
         batches: of all canaries. count: of the canaries.
+        coins: as of `check_drawn`.
 
     Raises:
         ArgumentTypeError, ArgumentError: for another optimizer, or that of another model.
@@ -43,7 +45,7 @@ class Watch(Seen):
 
     def __init__(
         self, model: nn.Module, optimizer: Any, losses: Losses, batches: Callable[[], Batches],
-        count: int,
+        count: int, coins: str | None,
     ) -> None:  # fmt: skip
         if not hasattr(optimizer, "keeper"):
             raise ArgumentTypeError(
@@ -57,6 +59,7 @@ class Watch(Seen):
                 "watch expects the model and the optimizer of one make_private, and this optimizer "
                 "trains other parameters than the model's"
             )
+        check_drawn("watch", [optimizer.account.design], coins)
         self._slopes = Slopes(copy.deepcopy(self._live).eval(), losses)  # which nothing follows
         super().__init__(torch.zeros(count, dtype=torch.float64, device="cpu"))
         optimizer.attach_step_hook(self._look)

@@ -22,28 +22,36 @@ from tests.audit.test_own_run import canaries, losses, rows, trained
 D, COUNT, DRAWS = 8, 256, 400
 
 
-def run(sigma: float = 1.0, steps: int = 1, **options: Any) -> tuple[OwnRun, Any, nn.Module, Any]:
+def squares(model: Any, batch: Any) -> torch.Tensor:
+    return model(batch[0]).squeeze(1) ** 2
+
+
+def loader_of(data_set: Any) -> DataLoader:
+    return DataLoader(data_set, batch_size=64)
+
+
+def run(
+    sigma: float = 1.0, steps: int = 1, *, of: Any = squares, loader: Any = loader_of,
+    watched: bool = True, **options: Any,
+) -> tuple[OwnRun, Any, nn.Module, Any]:  # fmt: skip
     """(audit, engine, model, optimizer): a small run with public sizes."""
     torch.manual_seed(0)
     mixed, audit = mix_in(TensorDataset(torch.randn(64, D)), TensorDataset(torch.randn(COUNT, D)))
     model, engine = nn.Linear(D, 1), FastPrivacyEngine(accountant="rdp")
     options = {"sample_rate": 0.5, "expected_batch_size": 64} | options
-    private, optimizer, loader = engine.make_private(
+    private, optimizer, drawn = engine.make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(mixed, batch_size=64), noise_multiplier=sigma, max_grad_norm=1.0,
+        data_loader=loader(mixed), noise_multiplier=sigma, max_grad_norm=1.0,
         **{name: value for name, value in options.items() if value is not None},
     )  # fmt: skip
-    audit.watch(private, optimizer, squares)
-    batches = iter(loader)
+    if watched:
+        audit.watch(private, optimizer, of)
+    batches = iter(drawn)
     for _ in range(steps):
         optimizer.zero_grad()
         squares(private, next(batches)).mean().backward()
         optimizer.step()
     return audit, engine, model, optimizer
-
-
-def squares(model: Any, batch: Any) -> torch.Tensor:
-    return model(batch[0]).squeeze(1) ** 2
 
 
 def coins(draw: np.random.Generator) -> np.ndarray:
@@ -193,28 +201,14 @@ def test_losses_of_another_number_of_rows() -> None:
     with pytest.raises(ArgumentError, match=r"one loss a row, \[256\], got shape \(1,\)"):
         audit.loss_scores(model, lambda model, batch: squares(model, batch).mean().view(1))
     with pytest.raises(ArgumentError, match=r"one loss a row, \[256\], got shape \(1,\)"):
-        run_watched_by(lambda model, batch: squares(model, batch).mean().view(1))
+        run(of=lambda model, batch: squares(model, batch).mean().view(1))
 
 
 def test_losses_of_a_model_from_outside() -> None:
     """Every score would be 0, and the claim stand, whatever the run does."""
     outside = nn.Linear(D, 1)
     with pytest.raises(ArgumentError, match=r"losses\(model, batch\), not a model from outside"):
-        run_watched_by(lambda _, batch: squares(outside, batch))
-
-
-def run_watched_by(of: Any) -> None:
-    audit = mix_in(TensorDataset(torch.randn(64, D)), TensorDataset(torch.randn(COUNT, D)))[1]
-    model = nn.Linear(D, 1)
-    private, optimizer, loader = FastPrivacyEngine().make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(torch.randn(64, D)), batch_size=64),
-        noise_multiplier=1.0, max_grad_norm=1.0,
-    )  # fmt: skip
-    audit.watch(private, optimizer, of)
-    for batch in loader:
-        squares(private, batch).mean().backward()
-        optimizer.step()
+        run(of=lambda _, batch: squares(outside, batch))
 
 
 def test_the_start_is_another_model() -> None:
