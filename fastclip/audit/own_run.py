@@ -188,8 +188,8 @@ class OwnRun:
             reports: how many will be made of these coins, the same in each.
 
         Raises:
-            ArgumentError, ArgumentTypeError: other shapes, NaN, values out of range; another engine; a
-                report that was not announced.
+            ArgumentError, ArgumentTypeError: other shapes, NaN, all scores equal, values out of range;
+                another engine; a report that was not announced.
         """
         significance = between("significance", significance, 0, 0.5)
         delta, reports = between("delta", delta, 0, 1), whole("reports", reports, 1)
@@ -197,6 +197,11 @@ class OwnRun:
         if given.shape != tuple(self._inside.shape):
             raise ArgumentError(
                 f"scores expects one a canary, [{len(self._inside)}], got shape {given.shape}"
+            )
+        if given.min() == given.max():
+            raise ArgumentError(
+                f"scores expects numbers that differ, got {given[0]:g} for each of the canaries, which "
+                "tells nothing of any coin: give scores of the model that was trained, before and after"
             )
         inside = self._inside.numpy()
         neighbours = neighbours_of(engine, self._watch, self._coins)

@@ -172,6 +172,7 @@ def test_what_is_watched() -> None:
 
 
 @pytest.mark.parametrize("scores", [
+    [0.0] * COUNT, torch.full((COUNT,), -3.0), [True] * COUNT,
     [math.nan] * COUNT, [math.inf] * COUNT, ["a"] * COUNT, [1j] * COUNT, [0.0], [[0.0]] * COUNT,
     torch.zeros(COUNT, dtype=torch.complex64), [None] * COUNT,
 ])  # fmt: skip
