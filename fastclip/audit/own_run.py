@@ -17,6 +17,7 @@ from fastclip.audit.auditor import FEWEST, CanaryScoreAuditor, finite, most_of_o
 from fastclip.audit.claimed import neighbours_of
 from fastclip.audit.own_report import Report
 from fastclip.audit.row_losses import Losses, batches_of, losses_of
+from fastclip.audit.scored import Scored
 from fastclip.audit.watched import Seen, Watch
 from fastclip.checks import between, whole
 from fastclip.data.mixed import Mixed
@@ -91,6 +92,7 @@ class OwnRun:
         self.canaries, self._inside, self._collate = canaries, inside.cpu(), collate_fn
         self._coins = coins
         self._watch: Seen | None = None
+        self._scored = Scored()
         self._announced = Announced()
 
     def loss_scores(
@@ -100,7 +102,8 @@ class OwnRun:
         """How much lower each canary's loss is than it was, [canaries]; of what anybody can see.
 
         Args:
-            model: after training; it is read in evaluation mode.
+            model: after training, itself or a copy of it; it is read in evaluation mode. `report` takes
+                the scores with its engine only.
             losses: of each row of a batch.
             before: the model at its start; None takes the loss alone, which tells less.
             batch_size: canaries at a time.
@@ -116,7 +119,10 @@ class OwnRun:
                 "itself; pass a copy.deepcopy of the start"
             )
         scores = -losses_of(model, losses, self._batches(size))
-        return scores if before is None else scores + losses_of(before, losses, self._batches(size))
+        if before is not None:
+            scores += losses_of(before, losses, self._batches(size))
+        self._scored.remember(scores, model)
+        return scores
 
     def watch(
         self, model: nn.Module, optimizer: Any, losses: Losses, *, batch_size: int = 256
@@ -205,6 +211,7 @@ class OwnRun:
             )
         inside = self._inside.numpy()
         neighbours = neighbours_of(engine, self._watch, self._coins)
+        self._scored.check(given, [run.keeper.names for run in engine._runs])
         looked_at = self._announced.check(given, delta, reports)
         auditor = CanaryScoreAuditor.of_run(given, inside)
         report = Report(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastclip.accounting.ledger import Ledger
+from fastclip.accounting.segments import Segments, remainder
 from fastclip.audit.drawn import check_drawn
 from fastclip.audit.row_losses import Batches, Losses, Slopes
 from fastclip.errors import ArgumentError, ArgumentTypeError
@@ -26,9 +27,15 @@ class Seen:
     steps: int = 0
     """That were looked at."""
 
+    accounted: Segments = field(default_factory=dict)
+    """By the ledger of the run, by name."""
+
     def accounted_by(self, ledger: Ledger) -> bool:
         """Whether these steps are in its epsilon."""
-        return True
+        have = ledger.segments()
+        return all(
+            remainder(have.get(n, []), part) is not None for n, part in self.accounted.items()
+        )
 
 
 class Watch(Seen):
@@ -80,4 +87,4 @@ class Watch(Seen):
 
     def __reduce__(self) -> Any:
         """Coins and scores are copied, no run is."""
-        return Seen, (self.scores.clone(), self.steps)
+        return Seen, (self.scores.clone(), self.steps, self._optimizer.ledger.segments())
