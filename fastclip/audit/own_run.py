@@ -190,7 +190,8 @@ class OwnRun:
                 expected_batch_size were given.
             scores: one a canary, [canaries]; higher says "in".
             delta: of the claim, in (0, 1).
-            significance: probability that a bound is wrong, or one of all `reports`, in (0, 0.5).
+            significance: probability that a bound is wrong, or one of all `reports`, in (0, 0.5); the
+                same in each report of these coins.
             reports: how many will be made of these coins, the same in each.
 
         Raises:
@@ -212,7 +213,7 @@ class OwnRun:
         inside = self._inside.numpy()
         neighbours = neighbours_of(engine, self._watch, self._coins)
         self._scored.check(given, [run.keeper.names for run in engine._runs])
-        looked_at = self._announced.check(given, delta, reports)
+        looked_at = self._announced.check(given, delta, significance, reports)
         auditor = CanaryScoreAuditor.of_run(given, inside)
         report = Report(
             claimed=engine.get_epsilon(delta), delta=delta, significance=significance,
@@ -221,7 +222,7 @@ class OwnRun:
             auroc=auditor.attack_auroc(), tpr=auditor.tpr_at_given_fpr(0.01),
             canaries=len(inside), inside=int(inside.sum()), neighbours=neighbours, reports=reports,
         )  # fmt: skip
-        self._announced.seen(looked_at, reports)
+        self._announced.seen(looked_at, significance, reports)
         return report
 
     def _batches(self, batch_size: int) -> Iterator[tuple[int, Any]]:

@@ -112,8 +112,6 @@ def test_one_set_of_scores_is_reported() -> None:
     for other, delta in ((scores**3, 1e-5), (scores, 1e-6)):
         with pytest.raises(ArgumentError, match=r"best of several .* reports=2"):
             audit.report(engine, other, delta=delta)
-    with pytest.raises(ArgumentError, match="cannot change"):
-        audit.report(engine, scores, delta=1e-5, reports=2)
 
 
 def test_several_share_the_significance() -> None:
@@ -123,9 +121,40 @@ def test_several_share_the_significance() -> None:
     expected = CanaryScoreAuditor.of_run(coin, audit._inside).epsilon_one_run(0.05, 1e-5)
     assert first.bound == first.most == expected
     assert any("One of 2 reports" in note for note in first.notes)
-    audit.report(engine, audit.gradient_scores, delta=1e-5, reports=2)
+    common: dict[str, Any] = {"delta": 1e-5, "significance": 0.1, "reports": 2}
+    audit.report(engine, audit.gradient_scores, **common)
     with pytest.raises(ArgumentError, match="best of several"):
-        audit.report(engine, -coin, delta=1e-5, reports=2)
+        audit.report(engine, -coin, **common)
+
+
+@pytest.mark.parametrize("given", [{"significance": 0.2}, {"significance": 0.01}, {"reports": 2}])
+def test_what_was_announced_stays(given: dict[str, Any]) -> None:
+    """A significance that is chosen after a look at the bound is none."""
+    audit, engine, *_ = run()
+    first = audit.report(engine, audit.gradient_scores, delta=1e-5)
+    with pytest.raises(
+        ArgumentError, match=f"^{next(iter(given))}=.* was announced .* cannot change"
+    ):
+        audit.report(engine, audit.gradient_scores, delta=1e-5, **given)
+    assert audit.report(engine, audit.gradient_scores, delta=1e-5) == first
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_copies_share_their_reports(by_file: bool) -> None:
+    """Of the same coins: a copy for each kind of scores would be the best of several."""
+    audit, engine, *_ = run()
+
+    def copied(one: OwnRun) -> OwnRun:
+        return pickle.loads(pickle.dumps(one)) if by_file else copy.deepcopy(one)
+
+    before, scores = copied(audit), audit.gradient_scores
+    audit.report(engine, scores, delta=1e-5)
+    for each in (before, copied(before), copied(audit)):
+        assert each.report(engine, scores, delta=1e-5).inside
+        with pytest.raises(ArgumentError, match="best of several"):
+            each.report(engine, scores**3, delta=1e-5)
+        with pytest.raises(ArgumentError, match="cannot change"):
+            each.report(engine, scores, delta=1e-5, significance=0.2)
 
 
 def test_before_any_step() -> None:
