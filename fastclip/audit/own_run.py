@@ -159,17 +159,24 @@ class OwnRun:
         """[canaries], of the steps since `watch`.
 
         Raises:
-            ArgumentError: it was not called, or no step was taken since.
+            ArgumentError: it was not called, no step was taken since, or it was not shown all of them.
         """
         if self._watch is None:
             raise ArgumentError(
                 "gradient_scores are of a run that was watched: call watch(...) first"
             )
-        if not self._watch.steps:
+        seen = self._watch.count()
+        if seen.missed:
+            raise ArgumentError(
+                f"gradient_scores are of {seen.steps} steps since watch(...), and {seen.missed} more "
+                "were accounted that it was not shown, as after optimizer.step_hook = ...; attach "
+                "hooks by optimizer.attach_step_hook(...), and train anew"
+            )
+        if not seen.steps:
             raise ArgumentError(
                 "gradient_scores are of steps that were watched, and no step was taken since watch(...)"
             )
-        return self._watch.scores.clone()
+        return seen.scores.clone()
 
     def report(
         self,

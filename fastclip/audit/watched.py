@@ -26,9 +26,14 @@ class Seen:
     """[canaries], float64 on the CPU."""
     steps: int = 0
     """That were looked at."""
-
+    missed: int = 0
+    """That were accounted since it began, and not shown to it."""
     accounted: Segments = field(default_factory=dict)
     """By the ledger of the run, by name."""
+
+    def count(self) -> Seen:
+        """Itself, with the steps that were missed until now."""
+        return self
 
     def accounted_by(self, ledger: Ledger) -> bool:
         """Whether these steps are in its epsilon."""
@@ -69,10 +74,12 @@ class Watch(Seen):
         check_drawn("watch", [optimizer.account.design], coins)
         self._slopes = Slopes(copy.deepcopy(self._live).eval(), losses)  # which nothing follows
         super().__init__(torch.zeros(count, dtype=torch.float64, device="cpu"))
+        self._shown = optimizer.account.steps
         optimizer.attach_step_hook(self._look)
 
     def _look(self, _: Any) -> None:
         """A step is about to be released."""
+        self._shown += 1
         held = dict(self._live.named_parameters())
         step = {name: p.grad.detach() for name, p in held.items() if p.grad is not None}
         now = {name: held[name].detach() for name in step}
@@ -81,10 +88,16 @@ class Watch(Seen):
         self.scores += self._slopes.along(step, now, rest, self._batches())
         self.steps += 1
 
+    def count(self) -> Watch:
+        """Itself, with the steps that were missed until now."""
+        self.missed = self._optimizer.account.steps - self._shown
+        return self
+
     def accounted_by(self, ledger: Ledger) -> bool:
         """Whether these steps are in its epsilon."""
         return self._optimizer.ledger is ledger
 
     def __reduce__(self) -> Any:
         """Coins and scores are copied, no run is."""
-        return Seen, (self.scores.clone(), self.steps, self._optimizer.ledger.segments())
+        segments = self._optimizer.ledger.segments()
+        return Seen, (self.scores.clone(), self.steps, self.count().missed, segments)

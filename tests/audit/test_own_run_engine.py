@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from fastclip import FastPrivacyEngine
+from fastclip.audit import mix_in
 from fastclip.errors import ArgumentError
-from tests.audit.test_own_run_refusals import D, loader_of, run, squares
+from tests.audit.test_own_run_refusals import COUNT, D, loader_of, run, squares
 
 COPIES = [copy.deepcopy, lambda audit: pickle.loads(pickle.dumps(audit))]
 
@@ -27,18 +30,21 @@ def kept(mixed: list[Any]) -> Any:
     return loader
 
 
-def another_run(mixed: Any, steps: int = 1) -> FastPrivacyEngine:
-    """With more noise, and the same canaries."""
+def another_run(mixed: Any, steps: int = 1, watch: Any = None) -> FastPrivacyEngine:
+    """With more noise, and the same canaries; steps that end in a KeyError are passed over."""
     model, engine = nn.Linear(D, 1), FastPrivacyEngine(accountant="rdp")
     private, optimizer, drawn = engine.make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=loader_of(mixed), noise_multiplier=8.0, max_grad_norm=1.0, sample_rate=0.5,
+        data_loader=loader_of(mixed), noise_multiplier=8.0, max_grad_norm=1.0, sample_rate=0.25,
         expected_batch_size=64,
     )  # fmt: skip
+    if watch is not None:
+        watch(private, optimizer)
     for _, batch in zip(range(steps), drawn, strict=False):
         optimizer.zero_grad()
         squares(private, batch).mean().backward()
-        optimizer.step()
+        with suppress(KeyError):
+            optimizer.step()
     return engine
 
 
@@ -63,6 +69,45 @@ def test_a_ledger_that_went_on_accounts_for_what_was_watched(copied: Any) -> Non
     other = another_run(mixed[0])
     other.accountant.load_state_dict(engine.accountant.state_dict())
     assert twin.report(other, twin.gradient_scores, delta=1e-5).claimed > engine.get_epsilon(1e-5)
+
+
+@pytest.mark.parametrize("copied", [lambda audit: audit, *COPIES])
+@pytest.mark.parametrize("chained", [False, True])
+def test_steps_that_a_watch_is_not_shown(copied: Any, chained: bool) -> None:
+    """Assigning a hook replaces those that were attached, that of the watch, too."""
+
+    def replace(step: int, optimizer: Any) -> None:
+        if step == 1:
+            before = optimizer.step_hook
+            optimizer.step_hook = before if chained else lambda _: None
+
+    audit, engine, model, _ = run(steps=3, sample_rate=0.25, before_step=replace)
+    one = copied(audit)
+    if chained:
+        assert one.report(engine, one.gradient_scores, delta=1e-5).inside
+        return
+    with pytest.raises(
+        ArgumentError, match=r"are of 1 steps since watch.* 2 more .*attach_step_hook"
+    ):
+        one.gradient_scores  # noqa: B018
+    assert one.report(engine, one.loss_scores(model, squares), delta=1e-5).inside
+
+
+def test_a_look_that_fails_is_no_step() -> None:
+    """Nothing was released."""
+    calls: list[int] = []
+
+    def of(model: Any, batch: Any) -> torch.Tensor:
+        calls.append(len(calls))
+        if len(calls) == 2:
+            raise KeyError("label")
+        return squares(model, batch)
+
+    mixed, audit = mix_in(TensorDataset(torch.randn(64, D)), TensorDataset(torch.randn(COUNT, D)))
+    engine = another_run(mixed, 3, lambda model, optimizer: audit.watch(model, optimizer, of))
+    assert len(calls) == 3
+    assert sum(steps for *_, steps in engine.accountant.history) == 3
+    assert audit.report(engine, audit.gradient_scores, delta=1e-5).inside
 
 
 @pytest.mark.parametrize("copied", [lambda audit: audit, *COPIES])

@@ -32,7 +32,7 @@ def loader_of(data_set: Any) -> DataLoader:
 
 def run(
     sigma: float = 1.0, steps: int = 1, *, of: Any = squares, loader: Any = loader_of,
-    watched: bool = True, **options: Any,
+    watched: bool = True, before_step: Any = lambda step, optimizer: None, **options: Any,
 ) -> tuple[OwnRun, Any, nn.Module, Any]:  # fmt: skip
     """(audit, engine, model, optimizer): a small run with public sizes."""
     torch.manual_seed(0)
@@ -47,7 +47,8 @@ def run(
     if watched:
         audit.watch(private, optimizer, of)
     batches = iter(drawn)
-    for _ in range(steps):
+    for step in range(steps):
+        before_step(step, optimizer)
         optimizer.zero_grad()
         squares(private, next(batches)).mean().backward()
         optimizer.step()
