@@ -27,9 +27,10 @@ class CanaryScoreAuditor:
 
     Formal guarantee: of a run that is (epsilon, delta)-DP, a bound at `significance` exceeds epsilon
     with at most that probability. Which canaries are guessed is fixed before the coins are looked at
-    (numbers of guesses on a grid, thresholds by another part of the scores), and tests of several
-    grids share the significance. Ties are broken by coins of the operating system, so that bounds
-    of equal scores differ from auditor to auditor, or, in `of_run`, by the numbers of the canaries.
+    (numbers of guesses by the number of canaries alone, thresholds by another part of the scores), and
+    tests of several numbers share the significance. Ties are broken by coins of the operating system, so
+    that bounds of equal scores differ from auditor to auditor, or, in `of_run`, by the numbers of the
+    canaries.
 
     Args:
         in_canary_scores: [a] numbers, of the canaries that were in.
@@ -163,7 +164,7 @@ class CanaryScoreAuditor:
         return len(self.inside) + len(self.outside)
 
     def _best(self, significance: float, bound: Callable[[int, int, float], float]) -> float:
-        """The best bound over the grid of guesses."""
+        """The best bound over the plans of guesses."""
         plans = list(guessed(self._canaries))
         inside, found = self._ranked, [0.0]
         for top, bottom in plans:
@@ -183,12 +184,25 @@ class CanaryScoreAuditor:
 
 
 def guessed(canaries: int) -> Iterator[tuple[int, int]]:
-    """(highest scores that are guessed to be in, lowest that are guessed to be out), on a fixed grid."""
-    top = canaries // 2
+    """(highest scores that are guessed to be in, lowest that are guessed to be out); of no coin.
+
+    The most is 1.5 sqrt(n) less than a half: of n fair coins so many fall on either side (three standard
+    deviations, 99.7%), so that whoever knows every coin guesses none wrong.
+    """
+    half = canaries // 2
+    top = max(half - math.ceil(1.5 * math.sqrt(canaries)), min(half, FEWEST))
     while top >= FEWEST:
         yield top, top
         yield top, 0
         top //= 4
+
+
+def most_of_one_run(canaries: int, significance: float, delta: float) -> float:
+    """What `epsilon_one_run` proves where all guesses are right."""
+    plans = [sum(plan) for plan in guessed(canaries)]
+    share = significance / max(1, len(plans))
+    bounds = [one_run.epsilon_bound(canaries, all_, all_, share, delta) for all_ in plans]
+    return max([0.0, *bounds])
 
 
 def finite(name: str, given: Any) -> np.ndarray:

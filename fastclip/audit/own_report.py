@@ -15,8 +15,8 @@ NOT_SHOWN = (
     "That the claim is true. An audit can refute epsilon, never prove it: an attack that is not tried "
     "here may learn more.",
     "Anything of rows that are not like the canaries.",
-    "More than the canaries allow: so many of them, all guessed right, would prove no more than the "
-    "bound that is named as the most.",
+    "More than the canaries allow: all guesses right prove no more than the bound that is named as the "
+    "most.",
     "That the trainer did not look: whoever trains must not know the coins before the scores are there.",
 )
 STYLE = (
@@ -24,6 +24,7 @@ STYLE = (
     "table{border-collapse:collapse;width:100%}td{border-bottom:1px solid #ddd;padding:.4rem .6rem}"
     "td+td{text-align:right;white-space:nowrap}.verdict{padding:.6rem 1rem;border-left:4px solid}"
     ".held{background:#eef5ee;border-color:#2e7d32}.refuted{background:#fdecea;border-color:#c62828}"
+    ".open{background:#f3f3f3;border-color:#777}"
 )
 
 
@@ -34,7 +35,7 @@ class Report:
     Attributes:
         claimed: epsilon that the engine states, at delta.
         bound: lower bound on the true one, at 1 - significance (Steinke et al. 2023).
-        most: what so many canaries would prove if all were guessed right.
+        most: what so many canaries prove if all guesses about them are right.
         auroc, tpr: of the scores; tpr at a false positive rate of 1%. Estimates, without intervals.
         canaries, inside: how many there are, and how many were in.
         neighbours: of the claim.
@@ -59,20 +60,34 @@ class Report:
         return self.bound > self.claimed
 
     @property
-    def verdict(self) -> str:
-        """In a sentence."""
+    def told(self) -> bool:
+        """All guesses were right."""
+        return 0 < self.most <= self.bound
+
+    @property
+    def kind(self) -> str:
+        """What the verdict is: refuted, none (is claimed), open (no guesses could refute it), held."""
         if self.refuted:
-            return (
-                f"The claim is refuted: epsilon is at least {self.bound:.3g}, not {self.claimed:.3g}. "
-                "Do not release this model; `python -m fastclip.audit` tells if the engine is at fault."
-            )
+            return "refuted"
         if math.isinf(self.claimed):
-            return (
-                "Nothing is claimed: a step had no noise, so that no epsilon holds; it is at least "
-                f"{self.bound:.3g}."
-            )
-        found, claimed = f"{self.bound:.3g}", f"{self.claimed:.3g}"
-        return f"The claim stands: epsilon is at least {found}, and {claimed} is claimed."
+            return "none"
+        return "open" if self.most <= self.claimed else "held"
+
+    @property
+    def verdict(self) -> str:
+        """In a sentence or two."""
+        found, claimed, most = f"{self.bound:.3g}", f"{self.claimed:.3g}", f"{self.most:.3g}"
+        said = {
+            "refuted": f"The claim is refuted: epsilon is at least {found}, not {claimed}. Do not "
+            "release this model; `python -m fastclip.audit` tells if the engine is at fault.",
+            "none": "Nothing is claimed: a step had no noise, so that no epsilon holds; it is at least "
+            f"{found}.",
+            "open": f"These canaries could not refute this claim: {claimed} is claimed, all guesses "
+            f"right prove {most}, and these prove {found}. Audit the same training at an epsilon "
+            f"below {most}.",
+            "held": f"The claim stands: epsilon is at least {found}, and {claimed} is claimed.",
+        }[self.kind]
+        return f"{said} Every coin that was guessed was told." if self.told else said
 
     @property
     def figures(self) -> list[tuple[str, str]]:
@@ -127,7 +142,7 @@ class Report:
             for name, value in self.figures
         )
         notes = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
-        kind = "held" if self.bound <= self.claimed < math.inf else "refuted"
+        kind = "refuted" if self.kind == "none" else self.kind
         return (
             '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
             f'content="width=device-width"><title>{TITLE}</title><style>{STYLE}</style></head><body>'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
@@ -10,24 +9,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import jvp
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
+from fastclip.accounting.segments import new_name
 from fastclip.audit.announced import Announced
-from fastclip.audit.auditor import FEWEST, CanaryScoreAuditor, finite
+from fastclip.audit.auditor import FEWEST, CanaryScoreAuditor, finite, most_of_one_run
+from fastclip.audit.claimed import neighbours_of
 from fastclip.audit.own_report import Report
-from fastclip.audit.row_losses import AtWeights, one_a_row
+from fastclip.audit.row_losses import Losses, batches_of, losses_of
+from fastclip.audit.scored import Scored
+from fastclip.audit.watched import Seen, Watch
 from fastclip.checks import between, whole
-from fastclip.engine import FastPrivacyEngine
+from fastclip.data.mixed import Mixed
 from fastclip.errors import ArgumentError, ArgumentTypeError
-from fastclip.model.unwrapping import unwrap
 
 LEAST = 4 * FEWEST
 """Canaries below which nothing could be proved."""
-
-Losses = Callable[[Any, Any], Tensor]
-"""losses(model, batch): the loss of each row, [b]."""
 
 
 def mix_in(
@@ -37,7 +34,9 @@ def mix_in(
 
     Canaries are rows that can go in without harm and that a model would have to learn by heart: rows of
     the same form with labels or texts drawn at random. None may be in the data set already. Train on
-    what is returned, as ever; `OwnRun.report` says what can be told of the coins.
+    what is returned, as ever; `OwnRun.report` says what can be told of the coins. A run on anything
+    that was made from it (a subset, a transformed data set) is refused, as is one that leaves canaries
+    out.
 
     Args:
         data_set: with `len` and rows by number.
@@ -64,7 +63,8 @@ def mix_in(
     coins = np.unpackbits(np.frombuffer(os.urandom(count // 8 + 1), dtype=np.uint8))[:count]
     inside = torch.from_numpy(coins.astype(bool))
     chosen = Subset(canaries, inside.nonzero().flatten().tolist())
-    return ConcatDataset([data_set, chosen]), OwnRun(canaries, inside, collate_fn)
+    mixed = Mixed(data_set, chosen, new_name())
+    return mixed, OwnRun(canaries, inside, collate_fn, coins=mixed.coins)
 
 
 class OwnRun:
@@ -73,30 +73,27 @@ class OwnRun:
     Args:
         canaries: all of them. inside: which are in the data set, bool, [canaries].
         collate_fn: as a DataLoader's.
+        coins: their name, by which the engine knows the data set; None if they were not mixed in by
+            `mix_in`, so that it cannot be checked that a run draws them.
 
     Raises:
         ArgumentError: coins that are not one a canary.
     """
 
     def __init__(
-        self, canaries: Dataset[Any], inside: Tensor, collate_fn: Callable[..., Any] | None = None
-    ) -> None:
+        self, canaries: Dataset[Any], inside: Tensor, collate_fn: Callable[..., Any] | None = None,
+        coins: str | None = None,
+    ) -> None:  # fmt: skip
         count = len(canaries)  # type: ignore[arg-type]
         if not isinstance(inside, Tensor) or inside.dtype != torch.bool or inside.shape != (count,):
             raise ArgumentError(
                 f"inside expects a bool for each of the {count} canaries, as a tensor [{count}]"
             )
         self.canaries, self._inside, self._collate = canaries, inside.cpu(), collate_fn
-        self._watched: Tensor | None = None
-        self._seen = 0
-        """Steps that were watched."""
-        self._optimizer: Any = None
-        """Which was watched."""
+        self._coins = coins
+        self._watch: Seen | None = None
+        self._scored = Scored()
         self._announced = Announced()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Coins and scores; a copy watches nothing."""
-        return {**self.__dict__, "_optimizer": None}
 
     def loss_scores(
         self, model: nn.Module, losses: Losses, *, before: nn.Module | None = None,
@@ -105,7 +102,8 @@ class OwnRun:
         """How much lower each canary's loss is than it was, [canaries]; of what anybody can see.
 
         Args:
-            model: after training; it is read in evaluation mode.
+            model: after training, itself or a copy of it; it is read in evaluation mode. `report` takes
+                the scores with its engine only.
             losses: of each row of a batch.
             before: the model at its start; None takes the loss alone, which tells less.
             batch_size: canaries at a time.
@@ -113,14 +111,18 @@ class OwnRun:
         Raises:
             ArgumentError: losses that are not one a row, or `before` is `model`.
         """
+        size = whole("batch_size", batch_size, 1)
         own = {id(p) for p in model.parameters() if p.requires_grad}
         if before is not None and own and own <= {id(p) for p in before.parameters()}:
             raise ArgumentError(
                 "before expects the model as it was before training, got the parameters of model "
                 "itself; pass a copy.deepcopy of the start"
             )
-        scores = -self._losses(model, losses, batch_size)
-        return scores if before is None else scores + self._losses(before, losses, batch_size)
+        scores = -losses_of(model, losses, self._batches(size))
+        if before is not None:
+            scores += losses_of(before, losses, self._batches(size))
+        self._scored.remember(scores, model)
+        return scores
 
     def watch(
         self, model: nn.Module, optimizer: Any, losses: Losses, *, batch_size: int = 256
@@ -133,69 +135,48 @@ class OwnRun:
         Args:
             model: as make_private returned it.
             optimizer: as make_private returned it.
-            losses: of each row of a batch, through operators that have a derivative in forward mode.
+            losses: of each row of a batch, by operators that have a derivative in forward mode. They
+                are given a copy of the model in evaluation mode, at the weights and buffers of the
+                step; what else the model keeps (numbers, switches) is that of now.
             batch_size: canaries at a time.
 
         Raises:
-            ArgumentTypeError, ArgumentError: for another optimizer, or a second run.
+            ArgumentTypeError, ArgumentError: for another optimizer, a second run, or one that does not
+                draw from the data set that `mix_in` returned.
         """
-        if self._watched is not None:
+        if self._watch is not None:
             raise ArgumentError(
                 "a run was watched already, and its scores would be mixed with those of another; "
                 "mix_in canaries anew for each run"
             )
-        if not hasattr(optimizer, "attach_step_hook"):
-            raise ArgumentTypeError(
-                "watch expects the optimizer that make_private returned in the fast mode, got "
-                f"{type(optimizer).__name__}"
-            )
-        batch_size = whole("batch_size", batch_size, 1)
-        live = unwrap(model)
-        own = {id(p) for p in live.parameters()}
-        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
-            raise ArgumentError(
-                "watch expects the model and the optimizer of one make_private, and this optimizer "
-                "trains other parameters than the model's"
-            )
-        twin = copy.deepcopy(live).eval()  # which nothing follows
-        self._watched = torch.zeros(len(self._inside), dtype=torch.float64, device="cpu")
-        self._optimizer = optimizer
-
-        def look(_: Any) -> None:
-            assert self._watched is not None
-            held = dict(live.named_parameters())
-            step = {name: p.grad.detach() for name, p in held.items() if p.grad is not None}
-            now = {name: held[name].detach() for name in step}
-            rest = {name: p.detach() for name, p in held.items() if name not in step}
-            found = []
-            for count, batch in self._batches(batch_size):
-
-                def at(weights: dict[str, Tensor], batch: Any = batch) -> Tensor:
-                    return losses(AtWeights(twin, {**rest, **weights}), batch)
-
-                with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-                    found.append(one_a_row(jvp(at, (now,), (step,))[1], count))
-            self._watched += torch.cat(found)
-            self._seen += 1
-
-        optimizer.attach_step_hook(look)
+        size = whole("batch_size", batch_size, 1)
+        self._watch = Watch(
+            model, optimizer, losses, lambda: self._batches(size), len(self._inside), self._coins
+        )
 
     @property
     def gradient_scores(self) -> Tensor:
         """[canaries], of the steps since `watch`.
 
         Raises:
-            ArgumentError: it was not called, or no step was taken since.
+            ArgumentError: it was not called, no step was taken since, or it was not shown all of them.
         """
-        if self._watched is None:
+        if self._watch is None:
             raise ArgumentError(
                 "gradient_scores are of a run that was watched: call watch(...) first"
             )
-        if not self._seen:
+        seen = self._watch.count()
+        if seen.missed:
+            raise ArgumentError(
+                f"gradient_scores are of {seen.steps} steps since watch(...), and {seen.missed} more "
+                "were accounted that it was not shown, as after optimizer.step_hook = ...; attach "
+                "hooks by optimizer.attach_step_hook(...), and train anew"
+            )
+        if not seen.steps:
             raise ArgumentError(
                 "gradient_scores are of steps that were watched, and no step was taken since watch(...)"
             )
-        return self._watched.clone()
+        return seen.scores.clone()
 
     def report(
         self,
@@ -216,12 +197,13 @@ class OwnRun:
                 expected_batch_size were given.
             scores: one a canary, [canaries]; higher says "in".
             delta: of the claim, in (0, 1).
-            significance: probability that a bound is wrong, or one of all `reports`, in (0, 0.5).
+            significance: probability that a bound is wrong, or one of all `reports`, in (0, 0.5); the
+                same in each report of these coins.
             reports: how many will be made of these coins, the same in each.
 
         Raises:
-            ArgumentError, ArgumentTypeError: other shapes, NaN, values out of range; another engine; a
-                report that was not announced.
+            ArgumentError, ArgumentTypeError: other shapes, NaN, all scores equal, values out of range;
+                another engine; a report that was not announced.
         """
         significance = between("significance", significance, 0, 0.5)
         delta, reports = between("delta", delta, 0, 1), whole("reports", reports, 1)
@@ -230,60 +212,25 @@ class OwnRun:
             raise ArgumentError(
                 f"scores expects one a canary, [{len(self._inside)}], got shape {given.shape}"
             )
+        if given.min() == given.max():
+            raise ArgumentError(
+                f"scores expects numbers that differ, got {given[0]:g} for each of the canaries, which "
+                "tells nothing of any coin: give scores of the model that was trained, before and after"
+            )
         inside = self._inside.numpy()
-        neighbours = self._claim_of(engine)
-        looked_at = self._announced.check(given, delta, reports)
+        neighbours = neighbours_of(engine, self._watch, self._coins)
+        self._scored.check(given, [run.keeper.names for run in engine._runs])
+        looked_at = self._announced.check(given, delta, significance, reports)
         auditor = CanaryScoreAuditor.of_run(given, inside)
-        perfect = CanaryScoreAuditor.of_run(inside, inside)
         report = Report(
             claimed=engine.get_epsilon(delta), delta=delta, significance=significance,
             bound=auditor.epsilon_one_run(significance / reports, delta),
-            most=perfect.epsilon_one_run(significance / reports, delta),
+            most=most_of_one_run(len(inside), significance / reports, delta),
             auroc=auditor.attack_auroc(), tpr=auditor.tpr_at_given_fpr(0.01),
             canaries=len(inside), inside=int(inside.sum()), neighbours=neighbours, reports=reports,
         )  # fmt: skip
-        self._announced.seen(looked_at, reports)
+        self._announced.seen(looked_at, significance, reports)
         return report
 
-    def _claim_of(self, engine: Any) -> str:
-        """Between whom nobody can tell by its claim, which must be what the coins are about."""
-        if not isinstance(engine, FastPrivacyEngine):
-            raise ArgumentTypeError(
-                f"engine expects a FastPrivacyEngine, that of the run, got {type(engine).__name__}"
-            )
-        if self._optimizer is not None and self._optimizer.ledger is not engine.accountant:
-            raise ArgumentError(
-                "engine expects the engine of the run that was watched, got one that has not accounted "
-                "its steps"
-            )
-        if not engine.accountant.history:
-            raise ArgumentError(
-                "engine has taken no step yet, so that nothing is claimed: train first"
-            )
-        claim = engine.mechanism()
-        if claim.units is not None:
-            raise ArgumentError(
-                f"the claim is for {claim.neighbours}, and the coins put rows in or leave them out, "
-                "which their public number tells: pass sample_rate and expected_batch_size to "
-                "make_private, with Poisson sampling and without other steps in the engine"
-            )
-        return claim.neighbours
-
     def _batches(self, batch_size: int) -> Iterator[tuple[int, Any]]:
-        """With the number of canaries in each."""
-        batches = DataLoader(self.canaries, batch_size=batch_size, collate_fn=self._collate)
-        for number, batch in enumerate(batches):
-            yield min(batch_size, len(self._inside) - number * batch_size), batch
-
-    def _losses(self, model: nn.Module, losses: Losses, batch_size: int) -> Tensor:
-        batch_size = whole("batch_size", batch_size, 1)
-        modes = [(part, part.training) for part in model.modules()]
-        model.eval()
-        try:
-            with torch.no_grad():
-                return torch.cat(
-                    [one_a_row(losses(model, b), count) for count, b in self._batches(batch_size)]
-                )
-        finally:
-            for part, training in modes:
-                part.training = training
+        return batches_of(self.canaries, batch_size, self._collate)

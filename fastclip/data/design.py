@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fastclip.accounting.calibration import in_passes
 from fastclip.accounting.protected import Protected
+from fastclip.data.mixed import Canaries
 
 POISSON = "Poisson"
 """Every unit is in a draw independently of all others."""
@@ -69,6 +70,8 @@ class SamplingDesign:
     """A unit's gradient is the "mean" or the "sum" of its rows' gradients."""
     secure: bool = False
     """Drawn from cryptographic randomness."""
+    canaries: Canaries | None = None
+    """Rows of an audit that are among those of the data set."""
 
     @property
     def protected(self) -> Protected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -12,6 +13,7 @@ from fastclip.data.design import SamplingDesign
 from fastclip.data.draws import Draws
 from fastclip.data.filling import filling_of
 from fastclip.data.loader import watch_draws
+from fastclip.data.mixed import canaries_of
 from fastclip.data.plan import Plan, Request, plan_sampling, use_sampler
 from fastclip.data.row_order import check_row_order, know_empty
 from fastclip.data.rows_told import told_of
@@ -53,7 +55,8 @@ class DrawingEngine(AccountedEngine):
         )  # fmt: skip
         if not poisson_sampling and self.secure_mode:
             check_secure(data_loader)
-        return plan
+        canaries = canaries_of(data_loader.dataset, plan.choice, plan.unit)
+        return replace(plan, design=replace(plan.design, canaries=canaries))
 
     def _planned_loader(
         self, plan: Plan, data_loader: DataLoader, *, poisson_sampling: bool, distributed: bool,

@@ -102,6 +102,8 @@ class Releases:
         self._rate: Any = accounted_rate(design)
         self._taken: Counter[float] = Counter()
         """Steps of one Poisson draw each, by their noise multiplier."""
+        self.steps = 0
+        """That were recorded, of this model."""
 
     @property
     def ledger(self) -> Ledger:
@@ -127,6 +129,7 @@ class Releases:
             with accountant.on_all_ranks():
                 accountant.get_optimizer_hook_fn(sample_rate=self._rate)(optimizer)
             self._taken[sigma] += joined == 1
+            self.steps += 1
             return
         passes = [] if self.design.sampler == STREAM else self._draws.released
         costly = [each for each in passes if sigma < each.recorded]
@@ -135,6 +138,7 @@ class Releases:
                 accountant.step(noise_multiplier=sigma, sample_rate=1.0)
         for each in costly:
             each.recorded = sigma
+        self.steps += 1
 
     def at_rate(self, history: Sequence[Entry], rate: Any) -> list[Entry]:
         """What a whole history is for a row that the steps taken here have drawn with another rate.

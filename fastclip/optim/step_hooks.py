@@ -26,6 +26,11 @@ class KeepsAccount:
         self._account, self._step_hooks = fn, []
 
     @property
+    def account(self) -> Any:
+        """What records the steps, and how their rows are drawn; None before make_private."""
+        return self._account
+
+    @property
     def ledger(self) -> Any:
         """The accountant that records the steps; None before make_private."""
         return getattr(self._account, "ledger", None)

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from fastclip.audit import CanaryScoreAuditor, one_run
-from fastclip.audit.auditor import guessed, upper
+from fastclip.audit.auditor import guessed, most_of_one_run, upper
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
 RUNS = 200
@@ -159,9 +159,37 @@ def test_one_run_of_randomised_response() -> None:
     assert np.median(found) > 0.75 * epsilon
 
 
-def test_the_grid_of_guesses_is_fixed() -> None:
-    assert list(guessed(256)) == [(128, 128), (128, 0), (32, 32), (32, 0)]
-    assert list(guessed(10)) == []
+def test_the_guesses_are_fixed_by_the_number_of_canaries() -> None:
+    assert list(guessed(256)) == [(104, 104), (104, 0), (26, 26), (26, 0)]
+    assert list(guessed(40)) == [(16, 16), (16, 0)]
+    assert list(guessed(31)) == []
+    assert most_of_one_run(31, 0.05, 1e-5) == 0
+
+
+@pytest.mark.parametrize("count", [64, 1000])
+def test_who_knows_every_coin_proves_the_most(count: int) -> None:
+    """Whatever the coins, unless fewer fall on one side than are guessed: one set of coins in 370.
+
+    A binomial law with p = 1 / 370 exceeds 3 of 60 with probability 3e-5.
+    """
+    sets = np.random.default_rng(count).random((60, count)) < 0.5
+    found = [CanaryScoreAuditor.of_run(each, each).epsilon_one_run(0.05, 1e-5) for each in sets]
+    assert max(found) == most_of_one_run(count, 0.05, 1e-5)
+    assert sum(bound < max(found) for bound in found) <= 3
+
+
+@pytest.mark.parametrize(("count", "delta"), [(64, 1e-5), (256, 1e-3), (1000, 1e-5)])
+def test_the_most_is_of_all_guesses_right(count: int, delta: float) -> None:
+    """No smaller number of right guesses proves more."""
+    plans = list(guessed(count))
+    most = most_of_one_run(count, 0.05, delta)
+    for top, bottom in plans:
+        guesses = top + bottom
+        found = [
+            one_run.epsilon_bound(count, guesses, right, 0.05 / len(plans), delta)
+            for right in range(guesses // 2, guesses + 1, max(1, guesses // 40))
+        ]
+        assert max(found) <= most + 1e-5
 
 
 @pytest.mark.parametrize(("given", "message"), [

@@ -129,23 +129,49 @@ def test_a_true_claim_stands_and_a_false_one_is_refuted(kind: str, quiet: bool) 
     assert after.training
 
 
-def made(bound: float) -> Report:
+def made(bound: float, claimed: float = 2.0) -> Report:
     return Report(
-        claimed=2.0, delta=1e-5, significance=0.05, bound=bound, most=4.5, auroc=0.7, tpr=0.1,
+        claimed=claimed, delta=1e-5, significance=0.05, bound=bound, most=4.5, auroc=0.7, tpr=0.1,
         canaries=100, inside=51, neighbours="one row is added or removed <here>",
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("bound", "said"), [(1.5, "claim stands"), (2.5, "claim is refuted")])
-def test_the_pages(bound: float, said: str, tmp_path: Path) -> None:
+SAID = [
+    (1.5, 2.0, "held", "The claim stands"),
+    (2.5, 2.0, "refuted", "The claim is refuted"),
+    (4.5, 2.0, "refuted", "Every coin that was guessed was told"),
+    (1.5, 4.5, "open", "These canaries could not refute this claim"),
+    (4.5, 8.0, "open", "Every coin that was guessed was told"),
+    (1.5, math.inf, "refuted", "Nothing is claimed"),
+]
+
+
+@pytest.mark.parametrize(("bound", "claimed", "kind", "said"), SAID)
+def test_the_pages(bound: float, claimed: float, kind: str, said: str, tmp_path: Path) -> None:
+    report = made(bound, claimed)
     for name in ("audit.md", "audit.html"):
-        made(bound).save(tmp_path / name)
+        report.save(tmp_path / name)
         text = (tmp_path / name).read_text()
         for part in (said, f"{bound:.4g}", "4.5", "100, 51", "What it does not show"):
             assert part in text
-    assert "&lt;here&gt;" in (tmp_path / "audit.html").read_text()
+        assert ("stands" in text) == (kind == "held")
+        assert ("was told" in text) == (bound == 4.5)
+    assert f'class="verdict {kind}"' in text
+    assert "&lt;here&gt;" in text
     with pytest.raises(ArgumentError, match=r"ends in .md or .html"):
-        made(bound).save(tmp_path / "audit.pdf")
+        report.save(tmp_path / "audit.pdf")
+
+
+def test_a_claim_that_the_canaries_cannot_refute() -> None:
+    """Without any noise at all: every coin is told, and the claim is above what that proves."""
+    with mutants.noise(lambda drawn, _: [0.0 * noise for noise in drawn])():
+        audit, engine, *_ = trained(sigma=0.8)
+    report = audit.report(engine, audit.gradient_scores, delta=1e-5)
+    assert (
+        report.bound <= report.most < report.claimed
+    )  # equal, unless coins are uneven: one in 370
+    assert report.verdict.startswith("These canaries could not refute this claim")
+    assert report.verdict.endswith("was told.") == report.told == (report.bound == report.most)
 
 
 class Stream(IterableDataset[int]):

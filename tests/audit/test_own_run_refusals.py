@@ -22,28 +22,37 @@ from tests.audit.test_own_run import canaries, losses, rows, trained
 D, COUNT, DRAWS = 8, 256, 400
 
 
-def run(sigma: float = 1.0, steps: int = 1, **options: Any) -> tuple[OwnRun, Any, nn.Module, Any]:
+def squares(model: Any, batch: Any) -> torch.Tensor:
+    return model(batch[0]).squeeze(1) ** 2
+
+
+def loader_of(data_set: Any) -> DataLoader:
+    return DataLoader(data_set, batch_size=64)
+
+
+def run(
+    sigma: float = 1.0, steps: int = 1, *, of: Any = squares, loader: Any = loader_of,
+    watched: bool = True, before_step: Any = lambda step, optimizer: None, **options: Any,
+) -> tuple[OwnRun, Any, nn.Module, Any]:  # fmt: skip
     """(audit, engine, model, optimizer): a small run with public sizes."""
     torch.manual_seed(0)
     mixed, audit = mix_in(TensorDataset(torch.randn(64, D)), TensorDataset(torch.randn(COUNT, D)))
     model, engine = nn.Linear(D, 1), FastPrivacyEngine(accountant="rdp")
     options = {"sample_rate": 0.5, "expected_batch_size": 64} | options
-    private, optimizer, loader = engine.make_private(
+    private, optimizer, drawn = engine.make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(mixed, batch_size=64), noise_multiplier=sigma, max_grad_norm=1.0,
+        data_loader=loader(mixed), noise_multiplier=sigma, max_grad_norm=1.0,
         **{name: value for name, value in options.items() if value is not None},
     )  # fmt: skip
-    audit.watch(private, optimizer, squares)
-    batches = iter(loader)
-    for _ in range(steps):
+    if watched:
+        audit.watch(private, optimizer, of)
+    batches = iter(drawn)
+    for step in range(steps):
+        before_step(step, optimizer)
         optimizer.zero_grad()
         squares(private, next(batches)).mean().backward()
         optimizer.step()
     return audit, engine, model, optimizer
-
-
-def squares(model: Any, batch: Any) -> torch.Tensor:
-    return model(batch[0]).squeeze(1) ** 2
 
 
 def coins(draw: np.random.Generator) -> np.ndarray:
@@ -104,8 +113,6 @@ def test_one_set_of_scores_is_reported() -> None:
     for other, delta in ((scores**3, 1e-5), (scores, 1e-6)):
         with pytest.raises(ArgumentError, match=r"best of several .* reports=2"):
             audit.report(engine, other, delta=delta)
-    with pytest.raises(ArgumentError, match="cannot change"):
-        audit.report(engine, scores, delta=1e-5, reports=2)
 
 
 def test_several_share_the_significance() -> None:
@@ -115,9 +122,40 @@ def test_several_share_the_significance() -> None:
     expected = CanaryScoreAuditor.of_run(coin, audit._inside).epsilon_one_run(0.05, 1e-5)
     assert first.bound == first.most == expected
     assert any("One of 2 reports" in note for note in first.notes)
-    audit.report(engine, audit.gradient_scores, delta=1e-5, reports=2)
+    common: dict[str, Any] = {"delta": 1e-5, "significance": 0.1, "reports": 2}
+    audit.report(engine, audit.gradient_scores, **common)
     with pytest.raises(ArgumentError, match="best of several"):
-        audit.report(engine, -coin, delta=1e-5, reports=2)
+        audit.report(engine, -coin, **common)
+
+
+@pytest.mark.parametrize("given", [{"significance": 0.2}, {"significance": 0.01}, {"reports": 2}])
+def test_what_was_announced_stays(given: dict[str, Any]) -> None:
+    """A significance that is chosen after a look at the bound is none."""
+    audit, engine, *_ = run()
+    first = audit.report(engine, audit.gradient_scores, delta=1e-5)
+    with pytest.raises(
+        ArgumentError, match=f"^{next(iter(given))}=.* was announced .* cannot change"
+    ):
+        audit.report(engine, audit.gradient_scores, delta=1e-5, **given)
+    assert audit.report(engine, audit.gradient_scores, delta=1e-5) == first
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_copies_share_their_reports(by_file: bool) -> None:
+    """Of the same coins: a copy for each kind of scores would be the best of several."""
+    audit, engine, *_ = run()
+
+    def copied(one: OwnRun) -> OwnRun:
+        return pickle.loads(pickle.dumps(one)) if by_file else copy.deepcopy(one)
+
+    before, scores = copied(audit), audit.gradient_scores
+    audit.report(engine, scores, delta=1e-5)
+    for each in (before, copied(before), copied(audit)):
+        assert each.report(engine, scores, delta=1e-5).inside
+        with pytest.raises(ArgumentError, match="best of several"):
+            each.report(engine, scores**3, delta=1e-5)
+        with pytest.raises(ArgumentError, match="cannot change"):
+            each.report(engine, scores, delta=1e-5, significance=0.2)
 
 
 def test_before_any_step() -> None:
@@ -164,6 +202,7 @@ def test_what_is_watched() -> None:
 
 
 @pytest.mark.parametrize("scores", [
+    [0.0] * COUNT, torch.full((COUNT,), -3.0), [True] * COUNT,
     [math.nan] * COUNT, [math.inf] * COUNT, ["a"] * COUNT, [1j] * COUNT, [0.0], [[0.0]] * COUNT,
     torch.zeros(COUNT, dtype=torch.complex64), [None] * COUNT,
 ])  # fmt: skip
@@ -193,21 +232,14 @@ def test_losses_of_another_number_of_rows() -> None:
     with pytest.raises(ArgumentError, match=r"one loss a row, \[256\], got shape \(1,\)"):
         audit.loss_scores(model, lambda model, batch: squares(model, batch).mean().view(1))
     with pytest.raises(ArgumentError, match=r"one loss a row, \[256\], got shape \(1,\)"):
-        run_watched_by(lambda model, batch: squares(model, batch).mean().view(1))
+        run(of=lambda model, batch: squares(model, batch).mean().view(1))
 
 
-def run_watched_by(of: Any) -> None:
-    audit = mix_in(TensorDataset(torch.randn(64, D)), TensorDataset(torch.randn(COUNT, D)))[1]
-    model = nn.Linear(D, 1)
-    private, optimizer, loader = FastPrivacyEngine().make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(torch.randn(64, D)), batch_size=64),
-        noise_multiplier=1.0, max_grad_norm=1.0,
-    )  # fmt: skip
-    audit.watch(private, optimizer, of)
-    for batch in loader:
-        squares(private, batch).mean().backward()
-        optimizer.step()
+def test_losses_of_a_model_from_outside() -> None:
+    """Every score would be 0, and the claim stand, whatever the run does."""
+    outside = nn.Linear(D, 1)
+    with pytest.raises(ArgumentError, match=r"losses\(model, batch\), not a model from outside"):
+        run(of=lambda _, batch: squares(outside, batch))
 
 
 def test_the_start_is_another_model() -> None:
