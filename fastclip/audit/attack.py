@@ -177,7 +177,7 @@ class Observer:
 
     def found(self, history: list[Step], claimed: float) -> Attacked:
         """All of it. Deviations are those of the steps as they were recorded."""
-        told = by_steps(history) or [(math.nan, math.nan)]
+        told = by_steps(history) or [(self.setting.noise_multiplier, self.setting.rate)]
         told += told[-1:] * (len(self.noise) - len(told))
         ratio = self.setting.clipping.threshold.count_noise_ratio
         levels = [split(sigma, ratio) for sigma, _ in told]

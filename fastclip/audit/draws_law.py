@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastclip.audit.noise_law import at_distances, of_largest, shared, spectrum_of, two_sided
 
-_COINCIDENCES = 1000
+_COINCIDENCES = 2500
 """Expected, for a number of them to be as good as normal far out."""
 
 

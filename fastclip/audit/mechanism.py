@@ -32,7 +32,7 @@ from fastclip.engine import FastPrivacyEngine
 
 ALARM = 1e-3
 """Probability that a whole command calls anything refuted of an engine whose claims are true."""
-MADE = 20
+MADE = 21
 """Audits of the standard command, which share it."""
 FEWEST = 900
 """Canaries of which a halved sigma is found in every setting (99%)."""

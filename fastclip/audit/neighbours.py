@@ -23,7 +23,7 @@ from fastclip.audit.mechanism import ALARM, MADE
 from fastclip.clipping import Clipping, adaptive
 from fastclip.engine import FastPrivacyEngine
 
-FEWEST = 150
+FEWEST = 200
 """Runs of each kind in which a number is found that shows the row in half of them."""
 
 

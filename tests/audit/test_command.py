@@ -44,7 +44,7 @@ def test_only_and_the_other_options_hold_of_every_table(capsys: pytest.CaptureFi
     [
         (["--canaries", "1"], "--canaries expects 900 at least, got 1"),
         (["--canaries", "16", "--opacus"], "--canaries expects 900 at least, got 16"),
-        (["--runs", "3"], "--runs expects 150 at least, got 3"),
+        (["--runs", "3"], "--runs expects 200 at least, got 3"),
         (["--only", "full batches"], "--only expects names of"),
         (["--mutants", "--only", "full batch"], "--only expects names of"),
         (["--mutants", "--opacus"], "not allowed with"),

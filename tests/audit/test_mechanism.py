@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
+from fastclip.audit import CanaryScoreAuditor, neighbours
 from fastclip.audit.attack import Attacked, Setting, attack
 from fastclip.audit.canaries import EVERY, Entries, Tables, loudness
 from fastclip.audit.claims import (
@@ -23,6 +24,7 @@ from fastclip.audit.mechanism import ALARM, FEWEST, MADE, audit, judge
 from fastclip.audit.mutants import MUTANTS
 from fastclip.audit.neighbours import audit_neighbours
 from fastclip.audit.settings import NEIGHBOURS, SETTINGS
+from fastclip.engine import FastPrivacyEngine
 
 FEW = 2500
 FULL = [(1.0, 1.0, 1)]
@@ -89,7 +91,7 @@ def test_halved_noise_is_seen_by_the_fewest_canaries() -> None:
     for setting in settings:
         assert power([setting], FEWEST * (EVERY - 1) // EVERY, ALARM / MADE / 12) > 0.99
     assert power(FULL, 40, ALARM / MADE) < 0.1
-    assert len(SETTINGS) + len(NEIGHBOURS) <= MADE + 1
+    assert len(SETTINGS) + len(NEIGHBOURS) == MADE
 
 
 def seen(right: int, claimed: float = 4.387, history: object = None, **given: object) -> Attacked:
@@ -102,7 +104,7 @@ def seen(right: int, claimed: float = 4.387, history: object = None, **given: ob
         scores, torch.ones(1000, dtype=torch.bool), noise, [1000, 1000],
         torch.ones(1, 500, dtype=torch.float64), torch.zeros(0), 1.0, history or FULL, claimed,  # type: ignore[arg-type]
     )  # fmt: skip
-    return made._replace(**given)
+    return made._replace(**given)  # type: ignore[arg-type]
 
 
 def judged(found: Attacked) -> object:
@@ -143,10 +145,12 @@ def test_an_attack_that_does_not_work_says_nothing() -> None:
     assert not judged(seen(980)).says_nothing  # it is refuted
 
 
-@pytest.mark.parametrize("given", [{"reach": 1.01}, {"history": [(1.0, 1.0, 2)]}])
+@pytest.mark.parametrize("given", [{"reach": 1.01}, {"history": [(1.0, 1.0, 2)]}, {"history": []}])
 def test_a_contribution_beyond_the_sensitivity_and_steps_that_are_not_there(given: dict) -> None:
     torch.manual_seed(0)
-    assert judged(seen(600, 9.0, **given)).refuted
+    found = judged(seen(600, 9.0)._replace(**given))
+    assert found.refuted
+    assert found.faults
 
 
 def test_what_was_broken_is_whole_again() -> None:
@@ -168,6 +172,32 @@ def test_neighbours_are_not_told_apart(setting: object) -> None:
     found = audit_neighbours(setting, runs=40)  # type: ignore[arg-type]
     assert not found.refuted
     assert 0.15 < found.claimed < 0.3
+
+
+def test_a_number_that_shows_the_row_in_half_of_the_fewest_runs_is_found() -> None:
+    claimed, numbers = tight_epsilon([(24.0, 0.9, 8)], 1e-3), 35  # so many share the level
+    inside, outside = torch.arange(neighbours.FEWEST) % 2, torch.zeros(neighbours.FEWEST)
+    for _ in range(20):
+        auditor = CanaryScoreAuditor(inside, outside)
+        assert auditor.epsilon_clopper_pearson(ALARM / MADE / numbers, 1e-3) > claimed
+
+
+def test_the_batches_of_a_pass_are_counted() -> None:
+    """Two rows, of which a pass has one step, but two where its steps follow the rows."""
+    (mutant,) = (m for m in MUTANTS if m.name == "a pass of as many steps as rows")
+    released = neighbours.one_run(NEIGHBOURS[0], True, FastPrivacyEngine())
+    assert released["len(loader)"] == released["batches of a pass"] == 1
+    with mutant.broken():
+        released = neighbours.one_run(NEIGHBOURS[0], True, FastPrivacyEngine())
+    assert released["len(loader)"] == released["batches of a pass"] == 2
+
+
+def test_neighbours_of_a_stated_epsilon_that_is_too_low() -> None:
+    (mutant,) = (m for m in MUTANTS if m.name == "the stated epsilon is a tenth")
+    with mutant.broken():
+        found = audit_neighbours(NEIGHBOURS[0], runs=4)
+    assert found.refuted
+    assert "is stated of" in found.faults[0]
 
 
 def test_the_best_attack_on_a_claim() -> None:
