@@ -41,7 +41,7 @@ class Neighbours:
     others: int = 1
     noise_multiplier: float = 24.0
     steps: int = 8
-    rate: float = 0.9
+    rate: float = 0.8
     clipping: Clipping = field(default_factory=adaptive)
 
 

@@ -171,11 +171,11 @@ def test_neighbours_are_not_told_apart(setting: object) -> None:
     torch.manual_seed(0)
     found = audit_neighbours(setting, runs=40)  # type: ignore[arg-type]
     assert not found.refuted
-    assert 0.15 < found.claimed < 0.3
+    assert 0.1 < found.claimed < 0.3
 
 
 def test_a_number_that_shows_the_row_in_half_of_the_fewest_runs_is_found() -> None:
-    claimed, numbers = tight_epsilon([(24.0, 0.9, 8)], 1e-3), 35  # so many share the level
+    claimed, numbers = tight_epsilon([(24.0, 0.8, 8)], 1e-3), 35  # so many share the level
     inside, outside = torch.arange(neighbours.FEWEST) % 2, torch.zeros(neighbours.FEWEST)
     for _ in range(20):
         auditor = CanaryScoreAuditor(inside, outside)
