@@ -45,7 +45,7 @@ PHYSICAL = Setting("physical batches", 2.0, 4, physical=1024)
 DRAWN = Setting("q = 0.2", steps=10, rate=0.2)
 UNITS = Setting("units of 3 rows", rows=3)
 TIED = Setting("tied weights", tied=True)
-COUNTED = Setting("adaptive, counts", 1.4, 2, clipping=adaptive(count_noise_ratio=6.0))
+COUNTED = Setting("adaptive, counts", 2.8, 8, clipping=adaptive(count_noise_ratio=6.0))
 SECURE = Setting("secure", secure=True)
 FLAT, MOVING = NEIGHBOURS
 
