@@ -1,4 +1,8 @@
-"""`python -m fastclip.audit`: lower bounds on epsilon of this installation, beside what it claims."""
+"""`python -m fastclip.audit`: lower bounds on epsilon of this installation, beside what it claims.
+
+Exit status: 0 if nothing is refuted (of --mutants: if all are), 1 if something is (if one passes), 2 for
+a command that cannot tell, 3 if an attack did not work, so that its finding says nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,109 +11,168 @@ import json
 import os
 import platform
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from fastclip.audit.mechanism import Finding, audit
-from fastclip.audit.neighbours import Told, audit_neighbours
+from fastclip.audit import mechanism, neighbours
+from fastclip.audit.mechanism import ALARM, Finding, audit
+from fastclip.audit.neighbours import Neighbours, Told, audit_neighbours
 from fastclip.audit.settings import NEIGHBOURS, SETTINGS
 
-WIDTH = 36
-COLUMNS = ("claimed", "bound", "share", "guesses", "noise", "canaries", "seconds")
-LEGEND = """
+WIDTH = 44
+COLUMNS = (
+    "claimed", "bound", "share", "guesses", "noise", "draws", "counts", "canaries", "seconds"
+)  # fmt: skip
+LEGEND = f"""
 claimed: epsilon that the engine states; bound: below the true one; share: of the tight epsilon.
-guesses, noise: p-values of the right guesses and of the noise under what is claimed; below 0.001 the
-claim is refuted. Bounds are of the claimed kind of mechanism at another noise, independent from entry to
-entry; those of neighbours (2 x runs) assume nothing, and are at 99.9%."""
+guesses, noise, draws, counts: p-values under what is claimed. The claim is refuted where they are,
+all together, below the setting's share of {ALARM:g}, so that of an engine whose claims are true one
+command in {1 / ALARM:,.0f} at most calls one refuted; or where epsilon is stated too low for what is
+recorded. Bounds are of the claimed kind of mechanism at another noise, independent from entry to
+entry; where the claim is refuted, of any mechanism. Those of neighbours (2 x runs) assume nothing, and
+are at delta 0.001 and their share of {ALARM:g}."""
+
+
+class Planned(NamedTuple):
+    """An audit that has not been made: its name, and how."""
+
+    name: str
+    make: Callable[[], Finding | Told]
+    runs: bool
 
 
 def line(name: str, found: Finding | Told) -> str:
     """Of the table."""
     cells = [f"{found.claimed:.3f}", f"{found.bound:.3f}"]
     if isinstance(found, Finding):
-        share = f"{found.bound / found.tight:.3f}"
-        cells += [share, f"{found.guesses:.2g}", f"{found.noise:.2g}", str(found.canaries)]
+        looked = [f"{found.p_of(group):.2g}" for group in ("guesses", "noise", "draws")]
+        counted = f"{found.p_of('counts'):.2g}" if "counts" in found.tests else ""
+        cells += [f"{found.bound / found.tight:.3f}", *looked, counted, str(found.canaries)]
     else:
-        cells += ["", "", "", f"2x{found.runs}"]
+        cells += ["", "", "", "", "", f"2x{found.runs}"]
     cells.append(f"{found.seconds:.1f}")
     row = f"{name:<{WIDTH}}" + "".join(f"{cell:>9}" for cell in cells)
-    return row + "  REFUTED" * found.refuted
+    if found.refuted:
+        return "; ".join([row + "  REFUTED", *found.faults])
+    nothing = isinstance(found, Finding) and found.says_nothing
+    return row + "  SAYS NOTHING: far fewer guesses are right than the claim allows" * nothing
 
 
-def _settings(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Finding | Told]]]:
-    given = {"delta": options.delta, "significance": options.significance}
-    for setting in SETTINGS:
-        if options.only is None or setting.name in options.only:
-            yield setting.name, partial(audit, setting, canaries=options.canaries, **given)
-    if options.only is None:
-        for pair in NEIGHBOURS:
-            yield pair.name, partial(audit_neighbours, pair, runs=options.runs)
+def _settings(options: argparse.Namespace) -> list[Planned]:
+    given = _given(options)
+    return [
+        *(Planned(s.name, partial(audit, s, canaries=options.canaries, **given), False)
+          for s in SETTINGS),
+        *(Planned(n.name, partial(audit_neighbours, n, runs=options.runs), True)
+          for n in NEIGHBOURS),
+    ]  # fmt: skip
 
 
-def _opacus(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Finding | Told]]]:
+def _opacus(options: argparse.Namespace) -> list[Planned]:
     from fastclip.audit import opacus_engine
 
-    given = {"delta": options.delta, "significance": options.significance}
-    for mode in ("hooks", "functorch"):
-        for setting in opacus_engine.SETTINGS:
-            made = partial(
-                opacus_engine.audit, setting, canaries=options.canaries, mode=mode, **given
-            )
-            yield f"{mode}: {setting.name}", made
+    made = partial(opacus_engine.audit, canaries=options.canaries, **_given(options))
+    return [
+        Planned(f"{mode}: {s.name}", partial(made, s, mode=mode), False)
+        for mode in ("hooks", "functorch")
+        for s in opacus_engine.SETTINGS
+    ]
 
 
-def _mutants(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Finding | Told]]]:
+def _mutants(options: argparse.Namespace) -> list[Planned]:
     from fastclip.audit.mutants import MUTANTS
 
-    for mutant in MUTANTS:
-        yield mutant.name, partial(mutant.audited, canaries=options.canaries, runs=options.runs)
+    made: dict[str, Any] = {"canaries": options.canaries, "runs": options.runs, **_given(options)}
+    return [
+        Planned(m.name, partial(m.audited, **made), isinstance(m.setting, Neighbours))
+        for m in MUTANTS
+    ]
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    return {"delta": options.delta, "significance": options.significance}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m fastclip.audit", description=__doc__)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of the table that is asked for")
+    parser.add_argument("--canaries", type=int, default=100_000, help="default 100,000")
+    parser.add_argument("--runs", type=int, default=400, help="with and without a row (400)")
+    parser.add_argument("--delta", type=float, default=1e-5, help="of the mechanism (1e-5)")
+    parser.add_argument("--significance", type=float, default=0.05, help="of each bound (0.05)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--mutants", action="store_true", help="audit engines broken on purpose")
+    which.add_argument("--opacus", action="store_true", help="audit Opacus' own engine")
+    return parser
+
+
+def _planned(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Planned]:
+    """What is asked for; ends with status 2 for what could not tell."""
+    chosen = _mutants if options.mutants else _opacus if options.opacus else _settings
+    planned = chosen(options)
+    if options.only is not None:
+        names = [one.name for one in planned]
+        if unknown := [name for name in options.only if name not in names]:
+            parser.error(f"--only expects names of {names}, got {unknown}")
+        planned = [one for one in planned if one.name in options.only]
+    for name, low, high in (("delta", 0.0, 1.0), ("significance", 0.0, 0.5)):
+        if not low < getattr(options, name) < high:
+            parser.error(
+                f"--{name} expects a number between {low:g} and {high:g}, got {getattr(options, name)}"
+            )
+    if not all(one.runs for one in planned) and options.canaries < mechanism.FEWEST:
+        parser.error(
+            f"--canaries expects {mechanism.FEWEST} at least, got {options.canaries}: fewer do not "
+            "show that half of the noise is missing"
+        )
+    if any(one.runs for one in planned) and options.runs < neighbours.FEWEST:
+        parser.error(
+            f"--runs expects {neighbours.FEWEST} at least, got {options.runs}: fewer do not show a "
+            "number that tells of the row in half of them"
+        )
+    return planned
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Audit, print the table, write JSON where it is asked for; 1 if a claim was refuted."""
-    parser = argparse.ArgumentParser(prog="python -m fastclip.audit", description=__doc__)
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[s.name for s in SETTINGS])
-    parser.add_argument("--canaries", type=int, default=100_000, help="default 100,000")
-    parser.add_argument("--runs", type=int, default=400, help="with and without a row (400)")
-    parser.add_argument("--delta", type=float, default=1e-5, help="default 1e-5")
-    parser.add_argument("--significance", type=float, default=0.05, help="of each bound (0.05)")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument(
-        "--mutants",
-        action="store_true",
-        help="audit engines that are broken on purpose",
-    )
-    parser.add_argument("--opacus", action="store_true", help="audit Opacus' own engine")
+    """Audit, print the table, write JSON where it is asked for; the exit status."""
+    parser = _parser()
     options = parser.parse_args(arguments)
+    planned = _planned(parser, options)
     warnings.simplefilter("ignore")  # every run would tell of its settings
     print(f"lower bounds at {1 - options.significance:.1%} on epsilon at delta {options.delta:g}")
     print(" " * WIDTH + "".join(f"{name:>9}" for name in COLUMNS), flush=True)
-    names: list[str] = []
     found: list[Finding | Told] = []
-    chosen = _mutants if options.mutants else _opacus if options.opacus else _settings
-    for name, make in chosen(options):
-        names.append(name)
-        found.append(make())
-        print(line(name, found[-1]), flush=True)
+    for one in planned:
+        found.append(one.make())
+        print(line(one.name, found[-1]), flush=True)
     print(LEGEND)
     if options.json is not None:
-        made = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "python": platform.python_version(), "torch": torch.__version__,
-            "machine": platform.machine(), "cores": os.cpu_count(),
-        }  # fmt: skip
-        told = [
-            {"name": name, **asdict(one), "refuted": one.refuted}
-            for name, one in zip(names, found, strict=True)
-        ]
-        text = json.dumps({"made with": made, "findings": told}, indent=1)
-        options.json.write_text(text.replace(": Infinity", ": null") + "\n")
-    return int(any(one.refuted is not options.mutants for one in found))
+        write(options.json, [one.name for one in planned], found)
+    if any(one.refuted is not options.mutants for one in found):
+        return 1
+    return 3 * any(isinstance(one, Finding) and one.says_nothing for one in found)
+
+
+def write(file: Path, names: list[str], found: list[Finding | Told]) -> None:
+    """All of it, as JSON."""
+    made = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "python": platform.python_version(), "torch": torch.__version__,
+        "machine": platform.machine(), "cores": os.cpu_count(),
+    }  # fmt: skip
+    told = [
+        {"name": name, **asdict(one), "refuted": one.refuted}
+        for name, one in zip(names, found, strict=True)
+    ]
+    text = json.dumps({"made with": made, "findings": told}, indent=1)
+    file.write_text(text.replace(": Infinity", ": null") + "\n")
 
 
 if __name__ == "__main__":

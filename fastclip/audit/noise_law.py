@@ -2,42 +2,137 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
+
 import numpy as np
-from scipy import special, stats
+from scipy import fft, special, stats
 from torch import Tensor
+
+TAILS = (3.0, 4.0)
+"""Deviations beyond which entries are counted."""
+_PIECES = 8
+"""Parameters' noise of so many steps, from the first on, is looked for permuted copies."""
+_LARGE = 1000
+"""Entries of a parameter that is."""
+
+
+def p_values(noise: Tensor, sizes: Sequence[int]) -> dict[str, float]:
+    """Of what is most unlike the law, by what is looked at; each is shared by its own looks.
+
+    Kolmogorov and Smirnov's distance of each parameter's entries, and their squares; how many lie in
+    the tails; the largest; correlations of entries at any distance within a step; of two steps at one
+    entry, and of a step with the next one at any distance; two pieces of noise that hold the same values
+    in another order, or negated.
+
+    Args:
+        noise: [steps, entries] over its claimed deviation.
+        sizes: entries of each parameter, in this order.
+    """
+    values = noise.numpy()
+    pieces = np.split(values, np.cumsum(sizes)[:-1], axis=1)
+    laws = [float(stats.kstest(piece.ravel(), "norm").pvalue) for piece in pieces]
+    laws += [of_squares(piece) for piece in pieces]
+    within, between = _largest_within(values)
+    found = {
+        "entries": shared(laws),
+        "tails": shared([_beyond(values, limit) for limit in TAILS]),
+        "largest": _of_maximum(values),
+        "distances": within,
+        "copies": copies(list(_of_size(pieces))),
+    }
+    if len(values) > 1:
+        pairs = _between_steps(values)
+        found["steps"] = shared([of_largest(_most(pairs), len(pairs)), between])
+    return found
 
 
 def p_value(noise: Tensor) -> float:
-    """Probability of what is most unlike the law among its laws of one entry, of two, and of two steps.
+    """Of all of them, of noise of one parameter."""
+    return shared(p_values(noise, [noise.shape[1]]).values())
 
-    Kolmogorov and Smirnov's distance of all entries; the largest correlation of entries at any distance
-    within a step; the largest of two steps at the same entry. The three share the probability.
 
-    Args:
-        noise: [steps, entries] over its claimed deviation; NaN where something else was added.
+def shared(p_values: Iterable[float]) -> float:
+    """The least of several, times their number."""
+    found = list(p_values)
+    return min(1.0, len(found) * min(found)) if found else 1.0
+
+
+def two_sided(below: float, above: float) -> float:
+    """From the probabilities of so little, and of so much."""
+    return min(1.0, 2 * min(below, above))
+
+
+def of_squares(values: np.ndarray) -> float:
+    """Of the sum of squares of numbers that should be standard normal."""
+    n, total = values.size, float(np.square(values).sum())
+    return two_sided(float(special.chdtr(n, total)), float(special.chdtrc(n, total)))
+
+
+def of_repeats(first: Tensor, second: Tensor) -> float:
+    """Of two runs' noise, [entries] each, that should have nothing in common."""
+    a, b = first.numpy(), second.numpy()
+    return shared([of_largest(abs(a @ b) / math.sqrt(len(a)), 1), copies([a, b])])
+
+
+def of_largest(largest: float, among: int) -> float:
+    """Probability of one so far from 0 among so many standard normals."""
+    return min(1.0, 2 * among * float(special.ndtr(-largest)))
+
+
+def copies(pieces: Sequence[np.ndarray]) -> float:
+    """Probability that two independent samples of one size are as alike as two of these are.
+
+    Distances of Kolmogorov and Smirnov of absolute values, which no order and no sign changes; the
+    law of small ones is sqrt(2 pi) / x exp(-pi^2 / (8 x^2)) at sqrt(n / 2) D = x.
     """
-    values = noise.numpy()
-    known = np.isfinite(values)
-    found = [
-        float(stats.kstest(values[known], "norm").pvalue),
-        _of_largest(
-            np.concatenate([_at_distances(*pair) for pair in zip(values, known, strict=True)])
-        ),
-    ]
-    if len(values) > 1:
-        found.append(_of_largest(_between_steps(values[:, known.all(0)])))
-    return min(1.0, len(found) * min(found))
+    ordered, found = [np.sort(np.abs(piece)) for piece in pieces], []
+    for a, b in combinations(ordered, 2):
+        if len(a) != len(b):
+            continue
+        n = len(a)
+        at = np.searchsorted(b, a, side="right") - np.arange(1, n + 1)
+        x = math.sqrt(n / 2) * (float(np.abs(at).max()) + 1) / n
+        found.append(min(1.0, math.sqrt(2 * math.pi) / x * math.exp(-(math.pi**2) / (8 * x * x))))
+    return shared(found)
 
 
-def _at_distances(values: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Normalised correlations of a step's entries at every distance, each standard normal."""
-    size = 2 * len(values)
-    spectrum = np.fft.rfft(np.where(known, values, 0.0), size)
-    pairs = np.fft.rfft(known.astype(float), size)
-    sums = np.fft.irfft(np.abs(spectrum) ** 2, size)[1 : len(values)]
-    counts = np.rint(np.fft.irfft(np.abs(pairs) ** 2, size)[1 : len(values)])
+def at_distances(spectrum: np.ndarray, other: np.ndarray, n: int) -> np.ndarray:
+    """Sums of products of n entries, and of others, k places further on: k = 1 to n - 1."""
+    return fft.irfft(np.conj(spectrum) * other, _length(n))[1:n]
+
+
+def spectrum_of(values: np.ndarray) -> np.ndarray:
+    """Of entries that are to be held against each other, [n]."""
+    return fft.rfft(values, _length(len(values)))
+
+
+def _length(n: int) -> int:
+    return fft.next_fast_len(2 * n, real=True)
+
+
+def _largest_within(values: np.ndarray) -> tuple[float, float]:
+    """Of the normalised correlations at every distance, each standard normal: of steps, and of two."""
+    steps, n = values.shape
+    counts = np.arange(n - 1, 0, -1)
     enough = counts >= 2000  # so far out the central limit holds for no fewer
-    return sums[enough] / np.sqrt(counts[enough])
+    if not enough.any():
+        return 1.0, 1.0
+    scale = np.sqrt(counts[enough])
+    within, between, before = 0.0, 0.0, None
+    for step in values:
+        here = spectrum_of(step)
+        within = max(within, _most(at_distances(here, here, n)[enough] / scale))
+        if before is not None:
+            for pair in ((before, here), (here, before)):
+                between = max(between, _most(at_distances(*pair, n)[enough] / scale))
+        before = here
+    return of_largest(within, steps * len(scale)), of_largest(between, 2 * (steps - 1) * len(scale))
+
+
+def _most(normals: np.ndarray) -> float:
+    return float(np.abs(normals).max()) if len(normals) else 0.0
 
 
 def _between_steps(values: np.ndarray) -> np.ndarray:
@@ -46,8 +141,22 @@ def _between_steps(values: np.ndarray) -> np.ndarray:
     return products[np.triu_indices(len(values), 1)]
 
 
-def _of_largest(normals: np.ndarray) -> float:
-    """Probability of one so far from 0 among so many."""
-    if not len(normals):
-        return 1.0
-    return min(1.0, 2 * len(normals) * float(special.ndtr(-np.abs(normals).max())))
+def _beyond(values: np.ndarray, limit: float) -> float:
+    """Probability of so many, or so few, entries beyond a limit."""
+    count, share = int((np.abs(values) > limit).sum()), 2 * float(special.ndtr(-limit))
+    above = float(special.bdtrc(count - 1, values.size, share)) if count else 1.0
+    return two_sided(float(special.bdtr(count, values.size, share)), above)
+
+
+def _of_maximum(values: np.ndarray) -> float:
+    """Probability of a largest entry so far out, or so near."""
+    tail = 2 * float(special.ndtr(-np.abs(values).max()))
+    within = values.size * math.log1p(-min(tail, 1 - 1e-16))
+    return two_sided(math.exp(within), -math.expm1(within))
+
+
+def _of_size(pieces: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+    """The first large ones, step by step."""
+    large = [piece for piece in pieces if piece.shape[1] >= _LARGE]
+    if large:
+        yield from [piece[step] for step in range(len(large[0])) for piece in large][:_PIECES]

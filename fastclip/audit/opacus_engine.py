@@ -11,8 +11,9 @@ from opacus import PrivacyEngine
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fastclip.audit.canaries import Canaries, Entries, collate
-from fastclip.audit.mechanism import LOUD, Attacked, Finding, Setting, judge, released_by
+from fastclip.audit.attack import Attacked, Observer, Setting
+from fastclip.audit.canaries import Canaries, Entries, collate, groups_of
+from fastclip.audit.mechanism import ALARM, MADE, Finding, judge
 
 SETTINGS = (
     Setting("full batch"),
@@ -28,48 +29,45 @@ MOST = 10_000
 
 def audit(
     setting: Setting, *, canaries: int = MOST, delta: float = 1e-5, significance: float = 0.05,
-    mode: str = "hooks",
+    alarm: float = ALARM / MADE, mode: str = "hooks",
 ) -> Finding:  # fmt: skip
     """As mechanism.audit, of opacus.PrivacyEngine in this grad_sample_mode."""
     start = time.perf_counter()
     width = math.isqrt(min(canaries, MOST))
     inside = torch.rand(width**2, dtype=torch.float64, device="cpu") < 0.5
     found = attack(setting, inside, delta, mode)
-    return judge(setting.name, found, inside, delta, significance, time.perf_counter() - start)
+    return judge(setting.name, found, inside, delta, significance, alarm, start)
 
 
 def attack(setting: Setting, inside: Tensor, delta: float, mode: str) -> Attacked:
-    """As mechanism.attack. Opacus takes q from the loader's length, and B from the data set's."""
+    """As attack.attack. Opacus takes q from the loader's length, and B from the data set's."""
     model = Entries(math.isqrt(len(inside)))
     data = Canaries(inside, 1)
     batch = math.ceil(len(data) * setting.rate)
     engine = PrivacyEngine()
     private, optimizer, loader = engine.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        module=model, optimizer=torch.optim.SGD(groups_of(model), lr=1.0),
         data_loader=DataLoader(data, batch_size=batch, collate_fn=collate),
         noise_multiplier=setting.noise_multiplier, max_grad_norm=setting.max_grad_norm,
         poisson_sampling=setting.poisson, grad_sample_mode=mode,
     )  # fmt: skip
-    scores = torch.zeros(len(inside), dtype=torch.float64, device="cpu")
-    noise: list[Tensor] = []
-    sigma, c = setting.noise_multiplier, setting.max_grad_norm
-    while len(noise) < setting.steps:
+    seen = Observer(setting, model, inside)
+    c = setting.max_grad_norm
+    lengths = seen.norms * (c / (seen.norms + 1e-6)).clamp(max=1) / c
+    while len(seen.noise) < setting.steps:
         for (numbers,) in loader:
             optimizer.zero_grad()
-            (LOUD * private(numbers)).mean().backward()
+            (seen.loud[numbers] * private(numbers)).mean().backward()
             optimizer.step()
-            entries = released_by(model) * optimizer.expected_batch_size / c
-            noise.append((entries / sigma).masked_fill(inside, math.nan).reshape(-1))
-            exponent = (entries.sum(0) / math.sqrt(2) - 0.5) / sigma**2
-            if setting.poisson and setting.rate < 1:
-                drawn = math.log(setting.rate) + exponent
-                out = torch.full_like(drawn, math.log1p(-setting.rate))
-                exponent = torch.logaddexp(drawn, out)
-            elif setting.rate < 1:  # in the loader's order a canary can only have been in one batch
+            came = torch.zeros(len(inside), dtype=torch.float64, device="cpu")
+            came.index_add_(0, numbers, torch.ones_like(numbers, dtype=torch.float64))
+            before = seen.scores.clone()
+            seen.release(lengths, setting.noise_multiplier, came, optimizer.expected_batch_size / c)
+            if setting.rate < 1 and not setting.poisson:
+                # In the loader's order a canary can only have been in one batch.
                 mine = torch.arange(len(inside), device="cpu") * setting.steps // len(inside)
-                exponent = exponent * (mine == len(noise) - 1)
-            scores += exponent
-            if len(noise) == setting.steps:
+                seen.scores = torch.where(mine == len(seen.noise) - 1, seen.scores, before)
+            if len(seen.noise) == setting.steps:
                 break
     history: Any = [(s, rate, steps) for s, rate, steps in engine.accountant.history]
-    return Attacked(scores, torch.stack(noise), history, engine.get_epsilon(delta))
+    return seen.found(history, engine.get_epsilon(delta))

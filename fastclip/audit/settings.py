@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastclip.audit.mechanism import Setting
+from fastclip.audit.attack import Setting
 from fastclip.audit.neighbours import Neighbours
 from fastclip.clipping import (
     adaptive,
@@ -19,11 +19,12 @@ SETTINGS = (
     Setting("four steps", 2.0, 4, max_grad_norm=2.0),
     Setting("physical batches", 2.0, 4, physical=4096),
     Setting("lookup tables", lookup=True),
+    Setting("tied weights", tied=True),
     Setting("order of the loader", poisson=False),
     Setting("q = 0.2", steps=10, rate=0.2),
     Setting("q = 0.05, physical", 0.7, 40, rate=0.05, physical=1024),
     Setting("automatic", clipping=automatic()),
-    Setting("adaptive, counts", 1.4, 2, clipping=adaptive()),
+    Setting("adaptive, counts", 1.4, 2, clipping=adaptive(count_noise_ratio=6.0)),
     Setting("SoftAdaClip", 1.4, 2, clipping=soft_ada_clip()),
     Setting("bounded, normalized", 1.4, 2, clipping=bounded_adaptive(lower=0.2)),
     Setting("groups", 1.4, 2, clipping=dpsgd_f(2, thresholds="previous_step"), groups=2),

@@ -24,4 +24,6 @@ def test_batches_in_the_loaders_order_are_not_drawn() -> None:
     torch.manual_seed(0)
     found = audit(SETTINGS[-1], canaries=10_000)
     assert found.refuted
-    assert found.guesses < 1e-6
+    assert found.tests["guesses"] < 1e-6
+    assert found.tests["draws: sizes"] < 1e-6
+    assert 0 < found.bound < 1.99  # what it is: one Gaussian step of sigma 2

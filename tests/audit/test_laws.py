@@ -1,0 +1,138 @@
+"""What noise, draws and counts are held against: the law passes, each way to break it does not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from fastclip.audit import draws_law, noise_law
+from fastclip.audit.noise_law import of_repeats, of_squares, p_value, p_values, shared
+
+SIZES = [4000, 4000, 100]
+
+
+def rare(found: list[float]) -> bool:
+    """No more below 5% than a binomial law allows but once in 10,000."""
+    return sum(p < 0.05 for p in found) <= stats.binom.ppf(1 - 1e-4, len(found), 0.05)
+
+
+def test_p_values_of_noise_are_uniform_or_larger() -> None:
+    """Each kind of look, and all of them, of 200 samples of the law."""
+    rng = np.random.default_rng(0)
+    found = [p_values(torch.from_numpy(rng.normal(size=(3, 8100))), SIZES) for _ in range(200)]
+    assert len(found[0]) == 6
+    for look in found[0]:
+        assert rare([one[look] for one in found]), look
+    assert rare([shared(one.values()) for one in found])
+
+
+def test_p_values_of_draws_are_uniform_or_larger() -> None:
+    rng = np.random.default_rng(0)
+    found = [
+        draws_law.p_values(torch.from_numpy(1.0 * (rng.random((10, 8000)) < 0.2)), [0.2] * 10)
+        for _ in range(200)
+    ]
+    for look in found[0]:
+        assert rare([one[look] for one in found]), look
+
+
+def test_p_values_of_counts_and_of_two_runs() -> None:
+    rng = np.random.default_rng(0)
+    assert rare([of_squares(rng.normal(size=7)) for _ in range(300)])
+    made = [torch.from_numpy(rng.normal(size=(2, 2000))) for _ in range(300)]
+    assert rare([of_repeats(a, b) for a, b in made])
+    assert of_squares(0.1 * rng.normal(size=16)) < 1e-6
+    assert of_squares(3 * rng.normal(size=16)) < 1e-6
+    same = made[0][0]
+    assert of_repeats(same, same) < 1e-100
+    assert of_repeats(same, -same[torch.randperm(2000)]) < 1e-100
+
+
+def _coarse(noise: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    radius = np.sqrt(-2 * np.log(rng.integers(1, 1025, noise.shape) / 1024))
+    return radius * np.cos(2 * math.pi * rng.random(noise.shape))
+
+
+def _put(noise: np.ndarray, step: int, start: int, values: np.ndarray) -> np.ndarray:
+    noise[step, start : start + len(values)] = values
+    return noise
+
+
+BROKEN: dict[str, Callable[[np.ndarray, np.random.Generator], np.ndarray]] = {
+    "narrow": lambda n, rng: 0.9 * n,
+    "narrow by a little": lambda n, rng: 0.98 * n,
+    "uniform": lambda n, rng: math.sqrt(12) * (rng.random(n.shape) - 0.5),
+    "cut at 3": lambda n, rng: n.clip(-3, 3),
+    "of coarse uniforms": _coarse,
+    "one large entry": lambda n, rng: _put(n, 1, 17, np.array([9.0])),
+    "steps alike": lambda n, rng: _put(n, 1, 0, 0.7 * n[0] + math.sqrt(1 - 0.49) * n[1]),
+    "a step late": lambda n, rng: _put(n, 1, 1, n[0, :-1]),
+    "a step early": lambda n, rng: _put(n, 1, 0, n[0, 1:]),
+    "halves alike": lambda n, rng: _put(n, 0, 50_000, n[0, :50_000]),
+    "transposed": lambda n, rng: _put(n, 0, 50_000, n[0, :50_000].reshape(200, 250).T.ravel()),
+    "negated and shuffled": lambda n, rng: _put(n, 1, 0, -rng.permutation(n[0, :50_000])),
+    "without, of the bias": lambda n, rng: _put(n, 0, 100_000, np.zeros(200)),
+    "periodic": lambda n, rng: np.concatenate(
+        [n[:, :100], (n[:, 100:] + n[:, :-100]) / math.sqrt(2)], axis=1
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_noise_of_another_law(broken: str) -> None:
+    rng = np.random.default_rng(0)
+    noise = BROKEN[broken](rng.normal(size=(2, 100_200)), rng)
+    found = p_values(torch.from_numpy(noise), [50_000, 50_000, 200])
+    assert shared(found.values()) < 1e-6, found
+
+
+def test_noise_of_one_parameter() -> None:
+    assert p_value(torch.zeros(1, 4000, dtype=torch.float64)) == 0
+
+
+def _shuffled(came: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    order = rng.permuted(np.tile(np.arange(came.shape[1]) // 1000, (2, 1)), axis=1)
+    return np.concatenate([order[0] == np.arange(5)[:, None], order[1] == np.arange(5)[:, None]])
+
+
+DRAWN: dict[str, Callable[[np.ndarray, np.random.Generator], np.ndarray]] = {
+    "at another rate": lambda c, rng: rng.random(c.shape) < 0.25,
+    "the same in every step": lambda c, rng: np.tile(c[:1], (10, 1)),
+    "in blocks of 64": lambda c, rng: (rng.random((10, 79)) < 0.2).repeat(64, axis=1)[:, :5000],
+    "neighbours together": lambda c, rng: c.repeat(2, axis=1),
+    "of one size": lambda c, rng: rng.permuted(
+        np.tile(np.arange(5000) < 1000, (10, 1)), axis=1
+    ),
+    "all or none": lambda c, rng: np.tile(rng.random((10, 1)) < 0.2, (1, 5000)),
+    "a shuffled pass": _shuffled,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", DRAWN)
+def test_draws_of_another_law(broken: str) -> None:
+    rng = np.random.default_rng(0)
+    came = 1.0 * DRAWN[broken](rng.random((10, 5000)) < 0.2, rng)
+    found = draws_law.p_values(torch.from_numpy(came), [0.2] * 10)
+    assert shared(found.values()) < 1e-6, found
+
+
+def test_rows_that_came_twice_units_in_parts_and_full_batches_with_a_gap() -> None:
+    draws = torch.ones(1, 5000, dtype=torch.float64)
+    assert draws_law.p_values(draws, [1.0]) == {"whole": 1.0}
+    for share in (0.0, 0.5, 2.0):
+        draws[0, 7] = share
+        assert draws_law.p_values(draws, [1.0]) == {"whole": 0.0}
+    drawn = (torch.rand(4, 5000) < 0.2).double()
+    drawn[2, 7] = 1 / 3
+    assert draws_law.p_values(drawn, [0.2] * 4)["whole"] == 0
+
+
+def test_a_look_that_is_shared() -> None:
+    assert noise_law.shared([]) == 1
+    assert noise_law.shared([0.01, 0.5]) == 0.02
+    assert noise_law.copies([np.zeros(3), np.zeros(4)]) == 1
