@@ -65,7 +65,7 @@ def line(name: str, found: Finding | Told) -> str:
 
 
 def _settings(options: argparse.Namespace) -> list[Planned]:
-    given = _given(options)
+    given = _given(options, len(SETTINGS))
     return [
         *(Planned(s.name, partial(audit, s, canaries=options.canaries, **given), False)
           for s in SETTINGS),
@@ -77,7 +77,8 @@ def _settings(options: argparse.Namespace) -> list[Planned]:
 def _opacus(options: argparse.Namespace) -> list[Planned]:
     from fastclip.audit import opacus_engine
 
-    made = partial(opacus_engine.audit, canaries=options.canaries, **_given(options))
+    given = _given(options, 2 * len(opacus_engine.SETTINGS))
+    made = partial(opacus_engine.audit, canaries=options.canaries, **given)
     return [
         Planned(f"{mode}: {s.name}", partial(made, s, mode=mode), False)
         for mode in ("hooks", "functorch")
@@ -88,15 +89,17 @@ def _opacus(options: argparse.Namespace) -> list[Planned]:
 def _mutants(options: argparse.Namespace) -> list[Planned]:
     from fastclip.audit.mutants import MUTANTS
 
-    made: dict[str, Any] = {"canaries": options.canaries, "runs": options.runs, **_given(options)}
+    given = _given(options, len(MUTANTS))
+    made: dict[str, Any] = {"canaries": options.canaries, "runs": options.runs, **given}
     return [
         Planned(m.name, partial(m.audited, **made), isinstance(m.setting, Neighbours))
         for m in MUTANTS
     ]
 
 
-def _given(options: argparse.Namespace) -> dict[str, Any]:
-    return {"delta": options.delta, "significance": options.significance}
+def _given(options: argparse.Namespace, audits: int) -> dict[str, Any]:
+    """All bounds of a table hold together."""
+    return {"delta": options.delta, "significance": options.significance / audits}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--canaries", type=int, default=100_000, help="default 100,000")
     parser.add_argument("--runs", type=int, default=400, help="with and without a row (400)")
     parser.add_argument("--delta", type=float, default=1e-5, help="of the mechanism (1e-5)")
-    parser.add_argument("--significance", type=float, default=0.05, help="of each bound (0.05)")
+    parser.add_argument("--significance", type=float, default=0.05, help="of all bounds (0.05)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--mutants", action="store_true", help="audit engines broken on purpose")
@@ -146,7 +149,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     planned = _planned(parser, options)
     warnings.simplefilter("ignore")  # every run would tell of its settings
-    print(f"lower bounds at {1 - options.significance:.1%} on epsilon at delta {options.delta:g}")
+    print(
+        f"lower bounds on epsilon at delta {options.delta:g}, all at {1 - options.significance:.1%}"
+    )
     print(" " * WIDTH + "".join(f"{name:>9}" for name in COLUMNS), flush=True)
     found: list[Finding | Told] = []
     for one in planned:
