@@ -32,10 +32,12 @@ def step_beside(book: IAccountant, above: type, *args: Any, **kwargs: Any) -> Ca
     Returns:
         What writes the step down, in one assignment.
     """
-    opacus = _is_opacus(type(book), above)
+    kind: Any = type(book)
+    opacus = _is_opacus(kind, above)
     last = max(len(book.history) - 1, 0) if opacus else 0  # theirs see the last entry only
     twin = holding(book, book.history[last:])
-    super(above, twin).step(*args, **kwargs)  # type: ignore[misc]
+    recorded: Any = super(above, twin)  # type: ignore[arg-type]
+    recorded.step(*args, **kwargs)
 
     def write_down() -> None:
         if not opacus:  # whatever else it keeps
