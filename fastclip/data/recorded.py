@@ -128,7 +128,8 @@ class Releases:
                 accountant.get_optimizer_hook_fn(sample_rate=self._rate)(optimizer)
             self._taken[sigma] += joined == 1
             return
-        passes = [] if self.design.sampler == STREAM else self._draws.released
+        told = self.design.sampler != STREAM and getattr(optimizer, "releasing", True)
+        passes = self._draws.released if told else []
         costly = [each for each in passes if sigma < each.recorded]
         with accountant.on_all_ranks():
             for _ in range(len(costly) if passes else 1):  # nothing may tell which rows it holds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -20,12 +20,14 @@ from fastclip.parallel.digest import digest
 
 
 def noisy_gradients(
-    keeper: BookKeeper, parameters: Sequence[nn.Parameter], batches: int, divisor: float
-) -> list[Tensor]:
+    keeper: BookKeeper, parameters: Sequence[nn.Parameter], batches: int, divisor: float,
+    record: Callable[[], None],
+) -> list[Tensor]:  # fmt: skip
     """(sum + N(0, (sigma_grad S)^2)) / divisor for every parameter; over all ranks that train.
 
     Args:
-        batches: that the logical batch consists of.
+        batches: that the logical batch consists of. record: writes the release down; it is called when
+            nothing can be refused any more, before noise is drawn.
 
     Raises:
         ArgumentError: for a noise multiplier that no noise has.
@@ -35,6 +37,7 @@ def noisy_gradients(
     std, given = _noise_std(state), keeper.sums
     if state.ranks is None:
         sums = [given.take(p) for p in parameters]
+        record()
         return ops.noise_finalize(sums, list(parameters), std, divisor, state.noise)
     told: dict[str, float] = {"step": state.step, "batches": batches, "divisor": divisor}
     told["noise_multiplier"] = state.noise_multiplier
@@ -47,8 +50,12 @@ def noisy_gradients(
     state.ranks.in_step(**told)
     rest: Any = parameters, std, divisor, state.noise
     if isinstance(given, ShardedSums):
-        return release.noisy_shards(state.ranks, given.buckets, given.parts(), *rest)
-    return release.noisy_gradients(state.ranks, [given.take(p) for p in parameters], *rest)
+        parts = given.parts()
+        record()
+        return release.noisy_shards(state.ranks, given.buckets, parts, *rest)
+    taken = [given.take(p) for p in parameters]
+    record()
+    return release.noisy_gradients(state.ranks, taken, *rest)
 
 
 def check_alike(keeper: BookKeeper, optimizer: Any, **settings: Any) -> None:
