@@ -56,6 +56,8 @@ class Ledger(IAccountant):
     _shared: list[str]
     """The names that all ranks of a training give to their segments, the first one of the training."""
     _lock: Any
+    cuts = 0
+    """How often its history was found cleared, cut or assigned by hand; see `check_cuts`."""
 
     @undisturbed
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -104,12 +106,21 @@ class Ledger(IAccountant):
         own = remainder(history, others)
         if own is None:  # assigned by hand
             self._begin({})
+            self.cuts += 1
             own = history
         elif remainder(history, recorded := runs(self._recorded)) is None:  # cut, or another story
             kept = own if remainder(recorded, history) is not None else []
             self._begin({**self._others, self._name: kept} if kept else self._others)
+            self.cuts += 1
             own = [] if kept else own
         return {**self._others, self._name: own} if own else dict(self._others)
+
+    @undisturbed
+    def check_cuts(self) -> int:
+        """`cuts`, when the history has been looked at: what was recorded before one may be gone."""
+        if self.history != self._recorded:
+            self.segments()
+        return self.cuts
 
     @undisturbed
     def join(self, others: Segments, protected: Protected) -> None:
@@ -161,6 +172,7 @@ class Ledger(IAccountant):
         if other.log is not None and other.log is not self._log:
             self.check_no_file()
         self.join(other.segments(), other.protected)
+        self.cuts = max(self.cuts, other.cuts)
         if other.log is not None and other.log is not self._log:
             other._catch_up(self.segments(), self.protected)
             self.keep_in(other.log)

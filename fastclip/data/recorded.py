@@ -130,12 +130,13 @@ class Releases:
             return
         told = self.design.sampler != STREAM and getattr(optimizer, "releasing", True)
         passes = self._draws.released if told else []
-        costly = [each for each in passes if sigma < each.recorded]
+        cuts = accountant.check_cuts()
+        costly = [each for each in passes if sigma < each.recorded or each.cuts != cuts]
         with accountant.on_all_ranks():
             for _ in range(len(costly) if passes else 1):  # nothing may tell which rows it holds
                 accountant.step(noise_multiplier=sigma, sample_rate=1.0)
         for each in costly:
-            each.recorded = sigma
+            each.recorded, each.cuts = sigma, accountant.check_cuts()
 
     def at_rate(self, history: Sequence[Entry], rate: Any) -> list[Entry]:
         """What a whole history is for a row that the steps taken here have drawn with another rate.

@@ -179,3 +179,15 @@ def test_a_newer_format_and_another_file(whole: bytes) -> None:
     refuses(b"not a checkpoint at all")
     with pytest.raises(FileNotFoundError):
         start()[0].load_checkpoint(path="no such file", module=nn.Linear(1, 1))
+
+
+def test_a_file_without_weights_changes_nothing(tmp_path: Path) -> None:
+    run = walk(start(), 2)
+    run[0].save_checkpoint(path=tmp_path / "run.pt", module=run[1], optimizer=run[2])
+    saved = torch.load(tmp_path / "run.pt", weights_only=True)
+    del saved["module_state_dict"]
+    torch.save(saved, tmp_path / "run.pt")
+    other = walk(start(), 1)
+    with pytest.raises(ArgumentError, match="holds no module_state_dict, and nothing was loaded"):
+        other[0].load_checkpoint(path=tmp_path / "run.pt", module=other[1], optimizer=other[2])
+    assert other[0].accountant.history == history(1)
