@@ -27,7 +27,8 @@ def noisy_gradients(
 
     Args:
         batches: that the logical batch consists of. record: writes the release down; it is called when
-            nothing can be refused any more, before noise is drawn.
+            nothing can be refused any more, before noise is drawn. Several ranks record when they
+            have exchanged sums and counts, without which there is no step.
 
     Raises:
         ArgumentError: for a noise multiplier that no noise has.
@@ -50,12 +51,8 @@ def noisy_gradients(
     state.ranks.in_step(**told)
     rest: Any = parameters, std, divisor, state.noise
     if isinstance(given, ShardedSums):
-        parts = given.parts()
-        record()
-        return release.noisy_shards(state.ranks, given.buckets, parts, *rest)
-    taken = [given.take(p) for p in parameters]
-    record()
-    return release.noisy_gradients(state.ranks, taken, *rest)
+        return release.noisy_shards(state.ranks, given.buckets, given.parts(), *rest)
+    return release.noisy_gradients(state.ranks, [given.take(p) for p in parameters], *rest)
 
 
 def check_alike(keeper: BookKeeper, optimizer: Any, **settings: Any) -> None:

@@ -62,7 +62,9 @@ class KeepsAccount:
             self.releasing = False
 
     def _run_hooks(self) -> None:
-        """Of one real step, which is recorded."""
+        """Of one real step, which is recorded: by several ranks here, when all have exchanged."""
+        if self.releasing:
+            self._record()
         self._in_hooks = True
         try:
             for hook in tuple(self._step_hooks):
