@@ -20,7 +20,7 @@ from fastclip.files import write_whole
 from fastclip.parallel.checkpoints import Kept, as_alone, is_spread, optimizer_alone
 from fastclip.parallel.ranks import Ranks, together
 
-_ACCOUNTANT = "privacy_accountant_state_dict"
+_ACCOUNTANT, _MODULE = "privacy_accountant_state_dict", "module_state_dict"
 
 
 class AccountedEngine(PrivacyEngine):
@@ -204,11 +204,14 @@ class AccountedEngine(PrivacyEngine):
                 f"the checkpoint holds no {_ACCOUNTANT}, so what its run has spent is not known; load "
                 "one that engine.save_checkpoint wrote"
             )
+        if _MODULE not in saved:
+            raise ArgumentError(
+                f"the checkpoint holds no {_MODULE}, and nothing was loaded; load one that "
+                "engine.save_checkpoint wrote"
+            )
         # First: a module that fails halfway has got some of the weights.
         self.accountant.load_state_dict(saved[_ACCOUNTANT])
-        as_alone(module).load_state_dict(
-            saved["module_state_dict"], **(module_load_dict_kwargs or {})
-        )
+        as_alone(module).load_state_dict(saved[_MODULE], **(module_load_dict_kwargs or {}))
         state = saved.pop("optimizer_state_dict", {})
         if optimizer is not None and state:
             optimizer_alone(optimizer).load_state_dict(state)

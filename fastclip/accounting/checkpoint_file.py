@@ -13,6 +13,8 @@ import torch
 
 from fastclip.errors import ArgumentError
 
+_FOLDER = 0x10
+"""Among the attributes of an archive's entry, which no checksum is over."""
 KEY = "fastclip_checkpoint"
 FORMAT = 1
 """Of the files that are written. 0, without a stamp: of fastclip before there was one, and Opacus'."""
@@ -108,6 +110,10 @@ def _check_whole(path: Any, name: str) -> None:
     try:
         if zipfile.is_zipfile(path):  # else torch.load says what is wrong
             with zipfile.ZipFile(path) as archive:
+                for entry in archive.infolist():
+                    # torch's reader takes its bytes for none, and leaves the tensor as memory was
+                    if entry.external_attr & _FOLDER and not entry.filename.endswith("/"):
+                        raise ValueError(f"{entry.filename} says that it is a folder")
                 wrong = archive.testzip()
             if wrong is not None:
                 raise ValueError(f"the checksum of {wrong} is wrong")

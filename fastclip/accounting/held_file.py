@@ -46,8 +46,20 @@ class HeldFile:
         self._file: int | None = None
         self._process = this_process()
         self._unsure = 0
+        """Bytes that may lie behind the end."""
         self._open()
-        self.size = self._begun = len(self.content())
+        self._begun = len(self.content())
+        self._end: tuple[int, Any] = self._begun, None
+
+    @property
+    def size(self) -> int:
+        """Bytes that were added, or found."""
+        return self._end[0]
+
+    @property
+    def mark(self) -> Any:
+        """Of the piece that was added last."""
+        return self._end[1]
 
     def content(self) -> bytes:
         """All of it."""
@@ -56,12 +68,13 @@ class HeldFile:
             file.seek(0)
             return file.read()
 
-    def cut(self, size: int) -> None:
-        """What lies behind `size` goes when something is added."""
-        self._unsure, self.size = self.size - size, size
+    def cut(self, size: int, mark: Any = None) -> None:
+        """What lies behind `size` goes when something is added; `mark` is of what ends there."""
+        self._unsure += self.size - size  # first: too many do no harm
+        self._end = size, mark
 
-    def add(self, piece: bytes) -> None:
-        """Write it to the disk.
+    def add(self, piece: bytes, mark: Any) -> None:
+        """Write it to the disk, whole; `mark` goes with it.
 
         Raises:
             LostFile, OSError: it could not be written.
@@ -75,8 +88,8 @@ class HeldFile:
             raise OSError("no room for a whole line")
         os.fsync(self._file)
         self._check_place()  # of what has just been written
+        self._end = self.size + len(piece), mark
         self._unsure = 0
-        self.size += len(piece)
 
     def check(self) -> None:
         """The path leads to what this process has written, and nobody else writes it.

@@ -84,15 +84,18 @@ def epsilon(history: History, delta: float, accountant: str = "prv", **options: 
 
 
 def spent(book: IAccountant, delta: float, **options: Any) -> float:
-    """Epsilon of what an accountant has recorded; guarantee, arguments and errors as of `epsilon`."""
+    """Epsilon of what an accountant has recorded; guarantee, arguments and errors as of `epsilon`.
+
+    The accountant is only read: others may record steps meanwhile.
+    """
     delta = between("delta", delta, 0, 1)
-    accountant, entries = book.mechanism(), checked(book.history)
+    accountant, entries = book.mechanism(), checked(list(book.history))
     if not entries:
         return 0.0
     refuse_truncated(entries, accountant)
     if any(sigma == 0 for sigma, _, _ in entries):
         return math.inf
-    book.history = entries  # "gdp" reads the last one only
+    book = holding(book, entries)  # "gdp" reads the last one only
     if accountant == "gdp":
         refuse_changing_noise(entries)
     if accountant == "prv":
@@ -113,6 +116,13 @@ def spent(book: IAccountant, delta: float, **options: Any) -> float:
     if math.isnan(found) or (accountant == "prv" and math.isinf(found)):
         raise _numerics(accountant, entries, "found no number")
     return max(found, 0.0)  # PRV goes below 0 where delta alone already covers the run
+
+
+def holding(book: IAccountant, entries: list[Entry]) -> IAccountant:
+    """An accountant that is the same but for its history; what it records stays its own."""
+    twin: IAccountant = object.__new__(type(book))
+    twin.__dict__.update({**book.__dict__, "history": entries})
+    return twin
 
 
 def _is_rdp(book: IAccountant) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from threading import RLock
 from typing import Any, cast
 
 from opacus.accountants import IAccountant
@@ -28,6 +29,7 @@ from fastclip.accounting.segments import (
     union,
 )
 from fastclip.accounting.truncation import refuse_truncated
+from fastclip.accounting.undisturbed import step_beside, undisturbed
 from fastclip.accounting.write_ahead import NotWritten, WriteAheadLog
 from fastclip.errors import ArgumentError
 from fastclip.forks import this_process
@@ -53,9 +55,13 @@ class Ledger(IAccountant):
     """The history as it was left here: whoever has changed it since speaks for it."""
     _shared: list[str]
     """The names that all ranks of a training give to their segments, the first one of the training."""
+    _lock: Any
+    cuts = 0
+    """How often its history was found cleared, cut or assigned by hand; see `check_cuts`."""
 
+    @undisturbed
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """As Opacus; a history that it leaves half written by an error is put back.
+        """As Opacus, but whole or not at all, for whoever reads it at any moment: it is taken beside.
 
         Raises:
             ArgumentError: for a truncated draw that this accountant does not know.
@@ -67,14 +73,11 @@ class Ledger(IAccountant):
         if self.history != self._recorded:
             self._catch_up(self.segments(), self.protected)
             self._recorded = list(self.history)
-        try:
-            super().step(*args, **kwargs)  # type: ignore[safe-super]
-            if self._log is not None:
-                taken = (kwargs["noise_multiplier"], kwargs["sample_rate"], 1)
-                self._log.record(self._name, [taken], self.protected)
-        except BaseException:
-            self.history = list(self._recorded)
-            raise
+        write_down = step_beside(self, Ledger, *args, **kwargs)
+        if self._log is not None:
+            taken = (kwargs["noise_multiplier"], kwargs["sample_rate"], 1)
+            self._log.record(self._name, [taken], self.protected)
+        write_down()
         last = max(len(self._recorded) - 1, 0)  # a step counts up the last entry, or adds one
         self._recorded[last:] = self.history[last:]
 
@@ -96,19 +99,30 @@ class Ledger(IAccountant):
             self.history, self._recorded = before, list(before)
             raise
 
+    @undisturbed
     def segments(self) -> Segments:
         """Every step under the name of the segment that recorded it."""
         history, others = runs(self.history), joined(self._others)
         own = remainder(history, others)
         if own is None:  # assigned by hand
             self._begin({})
+            self.cuts += 1
             own = history
         elif remainder(history, recorded := runs(self._recorded)) is None:  # cut, or another story
             kept = own if remainder(recorded, history) is not None else []
             self._begin({**self._others, self._name: kept} if kept else self._others)
+            self.cuts += 1
             own = [] if kept else own
         return {**self._others, self._name: own} if own else dict(self._others)
 
+    @undisturbed
+    def check_cuts(self) -> int:
+        """`cuts`, when the history has been looked at: what was recorded before one may be gone."""
+        if self.history != self._recorded:
+            self.segments()
+        return self.cuts
+
+    @undisturbed
     def join(self, others: Segments, protected: Protected) -> None:
         """Count these, too; what is known already counts once.
 
@@ -124,6 +138,7 @@ class Ledger(IAccountant):
         self.history, self.protected = joined(merged), whom
         self._begin(merged)
 
+    @undisturbed
     def count(self, log: WriteAheadLog) -> None:
         """Count what the file holds, and write what it lacks.
 
@@ -157,6 +172,7 @@ class Ledger(IAccountant):
         if other.log is not None and other.log is not self._log:
             self.check_no_file()
         self.join(other.segments(), other.protected)
+        self.cuts = max(self.cuts, other.cuts)
         if other.log is not None and other.log is not self._log:
             other._catch_up(self.segments(), self.protected)
             self.keep_in(other.log)
@@ -166,6 +182,7 @@ class Ledger(IAccountant):
         """The file that every step is written to first."""
         return self._log
 
+    @undisturbed
     def state_dict(self, destination: Any = None) -> Any:
         """As Opacus, in plain values, with the names of the steps and a digest of all of it.
 
@@ -185,6 +202,7 @@ class Ledger(IAccountant):
         state[DIGEST] = digest(state)
         return state
 
+    @undisturbed
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from `state_dict()`, without forgetting what was recorded here.
 
@@ -230,6 +248,7 @@ class Ledger(IAccountant):
         self._others, self._name, self._process = others, name, process
         self._recorded = list(self.history)
 
+    @undisturbed
     def share_names(self, name: str) -> None:
         """Ranks that take every step together record it under one name: it counts once.
 
@@ -239,6 +258,7 @@ class Ledger(IAccountant):
         self._process, self._shared = this_process(), [name]
         self._begin(self.segments())
 
+    @undisturbed
     def __reduce__(self) -> Any:
         """A copy, in this process or another, is a fork: its steps are not those of the original."""
         kind = next(base for base in type(self).__mro__ if not issubclass(base, Ledger))
@@ -249,6 +269,7 @@ class Ledger(IAccountant):
             "_shared": [],
             "_log": None if self._log is None else self._log.copied(),
         }
+        del state["_lock"]
         return _restored, (kind, state)
 
 
@@ -259,6 +280,7 @@ def keep_ledger(accountant: IAccountant) -> Ledger:
     of: Any = accountant  # mypy knows no class that changes at run time
     of.__class__ = _kept(of.__class__)
     ledger = cast("Ledger", accountant)
+    ledger._lock = RLock()
     ledger.protected = BY_OPACUS if ledger.history else Protected()
     ledger._shared = []
     ledger._begin({})
@@ -272,6 +294,6 @@ def _kept(kind: type[IAccountant]) -> type[IAccountant]:
 
 def _restored(kind: type[IAccountant], state: dict[str, Any]) -> IAccountant:
     copy = object.__new__(_kept(kind))  # type: ignore[arg-type]
-    copy.__dict__.update(state)
+    copy.__dict__.update(state, _lock=RLock())
     copy._begin(state["_others"])  # type: ignore[attr-defined]
     return copy

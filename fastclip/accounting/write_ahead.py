@@ -56,11 +56,12 @@ class WriteAheadLog:
                 self._read(said)
             if self._file is not None and not self._content.digest:
                 self._file.cut(0)
-                self._content = Content([], self._add(first_line()), self._file.size)
+                line = first_line()
+                self._add(line, digest_of(line))
+                self._content = Content([], digest_of(line), self._file.size)
         except BaseException:
             self.give_up()
             raise
-        self._digest = self._content.digest
 
     def found(self) -> tuple[Segments, Protected]:
         """Every step that the file holds, by name, and whom they protect."""
@@ -69,7 +70,7 @@ class WriteAheadLog:
     @property
     def seen(self) -> str:
         """A digest of all that the file holds: who sees another one sees another file."""
-        return self._digest.decode() or "no ledger"
+        return self._content.digest.decode() or "no ledger"
 
     def begin(self) -> None:
         """What the file holds is counted: it may be written from now on.
@@ -78,9 +79,9 @@ class WriteAheadLog:
             StepError: it could not be written.
         """
         if self._file is not None:
-            self._file.cut(self._content.size)
+            self._file.cut(self._content.size, self._content.digest)
             if self._content.open:
-                self._add(b"\n")
+                self._add(b"\n", self._content.digest)
 
     def catch_up(self, segments: Segments, whom: Protected) -> None:
         """Write what the file lacks of these.
@@ -105,7 +106,8 @@ class WriteAheadLog:
         entries = list(entries)
         if self._file is not None:
             said = {"name": name, "entries": saved_entries(entries), PROTECTED: whom.saved()}
-            self._digest = self._add(sealed(said, self._digest))
+            line = sealed(said, self._file.mark)
+            self._add(line, digest_of(line))
         self._note(name, entries)
 
     @property
@@ -135,10 +137,10 @@ class WriteAheadLog:
             return self._file.content()
         return self.path.read_bytes() if self.path.exists() else b""
 
-    def _add(self, line: bytes) -> bytes:
+    def _add(self, line: bytes, digest: bytes) -> None:
         assert self._file is not None
         try:
-            self._file.add(line)
+            self._file.add(line, digest)
         except OSError as error:
             lost = isinstance(error, LostFile)
             room = _WAY_OUT if lost else f"make room and go on with the next batch, or {_WAY_OUT}"
@@ -146,7 +148,6 @@ class WriteAheadLog:
                 f"the ledger {self.path} cannot be written ({error}), so this step is not released; "
                 f"{room}"
             ) from error
-        return digest_of(line)
 
     def _read(self, said: dict[str, Any]) -> None:
         state = {"mechanism": "", "history": said["entries"]}

@@ -38,6 +38,8 @@ class Iteration:
     """A batch of it has contributed."""
     recorded: float = float("inf")
     """Least noise multiplier at which steps of this pass were accounted."""
+    cuts: int = 0
+    """Of the ledger, when they were."""
     newest: PhysicalBatch | None = None
 
     @property

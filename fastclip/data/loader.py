@@ -15,6 +15,7 @@ from fastclip.data.distinct import Distinct
 from fastclip.data.draws import Draws
 from fastclip.data.iteration import Iteration, reading, sampler_between
 from fastclip.data.refusals import REORDERED
+from fastclip.data.unchanged import Unchanged
 from fastclip.data.units import UnitBatch
 from fastclip.errors import ArgumentError
 
@@ -41,11 +42,12 @@ def _watch(sampler: Any, draws: Draws, distinct: Distinct | None) -> None:
     plain = unwatched(sampler)
 
     def watched(self: Any) -> _Watched:
-        return _Watched(kind.__iter__(self), draws, distinct)
+        return _Watched(kind.__iter__(self), draws, distinct, unchanged)
 
     def reduce(self: Any, protocol: Any) -> Any:
         return _rebuild, (plain, self.__dict__)  # a copy reports to nobody
 
+    unchanged = Unchanged(sampler)
     methods = {"__iter__": watched, "__reduce_ex__": reduce, "unwatched": plain}
     sampler.__class__ = type(plain.__name__, (kind,), methods)
 
@@ -53,8 +55,10 @@ def _watch(sampler: Any, draws: Draws, distinct: Distinct | None) -> None:
 class _Watched:
     """Iterator over a sampler that tells of each draw, and of being asked when there is none left."""
 
-    def __init__(self, rows: Iterator[Any], draws: Draws, distinct: Distinct | None) -> None:
-        self._rows, self._draws = rows, draws
+    def __init__(
+        self, rows: Iterator[Any], draws: Draws, distinct: Distinct | None, unchanged: Unchanged
+    ) -> None:
+        self._rows, self._draws, self._unchanged = rows, draws, unchanged
         self._distinct = None if distinct is None else distinct.one_pass()
         self._iteration = Iteration()
         if draws.filling is not None:  # of a pass over the data that was broken off
@@ -64,6 +68,7 @@ class _Watched:
         return self
 
     def __next__(self) -> Any:
+        self._unchanged.check()
         filling = self._draws.filling
         if filling is not None and filling.left:
             filling.left -= 1

@@ -131,13 +131,15 @@ class Releases:
             self._taken[sigma] += joined == 1
             self.steps += 1
             return
-        passes = [] if self.design.sampler == STREAM else self._draws.released
-        costly = [each for each in passes if sigma < each.recorded]
+        told = self.design.sampler != STREAM and getattr(optimizer, "releasing", True)
+        passes = self._draws.released if told else []
+        cuts = accountant.check_cuts()
+        costly = [each for each in passes if sigma < each.recorded or each.cuts != cuts]
         with accountant.on_all_ranks():
             for _ in range(len(costly) if passes else 1):  # nothing may tell which rows it holds
                 accountant.step(noise_multiplier=sigma, sample_rate=1.0)
         for each in costly:
-            each.recorded = sigma
+            each.recorded, each.cuts = sigma, accountant.check_cuts()
         self.steps += 1
 
     def at_rate(self, history: Sequence[Entry], rate: Any) -> list[Entry]:

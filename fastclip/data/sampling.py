@@ -121,8 +121,8 @@ class PoissonSampler(UniformWithReplacementSampler):
     rounding of 2^-77 aside; in secure mode q rounded down to 64 bits).
     """
 
-    rows: Tensor | None = None
-    rates: Tensor | None = None
+    _rows: Tensor | None = None
+    _rates: Tensor | None = None
     max_batch_size: int | None = None
     secure = False
 
@@ -134,15 +134,26 @@ class PoissonSampler(UniformWithReplacementSampler):
         super().__init__(
             num_samples=num_samples, sample_rate=sample_rate, generator=generator, steps=steps
         )
-        self.rows, self.rates, self.max_batch_size = rows, rates, max_batch_size
-        self.secure = secure
+        self._rows = None if rows is None else rows.clone()
+        self._rates = None if rates is None else rates.clone()
+        self.max_batch_size, self.secure = max_batch_size, secure
         self.shared = False
         """Other ranks draw the other rows."""
+
+    @property
+    def rows(self) -> Tensor | None:
+        """A copy of what is drawn, int64 [n]; None: 0 to n - 1."""
+        return None if self._rows is None else self._rows.clone()
+
+    @property
+    def rates(self) -> Tensor | None:
+        """A copy of the rows' probabilities, float64 [n]; None: all have q."""
+        return None if self._rates is None else self._rates.clone()
 
     def __iter__(self) -> Iterator[list[int]]:
         for _ in range(self.steps):
             drawn = self.draw()
-            yield (drawn if self.rows is None else self.rows[drawn]).tolist()
+            yield (drawn if self._rows is None else self._rows[drawn]).tolist()
 
     def draw(self) -> Tensor:
         """Numbers from 0 to n - 1, int64, in ascending order.
@@ -154,12 +165,12 @@ class PoissonSampler(UniformWithReplacementSampler):
         if not self.secure:
             claim(self.generator, "rows")
         if self.secure:
-            drawn = poisson_sample(n, self.sample_rate if self.rates is None else self.rates)
-        elif self.rates is None:
+            drawn = poisson_sample(n, self.sample_rate if self._rates is None else self._rates)
+        elif self._rates is None:
             drawn = _uniform_sample(n, self.sample_rate, self.generator)
         else:
             words = torch.rand(n, generator=self.generator, dtype=torch.float64, device="cpu")
-            drawn = (words < self.rates).nonzero().reshape(-1)
+            drawn = (words < self._rates).nonzero().reshape(-1)
         return drawn if most is None else drawn[self.some(len(drawn), most)]
 
     def some(self, n: int, most: int) -> Tensor:

@@ -29,11 +29,11 @@ class UnitSampler(PoissonSampler):
         self, unit: Tensor, *, max_rows_per_unit: int | None = None, reduction: str = "mean",
         **kwargs: Any,
     ) -> None:  # fmt: skip
-        self.order, self.sizes = rows_by_unit(unit)
-        super().__init__(num_samples=len(self.sizes), **kwargs)
-        self.starts = [0, *self.sizes.cumsum(0).tolist()]
+        self._order, sizes = rows_by_unit(unit)
+        super().__init__(num_samples=len(sizes), **kwargs)
+        self._starts = (0, *sizes.cumsum(0).tolist())
         self.max_rows_per_unit, self.reduction = max_rows_per_unit, reduction
-        largest = int(self.sizes.max())
+        largest = int(sizes.max())
         self.largest = largest if max_rows_per_unit is None else min(largest, max_rows_per_unit)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -47,7 +47,7 @@ class UnitSampler(PoissonSampler):
             yield UnitBatch(rows, sizes, self.largest, self.reduction)
 
     def _rows_of(self, unit: int) -> list[int]:
-        rows = self.order[self.starts[unit] : self.starts[unit + 1]]
+        rows = self._order[self._starts[unit] : self._starts[unit + 1]]
         most = self.max_rows_per_unit
         if most is not None and len(rows) > most:
             rows = rows[self.some(len(rows), most)]

@@ -6,8 +6,10 @@ backward passes. But a norm and a clipped sum that round by 2^-11 bound nothing:
 for rounding. So the flags are raised while such a product is launched and put back at once; they are
 read when an operation is launched, not when it runs.
 
-Flags are the process's. Passes of several devices run on threads of their own: the first to come in
-raises them, the last to leave puts them back, and what somebody has set meanwhile stays.
+Flags are the process's. Passes of several devices run on threads of their own: whoever comes in raises
+what is not raised, the last to leave puts all of it back, and what somebody has set meanwhile stays.
+Python may raise KeyboardInterrupt on the way out of a block, before anything of ours runs: whoever was
+inside is told by an object that ends with its block, so that nobody stays inside for ever.
 
 16-bit flags (`allow_bf16_reduced_precision_reduction` and its like) change nothing: operands are
 widened to float32 before they are multiplied, or multiplied by kernels that read no flag.
@@ -29,38 +31,45 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _FINE = precision_of is not None
 """torch 2.9 has a tree of settings, of which an operation's own may inherit from those above."""
 _TREE = {"cuda": ("matmul", "conv"), "mkldnn": ("matmul", "conv")}
-_FULL = ("ieee", "none")
+_PRODUCTS = [(backend, operator) for backend, named in _TREE.items() for operator in named]
+_FULL = {"ieee", "none"}
 
 
-class _FullFloat32:
-    """Context inside which float32 products keep float32; may be nested and entered by threads."""
+_Undo = list[tuple[Callable[[], bool], Callable[[], None]]]
+"""Of each flag that was raised: whether it still is, and what puts it back."""
+
+
+class _Flags:
+    """Raised while anybody is inside."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
+        self._lock = threading.RLock()  # an entry may be collected in the middle of another's
+        self._inside: set[int] = set()
         self._allowed = False
-        self._undo: list[tuple[Callable[[], bool], Callable[[], None]]] = []
-        """Of each flag that was raised: whether it still is, and what puts it back."""
+        self._undo: list[_Undo] = []
 
-    def __enter__(self) -> None:
+    def enter(self, entry: int) -> None:
+        """Nothing is below float32 from here on."""
         with self._lock:
-            if not self._inside:
-                self._allowed = _matmul_allows_tf32()
-                self._undo = _raise_tree() if _FINE else _raise_pair()
-            self._inside += 1
+            self._inside.add(entry)  # first: who leaves meanwhile leaves the flags as they are
+            if _is_lowered():
+                raised = bool(self._undo)
+                self._allowed = _matmul_allows_tf32() or (raised and self._allowed)
+                undo: _Undo = []
+                self._undo.append(undo)
+                _raise_tree(undo) if _FINE else _raise_pair(undo)
+            elif not self._undo:
+                self._allowed = False
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def leave(self, entry: int) -> None:
+        """The last one puts back what is still as it was raised, the latest first."""
         with self._lock:
-            self._inside -= 1
-            if self._inside:
-                return
-            undo, self._undo = self._undo, []
-            for ours, put_back in undo:
-                if ours():
-                    put_back()
+            self._inside.discard(entry)
+            while self._undo and not self._inside:
+                for ours, put_back in self._undo[-1]:
+                    if ours():
+                        put_back()
+                self._undo.pop()
 
     def user_allows_tf32(self) -> bool:
         """Whether the user lets cuBLAS round float32 operands to tf32."""
@@ -68,12 +77,33 @@ class _FullFloat32:
             return self._allowed if self._inside else _matmul_allows_tf32()
 
 
-_GUARD = _FullFloat32()
+_FLAGS = _Flags()
+
+
+class _FullFloat32:
+    """One block inside which float32 products keep float32; blocks may be nested, and of any thread."""
+
+    _inside = False
+
+    def __enter__(self) -> None:
+        self._inside = True
+        _FLAGS.enter(id(self))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        _FLAGS.leave(id(self))
+        self._inside = False
+
+    def __del__(self) -> None:
+        if self._inside:  # an interrupted block
+            _FLAGS.leave(id(self))
 
 
 def full_float32() -> _FullFloat32:
     """Context manager: the float32 products launched inside round as float32 does."""
-    return _GUARD
+    return _FullFloat32()
 
 
 def in_full_float32(function: _Function) -> _Function:
@@ -81,7 +111,7 @@ def in_full_float32(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        with _GUARD:
+        with _FullFloat32():
             return function(*args, **kwargs)
 
     return guarded  # type: ignore[return-value]
@@ -92,13 +122,20 @@ def user_allows_tf32() -> bool:
 
     torch.backends.cuda.matmul.allow_tf32 raises where `fp32_precision` has been set as well.
     """
-    return _GUARD.user_allows_tf32()
+    return _FLAGS.user_allows_tf32()
 
 
 def _matmul_allows_tf32() -> bool:
     if _FINE:
         return _get("cuda", "matmul") == "tf32"
     return torch.get_float32_matmul_precision() != "highest"
+
+
+def _is_lowered() -> bool:
+    """Some product may round its operands."""
+    if not _FINE:
+        return torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32
+    return not {_get(backend, operator) for backend, operator in _PRODUCTS} <= _FULL
 
 
 def _get(backend: str, operator: str) -> str:
@@ -111,7 +148,7 @@ def _set(backend: str, operator: str, value: str) -> None:
     set_precision(backend, operator, value)
 
 
-def _raise_tree() -> list[tuple[Callable[[], bool], Callable[[], None]]]:
+def _raise_tree(undo: _Undo) -> None:
     """Raise what is below full precision, from the root downwards.
 
     What a node reads may be its own or inherited. Once those above it say "ieee", whatever it still
@@ -119,25 +156,17 @@ def _raise_tree() -> list[tuple[Callable[[], bool], Callable[[], None]]]:
     as soon as those above are put back. (cuDNN's default of tf32 is of this kind since torch 2.13:
     it yields to a setting above it, and could not be set back.)
     """
-    undo: list[tuple[Callable[[], bool], Callable[[], None]]] = []
 
     def own(backend: str, operator: str, value: str) -> None:
-        _set(backend, operator, "ieee")
         undo.append(
             (
                 lambda: _get(backend, operator) == "ieee",
                 functools.partial(_set, backend, operator, value),
             )
         )
+        _set(backend, operator, "ieee")
 
-    lowered = [
-        (backend, operator)
-        for backend, operators in _TREE.items()
-        for operator in operators
-        if _get(backend, operator) not in _FULL
-    ]
-    if not lowered:
-        return undo
+    lowered = [product for product in _PRODUCTS if _get(*product) not in _FULL]
     root = _get("generic", "all")
     if root not in _FULL:
         own("generic", "all", root)
@@ -149,26 +178,23 @@ def _raise_tree() -> list[tuple[Callable[[], bool], Callable[[], None]]]:
         value = _get(backend, operator)
         if value not in _FULL:
             own(backend, operator, value)
-    return undo
 
 
-def _raise_pair() -> list[tuple[Callable[[], bool], Callable[[], None]]]:
+def _raise_pair(undo: _Undo) -> None:
     """Before torch 2.9: one setting for products, one for cuDNN."""
-    undo: list[tuple[Callable[[], bool], Callable[[], None]]] = []
     products, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     if products != "highest":
-        torch.set_float32_matmul_precision("highest")
         undo.append(
             (
                 lambda: torch.get_float32_matmul_precision() == "highest",
                 functools.partial(torch.set_float32_matmul_precision, products),
             )
         )
+        torch.set_float32_matmul_precision("highest")
     if cudnn:
-        torch.backends.cudnn.allow_tf32 = False
 
         def put_back() -> None:
             torch.backends.cudnn.allow_tf32 = True
 
         undo.append((lambda: not torch.backends.cudnn.allow_tf32, put_back))
-    return undo
+        torch.backends.cudnn.allow_tf32 = False

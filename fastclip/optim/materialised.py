@@ -61,6 +61,7 @@ class _Clip(OpacusStep):
     def add_noise(self) -> None:
         """`p.grad` = summed gradient + N(0, std^2); `scale_grad` divides."""
         sums = self._use_up()
+        self._record()
         gradients = ops.noise_finalize(sums, self.params, self._noise_std(), 1.0, self._source)
         for p, gradient in zip(self.params, gradients, strict=True):
             p.grad = gradient
@@ -96,7 +97,9 @@ class _FirstRank(DPOptimizer):
         if self.rank == 0:
             super().add_noise()
             return
-        for p, total in zip(self.params, self._use_up(), strict=True):  # type: ignore[attr-defined]
+        sums = self._use_up()  # type: ignore[attr-defined]
+        self._record()  # type: ignore[attr-defined]
+        for p, total in zip(self.params, sums, strict=True):
             p.grad = total.to(p.dtype).view_as(p)
 
 

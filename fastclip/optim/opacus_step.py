@@ -132,6 +132,7 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
             self.clip_and_accumulate()
             if skip:
                 return False
+            self.releasing = True
             try:
                 self.add_noise()
                 self.scale_grad()

@@ -188,10 +188,10 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         """Nothing to do: the backward pass has clipped and summed."""
 
     def add_noise(self) -> None:
-        """Replace `p.grad` by the noisy sum over the public denominator, exactly once a step."""
-        parameters = self.params
-        batches = self.accumulated_iterations
-        gradients = noisy_gradients(self.keeper, parameters, batches, self._divisor(batches))
+        """Replace `p.grad` by the noisy sum over the public denominator, once it is recorded."""
+        parameters, batches = self.params, self.accumulated_iterations
+        divisor = self._divisor(batches)
+        gradients = noisy_gradients(self.keeper, parameters, batches, divisor, self._record)
         self._drop_gradients()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -240,11 +240,12 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
             return False
         state = self.keeper.clipping
         before = state.snapshot()
+        self.releasing = True
         try:
             self.add_noise()
             state.release(self.accumulated_iterations)
             self._run_hooks()
-        except BaseException:  # not accounted (a hook failed, Ctrl-C): nothing is released
+        except BaseException:  # not accounted, or a hook failed, Ctrl-C: nothing is released
             self._drop_gradients()
             state.restore(before)
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -20,12 +20,15 @@ from fastclip.parallel.digest import digest
 
 
 def noisy_gradients(
-    keeper: BookKeeper, parameters: Sequence[nn.Parameter], batches: int, divisor: float
-) -> list[Tensor]:
+    keeper: BookKeeper, parameters: Sequence[nn.Parameter], batches: int, divisor: float,
+    record: Callable[[], None],
+) -> list[Tensor]:  # fmt: skip
     """(sum + N(0, (sigma_grad S)^2)) / divisor for every parameter; over all ranks that train.
 
     Args:
-        batches: that the logical batch consists of.
+        batches: that the logical batch consists of. record: writes the release down; it is called when
+            nothing can be refused any more, before noise is drawn. Several ranks record when they
+            have exchanged sums and counts, without which there is no step.
 
     Raises:
         ArgumentError: for a noise multiplier that no noise has.
@@ -35,6 +38,7 @@ def noisy_gradients(
     std, given = _noise_std(state), keeper.sums
     if state.ranks is None:
         sums = [given.take(p) for p in parameters]
+        record()
         return ops.noise_finalize(sums, list(parameters), std, divisor, state.noise)
     told: dict[str, float] = {"step": state.step, "batches": batches, "divisor": divisor}
     told["noise_multiplier"] = state.noise_multiplier

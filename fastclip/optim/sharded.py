@@ -78,6 +78,7 @@ class ShardedOptimizer(OpacusStep, FSDPOptimizerFastGradientClipping):
 
     def add_noise(self) -> None:
         """Every rank draws for the whole parameter and keeps its shard."""
+        self._record()
         share = 1 / self.world_size if self.loss_reduction == "mean" else 1.0
         with implicit_replication():
             for p in self.params:

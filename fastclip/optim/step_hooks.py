@@ -1,4 +1,4 @@
-"""Hooks of a real step: the accountant's comes first and stays, whatever hooks come and go."""
+"""Hooks of a real step: the accountant's comes first, before any noise is drawn, and stays."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ class KeepsAccount:
 
     _account: Hook | None = None
     _in_hooks = False
+    releasing = False
+    """step() is about to record what it releases; False where `add_noise` is called by hand."""
     _step_hooks: list[Hook]
 
     def account_with(self, fn: Hook) -> None:
@@ -56,11 +58,24 @@ class KeepsAccount:
     def step_hook(self, fn: Hook | None) -> None:
         self._step_hooks = [] if fn is None else [fn]
 
+    def _record(self) -> None:
+        """One release, before its noise is drawn: there is nothing to take back where this fails."""
+        try:
+            if self._account is not None:
+                self._account(self)  # type: ignore[arg-type]
+        finally:
+            self.releasing = False
+
     def _run_hooks(self) -> None:
-        """Of one real step."""
-        self._in_hooks = False  # an earlier step may have been interrupted (Ctrl-C) in its hooks
-        if self.step_hook:
-            self.step_hook(self)  # type: ignore[arg-type]
+        """Of one real step, which is recorded: by several ranks here, when all have exchanged."""
+        if self.releasing:
+            self._record()
+        self._in_hooks = True
+        try:
+            for hook in tuple(self._step_hooks):
+                hook(self)  # type: ignore[arg-type]
+        finally:
+            self._in_hooks = False
 
     def _call_hooks(self, hooks: tuple[Hook, ...], optimizer: DPOptimizer) -> None:
         outermost, self._in_hooks = not self._in_hooks, True

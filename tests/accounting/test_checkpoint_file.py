@@ -6,6 +6,7 @@ import argparse
 import io
 import os
 import random
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine, clipping
-from fastclip.accounting.checkpoint_file import FORMAT, KEY
+from fastclip.accounting.checkpoint_file import FORMAT, KEY, read_checkpoint
 from fastclip.errors import ArgumentError
 from tests.accounting.test_engine_ledger import history, start, walk
 from tests.strategies import PRESETS
@@ -51,6 +52,37 @@ def test_nothing_but_tensors_and_plain_values(name: str, tmp_path: Path) -> None
     found = torch.load(tmp_path / "run.pt", weights_only=True)
     assert found[KEY]["format"] == FORMAT
     engine.load_checkpoint(path=tmp_path / "run.pt", module=private, optimizer=optimizer)
+
+
+def test_no_flipped_bit_of_the_directory_is_loaded(tmp_path: Path) -> None:
+    """Names, places, sizes and attributes of an archive's entries, over which there is no checksum."""
+    run = walk(start(), 1)
+    run[0].save_checkpoint(path=tmp_path / "run.pt", module=run[1], optimizer=run[2])
+    content = (tmp_path / "run.pt").read_bytes()
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        begin = archive.start_dir
+        entry = archive.infolist()[-1]
+    truth = told(read_checkpoint(io.BytesIO(content), {}))
+    draw = random.Random(0)
+    attributes = content.index(entry.filename.encode(), begin) - 8
+    near = range(8 * (attributes - 400), 8 * (attributes + 4))
+    for bit in (*near, *draw.sample(range(8 * begin, 8 * len(content)), 300)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            found = read_checkpoint(io.BytesIO(flipped), {})
+        except ArgumentError:
+            continue
+        assert told(found) == truth, bit
+
+
+def told(saved: Any) -> Any:
+    """All of it, to be compared."""
+    if isinstance(saved, dict):
+        return {key: told(value) for key, value in saved.items()}
+    if isinstance(saved, (list, tuple)):
+        return [told(value) for value in saved]
+    return saved.tolist() if isinstance(saved, torch.Tensor) else saved
 
 
 class Attack:
@@ -147,3 +179,15 @@ def test_a_newer_format_and_another_file(whole: bytes) -> None:
     refuses(b"not a checkpoint at all")
     with pytest.raises(FileNotFoundError):
         start()[0].load_checkpoint(path="no such file", module=nn.Linear(1, 1))
+
+
+def test_a_file_without_weights_changes_nothing(tmp_path: Path) -> None:
+    run = walk(start(), 2)
+    run[0].save_checkpoint(path=tmp_path / "run.pt", module=run[1], optimizer=run[2])
+    saved = torch.load(tmp_path / "run.pt", weights_only=True)
+    del saved["module_state_dict"]
+    torch.save(saved, tmp_path / "run.pt")
+    other = walk(start(), 1)
+    with pytest.raises(ArgumentError, match="holds no module_state_dict, and nothing was loaded"):
+        other[0].load_checkpoint(path=tmp_path / "run.pt", module=other[1], optimizer=other[2])
+    assert other[0].accountant.history == history(1)

@@ -163,3 +163,17 @@ def test_a_poisson_loader_of_opacus_draws_with_the_rate_that_is_accounted() -> N
     torch.manual_seed(0)
     drawn = sum(len(rows) for rows in loader.batch_sampler)
     assert drawn <= 12  # 2.4 are expected, and 48 at 2^-24
+
+
+@pytest.mark.parametrize("forget", [lambda held: held.clear(), lambda held: held.pop()])
+def test_a_pass_whose_record_was_taken_away_is_recorded_again(forget) -> None:
+    engine = FastPrivacyEngine()
+    made = private(engine)
+    model, optimizer, loader = made
+    for taken, (x,) in enumerate(loader):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        assert engine.accountant.history == [(1.0, 1.0, 1)]
+        if not taken:
+            forget(engine.accountant.history)

@@ -30,6 +30,7 @@ from tests.float32_flags import (
     inherited,
     keeps_float32,
 )
+from tests.interrupts import at_every_line
 from tests.oracle import make_private, row_loss, summed
 from tests.test_no_synchronisation import MODELS
 
@@ -225,6 +226,37 @@ def test_what_is_set_meanwhile_stays() -> None:
     with full_float32():
         precision._set("generic", "all", "bf16")
     assert precision._get("generic", "all") == "bf16"
+
+
+def test_whoever_comes_in_raises_what_was_set_meanwhile() -> None:
+    torch.set_float32_matmul_precision("high")
+    with full_float32():
+        torch.set_float32_matmul_precision("medium")
+        with full_float32():
+            assert keeps_float32(flags())
+        assert user_allows_tf32()
+    assert torch.get_float32_matmul_precision() == "medium"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("set_before", ["high", "highest"])
+def test_ctrl_c_leaves_nobody_inside(set_before: str) -> None:
+    """Wherever it falls, on the way in or out: flags are as they were, and raised when next needed."""
+    interrupted = 0
+    for ctrl_c in at_every_line("ops/precision.py"):
+        torch.set_float32_matmul_precision(set_before)
+        before = flags()
+        try:
+            with ctrl_c, full_float32():
+                pass
+        except KeyboardInterrupt:
+            interrupted += 1
+        assert flags() == before
+        torch.set_float32_matmul_precision("medium")
+        with full_float32():
+            assert keeps_float32(flags())
+        assert torch.get_float32_matmul_precision() == "medium"
+    assert interrupted > 10
 
 
 @fine
