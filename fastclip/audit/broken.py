@@ -143,7 +143,9 @@ def released(
         return broken
 
     def release(original: Any) -> Any:
-        def broken(keeper: Any, parameters: Sequence[Any], batches: int, divisor: float) -> Any:
+        def broken(
+            keeper: Any, parameters: Sequence[Any], batches: int, divisor: float, *rest: Any
+        ) -> Any:
             if not keeper.clipping.step:  # another run begins
                 kept.clear()
             held = [keeper.sums.take(p) for p in parameters]
@@ -151,7 +153,7 @@ def released(
                 torch.zeros_like(p) if total is None else total.detach() / divisor
                 for p, total in zip(parameters, held, strict=True)
             ]
-            found = original(keeper, parameters, batches, divisor)
+            found = original(keeper, parameters, batches, divisor, *rest)
             number, passes = keeper.clipping.step, counted["passes"]
             step = Release(number, divisor, passes, counted["rows"], kept)
             counted.update(passes=0, rows=0)
