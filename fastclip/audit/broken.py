@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -65,9 +66,10 @@ def accounting(
     """Step number k of (sigma, q) is recorded as `change(k, sigma, q)`; None: not at all."""
 
     def made(step: Any) -> Any:
+        numbers = count(1)
+
         def broken(self: Any, *, noise_multiplier: float, sample_rate: float) -> None:
-            number = self.__dict__["seen"] = self.__dict__.get("seen", 0) + 1
-            told = change(number, noise_multiplier, sample_rate)
+            told = change(next(numbers), noise_multiplier, sample_rate)
             if told is not None:
                 step(self, noise_multiplier=told[0], sample_rate=told[1])
 
