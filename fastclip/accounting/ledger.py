@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from threading import RLock
 from typing import Any, cast
 
 from opacus.accountants import IAccountant
@@ -29,7 +28,7 @@ from fastclip.accounting.segments import (
     union,
 )
 from fastclip.accounting.truncation import refuse_truncated
-from fastclip.accounting.undisturbed import step_beside, undisturbed
+from fastclip.accounting.undisturbed import OwnLock, step_beside, undisturbed
 from fastclip.accounting.write_ahead import NotWritten, WriteAheadLog
 from fastclip.errors import ArgumentError
 from fastclip.forks import this_process
@@ -55,7 +54,7 @@ class Ledger(IAccountant):
     """The history as it was left here: whoever has changed it since speaks for it."""
     _shared: list[str]
     """The names that all ranks of a training give to their segments, the first one of the training."""
-    _lock: Any
+    _lock: OwnLock
     cuts = 0
     """How often its history was found cleared, cut or assigned by hand; see `check_cuts`."""
 
@@ -280,7 +279,7 @@ def keep_ledger(accountant: IAccountant) -> Ledger:
     of: Any = accountant  # mypy knows no class that changes at run time
     of.__class__ = _kept(of.__class__)
     ledger = cast("Ledger", accountant)
-    ledger._lock = RLock()
+    ledger._lock = OwnLock()
     ledger.protected = BY_OPACUS if ledger.history else Protected()
     ledger._shared = []
     ledger._begin({})
@@ -294,6 +293,6 @@ def _kept(kind: type[IAccountant]) -> type[IAccountant]:
 
 def _restored(kind: type[IAccountant], state: dict[str, Any]) -> IAccountant:
     copy = object.__new__(_kept(kind))  # type: ignore[arg-type]
-    copy.__dict__.update(state, _lock=RLock())
+    copy.__dict__.update(state, _lock=OwnLock())
     copy._begin(state["_others"])  # type: ignore[attr-defined]
     return copy

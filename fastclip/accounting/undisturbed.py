@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, wraps
+from threading import RLock
 from typing import Any, TypeVar, cast
 
 from opacus.accountants import IAccountant
 
 from fastclip.accounting.history import holding
+from fastclip.forks import this_process
+
+
+class OwnLock:
+    """Of one process: a fork has one of its own, whichever thread of its parent held the other."""
+
+    def __init__(self) -> None:
+        self._of = this_process(), RLock()
+
+    def now(self) -> Any:
+        """The lock of this process, to be held in a `with`."""
+        if self._of[0] != this_process():
+            self._of = this_process(), RLock()
+        return self._of[1]
+
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -18,7 +34,7 @@ def undisturbed(method: _Method) -> _Method:
 
     @wraps(method)
     def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._lock:
+        with self._lock.now():
             return method(self, *args, **kwargs)
 
     return cast("_Method", alone)
