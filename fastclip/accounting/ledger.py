@@ -69,9 +69,7 @@ class Ledger(IAccountant):
         refuse_truncated([(0.0, kwargs.get("sample_rate"), 1)], self.mechanism())
         if self._process != this_process():  # a fork: its parent goes on under the same name
             self._begin(self.segments())
-        if self.history != self._recorded:
-            self._catch_up(self.segments(), self.protected)
-            self._recorded = list(self.history)
+        self.check_cuts()
         write_down = step_beside(self, Ledger, *args, **kwargs)
         if self._log is not None:
             taken = (kwargs["noise_multiplier"], kwargs["sample_rate"], 1)
@@ -116,9 +114,13 @@ class Ledger(IAccountant):
 
     @undisturbed
     def check_cuts(self) -> int:
-        """`cuts`, when the history has been looked at: what was recorded before one may be gone."""
+        """`cuts`, once what somebody has put into the history is written to the file, too.
+
+        Raises: StepError: it cannot be written.
+        """
         if self.history != self._recorded:
-            self.segments()
+            self._catch_up(self.segments(), self.protected)
+            self._recorded = list(self.history)
         return self.cuts
 
     @undisturbed

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastclip.accounting.shares import NoiseLevels
 from fastclip.audit.attack import Setting
 from fastclip.audit.broken import (
     Change,
@@ -130,20 +131,21 @@ def _same_draw(sampler: PoissonSampler, own: Any) -> Tensor:
 
 
 def _blocks(sampler: PoissonSampler, own: Any) -> Tensor:
-    blocks = torch.rand(-(-sampler.num_samples // 64)) < sampler.sample_rate
+    count = -(-sampler.num_samples // 64)
+    blocks = torch.rand(count, dtype=torch.float32, device="cpu") < sampler.sample_rate
     return blocks.repeat_interleave(64)[: sampler.num_samples].nonzero().flatten()
 
 
 def _of_one_size(sampler: PoissonSampler, own: Any) -> Tensor:
     rows = sampler.num_samples
-    return torch.randperm(rows)[: round(rows * sampler.sample_rate)].sort().values
+    return torch.randperm(rows, device="cpu")[: round(rows * sampler.sample_rate)].sort().values
 
 
 def _shuffled(sampler: PoissonSampler, own: Any) -> Tensor:
     """Batches of a shuffled pass."""
     kept, size = sampler.__dict__, round(sampler.num_samples * sampler.sample_rate)
     if len(kept.get("left", ())) < size:
-        kept["left"] = torch.randperm(sampler.num_samples)
+        kept["left"] = torch.randperm(sampler.num_samples, device="cpu")
     found, kept["left"] = kept["left"][:size], kept["left"][size:]
     return found.sort().values
 
@@ -256,9 +258,9 @@ MUTANTS = (
     Mutant("one seed for all runs", FOUR, lambda: _seeded(SeededNoise)),
     Mutant("one key for all runs", SECURE, lambda: _seeded(SecureNoise)),
     Mutant("counts with a tenth of their noise", COUNTED,
-           shares(lambda s: s._replace(counts=(s.counts or 0) / 10))),
+           shares(lambda s: NoiseLevels(s.total, s.gradients, (s.counts or 0) / 10))),
     Mutant("counts that are not paid for", COUNTED,
-           shares(lambda s: s._replace(gradients=s.total))),
+           shares(lambda s: NoiseLevels(s.total, s.total, s.counts))),
     Mutant("no clipping", FOUR, scales(lambda s, n, c, q: torch.ones_like(s))),
     Mutant("clipped at 2 C", FOUR, scales(lambda s, n, c, q: 2 * s)),
     Mutant("norm of one parameter", FOUR,
