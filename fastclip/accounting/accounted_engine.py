@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 from opacus import PrivacyEngine
@@ -22,8 +21,6 @@ from fastclip.parallel.checkpoints import Kept, as_alone, is_spread, optimizer_a
 from fastclip.parallel.ranks import Ranks, together
 
 _ACCOUNTANT, _MODULE = "privacy_accountant_state_dict", "module_state_dict"
-_SCHEDULES = {"noise_scheduler": "noise_multiplier", "grad_clip_scheduler": "max_grad_norm"}
-"""What Opacus' schedulers change of an optimizer."""
 
 
 class AccountedEngine(PrivacyEngine):
@@ -149,8 +146,7 @@ class AccountedEngine(PrivacyEngine):
             if options.get("optimizer") is not None:
                 options["optimizer"] = Kept(optimizer_alone(options["optimizer"]), writes)
         if writes:
-            rest = options.get("checkpoint_dict") or {}
-            options["checkpoint_dict"] = {**rest, KEY: stamp(), **_scheduled(options)}
+            options["checkpoint_dict"] = {**(options.get("checkpoint_dict") or {}), KEY: stamp()}
 
             def write(part: Any) -> None:
                 begin = part.tell() if hasattr(part, "tell") else 0
@@ -225,12 +221,13 @@ class AccountedEngine(PrivacyEngine):
                 f"the checkpoint holds {held} state of an optimizer and load_checkpoint got {given}: "
                 "momentum, thresholds and noise schedules go on from where they are"
             )
-        for name, scheduler in zip(_SCHEDULES, (noise_scheduler, grad_clip_scheduler), strict=True):
-            state, now = saved.pop(f"{name}_state_dict", {}), saved.pop(f"{name}_value", None)
+        for scheduler, key in (
+            (noise_scheduler, "noise_scheduler_state_dict"),
+            (grad_clip_scheduler, "grad_clip_scheduler_state_dict"),
+        ):
+            state = saved.pop(key, {})
             if scheduler is not None and state:
                 scheduler.load_state_dict(state)
-            if scheduler is not None and now is not None:
-                setattr(scheduler.optimizer, _SCHEDULES[name], now)
         return saved
 
     def run_state(self, *, module: nn.Module, optimizer: Any) -> RunState:
@@ -261,13 +258,3 @@ class AccountedEngine(PrivacyEngine):
             memo[id(self._accountant)] = self._accountant
         twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         return twin
-
-
-def _scheduled(given: Mapping[str, Any]) -> dict[str, float]:
-    """What Opacus' schedulers have brought the optimizer to, which their own state does not say."""
-    found = {}
-    for name, changed in _SCHEDULES.items():
-        value = getattr(getattr(given.get(name), "optimizer", None), changed, None)
-        if isinstance(value, (int, float)):
-            found[f"{name}_value"] = float(value)
-    return found
