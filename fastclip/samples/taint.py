@@ -13,6 +13,7 @@ from fastclip._torch import StorageWeakRef, TorchDispatchMode, memory_of, tree_l
 from fastclip.samples.probe_state import TORCHS, tables_of
 from fastclip.samples.selected import selects
 from fastclip.samples.undrawn import Undrawn
+from fastclip.samples.writes import written_by
 
 DOUBLE, SINGLE = (torch.finfo(dtype).eps for dtype in (torch.float64, torch.float32))
 
@@ -69,16 +70,9 @@ class Taint(TorchDispatchMode):
                     if x.is_floating_point() or x.is_complex():
                         self.rounding = max(self.rounding, torch.finfo(x.dtype).eps)
             if func._schema.is_mutable:
-                self._mark_changed(func, args, kwargs)
+                for x in written_by(func, args, kwargs):
+                    self.mark(x)
         return out
-
-    def _mark_changed(self, func: Any, args: tuple, kwargs: dict) -> None:
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[i] if i < len(args) else kwargs.get(argument.name)
-                for x in tree_leaves(value):
-                    if isinstance(x, Tensor):
-                        self.mark(x)
 
     def mark(self, x: Tensor) -> None:
         """`x` holds numbers of the batch, or has its samples."""

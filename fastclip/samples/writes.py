@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from fastclip._torch import TorchDispatchMode, memory_of, tree_leaves
 from fastclip.errors import UnsupportedLayerError
+
+
+def written_by(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operator writes to."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from (x for x in tree_leaves(value) if isinstance(x, Tensor))
 
 
 class Writes(TorchDispatchMode):
@@ -41,13 +49,10 @@ class Writes(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            for i, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    value = args[i] if i < len(args) else kwargs.get(argument.name)
-                    self._save(x for x in tree_leaves(value) if isinstance(x, Tensor))
+            self._save(written_by(func, args, kwargs))
         return func(*args, **kwargs)
 
-    def _save(self, tensors: Any) -> None:
+    def _save(self, tensors: Iterable[Tensor]) -> None:
         for x in tensors:
             try:
                 own = self._state.get(memory_of(x), ())

@@ -7,25 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from fastclip import FastPrivacyEngine
 from fastclip.clipping import Clipping, Quantile
 from tests.interrupts import at_every_line
+from tests.optim.test_step_hooks import start
 from tests.oracle import row_loss
 
 MODES = ["fast", "hooks", "functorch"]
-
-
-def start(mode: str, **told: Any) -> tuple:
-    torch.manual_seed(0)
-    engine, model = FastPrivacyEngine(accountant="rdp"), nn.Linear(6, 2)
-    private, optimizer, _ = engine.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(torch.zeros(24, 6)), 6), noise_multiplier=1.0,
-        max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode=mode, **told,
-    )  # fmt: skip
-    return engine, private, optimizer
 
 
 def backward(private: nn.Module, optimizer: Any) -> None:
