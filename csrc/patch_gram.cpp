@@ -7,6 +7,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cmath>
 #include <tuple>
 #include <vector>
 
@@ -58,6 +59,18 @@ void add_offset(const T* pixels, int64_t s, const T* outputs, int64_t o, const P
   *product += once + 2 * twice;
 }
 
+// The Frobenius norm of a symmetric matrix [t, t], of which what lies below the diagonal is not read.
+template <typename T>
+double size_of(const T* gram, int64_t t) {
+  double once = 0, twice = 0;
+  for (int64_t i = 0; i < t; ++i) {
+    const T* row = gram + i * t;
+    once += static_cast<double>(row[i]) * row[i];
+    twice += dot(row + i + 1, 1, row + i + 1, t - i - 1);
+  }
+  return std::sqrt(once + 2 * twice);
+}
+
 // to, of, count: addresses of int32 arrays; their length; the step.
 using Offset = std::tuple<uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t>;
 
@@ -83,7 +96,7 @@ const Binding binding([](py::module_& module) {
   using py::arg;
   module.def("patch_gram_products", &products,
              "Addresses of the Grams [samples, s, s] and [samples, o, o], and of float64 "
-             "[samples, 2]; offsets: (to, of, count, runs, step) of each.",
+             "[samples, 3]; offsets: (to, of, count, runs, step) of each.",
              arg("pixels"), arg("outputs"), arg("out"), arg("samples"), arg("s"), arg("o"),
              arg("offsets"), arg("wide"), arg("threads"));
 });
@@ -99,8 +112,9 @@ void patch_gram_products(const T* pixels, const T* outputs, double* out, int64_t
       for (int64_t i = 0; i < count; ++i) {
         add_offset(pixels + n * s * s, s, outputs + n * o * o, o, offsets[i], &product, &trace);
       }
-      out[2 * n] = product;
-      out[2 * n + 1] = trace;
+      out[3 * n] = product;
+      out[3 * n + 1] = trace;
+      out[3 * n + 2] = size_of(pixels + n * s * s, s) * size_of(outputs + n * o * o, o);
     }
   };
   in_stretches(samples, threads, range);

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastclip import _C
+from fastclip.cuda.host_products import PRODUCTS
 from fastclip.cuda.memory import is_plain
 from fastclip.ops.conv import ConvGeometry, windows
 
@@ -20,20 +21,20 @@ _TYPES = (torch.float32, torch.float64)
 def patch_products(
     pixels: Tensor, outputs: Tensor, space: tuple[int, ...], out: tuple[int, ...],
     geometry: ConvGeometry,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """fastclip.ops.patch_products, in one read of both Grams: the patch Gram is never in memory."""
     same = pixels.dtype == outputs.dtype and pixels.dtype in _TYPES
     if not same or not (is_plain(pixels) and is_plain(outputs)):
         return NotImplemented
     pixels, outputs = pixels.contiguous(), outputs.contiguous()
     offsets, _held = _offsets(tuple(space), tuple(out), geometry)
-    found = torch.empty(len(pixels), 2, dtype=torch.float64, device="cpu")
+    found = torch.empty(len(pixels), 3, dtype=torch.float64, device="cpu")
     _C.patch_gram_products(
         pixels.data_ptr(), outputs.data_ptr(), found.data_ptr(), len(pixels), pixels.shape[1],
         outputs.shape[1], offsets, pixels.dtype == torch.float64, torch.get_num_threads(),
     )  # fmt: skip
-    product_, trace = found.to(pixels.dtype).unbind(1)
-    return product_, trace
+    product_, trace, _ = found.to(pixels.dtype).unbind(1)
+    return product_, trace, found[:, 2]
 
 
 @functools.lru_cache(maxsize=256)
@@ -71,5 +72,5 @@ def _count(ranges: list[range]) -> int:
     return torch.Size(map(len, ranges[:-1])).numel()
 
 
-KERNELS: dict[str, Callable[..., Any]] = {"patch_products": patch_products}
+KERNELS: dict[str, Callable[..., Any]] = {"patch_products": patch_products, **PRODUCTS}
 """Operation of fastclip.ops -> launcher."""

@@ -70,9 +70,7 @@ def conv_record(call: Plans, x: Tensor, g: Tensor, geometry: ops.ConvGeometry) -
     if x.element_size() == 2 and not ops.computes_reference(x):
         # Products of 16-bit operands on tensor cores, and their norm in the same pass.
         return InstantiatedRecord(*ops.conv_norm(x, g, geometry, keep=True))
-    taps = torch.Size(geometry.kernel).numel()
-    slack = ops.ProductSlack(call.last_input.norm_sq(x), ops.row_norm_sq(g), taps)
-    return KeptRecord(ops.conv_per_sample_gradients(x, g, geometry), slack)
+    return KeptRecord(*ops.kept_conv_gradients(x, g, geometry, call.last_input))
 
 
 def pad_explicitly(module: nn.Conv2d, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -75,8 +75,7 @@ def linear_record(
         if a.element_size() == 2 and not ops.computes_reference(a):
             # Products of 16-bit operands on tensor cores, and their norm in the same pass.
             return InstantiatedRecord(*ops.instantiated_norm(*pair, keep=True))
-        slack = ops.ProductSlack(call.last_input.norm_sq(a), ops.row_norm_sq(g))
-        return KeptRecord(ops.per_sample_gradients(*pair), slack)
+        return KeptRecord(*ops.kept_gradients(*pair, call.last_input))
     return LinearRecord(a, g, ghost=choice.ghost, transposed=transposed, keep=keep)
 
 

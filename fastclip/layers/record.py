@@ -119,13 +119,14 @@ class KeptRecord(Record):
     """Per-sample gradients that were computed outright, [b, *parameter shape].
 
     Args:
-        slack: what rounding can hide of their norms; None where they are as given.
+        hidden: what rounding can hide of their norms, [b], or these norms with it; None where they
+            are as given.
     """
 
-    def __init__(self, gradients: Tensor, slack: Tensor | ops.ProductSlack | None = None) -> None:
+    def __init__(self, gradients: Tensor, hidden: Tensor | ops.ProductNorm | None = None) -> None:
         super().__init__(gradients)
         self.gradients = gradients
-        self._slack = slack
+        self._hidden = hidden
 
     def merge(self, other: Record) -> Record | None:
         if isinstance(other, KeptRecord):
@@ -137,13 +138,13 @@ class KeptRecord(Record):
         return None
 
     def norm_sq(self) -> Tensor:
-        norm_sq, slack = ops.row_norm_sq(self.gradients), self.slack()
-        return norm_sq if slack is None else (norm_sq.sqrt() + slack).square()
+        if isinstance(self._hidden, ops.ProductNorm):
+            return self._hidden.raised()
+        norm_sq = ops.row_norm_sq(self.gradients)
+        return norm_sq if self._hidden is None else (norm_sq.sqrt() + self._hidden).square()
 
     def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.UnfinishedNorm:
-        if isinstance(self._slack, ops.ProductSlack):
-            return self._slack.of(self.gradients)
-        return self.norm_sq()
+        return self._hidden if isinstance(self._hidden, ops.ProductNorm) else self.norm_sq()
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
         return ops.kept_sum(self.gradients, scale)
@@ -154,11 +155,10 @@ class KeptRecord(Record):
     @property
     def as_given(self) -> bool:
         """Nothing of their norms is hidden."""
-        return self._slack is None
+        return self._hidden is None
 
     def slack(self) -> Tensor | None:
-        known = self._slack
-        return known.value() if isinstance(known, ops.ProductSlack) else known
+        return self._hidden.slack() if isinstance(self._hidden, ops.ProductNorm) else self._hidden
 
 
 class InstantiatedRecord(KeptRecord):

@@ -2,7 +2,7 @@
 
 from fastclip.ops.accumulate import clip_accumulate
 from fastclip.ops.bounds import (
-    ProductSlack,
+    ProductNorm,
     RaisedNorm,
     UnfinishedNorm,
     product_slack,
@@ -21,6 +21,7 @@ from fastclip.ops.conv import (
     conv_unit_ghost_norm,
     conv_unit_gradients,
     conv_unit_gradients_apart,
+    kept_conv_gradients,
     patch_products,
 )
 from fastclip.ops.dispatch import computes_reference
@@ -46,6 +47,7 @@ from fastclip.ops.linear import (
     ghost_parts,
     gradients_apart,
     instantiated_norm,
+    kept_gradients,
     per_sample_gradients,
     scaled_sum,
     scaled_sums,
@@ -80,7 +82,7 @@ __all__ = [
     "LAYERS_TOGETHER",
     "ConvGeometry",
     "LastInput",
-    "ProductSlack",
+    "ProductNorm",
     "RaisedNorm",
     "UnfinishedNorm",
     "begin_ghost_norm",
@@ -118,6 +120,8 @@ __all__ = [
     "in_full_float32",
     "index_on",
     "instantiated_norm",
+    "kept_conv_gradients",
+    "kept_gradients",
     "kept_sum",
     "kept_sums",
     "layer_norm_backward",

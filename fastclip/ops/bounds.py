@@ -110,9 +110,10 @@ def raised_by_signs(
 
 @dataclass
 class ProductNorm(RaisedNorm):
-    """The norm of the gradients themselves, as they were computed, which are what is summed.
+    """The norm of the gradients g_b^T a_b themselves, as they were computed, which are what is summed.
 
-    Where these cancel, it may be far from the exact one, to either side.
+    Where large terms cancel, the computed product is off by up to c * u * ||A_b|| ||G_b||; added to
+    its norm, the norm is never under-estimated.
 
     Attributes:
         taps: the size of a convolution's kernel, whose patches repeat each pixel at most so often.
@@ -121,33 +122,16 @@ class ProductNorm(RaisedNorm):
     taps: int | Tensor = 1
 
     def raised(self) -> Tensor:
-        return (self.total.sqrt() + _slack(self.norm_a, self.norm_g, self.taps)).square()
+        return (self.total.sqrt() + self.slack()).square()
 
-
-@dataclass
-class ProductSlack:
-    """What rounding can hide of the norm of sample b's product g_b^T a_b.
-
-    Where large terms cancel, the computed product is off by up to c * u * ||A_b|| ||G_b||; added to
-    its norm, the norm is never under-estimated. The fields are those of `ProductNorm`.
-    """
-
-    norm_a: Tensor
-    norm_g: Tensor
-    taps: int = 1
-
-    def value(self) -> Tensor:
-        """It, [b]."""
+    def slack(self) -> Tensor:
+        """What rounding can hide of the norm, [b]."""
         return _slack(self.norm_a, self.norm_g, self.taps)
-
-    def of(self, gradients: Tensor) -> ProductNorm:
-        """The norm of the products, [b, ...], with this slack."""
-        return ProductNorm(row_norm_sq(gradients), self.norm_a, self.norm_g, self.taps)
 
 
 def product_slack(a: Tensor, g: Tensor, taps: int = 1) -> Tensor:
-    """`ProductSlack` of a and g [b, ...], [b]."""
-    return ProductSlack(row_norm_sq(a), row_norm_sq(g), taps).value()
+    """What rounding can hide of the norms of products of a and g [b, ...], [b]; see `ProductNorm`."""
+    return _slack(row_norm_sq(a), row_norm_sq(g), taps)
 
 
 def _slack(norm_a: Tensor, norm_g: Tensor, taps: int | Tensor) -> Tensor:

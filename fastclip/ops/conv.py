@@ -13,9 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastclip.ops.bounds import GramNorm, dot_room, product_slack
-from fastclip.ops.dispatch import computes_reference, operation
-from fastclip.ops.grams import gram_norm, gram_size, half_dot, half_gram, row_dot, strips_of, trace
+from fastclip.ops.bounds import GramNorm, ProductNorm, dot_room, product_slack
+from fastclip.ops.dispatch import computes_reference, host_operation, operation
+from fastclip.ops.grams import (
+    LastInput,
+    gram_norm,
+    gram_size,
+    half_dot,
+    half_gram,
+    row_dot,
+    strips_of,
+    trace,
+)
 from fastclip.ops.numerics import drop_zeroed, row_norm_sq, samples_at_once, widen
 from fastclip.ops.precision import in_full_float32
 
@@ -74,27 +83,29 @@ def conv_ghost_parts(x: Tensor, g: Tensor, geometry: ConvGeometry) -> GramNorm:
     if geometry.is_pointwise:
         x = _stride(x, geometry.stride)
     pixels = x.reshape(b * groups, x.shape[1] // groups, -1).transpose(1, 2)
-    outputs = half_gram(g.reshape(b * groups, g.shape[1] // groups, -1).transpose(1, 2))
+    g = g.reshape(b * groups, g.shape[1] // groups, -1).transpose(1, 2)
     out_channels, in_channels = geometry.weight_shape[:2]
     d, p = torch.Size(geometry.kernel).numel() * in_channels, out_channels // groups
     if geometry.is_pointwise:
-        return gram_norm(half_gram(pixels), outputs, d, p)
-    pixels = half_gram(pixels)
-    total, norm_x = patch_products(pixels, outputs, tuple(x.shape[2:]), tuple(out), geometry)
+        return gram_norm(half_gram(pixels), g, d)
+    pixels, outputs = half_gram(pixels), half_gram(g)
+    total, norm_x, sizes = patch_products(
+        pixels, outputs, tuple(x.shape[2:]), tuple(out), geometry
+    )
     # A Gram of patches is a sum of as many pieces of one of pixels as there are taps.
     taps, t = d // in_channels, outputs.shape[1]
-    absolute = (taps * gram_size(pixels) * gram_size(outputs)).to(total.dtype)
+    absolute = (taps * sizes).to(total.dtype)
     dots = dot_room(in_channels, p) + taps / 4
     return GramNorm(total, norm_x, trace(outputs), absolute, t, t * d, t * p, dots)
 
 
-@operation
+@host_operation
 @in_full_float32
 def patch_products(
     pixels: Tensor, outputs: Tensor, space: tuple[int, ...], out: tuple[int, ...],
     geometry: ConvGeometry,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Inner product of the patches' Gram with another one, and its trace.
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Inner product of the patches' Gram with another one, and its trace; and how large both Grams are.
 
     Args:
         pixels: `half_gram` of the pixels, [n, prod(space), prod(space)]. outputs: another one,
@@ -102,11 +113,13 @@ def patch_products(
         space: of the input. out: of the output.
 
     Returns:
-        [n] and [n].
+        [n] and [n]; and no less than the product of the Frobenius norms of `pixels` and `outputs`,
+        float64 [n].
     """
+    sizes = gram_size(pixels) * gram_size(outputs)
     patches = _slide(pixels, space, out, geometry)
     whole = strips_of(pixels.shape[1]) == strips_of(outputs.shape[1]) == 1
-    return (row_dot if whole else half_dot)(patches, outputs), trace(patches)
+    return (row_dot if whole else half_dot)(patches, outputs), trace(patches), sizes
 
 
 def _slide(pixels: Tensor, space: Sequence[int], out: Sequence[int], geo: ConvGeometry) -> Tensor:
@@ -148,10 +161,32 @@ def windows(axis: int, space: int, out: int, geo: ConvGeometry) -> list[tuple[sl
     return sorted(found, key=lambda pair: pair[0].start - pair[0].stop)
 
 
-@in_full_float32
 def conv_per_sample_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
-    """Every sample's weight gradient, [b, *weight_shape]: a convolution, samples as groups."""
-    x, g = widen(x), widen(g)
+    """Every sample's weight gradient, [b, *weight_shape], in the accumulation type."""
+    return wide_conv_gradients(widen(x), widen(g), geometry)
+
+
+def kept_conv_gradients(
+    x: Tensor, g: Tensor, geometry: ConvGeometry, last_input: LastInput
+) -> tuple[Tensor, ProductNorm]:
+    """The same with their norms, to be raised with others."""
+    found, *norms = conv_gradients_with_norms(widen(x), widen(g), geometry, last_input)
+    return found, ProductNorm(*norms, torch.Size(geometry.kernel).numel())
+
+
+@host_operation
+def conv_gradients_with_norms(
+    x: Tensor, g: Tensor, geometry: ConvGeometry, last_input: LastInput
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`wide_conv_gradients`, and squared norms [b]: of them, of x and of g."""
+    found = wide_conv_gradients(x, g, geometry)
+    return found, row_norm_sq(found), last_input.norm_sq(x), row_norm_sq(g)
+
+
+@host_operation
+@in_full_float32
+def wide_conv_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
+    """`conv_per_sample_gradients` of operands in their accumulation type: samples as groups."""
     b, groups = x.shape[0], geometry.groups
     out_channels, in_channels = geometry.weight_shape[:2]
     if not b:

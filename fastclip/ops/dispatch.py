@@ -27,6 +27,7 @@ from fastclip.errors import ArgumentError, FastclipError, say
 
 BACKENDS = ("auto", "reference", "triton", "cuda")
 _MODULES = {"triton": "fastclip.kernels", "cuda": "fastclip.cuda", "host": "fastclip.cuda.host"}
+_HOST = ("host",)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -56,6 +57,17 @@ OPERATIONS: dict[str, Callable[..., Any]] = {}
 
 def operation(reference: _Function) -> _Function:
     """Make a reference the operation of its name: kernels take its place where they can."""
+    return _dispatched(reference, _candidates)
+
+
+def host_operation(reference: _Function) -> _Function:
+    """A part of operations that fastclip._C may compute on a CPU, and no other kernel."""
+    return _dispatched(reference, lambda device: _HOST if computes_on(device) else ())
+
+
+def _dispatched(
+    reference: _Function, candidates: Callable[[torch.device], tuple[str, ...]]
+) -> _Function:
     name = reference.__name__
     OPERATIONS[name] = reference
     keys = {backend: f"{backend} {name}" for backend in _MODULES}
@@ -65,7 +77,7 @@ def operation(reference: _Function) -> _Function:
         tensor = args[0] if args and isinstance(args[0], Tensor) else _first_tensor(args)
         if tensor is None or _STATE.requested == "reference":
             return reference(*args, **kwargs)
-        for backend in _candidates(tensor.device):
+        for backend in candidates(tensor.device):
             key = keys[backend]
             if key in _STATE.why_not:
                 continue
@@ -84,11 +96,14 @@ def operation(reference: _Function) -> _Function:
     return dispatched  # type: ignore[return-value]
 
 
+def computes_on(device: torch.device) -> bool:
+    """Loops of fastclip._C serve on this device: a CPU, where no backend was asked for by name."""
+    return device.type == "cpu" and _STATE.requested == "auto"
+
+
 def computes_reference(x: Tensor) -> bool:
     """No kernel takes norms of tensors like this one: the reference does, in steps to be joined."""
-    return _STATE.requested == "reference" or (
-        x.device.type == "cpu" and _STATE.requested == "auto"
-    )
+    return _STATE.requested == "reference" or computes_on(x.device)
 
 
 def _first_tensor(values: Any) -> Tensor | None:
@@ -102,8 +117,8 @@ def _first_tensor(values: Any) -> Tensor | None:
 
 def _candidates(device: torch.device) -> tuple[str, ...]:
     """Backends to try for tensors on `device`, in order."""
-    if device.type == "cpu" and _STATE.requested == "auto":
-        return ("host",)
+    if computes_on(device):
+        return _HOST
     if _STATE.requested in ("triton", "cuda"):
         return (_STATE.requested,)
     return ("cuda", "triton") if device.type == "cuda" else ()

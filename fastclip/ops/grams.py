@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastclip.ops.bounds import GramNorm, dot_room
+from fastclip.ops.dispatch import host_operation
 from fastclip.ops.numerics import row_norm_sq, widen
 from fastclip.ops.precision import in_full_float32
 
@@ -23,15 +24,20 @@ _FEW = 12
 of d / 5 u where all have one sign, not of d / 18 u."""
 
 
-@in_full_float32
 def half_gram(x: Tensor) -> Tensor:
     """Gram matrix of the positions of each sample, on and above its diagonal: x [b, t, d] -> [b, t, t].
 
     It is symmetric. What lies below the diagonal is right or 0, and the same for all x of as many
-    positions: short ones are computed whole, long ones in strips of rows, each from its first
-    column on, which is five eighths of the work.
+    positions: short ones are whole, long ones come in strips of rows, each from its first column on,
+    which is five eighths of the work.
     """
-    x = widen(x).detach()
+    return wide_gram(widen(x).detach())
+
+
+@host_operation
+@in_full_float32
+def wide_gram(x: Tensor) -> Tensor:
+    """`half_gram` of x in its accumulation type."""
     t = x.shape[1]
     if t < _FEW:
         x = x.contiguous()
@@ -55,17 +61,26 @@ def _strips(t: int) -> list[tuple[int, int]]:
     return [(t * i // n, t * (i + 1) // n) for i in range(n)]
 
 
-@in_full_float32
-def gram_norm(gram_a: Tensor, gram_g: Tensor, d: int, p: int) -> GramNorm:
-    """sum_{t,s} (a_t.a_s)(g_t.g_s) from two half Grams [b, t, t] of rows of d and of p numbers.
+def gram_norm(gram_a: Tensor, g: Tensor, d: int) -> GramNorm:
+    """sum_{t,s} (a_t.a_s)(g_t.g_s) from a half Gram [b, t, t] of rows of d numbers, and g [b, t, p]."""
+    (t, p), g = g.shape[1:], widen(g).detach()
+    total, absolute, trace_a, trace_g = gram_dots(gram_a, g)
+    return GramNorm(total, trace_a, trace_g, absolute, t, t * d, t * p, dot_room(d, p))
 
-    The second one is used up.
+
+@host_operation
+@in_full_float32
+def gram_dots(gram_a: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inner product of a half Gram [b, t, t] and that of g [b, t, p].
+
+    Returns:
+        [b] each: it, the same of absolute values, and the traces of both.
     """
-    t, trace_g = gram_a.shape[1], trace(gram_g)
-    for first, last in _strips(t)[:-1]:  # of both the same half is there
+    gram_g = wide_gram(g)
+    trace_g = trace(gram_g)
+    for first, last in _strips(gram_g.shape[1])[:-1]:  # of both the same half is there
         gram_g[:, first:last, last:].mul_(2)
-    total, absolute = row_dots(gram_a, gram_g)
-    return GramNorm(total, trace(gram_a), trace_g, absolute, t, t * d, t * p, dot_room(d, p))
+    return *row_dots(gram_a, gram_g), trace(gram_a), trace_g
 
 
 def half_dot(x: Tensor, y: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fastclip.ops.bounds import GramNorm, UnfinishedNorm, product_slack
-from fastclip.ops.dispatch import computes_reference, operation
-from fastclip.ops.grams import LastInput, gram_norm, half_gram
+from fastclip.ops.bounds import GramNorm, ProductNorm, UnfinishedNorm, product_slack
+from fastclip.ops.dispatch import computes_reference, host_operation, operation
+from fastclip.ops.grams import LastInput, gram_norm
 from fastclip.ops.numerics import (
     drop_zeroed,
     lost_squares,
@@ -44,7 +44,7 @@ def ghost_parts(a: Tensor, g: Tensor, last_input: LastInput) -> GramNorm | Tenso
     """What `ghost_norm` makes of a [b, t, d] and g [b, t, p], to be raised with that of other layers."""
     if a.shape[1] == 1:
         return single_norm(a, g)
-    return gram_norm(last_input.gram(a), half_gram(g), a.shape[2], g.shape[2])
+    return gram_norm(last_input.gram(a), g, a.shape[2])
 
 
 @operation
@@ -119,10 +119,31 @@ def instantiated_norm(a: Tensor, g: Tensor, keep: bool = False) -> Tensor | tupl
     return (norms.sqrt() + product_slack(a, g)).square()
 
 
-@in_full_float32
 def per_sample_gradients(a: Tensor, g: Tensor) -> Tensor:
     """g_b^T a_b for a [b, t, d] and g [b, t, p]: [b, p, d], in the accumulation type."""
-    return torch.bmm(widen(g).transpose(1, 2), widen(a))
+    return wide_gradients(widen(a), widen(g))
+
+
+@host_operation
+@in_full_float32
+def wide_gradients(a: Tensor, g: Tensor) -> Tensor:
+    """`per_sample_gradients` of operands in their accumulation type."""
+    return torch.bmm(g.transpose(1, 2), a)
+
+
+def kept_gradients(a: Tensor, g: Tensor, last_input: LastInput) -> tuple[Tensor, ProductNorm]:
+    """`per_sample_gradients` of a [b, t, d] and g [b, t, p] with their norms, to be raised with others."""
+    found, *norms = gradients_with_norms(widen(a), widen(g), last_input)
+    return found, ProductNorm(*norms)
+
+
+@host_operation
+def gradients_with_norms(
+    a: Tensor, g: Tensor, last_input: LastInput
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`wide_gradients`, and squared norms [b]: of them, of a and of g."""
+    found = wide_gradients(a, g)
+    return found, row_norm_sq(found), last_input.norm_sq(a), row_norm_sq(g)
 
 
 def gradients_apart(a: Tensor, g: Tensor) -> Iterator[Tensor]:

@@ -1,0 +1,160 @@
+// fastclip._C: per-sample gradients with their norms, and half Grams, on a CPU.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "products.hpp"
+#include "registry.hpp"
+#include "workers.hpp"
+
+namespace py = pybind11;
+
+namespace fastclip {
+namespace {
+
+struct Free {
+  void operator()(float* memory) const { std::free(memory); }
+};
+using Scratch = std::unique_ptr<float, Free>;
+
+const ProductLoops& loops_of(int lanes) {
+  const ProductLoops* loops = product_loops(lanes);
+  if (loops == nullptr) throw py::value_error("this processor has no vectors of so many numbers");
+  return *loops;
+}
+
+// body(sample, scratch) of every sample, on so many threads, each with `floats` zeros of its own.
+template <class Body>
+void for_samples(int64_t samples, int threads, int64_t floats, const Body& body) {
+  const py::gil_scoped_release release;
+  std::atomic<bool> failed{false};
+  in_stretches(samples, threads, [&](int64_t first, int64_t last) {
+    const size_t bytes = (sizeof(float) * static_cast<size_t>(floats) + 63) / 64 * 64;
+    const Scratch scratch(static_cast<float*>(std::aligned_alloc(64, bytes)));
+    if (scratch == nullptr) {
+      failed = true;
+      return;
+    }
+    std::memset(scratch.get(), 0, bytes);
+    for (int64_t n = first; n < last; ++n) body(n, scratch.get());
+  });
+  if (failed) throw std::bad_alloc();
+}
+
+const float* floats_at(uintptr_t address) { return reinterpret_cast<const float*>(address); }
+
+// An operand [samples, rows, columns]: its address, the steps of a sample and of a row.
+using Operand = std::tuple<uintptr_t, int64_t, int64_t>;
+
+Rows rows_of(const Operand& x, int64_t sample, int64_t columns) {
+  const auto& [address, of_sample, of_row] = x;
+  return {floats_at(address) + sample * of_sample, of_row, columns};
+}
+
+double squares_of(const ProductLoops& loops, const Rows& x, int64_t rows) {
+  if (x.step == x.columns) return loops.squares(x.values, rows * x.columns);
+  double total = 0;
+  for (int64_t i = 0; i < rows; ++i) total += loops.squares(x.values + i * x.step, x.columns);
+  return total;
+}
+
+void linear_gradients(const Operand& a, const Operand& g, uintptr_t out, uintptr_t norms, int64_t samples,
+                      int64_t t, int64_t d, int64_t p, int lanes, int threads) {
+  const ProductLoops& loops = loops_of(lanes);
+  for_samples(samples, threads, loops.panel_scratch(t), [&](int64_t n, float* scratch) {
+    const Rows own_a = rows_of(a, n, d), own_g = rows_of(g, n, p);
+    float* const gradient = reinterpret_cast<float*>(out) + n * p * d;
+    loops.linear_gradient(own_a, own_g, t, gradient, scratch);
+    double* const found = reinterpret_cast<double*>(norms) + 3 * n;
+    found[0] = loops.squares(gradient, p * d);
+    found[1] = squares_of(loops, own_a, t);
+    found[2] = squares_of(loops, own_g, t);
+  });
+}
+
+using Three = std::array<int64_t, 3>;
+
+void conv_gradients(uintptr_t x, uintptr_t g, uintptr_t out, uintptr_t norms, int64_t samples,
+                    int64_t channels, int64_t out_channels, const std::array<Three, 6>& sizes, int lanes,
+                    int threads) {
+  const ProductLoops& loops = loops_of(lanes);
+  Convolution conv{channels, out_channels, {}, {}, {}, {}, {}, {}};
+  int64_t* const kinds[6] = {conv.in, conv.out, conv.kernel, conv.stride, conv.padding, conv.dilation};
+  for (size_t kind = 0; kind < 6; ++kind) std::copy(sizes[kind].begin(), sizes[kind].end(), kinds[kind]);
+  const int64_t of_x = channels * conv.pixels(), of_g = out_channels * conv.positions();
+  const int64_t weights = out_channels * channels * conv.taps();
+  for_samples(samples, threads, loops.conv_scratch(conv), [&](int64_t n, float* scratch) {
+    float* const gradient = reinterpret_cast<float*>(out) + n * weights;
+    loops.conv_gradient(floats_at(x) + n * of_x, floats_at(g) + n * of_g, conv, gradient, scratch);
+    double* const found = reinterpret_cast<double*>(norms) + 3 * n;
+    found[0] = loops.squares(gradient, weights);
+    found[1] = loops.squares(floats_at(x) + n * of_x, of_x);
+    found[2] = loops.squares(floats_at(g) + n * of_g, of_g);
+  });
+}
+
+void half_gram(const Operand& x, bool side_by_side, uintptr_t out, int64_t samples, int64_t t, int64_t d,
+               int64_t strips, int lanes, int threads) {
+  const ProductLoops& loops = loops_of(lanes);
+  for_samples(samples, threads, loops.gram_scratch(t), [&](int64_t n, float* scratch) {
+    float* const found = reinterpret_cast<float*>(out) + n * t * t;
+    loops.gram(rows_of(x, n, d), t, side_by_side, found, t, scratch);
+    loops.fill_below(found, t, strips);
+  });
+}
+
+void gram_dots(uintptr_t gram, const Operand& y, bool side_by_side, uintptr_t out, int64_t samples,
+               int64_t t, int64_t p, int lanes, int threads) {
+  const ProductLoops& loops = loops_of(lanes);
+  const int64_t own = (t * t + 15) / 16 * 16;
+  for_samples(samples, threads, own + loops.gram_scratch(t), [&](int64_t n, float* scratch) {
+    loops.gram(rows_of(y, n, p), t, side_by_side, scratch, t, scratch + own);
+    loops.gram_product(floats_at(gram) + n * t * t, scratch, t, t,
+                       reinterpret_cast<double*>(out) + 4 * n);
+  });
+}
+
+std::vector<int> product_lanes() {
+  std::vector<int> found;
+  for (int lanes : {16, 8}) {
+    if (product_loops(lanes) != nullptr) found.push_back(lanes);
+  }
+  return found;
+}
+
+const Binding binding([](py::module_& module) {
+  using py::arg;
+  module.def("product_lanes", &product_lanes,
+             "float32 numbers of the vectors that this processor can compute products in, best first.");
+  module.def("linear_gradients", &linear_gradients,
+             "g_b^T a_b for a [samples, t, d] and g [samples, t, p], each (address, step of a sample, "
+             "step of a row): out [samples, p, d], and norms, float64 [samples, 3]: squared norms of "
+             "the gradient, of a and of g.",
+             arg("a"), arg("g"), arg("out"), arg("norms"), arg("samples"), arg("t"), arg("d"), arg("p"),
+             arg("lanes"), arg("threads"));
+  module.def("conv_gradients", &conv_gradients,
+             "The same for the weights of a convolution; x and g are contiguous. sizes: in, out, kernel, "
+             "stride, padding and dilation, of three dimensions.",
+             arg("x"), arg("g"), arg("out"), arg("norms"), arg("samples"), arg("channels"),
+             arg("out_channels"), arg("sizes"), arg("lanes"), arg("threads"));
+  module.def("half_gram", &half_gram,
+             "Gram of x [samples, t, d], or [samples, d, t] where positions lie side by side, on and "
+             "above the diagonal; below it mirrored within so many strips of rows, else 0.",
+             arg("x"), arg("side_by_side"), arg("out"), arg("samples"), arg("t"), arg("d"),
+             arg("strips"), arg("lanes"), arg("threads"));
+  module.def("gram_dots", &gram_dots,
+             "Of Grams [samples, t, t] and those of y: inner product, that of absolute values, and both "
+             "traces, float64 [samples, 4].",
+             arg("gram"), arg("y"), arg("side_by_side"), arg("out"), arg("samples"), arg("t"), arg("p"),
+             arg("lanes"), arg("threads"));
+});
+
+}  // namespace
+}  // namespace fastclip

@@ -1,0 +1,132 @@
+"""Launchers of fastclip._C's products on a CPU: per-sample gradients with their norms, half Grams.
+
+They compute a sample on one thread, in vectors of the best instructions that the processor has, and
+decline fewer samples than threads, other types than float32, and what does not lie in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastclip import _C
+from fastclip.cuda.memory import is_plain
+from fastclip.ops.conv import ConvGeometry
+from fastclip.ops.grams import LastInput, strips_of
+
+LANES: int = next(iter(_C.product_lanes()), 0)
+"""Numbers of a vector; 0 where the processor has none that serve."""
+
+
+def _takes(*operands: Tensor) -> bool:
+    return all(
+        x.dtype == torch.float32 and is_plain(x) and not x.is_neg() and x.numel() for x in operands
+    ) and len(operands[0]) >= torch.get_num_threads()
+
+
+def _operand(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+    """x [b, r, n] with numbers of a row side by side, and how it lies there."""
+    x = x if x.stride(2) == 1 else x.contiguous()
+    return x, (x.data_ptr(), x.stride(0), x.stride(1))
+
+
+def _positions(x: Tensor) -> tuple[Tensor, tuple[int, int, int], bool]:
+    """x [b, t, d], how it lies in memory, and whether that is as [b, d, t]."""
+    side_by_side = x.stride(2) != 1 and x.stride(1) == 1
+    x, operand = _operand(x.transpose(1, 2) if side_by_side else x)
+    return x, operand, side_by_side
+
+
+def wide_gradients(a: Tensor, g: Tensor) -> Tensor:
+    """fastclip.ops.linear.wide_gradients."""
+    return gradients_with_norms(a, g)[0] if _takes(a, g) else NotImplemented
+
+
+def gradients_with_norms(
+    a: Tensor, g: Tensor, last_input: LastInput | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """fastclip.ops.linear.gradients_with_norms, all of it in one go."""
+    if not _takes(a, g):
+        return NotImplemented
+    (b, t, d), p = a.shape, g.shape[2]
+    (a, of_a), (g, of_g) = _operand(a), _operand(g)
+    found, norms = _empty(b, p, d), _empty(b, 3, dtype=torch.float64)
+    _C.linear_gradients(
+        of_a, of_g, found.data_ptr(), norms.data_ptr(), b, t, d, p, LANES, torch.get_num_threads()
+    )
+    return found, *norms.float().unbind(1)
+
+
+def wide_conv_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
+    """fastclip.ops.conv.wide_conv_gradients."""
+    found = conv_gradients_with_norms(x, g, geometry)
+    return found if found is NotImplemented else found[0]
+
+
+def conv_gradients_with_norms(
+    x: Tensor, g: Tensor, geometry: ConvGeometry, last_input: LastInput | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """fastclip.ops.conv.conv_gradients_with_norms, where channels are of one group."""
+    if geometry.groups > 1 or not _takes(x, g):
+        return NotImplemented
+    x, g, b = x.contiguous(), g.contiguous(), len(x)
+    out_channels, channels = geometry.weight_shape[:2]
+    sizes = [
+        _three(x.shape[2:], 1), _three(g.shape[2:], 1), _three(geometry.kernel, 1),
+        _three(geometry.stride, 1), _three(geometry.padding, 0), _three(geometry.dilation, 1),
+    ]  # fmt: skip
+    found, norms = _empty(b, *geometry.weight_shape), _empty(b, 3, dtype=torch.float64)
+    _C.conv_gradients(
+        x.data_ptr(), g.data_ptr(), found.data_ptr(), norms.data_ptr(), b, channels, out_channels,
+        sizes, LANES, torch.get_num_threads(),
+    )  # fmt: skip
+    return found, *norms.float().unbind(1)
+
+
+def wide_gram(x: Tensor) -> Tensor:
+    """fastclip.ops.grams.wide_gram, of which half is computed, and no other half is left out."""
+    if not _takes(x):
+        return NotImplemented
+    b, t, d = x.shape
+    x, of_x, side_by_side = _positions(x)
+    found = _empty(b, t, t)
+    _C.half_gram(
+        of_x, side_by_side, found.data_ptr(), b, t, d, strips_of(t), LANES,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return found
+
+
+def gram_dots(gram_a: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """fastclip.ops.grams.gram_dots; the Gram of g is never in memory."""
+    if not _takes(gram_a, g):
+        return NotImplemented
+    b, t, p = g.shape
+    gram_a = gram_a.contiguous()
+    g, of_g, side_by_side = _positions(g)
+    found = _empty(b, 4, dtype=torch.float64)
+    _C.gram_dots(
+        gram_a.data_ptr(), of_g, side_by_side, found.data_ptr(), b, t, p, LANES,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return found.float().unbind(1)
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def _three(sizes: tuple[int, ...], of_others: int) -> tuple[int, ...]:
+    """Of three dimensions, the first of which there may not be."""
+    return (of_others,) * (3 - len(sizes)) + tuple(sizes)
+
+
+_ALL: list[Callable[..., Any]] = [
+    wide_gradients, gradients_with_norms, wide_conv_gradients, conv_gradients_with_norms, wide_gram,
+    gram_dots,
+]  # fmt: skip
+PRODUCTS = {launcher.__name__: launcher for launcher in _ALL} if LANES else {}
+"""Operation of fastclip.ops -> launcher."""
