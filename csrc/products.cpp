@@ -31,6 +31,9 @@ inline void transpose_eight(const float* x, int64_t step, float* out, int64_t ou
   }
 }
 
+// Before other threads may read what was streamed.
+inline void finish_streams() { _mm_sfence(); }
+
 namespace avx2 {
 constexpr int64_t kLanes = 8;
 using Vector = __m256;
@@ -38,6 +41,7 @@ inline Vector zeros() { return _mm256_setzero_ps(); }
 inline Vector repeated(float x) { return _mm256_set1_ps(x); }
 inline Vector load(const float* x) { return _mm256_loadu_ps(x); }
 inline void store(float* x, Vector value) { _mm256_storeu_ps(x, value); }
+inline void stream(float* x, Vector value) { _mm256_stream_ps(x, value); }
 inline Vector multiply_add(Vector x, Vector y, Vector z) { return _mm256_fmadd_ps(x, y, z); }
 inline Vector absolute(Vector x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 #include "tiles.inc"
@@ -55,6 +59,7 @@ inline Vector zeros() { return _mm512_setzero_ps(); }
 inline Vector repeated(float x) { return _mm512_set1_ps(x); }
 inline Vector load(const float* x) { return _mm512_loadu_ps(x); }
 inline void store(float* x, Vector value) { _mm512_storeu_ps(x, value); }
+inline void stream(float* x, Vector value) { _mm512_stream_ps(x, value); }
 inline Vector multiply_add(Vector x, Vector y, Vector z) { return _mm512_fmadd_ps(x, y, z); }
 inline Vector absolute(Vector x) { return _mm512_abs_ps(x); }
 #include "tiles.inc"

@@ -29,7 +29,7 @@ struct ProductLoops {
   int64_t (*panel_scratch)(int64_t depth);
   int64_t (*conv_scratch)(const Convolution&);
   int64_t (*gram_scratch)(int64_t t);
-  void (*linear_gradient)(const Rows& a, const Rows& g, int64_t depth, float* out, float* scratch);
+  double (*linear_gradient)(const Rows& a, const Rows& g, int64_t depth, float* out, float* scratch);
   void (*conv_gradient)(const float* x, const float* g, const Convolution&, float* out, float* scratch);
   void (*gram)(const Rows& x, int64_t t, bool side_by_side, float* out, int64_t step, float* scratch);
   void (*fill_below)(float* gram, int64_t t, int64_t strips);

@@ -71,9 +71,8 @@ void linear_gradients(const Operand& a, const Operand& g, uintptr_t out, uintptr
   for_samples(samples, threads, loops.panel_scratch(t), [&](int64_t n, float* scratch) {
     const Rows own_a = rows_of(a, n, d), own_g = rows_of(g, n, p);
     float* const gradient = reinterpret_cast<float*>(out) + n * p * d;
-    loops.linear_gradient(own_a, own_g, t, gradient, scratch);
     double* const found = reinterpret_cast<double*>(norms) + 3 * n;
-    found[0] = loops.squares(gradient, p * d);
+    found[0] = loops.linear_gradient(own_a, own_g, t, gradient, scratch);
     found[1] = squares_of(loops, own_a, t);
     found[2] = squares_of(loops, own_g, t);
   });

@@ -101,6 +101,11 @@ def computes_on(device: torch.device) -> bool:
     return device.type == "cpu" and _STATE.requested == "auto"
 
 
+def has_loops(name: str) -> bool:
+    """fastclip._C computes this operation on this machine's CPU."""
+    return name in _load("host")
+
+
 def computes_reference(x: Tensor) -> bool:
     """No kernel takes norms of tensors like this one: the reference does, in steps to be joined."""
     return _STATE.requested == "reference" or computes_on(x.device)

@@ -21,11 +21,8 @@ from pathlib import Path
 import torch
 
 from fastclip import ops
-from fastclip.ops.dispatch import backend_of
+from fastclip.ops.dispatch import backend_of, has_loops
 from fastclip.ops.grams import strips_of
-
-_TILE = 128
-"""Positions of a tile of a fused Gram."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +41,21 @@ class Costs:
     """The same for a convolution with samples as groups."""
     scratch: bool = True
     """Grams and gradients pass through memory (no fused kernel): their bytes cost, too."""
+    tile: int = 0
+    """Positions of the tiles in which a Gram is computed; 0: in strips of rows."""
 
 
+_HOST = Costs(matmul=190e9, gram=120e9, kept=8e9, kept_conv=4e9, tile=32)
+"""The same CPU with the loops of fastclip._C."""
 _GPU = Costs(
-    matmul=300e12, gram=200e12, copy=3e12, kept=1e12, kept_conv=0.5e12, scratch=False,
+    matmul=300e12, gram=200e12, copy=3e12, kept=1e12, kept_conv=0.5e12, scratch=False, tile=128,
 )  # fmt: skip
 """Proportions of a data-centre GPU until it is measured."""
 
 
-def gram_share(positions: int, *, fused: bool) -> float:
+def gram_share(positions: int, tile: int) -> float:
     """The part of a Gram that is computed, in tiles or strips; its symmetry repeats the rest."""
-    tiles = -(-positions // _TILE) if fused else strips_of(positions)
+    tiles = -(-positions // tile) if tile else strips_of(positions)
     return (tiles + 1) / (2 * tiles)
 
 
@@ -74,7 +75,7 @@ def cache_file(name: str) -> Path:
 @cache
 def costs_of(device_type: str, index: int | None = None) -> Costs:
     """The rates of a device: measured ones if they were kept, else the built-in ones."""
-    default = _GPU if device_type == "cuda" else Costs()
+    default = _GPU if device_type == "cuda" else _HOST if has_loops("wide_gram") else Costs()
     try:
         device = torch.device(device_type) if index is None else torch.device(device_type, index)
         name = device_name(device)
@@ -114,14 +115,24 @@ def measure(device: torch.device, scale: int | None = None) -> Costs:
     geometry = ops.ConvGeometry((channels, channels, 3, 3), (1, 1), (1, 1), (1, 1), 1)
     conv_flops = 2 * b * side**2 * 9 * channels**2
     scratch = backend_of("ghost_norm", device)[0] == "reference"
-    share = gram_share(t, fused=not scratch)
+    looped = scratch and backend_of("wide_gram", device)[0] == "host"
+    tile = _HOST.tile if looped else 0 if scratch else _GPU.tile
+    share = gram_share(t, tile)
     plain = flops / _seconds(lambda: ops.scaled_sum(a, g, ones), device)
 
     def keep() -> None:
-        ops.kept_sum(ops.instantiated_norm(a, g, True)[1], ones)
+        if scratch:
+            gradients = ops.kept_gradients(a, g, ops.LastInput())[0]
+        else:
+            gradients = ops.instantiated_norm(a, g, True)[1]
+        ops.kept_sum(gradients, ones)
 
     def keep_conv() -> None:
-        ops.kept_sum(ops.conv_norm(x, y, geometry, True)[1], ones)
+        if scratch:
+            gradients = ops.kept_conv_gradients(x, y, geometry, ops.LastInput())[0]
+        else:
+            gradients = ops.conv_norm(x, y, geometry, True)[1]
+        ops.kept_sum(gradients, ones)
 
     kept, conv = _seconds(keep, device), _seconds(keep_conv, device)
     return Costs(
@@ -131,6 +142,7 @@ def measure(device: torch.device, scale: int | None = None) -> Costs:
         kept=size / max(kept - flops / plain, 0.1 * kept),
         kept_conv=4 * b * 9 * channels**2 / max(conv - conv_flops / plain, 0.1 * conv),
         scratch=scratch,
+        tile=tile,
     )
 
 

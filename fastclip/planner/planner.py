@@ -95,7 +95,7 @@ class Planner:
         # The fused kernel computes the Gram of the patches, not of the pixels.
         of_inputs = pixels**2 * c_all if costs.scratch else out**2 * taps * c_all
         ghost = (
-            2 * b * (of_inputs + out**2 * o) * gram_share(out, fused=not costs.scratch) / costs.gram
+            2 * b * (of_inputs + out**2 * o) * gram_share(out, costs.tile) / costs.gram
         )
         if costs.scratch:
             shifts = 0 if geometry.is_pointwise else sum(geometry.kernel)
@@ -123,7 +123,7 @@ def _linear(
     flops = 2 * b * t * d * p
     product = flops / costs.matmul
     kept_bytes = b * d * p * _accumulated(itemsize)
-    ghost = 2 * b * t * t * (d + p) * gram_share(t, fused=not costs.scratch) / costs.gram
+    ghost = 2 * b * t * t * (d + p) * gram_share(t, costs.tile) / costs.gram
     if costs.scratch:
         ghost += b * t * t * 12 / costs.copy
     keep = product + kept_bytes / costs.kept
