@@ -5,8 +5,8 @@
 
 One step of each workload, private and not, is run under a dispatch mode. Views are not counted.
 `bytes` are those of the operands that operators read and of the results that they write; a step on a
-CPU is bound by them. What fastclip._C computes is no operator and is not seen (of a convolution: one
-read of two Grams). `--where` says which function of fastclip called them.
+CPU is bound by them. What fastclip._C computes of a norm counts as one operator. `--where` says which
+function of fastclip called them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,6 +32,7 @@ from tqdm import tqdm
 from bench.measure import heading
 from bench.training import Training
 from bench.workloads import WARM_UP, WORKLOADS
+from fastclip.ops import ConvGeometry, dispatch
 
 OUT = Path(__file__).resolve().parent / "results" / "cost.json"
 FASTCLIP = str(Path(__file__).resolve().parents[1] / "fastclip")
@@ -67,15 +69,67 @@ class Cost(TorchDispatchMode):
         if func.overloadpacket in _EMPTY:  # nothing is written yet
             found = []
         flops = flop_registry.get(func._overloadpacket)
+        self._count(
+            0 if flops is None else flops(*args, **kwargs, out_val=out), given + found, fresh
+        )
+        return out
+
+    def count_loop(self, name: str, args: tuple, out: Any) -> None:
+        """What fastclip._C has computed, which is no operator of torch; its results are there."""
+        self._count(LOOP_FLOPS[name](*args), [*_tensors(args), *_tensors(out)], 0)
+
+    def _count(self, flops: int, moved: list[Tensor], allocations: int) -> None:
         counted = {
-            "flops": 0 if flops is None else flops(*args, **kwargs, out_val=out),
-            "bytes": sum(map(_size, given + found)),
-            "calls": 1,
-            "allocations": fresh,
-        }
+            "flops": flops, "bytes": sum(map(_size, moved)), "calls": 1, "allocations": allocations,
+        }  # fmt: skip
         self.total.update(counted)
         self.places[_caller()].update(counted)
-        return out
+
+
+def _product(a: Tensor, g: Tensor, *_: Any) -> int:
+    return 2 * a.numel() * g.shape[2]
+
+
+def _convolution(x: Tensor, g: Tensor, geometry: ConvGeometry, *_: Any) -> int:
+    return 2 * g.numel() * torch.Size(geometry.weight_shape[1:]).numel()
+
+
+def _half(x: Tensor) -> int:
+    return x.numel() * (x.shape[1] + 1)
+
+
+LOOP_FLOPS: dict[str, Callable[..., int]] = {
+    "gradients_with_norms": _product,
+    "wide_gradients": _product,
+    "conv_gradients_with_norms": _convolution,
+    "wide_conv_gradients": _convolution,
+    "wide_gram": _half,
+    "gram_dots": lambda gram, g: _half(g),
+    "patch_products": lambda *args: 0,  # as torch counts what is no product of matrices
+}
+"""Floating-point operations of what fastclip._C computes of a norm, as torch counts its own."""
+
+
+@contextmanager
+def _loops_counted(cost: Cost) -> Iterator[None]:
+    """Inside, loops of fastclip._C are counted, too."""
+    loops = dispatch._load("host")
+    real = {name: loops[name] for name in LOOP_FLOPS.keys() & loops}
+
+    def counted(name: str) -> Callable[..., Any]:
+        def loop(*args: Any) -> Any:
+            out = real[name](*args)
+            if out is not NotImplemented:
+                cost.count_loop(name, args, out)
+            return out
+
+        return loop
+
+    loops.update({name: counted(name) for name in real})
+    try:
+        yield
+    finally:
+        loops.update(real)
 
 
 def _is_view(func: Any) -> bool:
@@ -99,7 +153,7 @@ def _caller() -> str:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
-        if code.co_filename.startswith(FASTCLIP) and code.co_name != "guarded":
+        if code.co_filename.startswith(FASTCLIP) and code.co_name not in ("guarded", "dispatched"):
             return f"{Path(code.co_filename).stem}.{code.co_qualname}"
         frame = frame.f_back
     return ""
@@ -107,7 +161,7 @@ def _caller() -> str:
 
 def step_cost(step: Callable[[], Any]) -> Cost:
     """What `step` costs."""
-    with Cost() as cost:
+    with Cost() as cost, _loops_counted(cost):
         step()
     return cost
 

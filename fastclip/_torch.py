@@ -128,6 +128,7 @@ def node_type(function: type[Function]) -> type:
     return function._backward_cls  # type: ignore[attr-defined]
 
 
+is_functorch_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 unwrap_dead: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
 """What a wrapper of a transform that has ended holds; any other tensor as it is."""
 

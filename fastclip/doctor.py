@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from fastclip.ops.dispatch import OPERATIONS, backend_of
+from fastclip.ops.dispatch import LOOPS, OPERATIONS, backend_of
 from fastclip.planner.costs import cache_file, device_name
 
 
@@ -102,7 +102,7 @@ def examine() -> dict[str, Any]:
             found["memory_gib"] = round(
                 torch.cuda.get_device_properties(device).total_memory / 2**30, 1
             )
-        for name in sorted(OPERATIONS):
+        for name in sorted(OPERATIONS if device.type == "cuda" else OPERATIONS | LOOPS):
             backend, why = backend_of(name, device)
             found["operations"][name] = {"backend": backend, "why": why}
         devices.append(found)

@@ -85,12 +85,8 @@ def _twice(ghost: bool) -> Make:
 def _mixed(a: Tensor, g: Tensor) -> Record:
     """One half as operands, the other as gradients that are there."""
     (a1, a2), (g1, g2) = halves(a), halves(g)
-    kept = KeptRecord(ops.per_sample_gradients(a2, g2), ops.ProductSlack(*_sizes(a2, g2)))
+    kept = KeptRecord(*ops.kept_gradients(a2, g2, ops.LastInput()))
     return joint_record([LinearRecord(a1, g1), kept], NOTHING_KEPT)
-
-
-def _sizes(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    return ops.row_norm_sq(a), ops.row_norm_sq(g)
 
 
 def _routed(gram: bool) -> Make:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastclip import _C
 from fastclip.cuda.host_products import PRODUCTS
-from fastclip.cuda.memory import is_plain
+from fastclip.cuda.memory import lies_on_host
 from fastclip.ops.conv import ConvGeometry, windows
 
 _TYPES = (torch.float32, torch.float64)
@@ -24,7 +24,7 @@ def patch_products(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """fastclip.ops.patch_products, in one read of both Grams: the patch Gram is never in memory."""
     same = pixels.dtype == outputs.dtype and pixels.dtype in _TYPES
-    if not same or not (is_plain(pixels) and is_plain(outputs)):
+    if not same or not (lies_on_host(pixels) and lies_on_host(outputs)):
         return NotImplemented
     pixels, outputs = pixels.contiguous(), outputs.contiguous()
     offsets, _held = _offsets(tuple(space), tuple(out), geometry)

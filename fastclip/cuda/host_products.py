@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastclip import _C
-from fastclip.cuda.memory import is_plain
+from fastclip.cuda.memory import lies_on_host
 from fastclip.ops.conv import ConvGeometry
 from fastclip.ops.grams import LastInput, strips_of
 
@@ -22,9 +22,8 @@ LANES: int = next(iter(_C.product_lanes()), 0)
 
 
 def _takes(*operands: Tensor) -> bool:
-    return all(
-        x.dtype == torch.float32 and is_plain(x) and not x.is_neg() and x.numel() for x in operands
-    ) and len(operands[0]) >= torch.get_num_threads()
+    plain = all(x.dtype == torch.float32 and lies_on_host(x) and x.numel() for x in operands)
+    return plain and len(operands[0]) >= torch.get_num_threads()
 
 
 def _operand(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
@@ -57,7 +56,8 @@ def gradients_with_norms(
     _C.linear_gradients(
         of_a, of_g, found.data_ptr(), norms.data_ptr(), b, t, d, p, LANES, torch.get_num_threads()
     )
-    return found, *norms.float().unbind(1)
+    of_found, of_first, of_g = norms.float().unbind(1)
+    return found, of_found, of_first, of_g
 
 
 def wide_conv_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
@@ -83,7 +83,8 @@ def conv_gradients_with_norms(
         x.data_ptr(), g.data_ptr(), found.data_ptr(), norms.data_ptr(), b, channels, out_channels,
         sizes, LANES, torch.get_num_threads(),
     )  # fmt: skip
-    return found, *norms.float().unbind(1)
+    of_found, of_first, of_g = norms.float().unbind(1)
+    return found, of_found, of_first, of_g
 
 
 def wide_gram(x: Tensor) -> Tensor:
@@ -112,7 +113,8 @@ def gram_dots(gram_a: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
         gram_a.data_ptr(), of_g, side_by_side, found.data_ptr(), b, t, p, LANES,
         torch.get_num_threads(),
     )  # fmt: skip
-    return found.float().unbind(1)
+    product, absolute, trace_a, trace_g = found.float().unbind(1)
+    return product, absolute, trace_a, trace_g
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from fastclip._torch import is_functorch_wrapped
 
 
 def place(device: torch.device) -> dict[str, int]:
@@ -22,6 +24,18 @@ def is_plain(x: Tensor) -> bool:
         and not torch.version.hip
         and x.layout == torch.strided
         and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+    )
+
+
+def lies_on_host(x: Tensor) -> bool:
+    """Whether a loop on the host may read it from `data_ptr`: no subclass, nothing that is wrapped."""
+    return (
+        type(x) in (Tensor, nn.Parameter)
+        and x.device.type == "cpu"
+        and x.layout == torch.strided
+        and not is_functorch_wrapped(x)
+        and not x.is_neg()
+        and x.data_ptr() != 0
     )
 
 

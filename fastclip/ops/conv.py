@@ -89,9 +89,7 @@ def conv_ghost_parts(x: Tensor, g: Tensor, geometry: ConvGeometry) -> GramNorm:
     if geometry.is_pointwise:
         return gram_norm(half_gram(pixels), g, d)
     pixels, outputs = half_gram(pixels), half_gram(g)
-    total, norm_x, sizes = patch_products(
-        pixels, outputs, tuple(x.shape[2:]), tuple(out), geometry
-    )
+    total, norm_x, sizes = patch_products(pixels, outputs, tuple(x.shape[2:]), tuple(out), geometry)
     # A Gram of patches is a sum of as many pieces of one of pixels as there are taps.
     taps, t = d // in_channels, outputs.shape[1]
     absolute = (taps * sizes).to(total.dtype)
@@ -170,8 +168,8 @@ def kept_conv_gradients(
     x: Tensor, g: Tensor, geometry: ConvGeometry, last_input: LastInput
 ) -> tuple[Tensor, ProductNorm]:
     """The same with their norms, to be raised with others."""
-    found, *norms = conv_gradients_with_norms(widen(x), widen(g), geometry, last_input)
-    return found, ProductNorm(*norms, torch.Size(geometry.kernel).numel())
+    found, total, of_x, of_g = conv_gradients_with_norms(widen(x), widen(g), geometry, last_input)
+    return found, ProductNorm(total, of_x, of_g, torch.Size(geometry.kernel).numel())
 
 
 @host_operation

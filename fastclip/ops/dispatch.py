@@ -53,15 +53,19 @@ _STATE = _State(_from_environment())
 _NONE: dict[str, Callable[..., Any]] = {}
 OPERATIONS: dict[str, Callable[..., Any]] = {}
 """Name -> reference of every operation that may have kernels."""
+LOOPS: dict[str, Callable[..., Any]] = {}
+"""Name -> reference of the parts of operations that fastclip._C may compute on a CPU."""
 
 
 def operation(reference: _Function) -> _Function:
     """Make a reference the operation of its name: kernels take its place where they can."""
+    OPERATIONS[reference.__name__] = reference
     return _dispatched(reference, _candidates)
 
 
 def host_operation(reference: _Function) -> _Function:
     """A part of operations that fastclip._C may compute on a CPU, and no other kernel."""
+    LOOPS[reference.__name__] = reference
     return _dispatched(reference, lambda device: _HOST if computes_on(device) else ())
 
 
@@ -69,7 +73,6 @@ def _dispatched(
     reference: _Function, candidates: Callable[[torch.device], tuple[str, ...]]
 ) -> _Function:
     name = reference.__name__
-    OPERATIONS[name] = reference
     keys = {backend: f"{backend} {name}" for backend in _MODULES}
 
     @functools.wraps(reference)
@@ -178,8 +181,8 @@ def _give_up(key: str, reason: str, *, warn: bool) -> None:
 
 def backend_of(name: str, device: torch.device) -> tuple[str, str]:
     """Which backend an operation will use on `device`, and why: what the doctor prints."""
-    if name not in OPERATIONS:
-        raise ArgumentError(f"expected one of {sorted(OPERATIONS)}, got {name!r}")
+    if name not in OPERATIONS and name not in LOOPS:
+        raise ArgumentError(f"expected one of {sorted(OPERATIONS | LOOPS)}, got {name!r}")
     if _STATE.requested == "reference":
         return "reference", "FASTCLIP_BACKEND=reference"
     reasons = []

@@ -132,7 +132,7 @@ def wide_gradients(a: Tensor, g: Tensor) -> Tensor:
 
 
 def kept_gradients(a: Tensor, g: Tensor, last_input: LastInput) -> tuple[Tensor, ProductNorm]:
-    """`per_sample_gradients` of a [b, t, d] and g [b, t, p] with their norms, to be raised with others."""
+    """`per_sample_gradients` of a [b, t, d], g [b, t, p] with their norms, to be raised with others."""
     found, *norms = gradients_with_norms(widen(a), widen(g), last_input)
     return found, ProductNorm(*norms)
 

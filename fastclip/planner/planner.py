@@ -94,9 +94,7 @@ class Planner:
         kept_bytes = b * taps * c * o * _accumulated(itemsize)
         # The fused kernel computes the Gram of the patches, not of the pixels.
         of_inputs = pixels**2 * c_all if costs.scratch else out**2 * taps * c_all
-        ghost = (
-            2 * b * (of_inputs + out**2 * o) * gram_share(out, costs.tile) / costs.gram
-        )
+        ghost = 2 * b * (of_inputs + out**2 * o) * gram_share(out, costs.tile) / costs.gram
         if costs.scratch:
             shifts = 0 if geometry.is_pointwise else sum(geometry.kernel)
             passes = b * geometry.groups * (pixels * out * 4 * shifts + out * out * 12)

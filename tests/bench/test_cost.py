@@ -14,7 +14,9 @@ from torch import nn
 from bench import cost
 from bench.cost import Cost, compare, step_cost
 from bench.workloads import CLASSES, WORKLOADS, Workload
-from fastclip.ops.dispatch import use_backend
+from fastclip.ops import half_gram, per_sample_gradients
+from fastclip.ops.dispatch import LOOPS, has_loops, use_backend
+from fastclip.ops.grams import gram_dots
 
 FLOAT = 4  # bytes
 
@@ -52,6 +54,23 @@ def test_backward_passes_are_counted_and_places_are_told() -> None:
     assert seen.total["flops"] == 2 * 2 * 4 * 3 * 2  # out, and the weight's gradient
     assert set(seen.places) == {""}
     assert sum(place["bytes"] for place in seen.places.values()) == seen.total["bytes"]
+
+
+@pytest.mark.skipif(not has_loops("wide_gram"), reason="fastclip._C has no products here")
+def test_loops_of_the_extension() -> None:
+    """They are one call each, with their operands' and results' bytes."""
+    b, t, d, p = 4, 3, 5, 7
+    a, g = torch.randn(b, t, d), torch.randn(b, t, p)
+    gram = half_gram(a)
+    found = step_cost(lambda: (per_sample_gradients(a, g), half_gram(a), gram_dots(gram, g)))
+    places = found.places
+    assert places["linear.per_sample_gradients"]["flops"] == 2 * b * t * d * p
+    assert places["grams.half_gram"]["flops"] == b * t * (t + 1) * d
+    sizes = (b * t * (d + p) + b * p * d) * FLOAT, (b * t * d + b * t * t) * FLOAT
+    assert places["linear.per_sample_gradients"]["bytes"] >= sizes[0]
+    assert places["grams.half_gram"]["bytes"] == sizes[1]
+    assert set(cost.LOOP_FLOPS) >= set(LOOPS)
+    assert found.total["flops"] == 2 * b * t * d * p + b * t * (t + 1) * (d + p)
 
 
 LIMITS = {  # at 8 rows a step, as measured and a little more: FLOPs, bytes, calls

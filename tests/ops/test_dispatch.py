@@ -11,7 +11,7 @@ import torch
 from fastclip import doctor, ops
 from fastclip.errors import ArgumentError
 from fastclip.ops import dispatch
-from fastclip.ops.dispatch import OPERATIONS, backend_of, operation, use_backend
+from fastclip.ops.dispatch import LOOPS, OPERATIONS, backend_of, operation, use_backend
 
 CPU = torch.device("cpu")
 
@@ -143,7 +143,8 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["torch"] == torch.__version__.split("+")[0] or "+" in torch.__version__
     for device in found["devices"]:
-        assert set(device["operations"]) == set(OPERATIONS)
+        loops = set(LOOPS) if device["device"] == "cpu" else set()
+        assert set(device["operations"]) == set(OPERATIONS) | loops
         for choice in device["operations"].values():
             assert choice["backend"] in (*dispatch.BACKENDS[1:], "host")
             assert choice["why"]

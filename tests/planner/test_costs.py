@@ -10,7 +10,7 @@ import torch
 
 from fastclip import Costs, Planner
 from fastclip.planner import __main__ as command
-from fastclip.planner import costs_of
+from fastclip.planner import costs, costs_of
 from fastclip.planner.costs import cache_file, device_name, measure, save
 
 CPU = torch.device("cpu")
@@ -24,8 +24,15 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     costs_of.cache_clear()
 
 
+def test_loops_of_the_extension_have_rates_of_their_own(home: Path, monkeypatch) -> None:
+    for looped in (True, False):
+        monkeypatch.setattr(costs, "has_loops", lambda name, looped=looped: looped)
+        costs_of.cache_clear()
+        assert costs_of("cpu") == (costs._HOST if looped else Costs())
+
+
 def test_measured_rates_are_kept_and_used(home: Path) -> None:
-    assert costs_of("cpu") == Costs()
+    built_in = costs_of("cpu")
     rates = Costs(matmul=1.0, gram=2.0, copy=4.0, scratch=False)
     path = save(CPU, rates)
     assert home in path.parents
@@ -35,12 +42,13 @@ def test_measured_rates_are_kept_and_used(home: Path) -> None:
     assert Planner(costs=own).rates(CPU) == own
     path.write_text("{broken")
     costs_of.cache_clear()
-    assert costs_of("cpu") == Costs()
+    assert costs_of("cpu") == built_in
 
 
 def test_measure_finds_positive_rates() -> None:
     found = asdict(measure(CPU, scale=8))
     assert found.pop("scratch") is True  # the reference writes Grams
+    assert found.pop("tile") == costs_of("cpu").tile
     assert all(0 < rate < float("inf") for rate in found.values())
 
 

@@ -44,12 +44,12 @@ def test_keeping_more_saves_a_tenth(rates: Costs) -> None:
 
 @pytest.mark.parametrize(("t", "share"), [(1, 1), (128, 1), (129, 0.75), (512, 0.625)])
 def test_a_fused_gram_leaves_out_what_symmetry_repeats(t: int, share: float) -> None:
-    assert gram_share(t, fused=True) == share
+    assert gram_share(t, _GPU.tile) == share
 
 
 @pytest.mark.parametrize(("t", "share"), [(1, 1), (383, 1), (384, 0.625), (512, 0.625)])
 def test_pytorch_computes_a_gram_in_strips(t: int, share: float) -> None:
-    assert gram_share(t, fused=False) == share
+    assert gram_share(t, 0) == share
 
 
 def test_a_fused_convolution_is_priced_by_its_patches() -> None:
