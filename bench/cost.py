@@ -153,7 +153,8 @@ def _caller() -> str:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
-        if code.co_filename.startswith(FASTCLIP) and code.co_name not in ("guarded", "dispatched"):
+        of_all = code.co_name == "guarded" or code.co_filename == dispatch.__file__
+        if code.co_filename.startswith(FASTCLIP) and not of_all:
             return f"{Path(code.co_filename).stem}.{code.co_qualname}"
         frame = frame.f_back
     return ""

@@ -56,8 +56,8 @@ def gradients_with_norms(
     _C.linear_gradients(
         of_a, of_g, found.data_ptr(), norms.data_ptr(), b, t, d, p, LANES, torch.get_num_threads()
     )
-    of_found, of_first, of_g = norms.float().unbind(1)
-    return found, of_found, of_first, of_g
+    total, first, second = norms.float().unbind(1)
+    return found, total, first, second
 
 
 def wide_conv_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
@@ -83,8 +83,8 @@ def conv_gradients_with_norms(
         x.data_ptr(), g.data_ptr(), found.data_ptr(), norms.data_ptr(), b, channels, out_channels,
         sizes, LANES, torch.get_num_threads(),
     )  # fmt: skip
-    of_found, of_first, of_g = norms.float().unbind(1)
-    return found, of_found, of_first, of_g
+    total, first, second = norms.float().unbind(1)
+    return found, total, first, second
 
 
 def wide_gram(x: Tensor) -> Tensor:
