@@ -61,7 +61,7 @@ def gradients_with_norms(
 
 
 def wide_conv_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
-    """fastclip.ops.conv.wide_conv_gradients."""
+    """fastclip.ops.conv_gradients.wide_conv_gradients."""
     found = conv_gradients_with_norms(x, g, geometry)
     return found if found is NotImplemented else found[0]
 
@@ -69,7 +69,7 @@ def wide_conv_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
 def conv_gradients_with_norms(
     x: Tensor, g: Tensor, geometry: ConvGeometry, last_input: LastInput | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """fastclip.ops.conv.conv_gradients_with_norms, where channels are of one group."""
+    """fastclip.ops.conv_gradients.conv_gradients_with_norms, where channels are of one group."""
     if geometry.groups > 1 or not _takes(x, g):
         return NotImplemented
     x, g, b = x.contiguous(), g.contiguous(), len(x)

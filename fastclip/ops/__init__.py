@@ -13,16 +13,18 @@ from fastclip.ops.conv import (
     ConvGeometry,
     conv_ghost_norm,
     conv_ghost_parts,
+    conv_operands,
+    conv_unit_ghost_norm,
+    patch_products,
+)
+from fastclip.ops.conv_gradients import (
     conv_gradients_apart,
     conv_norm,
-    conv_operands,
     conv_per_sample_gradients,
     conv_sum,
-    conv_unit_ghost_norm,
     conv_unit_gradients,
     conv_unit_gradients_apart,
     kept_conv_gradients,
-    patch_products,
 )
 from fastclip.ops.dispatch import computes_reference
 from fastclip.ops.embedding import (

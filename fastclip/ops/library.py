@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastclip.ops.conv import ConvGeometry, conv_ghost_norm, conv_norm
+from fastclip.ops.conv import ConvGeometry, conv_ghost_norm
+from fastclip.ops.conv_gradients import conv_norm
 from fastclip.ops.embedding import lookup_norm
 from fastclip.ops.linear import ghost_norm, instantiated_norm, scaled_sum
 from fastclip.ops.norm_backward import group_norm_backward, layer_norm_backward, rms_norm_backward

@@ -108,8 +108,9 @@ DEFECTS: dict[str, tuple[str, Callable[[Patch], None]]] = {
 
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_is_found(defect: str, monkeypatch: Patch) -> None:
+    """In PyTorch: the loops of fastclip._C round too little for so short a search."""
     name, breaks = DEFECTS[defect]
-    target = small(name)
+    target = replace(small(name), backend="reference")
     assert "contribution" not in exceeded(target, found_in(target, 500))
     breaks(monkeypatch)
     found = found_in(target, 500)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastclip import ops
 from fastclip.layers import KeptRecord
-from fastclip.ops import ConvGeometry, LastInput, conv, dispatch, grams
+from fastclip.ops import ConvGeometry, LastInput, conv_gradients, dispatch, grams
 from fastclip.ops.dispatch import backend_of, use_backend
 from tests.oracle import check_exact
 
@@ -128,7 +128,7 @@ def test_gradients_of_convolutions(case: str, lanes: int, threads: int) -> None:
     x = torch.randn(3, channels, *space)
     convolve = (F.conv1d, F.conv2d, F.conv3d)[len(space) - 1]
     g = torch.randn_like(convolve(x, torch.zeros(geometry.weight_shape), None, *rest))
-    reference = conv.wide_conv_gradients.reference
+    reference = conv_gradients.wide_conv_gradients.reference
     exact = reference(x.double(), g.double(), geometry)
     room = reference(x.double().abs(), g.double().abs(), geometry)
     laid = (x, g), (x.mT.contiguous().mT, g.transpose(0, 1).contiguous().transpose(0, 1))
