@@ -22,6 +22,7 @@ from fastclip.samples.probing import Opened, Probe, Runs
 from fastclip.samples.slopes import check_copied_slopes, check_slopes
 from fastclip.samples.taint import Taint
 from fastclip.samples.undrawn import BY_ROW, HIGH, LOW, Undrawn
+from fastclip.samples.unsaved import unsaved
 
 
 class Sizes:
@@ -74,10 +75,15 @@ class Sizes:
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(len(rows), (count - len(rows),), generator=generator, device="cpu")
         stands = torch.cat([torch.arange(len(rows), device="cpu"), drawn])
-        probe = self._like(base, count)
-        probe.shows = False
         many = [rows[i] for i in stands.tolist()]
-        found = self.unfolded(without_graph(self.run.once(probe, many, seed)), count)
+
+        def once() -> tuple[Probe, Any]:
+            probe = self._like(base, count)
+            probe.shows = False
+            return probe, without_graph(self.run.once(probe, many, seed))
+
+        probe, values = unsaved(once)
+        found = self.unfolded(values, count)
         axes = self.unfolded.axes
         own = [
             x.index_select(axis, stands.to(x.device)) if axis >= 0 and x.shape[axis] == len(rows) else x
