@@ -237,12 +237,12 @@ class _Learner:
         for _ in range(_MOST_ROUNDS):
             while self._opened(probes):
                 self.run.cut(cuts)
-                probes, outputs = self._both()
+                probes[:], outputs[:] = self._both()
             self._place(probes)
             masked = any(probe.taint and probe.taint.selects for probe in probes)
             if (masked and selected(self.run, cuts)) or shorter(self.run, probes[1]):
                 self.run.cut(cuts)
-                probes, outputs = self._both()
+                probes[:], outputs[:] = self._both()
                 continue
             try:
                 comparison = Comparison(self.layout, self.run, cuts, probes, outputs, telling)
@@ -251,7 +251,7 @@ class _Learner:
                 break
             except Opened:
                 self.run.cut(cuts)
-                probes, outputs = self._both()
+                probes[:], outputs[:] = self._both()
         else:
             raise BatchSizeError(
                 "where the samples are in the model's layers changes with every look at it; let every "
