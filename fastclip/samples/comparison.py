@@ -269,6 +269,7 @@ class Comparison:
             self.sizes.compare(rows, base, out, seed)
             self.sizes.compare_many(rows, base, out, seed)
         elif first:
+            del base, beside, halves  # which are as large as what comes
             self.several = self.sizes.compare_undrawn(rows, seed)
         return drawn and bool(self.candidates.keys() - self.reached)
 

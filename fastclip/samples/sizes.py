@@ -44,7 +44,8 @@ class Sizes:
         check_layers(two, three, [0], places)
 
     def compare(self, rows: list[int], base: Probe, out: Any, seed: int) -> list[Probe]:
-        """The first `rows` of `base`, which has returned `out`, are the same in smaller batches: these.
+        """The first `rows` of `base`, which has returned `out`, are the same in smaller batches: these,
+        of which nothing is held that they have shown.
 
         Raises:
             BatchSizeError: they are not; or generators that nothing stops gave them other numbers.
@@ -57,7 +58,7 @@ class Sizes:
                 check_values(base, probe, (out, found), kept, self.unfolded.axes, other_size=True)
                 check_layers(base, probe, kept, places)
                 check_slopes(base, probe, kept, places)
-            probes.append(probe)
+            probes.append(probe.without(probe.seen.keys()))
         return probes
 
     def compare_many(self, rows: list[int], base: Probe, out: Any, seed: int) -> None:
@@ -122,6 +123,7 @@ class Sizes:
         base = Probe(self.run.layout, len(rows), taint=Taint((), undrawn))
         out = self.unfolded.once(self.run, base, rows, seed)
         smaller_ones = self.compare(rows, base, out, seed)
+        base.without(base.seen.keys())
         if not base.draws and undrawn.level != BY_ROW:
             copies = self._like(base, len(rows))
             found = self.unfolded.once(self.run, copies, rows[:1] * len(rows), seed)
