@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,11 @@ from fastclip.samples.place import Place
 from fastclip.samples.seen import Seen
 
 ROWS, KEPT = 4, [0, 2]
-PLACES = {"layer": Place(0), "windows": Place(0, 1, 3), "other axis": Place(1)}
+PLACES: dict[Hashable, Place] = {
+    "layer": Place(0),
+    "windows": Place(0, 1, 3),
+    "other axis": Place(1),
+}
 
 
 def noted(**values: Tensor) -> Seen:
