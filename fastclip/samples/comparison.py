@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastclip._torch import no_memory
 from fastclip.errors import BatchSizeError, FastclipError
+from fastclip.samples.beside import Beside
 from fastclip.samples.folded_outputs import Unfolded
 from fastclip.samples.groups import few, others_changed, spread
 from fastclip.samples.independence import (
@@ -66,7 +67,7 @@ class Comparison:
         self.lengths: dict[Hashable, set[int]] = {}
         """Entries a sample of what gradients have reached."""
         self.owned: dict[Hashable, list[Tensor | None]] = {}
-        """The sample of every entry, call by call; None where no gradient reached."""
+        """The sample of every entry of what was moved, call by call; None where no gradient reached."""
         self.several: tuple[Any, list[int]] | None = None
         """The output of a run on several rows, and which they are."""
 
@@ -161,7 +162,8 @@ class Comparison:
                 self.reached.add(name)
                 check_unmixed(name, owner)
                 self._narrow(name, owner, count)
-            self.owned = self.owned or owned
+            moved = self.layout.moved
+            self.owned = self.owned or {n: x if n in moved else [] for n, x in owned.items()}
             uncertain = self.moved | {
                 n for n, c in self.candidates.items() if len(c) > 1 and not c[0].plain
             }
@@ -243,7 +245,8 @@ class Comparison:
         halves = []
         for kept in (*groups, *small):
             noisy = frozenset(range(count)) - kept if kept in groups else frozenset()
-            probe = Probe(self.layout, count, replaced=noisy)
+            beside = Beside(base.seen, self._settled(), count, kept, copies=kept in small)
+            probe = Probe(self.layout, count, replaced=noisy, beside=beside)
             found = self.unfolded.once(self.run, probe, others_changed(rows, kept), seed)
             if kept in small and not probe.draws:  # copies of one row
                 check_copies(probe, found, self.unfolded.axes, self.layout.places)
@@ -259,14 +262,21 @@ class Comparison:
             check_values(base, probe, (out, found), sorted(kept), self.unfolded.axes)
             check_slopes(base, probe, sorted(kept), self.layout.places)
             halves += [probe.without(self.reached)] * (kept in groups)
+            del probe, found  # before the next run
         if not drawn:
             unknown = {n for n, c in self.candidates.items() if not c or n in self.layout.moved}
             check_in_either(unknown - self.reached, base, halves)
             self.sizes.compare(rows, base, out, seed)
             self.sizes.compare_many(rows, base, out, seed)
         elif first:
+            del base, beside, halves  # which are as large as what comes
             self.several = self.sizes.compare_undrawn(rows, seed)
         return drawn and bool(self.candidates.keys() - self.reached)
+
+    def _settled(self) -> dict[Hashable, Place]:
+        """Places of what values need not tell any more: the others are held until all have run."""
+        open_ = {n for n, c in self.candidates.items() if len(c) != 1} | self.layout.moved.keys()
+        return {n: place for n, place in self.layout.places.items() if n not in open_}
 
     def _narrow_by_values(self, base: Probe, probe: Probe, kept: list[int]) -> None:
         """Where gradients could not tell, rows that were kept are the same."""

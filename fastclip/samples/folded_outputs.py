@@ -72,7 +72,9 @@ class Unfolded:
             return
         count, changed = len(rows), [others_changed(rows, kept) for kept in groups]
         base, *others = (
-            list(by_row(run.once(Probe(run.layout, count), given, seed)))
+            list(
+                by_row(without_graph(run.once(Probe(run.layout, count, shows=False), given, seed)))
+            )
             for given in (rows, *changed)
         )
         selects = any(probe.taint and probe.taint.selects for probe in copies)

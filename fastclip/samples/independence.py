@@ -18,7 +18,7 @@ from fastclip.errors import BatchSizeError
 from fastclip.samples.inputs import flatten, tensors_of
 from fastclip.samples.place import Place
 from fastclip.samples.probing import Probe, Shapes
-from fastclip.samples.rounding import OTHER_SIZE, VALUES, close, tolerances
+from fastclip.samples.rounding import OTHER_SIZE, VALUES, agree, tolerances
 
 UNBATCHED, UNCLEAR = -1, -2
 SIZES = (2, 3)
@@ -85,7 +85,7 @@ def check_values(
     pairs = zip(by_row(outputs[0]), by_row(outputs[1]), of_outputs, strict=False)
     for one, other, axis in pairs:
         sizes = (first.rows, second.rows)
-        if axis >= 0 and not _rows_agree(one, other, kept, Place(axis), sizes, allowed):
+        if axis >= 0 and not agree(one, other, kept, Place(axis), sizes, allowed):
             raise coupled("the output", other_size)
 
 
@@ -122,11 +122,12 @@ def moved_between(
         others = second.seen.get(name, [])
         if place is None:
             continue
-        alike = len(values) == len(others) and all(
-            _rows_agree(one, other, kept, place, sizes, allowed or VALUES)
+        told = None if second.beside is None else second.beside.agrees(name)
+        alike = told if told is not None else len(values) == len(others) and all(
+            agree(one, other, kept, place, sizes, allowed or VALUES)
             and not (same_size and place.fits(one, sizes[0]) != place.fits(other, sizes[1]))
             for one, other in zip(values, others, strict=False)
-        )
+        )  # fmt: skip
         if not alike:
             found.append(name)
     return found
@@ -200,24 +201,9 @@ def called(name: Hashable) -> str:
     return str(name) if isinstance(name, str) else str(getattr(name, "label", name))
 
 
-def _rows_agree(
-    one: Tensor, other: Tensor, kept: list[int], place: Place, sizes: tuple[int, int],
-    allowed: dict[torch.dtype, float],
-) -> bool:  # fmt: skip
-    if one.dim() != other.dim() or not (place.fits(one, sizes[0]) and place.fits(other, sizes[1])):
-        return True
-    one, other = place.rows(one, sizes[0]), place.rows(other, sizes[1])
-    # Another row may be longer and pad this one: what both have must agree.
-    common = [slice(min(n, m)) for n, m in zip(one.shape, other.shape, strict=True)]
-    common[0] = slice(None)
-    index = torch.tensor(kept, dtype=torch.int64, device=one.device)
-    first, second = (x[tuple(common)].index_select(0, index) for x in (one, other))
-    return close(first, second, allowed)
-
-
 def rows_agree(one: Tensor, other: Tensor, kept: list[int], place: Place, rows: int) -> bool:
     """Whether these rows are the same in both, as far as both are long."""
-    return _rows_agree(one, other, kept, place, (rows, rows), VALUES)
+    return agree(one, other, kept, place, (rows, rows), VALUES)
 
 
 def extreme_rows(probe: Probe, places: Mapping[Hashable, Place]) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ _LOUD = 32.0
 _PEAK, _LOWEST = 2.0**12, 2.0**8
 """Largest gradient in float16, about, and at least: smaller ones would be rounded away."""
 _MOST_TRIALS = 8
+_LARGE = 2**24
+"""Bytes of gradients, from which on half of them are held at a time."""
 
 
 class Influence:
@@ -51,9 +54,11 @@ class Influence:
 
     def owners(self, asked: Iterable[Output]) -> list[tuple[Hashable, Tensor | None]]:
         """The sample of every entry, int8, by name, in the order asked; None: no gradient reaches it."""
-        asked = list(asked)
-        if not self._from or not asked:
+        if not self._from:
             return []
+        return [one for part in _parts(list(asked)) for one in self._owners(part)]
+
+    def _owners(self, asked: list[Output]) -> list[tuple[Hashable, Tensor | None]]:
         edges = [output.edge for output in asked]
         plain, scaled = self._both(edges)
         for _ in range(_MOST_TRIALS):
@@ -83,6 +88,19 @@ class Influence:
             for seeds in (self._seeds, self._coded)
         )
         return one, other
+
+
+def _parts(asked: list[Output]) -> list[list[Output]]:
+    """Those whose gradients are asked for together: each part takes two backward passes.
+
+    float16 anywhere leaves rounding everywhere, so all are seen together there.
+    """
+    sizes = [math.prod(output.shape) * output.dtype.itemsize for output in asked]
+    half = sum(sizes) // 2
+    if 2 * half < _LARGE or any(output.dtype == torch.float16 for output in asked):
+        return [asked] if asked else []
+    first = sum(until <= half for until in accumulate(sizes))
+    return [part for part in (asked[:first], asked[first:]) if part]
 
 
 def _louder(halves: list[Tensor]) -> float:

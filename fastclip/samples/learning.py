@@ -6,7 +6,8 @@ parameters and constants alone has none. A layer whose input has no samples, or 
 has moved, is opened: the uses of its parameters are followed one by one. Then gradients are asked
 for (samples.influence), and rows changed (samples.independence). That makes 9 forward and 8
 backward passes of at most 8 rows, and one forward pass of as many as the batch has; 4 to 15 and 6 more
-where functions draw random numbers; 2 more where something is opened, or an output has no one's row.
+where functions draw random numbers; 2 more where something is opened, or an output has no one's row;
+2 backward passes through a part of the model where gradients are large, and asked for in halves.
 """
 
 from __future__ import annotations
@@ -237,12 +238,12 @@ class _Learner:
         for _ in range(_MOST_ROUNDS):
             while self._opened(probes):
                 self.run.cut(cuts)
-                probes, outputs = self._both()
+                probes[:], outputs[:] = self._both()
             self._place(probes)
             masked = any(probe.taint and probe.taint.selects for probe in probes)
             if (masked and selected(self.run, cuts)) or shorter(self.run, probes[1]):
                 self.run.cut(cuts)
-                probes, outputs = self._both()
+                probes[:], outputs[:] = self._both()
                 continue
             try:
                 comparison = Comparison(self.layout, self.run, cuts, probes, outputs, telling)
@@ -251,7 +252,7 @@ class _Learner:
                 break
             except Opened:
                 self.run.cut(cuts)
-                probes, outputs = self._both()
+                probes[:], outputs[:] = self._both()
         else:
             raise BatchSizeError(
                 "where the samples are in the model's layers changes with every look at it; let every "

@@ -21,7 +21,7 @@ _EXACT = {
 """What of a gradient, relative to the largest, may be rounding: a maximum that is subtracted for
 safety leaves some."""
 _COARSE = 1e-4
-_AT_ONCE = 2**20
+_AT_ONCE = 2**16
 
 
 def coded_by(gradient: Tensor, axis: int, digits: Tensor) -> Tensor:

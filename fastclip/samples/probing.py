@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fastclip._torch import tree_unflatten
+from fastclip.samples.beside import Beside
 from fastclip.samples.ignored import labels
 from fastclip.samples.inputs import (
     INPUT,
@@ -57,6 +58,7 @@ class Output:
     name: Hashable
     edge: GradientEdge
     shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass
@@ -73,9 +75,9 @@ class Probe:
     shortened: frozenset[int] = frozenset()
     """These rows say that they are shorter."""
     filler: Shorter = MASKS  # how they say so
-    fewer: bool = False
-    """Masks select one entry less."""
+    fewer: bool = False  # masks select one entry less
     shows: bool = True  # what layers and uses show is kept
+    beside: Beside | None = None  # or held against an earlier run at once
     shapes: Shapes = field(default_factory=dict)
     """Of the inputs of layers and the outputs of uses, in the order of the calls."""
     seen: Seen = field(default_factory=Seen)
@@ -90,22 +92,17 @@ class Probe:
     """What modules returned; their names are (path, number)."""
     came_out: Shapes = field(default_factory=dict)
     """Of the same, by the modules' paths."""
-    inside: list[str] = field(default_factory=list)
-    """Paths of the modules that run at the moment."""
+    inside: list[str] = field(default_factory=list)  # paths of the modules that run at the moment
     constants: set[Hashable] = field(default_factory=set)
     """Uses of nothing but parameters and the number of rows."""
-    closed: bool = False
-    """The run is over: a backward pass may compute parts of it again."""
+    closed: bool = False  # the run is over: a backward pass may compute parts of it again
     users: dict[Hashable, tuple[str, ...]] = field(default_factory=dict)
     """The modules inside which a use was made."""
-    graph: Any = None
-    """Of the values derived in this run."""
-    trusted: bool = False
-    """Inside a layer that is known to keep account of its rows."""
+    graph: Any = None  # of the values derived in this run
+    trusted: bool = False  # inside a layer that is known to keep account of its rows
     draws: bool = False
     """Random numbers were drawn, in the forward pass or in the gradients that were asked for."""
-    stand: list[Any] = field(default_factory=list)
-    """Of the generators, afterwards."""
+    stand: list[Any] = field(default_factory=list)  # of the generators, afterwards
     slopes: list[tuple[Hashable, Tensor | None]] | None = None
     """Gradients of the sources, if they are asked for: fastclip.samples.slopes."""
     rounding: float = SINGLE
@@ -137,14 +134,16 @@ class Probe:
         if self.trusted or self.closed or not (self.differentiable or self.slopes is not None):
             return
         if isinstance(value, Tensor) and value.requires_grad:
-            self.sources.append(Output(name, get_gradient_edge(value), tuple(value.shape)))
+            edge = get_gradient_edge(value)
+            self.sources.append(Output(name, edge, tuple(value.shape), value.dtype))
 
     def show(self, name: Hashable, value: Tensor) -> None:
         """The input of a layer, or the output of a use."""
         if self.closed:
             return
         self.shapes.setdefault(name, []).append(tuple(value.shape))
-        if self.shows and not self.trusted and not self.differentiable:
+        kept = self.shows and not self.trusted and not self.differentiable
+        if kept and not (self.beside and self.beside.show(name, value)):
             self.seen.note(name, value)
 
     def leaves(self, path: str, output: Any) -> None:
@@ -155,7 +154,8 @@ class Probe:
             for number, value in enumerate(tensors_of(output)):
                 if type(value) is Tensor and value.requires_grad:
                     edge = get_gradient_edge(value)
-                    self.returned.append(Output((path, number), edge, tuple(value.shape)))
+                    shape, name = tuple(value.shape), (path, number)
+                    self.returned.append(Output(name, edge, shape, value.dtype))
 
 
 class Runs:

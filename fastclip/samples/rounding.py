@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastclip.samples.place import Place
 from fastclip.samples.taint import DOUBLE, SINGLE
 
 VALUES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -54,3 +55,19 @@ def _unmasked(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     rest = (sizes < largest) | (one != other)
     apart = bool((torch.maximum(sizes, other.abs())[rest] <= largest / _BELOW).all())
     return (one[rest], other[rest]) if apart else (one, other)
+
+
+def agree(
+    one: Tensor, other: Tensor, kept: list[int], place: Place, sizes: tuple[int, int],
+    allowed: dict[torch.dtype, float],
+) -> bool:  # fmt: skip
+    """Whether the kept rows of both, which hold so many each, are the same, as far as both are long."""
+    if one.dim() != other.dim() or not (place.fits(one, sizes[0]) and place.fits(other, sizes[1])):
+        return True
+    one, other = place.rows(one, sizes[0]), place.rows(other, sizes[1])
+    # Another row may be longer and pad this one: what both have must agree.
+    common = [slice(min(n, m)) for n, m in zip(one.shape, other.shape, strict=True)]
+    common[0] = slice(None)
+    index = torch.tensor(kept, dtype=torch.int64, device=one.device)
+    first, second = (x[tuple(common)].index_select(0, index) for x in (one, other))
+    return close(first, second, allowed)

@@ -63,7 +63,7 @@ def selected(run: Runs, cuts: Cuts) -> bool:
     layout = run.layout
     real = run.distinct(cuts)
     rows = list(range(run.cut(cuts, real or None))) * (2 if len(real) < 2 else 1)
-    base, fewer = Probe(layout, len(rows)), Probe(layout, len(rows), fewer=True)
+    base, fewer = (Probe(layout, len(rows), fewer=less, shows=False) for less in (False, True))
     for probe in (base, fewer):
         try:
             run.once(probe, rows)
@@ -88,7 +88,7 @@ def shorter(run: Runs, copies: Probe) -> bool:
     found = False
     for filler in run.fillers():
         last = frozenset({copies.rows - 1})
-        probe = Probe(run.layout, copies.rows, shortened=last, filler=filler)
+        probe = Probe(run.layout, copies.rows, shortened=last, filler=filler, shows=False)
         try:
             run.once(probe, [0] * copies.rows)
         except Exception as error:  # a row that the model cannot take

@@ -22,6 +22,7 @@ from fastclip.samples.probing import Opened, Probe, Runs
 from fastclip.samples.slopes import check_copied_slopes, check_slopes
 from fastclip.samples.taint import Taint
 from fastclip.samples.undrawn import BY_ROW, HIGH, LOW, Undrawn
+from fastclip.samples.unsaved import unsaved
 
 
 class Sizes:
@@ -43,7 +44,8 @@ class Sizes:
         check_layers(two, three, [0], places)
 
     def compare(self, rows: list[int], base: Probe, out: Any, seed: int) -> list[Probe]:
-        """The first `rows` of `base`, which has returned `out`, are the same in smaller batches: these.
+        """The first `rows` of `base`, which has returned `out`, are the same in smaller batches: these,
+        of which nothing is held that they have shown.
 
         Raises:
             BatchSizeError: they are not; or generators that nothing stops gave them other numbers.
@@ -56,7 +58,7 @@ class Sizes:
                 check_values(base, probe, (out, found), kept, self.unfolded.axes, other_size=True)
                 check_layers(base, probe, kept, places)
                 check_slopes(base, probe, kept, places)
-            probes.append(probe)
+            probes.append(probe.without(probe.seen.keys()))
         return probes
 
     def compare_many(self, rows: list[int], base: Probe, out: Any, seed: int) -> None:
@@ -74,10 +76,15 @@ class Sizes:
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(len(rows), (count - len(rows),), generator=generator, device="cpu")
         stands = torch.cat([torch.arange(len(rows), device="cpu"), drawn])
-        probe = self._like(base, count)
-        probe.shows = False
         many = [rows[i] for i in stands.tolist()]
-        found = self.unfolded(without_graph(self.run.once(probe, many, seed)), count)
+
+        def once() -> tuple[Probe, Any]:
+            probe = self._like(base, count)
+            probe.shows = False
+            return probe, without_graph(self.run.once(probe, many, seed))
+
+        probe, values = unsaved(once)
+        found = self.unfolded(values, count)
         axes = self.unfolded.axes
         own = [
             x.index_select(axis, stands.to(x.device)) if axis >= 0 and x.shape[axis] == len(rows) else x
@@ -116,6 +123,7 @@ class Sizes:
         base = Probe(self.run.layout, len(rows), taint=Taint((), undrawn))
         out = self.unfolded.once(self.run, base, rows, seed)
         smaller_ones = self.compare(rows, base, out, seed)
+        base.without(base.seen.keys())
         if not base.draws and undrawn.level != BY_ROW:
             copies = self._like(base, len(rows))
             found = self.unfolded.once(self.run, copies, rows[:1] * len(rows), seed)
