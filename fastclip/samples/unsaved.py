@@ -1,12 +1,14 @@
 """Runs of which only the values count: autograd notes what was computed, and saves none of it.
 
 Grad mode stays what it is, for a model may ask for it. One that asks for gradients itself is told that
-nothing was saved, and runs once more as it is.
+nothing was saved, and runs once more as it is; so does one that fails, for transforms of torch.func
+refuse to run where nothing is saved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -35,15 +37,10 @@ class _Nothing:
 
 
 def unsaved(run: Callable[[], Any]) -> Any:
-    """What `run` gives; it starts anew, and as it is, where it turns out to ask for gradients."""
+    """What `run` gives; it starts anew, and as it is, where it fails or turns out to ask for gradients."""
     nothing = _Nothing()
-    try:
-        with saved_tensors_hooks(nothing.pack, nothing.unpack):
-            out = run()
-    except Exception:
-        if not nothing.asked:
-            raise
-    else:
+    with suppress(Exception), saved_tensors_hooks(nothing.pack, nothing.unpack):
+        out = run()
         if not nothing.asked:
             return out
         del out

@@ -79,7 +79,14 @@ def ask_through_a_function(x: Tensor) -> Tensor:
         return torch.autograd.grad(Sine.apply(z).sum(), z)[0]
 
 
-ASKING = [ask, ask_twice, ask_and_catch, ask_through_a_checkpoint, ask_through_a_function]
+def ask_by_a_transform(x: Tensor) -> Tensor:
+    """It raises where tensors are packed."""
+    return torch.func.grad(lambda z: z.sin().sum())(x.detach())
+
+
+ASKING = [
+    ask, ask_twice, ask_and_catch, ask_through_a_checkpoint, ask_through_a_function, ask_by_a_transform,
+]  # fmt: skip
 SAVING = [
     lambda x: checkpoint(torch.sin, x, use_reentrant=False),
     lambda x: checkpoint(torch.sin, x, use_reentrant=True),
