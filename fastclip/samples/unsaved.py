@@ -37,7 +37,7 @@ class _Nothing:
 
 
 def unsaved(run: Callable[[], Any]) -> Any:
-    """What `run` gives; it starts anew, and as it is, where it fails or turns out to ask for gradients."""
+    """What `run` gives; it starts anew, and as it is, where it fails or has asked for gradients."""
     nothing = _Nothing()
     with suppress(Exception), saved_tensors_hooks(nothing.pack, nothing.unpack):
         out = run()
