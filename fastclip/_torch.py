@@ -128,6 +128,11 @@ def node_type(function: type[Function]) -> type:
     return function._backward_cls  # type: ignore[attr-defined]
 
 
+def has_modes() -> bool:
+    """Modes of this thread hear of its operations; they would not hear of another thread's."""
+    return torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
+
+
 is_functorch_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 unwrap_dead: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
 """What a wrapper of a transform that has ended holds; any other tensor as it is."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastclip import _C
+from fastclip.cuda.host_noise import NORMALS
 from fastclip.cuda.host_products import PRODUCTS
 from fastclip.cuda.memory import lies_on_host
 from fastclip.ops.conv import ConvGeometry, windows
@@ -72,5 +73,5 @@ def _count(ranges: list[range]) -> int:
     return torch.Size(map(len, ranges[:-1])).numel()
 
 
-KERNELS: dict[str, Callable[..., Any]] = {"patch_products": patch_products, **PRODUCTS}
+KERNELS: dict[str, Callable[..., Any]] = {"patch_products": patch_products, **PRODUCTS, **NORMALS}
 """Operation of fastclip.ops -> launcher."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastclip._torch import foreach_add_
 from fastclip.errors import ArgumentError, ArgumentTypeError
-from fastclip.ops.dispatch import operation
+from fastclip.ops.dispatch import host_operation, operation
 
 
 def check_std(std: float) -> float:
@@ -69,19 +69,27 @@ def noise_finalize(
     for parameter in like:
         check_floating(parameter)
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        gradient = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
-        if isinstance(std, Tensor):
-            source.normal_(gradient)
+        gradients.append(torch.empty(parameter.shape, dtype=dtype, device=parameter.device))
+    if isinstance(std, Tensor):
+        draw_normals(gradients, 1.0, source)
+        for gradient in gradients:
             gradient.mul_(std.to(gradient.device, non_blocking=True) / divisor)
-        elif std > 0:
-            source.normal_(gradient, std / divisor)
-        else:
+    elif std > 0:
+        draw_normals(gradients, std / divisor, source)
+    else:
+        for gradient in gradients:
             gradient.zero_()
-        gradients.append(gradient)
     touched = [(g, total) for g, total in zip(gradients, summed, strict=True) if total is not None]
     if touched:
         foreach_add_(*map(list, zip(*touched, strict=True)), alpha=1 / divisor)
     return [g.to(parameter.dtype) for g, parameter in zip(gradients, like, strict=True)]
+
+
+@host_operation
+def draw_normals(outs: list[Tensor], std: float, source: Any) -> None:
+    """Fill `outs`, one after the other, with N(0, std^2) of a source of noise."""
+    for out in outs:
+        source.normal_(out, std)
 
 
 @operation

@@ -1,0 +1,187 @@
+"""Normals that several threads draw from one generator are those that one thread draws, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastclip import ops
+from fastclip._torch import TorchDispatchMode
+from fastclip.noise import SecureNoise, SeededNoise
+from fastclip.ops.finalize import draw_normals
+
+_C = pytest.importorskip("fastclip._C", reason="fastclip._C is not built")
+host = pytest.importorskip("fastclip.cuda.host_noise")
+one_thread: Callable = draw_normals.reference  # type: ignore[attr-defined]
+SHAPES = {
+    "one tensor": [(1000,)],
+    "no rest": [(640,), (32, 16)],
+    "rests": [(103,), (17,), (31,), (501,), (16,)],
+    "a large first": [(5003,), (16,), (20,)],
+    "a large last": [(20,), (16,), (5003,)],
+    "more than a share each": [(400,), (400,), (401,)],
+    "too small for a row": [(500,), (3,), (2, 1), (400,), (15,)],
+    "nothing": [(300,), (0,), (300,)],
+}
+
+
+@pytest.fixture(autouse=True, params=[2, 3, 7])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Few numbers are enough for a thread here."""
+    monkeypatch.setattr(host, "LEAST", 64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def empty(shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    return [torch.full(shape, torch.nan) for shape in shapes]
+
+
+def generators(used: int = 0) -> tuple[torch.Generator, torch.Generator]:
+    """Two that stand in one place."""
+    both = torch.Generator().manual_seed(11), torch.Generator().manual_seed(11)
+    for generator in both:
+        torch.empty(used).uniform_(generator=generator)
+    return both
+
+
+@pytest.mark.parametrize("used", [0, 1, 623, 624, 625, 1000])
+@pytest.mark.parametrize("case", SHAPES)
+def test_the_same_numbers(case: str, used: int) -> None:
+    ours, theirs = generators(used)
+    found, expected = empty(SHAPES[case]), empty(SHAPES[case])
+    for _ in range(2):
+        assert host.draw_normals(found, 1.7, SeededNoise(ours)) is None
+        one_thread(expected, 1.7, SeededNoise(theirs))
+        assert all(map(torch.equal, found, expected))
+        assert torch.equal(ours.get_state(), theirs.get_state())
+
+
+def test_the_global_generator() -> None:
+    found, expected = empty(SHAPES["rests"]), empty(SHAPES["rests"])
+    torch.manual_seed(3)
+    assert host.draw_normals(found, 1.0, SeededNoise()) is None
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    one_thread(expected, 1.0, SeededNoise())
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("words", [0, 1, 5, 623, 624, 625, 1247, 1248, 1249, 100_000])
+def test_states_that_are_foretold(words: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        told = _C.mersenne_advanced(generator.get_state().numpy().tobytes(), words)
+        torch.empty(words).uniform_(generator=generator)  # a word for each
+        assert told == generator.get_state().numpy().tobytes()
+    with pytest.raises(ValueError, match="no state"):
+        _C.mersenne_advanced(b"too short", 1)
+    with pytest.raises(ValueError, match="no state"):
+        _C.mersenne_advanced(b"\xff" * 5056, 1)
+
+
+def test_a_wrong_guess_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Had torch another algorithm: the generator draws all of it, from where it stood."""
+    own = _C.mersenne_advanced
+
+    class Wrong:
+        @staticmethod
+        def mersenne_advanced(state: bytes, words: int) -> bytes:
+            return own(state, words + 1)
+
+    monkeypatch.setattr(host, "_C", Wrong)
+    ours, theirs = generators()
+    found, expected = empty(SHAPES["rests"]), empty(SHAPES["rests"])
+    assert host.draw_normals(found, 1.0, SeededNoise(ours)) is None
+    one_thread(expected, 1.0, SeededNoise(theirs))
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(ours.get_state(), theirs.get_state())
+
+
+def test_an_error_of_a_thread_is_raised_and_no_number_comes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Interrupted(BaseException):
+        pass
+
+    def fails(self: Tensor, *args: object, **kwargs: object) -> Tensor:
+        raise Interrupted
+
+    ours, theirs = generators()
+    one_thread(empty(SHAPES["rests"]), 1.0, SeededNoise(theirs))
+    outs = empty(SHAPES["rests"])
+    monkeypatch.setattr(Tensor, "normal_", fails)
+    with pytest.raises(Interrupted):
+        host.draw_normals(outs, 1.0, SeededNoise(ours))
+    assert torch.equal(ours.get_state(), theirs.get_state())
+
+
+class Silent(SeededNoise):
+    def normal_(self, out: Tensor, std: float = 1.0) -> Tensor:
+        return out.zero_()
+
+
+class Hears(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return func(*args, **(kwargs or {}))
+
+
+def others() -> dict[str, Tensor]:
+    """What is drawn by the generator itself, whatever lies beside it."""
+    with torch.inference_mode():
+        inference = torch.empty(400)
+    return {
+        "float64": torch.empty(400, dtype=torch.float64), "steps": torch.empty(800)[::2],
+        "inference": inference, "bfloat16": torch.empty(400, dtype=torch.bfloat16),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("other", others())
+def test_tensors_of_other_kinds_between(other: str) -> None:
+    ours, theirs = generators()
+    drawn = []
+    with torch.inference_mode(other == "inference"):
+        for draw, generator in ((host.draw_normals, ours), (one_thread, theirs)):
+            outs = [torch.empty(500), others()[other], torch.empty(500)]
+            draw(outs, 1.0, SeededNoise(generator))
+            drawn.append(outs)
+    assert all(map(torch.equal, *drawn))
+    assert torch.equal(ours.get_state(), theirs.get_state())
+
+
+def test_what_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is drawn of what another source draws, or what somebody listens to."""
+    ours, theirs = generators()
+    seeded, outs = SeededNoise(ours), empty([(400,), (400,)])
+    for source in (Silent(ours), SecureNoise()):
+        assert host.draw_normals(outs, 1.0, source) is NotImplemented
+    with Hears():
+        assert host.draw_normals(outs, 1.0, seeded) is NotImplemented
+    assert host.draw_normals([torch.empty(100)], 1.0, seeded) is NotImplemented  # too few
+    with monkeypatch.context() as patch:
+        patch.setattr(SeededNoise, "normal_", Silent.normal_)
+        assert host.draw_normals(outs, 1.0, seeded) is NotImplemented
+    assert torch.equal(ours.get_state(), theirs.get_state())
+    assert all(out.isnan().all() for out in outs)
+
+
+def test_it_serves_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The noise of all parameters; and the reference's is the same."""
+    from fastclip.ops.dispatch import use_backend
+
+    like = [torch.zeros(20, 30), torch.zeros(1000), torch.zeros(16)]
+    drawn = []
+    own = host._draw
+    monkeypatch.setattr(host, "_draw", lambda *args: drawn.append(1) or own(*args))
+    ours, theirs = generators()
+    found = ops.noise_finalize([None] * 3, like, 2.0, 4.0, SeededNoise(ours))
+    with use_backend("reference"):
+        expected = ops.noise_finalize([None] * 3, like, 2.0, 4.0, SeededNoise(theirs))
+    assert drawn == [1]
+    assert all(map(torch.equal, found, expected))
