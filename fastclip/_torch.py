@@ -123,16 +123,11 @@ def _apply_the_last() -> None:
         del CheckpointFunction.apply
 
 
-def node_type(function: type[Function]) -> type:
-    """The type of the graph's nodes that `function` leaves."""
-    return function._backward_cls  # type: ignore[attr-defined]
-
-
-def has_modes() -> bool:
-    """Modes of this thread hear of its operations; they would not hear of another thread's."""
-    return torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
-
-
+node_type: Callable[[type[Function]], type] = attrgetter("_backward_cls")
+"""The type of the graph's nodes that a function leaves."""
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+"""How many modes of this thread hear of its operations."""
 is_functorch_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 unwrap_dead: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
 """What a wrapper of a transform that has ended holds; any other tensor as it is."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastclip import _C
-from fastclip._torch import has_modes
+from fastclip._torch import dispatch_modes, function_modes
 from fastclip.cuda.memory import lies_on_host
 from fastclip.noise.forks import claim
 from fastclip.noise.source import SeededNoise
@@ -34,7 +34,7 @@ def draw_normals(outs: list[Tensor], std: float, source: Any) -> None:
     several = torch.get_num_threads() > 1 and sum(map(Tensor.numel, outs)) >= 2 * LEAST
     if not several or type(source) is not SeededNoise or SeededNoise.normal_ is not _PLAIN:
         return NotImplemented
-    if has_modes():
+    if dispatch_modes() or function_modes():  # which would not hear of other threads
         return NotImplemented
     generator = claim(source.generator, "noise") or torch.default_generator
     for fits, run in groupby(outs, _fits):
