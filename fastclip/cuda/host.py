@@ -13,7 +13,7 @@ from torch import Tensor
 from fastclip import _C
 from fastclip.cuda.host_noise import NORMALS
 from fastclip.cuda.host_products import PRODUCTS
-from fastclip.cuda.memory import lies_on_host
+from fastclip.cuda.memory import lies_on_host, loop_threads
 from fastclip.ops.conv import ConvGeometry, windows
 
 _TYPES = (torch.float32, torch.float64)
@@ -32,7 +32,7 @@ def patch_products(
     found = torch.empty(len(pixels), 3, dtype=torch.float64, device="cpu")
     _C.patch_gram_products(
         pixels.data_ptr(), outputs.data_ptr(), found.data_ptr(), len(pixels), pixels.shape[1],
-        outputs.shape[1], offsets, pixels.dtype == torch.float64, torch.get_num_threads(),
+        outputs.shape[1], offsets, pixels.dtype == torch.float64, loop_threads(),
     )  # fmt: skip
     product_, trace, _ = found.to(pixels.dtype).unbind(1)
     return product_, trace, found[:, 2]

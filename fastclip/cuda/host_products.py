@@ -1,7 +1,8 @@
 """Launchers of fastclip._C's products on a CPU: per-sample gradients with their norms, half Grams.
 
 They compute a sample on one thread, in vectors of the best instructions that the processor has, and
-decline fewer samples than threads, other types than float32, and what does not lie in memory.
+decline fewer samples than threads, other types than float32, what does not lie in memory, and shapes
+that do not belong together, which are the reference's to refuse.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastclip import _C
-from fastclip.cuda.memory import lies_on_host
+from fastclip.cuda.memory import lies_on_host, loop_threads
 from fastclip.ops.conv import ConvGeometry
 from fastclip.ops.grams import LastInput, strips_of
 
@@ -23,7 +24,7 @@ LANES: int = next(iter(_C.product_lanes()), 0)
 
 def _takes(*operands: Tensor) -> bool:
     plain = all(x.dtype == torch.float32 and lies_on_host(x) and x.numel() for x in operands)
-    return plain and len(operands[0]) >= torch.get_num_threads()
+    return plain and len(operands[0]) >= loop_threads()
 
 
 def _operand(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
@@ -41,20 +42,21 @@ def _positions(x: Tensor) -> tuple[Tensor, tuple[int, int, int], bool]:
 
 def wide_gradients(a: Tensor, g: Tensor) -> Tensor:
     """fastclip.ops.linear.wide_gradients."""
-    return gradients_with_norms(a, g)[0] if _takes(a, g) else NotImplemented
+    found = gradients_with_norms(a, g)
+    return found if found is NotImplemented else found[0]
 
 
 def gradients_with_norms(
     a: Tensor, g: Tensor, last_input: LastInput | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """fastclip.ops.linear.gradients_with_norms, all of it in one go."""
-    if not _takes(a, g):
+    if not _takes(a, g) or a.dim() != 3 or g.dim() != 3 or a.shape[:2] != g.shape[:2]:
         return NotImplemented
     (b, t, d), p = a.shape, g.shape[2]
     (a, of_a), (g, of_g) = _operand(a), _operand(g)
     found, norms = _empty(b, p, d), _empty(b, 3, dtype=torch.float64)
     _C.linear_gradients(
-        of_a, of_g, found.data_ptr(), norms.data_ptr(), b, t, d, p, LANES, torch.get_num_threads()
+        of_a, of_g, found.data_ptr(), norms.data_ptr(), b, t, d, p, LANES, loop_threads()
     )
     total, first, second = norms.float().unbind(1)
     return found, total, first, second
@@ -70,7 +72,7 @@ def conv_gradients_with_norms(
     x: Tensor, g: Tensor, geometry: ConvGeometry, last_input: LastInput | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """fastclip.ops.conv_gradients.conv_gradients_with_norms, where channels are of one group."""
-    if geometry.groups > 1 or not _takes(x, g):
+    if geometry.groups > 1 or not _takes(x, g) or not _slides(x, g, geometry):
         return NotImplemented
     x, g, b = x.contiguous(), g.contiguous(), len(x)
     out_channels, channels = geometry.weight_shape[:2]
@@ -81,7 +83,7 @@ def conv_gradients_with_norms(
     found, norms = _empty(b, *geometry.weight_shape), _empty(b, 3, dtype=torch.float64)
     _C.conv_gradients(
         x.data_ptr(), g.data_ptr(), found.data_ptr(), norms.data_ptr(), b, channels, out_channels,
-        sizes, LANES, torch.get_num_threads(),
+        sizes, LANES, loop_threads(),
     )  # fmt: skip
     total, first, second = norms.float().unbind(1)
     return found, total, first, second
@@ -89,21 +91,21 @@ def conv_gradients_with_norms(
 
 def wide_gram(x: Tensor) -> Tensor:
     """fastclip.ops.grams.wide_gram, of which half is computed, and no other half is left out."""
-    if not _takes(x):
+    if not _takes(x) or x.dim() != 3:
         return NotImplemented
     b, t, d = x.shape
     x, of_x, side_by_side = _positions(x)
     found = _empty(b, t, t)
     _C.half_gram(
         of_x, side_by_side, found.data_ptr(), b, t, d, strips_of(t), LANES,
-        torch.get_num_threads(),
+        loop_threads(),
     )  # fmt: skip
     return found
 
 
 def gram_dots(gram_a: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """fastclip.ops.grams.gram_dots; the Gram of g is never in memory."""
-    if not _takes(gram_a, g):
+    if not _takes(gram_a, g) or g.dim() != 3 or gram_a.shape != (*g.shape[:2], g.shape[1]):
         return NotImplemented
     b, t, p = g.shape
     gram_a = gram_a.contiguous()
@@ -111,10 +113,26 @@ def gram_dots(gram_a: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
     found = _empty(b, 4, dtype=torch.float64)
     _C.gram_dots(
         gram_a.data_ptr(), of_g, side_by_side, found.data_ptr(), b, t, p, LANES,
-        torch.get_num_threads(),
+        loop_threads(),
     )  # fmt: skip
     product, absolute, trace_a, trace_g = found.float().unbind(1)
     return product, absolute, trace_a, trace_g
+
+
+def _slides(x: Tensor, g: Tensor, geometry: ConvGeometry) -> bool:
+    """x and g are input and output of such a convolution."""
+    out_channels, channels = geometry.weight_shape[:2]
+    sides = zip(
+        x.shape[2:],
+        geometry.kernel,
+        geometry.stride,
+        geometry.padding,
+        geometry.dilation,
+        strict=False,
+    )
+    out = [(n + 2 * pad - d * (k - 1) - 1) // s + 1 for n, k, s, pad, d in sides]
+    same = tuple(g.shape) == (len(x), out_channels, *out)
+    return same and x.shape[1] == channels and x.dim() == 2 + len(geometry.kernel) <= 5
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where tensors lie, as fastclip._C takes it: addresses, device and stream as integers."""
+"""Where tensors lie, as fastclip._C takes it: addresses, device and stream as integers; and threads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fastclip._torch import is_functorch_wrapped
+from fastclip.forks import this_process
 
 
 def place(device: torch.device) -> dict[str, int]:
@@ -37,6 +38,14 @@ def lies_on_host(x: Tensor) -> bool:
         and not x.is_neg()
         and x.data_ptr() != 0
     )
+
+
+def loop_threads() -> int:
+    """Threads of a loop on the host: PyTorch's number, and those that it has.
+
+    A fork has one: the library that runs them waits for ever there for those that its parent had.
+    """
+    return 1 if this_process()[1] else torch.get_num_threads()
 
 
 def pointer(x: Tensor | None) -> int:

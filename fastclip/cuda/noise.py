@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fastclip import _C
-from fastclip.cuda.memory import is_plain, place, pointer
+from fastclip.cuda.memory import is_plain, loop_threads, place, pointer
 from fastclip.errors import ArgumentError
 from fastclip.noise import refuse_capture
 from fastclip.noise.forks import claim
@@ -113,7 +113,7 @@ def _draw(
         (pointer(total), out.data_ptr(), out.numel(), _SCALARS[out.dtype])
         for total, out in zip(totals, outs, strict=True)
     ]
-    here = {**place(device), "threads": torch.get_num_threads()}
+    here = {**place(device), "threads": loop_threads()}
     on_device = None
     if isinstance(std, Tensor):
         if std.numel() != 1:

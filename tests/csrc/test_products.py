@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -189,6 +191,14 @@ def test_what_is_declined(lanes: int) -> None:
             assert host.conv_gradients_with_norms(x.mT, own.mT, POINT) is NotImplemented
     with pytest.raises(ValueError, match="NotImplementedType"):  # vmap's own: no tensor came back
         torch.func.vmap(host.wide_gram)(a[None])
+    for x, y in ((a[:2], g), (a[:, :4], g), (a, g[0]), (a[0], g[0]), (a[None], g[None])):
+        assert host.gradients_with_norms(x, y) is NotImplemented
+        assert host.gram_dots(torch.randn(len(x), 5, 4), y) is NotImplemented
+        assert host.conv_gradients_with_norms(x.mT, y.mT, POINT) is NotImplemented
+    assert host.wide_gram(a[0]) is NotImplemented
+    for kernel, padding in ((1, 1), (2, 0), (3, 0)):  # another output's size
+        other = ConvGeometry((35, 9, kernel), (1,), (padding,), (1,), 1)
+        assert host.conv_gradients_with_norms(a.mT, g.mT, other) is NotImplemented
     groups = ConvGeometry((35, 3, 1), (1,), (0,), (1,), 3)
     assert host.conv_gradients_with_norms(a.mT, g.mT, groups) is NotImplemented
     before = torch.get_num_threads()
@@ -202,6 +212,24 @@ def test_what_is_declined(lanes: int) -> None:
 def test_vectors_that_the_processor_does_not_have() -> None:
     with pytest.raises(ValueError, match="no vectors of so many numbers"):
         _C.half_gram((0, 0, 0), False, 0, 0, 0, 0, 1, 5, 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.parametrize("used", ["by them", "by torch"])
+def test_a_fork_does_not_wait_for_threads_of_its_parent(used: str) -> None:
+    a, _ = operands((4, 40, 9, 35))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        expected = host.wide_gram(a) if used == "by them" else torch.randn(1 << 20).add_(1) * 0
+        child = os.fork()
+        if not child:
+            signal.alarm(30)  # a child that waits for ever ends so
+            found = host.wide_gram(a)
+            os._exit(0 if used == "by torch" or torch.equal(found, expected) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", host.PRODUCTS)
