@@ -69,7 +69,7 @@ def test_loops_of_the_extension() -> None:
     sizes = (b * t * (d + p) + b * p * d) * FLOAT, (b * t * d + b * t * t) * FLOAT
     assert places["linear.per_sample_gradients"]["bytes"] >= sizes[0]
     assert places["grams.half_gram"]["bytes"] == sizes[1]
-    assert set(cost.LOOP_FLOPS) >= set(LOOPS)
+    assert set(cost.LOOP_FLOPS) == LOOPS.keys() - {"draw_normals"}  # which is operators of torch
     assert found.total["flops"] == 2 * b * t * d * p + b * t * (t + 1) * (d + p)
 
 

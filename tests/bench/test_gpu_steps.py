@@ -41,8 +41,9 @@ def test_tiny_steps(task: str, mode: str) -> None:
     low, middle, high = row["step_s"]
     assert 0 < low <= middle <= high
     assert torch.tensor(row["loss"]).isfinite()
-    if mode == "fastclip":  # on the CPU both are the reference
-        assert row["gradient_error"] == row["gradient_error_of_reference"] < 0.5
+    if mode == "fastclip":  # on the CPU both are the reference, or loops that equal it
+        assert row["gradient_error"] == pytest.approx(row["gradient_error_of_reference"], rel=1e-5)
+        assert row["gradient_error"] < 0.5
         assert row["kernels"]["ghost_norm"].startswith("reference")
         assert any(layer["norm"] == "ghost" for layer in row["plan"])
         assert row["configurations"] == []  # nothing is searched on a CPU
