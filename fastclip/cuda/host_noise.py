@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastclip import _C
 from fastclip._torch import dispatch_modes, function_modes
-from fastclip.cuda.memory import lies_on_host
+from fastclip.cuda.memory import lies_on_host, loop_threads
 from fastclip.noise.forks import claim
 from fastclip.noise.source import SeededNoise
 
@@ -31,8 +31,8 @@ _PLAIN = SeededNoise.normal_
 
 def draw_normals(outs: list[Tensor], std: float, source: Any) -> None:
     """fastclip.ops.finalize.draw_normals, where PyTorch's generator draws enough for two threads."""
-    several = torch.get_num_threads() > 1 and sum(map(Tensor.numel, outs)) >= 2 * LEAST
-    if not several or type(source) is not SeededNoise or SeededNoise.normal_ is not _PLAIN:
+    own = type(source) is SeededNoise and getattr(source.normal_, "__func__", None) is _PLAIN
+    if not own or loop_threads() < 2 or sum(map(Tensor.numel, outs)) < 2 * LEAST:
         return NotImplemented
     if dispatch_modes() or function_modes():  # which would not hear of other threads
         return NotImplemented
@@ -48,7 +48,7 @@ def draw_normals(outs: list[Tensor], std: float, source: Any) -> None:
 def _draw_together(outs: list[Tensor], std: float, generator: torch.Generator) -> bool:
     """Whether it is done; else the generator stands where it stood."""
     numbers = sum(map(Tensor.numel, outs))
-    threads = min(torch.get_num_threads(), numbers // LEAST)
+    threads = min(loop_threads(), numbers // LEAST)
     if threads < 2 or type(generator) is not torch.Generator or generator.device.type != "cpu":
         return False
     parts = list(_parts([out.view(-1) for out in outs], -(-numbers // threads)))
