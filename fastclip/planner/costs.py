@@ -72,17 +72,26 @@ def cache_file(name: str) -> Path:
     return root / "fastclip" / f"costs-{re.sub('[^A-Za-z0-9]+', '-', name).strip('-')}.json"
 
 
-@cache
 def costs_of(device_type: str, index: int | None = None) -> Costs:
     """The rates of a device: measured ones if they were kept, else the built-in ones."""
-    default = _GPU if device_type == "cuda" else _HOST if has_loops("wide_gram") else Costs()
+    kept = kept_costs(device_type, index)
+    if kept is not None:
+        return kept
+    if device_type == "cuda":
+        return _GPU
+    return _HOST if has_loops("wide_gram") else Costs()
+
+
+@cache
+def kept_costs(device_type: str, index: int | None = None) -> Costs | None:
+    """The rates that were measured and kept, if any."""
     try:
         device = torch.device(device_type) if index is None else torch.device(device_type, index)
         name = device_name(device)
         saved = json.loads(cache_file(name).read_text())["costs"]
         return Costs(**{f.name: saved[f.name] for f in fields(Costs)})
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, AssertionError):
-        return default
+        return None
 
 
 def save(device: torch.device, costs: Costs) -> Path:
@@ -91,7 +100,7 @@ def save(device: torch.device, costs: Costs) -> Path:
     path = cache_file(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"device": name, "costs": asdict(costs)}, indent=1) + "\n")
-    costs_of.cache_clear()
+    kept_costs.cache_clear()
     return path
 
 

@@ -11,7 +11,7 @@ import torch
 from fastclip import Costs, Planner
 from fastclip.planner import __main__ as command
 from fastclip.planner import costs, costs_of
-from fastclip.planner.costs import cache_file, device_name, measure, save
+from fastclip.planner.costs import cache_file, device_name, kept_costs, measure, save
 
 CPU = torch.device("cpu")
 
@@ -19,15 +19,14 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    costs_of.cache_clear()
+    kept_costs.cache_clear()
     yield tmp_path
-    costs_of.cache_clear()
+    kept_costs.cache_clear()
 
 
 def test_loops_of_the_extension_have_rates_of_their_own(home: Path, monkeypatch) -> None:
     for looped in (True, False):
         monkeypatch.setattr(costs, "has_loops", lambda name, looped=looped: looped)
-        costs_of.cache_clear()
         assert costs_of("cpu") == (costs._HOST if looped else Costs())
 
 
@@ -41,7 +40,7 @@ def test_measured_rates_are_kept_and_used(home: Path) -> None:
     own = Costs(matmul=5.0)
     assert Planner(costs=own).rates(CPU) == own
     path.write_text("{broken")
-    costs_of.cache_clear()
+    kept_costs.cache_clear()
     assert costs_of("cpu") == built_in
 
 
