@@ -89,8 +89,8 @@ def _private() -> list[tuple[Any, str, str]]:
     from fastclip.uses.tap import UseBackward
 
     norms = [
-        *((ops, name) for name in ("wide_sum", "row_norm_sq", "per_sample_gradients")),
-        (ops, "conv_per_sample_gradients"), (ops.LastInput, "norm_sq"),
+        *((ops, name) for name in ("wide_sum", "row_norm_sq", "per_sample_gradients", "kept_gradients")),
+        (ops, "conv_per_sample_gradients"), (ops, "kept_conv_gradients"), (ops.LastInput, "norm_sq"),
         *((norm_backward, f"{kind}_norm_grads") for kind in ("layer", "rms", "group")),
         *((Contribution, name) for name in ("plan_linear", "plan_conv", "record")),
         (LookupRecord, "from_dense"), (UseBackward, "run"),
