@@ -90,10 +90,10 @@ def conv_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Squared norm of each sample's weight gradient, [b], by instantiating it a few at a time; with
     `keep`, that and the gradients, [b, *weight_shape], all of them."""
-    taps = torch.Size(geometry.kernel).numel()
     if keep:
-        gradients = conv_per_sample_gradients(x, g, geometry)
-        return (row_norm_sq(gradients).sqrt() + product_slack(x, g, taps)).square(), gradients
+        gradients, norm = kept_conv_gradients(x, g, geometry, LastInput())
+        return norm.raised(), gradients
+    taps = torch.Size(geometry.kernel).numel()
     rows = samples_at_once(torch.Size(geometry.weight_shape).numel(), x.device)
     parts = [
         row_norm_sq(conv_per_sample_gradients(xs, gs, geometry))

@@ -106,10 +106,10 @@ def instantiated_norm(a: Tensor, g: Tensor, keep: bool = False) -> Tensor | tupl
     Returns:
         [b]; with `keep`, that and the per-sample gradients [b, p, d].
     """
-    a, g = widen(a), widen(g)
     if keep:
-        grads = per_sample_gradients(a, g)
-        return (row_norm_sq(grads).sqrt() + product_slack(a, g)).square(), grads
+        gradients, norm = kept_gradients(a, g, LastInput())
+        return norm.raised(), gradients
+    a, g = widen(a), widen(g)
     b, rows = len(a), samples_at_once(a.shape[2] * g.shape[2], a.device)
     parts = [
         row_norm_sq(per_sample_gradients(x, y))

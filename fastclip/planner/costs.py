@@ -130,18 +130,10 @@ def measure(device: torch.device, scale: int | None = None) -> Costs:
     plain = flops / _seconds(lambda: ops.scaled_sum(a, g, ones), device)
 
     def keep() -> None:
-        if scratch:
-            gradients = ops.kept_gradients(a, g, ops.LastInput())[0]
-        else:
-            gradients = ops.instantiated_norm(a, g, True)[1]
-        ops.kept_sum(gradients, ones)
+        ops.kept_sum(ops.instantiated_norm(a, g, True)[1], ones)
 
     def keep_conv() -> None:
-        if scratch:
-            gradients = ops.kept_conv_gradients(x, y, geometry, ops.LastInput())[0]
-        else:
-            gradients = ops.conv_norm(x, y, geometry, True)[1]
-        ops.kept_sum(gradients, ones)
+        ops.kept_sum(ops.conv_norm(x, y, geometry, True)[1], ones)
 
     kept, conv = _seconds(keep, device), _seconds(keep_conv, device)
     return Costs(
