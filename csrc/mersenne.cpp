@@ -1,20 +1,28 @@
-// fastclip._C.mersenne_advanced: a state of PyTorch's CPU generator after so many words, without drawing
-// them. Whoever uses it compares what it says with the state that is reached (fastclip/noise/stream.py).
+// fastclip._C.mersenne_normals: what torch.Tensor.normal_ draws on a CPU, to the bit, in vectors and on
+// all threads. Whoever uses it holds a sample of it against normal_ first (fastclip/cuda/host_noise.py).
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "mersenne.hpp"
 #include "registry.hpp"
+#include "workers.hpp"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
+#define FASTCLIP_KNOWS_AVX2
+#endif
 
 namespace py = pybind11;
 
 namespace fastclip {
 namespace {
-
-constexpr int64_t kWords = 624, kShift = 397;  // of MT19937
-constexpr uint32_t kTwist = 0x9908b0dfu;
 
 // How torch.Generator.get_state lays a Mersenne Twister out, as far as it is one.
 struct State {
@@ -22,55 +30,86 @@ struct State {
   int32_t left;
   int32_t seeded;
   uint64_t next;
-  uint64_t words[kWords];
+  uint64_t words[Twister::kWords];
 };
 constexpr size_t kBytes = 5056;  // with what belongs to normals, which words do not touch
 
-inline uint32_t mixed(uint32_t high, uint32_t low, uint32_t far) {
-  const uint32_t both = (high & 0x80000000u) | (low & 0x7fffffffu);
-  return far ^ (both >> 1) ^ ((low & 1) ? kTwist : 0);
-}
-
-// The next 624 words in place of these.
-void renew(uint32_t* words) {
-  for (int64_t i = 0; i < kWords - kShift; ++i) words[i] = mixed(words[i], words[i + 1], words[i + kShift]);
-  for (int64_t i = kWords - kShift; i < kWords - 1; ++i) {
-    words[i] = mixed(words[i], words[i + 1], words[i + kShift - kWords]);
-  }
-  words[kWords - 1] = mixed(words[kWords - 1], words[0], words[kShift - 1]);
-}
-
-py::bytes mersenne_advanced(const std::string& bytes, int64_t count) {
+State read(const std::string& bytes) {
   State state;
-  if (bytes.size() != kBytes || count < 0) throw py::value_error("no state of a CPU generator of torch");
+  if (bytes.size() != kBytes) throw py::value_error("no state of a CPU generator of torch");
   std::memcpy(&state, bytes.data(), sizeof state);
-  if (state.left < 1 || state.left > kWords || state.next > kWords) {
+  if (state.left < 1 || state.left > Twister::kWords || state.next > Twister::kWords) {
     throw py::value_error("no state of a Mersenne Twister");
   }
-  const int64_t at_hand = state.left - 1;
-  if (count <= at_hand) {
-    state.left -= static_cast<int32_t>(count);
-    state.next += static_cast<uint64_t>(count);
-  } else {
-    const py::gil_scoped_release release;
-    const int64_t rest = count - at_hand, times = (rest + kWords - 1) / kWords;
-    uint32_t words[kWords];
-    for (int64_t i = 0; i < kWords; ++i) words[i] = static_cast<uint32_t>(state.words[i]);
-    for (int64_t i = 0; i < times; ++i) renew(words);
-    for (int64_t i = 0; i < kWords; ++i) state.words[i] = words[i];
-    const int64_t used = rest - (times - 1) * kWords;
-    state.left = static_cast<int32_t>(kWords + 1 - used);
-    state.next = static_cast<uint64_t>(used);
-  }
+  return state;
+}
+
+Twister twister_of(const State& state) {
+  Twister found;
+  std::copy(state.words, state.words + Twister::kWords, found.state);
+  found.used = Twister::kWords + 1 - state.left;
+  return found;
+}
+
+// A tensor's memory and its numbers, 16 or more.
+using Run = std::pair<uintptr_t, int64_t>;
+constexpr int64_t kRow = 16;
+
+// Words of a tensor: one a number, and a row more where the last numbers are not a row.
+int64_t words_of(int64_t numbers) { return numbers + (numbers % kRow ? kRow : 0); }
+
+#ifdef FASTCLIP_KNOWS_AVX2
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#pragma GCC optimize("fp-contract=off")
+#include "mersenne.inc"
+#pragma GCC pop_options
+
+// Whether `draw` runs here.
+bool knows() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+#else
+void go_on(Twister& twister, int64_t words) { twister.skip(words); }
+void draw(Twister, const std::vector<Run>&, float, int64_t, int64_t) {}
+bool knows() { return false; }
+#endif
+
+std::string after(const std::string& bytes, int64_t count) {
+  if (count < 0) throw py::value_error("a generator does not go back");
+  State state = read(bytes);
+  Twister twister = twister_of(state);
+  go_on(twister, count);
+  std::copy(twister.state, twister.state + Twister::kWords, state.words);
+  state.left = static_cast<int32_t>(Twister::kWords + 1 - twister.used);
+  if (count > 0) state.next = static_cast<uint64_t>(twister.used);
   std::string found = bytes;
   std::memcpy(&found[0], &state, sizeof state);
   return found;
 }
 
+void mersenne_normals(const std::string& bytes, const std::vector<Run>& runs, double std, int threads) {
+  if (!knows()) throw py::value_error("this processor has no AVX2");
+  const Twister twister = twister_of(read(bytes));
+  int64_t rows = 0;
+  for (const auto& [address, numbers] : runs) {
+    if (numbers < kRow || address == 0) throw py::value_error("a run has 16 numbers at least");
+    rows += numbers / kRow;
+  }
+  const py::gil_scoped_release release;
+  in_stretches(rows, threads, [&](int64_t first, int64_t last) {
+    draw(twister, runs, static_cast<float>(std), first, last);
+  });
+}
+
 const Binding binding([](py::module_& module) {
-  module.def("mersenne_advanced", &mersenne_advanced,
-             "The bytes of torch.Generator.get_state() after so many words of 32 bits.", py::arg("state"),
-             py::arg("words"));
+  module.def(
+      "mersenne_advanced",
+      [](const std::string& state, int64_t words) { return py::bytes(after(state, words)); },
+      "The bytes of torch.Generator.get_state() after so many words of 32 bits.", py::arg("state"),
+      py::arg("words"));
+  module.def("mersenne_has_normals", &knows, "Whether mersenne_normals runs on this processor.");
+  module.def("mersenne_normals", &mersenne_normals,
+             "Fill float32 runs (address, numbers) as normal_ does from a generator in this state.",
+             py::arg("state"), py::arg("runs"), py::arg("std"), py::arg("threads"));
 });
 
 }  // namespace

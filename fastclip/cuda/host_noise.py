@@ -1,15 +1,15 @@
-"""Normals of one CPU generator drawn on several threads: to the bit what one thread draws.
+"""Normals of a CPU generator in vectors and on all threads: to the bit what PyTorch draws of it on one.
 
-PyTorch draws normals on one thread, which for large models is a quarter of a step. A part of them can
-be drawn from a copy of the generator that stands where the part before it will end. Where that is, is
-foretold (a word for each number, csrc/mersenne.cpp) and not relied on: the copies' last states are
-compared with what was foretold, and if one differs the generator itself draws all of it again.
+PyTorch spends most of a normal on its call for a word, which for large models is a quarter of a step.
+csrc/mersenne.cpp makes the same words and the same normals of them. That they are the same is not
+relied on: PyTorch's last bits depend on how it was compiled, so a process holds a sample of both
+against each other before it draws the first, and where they differ PyTorch draws.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+import functools
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -22,107 +22,67 @@ from fastclip.cuda.memory import lies_on_host, loop_threads
 from fastclip.noise.forks import claim
 from fastclip.noise.source import SeededNoise
 
-LEAST = 2**18
-"""Numbers of a thread, of which fewer cost more than they save."""
+LEAST = 2**15
+"""Numbers of a thread, and of a draw, of which fewer cost more than they save."""
 _ROW = 16
 """PyTorch makes so many normals of as many words; the rest of a tensor takes another row."""
 _PLAIN = SeededNoise.normal_
+_SAMPLE = (16, 2**17, 999, 31)
 
 
 def draw_normals(outs: list[Tensor], std: float, source: Any) -> None:
-    """fastclip.ops.finalize.draw_normals, where PyTorch's generator draws enough for two threads."""
+    """fastclip.ops.finalize.draw_normals, where PyTorch's generator draws enough."""
     own = type(source) is SeededNoise and getattr(source.normal_, "__func__", None) is _PLAIN
-    if not own or loop_threads() < 2 or sum(map(Tensor.numel, outs)) < 2 * LEAST:
+    if not own or sum(map(Tensor.numel, outs)) < LEAST:
         return NotImplemented
-    if dispatch_modes() or function_modes():  # which would not hear of other threads
+    if dispatch_modes() or function_modes():  # which would not hear of it
         return NotImplemented
     generator = claim(source.generator, "noise") or torch.default_generator
     for fits, run in groupby(outs, _fits):
         together = list(run)
-        if not (fits and _draw_together(together, std, generator)):
+        if not (fits and is_faithful() and _draw_together(together, std, generator)):
             for out in together:
                 source.normal_(out, std)
     return None
 
 
-def _draw_together(outs: list[Tensor], std: float, generator: torch.Generator) -> bool:
-    """Whether it is done; else the generator stands where it stood."""
-    numbers = sum(map(Tensor.numel, outs))
-    threads = min(loop_threads(), numbers // LEAST)
-    if threads < 2 or type(generator) is not torch.Generator or generator.device.type != "cpu":
+@functools.cache
+def is_faithful() -> bool:
+    """Whether a sample of numbers, and the generator after them, are those of this PyTorch."""
+    ours, theirs = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    found = [torch.empty(count) for count in _SAMPLE]
+    if not _C.mersenne_has_normals() or not _draw_together(found, 1.7, ours):
         return False
-    parts = list(_parts([out.view(-1) for out in outs], -(-numbers // threads)))
-    states = [generator.get_state()]
+    expected = [torch.empty(count).normal_(0.0, 1.7, generator=theirs) for count in _SAMPLE]
+    bits = (x.view(torch.int32) for x in (torch.cat(found), torch.cat(expected)))
+    return torch.equal(*bits) and torch.equal(ours.get_state(), theirs.get_state())
+
+
+def _draw_together(outs: Sequence[Tensor], std: float, generator: torch.Generator) -> bool:
+    """Whether it is done; else the generator stands where it stood."""
+    if type(generator) is not torch.Generator or generator.device.type != "cpu":
+        return False
+    before = generator.get_state()
+    counts = [out.numel() for out in outs]
+    state = before.numpy().tobytes()
     try:
-        states += _foretold(states[0], parts)
+        after = _C.mersenne_advanced(state, sum(n + _ROW * (n % _ROW > 0) for n in counts))
     except ValueError:  # no generator that csrc/mersenne.cpp knows
         return False
-    generator.set_state(states[-1])  # whatever happens now, nothing is drawn twice
-    if all(map(torch.equal, _draw(parts, std, states[:-1]), states[1:])):
-        return True
-    generator.set_state(states[0])
-    return False
+    if not torch.equal(generator.get_state(), before):  # another thread draws from it
+        return False
+    # Whatever happens now, nothing is drawn twice.
+    generator.set_state(torch.frombuffer(bytearray(after), dtype=torch.uint8))
+    threads = max(1, min(loop_threads(), sum(counts) // LEAST))
+    runs = [(out.data_ptr(), count) for out, count in zip(outs, counts, strict=True)]
+    _C.mersenne_normals(state=state, runs=runs, std=std, threads=threads)
+    return True
 
 
 def _fits(out: Tensor) -> bool:
     floats = type(out) is Tensor and out.dtype == torch.float32 and out.numel() >= _ROW
     ours = floats and lies_on_host(out) and out.is_contiguous()
     return ours and not (out.is_inference() or out.requires_grad)
-
-
-def _parts(outs: list[Tensor], share: int) -> Iterator[list[Tensor]]:
-    """What each thread draws, in order. Tensors are cut between rows, so that their ends stay theirs."""
-    part: list[Tensor] = []
-    room = share
-    for out in outs:
-        while len(out) > room + _ROW:
-            cut = -(-room // _ROW) * _ROW
-            if cut:
-                part.append(out[:cut])
-            yield part
-            part, room, out = [], share, out[cut:]
-        part.append(out)
-        room -= len(out)
-    if part:
-        yield part
-
-
-def _foretold(state: Tensor, parts: list[list[Tensor]]) -> Iterator[Tensor]:
-    """Where the generator stands after each part."""
-    found = state.numpy().tobytes()
-    for part in parts:
-        words = sum(len(x) + _ROW * (len(x) % _ROW > 0) for x in part)
-        found = _C.mersenne_advanced(found, words)
-        yield torch.frombuffer(bytearray(found), dtype=torch.uint8)
-
-
-def _draw(parts: list[list[Tensor]], std: float, states: list[Tensor]) -> list[Tensor]:
-    """Each part from a generator and on a thread of its own; where the generators stand afterwards."""
-    generators = [torch.Generator() for _ in parts]
-    errors: list[BaseException] = []
-
-    def draw(part: list[Tensor], generator: torch.Generator, state: Tensor) -> None:
-        try:
-            generator.set_state(state)
-            for out in part:
-                out.normal_(0.0, std, generator=generator)
-        except BaseException as error:
-            errors.append(error)
-
-    jobs = list(zip(parts, generators, states, strict=True))
-    others = [threading.Thread(target=draw, args=job) for job in jobs[1:]]
-    begun = []
-    try:
-        for thread in others:
-            thread.start()
-            begun.append(thread)
-        draw(*jobs[0])
-    finally:
-        for thread in begun:
-            thread.join()
-    if errors:
-        raise errors[0]
-    return [generator.get_state() for generator in generators]
 
 
 NORMALS = {"draw_normals": draw_normals}

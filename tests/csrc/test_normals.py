@@ -1,4 +1,4 @@
-"""Normals that several threads draw from one generator are those that one thread draws, to the bit."""
+"""Normals that fastclip._C draws from a generator are those that PyTorch draws, to the bit."""
 
 from __future__ import annotations
 
@@ -84,19 +84,39 @@ def test_states_that_are_foretold(words: int) -> None:
         _C.mersenne_advanced(b"too short", 1)
     with pytest.raises(ValueError, match="no state"):
         _C.mersenne_advanced(b"\xff" * 5056, 1)
+    with pytest.raises(ValueError, match="go back"):
+        _C.mersenne_advanced(generator.get_state().numpy().tobytes(), -1)
 
 
-def test_a_wrong_guess_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Had torch another algorithm: the generator draws all of it, from where it stood."""
-    own = _C.mersenne_advanced
+class Core:
+    """fastclip._C, of which a function is another."""
 
-    class Wrong:
-        @staticmethod
-        def mersenne_advanced(state: bytes, words: int) -> bytes:
-            return own(state, words + 1)
+    def __init__(self, **replaced: Callable) -> None:
+        self.__dict__.update(replaced)
 
-    monkeypatch.setattr(host, "_C", Wrong)
-    ours, theirs = generators()
+    def __getattr__(self, name: str) -> object:
+        return getattr(_C, name)
+
+
+def test_the_sample_finds_another_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Had torch other words, other normals, or this processor no vectors: torch draws."""
+    look = host.is_faithful.__wrapped__
+    assert look()
+    others = {
+        "mersenne_advanced": lambda state, words: _C.mersenne_advanced(state, words + 1),
+        "mersenne_normals": lambda std, **rest: _C.mersenne_normals(std=std * (1 + 1e-6), **rest),
+        "mersenne_has_normals": lambda: False,
+    }
+    for name, other in others.items():
+        monkeypatch.setattr(host, "_C", Core(**{name: other}))
+        assert not look(), name
+    monkeypatch.setattr(host, "_C", Core(mersenne_normals=pytest.fail))
+    monkeypatch.setattr(host, "is_faithful", lambda: False)
+    check(*generators())
+
+
+def check(ours: torch.Generator, theirs: torch.Generator) -> None:
+    """Both draw the same, and stand in one place."""
     found, expected = empty(SHAPES["rests"]), empty(SHAPES["rests"])
     assert host.draw_normals(found, 1.0, SeededNoise(ours)) is None
     one_thread(expected, 1.0, SeededNoise(theirs))
@@ -104,22 +124,50 @@ def test_a_wrong_guess_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(ours.get_state(), theirs.get_state())
 
 
-def test_an_error_of_a_thread_is_raised_and_no_number_comes_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Interrupted(BaseException):
-        pass
+def test_another_thread_that_draws_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers are not drawn again: torch draws the noise from where it left the generator."""
+    ours, theirs = generators()
 
-    def fails(self: Tensor, *args: object, **kwargs: object) -> Tensor:
-        raise Interrupted
+    def advanced(state: bytes, words: int) -> bytes:
+        torch.empty(5).uniform_(generator=ours)
+        return _C.mersenne_advanced(state, words)
 
+    host.is_faithful()
+    monkeypatch.setattr(host, "_C", Core(mersenne_advanced=advanced))
+    torch.empty(5).uniform_(generator=theirs)
+    check(ours, theirs)
+
+
+def test_no_number_comes_again_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    host.is_faithful()
     ours, theirs = generators()
     one_thread(empty(SHAPES["rests"]), 1.0, SeededNoise(theirs))
-    outs = empty(SHAPES["rests"])
-    monkeypatch.setattr(Tensor, "normal_", fails)
-    with pytest.raises(Interrupted):
-        host.draw_normals(outs, 1.0, SeededNoise(ours))
+    monkeypatch.setattr(host, "_C", Core(mersenne_normals=fails))
+    with pytest.raises(KeyboardInterrupt):
+        host.draw_normals(empty(SHAPES["rests"]), 1.0, SeededNoise(ours))
     assert torch.equal(ours.get_state(), theirs.get_state())
+
+
+def test_runs_that_are_none() -> None:
+    state = torch.Generator().get_state().numpy().tobytes()
+    kept = torch.zeros(16)
+    for run in ((kept.data_ptr(), 15), (0, 16)):
+        with pytest.raises(ValueError, match="16 numbers at least"):
+            _C.mersenne_normals(state=state, runs=[run], std=1.0, threads=1)
+    assert not kept.any()
+
+
+def test_every_radius_and_angle() -> None:
+    """2^24 of both there are; of 2^25 words each, few are not among them."""
+    ours, theirs = generators()
+    found, expected = empty([(2**23,)]), empty([(2**23,)])
+    for _ in range(8):
+        assert host.draw_normals(found, 0.37, SeededNoise(ours)) is None
+        one_thread(expected, 0.37, SeededNoise(theirs))
+        assert torch.equal(found[0].view(torch.int32), expected[0].view(torch.int32))
 
 
 class Silent(SeededNoise):
@@ -163,7 +211,7 @@ def test_what_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
         assert host.draw_normals(outs, 1.0, source) is NotImplemented
     with Hears():
         assert host.draw_normals(outs, 1.0, seeded) is NotImplemented
-    assert host.draw_normals([torch.empty(100)], 1.0, seeded) is NotImplemented  # too few
+    assert host.draw_normals([torch.empty(63)], 1.0, seeded) is NotImplemented  # too few
     for replaced in (SeededNoise, seeded):
         with monkeypatch.context() as patch:
             patch.setattr(replaced, "normal_", lambda *args: None)
@@ -178,8 +226,9 @@ def test_it_serves_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     like = [torch.zeros(20, 30), torch.zeros(1000), torch.zeros(16)]
     drawn = []
-    own = host._draw
-    monkeypatch.setattr(host, "_draw", lambda *args: drawn.append(1) or own(*args))
+    own = host._draw_together
+    assert host.is_faithful()
+    monkeypatch.setattr(host, "_draw_together", lambda *args: drawn.append(1) or own(*args))
     ours, theirs = generators()
     found = ops.noise_finalize([None] * 3, like, 2.0, 4.0, SeededNoise(ours))
     with use_backend("reference"):
