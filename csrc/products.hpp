@@ -35,6 +35,7 @@ struct ProductLoops {
   void (*fill_below)(float* gram, int64_t t, int64_t strips);
   void (*gram_product)(const float* x, const float* y, int64_t step, int64_t t, double* out);
   double (*squares)(const float* x, int64_t n);
+  void (*add_scaled)(const float* x, float scale, int64_t n, float* to);
 };
 
 // Those with vectors of so many float32 numbers, 8 (AVX2) or 16 (AVX-512); null where this processor,

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdlib>
@@ -58,6 +59,23 @@ Rows rows_of(const Operand& x, int64_t sample, int64_t columns) {
   return {floats_at(address) + sample * of_sample, of_row, columns};
 }
 
+// Gradients [samples, size] in parts of so many samples: the address of each part.
+struct Parts {
+  const std::vector<uintptr_t>& addresses;
+  int64_t each, size;
+
+  float* of(int64_t sample) const {
+    float* const part = reinterpret_cast<float*>(addresses[static_cast<size_t>(sample / each)]);
+    return part + sample % each * size;
+  }
+};
+
+Parts parts_of(const std::vector<uintptr_t>& addresses, int64_t each, int64_t samples, int64_t size) {
+  const bool enough = each > 0 && static_cast<int64_t>(addresses.size()) * each >= samples;
+  if (!enough) throw py::value_error("the parts do not hold so many samples");
+  return {addresses, each, size};
+}
+
 double squares_of(const ProductLoops& loops, const Rows& x, int64_t rows) {
   if (x.step == x.columns) return loops.squares(x.values, rows * x.columns);
   double total = 0;
@@ -65,14 +83,14 @@ double squares_of(const ProductLoops& loops, const Rows& x, int64_t rows) {
   return total;
 }
 
-void linear_gradients(const Operand& a, const Operand& g, uintptr_t out, uintptr_t norms, int64_t samples,
-                      int64_t t, int64_t d, int64_t p, int lanes, int threads) {
+void linear_gradients(const Operand& a, const Operand& g, const std::vector<uintptr_t>& out, int64_t each,
+                      uintptr_t norms, int64_t samples, int64_t t, int64_t d, int64_t p, int lanes, int threads) {
   const ProductLoops& loops = loops_of(lanes);
+  const Parts parts = parts_of(out, each, samples, p * d);
   for_samples(samples, threads, loops.panel_scratch(t), [&](int64_t n, float* scratch) {
     const Rows own_a = rows_of(a, n, d), own_g = rows_of(g, n, p);
-    float* const gradient = reinterpret_cast<float*>(out) + n * p * d;
     double* const found = reinterpret_cast<double*>(norms) + 3 * n;
-    found[0] = loops.linear_gradient(own_a, own_g, t, gradient, scratch);
+    found[0] = loops.linear_gradient(own_a, own_g, t, parts.of(n), scratch);
     found[1] = squares_of(loops, own_a, t);
     found[2] = squares_of(loops, own_g, t);
   });
@@ -80,8 +98,8 @@ void linear_gradients(const Operand& a, const Operand& g, uintptr_t out, uintptr
 
 using Three = std::array<int64_t, 3>;
 
-void conv_gradients(uintptr_t x, uintptr_t g, uintptr_t out, uintptr_t norms, int64_t samples,
-                    int64_t channels, int64_t out_channels, const std::array<Three, 6>& sizes, int lanes,
+void conv_gradients(uintptr_t x, uintptr_t g, const std::vector<uintptr_t>& out, int64_t each,
+                    uintptr_t norms, int64_t samples, int64_t channels, int64_t out_channels, const std::array<Three, 6>& sizes, int lanes,
                     int threads) {
   const ProductLoops& loops = loops_of(lanes);
   Convolution conv{channels, out_channels, {}, {}, {}, {}, {}, {}};
@@ -89,13 +107,34 @@ void conv_gradients(uintptr_t x, uintptr_t g, uintptr_t out, uintptr_t norms, in
   for (size_t kind = 0; kind < 6; ++kind) std::copy(sizes[kind].begin(), sizes[kind].end(), kinds[kind]);
   const int64_t of_x = channels * conv.pixels(), of_g = out_channels * conv.positions();
   const int64_t weights = out_channels * channels * conv.taps();
+  const Parts parts = parts_of(out, each, samples, weights);
   for_samples(samples, threads, loops.conv_scratch(conv), [&](int64_t n, float* scratch) {
-    float* const gradient = reinterpret_cast<float*>(out) + n * weights;
+    float* const gradient = parts.of(n);
     loops.conv_gradient(floats_at(x) + n * of_x, floats_at(g) + n * of_g, conv, gradient, scratch);
     double* const found = reinterpret_cast<double*>(norms) + 3 * n;
     found[0] = loops.squares(gradient, weights);
     found[1] = loops.squares(floats_at(x) + n * of_x, of_x);
     found[2] = loops.squares(floats_at(g) + n * of_g, of_g);
+  });
+}
+
+// sum_b scale_b of gradients in parts, a stretch after the other; what has the scale 0 is not looked at.
+void weighted_sum(const std::vector<uintptr_t>& gradients, int64_t each, uintptr_t scale, uintptr_t out,
+                  int64_t samples, int64_t size, int lanes, int threads) {
+  constexpr int64_t kStretch = 2048;  // of which the sum stays in the nearest cache
+  const ProductLoops& loops = loops_of(lanes);
+  const Parts parts = parts_of(gradients, each, samples, size);
+  const float* const scales = floats_at(scale);
+  const py::gil_scoped_release release;
+  in_stretches((size + kStretch - 1) / kStretch, threads, [&](int64_t first, int64_t last) {
+    for (int64_t i = first * kStretch; i < std::min(last * kStretch, size); i += kStretch) {
+      const int64_t count = std::min(kStretch, size - i);
+      float* const to = reinterpret_cast<float*>(out) + i;
+      std::fill(to, to + count, 0.0f);
+      for (int64_t n = 0; n < samples; ++n) {
+        if (scales[n] != 0) loops.add_scaled(parts.of(n) + i, scales[n], count, to);
+      }
+    }
   });
 }
 
@@ -134,15 +173,18 @@ const Binding binding([](py::module_& module) {
              "float32 numbers of the vectors that this processor can compute products in, best first.");
   module.def("linear_gradients", &linear_gradients,
              "g_b^T a_b for a [samples, t, d] and g [samples, t, p], each (address, step of a sample, "
-             "step of a row): out [samples, p, d], and norms, float64 [samples, 3]: squared norms of "
-             "the gradient, of a and of g.",
-             arg("a"), arg("g"), arg("out"), arg("norms"), arg("samples"), arg("t"), arg("d"), arg("p"),
+             "step of a row): out [samples, p, d] in parts of `each` samples, and norms, float64 "
+             "[samples, 3]: squared norms of the gradient, of a and of g.",
+             arg("a"), arg("g"), arg("out"), arg("each"), arg("norms"), arg("samples"), arg("t"), arg("d"), arg("p"),
              arg("lanes"), arg("threads"));
   module.def("conv_gradients", &conv_gradients,
              "The same for the weights of a convolution; x and g are contiguous. sizes: in, out, kernel, "
              "stride, padding and dilation, of three dimensions.",
-             arg("x"), arg("g"), arg("out"), arg("norms"), arg("samples"), arg("channels"),
+             arg("x"), arg("g"), arg("out"), arg("each"), arg("norms"), arg("samples"), arg("channels"),
              arg("out_channels"), arg("sizes"), arg("lanes"), arg("threads"));
+  module.def("weighted_sum", &weighted_sum,
+             "sum_b scale_b x_b of x [samples, size] in parts of `each` samples: out [size].", arg("gradients"),
+             arg("each"), arg("scale"), arg("out"), arg("samples"), arg("size"), arg("lanes"), arg("threads"));
   module.def("half_gram", &half_gram,
              "Gram of x [samples, t, d], or [samples, d, t] where positions lie side by side, on and "
              "above the diagonal; below it mirrored within so many strips of rows, else 0.",

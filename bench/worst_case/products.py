@@ -15,10 +15,10 @@ from bench.worst_case.genome import Choice, Count, Gene, Genome, Space
 from bench.worst_case.operands import in_batch, pair, pair_genes
 from bench.worst_case.ratios import THRESHOLD_GENES, Ratios, of_record
 from fastclip import ops
-from fastclip.layers import KeptRecord, LinearRecord, LookupRecord, Record, joint_record
+from fastclip.layers import LinearRecord, LookupRecord, Record, joint_record
 from fastclip.layers.folded import FoldedRecord
 from fastclip.layers.linear import linear_record
-from fastclip.layers.records import ViewedRecord
+from fastclip.layers.records import ViewedRecord, kept_record
 from fastclip.ops.units import UnitRows
 from fastclip.planner import Choice as Plan
 from fastclip.planner import Planner
@@ -85,7 +85,7 @@ def _twice(ghost: bool) -> Make:
 def _mixed(a: Tensor, g: Tensor) -> Record:
     """One half as operands, the other as gradients that are there."""
     (a1, a2), (g1, g2) = halves(a), halves(g)
-    kept = KeptRecord(*ops.kept_gradients(a2, g2, ops.LastInput()))
+    kept = kept_record(*ops.kept_gradients(a2, g2, ops.LastInput()))
     return joint_record([LinearRecord(a1, g1), kept], NOTHING_KEPT)
 
 

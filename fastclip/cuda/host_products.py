@@ -7,7 +7,7 @@ that do not belong together, which are the reference's to refuse.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,20 @@ from fastclip.ops.grams import LastInput, strips_of
 
 LANES: int = next(iter(_C.product_lanes()), 0)
 """Numbers of a vector; 0 where the processor has none that serve."""
+PART = 2 << 20
+"""Bytes of gradients that lie together: smaller than activations, into whose places they go."""
+
+
+Gradients = tuple[list[Tensor], Tensor, Tensor, Tensor]
+"""Of all samples, in parts; squared norms [b]: of them, and of both operands."""
 
 
 def _takes(*operands: Tensor) -> bool:
-    plain = all(x.dtype == torch.float32 and lies_on_host(x) and x.numel() for x in operands)
-    return plain and len(operands[0]) >= loop_threads()
+    return _lie_here(*operands) and len(operands[0]) >= loop_threads()
+
+
+def _lie_here(*operands: Tensor) -> bool:
+    return all(x.dtype == torch.float32 and lies_on_host(x) and x.numel() for x in operands)
 
 
 def _operand(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
@@ -42,36 +51,43 @@ def _positions(x: Tensor) -> tuple[Tensor, tuple[int, int, int], bool]:
 
 def wide_gradients(a: Tensor, g: Tensor) -> Tensor:
     """fastclip.ops.linear.wide_gradients."""
-    found = gradients_with_norms(a, g)
-    return found if found is NotImplemented else found[0]
+    found = _linear_gradients(a, g, len(a))
+    return found if found is NotImplemented else found[0][0]
 
 
-def gradients_with_norms(
-    a: Tensor, g: Tensor, last_input: LastInput | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def gradients_with_norms(a: Tensor, g: Tensor, last_input: LastInput) -> Gradients:
     """fastclip.ops.linear.gradients_with_norms, all of it in one go."""
+    return _linear_gradients(a, g, _together(a.shape[-1] * g.shape[-1]))
+
+
+def _linear_gradients(a: Tensor, g: Tensor, each: int) -> Gradients:
     if not _takes(a, g) or a.dim() != 3 or g.dim() != 3 or a.shape[:2] != g.shape[:2]:
         return NotImplemented
     (b, t, d), p = a.shape, g.shape[2]
     (a, of_a), (g, of_g) = _operand(a), _operand(g)
-    found, norms = _empty(b, p, d), _empty(b, 3, dtype=torch.float64)
+    found, norms = _parts(b, each, p, d), _empty(b, 3, dtype=torch.float64)
     _C.linear_gradients(
-        of_a, of_g, found.data_ptr(), norms.data_ptr(), b, t, d, p, LANES, loop_threads()
-    )
+        of_a, of_g, _addresses(found), len(found[0]), norms.data_ptr(), b, t, d, p, LANES,
+        loop_threads(),
+    )  # fmt: skip
     total, first, second = norms.float().unbind(1)
     return found, total, first, second
 
 
 def wide_conv_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     """fastclip.ops.conv_gradients.wide_conv_gradients."""
-    found = conv_gradients_with_norms(x, g, geometry)
-    return found if found is NotImplemented else found[0]
+    found = _conv_gradients(x, g, geometry, len(x))
+    return found if found is NotImplemented else found[0][0]
 
 
 def conv_gradients_with_norms(
-    x: Tensor, g: Tensor, geometry: ConvGeometry, last_input: LastInput | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, g: Tensor, geometry: ConvGeometry, last_input: LastInput
+) -> Gradients:
     """fastclip.ops.conv_gradients.conv_gradients_with_norms, where channels are of one group."""
+    return _conv_gradients(x, g, geometry, _together(torch.Size(geometry.weight_shape).numel()))
+
+
+def _conv_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry, each: int) -> Gradients:
     if geometry.groups > 1 or not _takes(x, g) or not _slides(x, g, geometry):
         return NotImplemented
     x, g, b = x.contiguous(), g.contiguous(), len(x)
@@ -80,13 +96,30 @@ def conv_gradients_with_norms(
         _three(x.shape[2:], 1), _three(g.shape[2:], 1), _three(geometry.kernel, 1),
         _three(geometry.stride, 1), _three(geometry.padding, 0), _three(geometry.dilation, 1),
     ]  # fmt: skip
-    found, norms = _empty(b, *geometry.weight_shape), _empty(b, 3, dtype=torch.float64)
+    found, norms = _parts(b, each, *geometry.weight_shape), _empty(b, 3, dtype=torch.float64)
     _C.conv_gradients(
-        x.data_ptr(), g.data_ptr(), found.data_ptr(), norms.data_ptr(), b, channels, out_channels,
-        sizes, LANES, loop_threads(),
+        x.data_ptr(), g.data_ptr(), _addresses(found), len(found[0]), norms.data_ptr(), b, channels,
+        out_channels, sizes, LANES, loop_threads(),
     )  # fmt: skip
     total, first, second = norms.float().unbind(1)
     return found, total, first, second
+
+
+def parted_sum(parts: Sequence[Tensor], scale: Tensor) -> Tensor:
+    """fastclip.ops.kept.parted_sum, of parts that lie in memory."""
+    if type(parts) is not list or not parts or not (lies_on_host(scale) and _lie_here(*parts)):
+        return NotImplemented
+    (each, *shape), lengths = parts[0].shape, [len(part) for part in parts]
+    alike = all(part.is_contiguous() and list(part.shape[1:]) == shape for part in parts)
+    in_order = lengths[:-1] == [each] * (len(parts) - 1) and lengths[-1] <= each
+    if not (alike and in_order and scale.shape == (sum(lengths),)):
+        return NotImplemented
+    scale, found = scale.to(torch.float32).contiguous(), _empty(*shape)
+    _C.weighted_sum(
+        _addresses(parts), each, scale.data_ptr(), found.data_ptr(), len(scale), found.numel(), LANES,
+        loop_threads(),
+    )  # fmt: skip
+    return found
 
 
 def wide_gram(x: Tensor) -> Tensor:
@@ -135,6 +168,20 @@ def _slides(x: Tensor, g: Tensor, geometry: ConvGeometry) -> bool:
     return same and x.shape[1] == channels and x.dim() == 2 + len(geometry.kernel) <= 5
 
 
+def _together(size: int) -> int:
+    """Samples of a part whose gradients have `size` numbers."""
+    return max(1, PART // (4 * max(1, size)))
+
+
+def _parts(samples: int, each: int, *shape: int) -> list[Tensor]:
+    """Room for the gradients of the samples, some after the other."""
+    return [_empty(min(each, samples - first), *shape) for first in range(0, samples, each)]
+
+
+def _addresses(parts: Sequence[Tensor]) -> list[int]:
+    return [part.data_ptr() for part in parts]
+
+
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="cpu")
 
@@ -145,8 +192,8 @@ def _three(sizes: tuple[int, ...], of_others: int) -> tuple[int, ...]:
 
 
 _ALL: list[Callable[..., Any]] = [
-    wide_gradients, gradients_with_norms, wide_conv_gradients, conv_gradients_with_norms, wide_gram,
-    gram_dots,
+    wide_gradients, gradients_with_norms, wide_conv_gradients, conv_gradients_with_norms, parted_sum,
+    wide_gram, gram_dots,
 ]  # fmt: skip
 PRODUCTS = {launcher.__name__: launcher for launcher in _ALL} if LANES else {}
 """Operation of fastclip.ops -> launcher."""

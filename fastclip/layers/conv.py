@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastclip import ops
 from fastclip.layers.operand import autocast_operand
-from fastclip.layers.records import ConvRecord, InstantiatedRecord, KeptRecord, Record
+from fastclip.layers.records import ConvRecord, InstantiatedRecord, KeptRecord, Record, kept_record
 from fastclip.layers.rule import LayerCall, LayerRule, Plans, register_rule
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -70,7 +70,7 @@ def conv_record(call: Plans, x: Tensor, g: Tensor, geometry: ops.ConvGeometry) -
     if x.element_size() == 2 and not ops.computes_reference(x):
         # Products of 16-bit operands on tensor cores, and their norm in the same pass.
         return InstantiatedRecord(*ops.conv_norm(x, g, geometry, keep=True))
-    return KeptRecord(*ops.kept_conv_gradients(x, g, geometry, call.last_input))
+    return kept_record(*ops.kept_conv_gradients(x, g, geometry, call.last_input))
 
 
 def pad_explicitly(module: nn.Conv2d, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.layers.record import Record, norm_apart, sum_apart
+from fastclip.layers.record import Record, norm_apart
 from fastclip.ops.units import UnitRows
 from fastclip.samples.place import Place
 
@@ -27,7 +27,7 @@ class FoldedRecord(Record):
         return norm_apart(self)
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
-        return sum_apart(self.apart(), scale)
+        return ops.parted_sum(self.apart(), scale)
 
     def per_sample(self) -> Tensor:
         own = self.record.per_sample()

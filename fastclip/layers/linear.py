@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from fastclip import ops
 from fastclip.layers.operand import autocast_operand
-from fastclip.layers.records import InstantiatedRecord, KeptRecord, LinearRecord, Record
+from fastclip.layers.records import (
+    InstantiatedRecord,
+    KeptRecord,
+    LinearRecord,
+    Record,
+    kept_record,
+)
 from fastclip.layers.rule import LayerCall, LayerRule, Plans, register_rule
 
 
@@ -75,7 +81,7 @@ def linear_record(
         if a.element_size() == 2 and not ops.computes_reference(a):
             # Products of 16-bit operands on tensor cores, and their norm in the same pass.
             return InstantiatedRecord(*ops.instantiated_norm(*pair, keep=True))
-        return KeptRecord(*ops.kept_gradients(*pair, call.last_input))
+        return kept_record(*ops.kept_gradients(*pair, call.last_input))
     return LinearRecord(a, g, ghost=choice.ghost, transposed=transposed, keep=keep)
 
 

@@ -12,7 +12,7 @@ not, and bounds the sum only if that adds up the same numbers, computed in the s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -94,17 +94,6 @@ def norm_apart(record: Record) -> Tensor:
     return norm_sq if slack is None else (norm_sq.sqrt() + slack).square()
 
 
-def sum_apart(parts: Iterable[Tensor], scale: Tensor) -> Tensor:
-    """sum_b scale_b times sample b's gradient, of `parts` in the order of the samples; scale is [b]."""
-    total, first = None, 0
-    for gradients in parts:
-        own = ops.kept_sum(gradients, scale[first : first + len(gradients)])
-        total = own if total is None else total.add_(own)
-        first += len(gradients)
-    assert total is not None
-    return total
-
-
 def join(records: list[Record], record: Record) -> None:
     """Add a contribution to those of the same parameter: to the first that it makes one record with."""
     for i, held in enumerate(records):
@@ -159,6 +148,30 @@ class KeptRecord(Record):
 
     def slack(self) -> Tensor | None:
         return self._hidden.slack() if isinstance(self._hidden, ops.ProductNorm) else self._hidden
+
+
+class PartedRecord(KeptRecord):
+    """Per-sample gradients with their norms, some samples after the other: a large piece of memory
+    would not find room among what is freed meanwhile."""
+
+    def __init__(self, parts: Sequence[Tensor], norm: ops.ProductNorm) -> None:
+        Record.__init__(self, *parts)
+        self.parts, self._hidden = list(parts), norm
+
+    @property
+    def gradients(self) -> Tensor:  # type: ignore[override]
+        return ops.whole(self.parts)
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        return ops.parted_sum(self.parts, scale)
+
+    def apart(self) -> Iterator[Tensor]:
+        yield from self.parts
+
+
+def kept_record(parts: Sequence[Tensor], norm: ops.ProductNorm) -> KeptRecord:
+    """The record of gradients that `ops.kept_gradients` has computed."""
+    return KeptRecord(parts[0], norm) if len(parts) == 1 else PartedRecord(parts, norm)
 
 
 class InstantiatedRecord(KeptRecord):

@@ -14,8 +14,8 @@ from fastclip.layers.record import (
     Record,
     ViewedRecord,
     join,
+    kept_record,
     norm_apart,
-    sum_apart,
 )
 from fastclip.layers.unit_record import LaidRecord, UnitRecord
 from fastclip.ops.units import Layout, UnitRows
@@ -29,6 +29,7 @@ __all__ = [
     "Record",
     "ViewedRecord",
     "join",
+    "kept_record",
 ]
 
 
@@ -60,7 +61,7 @@ class LinearRecord(LaidRecord):
     def clipped_sum(self, scale: Tensor) -> Tensor:
         if self.ghost:
             return ops.scaled_sum(*self.pair(), scale)
-        return sum_apart(self.apart(), scale)
+        return ops.parted_sum(self.apart(), scale)
 
     @property
     def instantiates(self) -> bool:  # type: ignore[override]
@@ -117,7 +118,7 @@ class ConvRecord(LaidRecord):
     def clipped_sum(self, scale: Tensor) -> Tensor:
         if self.ghost:
             return ops.conv_sum(self.x, self.g, scale, self.geometry)
-        return sum_apart(self.apart(), scale)
+        return ops.parted_sum(self.apart(), scale)
 
     @property
     def instantiates(self) -> bool:  # type: ignore[override]
@@ -151,7 +152,7 @@ class UnitConvRecord(Record):
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
         if not self.ghost:
-            return sum_apart(self.apart(), scale)
+            return ops.parted_sum(self.apart(), scale)
         rows = scale.repeat_interleave(self.x.shape[1])
         return ops.conv_sum(self.x.flatten(0, 1), self.g.flatten(0, 1), rows, self.geometry)
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.layers.record import sum_apart
 from fastclip.layers.records import LinearRecord, LookupRecord, Record
 from fastclip.layers.unit_record import UnitRecord, added, of_one_kind
 from fastclip.ops.units import Layout
@@ -145,7 +144,7 @@ class InstantiatedTogether(_Together):
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
-        return sum_apart(self.apart(), scale)
+        return ops.parted_sum(self.apart(), scale)
 
     def apart(self) -> Iterator[Tensor]:
         for records in self._pieces():

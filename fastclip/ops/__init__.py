@@ -39,7 +39,7 @@ from fastclip.ops.embedding import (
 from fastclip.ops.finalize import check_floating, check_std, fill_normal, noise_finalize
 from fastclip.ops.grams import LastInput, half_gram
 from fastclip.ops.index import index_on
-from fastclip.ops.kept import kept_sum, kept_sums
+from fastclip.ops.kept import kept_sum, kept_sums, parted_sum, whole
 from fastclip.ops.linear import (
     LAYERS_TOGETHER,
     begin_ghost_norm,
@@ -133,6 +133,7 @@ __all__ = [
     "lookup_slack",
     "lookup_sum",
     "noise_finalize",
+    "parted_sum",
     "patch_products",
     "per_sample_gradients",
     "product_slack",
@@ -152,6 +153,7 @@ __all__ = [
     "threshold_step",
     "tied_norm",
     "unit_roundoff",
+    "whole",
     "wide_sum",
     "widen",
 ]

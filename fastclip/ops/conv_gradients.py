@@ -15,6 +15,7 @@ from fastclip.ops.bounds import ProductNorm, product_slack
 from fastclip.ops.conv import ConvGeometry, strided
 from fastclip.ops.dispatch import computes_reference, host_operation, operation
 from fastclip.ops.grams import LastInput
+from fastclip.ops.kept import whole
 from fastclip.ops.numerics import drop_zeroed, row_norm_sq, samples_at_once, widen
 from fastclip.ops.precision import in_full_float32
 
@@ -26,8 +27,8 @@ def conv_per_sample_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> T
 
 def kept_conv_gradients(
     x: Tensor, g: Tensor, geometry: ConvGeometry, last_input: LastInput
-) -> tuple[Tensor, ProductNorm]:
-    """The same with their norms, to be raised with others."""
+) -> tuple[list[Tensor], ProductNorm]:
+    """The same in parts, some samples after the other, with their norms, to be raised with others."""
     found, total, of_x, of_g = conv_gradients_with_norms(widen(x), widen(g), geometry, last_input)
     return found, ProductNorm(total, of_x, of_g, torch.Size(geometry.kernel).numel())
 
@@ -35,10 +36,10 @@ def kept_conv_gradients(
 @host_operation
 def conv_gradients_with_norms(
     x: Tensor, g: Tensor, geometry: ConvGeometry, last_input: LastInput
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`wide_conv_gradients`, and squared norms [b]: of them, of x and of g."""
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """`wide_conv_gradients`, in parts, and squared norms [b]: of them, of x and of g."""
     found = wide_conv_gradients(x, g, geometry)
-    return found, row_norm_sq(found), last_input.norm_sq(x), row_norm_sq(g)
+    return [found], row_norm_sq(found), last_input.norm_sq(x), row_norm_sq(g)
 
 
 @host_operation
@@ -91,8 +92,8 @@ def conv_norm(
     """Squared norm of each sample's weight gradient, [b], by instantiating it a few at a time; with
     `keep`, that and the gradients, [b, *weight_shape], all of them."""
     if keep:
-        gradients, norm = kept_conv_gradients(x, g, geometry, LastInput())
-        return norm.raised(), gradients
+        parts, norm = kept_conv_gradients(x, g, geometry, LastInput())
+        return norm.raised(), whole(parts)
     taps = torch.Size(geometry.kernel).numel()
     rows = samples_at_once(torch.Size(geometry.weight_shape).numel(), x.device)
     parts = [

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 
+from fastclip.ops.dispatch import host_operation
 from fastclip.ops.numerics import drop_zeroed
 from fastclip.ops.precision import in_full_float32
 
@@ -18,6 +21,23 @@ def kept_sum(gradients: Tensor, scale: Tensor) -> Tensor:
     total = scale.to(rows.dtype) @ rows.reshape(len(scale), rows.shape[1:].numel())
     back = sorted(range(len(axes)), key=axes.__getitem__)
     return total.view(rows.shape[1:]).permute(back).contiguous()
+
+
+def whole(parts: Sequence[Tensor]) -> Tensor:
+    """Gradients of all samples, of some after the other."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
+
+
+@host_operation
+def parted_sum(parts: Iterable[Tensor], scale: Tensor) -> Tensor:
+    """`kept_sum` of gradients in parts, some samples after the other; scale is [b], of all."""
+    total, first = None, 0
+    for gradients in parts:
+        own = kept_sum(gradients, scale[first : first + len(gradients)])
+        total = own if total is None else total.add_(own)
+        first += len(gradients)
+    assert total is not None
+    return total
 
 
 @in_full_float32

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastclip.ops.bounds import GramNorm, ProductNorm, UnfinishedNorm, product_slack
 from fastclip.ops.dispatch import computes_reference, host_operation, operation
 from fastclip.ops.grams import LastInput, gram_norm
+from fastclip.ops.kept import whole
 from fastclip.ops.numerics import (
     drop_zeroed,
     lost_squares,
@@ -107,8 +108,8 @@ def instantiated_norm(a: Tensor, g: Tensor, keep: bool = False) -> Tensor | tupl
         [b]; with `keep`, that and the per-sample gradients [b, p, d].
     """
     if keep:
-        gradients, norm = kept_gradients(a, g, LastInput())
-        return norm.raised(), gradients
+        parts, norm = kept_gradients(a, g, LastInput())
+        return norm.raised(), whole(parts)
     a, g = widen(a), widen(g)
     b, rows = len(a), samples_at_once(a.shape[2] * g.shape[2], a.device)
     parts = [
@@ -131,8 +132,12 @@ def wide_gradients(a: Tensor, g: Tensor) -> Tensor:
     return torch.bmm(g.transpose(1, 2), a)
 
 
-def kept_gradients(a: Tensor, g: Tensor, last_input: LastInput) -> tuple[Tensor, ProductNorm]:
-    """`per_sample_gradients` of a [b, t, d], g [b, t, p] with their norms, to be raised with others."""
+def kept_gradients(a: Tensor, g: Tensor, last_input: LastInput) -> tuple[list[Tensor], ProductNorm]:
+    """`per_sample_gradients` of a [b, t, d], g [b, t, p] with their norms, to be raised with others.
+
+    Returns:
+        Gradients of some samples after the other, in parts; the norms of all.
+    """
     found, *norms = gradients_with_norms(widen(a), widen(g), last_input)
     return found, ProductNorm(*norms)
 
@@ -140,10 +145,10 @@ def kept_gradients(a: Tensor, g: Tensor, last_input: LastInput) -> tuple[Tensor,
 @host_operation
 def gradients_with_norms(
     a: Tensor, g: Tensor, last_input: LastInput
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`wide_gradients`, and squared norms [b]: of them, of a and of g."""
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """`wide_gradients`, in parts, and squared norms [b]: of them, of a and of g."""
     found = wide_gradients(a, g)
-    return found, row_norm_sq(found), last_input.norm_sq(a), row_norm_sq(g)
+    return [found], row_norm_sq(found), last_input.norm_sq(a), row_norm_sq(g)
 
 
 def gradients_apart(a: Tensor, g: Tensor) -> Iterator[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.layers.record import Record, norm_apart, sum_apart
+from fastclip.layers.record import Record, norm_apart
 from fastclip.layers.unit_record import LaidRecord
 from fastclip.ops.numerics import PRODUCT_ERROR_FACTOR
 from fastclip.ops.units import Layout, UnitRows
@@ -51,7 +51,7 @@ class RoutedRecord(Record):
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
         if self.instantiates:
-            return sum_apart(self.apart(), scale)
+            return ops.parted_sum(self.apart(), scale)
         a, g = (self.g, self.a) if self.transposed else (self.a, self.g)
         return ops.scaled_sum(a[:, None], g[:, None], self.row_scales(scale))
 
@@ -159,7 +159,7 @@ class ProductRecord(LaidRecord):
         return norm_apart(self)
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
-        return sum_apart(self.apart(), scale)
+        return ops.parted_sum(self.apart(), scale)
 
     def per_sample(self) -> Tensor:
         return self._made(slice(None))

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastclip import ops
-from fastclip.layers import KeptRecord
-from fastclip.ops import ConvGeometry, LastInput, conv_gradients, dispatch, grams
+from fastclip.errors import GraphError
+from fastclip.layers.records import KeptRecord, kept_record
+from fastclip.ops import ConvGeometry, LastInput, conv_gradients, dispatch, grams, kept
 from fastclip.ops.dispatch import backend_of, use_backend
 from tests.oracle import check_exact
 
@@ -100,7 +101,8 @@ def test_gradients_and_their_norms(shape: str, lanes: int, threads: int) -> None
     a, g = operands(SHAPES[shape])
     for way, x in ways_to_lie(a).items():
         y = ways_to_lie(g)[way]
-        found, *norms = host.gradients_with_norms(x, y)
+        parts, *norms = host.gradients_with_norms(x, y, LastInput())
+        found = ops.whole(parts)
         exact = torch.bmm(y.double().mT, x.double())
         close(found, exact, torch.bmm(y.double().abs().mT, x.double().abs()))
         for norm, own in zip(norms, sizes(found, x, y), strict=True):
@@ -135,7 +137,8 @@ def test_gradients_of_convolutions(case: str, lanes: int, threads: int) -> None:
     room = reference(x.double().abs(), g.double().abs(), geometry)
     laid = (x, g), (x.mT.contiguous().mT, g.transpose(0, 1).contiguous().transpose(0, 1))
     for own_x, own_g in laid:
-        found, *norms = host.conv_gradients_with_norms(own_x, own_g, geometry)
+        parts, *norms = host.conv_gradients_with_norms(own_x, own_g, geometry, LastInput())
+        found = ops.whole(parts)
         close(found, exact, room)
         for norm, own in zip(norms, sizes(found, x, g), strict=True):
             close(norm, own)
@@ -156,7 +159,15 @@ def test_equal_terms(lanes: int) -> None:
 def test_samples_that_are_not_finite_stay_alone(value: float, lanes: int) -> None:
     a, g = operands((4, 40, 9, 35))
     geometry = ConvGeometry((35, 9, 3), (1,), (1,), (1,), 1)
-    right = host.gradients_with_norms(a, g), host.conv_gradients_with_norms(a.mT, g.mT, geometry)
+
+    def gradients(x: Tensor, y: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+        (linear, norms, *_), (conv, others, *_) = (
+            host.gradients_with_norms(x, y, LastInput()),
+            host.conv_gradients_with_norms(x.mT, y.mT, geometry, LastInput()),
+        )
+        return (ops.whole(linear), norms), (ops.whole(conv), others)
+
+    right = gradients(a, g)
     for spoilt in (a, g):
         x, y = a.clone(), g.clone()
         (x if spoilt is a else y)[1, 3, 5] = value
@@ -164,12 +175,8 @@ def test_samples_that_are_not_finite_stay_alone(value: float, lanes: int) -> Non
         product, _, trace_x, trace_y = host.gram_dots(gram, y)
         assert product.isfinite().tolist() == [True, False, True, True]
         assert (trace_x + trace_y).isfinite().tolist() == [True, False, True, True]
-        found = (
-            host.gradients_with_norms(x, y),
-            host.conv_gradients_with_norms(x.mT, y.mT, geometry),
-        )
-        for ours, others in zip(found, right, strict=True):
-            for own, other in zip(ours[:2], others[:2], strict=True):
+        for ours, others in zip(gradients(x, y), right, strict=True):
+            for own, other in zip(ours, others, strict=True):
                 assert not own[1].isfinite().all()
                 assert torch.equal(own[[0, 2, 3]], other[[0, 2, 3]])
 
@@ -186,21 +193,23 @@ def test_what_is_declined(lanes: int) -> None:
         assert host.gram_dots(a @ a.mT, y) is NotImplemented
         for own in (y, g):
             assert host.wide_gradients(x, own) is NotImplemented
-            assert host.gradients_with_norms(x, own) is NotImplemented
+            assert host.gradients_with_norms(x, own, LastInput()) is NotImplemented
             assert host.wide_conv_gradients(x.mT, own.mT, POINT) is NotImplemented
-            assert host.conv_gradients_with_norms(x.mT, own.mT, POINT) is NotImplemented
+            assert (
+                host.conv_gradients_with_norms(x.mT, own.mT, POINT, LastInput()) is NotImplemented
+            )
     with pytest.raises(ValueError, match="NotImplementedType"):  # vmap's own: no tensor came back
         torch.func.vmap(host.wide_gram)(a[None])
     for x, y in ((a[:2], g), (a[:, :4], g), (a, g[0]), (a[0], g[0]), (a[None], g[None])):
-        assert host.gradients_with_norms(x, y) is NotImplemented
+        assert host.gradients_with_norms(x, y, LastInput()) is NotImplemented
         assert host.gram_dots(torch.randn(len(x), 5, 4), y) is NotImplemented
-        assert host.conv_gradients_with_norms(x.mT, y.mT, POINT) is NotImplemented
+        assert host.conv_gradients_with_norms(x.mT, y.mT, POINT, LastInput()) is NotImplemented
     assert host.wide_gram(a[0]) is NotImplemented
     for kernel, padding in ((1, 1), (2, 0), (3, 0)):  # another output's size
         other = ConvGeometry((35, 9, kernel), (1,), (padding,), (1,), 1)
-        assert host.conv_gradients_with_norms(a.mT, g.mT, other) is NotImplemented
+        assert host.conv_gradients_with_norms(a.mT, g.mT, other, LastInput()) is NotImplemented
     groups = ConvGeometry((35, 3, 1), (1,), (0,), (1,), 3)
-    assert host.conv_gradients_with_norms(a.mT, g.mT, groups) is NotImplemented
+    assert host.conv_gradients_with_norms(a.mT, g.mT, groups, LastInput()) is NotImplemented
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -267,19 +276,72 @@ def test_a_step_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name, launcher in host.PRODUCTS.items():
         monkeypatch.setitem(dispatch._load("host"), name, watched(name, launcher))
+    monkeypatch.setattr(host, "PART", 6000)  # of large layers, parts of a sample or two
     torch.manual_seed(0)
     check_exact(Mixed(), torch.randn(6, 3, 24, 24), dtype=torch.float32)
-    assert {"gradients_with_norms", "conv_gradients_with_norms"} <= called
+    assert {"gradients_with_norms", "conv_gradients_with_norms", "parted_sum"} <= called
 
 
-def test_kept_records_hold_the_norms_of_what_they_hold() -> None:
-    """No second look at the gradients: the norm that came with them, raised."""
+@pytest.mark.parametrize("samples", [1, 3, 9])
+def test_kept_records_hold_the_norms_of_what_they_hold(
+    samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No second look at the gradients: the norm that came with them, raised. And parts are their sum."""
     a, g = operands((4, 40, 9, 35))
-    for (found, norm), pair in (
+    monkeypatch.setattr(host, "PART", samples * 4 * 9 * 35)
+    for (parts, norm), pair in (
         (ops.kept_gradients(a, g, LastInput()), (a, g)),
         (ops.kept_conv_gradients(a.mT, g.mT, POINT, LastInput()), (a, g)),
     ):
+        assert [len(part) for part in parts] == {1: [1] * 4, 3: [3, 1], 9: [4]}[samples]
+        record, found = kept_record(parts, norm), ops.whole(parts)
         bare = ops.row_norm_sq(found)
         torch.testing.assert_close(norm.total, bare, rtol=1e-6, atol=0)
         raised = (bare.sqrt() + ops.product_slack(*pair)).square()
-        torch.testing.assert_close(KeptRecord(found, norm).norm_sq(), raised, rtol=1e-6, atol=0)
+        torch.testing.assert_close(record.norm_sq(), raised, rtol=1e-6, atol=0)
+        assert torch.equal(record.per_sample(), found)
+        assert torch.equal(torch.cat([*record.apart()]), found)
+        scale = torch.tensor([0.5, 0, 1, 0.25])
+        expected = torch.einsum("b,b...->...", scale.double(), found.double())
+        close(record.clipped_sum(scale), expected, sizes(found)[0].sum().sqrt())
+        both = record.merge(KeptRecord(found.clone()))
+        assert both is not None
+        torch.testing.assert_close(both.per_sample(), 2 * found, rtol=0, atol=0)
+        record.check_unmodified()
+        parts[-1].add_(1)
+        with pytest.raises(GraphError, match="modified in place"):
+            record.check_unmodified()
+
+
+@pytest.mark.parametrize("lengths", [[5], [2, 2, 1], [1] * 5])
+@pytest.mark.parametrize("size", [1, 7, 2048, 5003])
+def test_sums_of_parts(lengths: list[int], size: int, lanes: int, threads: int) -> None:
+    torch.manual_seed(0)
+    parts = [torch.randn(n, size) for n in lengths]
+    scale = torch.rand(5)
+    found = host.parted_sum(parts, scale)
+    whole, exact = torch.cat(parts).double(), scale.double() @ torch.cat(parts).double()
+    close(found, exact, scale.double() @ whole.abs())
+    torch.testing.assert_close(found, kept.parted_sum.reference(parts, scale))
+
+
+def test_a_sample_of_scale_0_is_not_in_the_sum(lanes: int) -> None:
+    parts = [torch.ones(2, 40), torch.full((2, 40), torch.nan)]
+    scale = torch.tensor([1.0, 0.5, 0, 0])
+    assert torch.equal(host.parted_sum(parts, scale), torch.full((40,), 1.5))
+    assert host.parted_sum(parts, scale + 1).isnan().all()
+    nowhere = torch.tensor([1.0, torch.nan, 0, 0])
+    assert host.parted_sum(parts, nowhere).isnan().all()
+
+
+def test_parts_that_are_declined(lanes: int) -> None:
+    """Nothing of what does not belong together, nor of what is not in memory, is read."""
+    part, scale = torch.randn(2, 40), torch.rand(4)
+    for parts in (
+        iter([part, part]), [], [part], [part, part, part], [part[:1], part[:1], part],
+        [part, part[:, :9]], [part, part.double()], [part, part.mT.contiguous().mT],
+    ):  # fmt: skip
+        assert host.parted_sum(parts, scale) is NotImplemented
+    assert host.parted_sum([part, part], scale.to("meta")) is NotImplemented
+    with pytest.raises(ValueError, match="so many samples"):
+        _C.weighted_sum([part.data_ptr()], 2, scale.data_ptr(), part.data_ptr(), 4, 40, lanes, 1)
