@@ -47,6 +47,7 @@ inline Vector absolute(Vector x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f)
 #include "tiles.inc"
 #include "gradients.inc"
 #include "grams.inc"
+#include "layer_norm.inc"
 }  // namespace avx2
 #pragma GCC pop_options
 
@@ -65,13 +66,14 @@ inline Vector absolute(Vector x) { return _mm512_abs_ps(x); }
 #include "tiles.inc"
 #include "gradients.inc"
 #include "grams.inc"
+#include "layer_norm.inc"
 }  // namespace avx512
 #pragma GCC pop_options
 
 #define FASTCLIP_LOOPS(set)                                                                        \
   {set::panel_scratch, set::conv_scratch, set::gram_scratch, set::linear_gradient, set::conv_gradient, \
    set::gram, set::fill_below, set::gram_product, set::squares, \
-   set::add_scaled}
+   set::add_scaled, set::layer_norm}
 constexpr ProductLoops kAvx2 = FASTCLIP_LOOPS(avx2);
 constexpr ProductLoops kAvx512 = FASTCLIP_LOOPS(avx512);
 

@@ -1,5 +1,5 @@
 // Products that norms are made of, of one sample after the other on the host: per-sample gradients
-// with their norms, and Gram matrices of which only a half is computed.
+// with their norms, their weighted sums, and Gram matrices of which only a half is computed.
 #pragma once
 
 #include <cstdint>
@@ -36,6 +36,9 @@ struct ProductLoops {
   void (*gram_product)(const float* x, const float* y, int64_t step, int64_t t, double* out);
   double (*squares)(const float* x, int64_t n);
   void (*add_scaled)(const float* x, float scale, int64_t n, float* to);
+  void (*layer_norm)(const float* x, const float* g, const float* mean, const float* rstd,
+                     const float* weight, int64_t t, int64_t c, float* dx, float* dw, float* db,
+                     float* scratch);
 };
 
 // Those with vectors of so many float32 numbers, 8 (AVX2) or 16 (AVX-512); null where this processor,

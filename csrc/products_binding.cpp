@@ -138,6 +138,22 @@ void weighted_sum(const std::vector<uintptr_t>& gradients, int64_t each, uintptr
   });
 }
 
+float* or_none(uintptr_t address, int64_t offset) {
+  return address == 0 ? nullptr : reinterpret_cast<float*>(address) + offset;
+}
+
+void layer_norm_backward(uintptr_t x, uintptr_t g, uintptr_t mean, uintptr_t rstd, uintptr_t weight,
+                         uintptr_t dx, uintptr_t dw, uintptr_t db, int64_t samples, int64_t t, int64_t c,
+                         int lanes, int threads) {
+  const ProductLoops& loops = loops_of(lanes);
+  for_samples(samples, threads, 2 * c, [&](int64_t n, float* scratch) {
+    const int64_t at = n * t * c;
+    loops.layer_norm(floats_at(x) + at, floats_at(g) + at, floats_at(mean) + n * t, floats_at(rstd) + n * t,
+                     or_none(weight, 0), t, c, or_none(dx, at), or_none(dw, n * c), or_none(db, n * c),
+                     scratch);
+  });
+}
+
 void half_gram(const Operand& x, bool side_by_side, uintptr_t out, int64_t samples, int64_t t, int64_t d,
                int64_t strips, int lanes, int threads) {
   const ProductLoops& loops = loops_of(lanes);
@@ -185,6 +201,11 @@ const Binding binding([](py::module_& module) {
   module.def("weighted_sum", &weighted_sum,
              "sum_b scale_b x_b of x [samples, size] in parts of `each` samples: out [size].", arg("gradients"),
              arg("each"), arg("scale"), arg("out"), arg("samples"), arg("size"), arg("lanes"), arg("threads"));
+  module.def("layer_norm_backward", &layer_norm_backward,
+             "Of LayerNorm for x, g [samples, t, c]: dx [samples, t, c], dw and db [samples, c]; weight and "
+             "dx may be 0.",
+             arg("x"), arg("g"), arg("mean"), arg("rstd"), arg("weight"), arg("dx"), arg("dw"), arg("db"),
+             arg("samples"), arg("t"), arg("c"), arg("lanes"), arg("threads"));
   module.def("half_gram", &half_gram,
              "Gram of x [samples, t, d], or [samples, d, t] where positions lie side by side, on and "
              "above the diagonal; below it mirrored within so many strips of rows, else 0.",

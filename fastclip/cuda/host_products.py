@@ -1,4 +1,5 @@
-"""Launchers of fastclip._C's products on a CPU: per-sample gradients with their norms, half Grams.
+"""Launchers of fastclip._C's products on a CPU: per-sample gradients with their norms, half Grams,
+and the backward pass of LayerNorm.
 
 They compute a sample on one thread, in vectors of the best instructions that the processor has, and
 decline fewer samples than threads, other types than float32, what does not lie in memory, and shapes
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastclip import _C
-from fastclip.cuda.memory import lies_on_host, loop_threads
+from fastclip.cuda.memory import lies_on_host, loop_threads, pointer
 from fastclip.ops.conv import ConvGeometry
 from fastclip.ops.grams import LastInput, strips_of
 
@@ -122,6 +123,25 @@ def parted_sum(parts: Sequence[Tensor], scale: Tensor) -> Tensor:
     return found
 
 
+def layer_norm_backward(
+    x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, need_input: bool
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """fastclip.ops.layer_norm_backward, from one read of x and g."""
+    given = (x, g, mean, rstd) if weight is None else (x, g, mean, rstd, weight)
+    if not _takes(*given) or x.dim() != 3 or x.shape != g.shape:
+        return NotImplemented
+    (b, t, c), of_weight = x.shape, given[4:]
+    if not mean.shape == rstd.shape == (b, t) or any(w.shape != (c,) for w in of_weight):
+        return NotImplemented
+    laid = [one.contiguous() for one in given]
+    dx, dw, db = _empty(b, t, c) if need_input else None, _empty(b, c), _empty(b, c)
+    addresses = [*_addresses(laid), *[0] * (5 - len(laid))]
+    _C.layer_norm_backward(
+        *addresses, pointer(dx), dw.data_ptr(), db.data_ptr(), b, t, c, LANES, loop_threads()
+    )
+    return dx, dw, db
+
+
 def wide_gram(x: Tensor) -> Tensor:
     """fastclip.ops.grams.wide_gram, of which half is computed, and no other half is left out."""
     if not _takes(x) or x.dim() != 3:
@@ -193,7 +213,7 @@ def _three(sizes: tuple[int, ...], of_others: int) -> tuple[int, ...]:
 
 _ALL: list[Callable[..., Any]] = [
     wide_gradients, gradients_with_norms, wide_conv_gradients, conv_gradients_with_norms, parted_sum,
-    wide_gram, gram_dots,
+    wide_gram, gram_dots, layer_norm_backward,
 ]  # fmt: skip
 PRODUCTS = {launcher.__name__: launcher for launcher in _ALL} if LANES else {}
 """Operation of fastclip.ops -> launcher."""

@@ -69,24 +69,31 @@ def test_loops_of_the_extension() -> None:
     sizes = (b * t * (d + p) + b * p * d) * FLOAT, (b * t * d + b * t * t) * FLOAT
     assert places["linear.per_sample_gradients"]["bytes"] >= sizes[0]
     assert places["grams.half_gram"]["bytes"] == sizes[1]
-    assert set(cost.LOOP_FLOPS) == LOOPS.keys() - {"draw_normals"}  # which is operators of torch
+    loops = LOOPS.keys() - {"draw_normals"}  # which is operators of torch
+    assert set(cost.LOOP_FLOPS) == loops | {"layer_norm_backward"}
     assert found.total["flops"] == 2 * b * t * d * p + b * t * (t + 1) * (d + p)
 
 
 LIMITS = {  # at 8 rows a step, as measured and a little more: FLOPs, bytes, calls
-    "resnet18": (1.80, 1.58, 2.95),
-    "bert": (1.16, 1.41, 2.30),
-    "vit": (1.07, 1.73, 2.55),
+    "reference": {
+        "resnet18": (1.80, 1.58, 2.95),
+        "bert": (1.16, 1.41, 2.30),
+        "vit": (1.07, 1.73, 2.55),
+    },
+    "auto": {"resnet18": (1.04, 1.29, 2.45), "bert": (1.09, 1.28, 2.10), "vit": (1.02, 1.40, 2.10)},
 }
 
 
-@pytest.mark.parametrize("workload", LIMITS)
-def test_no_step_gets_heavier(workload: str) -> None:
+@pytest.mark.parametrize("backend", LIMITS)
+@pytest.mark.parametrize("workload", LIMITS["auto"])
+def test_no_step_gets_heavier(workload: str, backend: str) -> None:
     """Ratios to the same step without privacy. Lower the limits when a step gets lighter."""
-    with use_backend("reference"):  # whether fastclip._C is built or not
+    if backend == "auto" and not has_loops("wide_gram"):
+        pytest.skip("fastclip._C has no products here")
+    with use_backend(backend):
         row = compare(workload, 8)
     found = tuple(row["ratio"][kind] for kind in ("flops", "bytes", "calls"))
-    assert all(map(float.__le__, found, LIMITS[workload])), (found, row["places"])
+    assert all(map(float.__le__, found, LIMITS[backend][workload])), (found, row["places"])
 
 
 def test_a_short_run(
