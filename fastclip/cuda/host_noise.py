@@ -50,10 +50,12 @@ def draw_normals(outs: list[Tensor], std: float, source: Any) -> None:
 def is_faithful() -> bool:
     """Whether a sample of numbers, and the generator after them, are those of this PyTorch."""
     ours, theirs = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
-    found = [torch.empty(count) for count in _SAMPLE]
+    found = [torch.empty(count, dtype=torch.float32, device="cpu") for count in _SAMPLE]
+    expected = [torch.empty_like(out) for out in found]
     if not _C.mersenne_has_normals() or not _draw_together(found, 1.7, ours):
         return False
-    expected = [torch.empty(count).normal_(0.0, 1.7, generator=theirs) for count in _SAMPLE]
+    for out in expected:
+        out.normal_(0.0, 1.7, generator=theirs)
     bits = (x.view(torch.int32) for x in (torch.cat(found), torch.cat(expected)))
     return torch.equal(*bits) and torch.equal(ours.get_state(), theirs.get_state())
 

@@ -102,6 +102,11 @@ def test_the_sample_finds_another_algorithm(monkeypatch: pytest.MonkeyPatch) -> 
     """Had torch other words, other normals, or this processor no vectors: torch draws."""
     look = host.is_faithful.__wrapped__
     assert look()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert look()
+    finally:
+        torch.set_default_dtype(torch.float32)
     others = {
         "mersenne_advanced": lambda state, words: _C.mersenne_advanced(state, words + 1),
         "mersenne_normals": lambda std, **rest: _C.mersenne_normals(std=std * (1 + 1e-6), **rest),
