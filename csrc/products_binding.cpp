@@ -84,7 +84,8 @@ double squares_of(const ProductLoops& loops, const Rows& x, int64_t rows) {
 }
 
 void linear_gradients(const Operand& a, const Operand& g, const std::vector<uintptr_t>& out, int64_t each,
-                      uintptr_t norms, int64_t samples, int64_t t, int64_t d, int64_t p, int lanes, int threads) {
+                      uintptr_t norms, int64_t samples, int64_t t,
+                      int64_t d, int64_t p, int lanes, int threads) {
   const ProductLoops& loops = loops_of(lanes);
   const Parts parts = parts_of(out, each, samples, p * d);
   for_samples(samples, threads, loops.panel_scratch(t), [&](int64_t n, float* scratch) {
@@ -99,8 +100,8 @@ void linear_gradients(const Operand& a, const Operand& g, const std::vector<uint
 using Three = std::array<int64_t, 3>;
 
 void conv_gradients(uintptr_t x, uintptr_t g, const std::vector<uintptr_t>& out, int64_t each,
-                    uintptr_t norms, int64_t samples, int64_t channels, int64_t out_channels, const std::array<Three, 6>& sizes, int lanes,
-                    int threads) {
+                    uintptr_t norms, int64_t samples, int64_t channels,
+                    int64_t out_channels, const std::array<Three, 6>& sizes, int lanes, int threads) {
   const ProductLoops& loops = loops_of(lanes);
   Convolution conv{channels, out_channels, {}, {}, {}, {}, {}, {}};
   int64_t* const kinds[6] = {conv.in, conv.out, conv.kernel, conv.stride, conv.padding, conv.dilation};

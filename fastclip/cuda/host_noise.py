@@ -26,13 +26,14 @@ LEAST = 2**15
 """Numbers of a thread, and of a draw, of which fewer cost more than they save."""
 _ROW = 16
 """PyTorch makes so many normals of as many words; the rest of a tensor takes another row."""
-_PLAIN = SeededNoise.normal_
+_PLAIN, _TORCHS = SeededNoise.normal_, Tensor.normal_
 _SAMPLE = (16, 2**17, 999, 31)
 
 
 def draw_normals(outs: list[Tensor], std: float, source: Any) -> None:
     """fastclip.ops.finalize.draw_normals, where PyTorch's generator draws enough."""
     own = type(source) is SeededNoise and getattr(source.normal_, "__func__", None) is _PLAIN
+    own = own and Tensor.normal_ is _TORCHS  # what replaces it is to hear of every draw
     if not own or sum(map(Tensor.numel, outs)) < LEAST:
         return NotImplemented
     if dispatch_modes() or function_modes():  # which would not hear of it

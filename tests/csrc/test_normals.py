@@ -217,7 +217,7 @@ def test_what_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
     with Hears():
         assert host.draw_normals(outs, 1.0, seeded) is NotImplemented
     assert host.draw_normals([torch.empty(63)], 1.0, seeded) is NotImplemented  # too few
-    for replaced in (SeededNoise, seeded):
+    for replaced in (SeededNoise, seeded, Tensor):
         with monkeypatch.context() as patch:
             patch.setattr(replaced, "normal_", lambda *args: None)
             assert host.draw_normals(outs, 1.0, seeded) is NotImplemented
