@@ -1,4 +1,4 @@
-// MT19937 (Matsumoto and Nishimura 1998).
+// MT19937 (Matsumoto and Nishimura 1998), inlined, and so compiled for the vectors of whoever calls it.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,6 @@ struct Twister {
   uint32_t state[kWords];
   int64_t used;  // words of this state that were drawn
 
-  // Inlined, and so compiled for the vectors of whoever calls them.
   // Go on by so many words without making them.
   [[gnu::always_inline]] inline void skip(int64_t count) {
     while (count > kWords - used) {

@@ -159,7 +159,7 @@ class PartedRecord(KeptRecord):
         self.parts, self._hidden = list(parts), norm
 
     @property
-    def gradients(self) -> Tensor:  # type: ignore[override]
+    def gradients(self) -> Tensor:  # type: ignore[override]  # made whole only when it is read
         return ops.whole(self.parts)
 
     def clipped_sum(self, scale: Tensor) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,20 +23,6 @@ SHAPES = {  # b, t, c
     "vectors and a rest": (3, 3, 77),
     "more rows than a block": (2, 150, 19),
 }
-
-
-@pytest.fixture(params=_C.product_lanes() or [0], ids="{} lanes".format)
-def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(host, "LANES", request.param)
-    return request.param
-
-
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def operands(shape: tuple[int, int, int], centre: float = 0.0) -> tuple[Tensor, ...]:

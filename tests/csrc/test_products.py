@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,20 +47,6 @@ CONVOLUTIONS = {  # channels, outputs, space, kernel, stride, padding, dilation
     "1d": (3, 5, (23,), (5,), (2,), (3,), (1,)),
     "3d": (3, 4, (4, 3, 5), (2, 3, 3), (1, 2, 1), (1, 1, 1), (1, 1, 2)),
 }
-
-
-@pytest.fixture(params=_C.product_lanes() or [0], ids="{} lanes".format)
-def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(host, "LANES", request.param)
-    return request.param
-
-
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def operands(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
