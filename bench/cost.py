@@ -107,6 +107,7 @@ LOOP_FLOPS: dict[str, Callable[..., int]] = {
     "gram_dots": lambda gram, g: _half(g),
     "parted_sum": lambda parts, scale: 2 * sum(map(Tensor.numel, parts)),
     "layer_norm_backward": lambda *args: 0,  # as torch counts what is no product of matrices
+    "group_norm_backward": lambda *args: 0,
     "patch_products": lambda *args: 0,
 }
 """Floating-point operations of what fastclip._C computes of a norm, as torch counts its own."""

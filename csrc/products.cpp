@@ -31,6 +31,16 @@ inline void transpose_eight(const float* x, int64_t step, float* out, int64_t ou
   }
 }
 
+// Sums in float64.
+inline double total_of(__m256d x) {
+  const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(x), _mm256_extractf128_pd(x, 1));
+  return two[0] + two[1];
+}
+inline double total_of(__m256 x) {
+  const __m128 low = _mm256_castps256_ps128(x), high = _mm256_extractf128_ps(x, 1);
+  return total_of(_mm256_add_pd(_mm256_cvtps_pd(low), _mm256_cvtps_pd(high)));
+}
+
 // Before other threads may read what was streamed.
 inline void finish_streams() { _mm_sfence(); }
 
@@ -48,11 +58,20 @@ inline Vector absolute(Vector x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f)
 #include "gradients.inc"
 #include "grams.inc"
 #include "layer_norm.inc"
+#include "group_norm.inc"
 }  // namespace avx2
 #pragma GCC pop_options
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx2,fma")
+inline double total_of(__m512 x) {
+  const __m512d pairs = _mm512_castps_pd(x);
+  const __m256 low = _mm256_castpd_ps(_mm512_castpd512_pd256(pairs));
+  const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(pairs, 1));
+  const __m512d eight = _mm512_add_pd(_mm512_cvtps_pd(low), _mm512_cvtps_pd(high));
+  return total_of(_mm256_add_pd(_mm512_castpd512_pd256(eight), _mm512_extractf64x4_pd(eight, 1)));
+}
+
 namespace avx512 {
 constexpr int64_t kLanes = 16;
 using Vector = __m512;
@@ -67,13 +86,14 @@ inline Vector absolute(Vector x) { return _mm512_abs_ps(x); }
 #include "gradients.inc"
 #include "grams.inc"
 #include "layer_norm.inc"
+#include "group_norm.inc"
 }  // namespace avx512
 #pragma GCC pop_options
 
 #define FASTCLIP_LOOPS(set)                                                                        \
   {set::panel_scratch, set::conv_scratch, set::gram_scratch, set::linear_gradient, set::conv_gradient, \
-   set::gram, set::fill_below, set::gram_product, set::squares, \
-   set::add_scaled, set::layer_norm}
+   set::gram, set::fill_below, set::gram_product, set::squares, set::add_scaled, set::layer_norm,    \
+   set::group_norm}
 constexpr ProductLoops kAvx2 = FASTCLIP_LOOPS(avx2);
 constexpr ProductLoops kAvx512 = FASTCLIP_LOOPS(avx512);
 

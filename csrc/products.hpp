@@ -1,5 +1,6 @@
 // Products that norms are made of, of one sample after the other on the host: per-sample gradients
-// with their norms, their weighted sums, and Gram matrices of which only a half is computed.
+// with their norms, their weighted sums, and Gram matrices of which only a half is computed; and the
+// backward passes of normalisation layers.
 #pragma once
 
 #include <cstdint>
@@ -39,6 +40,8 @@ struct ProductLoops {
   void (*layer_norm)(const float* x, const float* g, const float* mean, const float* rstd,
                      const float* weight, int64_t t, int64_t c, float* dx, float* dw, float* db,
                      float* scratch);
+  void (*group_norm)(const float* x, const float* g, const float* mean, const float* rstd,
+                     const float* weight, int64_t c, int64_t k, int64_t t, float* dx, float* dw, float* db);
 };
 
 // Those with vectors of so many float32 numbers, 8 (AVX2) or 16 (AVX-512); null where this processor,

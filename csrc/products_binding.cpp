@@ -37,7 +37,7 @@ void for_samples(int64_t samples, int threads, int64_t floats, const Body& body)
   const py::gil_scoped_release release;
   std::atomic<bool> failed{false};
   in_stretches(samples, threads, [&](int64_t first, int64_t last) {
-    const size_t bytes = (sizeof(float) * static_cast<size_t>(floats) + 63) / 64 * 64;
+    const size_t bytes = (sizeof(float) * static_cast<size_t>(floats) + 64) / 64 * 64;  // never 0
     const Scratch scratch(static_cast<float*>(std::aligned_alloc(64, bytes)));
     if (scratch == nullptr) {
       failed = true;
@@ -155,6 +155,18 @@ void layer_norm_backward(uintptr_t x, uintptr_t g, uintptr_t mean, uintptr_t rst
   });
 }
 
+void group_norm_backward(uintptr_t x, uintptr_t g, uintptr_t mean, uintptr_t rstd, uintptr_t weight,
+                         uintptr_t dx, uintptr_t dw, uintptr_t db, int64_t samples, int64_t c, int64_t k,
+                         int64_t t, int lanes, int threads) {
+  const ProductLoops& loops = loops_of(lanes);
+  if (k < 1 || c % k) throw py::value_error("the channels are no groups of one size");
+  for_samples(samples, threads, 0, [&](int64_t n, float*) {
+    const int64_t at = n * c * t;
+    loops.group_norm(floats_at(x) + at, floats_at(g) + at, floats_at(mean) + n * k, floats_at(rstd) + n * k,
+                     or_none(weight, 0), c, k, t, or_none(dx, at), or_none(dw, n * c), or_none(db, n * c));
+  });
+}
+
 void half_gram(const Operand& x, bool side_by_side, uintptr_t out, int64_t samples, int64_t t, int64_t d,
                int64_t strips, int lanes, int threads) {
   const ProductLoops& loops = loops_of(lanes);
@@ -207,6 +219,11 @@ const Binding binding([](py::module_& module) {
              "dx may be 0.",
              arg("x"), arg("g"), arg("mean"), arg("rstd"), arg("weight"), arg("dx"), arg("dw"), arg("db"),
              arg("samples"), arg("t"), arg("c"), arg("lanes"), arg("threads"));
+  module.def("group_norm_backward", &group_norm_backward,
+             "Of GroupNorm for x, g [samples, c, t], mean and rstd [samples, k]: dx [samples, c, t], dw and db "
+             "[samples, c]; weight and dx may be 0.",
+             arg("x"), arg("g"), arg("mean"), arg("rstd"), arg("weight"), arg("dx"), arg("dw"), arg("db"),
+             arg("samples"), arg("c"), arg("k"), arg("t"), arg("lanes"), arg("threads"));
   module.def("half_gram", &half_gram,
              "Gram of x [samples, t, d], or [samples, d, t] where positions lie side by side, on and "
              "above the diagonal; below it mirrored within so many strips of rows, else 0.",

@@ -1,5 +1,5 @@
 """Launchers of fastclip._C's products on a CPU: per-sample gradients with their norms, half Grams,
-and the backward pass of LayerNorm.
+and the backward passes of LayerNorm and GroupNorm.
 
 They compute a sample on one thread, in vectors of the best instructions that the processor has, and
 decline fewer samples than threads, other types than float32, what does not lie in memory, and shapes
@@ -134,10 +134,29 @@ def layer_norm_backward(
     if not mean.shape == rstd.shape == (b, t) or any(w.shape != (c,) for w in of_weight):
         return NotImplemented
     laid = [one.contiguous() for one in given]
-    dx, dw, db = _empty(b, t, c) if need_input else None, _empty(b, c), _empty(b, c)
+    dx, (dw, db) = _empty(b, t, c) if need_input else None, _empty(2, b, c)
     addresses = [*_addresses(laid), *[0] * (5 - len(laid))]
     _C.layer_norm_backward(
         *addresses, pointer(dx), dw.data_ptr(), db.data_ptr(), b, t, c, LANES, loop_threads()
+    )
+    return dx, dw, db
+
+
+def group_norm_backward(
+    x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, need_input: bool
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """fastclip.ops.group_norm_backward, from one read of x and g."""
+    given = (x, g, mean, rstd) if weight is None else (x, g, mean, rstd, weight)
+    if not _takes(*given) or x.dim() != 3 or x.shape != g.shape or mean.dim() != 2:
+        return NotImplemented
+    (b, c, t), k = x.shape, mean.shape[1]
+    if not mean.shape == rstd.shape == (b, k) or c % k or any(w.shape != (c,) for w in given[4:]):
+        return NotImplemented
+    laid = [one.contiguous() for one in given]
+    dx, (dw, db) = _empty(b, c, t) if need_input else None, _empty(2, b, c)
+    addresses = [*_addresses(laid), *[0] * (5 - len(laid))]
+    _C.group_norm_backward(
+        *addresses, pointer(dx), dw.data_ptr(), db.data_ptr(), b, c, k, t, LANES, loop_threads()
     )
     return dx, dw, db
 
@@ -213,7 +232,7 @@ def _three(sizes: tuple[int, ...], of_others: int) -> tuple[int, ...]:
 
 _ALL: list[Callable[..., Any]] = [
     wide_gradients, gradients_with_norms, wide_conv_gradients, conv_gradients_with_norms, parted_sum,
-    wide_gram, gram_dots, layer_norm_backward,
+    wide_gram, gram_dots, layer_norm_backward, group_norm_backward,
 ]  # fmt: skip
 PRODUCTS = {launcher.__name__: launcher for launcher in _ALL} if LANES else {}
 """Operation of fastclip.ops -> launcher."""
