@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
-#include <utility>
+#include <tuple>
 #include <vector>
 
 #include "mersenne.hpp"
@@ -51,8 +51,8 @@ Twister twister_of(const State& state) {
   return found;
 }
 
-// A tensor's memory and its numbers, 16 or more.
-using Run = std::pair<uintptr_t, int64_t>;
+// A tensor's memory and its numbers, 16 or more; and the memory of as many that are added, or 0.
+using Run = std::tuple<uintptr_t, int64_t, uintptr_t>;
 constexpr int64_t kRow = 16;
 
 // Words of a tensor: one a number, and a row more where the last numbers are not a row.
@@ -69,7 +69,7 @@ int64_t words_of(int64_t numbers) { return numbers + (numbers % kRow ? kRow : 0)
 bool knows() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 #else
 void go_on(Twister& twister, int64_t words) { twister.skip(words); }
-void draw(Twister, const std::vector<Run>&, float, int64_t, int64_t) {}
+void draw(Twister, const std::vector<Run>&, float, float, int64_t, int64_t) {}
 bool knows() { return false; }
 #endif
 
@@ -86,17 +86,18 @@ std::string after(const std::string& bytes, int64_t count) {
   return found;
 }
 
-void mersenne_normals(const std::string& bytes, const std::vector<Run>& runs, double std, int threads) {
+void mersenne_normals(const std::string& bytes, const std::vector<Run>& runs, double std, double factor,
+                      int threads) {
   if (!knows()) throw py::value_error("this processor has no AVX2");
   const Twister twister = twister_of(read(bytes));
   int64_t rows = 0;
-  for (const auto& [address, numbers] : runs) {
+  for (const auto& [address, numbers, added] : runs) {
     if (numbers < kRow || address == 0) throw py::value_error("a run has 16 numbers at least");
     rows += numbers / kRow;
   }
   const py::gil_scoped_release release;
   in_stretches(rows, threads, [&](int64_t first, int64_t last) {
-    draw(twister, runs, static_cast<float>(std), first, last);
+    draw(twister, runs, static_cast<float>(std), static_cast<float>(factor), first, last);
   });
 }
 
@@ -108,8 +109,9 @@ const Binding binding([](py::module_& module) {
       py::arg("words"));
   module.def("mersenne_has_normals", &knows, "Whether mersenne_normals runs on this processor.");
   module.def("mersenne_normals", &mersenne_normals,
-             "Fill float32 runs (address, numbers) as normal_ does from a generator in this state.",
-             py::arg("state"), py::arg("runs"), py::arg("std"), py::arg("threads"));
+             "Fill float32 runs (address, numbers, address or 0) as normal_ does from a generator in this state, "
+             "and add `factor` times the numbers at the second address.",
+             py::arg("state"), py::arg("runs"), py::arg("std"), py::arg("factor"), py::arg("threads"));
 });
 
 }  // namespace

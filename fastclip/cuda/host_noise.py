@@ -1,4 +1,5 @@
-"""Normals of a CPU generator in vectors and on all threads: to the bit what PyTorch draws of it on one.
+"""Normals of a CPU generator in vectors and on all threads: to the bit what PyTorch draws of it on one,
+and the sums on which they lie in the same pass.
 
 PyTorch spends most of a normal on its call for a word, which for large models is a quarter of a step.
 csrc/mersenne.cpp makes the same words and the same normals of them. That they are the same is not
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from fastclip import _C
 from fastclip._torch import dispatch_modes, function_modes
-from fastclip.cuda.memory import lies_on_host, loop_threads
+from fastclip.cuda.memory import lies_on_host, loop_threads, pointer
 from fastclip.noise.forks import claim
 from fastclip.noise.source import SeededNoise
+from fastclip.ops.finalize import add_totals
 
 LEAST = 2**15
 """Numbers of a thread, and of a draw, of which fewer cost more than they save."""
@@ -30,7 +32,10 @@ _PLAIN, _TORCHS = SeededNoise.normal_, Tensor.normal_
 _SAMPLE = (16, 2**17, 999, 31)
 
 
-def draw_normals(outs: list[Tensor], std: float, source: Any) -> None:
+def draw_normals(
+    outs: list[Tensor], std: float, source: Any, totals: Sequence[Tensor | None] = (),
+    factor: float = 1.0,
+) -> None:  # fmt: skip
     """fastclip.ops.finalize.draw_normals, where PyTorch's generator draws enough."""
     own = type(source) is SeededNoise and getattr(source.normal_, "__func__", None) is _PLAIN
     own = own and Tensor.normal_ is _TORCHS  # what replaces it is to hear of every draw
@@ -39,11 +44,18 @@ def draw_normals(outs: list[Tensor], std: float, source: Any) -> None:
     if dispatch_modes() or function_modes():  # which would not hear of it
         return NotImplemented
     generator = claim(source.generator, "noise") or torch.default_generator
-    for fits, run in groupby(outs, _fits):
-        together = list(run)
-        if not (fits and is_faithful() and _draw_together(together, std, generator)):
-            for out in together:
+    pairs = zip(outs, totals or [None] * len(outs), strict=True)
+    for fits, run in groupby(pairs, lambda pair: _fits(pair[0])):
+        of, added = map(list, zip(*run, strict=True))
+        if fits and is_faithful() and _draw_together(of, std, generator, added, factor):
+            # what the loop could not read
+            added = [
+                None if _lies_alike(*pair) else pair[1] for pair in zip(of, added, strict=True)
+            ]
+        else:
+            for out in of:
                 source.normal_(out, std)
+        add_totals(of, added, factor)
     return None
 
 
@@ -53,16 +65,22 @@ def is_faithful() -> bool:
     ours, theirs = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
     found = [torch.empty(count, dtype=torch.float32, device="cpu") for count in _SAMPLE]
     expected = [torch.empty_like(out) for out in found]
-    if not _C.mersenne_has_normals() or not _draw_together(found, 1.7, ours):
+    totals = [torch.linspace(-3, 3, count, dtype=torch.float32, device="cpu") for count in _SAMPLE]
+    if not _C.mersenne_has_normals() or not _draw_together(found, 1.7, ours, totals, 0.3):
         return False
     for out in expected:
         out.normal_(0.0, 1.7, generator=theirs)
+    add_totals(expected, totals, 0.3)
     bits = (x.view(torch.int32) for x in (torch.cat(found), torch.cat(expected)))
     return torch.equal(*bits) and torch.equal(ours.get_state(), theirs.get_state())
 
 
-def _draw_together(outs: Sequence[Tensor], std: float, generator: torch.Generator) -> bool:
-    """Whether it is done; else the generator stands where it stood."""
+def _draw_together(
+    outs: Sequence[Tensor], std: float, generator: torch.Generator, totals: Sequence[Tensor | None],
+    factor: float,
+) -> bool:  # fmt: skip
+    """Whether it is done; else the generator stands where it stood. Of the totals those are added that
+    lie as their outs do."""
     if type(generator) is not torch.Generator or generator.device.type != "cpu":
         return False
     before = generator.get_state()
@@ -77,9 +95,20 @@ def _draw_together(outs: Sequence[Tensor], std: float, generator: torch.Generato
     # Whatever happens now, nothing is drawn twice.
     generator.set_state(torch.frombuffer(bytearray(after), dtype=torch.uint8))
     threads = max(1, min(loop_threads(), sum(counts) // LEAST))
-    runs = [(out.data_ptr(), count) for out, count in zip(outs, counts, strict=True)]
-    _C.mersenne_normals(state=state, runs=runs, std=std, threads=threads)
+    runs = [
+        (out.data_ptr(), count, pointer(total) if _lies_alike(out, total) else 0)
+        for out, count, total in zip(outs, counts, totals, strict=True)
+    ]
+    _C.mersenne_normals(state=state, runs=runs, std=std, factor=factor, threads=threads)
     return True
+
+
+def _lies_alike(out: Tensor, total: Tensor | None) -> bool:
+    """The loop can read this total beside what it draws; or there is none."""
+    if total is None:
+        return True
+    same = total.dtype == torch.float32 and total.shape == out.shape
+    return same and lies_on_host(total) and total.is_contiguous()
 
 
 def _fits(out: Tensor) -> bool:

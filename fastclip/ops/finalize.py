@@ -7,6 +7,7 @@ A source of noise is a fastclip.noise.NoiseSource; kernels look at its `secure`,
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,22 +75,38 @@ def noise_finalize(
         draw_normals(gradients, 1.0, source)
         for gradient in gradients:
             gradient.mul_(std.to(gradient.device, non_blocking=True) / divisor)
+        add_totals(gradients, summed, 1 / divisor)
     elif std > 0:
-        draw_normals(gradients, std / divisor, source)
+        draw_normals(gradients, std / divisor, source, summed, 1 / divisor)
     else:
         for gradient in gradients:
             gradient.zero_()
-    touched = [(g, total) for g, total in zip(gradients, summed, strict=True) if total is not None]
-    if touched:
-        foreach_add_(*map(list, zip(*touched, strict=True)), alpha=1 / divisor)
+        add_totals(gradients, summed, 1 / divisor)
     return [g.to(parameter.dtype) for g, parameter in zip(gradients, like, strict=True)]
 
 
 @host_operation
-def draw_normals(outs: list[Tensor], std: float, source: Any) -> None:
-    """Fill `outs`, one after the other, with N(0, std^2) of a source of noise."""
+def draw_normals(
+    outs: list[Tensor], std: float, source: Any, totals: Sequence[Tensor | None] = (),
+    factor: float = 1.0,
+) -> None:  # fmt: skip
+    """Fill `outs`, one after the other, with N(0, std^2) of a source of noise, and add `totals`.
+
+    Args:
+        totals: one for each of `outs`, or None in its place; or no totals at all. factor: what they
+            are multiplied by.
+    """
     for out in outs:
         source.normal_(out, std)
+    if totals:
+        add_totals(outs, totals, factor)
+
+
+def add_totals(outs: Sequence[Tensor], totals: Sequence[Tensor | None], factor: float) -> None:
+    """Add `factor` times its total to each of `outs` that has one."""
+    touched = [pair for pair in zip(outs, totals, strict=True) if pair[1] is not None]
+    if touched:
+        foreach_add_(*map(list, zip(*touched, strict=True)), alpha=factor)
 
 
 @operation

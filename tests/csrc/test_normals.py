@@ -62,6 +62,33 @@ def test_the_same_numbers(case: str, used: int) -> None:
         assert torch.equal(ours.get_state(), theirs.get_state())
 
 
+def totals_of(shapes: list[tuple[int, ...]]) -> list[Tensor | None]:
+    """None, what a loop reads, and what it does not: another type, or numbers that lie apart."""
+    torch.manual_seed(5)
+    kinds: list[Callable[[Tensor], Tensor | None]] = [
+        lambda x: x, lambda x: None, Tensor.double, lambda x: x.repeat_interleave(2, 0)[::2],
+    ]  # fmt: skip
+    return [kinds[i % len(kinds)](torch.randn(shape) * 1e3) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("kind", ["of all", "of some"])
+@pytest.mark.parametrize("case", SHAPES)
+def test_totals_are_added(case: str, kind: str) -> None:
+    """To the bit what the noise first, and then the totals give."""
+    shapes = SHAPES[case]
+    totals: list[Tensor | None] = [torch.randn(shape) * 1e3 for shape in shapes]
+    if kind == "of some":
+        totals = totals_of(shapes)
+    ours, theirs = generators()
+    found, expected = empty(shapes), empty(shapes)
+    kept = [None if total is None else total.clone() for total in totals]
+    assert host.draw_normals(found, 1.7, SeededNoise(ours), totals, 1 / 3) is None
+    one_thread(expected, 1.7, SeededNoise(theirs), totals, 1 / 3)
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(ours.get_state(), theirs.get_state())
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(totals, kept, strict=True))
+
+
 def test_the_global_generator() -> None:
     found, expected = empty(SHAPES["rests"]), empty(SHAPES["rests"])
     torch.manual_seed(3)
@@ -107,12 +134,13 @@ def test_the_sample_finds_another_algorithm(monkeypatch: pytest.MonkeyPatch) -> 
         assert look()
     finally:
         torch.set_default_dtype(torch.float32)
-    others = {
-        "mersenne_advanced": lambda state, words: _C.mersenne_advanced(state, words + 1),
-        "mersenne_normals": lambda std, **rest: _C.mersenne_normals(std=std * (1 + 1e-6), **rest),
-        "mersenne_has_normals": lambda: False,
-    }
-    for name, other in others.items():
+    others: list[tuple[str, Callable]] = [
+        ("mersenne_advanced", lambda state, words: _C.mersenne_advanced(state, words + 1)),
+        ("mersenne_normals", lambda std, **rest: _C.mersenne_normals(std=std * 1.000001, **rest)),
+        ("mersenne_normals", lambda factor, **rest: _C.mersenne_normals(factor=0.31, **rest)),
+        ("mersenne_has_normals", lambda: False),
+    ]
+    for name, other in others:
         monkeypatch.setattr(host, "_C", Core(**{name: other}))
         assert not look(), name
     monkeypatch.setattr(host, "_C", Core(mersenne_normals=pytest.fail))
@@ -161,7 +189,7 @@ def test_runs_that_are_none() -> None:
     kept = torch.zeros(16)
     for run in ((kept.data_ptr(), 15), (0, 16)):
         with pytest.raises(ValueError, match="16 numbers at least"):
-            _C.mersenne_normals(state=state, runs=[run], std=1.0, threads=1)
+            _C.mersenne_normals(state=state, runs=[(*run, 0)], std=1.0, factor=1.0, threads=1)
     assert not kept.any()
 
 
@@ -235,8 +263,9 @@ def test_it_serves_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host.is_faithful()
     monkeypatch.setattr(host, "_draw_together", lambda *args: drawn.append(1) or own(*args))
     ours, theirs = generators()
-    found = ops.noise_finalize([None] * 3, like, 2.0, 4.0, SeededNoise(ours))
+    sums = [torch.randn(20, 30), None, torch.randn(16)]
+    found = ops.noise_finalize(sums, like, 2.0, 4.0, SeededNoise(ours))
     with use_backend("reference"):
-        expected = ops.noise_finalize([None] * 3, like, 2.0, 4.0, SeededNoise(theirs))
+        expected = ops.noise_finalize(sums, like, 2.0, 4.0, SeededNoise(theirs))
     assert drawn == [1]
     assert all(map(torch.equal, found, expected))
