@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -28,11 +29,8 @@ class ConvRule(LayerRule):
     def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
         x, _ = super().prepare(module, args, kwargs)
         x, padding = pad_explicitly(module, autocast_operand(x))
-        geometry = ops.ConvGeometry(
-            tuple(module.weight.shape), _tuple(module.stride), padding,
-            _tuple(module.dilation), int(module.groups),
-        )  # fmt: skip
-        return x, geometry
+        shape, groups = tuple(module.weight.shape), int(module.groups)
+        return x, _geometry(shape, _tuple(module.stride), padding, _tuple(module.dilation), groups)
 
     def forward(
         self, module: Any, x: Tensor, extra: Any
@@ -90,5 +88,9 @@ def pad_explicitly(module: nn.Conv2d, x: Tensor) -> tuple[Tensor, tuple[int, ...
     return x, _tuple(module.padding)
 
 
+_geometry = functools.lru_cache(maxsize=1024)(ops.ConvGeometry)
+"""Every layer asks for its own in every step."""
+
+
 def _tuple(value: Any) -> tuple[int, ...]:
-    return tuple(int(v) for v in value)
+    return value if type(value) is tuple else tuple(int(v) for v in value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,11 +39,11 @@ class ConvGeometry:
     dilation: tuple[int, ...]
     groups: int
 
-    @property
+    @cached_property
     def kernel(self) -> tuple[int, ...]:
         return self.weight_shape[2:]
 
-    @property
+    @cached_property
     def is_pointwise(self) -> bool:
         return all(k == 1 for k in self.kernel) and not any(self.padding)
 

@@ -83,30 +83,8 @@ class Planner:
         device: torch.device = _CPU,
     ) -> Choice:  # fmt: skip
         """For x with `space` pixels a channel and g with `out` positions."""
-        costs = self.rates(device)
-        o, c = geometry.weight_shape[:2]
-        c_all = c * geometry.groups
-        taps = torch.Size(geometry.kernel).numel()
-        pixels = out if geometry.is_pointwise else space
-        held = b * (space * c_all + out * o) * itemsize
-        flops = 2 * b * out * taps * c * o
-        product = flops / costs.matmul
-        kept_bytes = b * taps * c * o * _accumulated(itemsize)
-        # The fused kernel computes the Gram of the patches, not of the pixels.
-        of_inputs = pixels**2 * c_all if costs.scratch else out**2 * taps * c_all
-        ghost = 2 * b * (of_inputs + out**2 * o) * gram_share(out, costs.tile) / costs.gram
-        if costs.scratch:
-            shifts = 0 if geometry.is_pointwise else sum(geometry.kernel)
-            passes = b * geometry.groups * (pixels * out * 4 * shifts + out * out * 12)
-            ghost += passes / costs.copy
-        keep = product + kept_bytes / costs.kept_conv
-        options = [
-            Choice("ghost", ghost + product, held),
-            Choice("recompute", 2 * keep, held),
-        ]
-        if may_keep and kept_bytes <= self.memory_factor * held:
-            options.append(Choice("keep", keep, kept_bytes))
-        return _cheapest(options, held, out, itemsize, self.gram_tolerance)
+        given = (self.rates(device), self.memory_factor, self.gram_tolerance)
+        return _conv(b, space, out, geometry, itemsize, may_keep, *given)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -114,7 +92,7 @@ def _linear(
     b: int, t: int, d: int, p: int, itemsize: int, may_keep: bool, costs: Costs,
     memory_factor: float, tolerance: float,
 ) -> Choice:  # fmt: skip
-    """`Planner.linear`, which every layer asks in every step."""
+    """`Planner.linear`; every layer asks in every step."""
     held = b * t * (d + p) * itemsize
     if t == 1:
         return Choice("ghost", 0.0, held)
@@ -129,6 +107,37 @@ def _linear(
     if may_keep and kept_bytes <= memory_factor * held:
         options.append(Choice("keep", keep, kept_bytes))
     return _cheapest(options, held, t, itemsize, tolerance)
+
+
+@functools.lru_cache(maxsize=4096)
+def _conv(
+    b: int, space: int, out: int, geometry: ConvGeometry, itemsize: int, may_keep: bool, costs: Costs,
+    memory_factor: float, tolerance: float,
+) -> Choice:  # fmt: skip
+    """`Planner.conv`; the same."""
+    o, c = geometry.weight_shape[:2]
+    c_all = c * geometry.groups
+    taps = torch.Size(geometry.kernel).numel()
+    pixels = out if geometry.is_pointwise else space
+    held = b * (space * c_all + out * o) * itemsize
+    flops = 2 * b * out * taps * c * o
+    product = flops / costs.matmul
+    kept_bytes = b * taps * c * o * _accumulated(itemsize)
+    # The fused kernel computes the Gram of the patches, not of the pixels.
+    of_inputs = pixels**2 * c_all if costs.scratch else out**2 * taps * c_all
+    ghost = 2 * b * (of_inputs + out**2 * o) * gram_share(out, costs.tile) / costs.gram
+    if costs.scratch:
+        shifts = 0 if geometry.is_pointwise else sum(geometry.kernel)
+        passes = b * geometry.groups * (pixels * out * 4 * shifts + out * out * 12)
+        ghost += passes / costs.copy
+    keep = product + kept_bytes / costs.kept_conv
+    options = [
+        Choice("ghost", ghost + product, held),
+        Choice("recompute", 2 * keep, held),
+    ]
+    if may_keep and kept_bytes <= memory_factor * held:
+        options.append(Choice("keep", keep, kept_bytes))
+    return _cheapest(options, held, out, itemsize, tolerance)
 
 
 def _cheapest(
