@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastclip.ops.bounds import ProductNorm, product_slack
@@ -18,6 +19,9 @@ from fastclip.ops.grams import LastInput
 from fastclip.ops.kept import whole
 from fastclip.ops.numerics import drop_zeroed, row_norm_sq, samples_at_once, widen
 from fastclip.ops.precision import in_full_float32
+
+_LARGE = 2**18
+"""Pairs of channels from which their weights do not stay in a cache."""
 
 
 def conv_per_sample_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
@@ -161,7 +165,34 @@ def conv_sum(x: Tensor, g: Tensor, scale: Tensor, geometry: ConvGeometry) -> Ten
     g = g * scale.to(g.dtype).view(-1, *[1] * (g.dim() - 1))
     if _slides_faster(x, geometry):
         return _slid(x, g, geometry).sum(0)
+    if _multiplies_faster(x, g, geometry):
+        return _multiplied(x, g, geometry)
     return _weight_gradient(x, g, geometry, geometry.groups, geometry.weight_shape[0])
+
+
+def _multiplies_faster(x: Tensor, g: Tensor, geometry: ConvGeometry) -> bool:
+    """On a CPU, where the weights are many and the patches few: torch's own gradient has a form of its
+    own for them, which takes longer to write and to read again than the patches."""
+    out_channels, channels = geometry.weight_shape[:2]
+    if x.device.type != "cpu" or geometry.groups > 1 or out_channels * channels < _LARGE:
+        return False
+    patch = torch.Size(geometry.weight_shape[1:]).numel()
+    if not geometry.is_pointwise:
+        if x.dim() != 4:
+            return False
+        patch *= 3  # they are cut out and laid side by side
+    positions = g.shape[0] * g.shape[2:].numel()
+    return positions * (patch + out_channels) <= 2 * torch.Size(geometry.weight_shape).numel()
+
+
+def _multiplied(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
+    """The weight gradient of all samples as one product, over all of their positions."""
+    if geometry.is_pointwise:
+        patches = strided(x, geometry.stride).flatten(2)
+    else:
+        patches = F.unfold(x, geometry.kernel, geometry.dilation, geometry.padding, geometry.stride)
+    left, right = (y.transpose(0, 1).flatten(1) for y in (g.flatten(2), patches))
+    return torch.mm(left, right.t()).view(geometry.weight_shape)
 
 
 def _weight_gradient(

@@ -70,17 +70,19 @@ def test_loops_of_the_extension() -> None:
     assert places["linear.per_sample_gradients"]["bytes"] >= sizes[0]
     assert places["grams.half_gram"]["bytes"] == sizes[1]
     loops = LOOPS.keys() - {"draw_normals"}  # which is operators of torch
-    assert set(cost.LOOP_FLOPS) == loops | {"layer_norm_backward"}
+    assert set(cost.LOOP_FLOPS) == loops | {"layer_norm_backward", "group_norm_backward"}
     assert found.total["flops"] == 2 * b * t * d * p + b * t * (t + 1) * (d + p)
 
 
-LIMITS = {  # at 8 rows a step, as measured and a little more: FLOPs, bytes, calls
+# At 8 rows a step, as measured and a little more: FLOPs, bytes, calls. What a convolution of torch
+# copies inside itself is not counted, what the product in its place copies is.
+LIMITS = {
     "reference": {
-        "resnet18": (1.80, 1.58, 2.95),
+        "resnet18": (1.80, 1.64, 2.95),
         "bert": (1.16, 1.41, 2.30),
         "vit": (1.07, 1.73, 2.55),
     },
-    "auto": {"resnet18": (1.04, 1.29, 2.45), "bert": (1.09, 1.28, 2.10), "vit": (1.02, 1.40, 2.10)},
+    "auto": {"resnet18": (1.04, 1.32, 2.47), "bert": (1.09, 1.28, 2.10), "vit": (1.02, 1.40, 2.10)},
 }
 
 
