@@ -92,8 +92,8 @@ inline Vector absolute(Vector x) { return _mm512_abs_ps(x); }
 
 #define FASTCLIP_LOOPS(set)                                                                        \
   {set::panel_scratch, set::conv_scratch, set::gram_scratch, set::linear_gradient, set::conv_gradient, \
-   set::gram, set::fill_below, set::gram_product, set::squares, set::add_scaled, set::layer_norm,    \
-   set::group_norm}
+   set::gram, set::fill_below, set::gram_product, set::squares, set::add_scaled, \
+   set::add_four_scaled, set::layer_norm, set::group_norm}
 constexpr ProductLoops kAvx2 = FASTCLIP_LOOPS(avx2);
 constexpr ProductLoops kAvx512 = FASTCLIP_LOOPS(avx512);
 

@@ -37,6 +37,7 @@ struct ProductLoops {
   void (*gram_product)(const float* x, const float* y, int64_t step, int64_t t, double* out);
   double (*squares)(const float* x, int64_t n);
   void (*add_scaled)(const float* x, float scale, int64_t n, float* to);
+  void (*add_four_scaled)(const float* const* x, const float* scale, int64_t n, float* to);
   void (*layer_norm)(const float* x, const float* g, const float* mean, const float* rstd,
                      const float* weight, int64_t t, int64_t c, float* dx, float* dw, float* db,
                      float* scratch);

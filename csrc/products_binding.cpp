@@ -125,16 +125,26 @@ void weighted_sum(const std::vector<uintptr_t>& gradients, int64_t each, uintptr
   constexpr int64_t kStretch = 2048;  // of which the sum stays in the nearest cache
   const ProductLoops& loops = loops_of(lanes);
   const Parts parts = parts_of(gradients, each, samples, size);
-  const float* const scales = floats_at(scale);
+  std::vector<int64_t> alive;
+  std::vector<float> scales;
+  for (int64_t n = 0; n < samples; ++n) {
+    if (floats_at(scale)[n] == 0) continue;
+    alive.push_back(n);
+    scales.push_back(floats_at(scale)[n]);
+  }
   const py::gil_scoped_release release;
   in_stretches((size + kStretch - 1) / kStretch, threads, [&](int64_t first, int64_t last) {
     for (int64_t i = first * kStretch; i < std::min(last * kStretch, size); i += kStretch) {
       const int64_t count = std::min(kStretch, size - i);
       float* const to = reinterpret_cast<float*>(out) + i;
       std::fill(to, to + count, 0.0f);
-      for (int64_t n = 0; n < samples; ++n) {
-        if (scales[n] != 0) loops.add_scaled(parts.of(n) + i, scales[n], count, to);
+      size_t n = 0;
+      for (; n + 4 <= alive.size(); n += 4) {
+        const float* rows[4];
+        for (size_t j = 0; j < 4; ++j) rows[j] = parts.of(alive[n + j]) + i;
+        loops.add_four_scaled(rows, &scales[n], count, to);
       }
+      for (; n < alive.size(); ++n) loops.add_scaled(parts.of(alive[n]) + i, scales[n], count, to);
     }
   });
 }
