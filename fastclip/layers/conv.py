@@ -89,8 +89,8 @@ def pad_explicitly(module: nn.Conv2d, x: Tensor) -> tuple[Tensor, tuple[int, ...
 
 
 _geometry = functools.lru_cache(maxsize=1024)(ops.ConvGeometry)
-"""Every layer asks for its own in every step."""
+"""Every layer asks for its own in every step; with Python's integers, or another's 1 would pass for 1."""
 
 
 def _tuple(value: Any) -> tuple[int, ...]:
-    return value if type(value) is tuple else tuple(int(v) for v in value)
+    return tuple(map(int, value))

@@ -31,13 +31,21 @@ from fastclip.ops.precision import in_full_float32
 
 @dataclass(frozen=True)
 class ConvGeometry:
-    """Shape of a convolution: weight [o, c / groups, *kernel] and how it slides."""
+    """Shape of a convolution: weight [o, c / groups, *kernel] and how it slides.
+
+    Whatever integers come, it holds Python's: unsigned ones of NumPy, which torch takes, have no -1.
+    """
 
     weight_shape: tuple[int, ...]
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+
+    def __post_init__(self) -> None:
+        for name in ("weight_shape", "stride", "padding", "dilation"):
+            object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
+        object.__setattr__(self, "groups", int(self.groups))
 
     @cached_property
     def kernel(self) -> tuple[int, ...]:

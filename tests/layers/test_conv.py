@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from fastclip.layers.conv import _geometry
 from tests.oracle import DTYPES, check_exact
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -52,6 +54,36 @@ def test_arguments(ndim: int, arguments: str, dtype: torch.dtype) -> None:
     model = after_a_layer(ndim, conv(ndim, **ARGUMENTS[arguments]))
     size = (9, 8, 7)[:ndim] if ndim > 1 else (17,)
     check_exact(model, torch.randn(3, 3, *size), dtype=dtype)
+
+
+INTEGERS = {
+    "unsigned bytes": np.uint8,
+    "unsigned": np.uint64,
+    "signed bytes": np.int8,
+    "tensors": lambda value: torch.tensor(value),
+}
+
+
+@pytest.mark.parametrize("ndim", CONV)
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_integers_of_other_kinds(kind: str, ndim: int) -> None:
+    """Of which torch takes all: unsigned ones have no -1, and a tensor's value may change."""
+    _geometry.cache_clear()
+    made = INTEGERS[kind]
+    sizes = 5, 6, 7
+    x = torch.randn(3, 4, *sizes[:ndim])
+    layer = conv(ndim, padding=1, stride=2)
+    for name, value in (("padding", 1), ("stride", 2), ("dilation", 1)):
+        setattr(layer, name, (made(value),) * ndim)
+    check_exact(layer, x, dtype=torch.float64)
+    check_exact(
+        conv(ndim, padding=1, stride=2), x, dtype=torch.float64
+    )  # of the same geometry, and of equal numbers
+    layer.padding = tuple(made(2) for _ in range(ndim))
+    check_exact(layer, x, dtype=torch.float64)
+    if kind == "tensors":
+        layer.padding[0].fill_(1)
+        check_exact(layer, x, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
