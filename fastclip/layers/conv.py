@@ -89,7 +89,7 @@ def pad_explicitly(module: nn.Conv2d, x: Tensor) -> tuple[Tensor, tuple[int, ...
 
 
 _geometry = functools.lru_cache(maxsize=1024)(ops.ConvGeometry)
-"""Every layer asks for its own in every step; with Python's integers, or another's 1 would pass for 1."""
+"""Every layer asks for its own in every step; of Python's integers, or an equal one would serve for them."""
 
 
 def _tuple(value: Any) -> tuple[int, ...]:
