@@ -89,7 +89,7 @@ def pad_explicitly(module: nn.Conv2d, x: Tensor) -> tuple[Tensor, tuple[int, ...
 
 
 _geometry = functools.lru_cache(maxsize=1024)(ops.ConvGeometry)
-"""Every layer asks for its own in every step; of Python's integers, or an equal one would serve for them."""
+"""Every layer asks for its own in every step; of Python's integers: an equal one serves for them."""
 
 
 def _tuple(value: Any) -> tuple[int, ...]:
