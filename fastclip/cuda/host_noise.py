@@ -47,10 +47,12 @@ def draw_normals(
     pairs = zip(outs, totals or [None] * len(outs), strict=True)
     for fits, run in groupby(pairs, lambda pair: _fits(pair[0])):
         of, added = map(list, zip(*run, strict=True))
-        if fits and is_faithful() and _draw_together(of, std, generator, added, factor):
-            # what the loop could not read
+        read = [
+            total if _lies_alike(out, total) else None for out, total in zip(of, added, strict=True)
+        ]
+        if fits and is_faithful() and _draw_together(of, std, generator, read, factor):
             added = [
-                None if _lies_alike(*pair) else pair[1] for pair in zip(of, added, strict=True)
+                None if one is total else total for one, total in zip(read, added, strict=True)
             ]
         else:
             for out in of:
@@ -79,8 +81,7 @@ def _draw_together(
     outs: Sequence[Tensor], std: float, generator: torch.Generator, totals: Sequence[Tensor | None],
     factor: float,
 ) -> bool:  # fmt: skip
-    """Whether it is done; else the generator stands where it stood. Of the totals those are added that
-    lie as their outs do."""
+    """Whether it is done; else the generator stands where it stood. The totals lie as their outs do."""
     if type(generator) is not torch.Generator or generator.device.type != "cpu":
         return False
     before = generator.get_state()
@@ -96,7 +97,7 @@ def _draw_together(
     generator.set_state(torch.frombuffer(bytearray(after), dtype=torch.uint8))
     threads = max(1, min(loop_threads(), sum(counts) // LEAST))
     runs = [
-        (out.data_ptr(), count, pointer(total) if _lies_alike(out, total) else 0)
+        (out.data_ptr(), count, pointer(total))
         for out, count, total in zip(outs, counts, totals, strict=True)
     ]
     _C.mersenne_normals(state=state, runs=runs, std=std, factor=factor, threads=threads)
@@ -104,9 +105,9 @@ def _draw_together(
 
 
 def _lies_alike(out: Tensor, total: Tensor | None) -> bool:
-    """The loop can read this total beside what it draws; or there is none."""
+    """The loop can read this total beside what it draws."""
     if total is None:
-        return True
+        return False
     same = total.dtype == torch.float32 and total.shape == out.shape
     return same and lies_on_host(total) and total.is_contiguous()
 

@@ -127,37 +127,41 @@ def layer_norm_backward(
     x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, need_input: bool
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """fastclip.ops.layer_norm_backward, from one read of x and g."""
-    given = (x, g, mean, rstd) if weight is None else (x, g, mean, rstd, weight)
-    if not _takes(*given) or x.dim() != 3 or x.shape != g.shape:
+    if x.dim() != 3 or mean.shape != x.shape[:2]:
         return NotImplemented
-    (b, t, c), of_weight = x.shape, given[4:]
-    if not mean.shape == rstd.shape == (b, t) or any(w.shape != (c,) for w in of_weight):
-        return NotImplemented
-    laid = [one.contiguous() for one in given]
-    dx, (dw, db) = _empty(b, t, c) if need_input else None, _empty(2, b, c)
-    addresses = [*_addresses(laid), *[0] * (5 - len(laid))]
-    _C.layer_norm_backward(
-        *addresses, pointer(dx), dw.data_ptr(), db.data_ptr(), b, t, c, LANES, loop_threads()
-    )
-    return dx, dw, db
+    b, t, c = x.shape
+    loop = _C.layer_norm_backward
+    return _norm_backward(loop, (x, g, mean, rstd), weight, c, need_input, (b, t, c))
 
 
 def group_norm_backward(
     x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, need_input: bool
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """fastclip.ops.group_norm_backward, from one read of x and g."""
-    given = (x, g, mean, rstd) if weight is None else (x, g, mean, rstd, weight)
-    if not _takes(*given) or x.dim() != 3 or x.shape != g.shape or mean.dim() != 2:
+    if x.dim() != 3 or mean.dim() != 2 or len(mean) != len(x):
         return NotImplemented
     (b, c, t), k = x.shape, mean.shape[1]
-    if not mean.shape == rstd.shape == (b, k) or c % k or any(w.shape != (c,) for w in given[4:]):
+    if not k or c % k:
+        return NotImplemented
+    loop = _C.group_norm_backward
+    return _norm_backward(loop, (x, g, mean, rstd), weight, c, need_input, (b, c, k, t))
+
+
+def _norm_backward(
+    loop: Callable[..., None], given: tuple[Tensor, ...], weight: Tensor | None, c: int,
+    need_input: bool, sizes: tuple[int, ...],
+) -> tuple[Tensor | None, Tensor, Tensor]:  # fmt: skip
+    """What a loop makes of x, g, mean and rstd, where c numbers of a sample have weights."""
+    x, g, mean, rstd = given
+    given = given if weight is None else (*given, weight)
+    if not _takes(*given) or x.shape != g.shape or mean.shape != rstd.shape:
+        return NotImplemented
+    if weight is not None and weight.shape != (c,):
         return NotImplemented
     laid = [one.contiguous() for one in given]
-    dx, (dw, db) = _empty(b, c, t) if need_input else None, _empty(2, b, c)
-    addresses = [*_addresses(laid), *[0] * (5 - len(laid))]
-    _C.group_norm_backward(
-        *addresses, pointer(dx), dw.data_ptr(), db.data_ptr(), b, c, k, t, LANES, loop_threads()
-    )
+    dx, (dw, db) = _empty(*x.shape) if need_input else None, _empty(2, len(x), c)
+    addresses = [*_addresses(laid), *[0] * (5 - len(laid)), pointer(dx), *_addresses((dw, db))]
+    loop(*addresses, *sizes, LANES, loop_threads())
     return dx, dw, db
 
 

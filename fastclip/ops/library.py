@@ -137,7 +137,7 @@ def _group_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, dw, db = group_norm_backward(x, g, mean, rstd, weight, True)
     assert grad is not None
-    return grad, dw, db.clone()
+    return grad, dw, db.clone()  # its results share no memory
 
 
 @_group_norm_backward.register_fake
