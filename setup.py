@@ -1,9 +1,10 @@
-"""The packages under fastclip/, and csrc/, which becomes fastclip._C where there is an nvcc.
+"""The packages under fastclip/, and csrc/, whose folders become two modules: host/ becomes
+fastclip._host where there is a C++ compiler, cuda/ becomes fastclip._C where there is an nvcc.
 
-The extension is optional: without it every operation still runs, in Triton or PyTorch. So a build
-that cannot be done is told in one sentence and the installation goes on. FASTCLIP_BUILD=0 leaves the
-extension out, FASTCLIP_BUILD=strict (`make build`) makes a failed build an error. The rest of the
-metadata is in pyproject.toml.
+Both are optional: without them every operation still runs, in Triton or PyTorch. So a module that
+cannot be built is told in one sentence and the installation goes on. FASTCLIP_BUILD=0 leaves both
+out, FASTCLIP_BUILD=strict (`make build`) makes a failed build an error. The rest of the metadata is in
+pyproject.toml.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
@@ -29,12 +33,12 @@ GENCODE = {  # architecture -> what is kept of it; PTX (compute_*) serves what c
 }
 RULES = """\
 rule compile
-  command = $nvcc $flags -MD -MF $out.d -c $in -o $out
+  command = $compiler $flags -MD -MF $out.d -c $in -o $out
   depfile = $out.d
   deps = gcc
   description = $in
 rule link
-  command = $nvcc -shared -cudart static $in -o $out
+  command = $compiler -shared $in $libraries -o $out
   description = $out
 """
 
@@ -49,8 +53,6 @@ class NoCompiler(NotBuilt):
 
 def find_nvcc() -> str:
     """The CUDA compiler on PATH, or of CUDA_HOME, or where it is installed by default."""
-    if sys.platform != "linux":
-        raise NoCompiler(f"it is built on Linux only, and this is {sys.platform}")
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     places = [os.path.join(home, "bin") for home in (*homes, "/usr/local/cuda") if home]
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=os.pathsep.join(places))
@@ -66,6 +68,19 @@ def find_nvcc() -> str:
     return nvcc
 
 
+def find_cxx() -> str:
+    """The C++ compiler that CXX names, or the first on PATH; GCC's makes the fastest loops."""
+    named = os.environ.get("CXX")
+    for command in (named,) if named else ("g++", "c++", "clang++"):
+        program, *arguments = shlex.split(command)
+        found = shutil.which(program)
+        if found is not None:
+            return shlex.join([found, *arguments])
+    if named:
+        raise NotBuilt(f"CXX={named} is not on PATH: let it name a C++ compiler, or unset it")
+    raise NoCompiler("there is no C++ compiler: install g++ or let CXX name one")
+
+
 def find_ninja() -> str:
     """ninja on PATH or of the Python package."""
     try:
@@ -79,18 +94,51 @@ def find_ninja() -> str:
     return found
 
 
-def compile_flags() -> list[str]:
-    """What every source is compiled with; nvcc hands *.cpp to the host's compiler."""
+def plain_flags() -> list[str]:
+    """What every source is compiled with."""
     try:
         import pybind11
     except ImportError as error:
         raise NotBuilt("pybind11 is missing: pip install ninja pybind11") from error
+    others = pybind11.get_include(), sysconfig.get_path("include")
+    headers = [flag for path in others for flag in ("-isystem", path)]
+    return ["-std=c++17", "-O3", f"-I{SOURCES}", *headers]
+
+
+OF_THE_HOST = ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"]
+"""What the host's compiler is told, which nvcc hands *.cpp to."""
+
+
+def nvcc_flags() -> list[str]:
+    """What nvcc is told beside."""
     kept = [code for codes in GENCODE.values() for code in codes]
-    flags = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-psabi"]
-    flags += [f"-isystem={x}" for x in (pybind11.get_include(), sysconfig.get_path("include"))]
-    flags += [f"-DFASTCLIP_ARCHITECTURES={'/'.join(kept)}"]
-    flags += [f"-gencode=arch={arch},code=[{','.join(kept)}]" for arch, kept in GENCODE.items()]
-    return flags
+    flags = [f"-Xcompiler={','.join(OF_THE_HOST)}", f"-DFASTCLIP_ARCHITECTURES={'/'.join(kept)}"]
+    return flags + [
+        f"-gencode=arch={arch},code=[{','.join(kept)}]" for arch, kept in GENCODE.items()
+    ]
+
+
+class Module(NamedTuple):
+    """A folder of csrc/ and what becomes of it."""
+
+    name: str
+    folder: str
+    find: Callable[[], str]
+    """Its compiler."""
+    flags: Callable[[], list[str]]
+    libraries: str
+    other_compiler: str
+    """How the user names another one, where this one fails."""
+
+
+HOST = Module(
+    "_host", "host", find_cxx, lambda: OF_THE_HOST, "-pthread -ldl",
+    "CXX=... chooses another compiler",
+)  # fmt: skip
+CUDA = Module(
+    "_C", "cuda", find_nvcc, nvcc_flags, "-cudart static",
+    "NVCC_PREPEND_FLAGS='-ccbin ...' chooses another host compiler",
+)  # fmt: skip
 
 
 def escape(text: str | Path) -> str:
@@ -98,46 +146,50 @@ def escape(text: str | Path) -> str:
     return re.sub(r"([$ :])", r"$\1", str(text))
 
 
-def write_ninja(folder: Path, nvcc: str, flags: list[str]) -> None:
-    """build.ninja: every *.cu and *.cpp of csrc/, one module of them."""
-    objects = []
-    lines = [f"nvcc = {nvcc}", "flags = " + " ".join(f"'{flag}'" for flag in flags), RULES]
-    for source in sorted([*SOURCES.glob("*.cu"), *SOURCES.glob("*.cpp")]):
+def write_ninja(folder: Path, module: Module) -> None:
+    """build.ninja: every *.cu and *.cpp of the module's folder of csrc/."""
+    flags = " ".join(shlex.quote(flag) for flag in (*plain_flags(), *module.flags()))
+    lines = [f"compiler = {module.find()}", f"flags = {flags}", f"libraries = {module.libraries}"]
+    lines.append(RULES)
+    objects, sources = [], SOURCES / module.folder
+    for source in sorted([*sources.glob("*.cu"), *sources.glob("*.cpp")]):
         objects.append(escape(f"{source.name}.o"))
         lines.append(f"build {objects[-1]}: compile {escape(source)}")
-    lines.append(f"build _C.so: link {' '.join(objects)}")
+    lines.append(f"build {module.name}.so: link {' '.join(objects)}")
     (folder / "build.ninja").write_text("\n".join(lines) + "\n")
 
 
-def build(folder: Path) -> Path:
+def build(folder: Path, module: Module) -> Path:
     """Compile what has changed; the module's path.
 
     Raises:
         NotBuilt: no compiler, one that is too old, or an error of the compiler.
     """
-    nvcc, ninja, flags = find_nvcc(), find_ninja(), compile_flags()
+    if sys.platform != "linux":
+        raise NoCompiler(f"it is built on Linux only, and this is {sys.platform}")
+    compiler, ninja = module.find(), find_ninja()
     import fcntl  # Linux has it, and so has whoever comes this far
 
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two builds of one checkout
-        write_ninja(folder, nvcc, flags)
+        write_ninja(folder, module)
         done = subprocess.run([ninja, "-C", str(folder), "-j", str(os.cpu_count() or 1)])
     if done.returncode != 0:
         raise NotBuilt(
-            f"csrc/ did not compile with {nvcc}: the compiler's message is above (with pip: "
-            "pip install -v); NVCC_PREPEND_FLAGS='-ccbin ...' chooses another host compiler"
+            f"csrc/{module.folder} did not compile with {compiler}: the compiler's message is above "
+            f"(with pip: pip install -v); {module.other_compiler}"
         )
-    return folder / "_C.so"
+    return folder / f"{module.name}.so"
 
 
-def versions_of(module: Path) -> str:
-    """Import the module by its path alone and ask it what it was built for.
+def versions_of(path: Path) -> str:
+    """Import a module by its path alone and ask it what it was built for.
 
     Raises:
         NotBuilt: it cannot be imported.
     """
-    spec = importlib.util.spec_from_file_location("_C", module)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     try:
@@ -148,34 +200,44 @@ def versions_of(module: Path) -> str:
         raise NotBuilt(f"the module is compiled and cannot be imported: {error}") from error
 
 
-class BuildCore(build_ext):
-    """Builds fastclip._C with ninja and nvcc, or says why not."""
+class BuildModules(build_ext):
+    """Builds fastclip._host and fastclip._C with ninja and their compilers, or says why not."""
 
     def run(self) -> None:
-        wish = os.environ.get("FASTCLIP_BUILD", "")
-        target = Path(self.get_ext_fullpath("fastclip._C")).resolve()
-        if wish == "0":
-            print("fastclip._C is left out: FASTCLIP_BUILD=0")
+        """What fails is an error after all was tried, and where the build was asked for."""
+        if os.environ.get("FASTCLIP_BUILD") == "0":
+            print("fastclip._host and fastclip._C are left out: FASTCLIP_BUILD=0")
             return
+        failed = [module for module in (HOST, CUDA) if not self.build_module(module)]
+        if failed and os.environ.get("FASTCLIP_BUILD") == "strict":
+            raise SystemExit(1)
+
+    def build_module(self, module: Module) -> bool:
+        """Whether it is there now, or there is nothing to build it with."""
+        name = f"fastclip.{module.name}"
+        target = Path(self.get_ext_fullpath(name)).resolve()
+        kept = ROOT / "build" / f"{module.folder}-{sys.implementation.cache_tag}"
         try:
-            module = build(ROOT / "build" / f"cuda-{sys.implementation.cache_tag}")
-            versions = versions_of(module)
+            path = build(kept, module)
+            versions = versions_of(path)
         except NotBuilt as reason:
             target.unlink(missing_ok=True)  # one of older sources must not serve
-            print(f"fastclip._C is not built: {reason}", file=sys.stderr)
-            if wish == "strict" and not isinstance(reason, NoCompiler):
-                raise SystemExit(1) from reason
-            return
+            print(f"{name} is not built: {reason}", file=sys.stderr)
+            return isinstance(reason, NoCompiler)
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = target.with_suffix(".new")
-        shutil.copyfile(module, fresh)
+        shutil.copyfile(path, fresh)
         os.replace(fresh, target)  # a process that has the old one loaded keeps it
-        print(f"fastclip._C: {versions}")
+        print(f"{name}: {versions}")
+        return True
 
 
 if __name__ == "__main__":  # setuptools and pip run this file as a program
     setup(
         packages=find_packages(include=["fastclip", "fastclip.*"]),
-        ext_modules=[Extension("fastclip._C", sources=[], optional=True)],
-        cmdclass={"build_ext": BuildCore},
+        ext_modules=[
+            Extension(f"fastclip.{module.name}", sources=[], optional=True)
+            for module in (HOST, CUDA)
+        ],
+        cmdclass={"build_ext": BuildModules},
     )

@@ -5,7 +5,7 @@
 
 One step of each workload, private and not, is run under a dispatch mode. Views are not counted.
 `bytes` are those of the operands that operators read and of the results that they write; a step on a
-CPU is bound by them. What fastclip._C computes of a norm counts as one operator. `--where` says which
+CPU is bound by them. What fastclip._host computes of a norm counts as one operator. `--where` says which
 function of fastclip called them.
 """
 
@@ -75,7 +75,7 @@ class Cost(TorchDispatchMode):
         return out
 
     def count_loop(self, name: str, args: tuple, out: Any) -> None:
-        """What fastclip._C has computed, which is no operator of torch; its results are there."""
+        """What fastclip._host has computed, which is no operator of torch; its results are there."""
         self._count(LOOP_FLOPS[name](*args), [*_tensors(args), *_tensors(out)], 0)
 
     def _count(self, flops: int, moved: list[Tensor], allocations: int) -> None:
@@ -110,12 +110,12 @@ LOOP_FLOPS: dict[str, Callable[..., int]] = {
     "group_norm_backward": lambda *args: 0,
     "patch_products": lambda *args: 0,
 }
-"""Floating-point operations of what fastclip._C computes of a norm, as torch counts its own."""
+"""Floating-point operations of what fastclip._host computes of a norm, as torch counts its own."""
 
 
 @contextmanager
 def _loops_counted(cost: Cost) -> Iterator[None]:
-    """Inside, loops of fastclip._C are counted, too."""
+    """Inside, loops of fastclip._host are counted, too."""
     loops = dispatch._load("host")
     real = {name: loops[name] for name in LOOP_FLOPS.keys() & loops}
 

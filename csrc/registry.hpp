@@ -5,7 +5,7 @@
 
 namespace fastclip {
 
-// A static object of a source file; its function adds that file's part to fastclip._C.
+// A static object of a source file; its function adds that file's part to the module.
 //
 //     static const Binding binding([](pybind11::module_& m) { m.def("name", &function); });
 class Binding {

@@ -1,4 +1,4 @@
-"""The CUDA C++ core as Python sees it; csrc/ documents its functions.
+"""The CUDA C++ core as Python sees it; csrc/cuda documents its functions.
 
 Addresses and streams are integers. A device of -1 is the host, where the same source runs in a loop.
 """
@@ -9,4 +9,4 @@ class CudaError(RuntimeError): ...
 
 def device_count() -> int: ...
 def versions() -> dict[str, Any]: ...
-def __getattr__(name: str) -> Any: ...  # what csrc/*.cpp and *.cu register
+def __getattr__(name: str) -> Any: ...  # what csrc/cuda/*.cpp and *.cu register

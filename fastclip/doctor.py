@@ -68,6 +68,27 @@ def _core_line(core: dict[str, Any]) -> str:
     return f"{line} ({core['why']})" if "why" in core else line
 
 
+def _loops() -> dict[str, Any]:
+    """The C++ loops for the CPU: who compiled them and which vectors serve, or why they are not."""
+    try:
+        import fastclip.host  # noqa: F401  (its error says why not)
+        from fastclip import _host
+    except ImportError as error:
+        return {"built": False, "why": str(error)}
+    return {"built": True, **_host.versions(), "lanes": _host.product_lanes()}
+
+
+def _loops_line(loops: dict[str, Any]) -> str:
+    """The same in one line."""
+    if not loops["built"]:
+        return f"C++ loops for the CPU: {loops['why']}"
+    vectors = f"{max(loops['lanes'])} numbers in a vector" if loops["lanes"] else (
+        "no vectors on this processor or of this compiler (AVX2 and GCC have them): PyTorch computes "
+        "norms and noise"
+    )  # fmt: skip
+    return f"C++ loops for the CPU: {loops['compiler']}, {vectors}"
+
+
 def _between_processes() -> list[str]:
     """Back ends of torch.distributed that this build has, over which ranks can train."""
     if not distributed.is_available():
@@ -113,6 +134,7 @@ def examine() -> dict[str, Any]:
         "cuda_of_torch": torch.version.cuda,
         "nvcc": _nvcc(),
         "core": _core(),
+        "loops": _loops(),
         "between_processes": _between_processes(),
         "environment": {
             name: os.environ.get(name) for name in ("FASTCLIP_BACKEND", "TRITON_INTERPRET")
@@ -129,10 +151,11 @@ def report(found: dict[str, Any]) -> str:
         f"torch built for CUDA: {found['cuda_of_torch'] or 'no'}; nvcc: {found['nvcc'] or 'missing'}"
     )
     lines.append(_core_line(found["core"]))
+    lines.append(_loops_line(found["loops"]))
     lines.append(f"between processes: {', '.join(found['between_processes']) or 'nothing'}")
     lines += [f"{name}={value}" for name, value in found["environment"].items() if value]
     if not any(device["device"].startswith("cuda") for device in found["devices"]):
-        lines.append("no NVIDIA GPU that torch can use: the PyTorch reference serves on the CPU")
+        lines.append("no NVIDIA GPU that torch can use: PyTorch and loops (host) serve on the CPU")
     for device in found["devices"]:
         more = ""
         if "capability" in device:
@@ -141,7 +164,7 @@ def report(found: dict[str, Any]) -> str:
             f"\n{device['device']}: {device['name']}{more}; planner rates {device['rates']}"
         )
         for name, choice in device["operations"].items():
-            lines.append(f"  {name:<22}{choice['backend']:<11}{choice['why']}")
+            lines.append(f"  {name:<26}{choice['backend']:<11}{choice['why']}")
     return "\n".join(lines)
 
 

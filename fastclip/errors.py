@@ -60,12 +60,12 @@ def where(path: str | None, module: object = None) -> str:
     return name if module is None else f"{name} ({type(module).__name__})"
 
 
-def how_to_build(package: Path = Path(__file__).parent) -> str:
-    """What to do where the CUDA extension is absent, in a checkout or where a wheel was installed."""
+def how_to_build(compiler: str, package: Path = Path(__file__).parent) -> str:
+    """What to do where a module of csrc/ is absent, in a checkout or where a wheel was installed."""
     if (package.parent / "csrc").is_dir():
-        return "`make build` with nvcc on PATH builds it"
+        return f"`make build` with {compiler} on PATH builds it"
     return (
-        "reinstall fastclip from its source distribution with nvcc on PATH (pip install "
+        f"reinstall fastclip from its source distribution with {compiler} on PATH (pip install "
         "--force-reinstall --no-deps fastclip-VERSION.tar.gz builds it)"
     )
 

@@ -17,11 +17,13 @@ ORDER = (
     "forks",
     "files",
     "_torch",
+    "memory",
     "graph",
     "losses",
     "ops",  # backends announce themselves to ops.dispatch, which names them in strings only
     "clipping",
     "noise",
+    "host",
     "kernels",
     "cuda",
     "planner",
@@ -49,7 +51,7 @@ ORDER = (
 )
 """Folders, and modules that lie in none, lowest first: each imports from what stands before it."""
 
-COMPILED = {"fastclip._C"}
+COMPILED = {"fastclip._C", "fastclip._host"}
 """Built from csrc/, where no module of ours is seen."""
 
 CYCLES = {

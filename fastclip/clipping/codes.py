@@ -1,7 +1,7 @@
 """What kernels are told of fastclip's own strategies: codes of their parts, and the numbers of each.
 
-The one table for Triton (kernels/clip_scale.py) and CUDA (cuda/clip.py). csrc/clip_scale.cuh has the
-same codes and the same limit in its own words, which tests/clipping/test_codes.py reads and compares.
+The one table for Triton (kernels/clip_scale.py) and CUDA (cuda/clip.py). csrc/cuda/clip_scale.cuh has
+the same codes and the same limit in its own words, which tests/clipping/test_codes.py compares.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from fastclip.errors import how_to_build
 try:
     from fastclip import _C  # noqa: F401  (is it there?)
 except ImportError as error:
-    raise ImportError(f"fastclip._C is not built ({error}): {how_to_build()}") from error
+    raise ImportError(f"fastclip._C is not built ({error}): {how_to_build('nvcc')}") from error
 
 from fastclip.cuda import clip, noise
 

@@ -1,4 +1,4 @@
-"""Launchers of the clipping kernels: csrc/clip_accumulate.cu and csrc/clip_scale.cu.
+"""Launchers of the clipping kernels: clip_accumulate.cu and clip_scale.cu of csrc/cuda.
 
 Pointers, sizes, device and stream go to `fastclip._C` as integers; device -1 runs the same source on
 the host. Nothing here looks at a tensor's values.
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fastclip import _C
 from fastclip.clipping.codes import PolicyCode, clip_numbers, step_numbers
-from fastclip.cuda.memory import is_plain, place, pointer
 from fastclip.errors import ArgumentError
+from fastclip.memory import is_plain, place, pointer
 from fastclip.ops import dispatch
 from fastclip.ops.accumulate import TYPES, is_per_layer, mismatch, norm_dtype, numbers_of, room
 from fastclip.ops.numerics import accumulation_dtype

@@ -1,4 +1,4 @@
-"""Launchers of the noise kernels (csrc/noise*): all parameters in one launch, and any source of bits.
+"""Launchers of the noise kernels, csrc/cuda/noise*: all parameters in one launch, any source of bits.
 
 Pointers, sizes, device and stream go to `fastclip._C` as integers; device -1 runs the same source on
 the host, which is how CPU tensors are served where FASTCLIP_BACKEND=cuda asks for it.
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from fastclip import _C
-from fastclip.cuda.memory import is_plain, loop_threads, place, pointer
 from fastclip.errors import ArgumentError
+from fastclip.memory import is_plain, loop_threads, place, pointer
 from fastclip.noise import refuse_capture
 from fastclip.noise.forks import claim
 from fastclip.noise.keystream import fresh_key
 from fastclip.ops.finalize import check_std
 
-_SCALARS = {  # the order of Scalar, csrc/noise.cuh
+_SCALARS = {  # the order of Scalar, csrc/cuda/noise.cuh
     torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3,
 }  # fmt: skip
 

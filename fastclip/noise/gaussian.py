@@ -2,7 +2,7 @@
 
 A pair of normals is r cos(pi t), r sin(pi t) with r = sqrt(-2 log u), u in (0, 1] and t in [-1, 1],
 each made of a whole word, so that u is never 0 and the largest value is that of the smallest u.
-csrc/normal.cuh makes the same normals of the same words, up to rounding, and says more of the edges.
+csrc/cuda/normal.cuh makes the same normals of the same words, up to rounding; it says more of edges.
 
 | word | smallest u | largest normal |
 |---|---|---|

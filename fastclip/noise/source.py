@@ -129,5 +129,5 @@ def refuse_capture(device: torch.device) -> None:
 def _say_that_it_is_slow() -> None:
     say(
         "secure noise is drawn on the CPU and copied to the GPU, because fastclip's CUDA extension "
-        f"does not serve: {how_to_build()}, `python -m fastclip.doctor` says what is missing"
+        f"does not serve: {how_to_build('nvcc')}, `python -m fastclip.doctor` says what is missing"
     )

@@ -91,7 +91,7 @@ def dot_room(d: int, p: int, dtype: torch.dtype) -> float:
     """How far dot products of d and of p terms of one sign, which round alike, are off, together, in u.
 
     Added up one after the other they are by up to n / 4, and float64 is: MKL on AMD does not cut these
-    sums (measured: 112 at 512, 1886 at 8192). Those of float32 are cut, by fastclip._C after 192 terms,
+    sums (measured: 112 at 512, 1886 at 8192). Those of float32 are cut, by the loops after 192 terms,
     by MKL on AMD, too (16 at 64, 48 from 192 to 4096; of one or two positions n / 32), by others after
     384. Terms of both signs err by a few u of `gram_bound`.
     """

@@ -6,8 +6,8 @@ Triton's interpreter (TRITON_INTERPRET=1). A kernel that is missing, or whose fi
 replaced by the reference with one warning; an error in its result is never hidden: kernels either
 give what the reference gives or raise.
 
-On a CPU, "auto" also takes what fastclip._C computes there ("host"): what is one loop in C++ and a
-chain of operations in PyTorch.
+On a CPU, "auto" takes what fastclip._host computes ("host"): what is one loop in C++ and a chain of
+operations in PyTorch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from fastclip.errors import ArgumentError, FastclipError, say
 
 BACKENDS = ("auto", "reference", "triton", "cuda")
-_MODULES = {"triton": "fastclip.kernels", "cuda": "fastclip.cuda", "host": "fastclip.cuda.host"}
+_MODULES = {"triton": "fastclip.kernels", "cuda": "fastclip.cuda", "host": "fastclip.host"}
 _HOST = ("host",)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -54,7 +54,7 @@ _NONE: dict[str, Callable[..., Any]] = {}
 OPERATIONS: dict[str, Callable[..., Any]] = {}
 """Name -> reference of every operation that may have kernels."""
 LOOPS: dict[str, Callable[..., Any]] = {}
-"""Name -> reference of the parts of operations that fastclip._C may compute on a CPU."""
+"""Name -> reference of the parts of operations that fastclip._host may compute on a CPU."""
 
 
 def operation(reference: _Function) -> _Function:
@@ -64,7 +64,7 @@ def operation(reference: _Function) -> _Function:
 
 
 def host_operation(reference: _Function) -> _Function:
-    """A part of operations that fastclip._C may compute on a CPU, and no other kernel."""
+    """A part of operations that fastclip._host may compute on a CPU, and no other kernel."""
     LOOPS[reference.__name__] = reference
     return _dispatched(reference, lambda device: _HOST if computes_on(device) else ())
 
@@ -100,12 +100,12 @@ def _dispatched(
 
 
 def computes_on(device: torch.device) -> bool:
-    """Loops of fastclip._C serve on this device: a CPU, where no backend was asked for by name."""
+    """Loops of fastclip._host serve on this device: a CPU, where no backend was asked for by name."""
     return device.type == "cpu" and _STATE.requested == "auto"
 
 
 def has_loops(name: str) -> bool:
-    """fastclip._C computes this operation on a CPU, as things are."""
+    """fastclip._host computes this operation on a CPU, as things are."""
     return _STATE.requested == "auto" and name in _load("host")
 
 

@@ -46,7 +46,7 @@ class Costs:
 
 
 _HOST = Costs(matmul=190e9, gram=120e9, kept=8e9, kept_conv=4e9, tile=32)
-"""The same CPU with the loops of fastclip._C."""
+"""The same CPU with the loops of fastclip._host."""
 _GPU = Costs(
     matmul=300e12, gram=200e12, copy=3e12, kept=1e12, kept_conv=0.5e12, scratch=False, tile=128,
 )  # fmt: skip

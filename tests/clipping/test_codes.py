@@ -23,11 +23,11 @@ from fastclip.clipping.policy import LARGEST, SMALLEST
 from fastclip.ops.accumulate import TYPES
 from fastclip.ops.numerics import slack
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
+CSRC = Path(__file__).resolve().parents[2] / "csrc" / "cuda"
 
 
 def enum_of(file: str, name: str) -> list[str]:
-    """The members of an enum of csrc/, in order, in Python's spelling: kGlobalAdapt, GLOBAL_ADAPT."""
+    """The members of an enum of csrc/cuda, in order, as Python has them: kGlobalAdapt, GLOBAL_ADAPT."""
     found = re.search(rf"enum class {name} : int32_t {{(.*?)}};", (CSRC / file).read_text(), re.S)
     assert found is not None
     members = [member.strip() for member in found[1].split(",")]

@@ -1,7 +1,7 @@
 """clip_accumulate against one sample at a time in float64, its bound, and Opacus.
 
 The contract holds for every implementation: here the reference; the kernels' host build and GPU
-build in tests/csrc.
+build in tests/cuda.
 """
 
 from __future__ import annotations

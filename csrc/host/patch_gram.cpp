@@ -1,4 +1,4 @@
-// fastclip._C.patch_gram_products: the norm of a convolution's gradient on a CPU, in one read.
+// fastclip._host.patch_gram_products: the norm of a convolution's gradient on a CPU, in one read.
 //
 // The sliding sum over a kernel's offsets and its product with the other Gram are one loop over pairs of
 // positions: per sample both Grams stay in the cache, and the patch Gram is never written.

@@ -117,9 +117,9 @@ void threshold_step(int device, uintptr_t stream, const pybind11::kwargs& values
 const Binding binding([](pybind11::module_& module) {
   using pybind11::arg;
   module.def("clip_scale", &clip_scale, arg("device"), arg("stream"),
-             "Scales, norms and counts; keywords are the fields of ClipArguments, csrc/clip_scale.cuh.");
+             "Scales, norms and counts; keywords are the fields of ClipArguments, csrc/cuda/clip_scale.cuh.");
   module.def("threshold_step", &threshold_step, arg("device"), arg("stream"),
-             "The next thresholds; keywords are the fields of StepArguments, csrc/clip_scale.cuh.");
+             "The next thresholds; keywords are the fields of StepArguments, csrc/cuda/clip_scale.cuh.");
 });
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""Launchers of fastclip._C's products on a CPU: per-sample gradients with their norms, half Grams,
+"""Launchers of fastclip._host's products on a CPU: per-sample gradients with their norms, half Grams,
 and the backward passes of LayerNorm and GroupNorm.
 
 They compute a sample on one thread, in vectors of the best instructions that the processor has, and
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastclip import _C
-from fastclip.cuda.memory import lies_on_host, loop_threads, pointer
+from fastclip import _host
+from fastclip.memory import lies_on_host, loop_threads, pointer
 from fastclip.ops.conv import ConvGeometry
 from fastclip.ops.grams import LastInput, strips_of
 
-LANES: int = next(iter(_C.product_lanes()), 0)
+LANES: int = next(iter(_host.product_lanes()), 0)
 """Numbers of a vector; 0 where the processor has none that serve."""
 PART = 2 << 20
 """Bytes of gradients that lie together: smaller than activations, into whose places they go."""
@@ -67,7 +67,7 @@ def _linear_gradients(a: Tensor, g: Tensor, each: int) -> Gradients:
     (b, t, d), p = a.shape, g.shape[2]
     (a, of_a), (g, of_g) = _operand(a), _operand(g)
     found, norms = _parts(b, each, p, d), _empty(b, 3, dtype=torch.float64)
-    _C.linear_gradients(
+    _host.linear_gradients(
         of_a, of_g, _addresses(found), len(found[0]), norms.data_ptr(), b, t, d, p, LANES,
         loop_threads(),
     )  # fmt: skip
@@ -98,7 +98,7 @@ def _conv_gradients(x: Tensor, g: Tensor, geometry: ConvGeometry, each: int) -> 
         _three(geometry.stride, 1), _three(geometry.padding, 0), _three(geometry.dilation, 1),
     ]  # fmt: skip
     found, norms = _parts(b, each, *geometry.weight_shape), _empty(b, 3, dtype=torch.float64)
-    _C.conv_gradients(
+    _host.conv_gradients(
         x.data_ptr(), g.data_ptr(), _addresses(found), len(found[0]), norms.data_ptr(), b, channels,
         out_channels, sizes, LANES, loop_threads(),
     )  # fmt: skip
@@ -116,7 +116,7 @@ def parted_sum(parts: Sequence[Tensor], scale: Tensor) -> Tensor:
     if not (alike and in_order and scale.shape == (sum(lengths),)):
         return NotImplemented
     scale, found = scale.to(torch.float32).contiguous(), _empty(*shape)
-    _C.weighted_sum(
+    _host.weighted_sum(
         _addresses(parts), each, scale.data_ptr(), found.data_ptr(), len(scale), found.numel(), LANES,
         loop_threads(),
     )  # fmt: skip
@@ -130,7 +130,7 @@ def layer_norm_backward(
     if x.dim() != 3 or mean.shape != x.shape[:2]:
         return NotImplemented
     b, t, c = x.shape
-    loop = _C.layer_norm_backward
+    loop = _host.layer_norm_backward
     return _norm_backward(loop, (x, g, mean, rstd), weight, c, need_input, (b, t, c))
 
 
@@ -143,7 +143,7 @@ def group_norm_backward(
     (b, c, t), k = x.shape, mean.shape[1]
     if not k or c % k:
         return NotImplemented
-    loop = _C.group_norm_backward
+    loop = _host.group_norm_backward
     return _norm_backward(loop, (x, g, mean, rstd), weight, c, need_input, (b, c, k, t))
 
 
@@ -172,7 +172,7 @@ def wide_gram(x: Tensor) -> Tensor:
     b, t, d = x.shape
     x, of_x, side_by_side = _positions(x)
     found = _empty(b, t, t)
-    _C.half_gram(
+    _host.half_gram(
         of_x, side_by_side, found.data_ptr(), b, t, d, strips_of(t), LANES,
         loop_threads(),
     )  # fmt: skip
@@ -187,7 +187,7 @@ def gram_dots(gram_a: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
     gram_a = gram_a.contiguous()
     g, of_g, side_by_side = _positions(g)
     found = _empty(b, 4, dtype=torch.float64)
-    _C.gram_dots(
+    _host.gram_dots(
         gram_a.data_ptr(), of_g, side_by_side, found.data_ptr(), b, t, p, LANES,
         loop_threads(),
     )  # fmt: skip

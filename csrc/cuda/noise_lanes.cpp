@@ -3,11 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-// Other compilers and processors take the loops as they are.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#include <immintrin.h>
-#define FASTCLIP_KNOWS_AVX2
-#endif
+#include "avx.hpp"
 
 namespace fastclip {
 namespace {
@@ -16,6 +12,7 @@ namespace any {
 #include "noise_lanes.inc"
 }  // namespace any
 
+// Other compilers and processors take the loops as they are.
 #ifdef FASTCLIP_KNOWS_AVX2
 #pragma GCC push_options
 #pragma GCC target("avx2")

@@ -1,4 +1,4 @@
-"""Normals that fastclip._C draws from a generator are those that PyTorch draws, to the bit."""
+"""Normals that fastclip._host draws from a generator are those that PyTorch draws, to the bit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fastclip._torch import TorchDispatchMode
 from fastclip.noise import SecureNoise, SeededNoise
 from fastclip.ops.finalize import draw_normals
 
-_C = pytest.importorskip("fastclip._C", reason="fastclip._C is not built")
-host = pytest.importorskip("fastclip.cuda.host_noise")
+_host = pytest.importorskip("fastclip._host", reason="fastclip._host is not built")
+host = pytest.importorskip("fastclip.host.noise")
 one_thread: Callable = draw_normals.reference  # type: ignore[attr-defined]
 SHAPES = {
     "one tensor": [(1000,)],
@@ -104,25 +104,25 @@ def test_the_global_generator() -> None:
 def test_states_that_are_foretold(words: int) -> None:
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
-        told = _C.mersenne_advanced(generator.get_state().numpy().tobytes(), words)
+        told = _host.mersenne_advanced(generator.get_state().numpy().tobytes(), words)
         torch.empty(words).uniform_(generator=generator)  # a word for each
         assert told == generator.get_state().numpy().tobytes()
     with pytest.raises(ValueError, match="no state"):
-        _C.mersenne_advanced(b"too short", 1)
+        _host.mersenne_advanced(b"too short", 1)
     with pytest.raises(ValueError, match="no state"):
-        _C.mersenne_advanced(b"\xff" * 5056, 1)
+        _host.mersenne_advanced(b"\xff" * 5056, 1)
     with pytest.raises(ValueError, match="go back"):
-        _C.mersenne_advanced(generator.get_state().numpy().tobytes(), -1)
+        _host.mersenne_advanced(generator.get_state().numpy().tobytes(), -1)
 
 
 class Core:
-    """fastclip._C, of which a function is another."""
+    """fastclip._host, of which a function is another."""
 
     def __init__(self, **replaced: Callable) -> None:
         self.__dict__.update(replaced)
 
     def __getattr__(self, name: str) -> object:
-        return getattr(_C, name)
+        return getattr(_host, name)
 
 
 def test_the_sample_finds_another_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,15 +135,18 @@ def test_the_sample_finds_another_algorithm(monkeypatch: pytest.MonkeyPatch) -> 
     finally:
         torch.set_default_dtype(torch.float32)
     others: list[tuple[str, Callable]] = [
-        ("mersenne_advanced", lambda state, words: _C.mersenne_advanced(state, words + 1)),
-        ("mersenne_normals", lambda std, **rest: _C.mersenne_normals(std=std * 1.000001, **rest)),
-        ("mersenne_normals", lambda factor, **rest: _C.mersenne_normals(factor=0.31, **rest)),
+        ("mersenne_advanced", lambda state, words: _host.mersenne_advanced(state, words + 1)),
+        (
+            "mersenne_normals",
+            lambda std, **rest: _host.mersenne_normals(std=std * 1.000001, **rest),
+        ),
+        ("mersenne_normals", lambda factor, **rest: _host.mersenne_normals(factor=0.31, **rest)),
         ("mersenne_has_normals", lambda: False),
     ]
     for name, other in others:
-        monkeypatch.setattr(host, "_C", Core(**{name: other}))
+        monkeypatch.setattr(host, "_host", Core(**{name: other}))
         assert not look(), name
-    monkeypatch.setattr(host, "_C", Core(mersenne_normals=pytest.fail))
+    monkeypatch.setattr(host, "_host", Core(mersenne_normals=pytest.fail))
     monkeypatch.setattr(host, "is_faithful", lambda: False)
     check(*generators())
 
@@ -163,10 +166,10 @@ def test_another_thread_that_draws_meanwhile(monkeypatch: pytest.MonkeyPatch) ->
 
     def advanced(state: bytes, words: int) -> bytes:
         torch.empty(5).uniform_(generator=ours)
-        return _C.mersenne_advanced(state, words)
+        return _host.mersenne_advanced(state, words)
 
     host.is_faithful()
-    monkeypatch.setattr(host, "_C", Core(mersenne_advanced=advanced))
+    monkeypatch.setattr(host, "_host", Core(mersenne_advanced=advanced))
     torch.empty(5).uniform_(generator=theirs)
     check(ours, theirs)
 
@@ -178,7 +181,7 @@ def test_no_number_comes_again_after_an_error(monkeypatch: pytest.MonkeyPatch) -
     host.is_faithful()
     ours, theirs = generators()
     one_thread(empty(SHAPES["rests"]), 1.0, SeededNoise(theirs))
-    monkeypatch.setattr(host, "_C", Core(mersenne_normals=fails))
+    monkeypatch.setattr(host, "_host", Core(mersenne_normals=fails))
     with pytest.raises(KeyboardInterrupt):
         host.draw_normals(empty(SHAPES["rests"]), 1.0, SeededNoise(ours))
     assert torch.equal(ours.get_state(), theirs.get_state())
@@ -189,7 +192,7 @@ def test_runs_that_are_none() -> None:
     kept = torch.zeros(16)
     for run in ((kept.data_ptr(), 15), (0, 16)):
         with pytest.raises(ValueError, match="16 numbers at least"):
-            _C.mersenne_normals(state=state, runs=[(*run, 0)], std=1.0, factor=1.0, threads=1)
+            _host.mersenne_normals(state=state, runs=[(*run, 0)], std=1.0, factor=1.0, threads=1)
     assert not kept.any()
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fastclip import _C, ops
 from fastclip.ops.dispatch import use_backend
-from tests.csrc.drawing import seeded
+from tests.cuda.drawing import seeded
 from tests.noise.laws import assert_standard_normal
 
 SEED = (0x9E3779B9, 1, 0xFFFFFFFF, 0x12345678)

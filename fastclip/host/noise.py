@@ -2,7 +2,7 @@
 and the sums on which they lie in the same pass.
 
 PyTorch spends most of a normal on its call for a word, which for large models is a quarter of a step.
-csrc/mersenne.cpp makes the same words and the same normals of them. That they are the same is not
+csrc/host/mersenne.cpp makes the same words and the same normals of them. That they are the same is not
 relied on: PyTorch's last bits depend on how it was compiled, so a process holds a sample of both
 against each other before it draws the first, and where they differ PyTorch draws.
 """
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastclip import _C
+from fastclip import _host
 from fastclip._torch import dispatch_modes, function_modes
-from fastclip.cuda.memory import lies_on_host, loop_threads, pointer
+from fastclip.memory import lies_on_host, loop_threads, pointer
 from fastclip.noise.forks import claim
 from fastclip.noise.source import SeededNoise
 from fastclip.ops.finalize import add_totals
@@ -68,7 +68,7 @@ def is_faithful() -> bool:
     found = [torch.empty(count, dtype=torch.float32, device="cpu") for count in _SAMPLE]
     expected = [torch.empty_like(out) for out in found]
     totals = [torch.linspace(-3, 3, count, dtype=torch.float32, device="cpu") for count in _SAMPLE]
-    if not _C.mersenne_has_normals() or not _draw_together(found, 1.7, ours, totals, 0.3):
+    if not _host.mersenne_has_normals() or not _draw_together(found, 1.7, ours, totals, 0.3):
         return False
     for out in expected:
         out.normal_(0.0, 1.7, generator=theirs)
@@ -88,8 +88,8 @@ def _draw_together(
     counts = [out.numel() for out in outs]
     state = before.numpy().tobytes()
     try:
-        after = _C.mersenne_advanced(state, sum(n + _ROW * (n % _ROW > 0) for n in counts))
-    except ValueError:  # no generator that csrc/mersenne.cpp knows
+        after = _host.mersenne_advanced(state, sum(n + _ROW * (n % _ROW > 0) for n in counts))
+    except ValueError:  # no generator that csrc/host/mersenne.cpp knows
         return False
     if not torch.equal(generator.get_state(), before):  # another thread draws from it
         return False
@@ -100,7 +100,7 @@ def _draw_together(
         (out.data_ptr(), count, pointer(total))
         for out, count, total in zip(outs, counts, totals, strict=True)
     ]
-    _C.mersenne_normals(state=state, runs=runs, std=std, factor=factor, threads=threads)
+    _host.mersenne_normals(state=state, runs=runs, std=std, factor=factor, threads=threads)
     return True
 
 

@@ -12,7 +12,7 @@ from fastclip import _C
 from fastclip.noise import SecureNoise, SeededNoise
 
 SCALARS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-"""In the order of csrc/noise.cuh."""
+"""In the order of csrc/cuda/noise.cuh."""
 CIPHERS = ("philox", "chacha20")
 KEY = bytes(range(100, 132))
 DEVICES = [

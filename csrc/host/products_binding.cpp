@@ -1,4 +1,4 @@
-// fastclip._C: per-sample gradients with their norms, and half Grams, on a CPU.
+// fastclip._host: per-sample gradients with their norms, and half Grams, on a CPU.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

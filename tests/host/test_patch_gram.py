@@ -11,8 +11,8 @@ from fastclip import ops
 from fastclip.ops import ConvGeometry
 from fastclip.ops.dispatch import backend_of, use_backend
 
-pytest.importorskip("fastclip._C", reason="fastclip._C is not built")
-host = pytest.importorskip("fastclip.cuda.host")
+pytest.importorskip("fastclip._host", reason="fastclip._host is not built")
+host = pytest.importorskip("fastclip.host.patch_products")
 
 CASES = {  # space, kernel, stride, padding, dilation
     "2d": ((6, 5), (3, 3), (1, 1), (1, 1), (1, 1)),

@@ -1,4 +1,4 @@
-"""Where tensors lie, as fastclip._C takes it: addresses, device and stream as integers; and threads."""
+"""Where tensors lie, as C++ takes it: addresses, device and stream as integers; and threads."""
 
 from __future__ import annotations
 

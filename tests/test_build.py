@@ -1,10 +1,11 @@
-"""How fastclip._C is built, and that what cannot be built is said and stands in nobody's way."""
+"""How the modules of csrc/ are built, and that one that cannot be is told and stands in nobody's way."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -20,41 +21,56 @@ from fastclip import doctor
 from fastclip.errors import how_to_build
 from fastclip.ops import dispatch
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
+COMPILERS = {"_host": "g++", "_C": "nvcc"}
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+needs_cxx = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+of_both = pytest.mark.parametrize(
+    "module", [pytest.param("_host", marks=needs_cxx), pytest.param("_C", marks=needs_nvcc)]
+)
 
 
-def built() -> Path:
+def built(module: str = "_C") -> Path:
     """The module's file, without importing it or torch."""
-    found = importlib.util.find_spec("fastclip._C")
+    found = importlib.util.find_spec(f"fastclip.{module}")
     if found is None:
-        pytest.skip("fastclip._C is not built")
+        pytest.skip(f"fastclip.{module} is not built")
     assert found.origin is not None
     return Path(found.origin)
 
 
-@needs_nvcc
-def test_it_is_built_where_it_can_be() -> None:
+@of_both
+def test_it_is_built_where_it_can_be(module: str) -> None:
     """Or the tests of csrc/ would be left out without a word."""
-    assert importlib.util.find_spec("fastclip._C") is not None, "run `make build`"
+    assert importlib.util.find_spec(f"fastclip.{module}") is not None, "run `make build`"
 
 
-def test_its_absence_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "fastclip._C", None)
-    monkeypatch.delattr(fastclip, "_C", raising=False)
-    monkeypatch.delattr(fastclip, "cuda", raising=False)
+@pytest.mark.parametrize(
+    ("module", "package", "compiler"),
+    [("_C", "cuda", "nvcc"), ("_host", "host", r"a C\+\+ compiler")],
+)
+def test_its_absence_names_the_way_out(
+    module: str, package: str, compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = f"fastclip.{package}"
+    monkeypatch.setitem(sys.modules, f"fastclip.{module}", None)
+    monkeypatch.delattr(fastclip, module, raising=False)
+    monkeypatch.delattr(fastclip, package.partition(".")[2], raising=False)
     # what is found missing here is not missing afterwards
     monkeypatch.setattr(dispatch, "_STATE", dispatch._State(dispatch._STATE.requested))
-    for name in [name for name in sys.modules if name.startswith("fastclip.cuda")]:
+    for name in [name for name in sys.modules if name.startswith(package)]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ImportError, match=r"fastclip\._C is not built .*`make build` with nvcc"):
-        importlib.import_module("fastclip.cuda")
-    assert "`make build`" in doctor.report(doctor.examine())
+    said = rf"fastclip\.{module} is not built .*`make build` with {compiler}"
+    with pytest.raises(ImportError, match=said):
+        importlib.import_module(package)
+    assert re.search(said, doctor.report(doctor.examine()))
+    with_loops = module == "_C" and importlib.util.find_spec("fastclip._host") is not None
+    assert dispatch.has_loops("draw_normals") == with_loops
 
 
 def test_a_wheel_has_no_makefile(tmp_path: Path) -> None:
     """Where it was installed from one, the way out is the source distribution."""
-    told = how_to_build(tmp_path / "site-packages" / "fastclip")
+    told = how_to_build("nvcc", tmp_path / "site-packages" / "fastclip")
     assert told.startswith("reinstall fastclip from its source distribution with nvcc on PATH")
     assert "make" not in told
 
@@ -85,7 +101,7 @@ def fat_binary(path: Path) -> Counter[tuple[str, int]]:
 
 def test_every_source_has_code_for_all_architectures() -> None:
     counts = fat_binary(built())
-    sources = len(list((ROOT / "csrc").glob("*.cu")))
+    sources = len(list((ROOT / "csrc" / "cuda").glob("*.cu")))
     wanted = {("sm", 80), ("sm", 90), ("compute", 90)}
     assert wanted <= set(counts), counts
     assert {counts[kind] for kind in wanted} == {sources}, counts
@@ -98,6 +114,11 @@ def test_versions() -> None:
     assert found["architectures"] == ["sm_80", "sm_90", "compute_90"]
     assert found["cudart"] >= 12010
     assert found["driver"] >= 0
+
+
+def test_loops_for_the_cpu_know_their_compiler() -> None:
+    host = pytest.importorskip("fastclip._host")
+    assert re.match(r"(GCC|Clang) \d+", host.versions()["compiler"])
 
 
 ALONE = """
@@ -163,11 +184,19 @@ int main() {
 """
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+@needs_cxx
 def test_any_compiler_takes_the_random_numbers(tmp_path: Path) -> None:
-    """csrc/random.cuh without CUDA, without warnings, and the same numbers."""
+    """csrc/cuda/random.cuh without CUDA, without warnings, and the same numbers."""
     (tmp_path / "plain.cpp").write_text(PLAIN)
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-I{ROOT / 'csrc'}"]
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Wpedantic",
+        "-Werror",
+        f"-I{ROOT / 'csrc' / 'cuda'}",
+    ]
     program = tmp_path / "plain"
     subprocess.run(["g++", *flags, tmp_path / "plain.cpp", "-o", program], check=True)
     text = subprocess.run([program], check=True, capture_output=True, text=True).stdout
@@ -176,7 +205,7 @@ def test_any_compiler_takes_the_random_numbers(tmp_path: Path) -> None:
     import torch
 
     from fastclip._C import testing
-    from tests.csrc.drawing import fill
+    from tests.cuda.drawing import fill
 
     index = 1 << 33 | 5
     assert words[:16] == testing.chacha20_words(list(range(1, 9)), index)
@@ -202,7 +231,7 @@ def setup(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for name in ("CUDA_HOME", "CUDA_PATH"):
+    for name in ("CUDA_HOME", "CUDA_PATH", "CXX"):
         monkeypatch.delenv(name, raising=False)
     return module
 
@@ -222,6 +251,20 @@ def test_no_compiler(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(setup.shutil, "which", lambda *_args, **_kwargs: None)
     with pytest.raises(setup.NoCompiler, match="install the CUDA toolkit or put its bin on PATH"):
         setup.find_nvcc()
+    with pytest.raises(setup.NoCompiler, match="install g\\+\\+ or let CXX name one"):
+        setup.find_cxx()
+
+
+def test_the_compiler_that_is_named(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With its arguments; another one does not take its place."""
+    path = program(tmp_path / "my tools" / "cxx", "")
+    monkeypatch.setenv("CXX", f"'{path}' -O1")
+    assert setup.find_cxx() == f"'{path}' -O1"
+    path.unlink()
+    with pytest.raises(setup.NotBuilt, match="is not on PATH: let it name a C\\+\\+ compiler"):
+        setup.find_cxx()
 
 
 def test_the_compilers_place_and_age(
@@ -240,78 +283,124 @@ def test_the_compilers_place_and_age(
         setup.find_nvcc()
 
 
-@needs_nvcc
+@of_both
 def test_what_changes_is_compiled_again(
-    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    module: str, setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A header's change reaches the sources that include it, and no other; new sources join."""
-    sources, folder = tmp_path / "with space", tmp_path / "build"
-    sources.mkdir()
-    (sources / "value.hpp").write_text("inline int value() { return 1; }\n")
+    chosen = {"_host": setup.HOST, "_C": setup.CUDA}[module]
+    root, folder = tmp_path / "with space", tmp_path / "build"
+    sources = root / chosen.folder
+    sources.mkdir(parents=True)
+    (root / "value.hpp").write_text("inline int value() { return 1; }\n")
     (sources / "uses.cpp").write_text('#include "value.hpp"\nint uses() { return value(); }\n')
     (sources / "other.cpp").write_text("int other() { return 2; }\n")
-    monkeypatch.setattr(setup, "SOURCES", sources)
+    monkeypatch.setattr(setup, "SOURCES", root)
 
     def times() -> dict[str, int]:
         return {path.name: path.stat().st_mtime_ns for path in folder.glob("*o")}
 
-    module = setup.build(folder)
-    assert module.exists()
+    path = setup.build(folder, chosen)
+    assert path.exists()
     first = times()
-    setup.build(folder)
+    setup.build(folder, chosen)
     assert times() == first
-    (sources / "value.hpp").write_text("inline int value() { return 3; }\n")
-    setup.build(folder)
+    (root / "value.hpp").write_text("inline int value() { return 3; }\n")
+    setup.build(folder, chosen)
     second = times()
     changed = {name for name in first if first[name] != second[name]}
-    assert changed == {"uses.cpp.o", "_C.so"}
+    assert changed == {"uses.cpp.o", f"{module}.so"}
     (sources / "new.cpp").write_text("int more() { return 4; }\n")
-    setup.build(folder)
+    setup.build(folder, chosen)
     assert "new.cpp.o" in times()
     with pytest.raises(setup.NotBuilt, match="cannot be imported"):
-        setup.versions_of(module)
+        setup.versions_of(path)
 
 
-def checkout(folder: Path, source: str) -> Path:
-    """A small copy of the project, with one source of its own, and an extension of an older build."""
+def checkout(folder: Path, source: str) -> list[Path]:
+    """A small copy of the project, with sources of its own, and the modules of an older build."""
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    for package in ("fastclip", "csrc"):
-        (folder / package).mkdir()
+    for part in ("cuda", "host"):
+        (folder / "csrc" / part).mkdir(parents=True)
+        (folder / "csrc" / part / "only.cpp").write_text(source)
+    (folder / "fastclip").mkdir()
     (folder / "fastclip" / "__init__.py").touch()
-    (folder / "csrc" / "only.cpp").write_text(source)
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
-    stale = folder / "fastclip" / f"_C{suffix}"
-    stale.write_text("of older sources")
+    stale = [folder / "fastclip" / f"{name}{suffix}" for name in COMPILERS]
+    for path in stale:
+        path.write_text("of older sources")
     return stale
 
 
+def build_in(folder: Path, **environment: str) -> tuple[int, list[str]]:
+    """The exit code of a build there, and all that it said."""
+    done = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--inplace"], cwd=folder,
+        env={**os.environ, **environment}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    return done.returncode, (done.stdout + done.stderr).splitlines()
+
+
+@needs_nvcc
+@needs_cxx
 @pytest.mark.parametrize(
     ("wish", "nvcc", "said", "code"),
     [
-        ("", None, "fastclip._C is not built: csrc/ did not compile", 0),
-        ("strict", None, "fastclip._C is not built: csrc/ did not compile", 1),
-        ("", nvcc_of("10.2"), "is CUDA 10.2: install 12.1 or newer", 0),
-        ("strict", nvcc_of("10.2"), "is CUDA 10.2: install 12.1 or newer", 1),
-        ("0", None, "fastclip._C is left out: FASTCLIP_BUILD=0", 0),
+        ("", None, ["_host is not built: csrc/host did", "_C is not built: csrc/cuda did"], 0),
+        (
+            "strict",
+            None,
+            ["_host is not built: csrc/host did", "_C is not built: csrc/cuda did"],
+            1,
+        ),
+        ("", nvcc_of("10.2"), ["is CUDA 10.2: install 12.1 or newer"], 0),
+        ("strict", nvcc_of("10.2"), ["is CUDA 10.2: install 12.1 or newer"], 1),
+        ("0", None, ["fastclip._host and fastclip._C are left out: FASTCLIP_BUILD=0"], 0),
     ],
 )
 def test_an_installation_goes_on(
-    wish: str, nvcc: str | None, said: str, code: int, tmp_path: Path
+    wish: str, nvcc: str | None, said: list[str], code: int, tmp_path: Path
 ) -> None:
-    """One sentence says why there is no extension; an old one does not stay; `make build` fails."""
-    if nvcc is None and wish != "0" and shutil.which("nvcc") is None:
-        pytest.skip("no nvcc")
+    """One sentence says why a module is not there; an old one does not stay; `make build` fails."""
     stale = checkout(tmp_path, "this is no C++\n")
     path = os.environ["PATH"]
     if nvcc is not None:
         path = f"{program(tmp_path / 'bin' / 'nvcc', nvcc).parent}:{path}"
-    done = subprocess.run(
-        [sys.executable, "setup.py", "build_ext", "--inplace"], cwd=tmp_path,
-        env={**os.environ, "FASTCLIP_BUILD": wish, "PATH": path},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == code, done.stderr
-    lines = (done.stdout + done.stderr).splitlines()
-    assert sum(said in line for line in lines) == 1, lines
-    assert stale.exists() == (wish == "0")
+    found, lines = build_in(tmp_path, FASTCLIP_BUILD=wish, PATH=path)
+    assert found == code, lines
+    for sentence in said:
+        assert sum(sentence in line for line in lines) == 1, lines
+    assert {path.exists() for path in stale} == {wish == "0"}
+
+
+LEAST_MODULE = """
+#include <pybind11/pybind11.h>
+PYBIND11_MODULE(_host, module) {
+  module.def("versions", [] { return pybind11::dict(pybind11::arg("compiler") = __VERSION__); });
+}
+"""
+
+
+@needs_cxx
+def test_the_loops_ask_for_no_nvcc(tmp_path: Path) -> None:
+    """A C++ compiler makes them; that there is nothing to build the other module with is no error."""
+    of_host, of_cuda = checkout(tmp_path, LEAST_MODULE)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("g++", "as", "ld"):
+        found = shutil.which(name)
+        assert found is not None
+        (tools / name).symlink_to(found)
+    path = f"{Path(sys.executable).parent}:{tools}"
+    assert not shutil.which("nvcc", path=path)
+    text = (tmp_path / "setup.py").read_text()
+    (tmp_path / "setup.py").write_text(text.replace('"/usr/local/cuda"', "str(ROOT)"))
+    code, lines = build_in(
+        tmp_path, FASTCLIP_BUILD="strict", PATH=path, CUDA_HOME="", CUDA_PATH="", CXX=""
+    )
+    assert code == 0, lines
+    assert any("fastclip._C is not built: there is no nvcc" in line for line in lines)
+    assert any(line.startswith("fastclip._host: compiler ") for line in lines)
+    assert of_host.exists()
+    assert not of_cuda.exists()

@@ -12,7 +12,7 @@ from fastclip.cuda.noise import fill_normal, noise_finalize
 from fastclip.errors import ArgumentError
 from fastclip.noise import SecureNoise, SeededNoise
 from fastclip.ops.dispatch import backend_of, use_backend
-from tests.csrc.drawing import (
+from tests.cuda.drawing import (
     SCALARS,
     SIZES,
     arithmetic,

@@ -1,19 +1,15 @@
-"""Launchers of what `fastclip._C` computes on a CPU, where it beats a chain of PyTorch's operations."""
+"""Launcher of the inner products of patch Grams, of which fastclip._host keeps none in memory."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastclip import _C
-from fastclip.cuda.host_noise import NORMALS
-from fastclip.cuda.host_products import PRODUCTS
-from fastclip.cuda.memory import lies_on_host, loop_threads
+from fastclip import _host
+from fastclip.memory import lies_on_host, loop_threads
 from fastclip.ops.conv import ConvGeometry, windows
 
 _TYPES = (torch.float32, torch.float64)
@@ -30,7 +26,7 @@ def patch_products(
     pixels, outputs = pixels.contiguous(), outputs.contiguous()
     offsets, _held = _offsets(tuple(space), tuple(out), geometry)
     found = torch.empty(len(pixels), 3, dtype=torch.float64, device="cpu")
-    _C.patch_gram_products(
+    _host.patch_gram_products(
         pixels.data_ptr(), outputs.data_ptr(), found.data_ptr(), len(pixels), pixels.shape[1],
         outputs.shape[1], offsets, pixels.dtype == torch.float64, loop_threads(),
     )  # fmt: skip
@@ -42,7 +38,7 @@ def patch_products(
 def _offsets(
     space: tuple[int, ...], out: tuple[int, ...], geometry: ConvGeometry
 ) -> tuple[list[tuple[int, ...]], list[Tensor]]:
-    """The runs of positions that each offset sees, as csrc/patch_gram.hpp has them; and their memory."""
+    """The runs of positions that each offset sees, as patch_gram.hpp has them; and their memory."""
     offsets, held = [], []
     seen = [windows(axis, space[axis], out[axis], geometry) for axis in range(len(space))]
     for pairs in product(*seen):
@@ -71,7 +67,3 @@ def _starts(ranges: list[range], sizes: tuple[int, ...]) -> list[int]:
 
 def _count(ranges: list[range]) -> int:
     return torch.Size(map(len, ranges[:-1])).numel()
-
-
-KERNELS: dict[str, Callable[..., Any]] = {"patch_products": patch_products, **PRODUCTS, **NORMALS}
-"""Operation of fastclip.ops -> launcher."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastclip import _C
-from tests.csrc.drawing import (
+from tests.cuda.drawing import (
     CHUNK,
     KEY,
     SCALARS,
@@ -22,7 +22,7 @@ from tests.csrc.drawing import (
     places_of,
     wides,
 )
-from tests.csrc.test_ciphers import by_cryptography
+from tests.cuda.test_ciphers import by_cryptography
 from tests.noise.laws import assert_standard_normal, assert_uncorrelated
 
 

@@ -3,9 +3,10 @@
 #include <algorithm>
 #include <cmath>
 
+#include "avx.hpp"
+
 // Other compilers and processors have no such loops: PyTorch computes what they do.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#include <immintrin.h>
+#ifdef FASTCLIP_KNOWS_AVX2
 
 namespace fastclip {
 namespace {

@@ -8,7 +8,7 @@ import torch
 from fastclip.cuda.noise import fill_normal, noise_finalize
 from fastclip.errors import StepError
 from fastclip.noise import SecureNoise, SeededNoise
-from tests.csrc.drawing import SIZES, ciphers, fill, guards, seeded, sources, wides
+from tests.cuda.drawing import SIZES, ciphers, fill, guards, seeded, sources, wides
 from tests.noise.laws import assert_uncorrelated
 
 pytestmark = [

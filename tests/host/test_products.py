@@ -1,4 +1,4 @@
-"""Half Grams and per-sample gradients of fastclip._C on a CPU, against float64 and the reference."""
+"""Half Grams and per-sample gradients of fastclip._host on a CPU, against float64 and the reference."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fastclip.ops import ConvGeometry, LastInput, conv_gradients, dispatch, gram
 from fastclip.ops.dispatch import backend_of, use_backend
 from tests.oracle import check_exact
 
-_C = pytest.importorskip("fastclip._C", reason="fastclip._C is not built")
-host = pytest.importorskip("fastclip.cuda.host_products")
+_host = pytest.importorskip("fastclip._host", reason="fastclip._host is not built")
+host = pytest.importorskip("fastclip.host.products")
 pytestmark = pytest.mark.skipif(
-    not _C.product_lanes(), reason="products in vectors ask for a processor with AVX2 and FMA"
+    not _host.product_lanes(), reason="products in vectors ask for a processor with AVX2 and FMA"
 )
 POINT = ConvGeometry((35, 9, 1), (1,), (0,), (1,), 1)
 SHAPES = {  # b, t, d, p
@@ -206,7 +206,7 @@ def test_what_is_declined(lanes: int) -> None:
 
 def test_vectors_that_the_processor_does_not_have() -> None:
     with pytest.raises(ValueError, match="no vectors of so many numbers"):
-        _C.half_gram((0, 0, 0), False, 0, 0, 0, 0, 1, 5, 1)
+        _host.half_gram((0, 0, 0), False, 0, 0, 0, 0, 1, 5, 1)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -330,4 +330,4 @@ def test_parts_that_are_declined(lanes: int) -> None:
         assert host.parted_sum(parts, scale) is NotImplemented
     assert host.parted_sum([part, part], scale.to("meta")) is NotImplemented
     with pytest.raises(ValueError, match="so many samples"):
-        _C.weighted_sum([part.data_ptr()], 2, scale.data_ptr(), part.data_ptr(), 4, 40, lanes, 1)
+        _host.weighted_sum([part.data_ptr()], 2, scale.data_ptr(), part.data_ptr(), 4, 40, lanes, 1)

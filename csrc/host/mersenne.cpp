@@ -1,5 +1,5 @@
-// fastclip._C.mersenne_normals: what torch.Tensor.normal_ draws on a CPU, to the bit, in vectors and on
-// all threads. Whoever uses it holds a sample of it against normal_ first (fastclip/cuda/host_noise.py).
+// fastclip._host.mersenne_normals: what torch.Tensor.normal_ draws on a CPU, to the bit, in vectors and on
+// all threads. Whoever uses it holds a sample of it against normal_ first (fastclip/host/noise.py).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -10,14 +10,10 @@
 #include <tuple>
 #include <vector>
 
+#include "avx.hpp"
 #include "mersenne.hpp"
 #include "registry.hpp"
 #include "workers.hpp"
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#include <immintrin.h>
-#define FASTCLIP_KNOWS_AVX2
-#endif
 
 namespace py = pybind11;
 
