@@ -94,7 +94,7 @@ def find_ninja() -> str:
     return found
 
 
-def plain_flags() -> list[str]:
+def plain_flags(sources: Path) -> list[str]:
     """What every source is compiled with."""
     try:
         import pybind11
@@ -102,7 +102,7 @@ def plain_flags() -> list[str]:
         raise NotBuilt("pybind11 is missing: pip install ninja pybind11") from error
     others = pybind11.get_include(), sysconfig.get_path("include")
     headers = [flag for path in others for flag in ("-isystem", path)]
-    return ["-std=c++17", "-O3", f"-I{SOURCES}", *headers]
+    return ["-std=c++17", "-O3", f"-I{sources}", *headers]
 
 
 OF_THE_HOST = ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"]
@@ -146,15 +146,46 @@ def escape(text: str | Path) -> str:
     return re.sub(r"([$ :])", r"$\1", str(text))
 
 
+def mark_of(folder: str, sources: Path) -> str:
+    """fastclip.sources.mark_of, of a package that is not installed yet."""
+    path = ROOT / "fastclip" / "sources.py"
+    spec = importlib.util.spec_from_file_location("fastclip_sources", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.mark_of(folder, sources)
+
+
+def mirror(folder: str, to: Path) -> None:
+    """A copy of the module's sources in which what has another content, and nothing else, is new.
+
+    A compiler is asked only for what is new, and an archive that is unpacked over a checkout holds
+    files that are older than the last build.
+    """
+    paths = [path for of in (SOURCES, SOURCES / folder) for path in of.glob("*.*")]
+    wanted = {to / path.relative_to(SOURCES): path.read_bytes() for path in paths if path.is_file()}
+    for old in set(to.rglob("*.*")) - wanted.keys():
+        old.unlink()
+    for path, content in wanted.items():
+        if not path.exists() or path.read_bytes() != content:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+
 def write_ninja(folder: Path, module: Module) -> None:
-    """build.ninja: every *.cu and *.cpp of the module's folder of csrc/."""
-    flags = " ".join(shlex.quote(flag) for flag in (*plain_flags(), *module.flags()))
+    """build.ninja: every *.cu and *.cpp of the module's folder of csrc/, of which there is a copy."""
+    copy = folder / "csrc"
+    flags = " ".join(shlex.quote(flag) for flag in (*plain_flags(copy), *module.flags()))
     lines = [f"compiler = {module.find()}", f"flags = {flags}", f"libraries = {module.libraries}"]
     lines.append(RULES)
-    objects, sources = [], SOURCES / module.folder
+    objects, sources = [], copy / module.folder
     for source in sorted([*sources.glob("*.cu"), *sources.glob("*.cpp")]):
         objects.append(escape(f"{source.name}.o"))
         lines.append(f"build {objects[-1]}: compile {escape(source)}")
+        if source.name == "module.cpp":  # alone: any change of the mark compiles it again
+            mark = mark_of(module.folder, copy)
+            lines.append(f"  flags = $flags '-DFASTCLIP_SOURCES=\"{mark}\"'")
     lines.append(f"build {module.name}.so: link {' '.join(objects)}")
     (folder / "build.ninja").write_text("\n".join(lines) + "\n")
 
@@ -173,6 +204,7 @@ def build(folder: Path, module: Module) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two builds of one checkout
+        mirror(module.folder, folder / "csrc")
         write_ninja(folder, module)
         done = subprocess.run([ninja, "-C", str(folder), "-j", str(os.cpu_count() or 1)])
     if done.returncode != 0:

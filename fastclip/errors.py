@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from pathlib import Path
 
 from opacus.validators.errors import UnsupportedModuleError
 
@@ -58,16 +57,6 @@ def where(path: str | None, module: object = None) -> str:
     """A part of the model as messages name it."""
     name = path or "the model"
     return name if module is None else f"{name} ({type(module).__name__})"
-
-
-def how_to_build(compiler: str, package: Path = Path(__file__).parent) -> str:
-    """What to do where a module of csrc/ is absent, in a checkout or where a wheel was installed."""
-    if (package.parent / "csrc").is_dir():
-        return f"`make build` with {compiler} on PATH builds it"
-    return (
-        f"reinstall fastclip from its source distribution with {compiler} on PATH (pip install "
-        "--force-reinstall --no-deps fastclip-VERSION.tar.gz builds it)"
-    )
 
 
 _LIBRARIES = ("fastclip", "torch", "opacus", "lightning", "accelerate", "transformers")

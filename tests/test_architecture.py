@@ -16,6 +16,8 @@ ORDER = (
     "checks",
     "forks",
     "files",
+    "sources",
+    "compiled",
     "_torch",
     "memory",
     "graph",

@@ -17,8 +17,8 @@ from types import ModuleType
 import pytest
 
 import fastclip
-from fastclip import doctor
-from fastclip.errors import how_to_build
+from fastclip import doctor, sources
+from fastclip.compiled import check_built, how_to_build
 from fastclip.ops import dispatch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,6 +66,56 @@ def test_its_absence_names_the_way_out(
     assert re.search(said, doctor.report(doctor.examine()))
     with_loops = module == "_C" and importlib.util.find_spec("fastclip._host") is not None
     assert dispatch.has_loops("draw_normals") == with_loops
+
+
+@of_both
+def test_it_is_of_the_sources_that_are_here(module: str) -> None:
+    folder = {"_host": "host", "_C": "cuda"}[module]
+    check_built(module, folder, "")
+    found = importlib.import_module(f"fastclip.{module}").versions()["sources"]
+    assert found == sources.mark_of(folder)
+
+
+@pytest.mark.parametrize("told", [{"sources": "0123456789abcdef"}, {}], ids=["another", "before"])
+@pytest.mark.parametrize(("module", "package"), [("_C", "cuda"), ("_host", "host")])
+def test_one_of_other_sources_is_refused(
+    module: str, package: str, told: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launchers believe that it does what the sources say."""
+    old = ModuleType(f"fastclip.{module}")
+    old.versions = lambda: told  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, f"fastclip.{module}", old)
+    monkeypatch.setattr(fastclip, module, old, raising=False)
+    monkeypatch.delattr(fastclip, package, raising=False)
+    monkeypatch.setattr(dispatch, "_STATE", dispatch._State(dispatch._STATE.requested))
+    for name in [name for name in sys.modules if name.startswith(f"fastclip.{package}")]:
+        monkeypatch.delitem(sys.modules, name)
+    said = rf"fastclip\.{module} was built from other sources than csrc/{package} has now"
+    with pytest.warns(UserWarning, match=said):
+        assert dispatch._load(package) == {}
+    assert re.search(said, dispatch._STATE.why_not[package])
+
+
+def test_what_the_mark_tells(tmp_path: Path) -> None:
+    """Any source of the module or shared header, by its name and content; nothing else."""
+    for name in ("both.hpp", "host/a.cpp", "host/b.inc", "cuda/c.cu"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    first = sources.mark_of("host", tmp_path)
+    assert sources.is_current("host", first, tmp_path)
+    (tmp_path / "cuda" / "c.cu").write_text("other")
+    (tmp_path / "host" / "notes.txt").write_text("other")
+    (tmp_path / "host" / ".#a.cpp").symlink_to("nowhere")  # an editor's
+    assert sources.mark_of("host", tmp_path) == first
+    marks = {first}
+    for name in ("both.hpp", "host/a.cpp", "host/b.inc"):
+        (tmp_path / name).write_text("other")
+        marks.add(sources.mark_of("host", tmp_path))
+    (tmp_path / "host" / "a.cpp").rename(tmp_path / "host" / "d.cpp")
+    marks.add(sources.mark_of("host", tmp_path))
+    assert len(marks) == 5
+    assert not sources.is_current("host", first, tmp_path)
+    assert sources.is_current("host", "", tmp_path / "an installed package has none")
 
 
 def test_a_wheel_has_no_makefile(tmp_path: Path) -> None:
@@ -289,12 +339,12 @@ def test_what_changes_is_compiled_again(
 ) -> None:
     """A header's change reaches the sources that include it, and no other; new sources join."""
     chosen = {"_host": setup.HOST, "_C": setup.CUDA}[module]
-    root, folder = tmp_path / "with space", tmp_path / "build"
-    sources = root / chosen.folder
-    sources.mkdir(parents=True)
+    root, folder = tmp_path / "with space", tmp_path / "a build"
+    of_module = root / chosen.folder
+    of_module.mkdir(parents=True)
     (root / "value.hpp").write_text("inline int value() { return 1; }\n")
-    (sources / "uses.cpp").write_text('#include "value.hpp"\nint uses() { return value(); }\n')
-    (sources / "other.cpp").write_text("int other() { return 2; }\n")
+    (of_module / "uses.cpp").write_text('#include "value.hpp"\nint uses() { return value(); }\n')
+    (of_module / "other.cpp").write_text("int other() { return 2; }\n")
     monkeypatch.setattr(setup, "SOURCES", root)
 
     def times() -> dict[str, int]:
@@ -310,9 +360,20 @@ def test_what_changes_is_compiled_again(
     second = times()
     changed = {name for name in first if first[name] != second[name]}
     assert changed == {"uses.cpp.o", f"{module}.so"}
-    (sources / "new.cpp").write_text("int more() { return 4; }\n")
+    # of an archive that is unpacked over the sources, and older than the last build
+    (of_module / "other.cpp").write_text("int other() { return 5; }\n")
+    os.utime(of_module / "other.cpp", (0, 0))
+    setup.build(folder, chosen)
+    third = times()
+    changed = {name for name in second if second[name] != third[name]}
+    assert changed == {"other.cpp.o", f"{module}.so"}
+    (of_module / "new.cpp").write_text("int more() { return 4; }\n")
     setup.build(folder, chosen)
     assert "new.cpp.o" in times()
+    (of_module / "new.cpp").unlink()
+    (of_module / ".#uses.cpp").symlink_to("nowhere")  # an editor's
+    setup.build(folder, chosen)
+    assert "new.cpp" not in (folder / "build.ninja").read_text()
     with pytest.raises(setup.NotBuilt, match="cannot be imported"):
         setup.versions_of(path)
 
@@ -326,6 +387,7 @@ def checkout(folder: Path, source: str) -> list[Path]:
         (folder / "csrc" / part / "only.cpp").write_text(source)
     (folder / "fastclip").mkdir()
     (folder / "fastclip" / "__init__.py").touch()
+    shutil.copy(ROOT / "fastclip" / "sources.py", folder / "fastclip")
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     stale = [folder / "fastclip" / f"{name}{suffix}" for name in COMPILERS]
     for path in stale:

@@ -29,6 +29,7 @@ pybind11::dict versions() {
   found["cudart"] = CUDART_VERSION;
   found["driver"] = fastclip::driver_version();
   found["architectures"] = architectures();
+  found["sources"] = FASTCLIP_SOURCES;  // fastclip/sources.py
   return found;
 }
 
@@ -41,6 +42,6 @@ PYBIND11_MODULE(_C, module) {
              "Usable devices: 0 without a driver or a GPU, which is no error.");
   module.def("versions", &versions,
              "CUDA versions (1000 major + 10 minor): cudart compiled in, driver or 0; and "
-             "architectures compiled.");
+             "architectures compiled; the mark of its sources.");
   fastclip::Binding::bind_all(module);
 }

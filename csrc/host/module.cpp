@@ -17,6 +17,7 @@ namespace {
 pybind11::dict versions() {
   pybind11::dict found;
   found["compiler"] = FASTCLIP_COMPILER;
+  found["sources"] = FASTCLIP_SOURCES;  // fastclip/sources.py
   return found;
 }
 
@@ -24,6 +25,6 @@ pybind11::dict versions() {
 
 PYBIND11_MODULE(_host, module) {
   module.doc() = "The loops of fastclip for the CPU; fastclip.host holds their launchers.";
-  module.def("versions", &versions, "The compiler that made it.");
+  module.def("versions", &versions, "The compiler that made it, and the mark of its sources.");
   fastclip::Binding::bind_all(module);
 }

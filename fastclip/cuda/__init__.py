@@ -3,14 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from fastclip.errors import how_to_build
+from fastclip.compiled import check_built
 
-try:
-    from fastclip import _C  # noqa: F401  (is it there?)
-except ImportError as error:
-    raise ImportError(f"fastclip._C is not built ({error}): {how_to_build('nvcc')}") from error
+check_built("_C", "cuda", "nvcc")
 
-from fastclip.cuda import clip, noise
+from fastclip.cuda import clip, noise  # noqa: E402
 
 KERNELS: dict[str, Callable[..., Any]] = {**clip.KERNELS, **noise.KERNELS}
 """Operation of fastclip.ops -> launcher."""

@@ -3,17 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from fastclip.errors import how_to_build
+from fastclip.compiled import check_built
 
-try:
-    from fastclip import _host  # noqa: F401  (is it there?)
-except ImportError as error:
-    told = how_to_build("a C++ compiler")
-    raise ImportError(f"fastclip._host is not built ({error}): {told}") from error
+check_built("_host", "host", "a C++ compiler")
 
-from fastclip.host.noise import NORMALS
-from fastclip.host.patch_products import patch_products
-from fastclip.host.products import PRODUCTS
+from fastclip.host.noise import NORMALS  # noqa: E402
+from fastclip.host.patch_products import patch_products  # noqa: E402
+from fastclip.host.products import PRODUCTS  # noqa: E402
 
 KERNELS: dict[str, Callable[..., Any]] = {"patch_products": patch_products, **PRODUCTS, **NORMALS}
 """Operation of fastclip.ops -> launcher."""

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fastclip import ops
 from fastclip._torch import disable_dynamo
-from fastclip.errors import StepError, how_to_build, say
+from fastclip.compiled import how_to_build
+from fastclip.errors import StepError, say
 from fastclip.noise import gaussian
 from fastclip.noise.forks import claim
 from fastclip.noise.keystream import KeyStream

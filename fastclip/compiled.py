@@ -1,0 +1,45 @@
+"""The modules that csrc/ becomes: taken where they are built, of the sources that are here."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+from fastclip.errors import say
+from fastclip.sources import is_current
+
+
+def check_built(name: str, folder: str, compiler: str) -> None:
+    """Refuse a module that is absent, or that was built from other sources than a checkout has now.
+
+    The launchers of those sources would hand an older module what it takes for something else, so
+    that is said aloud, too.
+
+    Args:
+        name: of the module in fastclip. folder: of csrc/, which becomes it. compiler: builds it.
+
+    Raises:
+        ImportError: saying so, and the way out.
+    """
+    try:
+        module = importlib.import_module(f"fastclip.{name}")
+    except ImportError as error:
+        told = f"fastclip.{name} is not built ({error}): {how_to_build(compiler)}"
+        raise ImportError(told) from error
+    if not is_current(folder, module.versions().get("sources", "")):
+        told = (
+            f"fastclip.{name} was built from other sources than csrc/{folder} has now, so it is not "
+            f"used: {how_to_build(compiler)}"
+        )
+        say(told)
+        raise ImportError(told)
+
+
+def how_to_build(compiler: str, package: Path = Path(__file__).parent) -> str:
+    """What to do where a module of csrc/ is absent, in a checkout or where a wheel was installed."""
+    if (package.parent / "csrc").is_dir():
+        return f"`make build` with {compiler} on PATH builds it"
+    return (
+        f"reinstall fastclip from its source distribution with {compiler} on PATH (pip install "
+        "--force-reinstall --no-deps fastclip-VERSION.tar.gz builds it)"
+    )
