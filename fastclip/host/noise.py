@@ -19,16 +19,19 @@ from torch import Tensor
 
 from fastclip import _host
 from fastclip._torch import dispatch_modes, function_modes
-from fastclip.memory import lies_on_host, loop_threads, pointer
+from fastclip.host import secure_noise
+from fastclip.host.plain import is_written_to, lies_alike
+from fastclip.memory import loop_threads, pointer
 from fastclip.noise.forks import claim
-from fastclip.noise.source import SeededNoise
-from fastclip.ops.finalize import add_totals
+from fastclip.noise.source import SecureNoise, SeededNoise
+from fastclip.ops.finalize import add_totals, check_std
 
 LEAST = 2**15
 """Numbers of a thread, and of a draw, of which fewer cost more than they save."""
 _ROW = 16
 """PyTorch makes so many normals of as many words; the rest of a tensor takes another row."""
 _PLAIN, _TORCHS = SeededNoise.normal_, Tensor.normal_
+_SECURE = SecureNoise.normal_
 _SAMPLE = (16, 2**17, 999, 31)
 
 
@@ -36,7 +39,9 @@ def draw_normals(
     outs: list[Tensor], std: float, source: Any, totals: Sequence[Tensor | None] = (),
     factor: float = 1.0,
 ) -> None:  # fmt: skip
-    """fastclip.ops.finalize.draw_normals, where PyTorch's generator draws enough."""
+    """fastclip.ops.finalize.draw_normals, where PyTorch's generator draws enough, or none does."""
+    if type(source) is SecureNoise:
+        return _draw_securely(outs, std, source, totals, factor)
     own = type(source) is SeededNoise and getattr(source.normal_, "__func__", None) is _PLAIN
     own = own and Tensor.normal_ is _TORCHS  # what replaces it is to hear of every draw
     if not own or sum(map(Tensor.numel, outs)) < LEAST:
@@ -47,18 +52,48 @@ def draw_normals(
     pairs = zip(outs, totals or [None] * len(outs), strict=True)
     for fits, run in groupby(pairs, lambda pair: _fits(pair[0])):
         of, added = map(list, zip(*run, strict=True))
-        read = [
-            total if _lies_alike(out, total) else None for out, total in zip(of, added, strict=True)
-        ]
+        read, rest = _apart(of, added)
         if fits and is_faithful() and _draw_together(of, std, generator, read, factor):
-            added = [
-                None if one is total else total for one, total in zip(read, added, strict=True)
-            ]
+            added = rest
         else:
             for out in of:
                 source.normal_(out, std)
         add_totals(of, added, factor)
     return None
+
+
+def _draw_securely(
+    outs: list[Tensor], std: float, source: SecureNoise, totals: Sequence[Tensor | None],
+    factor: float,
+) -> None:  # fmt: skip
+    """All that lies in memory under one key."""
+    check_std(std)
+    plain = getattr(source.normal_, "__func__", None) is _SECURE
+    pairs = [*zip(outs, totals or [None] * len(outs), strict=True)]
+    together = [pair for pair in pairs if is_written_to(pair[0])]
+    of, added = [out for out, _ in together], [total for _, total in together]
+    read, rest = _apart(of, added)
+    if not plain or not together or not secure_noise.takes(of, read):
+        return NotImplemented
+    secure_noise.draw(of, std, source.guarded, read, factor)
+    add_totals(of, rest, factor)
+    for out, total in pairs:
+        if not is_written_to(out):
+            source.normal_(out, std)
+            add_totals([out], [total], factor)
+    return None
+
+
+def _apart(
+    outs: Sequence[Tensor], totals: Sequence[Tensor | None]
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Totals that a loop can read beside what it draws, and the others; None in all other places."""
+    read = [o if lies_alike(out, o) else None for out, o in zip(outs, totals, strict=True)]
+    return read, [None if one is o else o for one, o in zip(read, totals, strict=True)]
+
+
+def _fits(out: Tensor) -> bool:
+    return is_written_to(out) and out.numel() >= _ROW
 
 
 @functools.cache
@@ -104,19 +139,5 @@ def _draw_together(
     return True
 
 
-def _lies_alike(out: Tensor, total: Tensor | None) -> bool:
-    """The loop can read this total beside what it draws."""
-    if total is None:
-        return False
-    same = total.dtype == torch.float32 and total.shape == out.shape
-    return same and lies_on_host(total) and total.is_contiguous()
-
-
-def _fits(out: Tensor) -> bool:
-    floats = type(out) is Tensor and out.dtype == torch.float32 and out.numel() >= _ROW
-    ours = floats and lies_on_host(out) and out.is_contiguous()
-    return ours and not (out.is_inference() or out.requires_grad)
-
-
-NORMALS = {"draw_normals": draw_normals}
+NORMALS = {"draw_normals": draw_normals, "secure_normals": secure_noise.secure_normals}
 """Operation of fastclip.ops -> launcher."""

@@ -17,9 +17,8 @@ from fastclip import ops
 from fastclip._torch import disable_dynamo
 from fastclip.compiled import how_to_build
 from fastclip.errors import StepError, say
-from fastclip.noise import gaussian
 from fastclip.noise.forks import claim
-from fastclip.noise.keystream import KeyStream
+from fastclip.noise.secure_normals import secure_normals
 
 
 class NoiseSource(ABC):
@@ -106,8 +105,7 @@ class SecureNoise(NoiseSource):
         fits = out.device.type == "cpu" and out.dtype == wide and out.is_contiguous()
         values = out.detach() if fits else torch.empty(out.shape, dtype=wide, device="cpu")
         try:
-            with KeyStream() as bits:
-                gaussian.fill_normal(values, std, bits, guarded=self.guarded)
+            secure_normals([values], std, self.guarded)
             if not fits:
                 with torch.no_grad():
                     out.copy_(values)

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from fastclip import FastPrivacyEngine, clipping, ops
 from fastclip.errors import ArgumentError, StepError
 from fastclip.noise import SecureNoise, SeededNoise, gaussian
 from fastclip.noise import source as noise_module
+from fastclip.ops.dispatch import use_backend
 from tests.noise.laws import assert_standard_normal, assert_uncorrelated
 
 ADAPTIVE = {
@@ -65,18 +67,36 @@ def noise_of_a_step(model: nn.Module, optimizer: DPOptimizer, rows: int = 8) -> 
     return torch.cat([n.flatten() for n in noise]) / 2.0
 
 
+def watch(patch: pytest.MonkeyPatch, seen: Callable[[Tensor], Any]) -> None:
+    """Show every tensor that secure noise has filled, in a loop for the CPU or in PyTorch; guarded."""
+    real = gaussian.fill_normal
+
+    def fill(out: Tensor, std: float, bits: Any, *, guarded: bool) -> None:
+        assert guarded
+        real(out, std, bits, guarded=guarded)
+        seen(out)
+
+    patch.setattr(gaussian, "fill_normal", fill)
+    try:
+        from fastclip.host import secure_noise
+    except ImportError:  # without loops
+        return
+    draw = secure_noise.draw
+
+    def draw_and_show(outs: list[Tensor], std: float, guarded: bool, *rest: Any) -> None:
+        assert guarded
+        draw(outs, std, guarded, *rest)
+        for out in outs:
+            seen(out)
+
+    patch.setattr(secure_noise, "draw", draw_and_show)
+
+
 @pytest.mark.parametrize("clip", ["flat", "per_layer", "adaptive"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_trains(mode: str, clip: str, monkeypatch) -> None:
     """Noise, counts and sampling come from the one source; nothing of torch's generators is used."""
     drawn: list[int] = []
-    real = gaussian.fill_normal
-
-    def watch(out: Tensor, std: float, bits: Any, *, guarded: bool) -> None:
-        assert guarded
-        drawn.append(out.numel())
-        real(out, std, bits, guarded=guarded)
-
     extra = ADAPTIVE if clip == "adaptive" else {}
     norms = {"max_grad_norm": [1.0] * 4} if clip == "per_layer" else {}
     rows = 512  # of which no draw of an eighth is empty
@@ -85,7 +105,7 @@ def test_every_mode_trains(mode: str, clip: str, monkeypatch) -> None:
     )
     assert optimizer.secure_mode
     assert optimizer.generator is None
-    monkeypatch.setattr(gaussian, "fill_normal", watch)
+    watch(monkeypatch, lambda out: drawn.append(out.numel()))
     state = torch.get_rng_state()
     batches = list(loader.batch_sampler)
     assert torch.equal(torch.get_rng_state(), state)
@@ -252,18 +272,19 @@ def test_a_captured_graph_is_refused(monkeypatch) -> None:
     assert asked == [torch.device("cpu")]
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("out", [torch.zeros(9).half(), torch.zeros(8, 4)[:, ::2], torch.zeros(5)])
-def test_the_guard_is_on_whatever_is_filled(out: Tensor, monkeypatch) -> None:
+def test_the_guard_is_on_whatever_is_filled(out: Tensor, backend: str, monkeypatch) -> None:
     """Copied or in place; and what was copied from is erased."""
     seen = []
 
-    def fill(values: Tensor, std: float, bits: Any, *, guarded: bool) -> None:
+    def look(values: Tensor) -> None:
         seen.append(values)
         values.fill_(1.0)
-        assert guarded
 
-    monkeypatch.setattr(gaussian, "fill_normal", fill)
-    SecureNoise().normal_(out)
+    watch(monkeypatch, look)
+    with use_backend(backend):
+        SecureNoise().normal_(out)
     assert len(seen) == 1
     assert bool((out == 1).all())
     assert seen[0].data_ptr() == out.data_ptr() or not seen[0].any()
