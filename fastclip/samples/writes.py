@@ -1,4 +1,5 @@
-"""What a run writes into a model's own tensors is put back, through whichever tensor it was written."""
+"""What a run writes into a model's own tensors is put back, through whichever tensor it was written; and
+what it gives them in the place of their memory (`.data = `, a module's `.to` in its forward)."""
 
 from __future__ import annotations
 
@@ -29,20 +30,27 @@ class Writes(TorchDispatchMode):
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._state: dict[int, list[tuple[str, Tensor]]] = {}
+        self._held: dict[str, tuple[Tensor, Tensor]] = {}
+        """Each tensor, and one that lies where it lay."""
         for name, x in state.items():
             try:
                 self._state.setdefault(memory_of(x), []).append((name, x))
+                self._held[name] = x, x.data
             except (
                 NotImplementedError,
                 RuntimeError,
             ):  # sparse tensors, and shards, have no one memory
                 continue
         self._saved: dict[str, tuple[Tensor, Tensor]] = {}
+        self._put_back: list[str] = []
 
     @property
     def written(self) -> list[str]:
-        """Names of what was written to."""
-        return [*self._saved]
+        """Names of what was written to, or lies elsewhere."""
+        return list(dict.fromkeys([*self._saved, *self._put_back, *self._moved()]))
+
+    def _moved(self) -> list[str]:
+        return [name for name, (x, lain) in self._held.items() if not _lies_as(x, lain)]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -71,10 +79,8 @@ class Writes(TorchDispatchMode):
         Raises:
             UnsupportedLayerError: naming those that do.
         """
-        names = [
-            name for name, (x, _) in self._saved.items()
-            if isinstance(x, nn.Parameter) and holds(x)
-        ]  # fmt: skip
+        changed = {name: self._held[name][0] for name in self.written}
+        names = [n for n, x in changed.items() if isinstance(x, nn.Parameter) and holds(x)]
         if names:
             raise UnsupportedLayerError(
                 f"parameters {names} are written in the forward pass with numbers of the batch: what "
@@ -82,6 +88,18 @@ class Writes(TorchDispatchMode):
             )
 
     def put_back(self) -> None:
-        """All that was written to is as before."""
+        """All that was written to is as before, and lies where it lay."""
+        self._put_back = self._moved()
+        for name in self._put_back:
+            x, lain = self._held[name]
+            x.data = lain
         for x, before in self._saved.values():
             x.data.copy_(before)
+
+
+def _lies_as(x: Tensor, other: Tensor) -> bool:
+    """They are the same entries of the same memory."""
+    same = x.dtype == other.dtype and memory_of(x) == memory_of(other)
+    return same and (x.shape, x.stride(), x.storage_offset()) == (
+        other.shape, other.stride(), other.storage_offset()
+    )  # fmt: skip

@@ -31,6 +31,7 @@ WAYS: dict[str, Write] = {
     "detached": lambda own, now: own.detach().lerp_(now, 0.1),
     "a view": lambda own, now: own.view(1, -1)[0].copy_(now),
     "foreach": lambda own, now: torch._foreach_add_([own.data], [now]),
+    "other memory": lambda own, now: setattr(own, "data", 0.9 * own.data + 0.1 * now.data),
 }
 KINDS = ["buffer", "frozen", "trained", "left out"]
 
@@ -85,6 +86,33 @@ def test_what_follows_from_no_batch_is_the_models_own() -> None:
     assert len(seen) > 2
     assert all(torch.equal(x, torch.ones(D)) for x in seen)
     assert torch.equal(model.mean, torch.full((D,), 0.5))
+
+
+class Converting(nn.Module):
+    """Turns a router into float32 when it runs, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.head = nn.Linear(D, 3), nn.Linear(D, 3)
+        nn.init.normal_(self.router.weight, std=1e-3)  # which a look stirs
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.router = self.router.to(torch.float32)
+        return self.head(x) * self.router(x.float()).softmax(-1).to(x.dtype)
+
+
+def test_weights_that_the_forward_pass_converts() -> None:
+    """A look stirs what says nothing, and nothing of it is left in the memory that they get."""
+    torch.manual_seed(0)
+    model, twin, x = Converting().double(), Converting().double(), torch.randn(B, D).double()
+    twin.load_state_dict(model.state_dict())
+    grads = per_sample_gradients(twin, x)
+    C = norms(grads).median().item()
+    _, private, optimizer, _ = make_private(model, max_grad_norm=C)
+    backward(private, x)
+    assert all(map(torch.equal, twin.state_dict().values(), model.state_dict().values()))
+    assert (optimizer.per_sample_norms / norms(grads) - 1).abs().max() < 1e-5
+    assert_sums(summed(dict(model.named_parameters())), clipped_sum(grads, C), 1e-5)
 
 
 class Shrinking(nn.Module):
