@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +32,8 @@ GENCODE = {  # architecture -> what is kept of it; PTX (compute_*) serves what c
     "compute_80": ["sm_80"],
     "compute_90": ["sm_90", "compute_90"],
 }
+UNITS = {".cpp", ".cu"}
+"""What is compiled; the rest is included."""
 RULES = """\
 rule compile
   command = $compiler $flags -MD -MF $out.d -c $in -o $out
@@ -58,7 +61,10 @@ def find_nvcc() -> str:
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=os.pathsep.join(places))
     if nvcc is None:
         raise NoCompiler("there is no nvcc: install the CUDA toolkit or put its bin on PATH")
-    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    try:
+        text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    except OSError as error:
+        raise NotBuilt(f"{nvcc} cannot be run ({error}): check the CUDA toolkit") from error
     release = re.search(r"release (\d+)\.(\d+)", text)
     if release is None:
         raise NotBuilt(f"{nvcc} --version does not tell its release: check the CUDA toolkit")
@@ -70,9 +76,12 @@ def find_nvcc() -> str:
 
 def find_cxx() -> str:
     """The C++ compiler that CXX names, or the first on PATH; GCC's makes the fastest loops."""
-    named = os.environ.get("CXX")
+    named = os.environ.get("CXX", "").strip()
     for command in (named,) if named else ("g++", "c++", "clang++"):
-        program, *arguments = shlex.split(command)
+        try:
+            program, *arguments = shlex.split(command)
+        except ValueError as error:
+            raise NotBuilt(f"CXX={named} is no command ({error}): check its quotes") from error
         found = shutil.which(program)
         if found is not None:
             return shlex.join([found, *arguments])
@@ -146,6 +155,11 @@ def escape(text: str | Path) -> str:
     return re.sub(r"([$ :])", r"$\1", str(text))
 
 
+def dollars(text: str) -> str:
+    """What the shell is to see, in ninja's syntax."""
+    return text.replace("$", "$$")
+
+
 def mark_of(folder: str, sources: Path) -> str:
     """fastclip.sources.mark_of, of a package that is not installed yet."""
     path = ROOT / "fastclip" / "sources.py"
@@ -176,8 +190,12 @@ def mirror(folder: str, to: Path) -> None:
 def write_ninja(folder: Path, module: Module) -> None:
     """build.ninja: every *.cu and *.cpp of the module's folder of csrc/, of which there is a copy."""
     copy = folder / "csrc"
-    flags = " ".join(shlex.quote(flag) for flag in (*plain_flags(copy), *module.flags()))
-    lines = [f"compiler = {module.find()}", f"flags = {flags}", f"libraries = {module.libraries}"]
+    # A header that is new may take the place of one that was found elsewhere: all is compiled again.
+    headers = sorted(str(p.relative_to(copy)) for p in copy.rglob("*.*") if p.suffix not in UNITS)
+    names = f"-DFASTCLIP_HEADERS={zlib.crc32('/'.join(headers).encode())}"
+    flags = " ".join(map(shlex.quote, (*plain_flags(copy), *module.flags(), names)))
+    lines = [f"compiler = {dollars(module.find())}", f"flags = {dollars(flags)}"]
+    lines.append(f"libraries = {module.libraries}")
     lines.append(RULES)
     objects, sources = [], copy / module.folder
     for source in sorted([*sources.glob("*.cu"), *sources.glob("*.cpp")]):
@@ -206,7 +224,9 @@ def build(folder: Path, module: Module) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two builds of one checkout
         mirror(module.folder, folder / "csrc")
         write_ninja(folder, module)
-        done = subprocess.run([ninja, "-C", str(folder), "-j", str(os.cpu_count() or 1)])
+        # The lock is held as long as anyone writes there, should this process be killed.
+        command = [ninja, "-C", str(folder), "-j", str(os.cpu_count() or 1)]
+        done = subprocess.run(command, pass_fds=[lock.fileno()])
     if done.returncode != 0:
         raise NotBuilt(
             f"csrc/{module.folder} did not compile with {compiler}: the compiler's message is above "
@@ -239,27 +259,34 @@ class BuildModules(build_ext):
         """What fails is an error after all was tried, and where the build was asked for."""
         if os.environ.get("FASTCLIP_BUILD") == "0":
             print("fastclip._host and fastclip._C are left out: FASTCLIP_BUILD=0")
+            if not self.inplace:  # what an earlier build has left would be packed
+                for module in (HOST, CUDA):
+                    self.path_of(module).unlink(missing_ok=True)
             return
         failed = [module for module in (HOST, CUDA) if not self.build_module(module)]
         if failed and os.environ.get("FASTCLIP_BUILD") == "strict":
             raise SystemExit(1)
 
+    def path_of(self, module: Module) -> Path:
+        """Where it is to lie."""
+        return Path(self.get_ext_fullpath(f"fastclip.{module.name}")).resolve()
+
     def build_module(self, module: Module) -> bool:
         """Whether it is there now, or there is nothing to build it with."""
         name = f"fastclip.{module.name}"
-        target = Path(self.get_ext_fullpath(name)).resolve()
+        target = self.path_of(module)
         kept = ROOT / "build" / f"{module.folder}-{sys.implementation.cache_tag}"
         try:
             path = build(kept, module)
             versions = versions_of(path)
-        except NotBuilt as reason:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            fresh = target.with_suffix(f".{os.getpid()}.new")
+            shutil.copyfile(path, fresh)
+            os.replace(fresh, target)  # a process that has the old one loaded keeps it
+        except (NotBuilt, OSError) as reason:
             target.unlink(missing_ok=True)  # one of older sources must not serve
             print(f"{name} is not built: {reason}", file=sys.stderr)
             return isinstance(reason, NoCompiler)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        fresh = target.with_suffix(".new")
-        shutil.copyfile(path, fresh)
-        os.replace(fresh, target)  # a process that has the old one loaded keeps it
         print(f"{name}: {versions}")
         return True
 

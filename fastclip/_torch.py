@@ -128,6 +128,14 @@ node_type: Callable[[type[Function]], type] = attrgetter("_backward_cls")
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 """How many modes of this thread hear of its operations."""
+
+
+def invents() -> bool:
+    """The mode is on under which new tensors have no memory."""
+    kind = torch._C._TorchDispatchModeKey.FAKE
+    return bool(dispatch_modes()) and torch._C._get_dispatch_mode(kind) is not None
+
+
 is_functorch_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 unwrap_dead: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
 """What a wrapper of a transform that has ended holds; any other tensor as it is."""
@@ -250,15 +258,6 @@ YIELDED = "_num_yielded"
 """Batches that were handed out."""
 INDEX_SAMPLER = "_index_sampler"
 """The batch sampler that it asks."""
-
-# Memory
-
-
-def no_memory(error: BaseException) -> bool:
-    """Whether an operation found none; the allocator of the CPU says so in words alone."""
-    kinds = (MemoryError, torch.OutOfMemoryError)
-    return isinstance(error, kinds) or "can't allocate memory" in str(error)
-
 
 # Opacus
 

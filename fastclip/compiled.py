@@ -26,7 +26,8 @@ def check_built(name: str, folder: str, compiler: str) -> None:
     except ImportError as error:
         told = f"fastclip.{name} is not built ({error}): {how_to_build(compiler)}"
         raise ImportError(told) from error
-    if not is_current(folder, module.versions().get("sources", "")):
+    versions: dict[str, str] = getattr(module, "versions", dict)()
+    if not is_current(folder, versions.get("sources", "")):
         told = (
             f"fastclip.{name} was built from other sources than csrc/{folder} has now, so it is not "
             f"used: {how_to_build(compiler)}"

@@ -1,4 +1,4 @@
-"""Where tensors lie, as C++ takes it: addresses, device and stream as integers; and threads."""
+"""Where tensors lie, as C++ takes it: addresses, device and stream as integers; threads; and no room."""
 
 from __future__ import annotations
 
@@ -51,3 +51,9 @@ def loop_threads() -> int:
 def pointer(x: Tensor | None) -> int:
     """Its address; 0 for none."""
     return 0 if x is None else x.data_ptr()
+
+
+def no_memory(error: BaseException) -> bool:
+    """Whether an operation found none; the allocator of the CPU says so in words alone."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)

@@ -395,13 +395,88 @@ def checkout(folder: Path, source: str) -> list[Path]:
     return stale
 
 
-def build_in(folder: Path, **environment: str) -> tuple[int, list[str]]:
+def build_in(folder: Path, *options: str, **environment: str) -> tuple[int, list[str]]:
     """The exit code of a build there, and all that it said."""
     done = subprocess.run(
-        [sys.executable, "setup.py", "build_ext", "--inplace"], cwd=folder,
+        [sys.executable, "setup.py", "build_ext", *(options or ("--inplace",))], cwd=folder,
         env={**os.environ, **environment}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     return done.returncode, (done.stdout + done.stderr).splitlines()
+
+
+@of_both
+def test_a_header_in_the_place_of_another(
+    module: str, setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All is compiled again: a compiler would find the new one first."""
+    chosen = {"_host": setup.HOST, "_C": setup.CUDA}[module]
+    root, folder = tmp_path / "csrc", tmp_path / "build"
+    (root / chosen.folder).mkdir(parents=True)
+    (root / "value.hpp").write_text("inline int value() { return 1; }\n")
+    (root / chosen.folder / "uses.cpp").write_text(
+        '#include "value.hpp"\nint uses() { return value(); }\n'
+    )
+    monkeypatch.setattr(setup, "SOURCES", root)
+    setup.build(folder, chosen)
+    first = (folder / "uses.cpp.o").stat().st_mtime_ns
+    (root / chosen.folder / "value.hpp").write_text("inline int value() { return 2; }\n")
+    setup.build(folder, chosen)
+    assert (folder / "uses.cpp.o").stat().st_mtime_ns != first
+
+
+@needs_cxx
+def test_a_killed_build_is_waited_for(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its compilers go on, and hold the lock."""
+    import fcntl
+
+    (tmp_path / "csrc" / "host").mkdir(parents=True)
+    (tmp_path / "csrc" / "host" / "only.cpp").write_text("int only() { return 1; }\n")
+    monkeypatch.setattr(setup, "SOURCES", tmp_path / "csrc")
+    held = []
+
+    def run(command: list[str], pass_fds: list[int]) -> subprocess.CompletedProcess:
+        going_on = subprocess.Popen(["sleep", "60"], pass_fds=pass_fds)
+        held.append(going_on)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(setup.subprocess, "run", run)
+        with pytest.raises(KeyboardInterrupt):
+            setup.build(tmp_path / "build", setup.HOST)
+    with open(tmp_path / "build" / "lock") as lock:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held[0].kill()
+        held[0].wait()
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_wheel_without_modules_has_none_of_an_earlier_build(tmp_path: Path) -> None:
+    checkout(tmp_path, "")
+    packed = tmp_path / "build" / "lib" / "fastclip"
+    packed.mkdir(parents=True)
+    for name in COMPILERS:
+        (packed / f"{name}{importlib.machinery.EXTENSION_SUFFIXES[0]}").write_text("older")
+    code, lines = build_in(tmp_path, "--build-lib", "build/lib", FASTCLIP_BUILD="0")
+    assert code == 0, lines
+    assert not [*packed.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("cxx", "said"), [("'g++ -O1", "is no command"), ("nothing-there", "is not on PATH")]
+)
+def test_a_compiler_that_is_none(cxx: str, said: str, tmp_path: Path) -> None:
+    stale = checkout(tmp_path, "int only() { return 1; }\n")
+    nvcc = tmp_path / "bin" / "nvcc"
+    program(nvcc, "").write_text("no program")
+    path = f"{nvcc.parent}:{os.environ['PATH']}"
+    code, lines = build_in(tmp_path, FASTCLIP_BUILD="", CXX=cxx, PATH=path)
+    assert code == 0, lines
+    assert sum(said in line for line in lines) == 1, lines
+    assert sum("nvcc cannot be run" in line for line in lines) == 1, lines
+    assert not any(map(Path.exists, stale))
 
 
 @needs_nvcc

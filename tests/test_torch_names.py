@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
 
 from fastclip import _torch
 
@@ -251,6 +252,16 @@ def test_transforms_are_known() -> None:
     torch.func.grad(lambda x: (seen.append(_torch.transformed()), x)[1])(torch.tensor(1.0))
     assert seen == [True, True]
     assert not _torch.transformed()
+
+
+def test_tensors_without_memory_are_known() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    assert not _torch.invents()
+    with FakeTensorMode():
+        assert _torch.invents()
+    with FlopCounterMode(display=False):
+        assert not _torch.invents()
 
 
 def test_settings_of_products() -> None:

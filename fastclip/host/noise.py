@@ -20,6 +20,7 @@ from torch import Tensor
 from fastclip import _host
 from fastclip._torch import dispatch_modes, function_modes
 from fastclip.host import secure_noise
+from fastclip.host.alone import is_alone
 from fastclip.host.plain import is_written_to, lies_alike
 from fastclip.memory import loop_threads, pointer
 from fastclip.noise.forks import claim
@@ -44,9 +45,9 @@ def draw_normals(
         return _draw_securely(outs, std, source, totals, factor)
     own = type(source) is SeededNoise and getattr(source.normal_, "__func__", None) is _PLAIN
     own = own and Tensor.normal_ is _TORCHS  # what replaces it is to hear of every draw
-    if not own or sum(map(Tensor.numel, outs)) < LEAST:
+    if not own or not std >= 0 or sum(map(Tensor.numel, outs)) < LEAST:
         return NotImplemented
-    if dispatch_modes() or function_modes():  # which would not hear of it
+    if dispatch_modes() or function_modes() or not is_alone():  # who would not hear of it
         return NotImplemented
     generator = claim(source.generator, "noise") or torch.default_generator
     pairs = zip(outs, totals or [None] * len(outs), strict=True)

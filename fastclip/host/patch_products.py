@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from fastclip import _host
+from fastclip._torch import invents
 from fastclip.memory import lies_on_host, loop_threads
 from fastclip.ops.conv import ConvGeometry, windows
 
@@ -22,6 +24,9 @@ def patch_products(
     """fastclip.ops.patch_products, in one read of both Grams: the patch Gram is never in memory."""
     same = pixels.dtype == outputs.dtype and pixels.dtype in _TYPES
     if not same or not (lies_on_host(pixels) and lies_on_host(outputs)):
+        return NotImplemented
+    (n, s, o), squares = (len(pixels), *map(_numel, (space, out))), (pixels.shape, outputs.shape)
+    if squares != ((n, s, s), (n, o, o)) or invents():
         return NotImplemented
     pixels, outputs = pixels.contiguous(), outputs.contiguous()
     offsets, _held = _offsets(tuple(space), tuple(out), geometry)
@@ -66,4 +71,8 @@ def _starts(ranges: list[range], sizes: tuple[int, ...]) -> list[int]:
 
 
 def _count(ranges: list[range]) -> int:
-    return torch.Size(map(len, ranges[:-1])).numel()
+    return _numel(map(len, ranges[:-1]))
+
+
+def _numel(sizes: Iterable[int]) -> int:
+    return torch.Size(sizes).numel()

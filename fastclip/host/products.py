@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fastclip import _host
+from fastclip._torch import invents
 from fastclip.memory import lies_on_host, loop_threads, pointer
 from fastclip.ops.conv import ConvGeometry
 from fastclip.ops.grams import LastInput, strips_of
@@ -34,7 +35,8 @@ def _takes(*operands: Tensor) -> bool:
 
 
 def _lie_here(*operands: Tensor) -> bool:
-    return all(x.dtype == torch.float32 and lies_on_host(x) and x.numel() for x in operands)
+    floats = all(x.dtype == torch.float32 and lies_on_host(x) and x.numel() for x in operands)
+    return floats and not invents()
 
 
 def _operand(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:

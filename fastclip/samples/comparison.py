@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fastclip._torch import no_memory
 from fastclip.errors import BatchSizeError, FastclipError
+from fastclip.memory import no_memory
 from fastclip.samples.beside import Beside
 from fastclip.samples.folded_outputs import Unfolded
 from fastclip.samples.groups import few, others_changed, spread

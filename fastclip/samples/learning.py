@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fastclip._torch import no_memory
 from fastclip.errors import BatchSizeError, FastclipError, UnsupportedLayerError, where
+from fastclip.memory import no_memory
 from fastclip.samples.comparison import Comparison
 from fastclip.samples.freed import give_back
 from fastclip.samples.independence import UNBATCHED, by_row, called, followed, rows_come_out

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from fastclip._torch import no_memory
 from fastclip.errors import FastclipError
+from fastclip.memory import no_memory
 from fastclip.samples.influence import Influence
 from fastclip.samples.inputs import Cuts
 from fastclip.samples.layout import BatchLayout

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from fastclip._torch import no_memory
 from fastclip.errors import BatchSizeError, FastclipError
+from fastclip.memory import no_memory
 from fastclip.samples.folded_outputs import Unfolded
 from fastclip.samples.groups import MANY, smaller
 from fastclip.samples.independence import check_layers, check_values

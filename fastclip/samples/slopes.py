@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from fastclip._torch import no_memory
+from fastclip.memory import no_memory
 from fastclip.samples.independence import called, coupled
 from fastclip.samples.place import Place
 from fastclip.samples.positions import placed

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import multiprocessing
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,6 +13,7 @@ from torch import Tensor
 
 from fastclip import ops
 from fastclip._torch import TorchDispatchMode
+from fastclip.host import alone
 from fastclip.noise import SeededNoise
 from fastclip.ops.finalize import draw_normals
 
@@ -172,6 +176,43 @@ def test_another_thread_that_draws_meanwhile(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(host, "_host", Core(mersenne_advanced=advanced))
     torch.empty(5).uniform_(generator=theirs)
     check(ours, theirs)
+
+
+def test_beside_another_thread_torch_draws() -> None:
+    """Which may draw at any time, and holds no lock that we could."""
+    end = threading.Event()
+    beside = threading.Thread(target=end.wait)
+    ours, theirs = generators()
+    beside.start()
+    try:
+        assert host.draw_normals(empty([(400,)]), 1.0, SeededNoise(ours)) is NotImplemented
+        assert torch.equal(ours.get_state(), theirs.get_state())
+    finally:
+        end.set()
+        beside.join()
+    assert host.draw_normals(empty([(400,)]), 1.0, SeededNoise(ours)) is None
+
+
+def test_threads_of_bars_and_loaders_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tqdm import tqdm
+
+    monkeypatch.setattr(tqdm, "monitor_interval", 10)
+    queue = multiprocessing.get_context("spawn").Queue()
+    with tqdm(total=1, file=io.StringIO()):
+        queue.put(1)  # which starts its thread
+        assert threading.active_count() > 1
+        assert host.draw_normals(empty([(400,)]), 1.0, SeededNoise(generators()[0])) is None
+    queue.close()
+    queue.join_thread()
+    from torch.utils.data._utils.pin_memory import _pin_memory_loop as pin_memory
+
+    assert alone._never_draws(threading.Thread(target=pin_memory))
+
+
+@pytest.mark.parametrize("std", [-1.0, float("nan")])
+def test_a_std_that_is_none_is_the_references_to_refuse(std: float) -> None:
+    with pytest.raises(RuntimeError, match="std"):
+        draw_normals(empty([(400,)]), std, SeededNoise(generators()[0]))
 
 
 def test_no_number_comes_again_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

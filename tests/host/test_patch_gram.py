@@ -76,6 +76,10 @@ def test_strange_memory() -> None:
     expected = ops.patch_products.reference(pixels[::2], outputs[::2], *rest)
     torch.testing.assert_close(host.patch_products(pixels[::2], outputs[::2], *rest), expected)
     assert host.patch_products(pixels.float(), outputs, *rest) is NotImplemented
+    for given in ((pixels[:2], outputs), (pixels, outputs[:1]), (pixels[:, :, :-1], outputs)):
+        assert host.patch_products(*given, *rest) is NotImplemented
+    larger = tuple(10 * size for size in rest[0])
+    assert host.patch_products(pixels, outputs, larger, *rest[1:]) is NotImplemented
     assert host.patch_products(pixels.to("meta"), outputs.to("meta"), *rest) is NotImplemented
 
 

@@ -331,3 +331,15 @@ def test_parts_that_are_declined(lanes: int) -> None:
     assert host.parted_sum([part, part], scale.to("meta")) is NotImplemented
     with pytest.raises(ValueError, match="so many samples"):
         _host.weighted_sum([part.data_ptr()], 2, scale.data_ptr(), part.data_ptr(), 4, 40, lanes, 1)
+
+
+def test_tensors_without_memory_are_the_references() -> None:
+    """Under a mode that traces, what a loop would write to has none."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    a, g = torch.randn(4, 5, 8), torch.randn(4, 5, 8)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for name in ("wide_gradients", "gram_dots", "wide_gram"):
+            operands = {"gram_dots": (torch.randn(4, 5, 5), g), "wide_gram": (a,)}.get(name, (a, g))
+            assert host.PRODUCTS[name](*operands) is NotImplemented
+        assert host.parted_sum([a], torch.randn(4)) is NotImplemented
