@@ -20,6 +20,7 @@ import sysconfig
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from setuptools import Extension, find_packages, setup
@@ -160,15 +161,19 @@ def dollars(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def mark_of(folder: str, sources: Path) -> str:
-    """fastclip.sources.mark_of, of a package that is not installed yet."""
-    path = ROOT / "fastclip" / "sources.py"
-    spec = importlib.util.spec_from_file_location("fastclip_sources", path)
+def imported(path: Path) -> ModuleType:
+    """A module of this file alone: no package is imported for it."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.mark_of(folder, sources)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def mark_of(folder: str, sources: Path) -> str:
+    """fastclip.sources.mark_of, of a package that is not installed yet."""
+    return imported(ROOT / "fastclip" / "sources.py").mark_of(folder, sources)
 
 
 def mirror(folder: str, to: Path) -> None:
@@ -187,14 +192,14 @@ def mirror(folder: str, to: Path) -> None:
             path.write_bytes(content)
 
 
-def write_ninja(folder: Path, module: Module) -> None:
+def write_ninja(folder: Path, module: Module, compiler: str) -> None:
     """build.ninja: every *.cu and *.cpp of the module's folder of csrc/, of which there is a copy."""
     copy = folder / "csrc"
     # A header that is new may take the place of one that was found elsewhere: all is compiled again.
     headers = sorted(str(p.relative_to(copy)) for p in copy.rglob("*.*") if p.suffix not in UNITS)
     names = f"-DFASTCLIP_HEADERS={zlib.crc32('/'.join(headers).encode())}"
     flags = " ".join(map(shlex.quote, (*plain_flags(copy), *module.flags(), names)))
-    lines = [f"compiler = {dollars(module.find())}", f"flags = {dollars(flags)}"]
+    lines = [f"compiler = {dollars(compiler)}", f"flags = {dollars(flags)}"]
     lines.append(f"libraries = {module.libraries}")
     lines.append(RULES)
     objects, sources = [], copy / module.folder
@@ -223,7 +228,7 @@ def build(folder: Path, module: Module) -> Path:
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two builds of one checkout
         mirror(module.folder, folder / "csrc")
-        write_ninja(folder, module)
+        write_ninja(folder, module, compiler)
         # The lock is held as long as anyone writes there, should this process be killed.
         command = [ninja, "-C", str(folder), "-j", str(os.cpu_count() or 1)]
         done = subprocess.run(command, pass_fds=[lock.fileno()])
@@ -241,13 +246,9 @@ def versions_of(path: Path) -> str:
     Raises:
         NotBuilt: it cannot be imported.
     """
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
     try:
-        found = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(found)
-        return ", ".join(f"{name} {value}" for name, value in found.versions().items())
+        versions = imported(path).versions()
+        return ", ".join(f"{name} {value}" for name, value in versions.items())
     except ImportError as error:
         raise NotBuilt(f"the module is compiled and cannot be imported: {error}") from error
 

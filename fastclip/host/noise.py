@@ -70,18 +70,19 @@ def _draw_securely(
     """All that lies in memory under one key."""
     check_std(std)
     plain = getattr(source.normal_, "__func__", None) is _SECURE
-    pairs = [*zip(outs, totals or [None] * len(outs), strict=True)]
-    together = [pair for pair in pairs if is_written_to(pair[0])]
-    of, added = [out for out, _ in together], [total for _, total in together]
-    read, rest = _apart(of, added)
-    if not plain or not together or not secure_noise.takes(of, read):
+    pairs = zip(outs, totals or [None] * len(outs), strict=True)
+    kinds: dict[bool, list[tuple[Tensor, Tensor | None]]] = {True: [], False: []}
+    for pair in pairs:
+        kinds[is_written_to(pair[0])].append(pair)
+    if not plain or not kinds[True] or not secure_noise.serves():
         return NotImplemented
+    of, added = map(list, zip(*kinds[True], strict=True))
+    read, rest = _apart(of, added)
     secure_noise.draw(of, std, source.guarded, read, factor)
     add_totals(of, rest, factor)
-    for out, total in pairs:
-        if not is_written_to(out):
-            source.normal_(out, std)
-            add_totals([out], [total], factor)
+    for out, total in kinds[False]:
+        source.normal_(out, std)
+        add_totals([out], [total], factor)
     return None
 
 

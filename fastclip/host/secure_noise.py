@@ -36,24 +36,24 @@ def secure_normals(
 ) -> None:  # fmt: skip
     """fastclip.noise.secure_normals, of float32 in memory."""
     totals = totals or [None] * len(outs)
-    if not takes(outs, totals):
+    pairs = zip(outs, totals, strict=True)
+    ready = all(is_written_to(o) and (t is None or lies_alike(o, t)) for o, t in pairs)
+    if not ready or not serves():
         return NotImplemented
     draw(outs, std, guarded, totals, factor)
     return None
 
 
-def takes(outs: Sequence[Tensor], totals: Sequence[Tensor | None]) -> bool:
-    """Whether all of it lies in memory, no mode wants to hear of it, and the loop is right here."""
-    pairs = zip(outs, totals, strict=True)
-    ready = all(is_written_to(o) and (t is None or lies_alike(o, t)) for o, t in pairs)
-    return ready and not dispatch_modes() and is_right(SET)
+def serves() -> bool:
+    """Whether no mode wants to hear of a draw, and the loop is right here."""
+    return not dispatch_modes() and is_right(SET)
 
 
 def draw(
     outs: Sequence[Tensor], std: float, guarded: bool, totals: Sequence[Tensor | None],
     factor: float,
 ) -> None:  # fmt: skip
-    """What it takes, under a key of its own."""
+    """Fill tensors that are written to, beside totals that lie alike, under a key of its own."""
     with keystream.fresh_key() as key:
         _draw(key, outs, std, guarded, totals, factor, SET)
     for out in outs:
