@@ -6,15 +6,19 @@ no independent draws. A generator of a GPU needs no look: CUDA does not run in a
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
+import sys
 
 import torch
 
 from fastclip.errors import StepError
 from fastclip.forks import this_process
 
-_drawn: WeakKeyDictionary[torch.Generator, tuple[tuple[int, int], int]] = WeakKeyDictionary()
-"""Who drew last from each generator, and the seed that it had then."""
+_drawn: dict[int, tuple[torch.Generator, tuple[int, int], int]] = {}
+"""By the generator's id: itself (before torch 2.13 none can be referred to weakly), who drew last from
+it, and the seed that it had then."""
+
+_MOST = 64
+"""Generators up to which those are kept that nobody else holds."""
 
 
 def claim(
@@ -33,15 +37,23 @@ def claim(
     if where.type != "cpu":
         return generator
     stream = torch.default_generator if generator is None else generator
-    now, before = (this_process(), stream.initial_seed()), _drawn.get(stream)
-    if before == now:
-        return generator
-    if before is not None and before[0] != now[0] and before[1] == now[1]:
+    process, seed = this_process(), stream.initial_seed()
+    _, drew, then = _drawn.get(id(stream), (stream, process, seed))
+    if drew != process and then == seed:
         raise StepError(
             f"this process is a fork of one that drew {what} from the same generator, and both would "
             "draw the same: seed it anew here, with a seed that no other process has "
             "(torch.manual_seed, or manual_seed of the generator that was passed), or train with "
             "secure_mode=True"
         )
-    _drawn[stream] = now
+    if len(_drawn) >= _MOST and id(stream) not in _drawn:
+        _forget()
+    _drawn[id(stream)] = stream, process, seed
     return generator
+
+
+def _forget() -> None:
+    """Let go of generators that nobody can draw from any more."""
+    for held in [*_drawn.values()]:
+        if sys.getrefcount(held[0]) <= 2:  # the tuple's, and the argument's
+            _drawn.pop(id(held[0]), None)

@@ -16,7 +16,7 @@ from fastclip import FastPrivacyEngine, ops
 from fastclip.data.sampling import PoissonSampler
 from fastclip.data.unit_sampler import UnitSampler
 from fastclip.errors import StepError
-from fastclip.noise import SeededNoise
+from fastclip.noise import SeededNoise, forks
 from fastclip.noise.keystream import KeyStream
 from fastclip.parallel.streams import own_generator
 
@@ -284,5 +284,19 @@ def test_weights_of_rows_too() -> None:
         for pass_over in (batches, iter(loader)):  # in the middle of a pass, and at its start
             with pytest.raises(StepError, match=REFUSED):
                 next(pass_over)
+
+    in_a_fork(child)
+
+
+def test_generators_of_nobody_are_let_go_and_others_are_remembered() -> None:
+    own = torch.Generator()
+    plain(own)()
+    for _ in range(1000):
+        noise(torch.Generator())()
+    assert len(forks._drawn) < 200  # those of other tests that are still held among them
+
+    def child() -> None:
+        with pytest.raises(StepError, match=REFUSED):
+            noise(own)()
 
     in_a_fork(child)
