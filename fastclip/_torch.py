@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -169,15 +169,21 @@ def of_class(kind: type[T], x: Tensor) -> T:
     return Tensor._make_subclass(kind, x.detach(), True)
 
 
-def hooks_of_all_modules() -> list[Any]:
-    """The numbers of the hooks that every module calls."""
+def hooks_of_all_modules() -> list[dict[int, Any]]:
+    """The tables of hooks that every module calls, by their numbers."""
     from torch.nn.modules import module
 
-    kinds = (
+    return [
         module._global_forward_pre_hooks, module._global_forward_hooks,
+        module._global_forward_hooks_with_kwargs, module._global_forward_hooks_always_called,
         module._global_backward_pre_hooks, module._global_backward_hooks,
-    )  # fmt: skip
-    return [*map(list, kinds)]
+    ]  # type: ignore[list-item]  # fmt: skip
+
+
+def end_of_pool(device: torch.device, pool: Any) -> None:
+    """The allocator of a GPU gives out no more memory of this pool, as after a capture."""
+    with suppress(RuntimeError):  # it does not any more
+        torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
 def memory_of(x: Tensor) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastclip._torch import hooks_of_all_modules
 from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.ops.precision import gpu_products
 from fastclip.samples.probing import MOST_ROWS
 from fastclip.samples.settings import Settings
 
@@ -68,7 +69,7 @@ class Frozen:
             surroundings(self._device),
             len(self._keeper.calls.looks),
             [len(table) for table in self._tables],
-            hooks_of_all_modules(),
+            [*map(list, hooks_of_all_modules())],
             [*map(list, self._hooks)],  # each has a number of its own: one may take another's place
             [(type(module), type(module).forward) for module in self._modules],
             [table.get(name) for table, name in self._plain],
@@ -91,10 +92,9 @@ def surroundings(device: torch.device) -> tuple[Any, ...]:
         torch.get_autocast_dtype(kind),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
-        cuda.allow_tf32,
+        gpu_products(),
         cuda.allow_fp16_reduced_precision_reduction,
         cuda.allow_bf16_reduced_precision_reduction,
-        torch.backends.cudnn.allow_tf32,
         torch.backends.cudnn.enabled,
     )
 

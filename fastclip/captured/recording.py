@@ -109,10 +109,10 @@ class Recording:
         torch.clear_autocast_cache()
         given = [x.clone() for x in inputs]
         try:
-            # Rehearsals compile and tune kernels and fill caches; the second shows what never rests.
+            # The first compiles and tunes kernels and fills caches; the second shows what never rests.
             recorder.aside(lambda: self._rehearse(run))
             self.frozen = frozen()
-            recorder.aside(lambda: self._rehearse(run))
+            recorder.rehearse(lambda: self._rehearse(run))
             self._check_rests()
             self._capture(recorder, run)
             self._prove(recorder, run)

@@ -125,6 +125,13 @@ def user_allows_tf32() -> bool:
     return _FLAGS.user_allows_tf32()
 
 
+def gpu_products() -> tuple[str, ...]:
+    """To what the user lets float32 products of a GPU be rounded, of every kind."""
+    if _FINE:
+        return tuple(_get("cuda", operator) for operator in ("matmul", "conv", "rnn"))
+    return torch.get_float32_matmul_precision(), str(torch.backends.cudnn.allow_tf32)
+
+
 def _matmul_allows_tf32() -> bool:
     if _FINE:
         return _get("cuda", "matmul") == "tf32"

@@ -22,6 +22,7 @@ from fastclip._torch import (
     DropoutBase,
     applied_by,
     can_compile,
+    hooks_of_all_modules,
     parametrizations_apart,
     tree_leaves,
 )
@@ -42,6 +43,9 @@ _LONGEST = 64
 """Containers are looked into so far."""
 TORCHS = frozenset(vars(nn.Module()))
 """What torch keeps on every module."""
+_HOOKS = frozenset(
+    name for name, kept in vars(nn.Module()).items() if "hook" in name and isinstance(kept, dict)
+)
 
 
 class Trains(BaseException):
@@ -114,8 +118,9 @@ def _forget_casts() -> None:
 
 @contextmanager
 def _own_attributes(model: nn.Module) -> Iterator[None]:
-    """What the forward pass sets on modules (counters, stashes) is put back."""
+    """What the forward pass sets on modules (counters, stashes, hooks) is put back."""
     saved = [(table, dict(table)) for _, table in tables_of(model)]
+    hooks = [(table, table.copy()) for table in _hooks_of(model)]
     filled = [(one, copy.copy(one)) for one in _held(model) if type(one) in _CONTAINERS]
     tensors = [(x, x._version, x.detach().clone()) for x in _own_tensors(model)]
     try:
@@ -125,6 +130,13 @@ def _own_attributes(model: nn.Module) -> Iterator[None]:
             for name in now.keys() - before.keys():
                 del now[name]
             now.update(before)
+        for (
+            table,
+            before,
+        ) in hooks:  # else the next run would find no note of them, and add them again
+            if table.keys() != before.keys():
+                table.clear()
+                table.update(before)
         for container, before in filled:
             container.clear()
             (container.extend if hasattr(container, "extend") else container.update)(before)
@@ -132,6 +144,13 @@ def _own_attributes(model: nn.Module) -> Iterator[None]:
             for tensor, version, numbers in tensors:
                 if tensor._version != version:  # such as the counts of a metric
                     tensor.copy_(numbers)
+
+
+def _hooks_of(model: nn.Module) -> Iterator[dict[Any, Any]]:
+    """The tables in which torch keeps hooks: of each module, and of all."""
+    yield from hooks_of_all_modules()
+    for module in model.modules():
+        yield from (vars(module)[name] for name in _HOOKS if name in vars(module))
 
 
 def _own_tensors(model: nn.Module) -> Iterator[Tensor]:

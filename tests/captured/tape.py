@@ -70,6 +70,10 @@ class TapeRecorder:
     def aside(self, work: Callable[[], T]) -> T:
         return work()
 
+    def rehearse(self, work: Callable[[], T]) -> T:
+        with Tape():
+            return work()
+
     def capture(self, work: Callable[[], T]) -> tuple[Tape, T]:
         self.captures += 1
         with Tape() as tape:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastclip import ops
+from fastclip.captured.frozen import surroundings
 from fastclip.ops import ConvGeometry, precision
 from fastclip.ops.dispatch import use_backend
 from fastclip.ops.grams import gram_norm
-from fastclip.ops.precision import full_float32, in_full_float32, user_allows_tf32
+from fastclip.ops.precision import full_float32, gpu_products, in_full_float32, user_allows_tf32
 from tests.float32_flags import (
     NODES,
     SETTINGS,
@@ -294,6 +295,15 @@ def test_kernels_ask_without_an_error(allow: Callable[[], None]) -> None:
     assert mode == ("tf32x3" if allowed else "ieee")
     with full_float32():  # what the engine needs is not what the user wants
         assert user_allows_tf32() is allowed
+
+
+@each_setting
+def test_what_a_graph_freezes_of_it_is_read_without_an_error(allow: Callable[[], None]) -> None:
+    """And is another where products of a GPU round in another way."""
+    before = surroundings(torch.device("cpu"))
+    allow()
+    found = surroundings(torch.device("cpu"))
+    assert (found == before) is (gpu_products() in before)
 
 
 @pytest.mark.parametrize("products", ["high", "medium"])

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from tests.oracle import backward, check_exact, make_private, row_loss
@@ -181,3 +183,53 @@ def test_an_interrupted_look_leaves_no_trace(at: int) -> None:
     assert private.keeper.depth == 0
     backward(private, x)
     check_exact(Stashing(), x, dtype=torch.float64)
+
+
+class Hooked(nn.Module):
+    """Puts hooks on its layers in its first forward pass, and notes that they are there, as
+    transformers' models do when they are asked for hidden states."""
+
+    def __init__(self, everywhere: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(3))
+        self.head, self.hooked, self.everywhere = nn.Linear(D, 2), False, everywhere
+        self.states: list[Tensor] = []
+        self.handles: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.hooked:
+            self.hooked = True
+            if self.everywhere:
+                self.handles.append(register_module_forward_hook(self.note))
+            else:
+                self.handles += [layer.register_forward_hook(self.note) for layer in self.layers]
+        self.states.clear()
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(self.states[1])  # of the second layer
+
+    def note(self, module: nn.Module, given: Any, out: Tensor) -> None:
+        if module in {*self.layers}:
+            self.states.append(out)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_hooks_of_the_first_forward_pass(everywhere: bool) -> None:
+    """What each run of a look puts on would stay, and call with each step more."""
+    torch.manual_seed(0)
+    model = Hooked(everywhere)
+    before = len(module._global_forward_hooks)
+    private = make_private(model)[1]
+    try:
+        for _ in range(2):
+            out = private(torch.ones(B, D) + 0.01 * torch.randn(B, D))
+            row_loss(out).mean().backward()
+        x = torch.ones(B, D)
+        expected = model.head(model.layers[1](model.layers[0](x).tanh()))
+        torch.testing.assert_close(private(x), expected)
+        assert [len(layer._forward_hooks) for layer in model.layers] == [1 - everywhere] * 3
+        assert len(module._global_forward_hooks) == before + everywhere
+        check_exact(Hooked(False), torch.randn(B, D), dtype=torch.float64)
+    finally:
+        for handle in model.handles:
+            handle.remove()
