@@ -122,6 +122,7 @@ class Handle:
             self.path in probe.layout.open
             or computed  # torch.func.functional_call with weights of parameters' making
             or any(map(is_private, (*args, *kwargs.values())))
+            or not probe.reaches(leaves_of((args, kwargs)))
         ):
             probe.layout.open.add(self.path)
             probe.layout.met.add(self.path)

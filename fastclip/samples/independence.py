@@ -18,7 +18,7 @@ from fastclip.errors import BatchSizeError
 from fastclip.samples.inputs import flatten, tensors_of
 from fastclip.samples.place import Place
 from fastclip.samples.probing import Probe, Shapes
-from fastclip.samples.rounding import OTHER_SIZE, VALUES, agree, tolerances
+from fastclip.samples.rounding import OTHER_BATCH, VALUES, agree, tolerances
 
 UNBATCHED, UNCLEAR = -1, -2
 SIZES = (2, 3)
@@ -102,7 +102,7 @@ def check_layers(
 
 
 def _between(first: Probe, second: Probe) -> dict[torch.dtype, float]:
-    return tolerances(max(first.rounding, second.rounding), OTHER_SIZE)
+    return tolerances(max(first.rounding, second.rounding), OTHER_BATCH)
 
 
 def moved_between(

@@ -12,7 +12,7 @@ from fastclip.errors import BatchSizeError
 from fastclip.samples.independence import by_row, called, coupled
 from fastclip.samples.place import Place
 from fastclip.samples.probing import Probe
-from fastclip.samples.rounding import OTHER_PLACE, close, tolerances
+from fastclip.samples.rounding import OTHER_BATCH, close, tolerances
 
 
 def check_constants(probe: Probe, places: Mapping[Hashable, Place]) -> None:
@@ -53,7 +53,7 @@ def check_copies(
 
 
 def _alike(rows: Tensor, probe: Probe) -> bool:
-    allowed = tolerances(probe.rounding, OTHER_PLACE)
+    allowed = tolerances(probe.rounding, OTHER_BATCH)
     return not len(rows) or close(rows, rows[:1].expand_as(rows), allowed)
 
 
@@ -75,7 +75,7 @@ def check_first(copies: Any, several: Any, rows: list[int], of_outputs: list[int
         common = [slice(min(n, m)) for n, m in zip(mine.shape, first.shape, strict=True)]
         common[axis] = slice(None)
         mine, first = mine[tuple(common)], first[tuple(common)]
-        if not close(first.expand_as(mine), mine, OTHER_PLACE):
+        if not close(first.expand_as(mine), mine, OTHER_BATCH):
             raise coupled("the output", other_size=True)
 
 

@@ -108,6 +108,11 @@ class Probe:
     rounding: float = SINGLE
     """Of the coarsest type in which the batch is computed, as the last run with a taint has told."""
 
+    def reaches(self, values: Iterable[Any]) -> bool:
+        """Whether one of these may hold numbers of the batch."""
+        taint = self.taint
+        return taint is None or any(isinstance(x, Tensor) and taint.holds(x) for x in values)
+
     def without(self, names: Collection[Hashable]) -> Probe:
         """This one, with nothing kept of these any more: its graph and their values are freed."""
         self.seen.drop(names)

@@ -11,12 +11,11 @@ from fastclip.samples.taint import DOUBLE, SINGLE
 VALUES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """How far values of one row may differ, relative to the largest of the tensor: a kernel may add up in
 another order where another row is longer."""
-OTHER_SIZE = {torch.float64: 1e-7, torch.float32: 1e-3}
-"""The same in batches of another size."""
-OTHER_PLACE = {torch.float64: 1e-5, torch.float32: 1e-3}
-"""The same at another place in the batch: parts of a float64 model may compute in float32."""
+OTHER_BATCH = {torch.float64: 1e-5, torch.float32: 1e-3}
+"""The same in batches of another size, or at another place: parts of a float64 model may compute in
+float32."""
 _IN_DOUBLE = {torch.float64: 1e-11}
-"""Both, where none does."""
+"""The same, where none does."""
 
 _MASKS, _BELOW = 1e4, 1e3
 """A mask writes numbers as large as that, beside which all others are so many times smaller."""
