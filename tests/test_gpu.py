@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine, clipping, ops
-from fastclip.errors import StepError
+from fastclip.errors import GraphError, StepError
 from fastclip.noise import SecureNoise, SeededNoise
 from fastclip.ops.dispatch import use_backend
 from tests.noise.laws import assert_standard_normal, assert_uncorrelated
@@ -175,6 +175,41 @@ def test_a_replayed_step_does_not_synchronise_and_draws_new_noise(secure: bool) 
     assert step.captured
     for first, second in pairwise(gradients):
         assert not secure or not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("waits", ["in each pass", "where it is captured"])
+def test_a_refused_capture_leaves_the_device_as_it_was(waits: str) -> None:
+    """Afterwards the same process draws, trains and captures, on the caller's stream."""
+    model = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)).cuda()
+    engine, private, optimizer, _ = make_private(model, max_grad_norm=0.5, noise_multiplier=1.0)
+    x, stream = torch.randn(16, 6, device="cuda"), torch.cuda.current_stream()
+
+    def losses(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = row_loss(model(x))
+        if waits == "in each pass" or torch.cuda.is_current_stream_capturing():
+            loss.sum().item()
+        return loss
+
+    step = engine.make_step(private, losses, physical_batch=16, cuda_graph=True)
+    with pytest.raises(GraphError, match="cannot be captured"):
+        for _ in range(3):
+            step(x)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.cuda.current_stream() == stream
+    assert torch.cuda.get_sync_debug_mode() == 0
+    optimizer.zero_grad()
+    row_loss(private(x)).mean().backward()  # with dropout
+    optimizer.step()  # with noise
+    optimizer.zero_grad()
+    step = engine.make_step(
+        private, lambda model, x: row_loss(model(x)), physical_batch=16, cuda_graph=True
+    )
+    for _ in range(3):
+        step(x)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert step.captured
 
 
 def test_bfloat16_autocast() -> None:

@@ -117,12 +117,12 @@ def _tiles(X, G, OUT, GRADS, c, o, h, w, positions, width, groups, row_tiles, co
 def _finish_tiles(OUT, UNSEEN, NORMS, columns, factor, slack, out_s, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     b = tl.program_id(0).to(tl.int64)
     at = OUT + b * columns
-    norm = tl.sqrt(ordered_sum(at, columns, 1, BLOCK, False))
+    norm = tl.sqrt_rn(ordered_sum(at, columns, 1, BLOCK, False))
     if UNSEEN is None:
-        size_x = tl.sqrt(ordered_sum(at + out_s, columns, 1, BLOCK, False))
+        size_x = tl.sqrt_rn(ordered_sum(at + out_s, columns, 1, BLOCK, False))
     else:
         size_x = tl.load(UNSEEN + b)
-    size_g = tl.sqrt(ordered_sum(at + 2 * out_s, columns, 1, BLOCK, False))
+    size_g = tl.sqrt_rn(ordered_sum(at + 2 * out_s, columns, 1, BLOCK, False))
     norm = norm * factor + slack * size_x * size_g
     tl.store(NORMS + b, norm * norm)
 
@@ -200,9 +200,9 @@ def _finish_pairs(OUT, NORMS, groups, pairs, room, c, m, w_k, w_h, lost_k, lost_
         bound = c * trace_k * trace_h + lost_k * trace_h + lost_h * trace_k
         bound += m * ordered_sum(at + out_s, pairs, 1, BLOCK, False)
         if w_k > 0:
-            bound += w_k * trace_k * tl.sqrt(ordered_sum(at + 3 * out_s, pairs, 1, BLOCK, False))
+            bound += w_k * trace_k * tl.sqrt_rn(ordered_sum(at + 3 * out_s, pairs, 1, BLOCK, False))
         if w_h > 0:
-            bound += w_h * trace_h * tl.sqrt(ordered_sum(at + 2 * out_s, pairs, 1, BLOCK, False))
+            bound += w_h * trace_h * tl.sqrt_rn(ordered_sum(at + 2 * out_s, pairs, 1, BLOCK, False))
         norm += tl.where(total < 0, 0.0, total) + bound  # NaN stays, as with no maximum
     tl.store(NORMS + tl.program_id(0), norm)
 

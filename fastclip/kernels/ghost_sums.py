@@ -25,8 +25,8 @@ def raised(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The norm and its bounds (`_bounds`); NaN stays NaN, which tl.maximum would drop."""
     bound = c * trace_k * trace_h + lost_k * trace_h + lost_h * trace_k + m * absolute
-    norm_h = tl.minimum(tl.sqrt(hh + lost), trace_h)  # the trace where the squares overflow
-    norm_k = tl.minimum(tl.sqrt(kk + lost), trace_k)
+    norm_h = tl.minimum(tl.sqrt_rn(hh + lost), trace_h)  # the trace where the squares overflow
+    norm_k = tl.minimum(tl.sqrt_rn(kk + lost), trace_k)
     bound += tl.where(w_k > 0, w_k * trace_k * norm_h, 0.0)
     bound += tl.where(w_h > 0, w_h * trace_h * norm_k, 0.0)
     return tl.where(total < 0, 0.0, total) + bound

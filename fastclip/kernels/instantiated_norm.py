@@ -115,9 +115,9 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     at = stats + b * stats_b
-    norm = tl.sqrt(ordered_sum(at, tiles_p * tiles_d, 1, BLOCK, False))
-    size_g = tl.sqrt(ordered_sum(at + stats_s, tiles_p, 1, BLOCK, False))
-    size_a = tl.sqrt(ordered_sum(at + 2 * stats_s, tiles_d, 1, BLOCK, False))
+    norm = tl.sqrt_rn(ordered_sum(at, tiles_p * tiles_d, 1, BLOCK, False))
+    size_g = tl.sqrt_rn(ordered_sum(at + stats_s, tiles_p, 1, BLOCK, False))
+    size_a = tl.sqrt_rn(ordered_sum(at + 2 * stats_s, tiles_d, 1, BLOCK, False))
     norm = norm * factor + slack * size_a * size_g
     tl.store(norms + b, norm * norm)
 

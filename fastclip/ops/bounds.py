@@ -87,15 +87,19 @@ class GramNorm(RaisedNorm):
         return raised_by_signs(total, absolute, self.dots, self.positions) + bound
 
 
-def dot_room(d: int, p: int, dtype: torch.dtype) -> float:
+def dot_room(d: int, p: int, like: Tensor) -> float:
     """How far dot products of d and of p terms of one sign, which round alike, are off, together, in u.
 
     Added up one after the other they are by up to n / 4, and float64 is: MKL on AMD does not cut these
-    sums (measured: 112 at 512, 1886 at 8192). Those of float32 are cut, by the loops after 192 terms,
-    by MKL on AMD, too (16 at 64, 48 from 192 to 4096; of one or two positions n / 32), by others after
-    384. Terms of both signs err by a few u of `gram_bound`.
+    sums (measured: 112 at 512, 1886 at 8192). Nor are those of a GPU's libraries known to be cut. Those
+    of float32 on a CPU are, by the loops after 192 terms, by MKL on AMD, too (16 at 64, 48 from 192 to
+    4096; of one or two positions n / 32), by others after 384. Terms of both signs err by a few u of
+    `gram_bound`.
+
+    Args:
+        like: of their type, where they are computed.
     """
-    if dtype == torch.float64:
+    if like.dtype == torch.float64 or like.device.type != "cpu":
         return (d + p) / 4
     return sum(min(n / 4, 96 + n / 32) for n in (d, p))
 

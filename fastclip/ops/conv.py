@@ -107,7 +107,7 @@ def conv_ghost_parts(x: Tensor, g: Tensor, geometry: ConvGeometry) -> GramNorm:
     # A Gram of patches is a sum of as many pieces of one of pixels as there are taps.
     taps, t = d // in_channels, outputs.shape[1]
     absolute = (taps * sizes).to(total.dtype)
-    dots = dot_room(in_channels, p, g.dtype) + taps / 4
+    dots = dot_room(in_channels, p, g) + taps / 4
     return GramNorm(total, norm_x, trace(outputs), absolute, t, t * d, t * p, dots)
 
 

@@ -146,6 +146,6 @@ def tied_norm(ids: Tensor, g_rows: Tensor, a: Tensor, g: Tensor, separate: Tenso
     size = ids.shape[1] * row_norm_sq(g_rows) * row_norm_sq(a) * row_norm_sq(g)
     bound = 2 * GRAM_ERROR_FACTOR * size.sqrt()
     # Where the two take each other back, what is left of them has the roundings of both.
-    room = 4 + 2 * dot_room(a.shape[2], 0, a.dtype)
+    room = 4 + 2 * dot_room(a.shape[2], 0, a)
     bound = bound + _ROUNDINGS * separate + room * products.abs().sum((1, 2))
     return (separate + 2 * products.sum((1, 2))).clamp_min(0) + unit_roundoff(a.dtype) * bound

@@ -65,7 +65,7 @@ def gram_norm(gram_a: Tensor, g: Tensor, d: int) -> GramNorm:
     """sum_{t,s} (a_t.a_s)(g_t.g_s) from a half Gram [b, t, t] of rows of d numbers, and g [b, t, p]."""
     (t, p), g = g.shape[1:], widen(g).detach()
     total, absolute, trace_a, trace_g = gram_dots(gram_a, g)
-    return GramNorm(total, trace_a, trace_g, absolute, t, t * d, t * p, dot_room(d, p, g.dtype))
+    return GramNorm(total, trace_a, trace_g, absolute, t, t * d, t * p, dot_room(d, p, g))
 
 
 @host_operation

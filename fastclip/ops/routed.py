@@ -46,7 +46,7 @@ def routed_norm(a: Tensor, g: Tensor, owner: Tensor, batch_size: int) -> Tensor:
     )
     total = total.clamp_min(0)
     bound = gram_bound(total, count, norm_a, norm_g, count * d, count * p)
-    return raised_by_signs(total, absolute, dot_room(d, p, a.dtype), count) + bound
+    return raised_by_signs(total, absolute, dot_room(d, p, a), count) + bound
 
 
 def routes_apart(a: Tensor, g: Tensor, owner: Tensor, batch_size: int) -> bool:

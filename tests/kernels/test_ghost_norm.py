@@ -308,3 +308,11 @@ def test_sums_that_pytorch_adds(
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     exact = torch.einsum("btp,btd->bpd", g.double(), a.double()).square().sum((1, 2))
     assert (twice[0].double() >= exact * (1 - 1e-6)).all()
+
+
+@pytest.mark.parametrize("value", [1.0675, 1.3425, 1.9025, 1.92])
+def test_one_position_of_many_equal_features(value: float) -> None:
+    """Each lane adds a thousand squares that round alike."""
+    a = torch.full((1, 1, 2**20), value, device=DEVICE)
+    g = torch.ones(1, 1, 3, device=DEVICE)
+    assert exact((a, g)).item() <= ghost_norm(a, g).item() * (1 + ULP)
