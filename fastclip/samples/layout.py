@@ -54,6 +54,8 @@ class BatchLayout:
         """Nothing is known of layers and uses."""
         self.met: set[Hashable] = set()
         """Layers and uses that a probe has seen."""
+        self.copied: set[Hashable] = set()
+        """Those that copies of one row have reached, or were to."""
         self.counting: set[str] = set()
         """Layers among them that count their samples themselves."""
         self.places: dict[Hashable, Place] = {}
@@ -118,7 +120,16 @@ class BatchLayout:
 
     def knows(self, name: Hashable) -> bool:
         """A probe has seen this layer or use (or cannot see any: inputs that cannot be cut)."""
-        return name in self.met or (self.known and self.flat)
+        if name in self.met and (name in self.copied or not self.beside(name)):
+            return True
+        return self.known and self.flat
+
+    def beside(self, name: Hashable) -> bool:
+        """A use that other rows came to, and no row that was run in copies: where it has its samples
+        was not looked for."""
+        if isinstance(name, str) or name not in self.met or name in self.copied:
+            return False
+        return name not in self.moved and self.uses.get(name, True)
 
     def due(self, model: nn.Module, args: tuple, kwargs: dict) -> bool:
         """Whether the model must be run on a few rows before this call; to be asked once a call.

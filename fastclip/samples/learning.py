@@ -75,6 +75,10 @@ def learn(layout: BatchLayout, run: Runs, path: Hashable | None = None) -> None:
                 learner.look()
             layout.settle()
             layout.known = True
+            if path is not None and layout.beside(path):
+                if run.trial < _TRIALS - 1 and run.copies_another():
+                    continue
+                layout.copied.add(path)
             if path is None or layout.knows(path):
                 layout.watch = layout.watch or Watch(run.model, run.args, run.kwargs)
                 layout.tried = max(layout.tried, layout.batch_size(run.args, run.kwargs) or 0)
@@ -197,7 +201,9 @@ class _Learner:
             kept: list[Kept] = []
             try:
                 first = self.run.once(two, [0, 0], then=partial(self._note_kept, two, kept))
-                return probes, [without_graph(first), without_graph(self._next(three, kept[0]))]
+                outputs = [without_graph(first), without_graph(self._next(three, kept[0]))]
+                self.layout.copied |= two.shapes.keys() | two.derived.keys()
+                return probes, outputs
             except Misjudged:
                 continue
         raise BatchSizeError("what the model computes from its parameters alone cannot be told")

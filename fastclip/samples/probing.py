@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 MOST_ROWS = 8
 _LOOKED_AT = 64
 """Rows of a batch among which distinct ones are looked for."""
+_MOST_COPIED = 3
+"""Rows that are run in copies instead of the first, until what was reached has a place."""
 _NOISE = 3.0
 Shapes = dict[Hashable, list[tuple[int, ...]]]
 
@@ -188,6 +190,8 @@ class Runs:
         """Parameters are not stirred."""
         self.first_row = 0
         """Of the real inputs, from which distinct ones are taken."""
+        self._copied: list[int] = []
+        """Other rows that were taken for the one that is run in copies."""
         self.asks_inputs = True
         """Gradients of the inputs are asked for, too; a few models cannot run on such inputs."""
         self._leaves, self._structure = flatten((args, kwargs))
@@ -199,12 +203,13 @@ class Runs:
         """Take rows from the inputs cut this way; returns how many there are to choose from.
 
         Args:
-            real: numbers of the rows that may be run; the first (or a row of zeros) if None.
+            real: numbers of the rows that may be run; one (or a row of zeros) if None.
             synthetic: add a row made of the first one's values in another order.
         """
         self._cuts = cuts
+        real = real or (self._copied or [self.first_row])[-1:]
         self._pool = [
-            leaf if axis is None else take_rows(leaf, axis, real or [self.first_row])
+            leaf if axis is None else take_rows(leaf, axis, real)
             for leaf, axis in zip(self._leaves, cuts, strict=True)
         ]
         if synthetic:
@@ -212,7 +217,22 @@ class Runs:
                 leaf if axis is None else join_rows(leaf, another_row(leaf, axis), axis)
                 for leaf, axis in zip(self._pool, cuts, strict=True)
             ]
-        return len(real or [self.first_row]) + synthetic
+        return len(real) + synthetic
+
+    def copies_another(self) -> bool:
+        """Let another row be run in copies from here on: those with most zeros in what counts first,
+        as rows that are padded have. False where enough were."""
+        counted = [
+            (x == 0).movedim(a, 0).flatten(1).sum(1)
+            for x, a in zip(self._leaves, self._cuts, strict=True)
+            if a is not None and counts(x)
+        ]
+        if not counted or len(self._copied) == _MOST_COPIED:
+            return False
+        order = sum(counted[1:], counted[0]).argsort(descending=True, stable=True).tolist()
+        left = [i for i in order if i not in (self.first_row, *self._copied)]
+        self._copied += left[:1]
+        return bool(left)
 
     @property
     def counted(self) -> bool:

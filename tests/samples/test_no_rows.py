@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.oracle import Batch, check_exact
+from tests.oracle import (
+    Batch,
+    assert_sums,
+    backward,
+    check_exact,
+    clipped_sum,
+    make_private,
+    norms,
+    per_sample_gradients,
+    row_loss,
+    summed,
+)
 
 D, POSITIONS = 6, 5
 
@@ -120,3 +132,21 @@ def test_a_padded_batch_whose_first_row_is_full(lengths: tuple[int, ...]) -> Non
     mask = (torch.arange(14) < torch.tensor(lengths)[:, None]).long()
     batch = Batch((torch.randint(1, 20, (3, 14)), mask), {})
     check_exact(Biased(), batch, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("first", [(9, 9, 9, 9), (14, 14, 14)])
+def test_padding_that_the_first_batch_had_not(first: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = Biased().double()
+    twin = copy.deepcopy(model)
+    private, optimizer = make_private(model, max_grad_norm=1e9)[1:3]
+    longest = max(first)
+    full = Batch((torch.randint(1, 20, (len(first), longest)), torch.ones(len(first), longest)))
+    backward(private, full, row_loss, "mean")
+    optimizer.zero_grad()
+    mask = (torch.arange(14) < torch.tensor((14, 12, 10))[:, None]).long()
+    padded = Batch((torch.randint(1, 20, (3, 14)), mask))
+    grads = per_sample_gradients(twin, padded, row_loss)
+    backward(private, padded, row_loss, "mean")
+    torch.testing.assert_close(optimizer.per_sample_norms, norms(grads), rtol=1e-10, atol=0)
+    assert_sums(summed(dict(model.named_parameters())), clipped_sum(grads, 1e9), 1e-10)
