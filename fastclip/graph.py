@@ -1,4 +1,5 @@
-"""Private functions in torch's graph: who takes part in a backward pass, and that it is the only one.
+"""Private functions in torch's graph: who takes part in a backward pass, and that it is the only one;
+and the nodes of a graph.
 
 They can be differentiated once; a second derivative is refused with a sentence of ours.
 """
@@ -6,7 +7,7 @@ They can be differentiated once; a second derivative is refused with a sentence 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection, Container, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from torch.autograd import Function
 
 from fastclip._torch import will_run
 from fastclip.errors import GraphError
+
+Node = Any
+"""A node of autograd's graph."""
 
 
 def differentiable_once(backward: Callable[..., tuple]) -> Callable[..., tuple]:
@@ -84,3 +88,24 @@ def takes_part(node: Any) -> bool:
             "torch does not say whether a parameter takes part in the backward pass "
             f"({error}), so it might be left untrained; use loss.backward()"
         ) from error
+
+
+def reached_without(roots: Iterable[Node], stop: Callable[[Node], bool]) -> tuple[set, set]:
+    """Walk down from `roots`, not through nodes for which `stop` is true.
+
+    Returns:
+        the other nodes that were reached, and those at which the walk stopped.
+    """
+    passed: set[Node] = set()
+    stopped: set[Node] = set()
+    ahead = list(roots)
+    while ahead:
+        node = ahead.pop()
+        if node in passed or node in stopped:
+            continue
+        if stop(node):
+            stopped.add(node)
+            continue
+        passed.add(node)
+        ahead += [below for below, _ in node.next_functions if below is not None]
+    return passed, stopped

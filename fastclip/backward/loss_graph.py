@@ -9,14 +9,11 @@ looks at a value, so no device is waited for. Where the call cannot be found, no
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fastclip._torch import BACKWARD_CODE, LOSSES, SEEDS
-
-Node = Any
-"""A node of autograd's graph."""
+from fastclip.graph import Node
 
 
 class Roots(NamedTuple):
@@ -52,24 +49,3 @@ def _waiting_call(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code is not BACKWARD_CODE:
         frame = frame.f_back
     return frame
-
-
-def reached_without(roots: Iterable[Node], stop: Callable[[Node], bool]) -> tuple[set, set]:
-    """Walk down from `roots`, not through nodes for which `stop` is true.
-
-    Returns:
-        the other nodes that were reached, and those at which the walk stopped.
-    """
-    passed: set[Node] = set()
-    stopped: set[Node] = set()
-    ahead = list(roots)
-    while ahead:
-        node = ahead.pop()
-        if node in passed or node in stopped:
-            continue
-        if stop(node):
-            stopped.add(node)
-            continue
-        passed.add(node)
-        ahead += [below for below, _ in node.next_functions if below is not None]
-    return passed, stopped

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fastclip._torch import at_end_of_pass, current_node, current_task, node_type
-from fastclip.backward.loss_graph import Node, reached_without, running_roots
+from fastclip.backward.loss_graph import running_roots
 from fastclip.errors import GraphError
+from fastclip.graph import Node, reached_without
 
 _running: dict[int, float] = {}
 """The scale of each backward pass under way, by its id."""

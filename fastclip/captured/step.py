@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from fastclip.backward.bookkeeping import BookKeeper
-from fastclip.backward.loss_graph import reached_without
 from fastclip.captured.device import Recorder, recorder_of
 from fastclip.captured.frozen import Frozen, settled, surroundings
 from fastclip.captured.recording import Recording
 from fastclip.clipping.policy import split_refused
 from fastclip.errors import ArgumentError, BatchSizeError, GraphError, StepError, say
+from fastclip.graph import reached_without
 from fastclip.samples.inputs import flatten, rebuild
 
 _MOST_KINDS = 8

@@ -118,7 +118,7 @@ class RootCall:
             for tensor in tensors_of(out):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(hook)
-            self._keeper.calls.returned(self._called, out)
+            out = self._keeper.calls.returned(self._called, out)
         return out
 
 

@@ -183,9 +183,10 @@ class Calls:
     def returned(self, called: Entered, out: Any) -> Any:
         """What a call returns; what of it couples rows takes no gradient."""
         layout = self.layouts.get(called.name)
-        if layout is not None and not self.probe:
-            refuse_gradients(layout.mixed, layout.counted, (called.args, called.kwargs), out)
-        return out
+        if layout is None or self.probe:
+            return out
+        inputs = (called.args, called.kwargs)
+        return refuse_gradients(layout.mixed, layout.counted, layout.inner, inputs, out)
 
     def layout_of(self, name: str) -> BatchLayout:
         """What is known of the samples' places in calls of this method."""

@@ -81,6 +81,8 @@ class BatchLayout:
         """Parameters that are used outside a layer with a rule."""
         self.mixed: dict[int, int] = {}
         """Outputs that couple rows, and must not be part of a loss: dimensions, by their number."""
+        self.inner: set[int] = set()
+        """Outputs without an axis of samples of which other outputs are made, by their number."""
         self.counted: dict[Shorter, dict[int, int]] = {}
         """The same where an input holds such labels."""
 

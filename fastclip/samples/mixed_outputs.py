@@ -6,17 +6,19 @@ tokens, a contrastive loss, a statistic of the batch do not; they may be returne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from fastclip.errors import BatchSizeError
+from fastclip.graph import reached_without
 from fastclip.samples.ignored import IGNORED
 from fastclip.samples.independence import UNBATCHED, by_row, rows_agree
-from fastclip.samples.inputs import flatten, tensors_of
+from fastclip.samples.inputs import flatten, rebuild, tensors_of
 from fastclip.samples.place import Place
 from fastclip.samples.probing import Probe
 from fastclip.samples.selected import Shorter
@@ -49,9 +51,14 @@ def note_gradients(
 ) -> None:
     """Note in `found` the gradients of every output without an axis of samples."""
     known = [(source, place) for source in probe.sources if (place := places.get(source.name))]
-    for number, (x, axis) in enumerate(zip(by_row(output), of_outputs, strict=False)):
+    tensors = [*by_row(output)]
+    for number, (x, axis) in enumerate(zip(tensors, of_outputs, strict=False)):
         if axis >= 0 or not x.requires_grad or not known:
             continue
+        roots = [y.grad_fn for y in tensors if y is not x and y.grad_fn is not None]
+        others, _ = reached_without(roots, lambda node: False)
+        if x.grad_fn in others:
+            probe.layout.inner.add(number)
         generator = torch.Generator().manual_seed(number)
         weights = torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu")
         given = torch.autograd.grad(
@@ -86,8 +93,9 @@ def _differ(given: Gradients, others: Gradients, kept: list[int], rows: int) -> 
 
 
 def refuse_gradients(
-    mixed: dict[int, int], counted: Mapping[Shorter, dict[int, int]], inputs: Any, output: Any
-) -> None:
+    mixed: dict[int, int], counted: Mapping[Shorter, dict[int, int]], inner: Collection[int],
+    inputs: Any, output: Any,
+) -> Any:  # fmt: skip
     """Let no gradient come in through these outputs.
 
     Where labels lie on a device, asking for them would hold up the step; gradients are NaN there if one
@@ -96,7 +104,15 @@ def refuse_gradients(
     Args:
         mixed: the number of dimensions of each, by its number.
         counted: the same where an input holds such a label. inputs: of the call.
+        inner: those of which other outputs are made.
+
+    Returns:
+        The output, in which views take the place of `inner` ones: through what others are made of a
+        gradient may come.
     """
+    several: dict[int, int] = mixed | {n: d for found in counted.values() for n, d in found.items()}
+    if several.keys() & set(inner):
+        output = _apart(several.keys() & set(inner), output)
     for label, outputs in counted.items():
         x = flatten(inputs)[0][label.alone or 0]
         if not isinstance(x, Tensor):
@@ -107,6 +123,17 @@ def refuse_gradients(
         elif held:
             mixed = mixed | outputs
     _hook(mixed, output, lambda number, shape: partial(_refuse, number, shape))
+    return output
+
+
+def _apart(numbers: Collection[int], output: Any) -> Any:
+    leaves, structure = flatten(output)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, (Tensor, PackedSequence))]
+    for number in numbers:
+        x = leaves[places[number]] if number < len(places) else None
+        if isinstance(x, Tensor):
+            leaves[places[number]] = x.view_as(x)
+    return rebuild(leaves, structure)
 
 
 def _hook(mixed: dict[int, int], output: Any, hook: Callable[..., Any]) -> None:

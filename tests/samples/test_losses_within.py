@@ -10,7 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.oracle import assert_sums, clipped_sum, make_private, per_sample_gradients, summed
+from tests.oracle import (
+    assert_sums,
+    check_exact,
+    clipped_sum,
+    make_private,
+    per_sample_gradients,
+    summed,
+)
 from tests.refusal import refused
 
 B, T, D, V = 6, 5, 4, 7
@@ -134,3 +141,33 @@ def test_scores_of_rows_against_rows() -> None:
     private = make_private(Scores())[1]
     with refused("return one loss a row"):
         F.cross_entropy(private(torch.randn(B, D))[1], torch.arange(B)).backward()
+
+
+class Features(nn.Module):
+    """As of LLaVA: what it returns beside the logits are the features of each row, of which these are
+    made, and nothing says that they are of one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision, self.head = nn.Linear(D, D), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        rows = self.vision(x).unbind(0)
+        return {"logits": self.head(torch.stack(rows).tanh()).mean(1), "features": rows}
+
+
+def row_features(out: dict[str, Any]) -> Tensor:
+    return torch.stack([row.square().mean() for row in out["features"]])
+
+
+def test_returned_tensors_of_which_the_loss_is_made() -> None:
+    torch.manual_seed(0)
+    model = Features()
+    check_exact(
+        model, torch.randn(B, T, D), lambda out, _: out["logits"].sin().sum(1), dtype=torch.float64
+    )
+    private = make_private(model)[1]
+    for losses in (row_features, lambda out: row_features(out) + out["logits"].sum(1)):
+        out = private(torch.randn(B, T, D))
+        with refused("is part of the loss"):
+            losses(out).mean().backward()
