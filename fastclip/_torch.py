@@ -240,6 +240,14 @@ def at_rest(modules: Iterable[Any]) -> Iterator[None]:
             state._training_state = was
 
 
+def casts_at_rest(module: Any) -> bool:
+    """Whether the hooks do inside `at_rest` what the module's policy asks for, as since torch 2.13."""
+    state = module._get_fsdp_state()
+    policy = state._mp_policy
+    asks = policy.param_dtype is not None and policy.cast_forward_inputs
+    return not (asks or policy.output_dtype) or hasattr(state, "_cast_forward_inputs")
+
+
 def running_ddp() -> Any:
     """The DistributedDataParallel whose forward runs, if one does."""
     return getattr(DistributedDataParallel, "_active_ddp_module", None)

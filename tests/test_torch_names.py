@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastclip import _torch
+from fastclip.parallel.shards import Shards
+from tests.refusal import refused
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "fastclip").rglob("*.py"))
@@ -382,8 +385,9 @@ def test_checkpoints_run_as_before_in_whatever_order_contexts_are_left() -> None
     assert "apply" not in vars(_torch.CheckpointFunction)
 
 
-def test_modules_at_rest(tmp_path) -> None:
-    """fully_shard's hooks cast their inputs as ever, but leave the parameters as they are."""
+def test_modules_at_rest(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fully_shard's hooks cast their inputs as ever, but leave the parameters as they are; before torch
+    2.13 they cast nothing, which is refused."""
     distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1
     )
@@ -393,6 +397,14 @@ def test_modules_at_rest(tmp_path) -> None:
         for module in (net[0], net):
             fully_shard(module, mp_policy=half)
         x = torch.ones(1, 2)
+        state = type(net._get_fsdp_state())
+        with monkeypatch.context() as patched:
+            patched.delattr(state, "_cast_forward_inputs", raising=False)
+            with refused("MixedPrecisionPolicy of fully_shard expects torch 2.13"):
+                Shards(net)
+        if not hasattr(state, "_cast_forward_inputs"):
+            return
+        Shards(net)
         net(x)
         assert isinstance(net[0].weight, DTensor)
         for module in (net, net[0]):
@@ -424,3 +436,24 @@ def test_timeouts_of_groups(tmp_path) -> None:
         assert _torch.timeout_of(another) == timedelta(minutes=30)
     finally:
         distributed.destroy_process_group()
+
+
+def test_hooks_of_all_modules() -> None:
+    """A table for each kind, in which a hook is found under its handle's number."""
+    module = torch.nn.modules.module
+    found = []
+    for register in (
+        module.register_module_forward_pre_hook, module.register_module_forward_hook,
+        partial(module.register_module_forward_hook, with_kwargs=True, always_call=True),
+        module.register_module_full_backward_pre_hook, module.register_module_full_backward_hook,
+    ):  # fmt: skip
+        handle = register(lambda *args: None)
+        found.append([handle.id in table for table in _torch.hooks_of_all_modules()])
+        handle.remove()
+    assert [any(kind) for kind in found] == [True] * 5
+    assert [any(of_table) for of_table in zip(*found, strict=True)] == [True] * 6
+
+
+def test_the_end_of_a_pool() -> None:
+    """Its name; a build without CUDA has no allocator that could be asked."""
+    assert callable(torch._C._cuda_endAllocateToPool)

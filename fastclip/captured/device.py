@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -101,11 +101,11 @@ class CudaRecorder:
         were inside: nothing could be drawn on this device any more."""
         torch.cuda.set_stream(current)
         end_of_pool(self._device, self._pool)
-        graph: Any = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device), torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-            torch.zeros(
-                1, device=self._device
-            )  # the end of a capture that holds is an end for it, too
+        # What broke it is told, not what may break here; the end of this one is the generator's.
+        with suppress(RuntimeError), torch.cuda.device(self._device):
+            stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                torch.zeros(1, device=self._device)
 
     def random_state(self) -> Tensor:
         """Of CUDA's default generator, the only one that a graph may draw from."""

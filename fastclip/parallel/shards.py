@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fastclip._torch import FSDPModule, at_rest
+from fastclip._torch import FSDPModule, at_rest, casts_at_rest
 from fastclip.errors import ArgumentError, StepError
 from fastclip.ops.numerics import accumulation_dtype
 from fastclip.parallel.digest import digest
@@ -69,6 +69,12 @@ class Shards:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        if not all(map(casts_at_rest, self._modules)):
+            raise ArgumentError(
+                f"a MixedPrecisionPolicy of fully_shard expects torch 2.13, got {torch.__version__}, whose "
+                "hooks cast nothing while all parameters are whole, as for a look; use torch.autocast, or "
+                "cast_forward_inputs=False without an output_dtype, and cast the inputs yourself"
+            )
         self.gathered = False
         """All parameters are whole."""
         spread = dict(model.named_parameters(remove_duplicate=False))
