@@ -71,9 +71,10 @@ class Shards:
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         if not all(map(casts_at_rest, self._modules)):
             raise ArgumentError(
-                f"a MixedPrecisionPolicy of fully_shard expects torch 2.13, got {torch.__version__}, whose "
-                "hooks cast nothing while all parameters are whole, as for a look; use torch.autocast, or "
-                "cast_forward_inputs=False without an output_dtype, and cast the inputs yourself"
+                "a MixedPrecisionPolicy of fully_shard expects torch 2.13, got "
+                f"{torch.__version__}: its hooks cast nothing while all parameters are whole, as for a "
+                "look; use torch.autocast, or cast_forward_inputs=False without an output_dtype, and "
+                "cast the inputs yourself"
             )
         self.gathered = False
         """All parameters are whole."""
