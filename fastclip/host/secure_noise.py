@@ -2,7 +2,8 @@
 
 csrc/host/secure_normals.inc has ChaCha20 and Box-Muller in the best instructions of the processor.
 Neither is taken on faith: a process holds a sample, drawn under a key that everybody knows, against
-OpenSSL's cipher and PyTorch's functions before it draws the first; where they differ, those draw.
+OpenSSL's cipher and NumPy's functions before it draws the first; where they differ, OpenSSL and PyTorch
+draw. (PyTorch's functions may ask for threads, for which a fork would wait for ever.)
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,7 +79,7 @@ def _draw(
 
 @functools.cache
 def is_right(instructions: str) -> bool:
-    """Whether samples of both kinds are what OpenSSL's cipher and PyTorch make of the same key.
+    """Whether samples of both kinds are what OpenSSL's cipher and NumPy make of the same key.
 
     Raises:
         SecureModeError: without the cryptography package.
@@ -105,15 +107,14 @@ def expected(
     """
     lanes, terms = _LANES.get(instructions, 8), 4 if guarded else 1
     batches = -(-count // (_BLOCK // terms * lanes))
-    words = torch.empty(
-        batches, lanes, _BLOCK // 2 // terms, terms, 2, dtype=torch.int32, device="cpu"
-    )
+    words = np.empty((batches, lanes, _BLOCK // 2 // terms, terms, 2), "<u4")
     stream = keystream.require_cipher()(key).encryptor()
     stream.update(bytes(4 * _BLOCK * first))
-    stream.update_into(bytes(words.nbytes), words.view(-1).view(torch.uint8).numpy())
-    u = (words[..., 0].double() % 2**32 + 0.5) / 2**32
-    angle = math.pi * (words[..., 1].double() + 0.5) / 2**31
-    radius = (-2 * u.log()).sqrt()
-    both = torch.stack([radius * angle.cos(), radius * angle.sin()]).sum(-1) / math.sqrt(terms)
-    values = both.permute(1, 3, 0, 2).reshape(-1)  # [cosine or sine, batch, lane, pair] before
+    stream.update_into(bytes(words.nbytes), words.reshape(-1).view(np.uint8))
+    u = (words[..., 0] + 0.5) / 2**32
+    angle = math.pi * (words[..., 1] + 0.5) / 2**31
+    radius = np.sqrt(-2 * np.log(u))
+    both = np.stack([radius * np.cos(angle), radius * np.sin(angle)]).sum(-1) / math.sqrt(terms)
+    # [cosine or sine, batch, lane, pair] before
+    values = torch.from_numpy(both.transpose(1, 3, 0, 2).reshape(-1))
     return values[:count], first + batches * lanes
