@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 TESTS := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 TORCH ?= 2.13.0
-.PHONY: venv build dist sbom docs demo test test-all test-with conformance lint bench clean
+.PHONY: venv build dist sbom docs demo test test-all test-with other conformance lint bench clean
 
 venv: $(STAMP)
 
@@ -50,12 +50,12 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(TESTS) -m "not conformance"
 
-# The same tests, or PART of them, in an environment of their own: make test-with PYTHON=python3.10, or, with
-# libraries of its time, make test-with TORCH=2.6.0 WITH=transformers==5.0.0. The interpreter of Triton 3.6,
-# which torch 2.11 brings, asks for numpy<2.4: make test-with TORCH=2.11.0 WITH="transformers==5.17.0 numpy<2.4"
+# The same tests in an environment of their own: make test-with PYTHON=python3.10, or, with libraries of its
+# time, make test-with TORCH=2.6.0 WITH=transformers==5.0.0; or a PART of them, with what is built already.
+# The interpreter of Triton 3.6, which torch 2.11 brings, asks for WITH="transformers==5.17.0 numpy<2.4".
 OTHER = build/torch-$(TORCH)-$(notdir $(PYTHON))
 test-with: other
-	FASTCLIP_BUILD=strict $(OTHER)/bin/python setup.py build_ext --inplace
+	$(if $(PART),,FASTCLIP_BUILD=strict $(OTHER)/bin/python setup.py build_ext --inplace)
 	$(OTHER)/bin/python -m pytest -n 2 --dist loadgroup -m "not slow and not conformance" $(PART)
 
 other:
