@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -35,7 +35,7 @@ from torch.utils._pytree import (
     tree_leaves,
     tree_map,
     tree_unflatten,
-)
+)  # fmt: skip
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
@@ -173,17 +173,13 @@ def hooks_of_all_modules() -> list[dict[int, Any]]:
     """The tables of hooks that every module calls, by their numbers."""
     from torch.nn.modules import module
 
-    return [
-        module._global_forward_pre_hooks, module._global_forward_hooks,
-        module._global_forward_hooks_with_kwargs, module._global_forward_hooks_always_called,
-        module._global_backward_pre_hooks, module._global_backward_hooks,
-    ]  # type: ignore[list-item]  # fmt: skip
+    forward = ("pre_hooks", "hooks", "hooks_with_kwargs", "hooks_always_called")
+    kinds = [*(f"forward_{kind}" for kind in forward), "backward_pre_hooks", "backward_hooks"]
+    return [getattr(module, f"_global_{kind}") for kind in kinds]
 
 
-def end_of_pool(device: torch.device, pool: Any) -> None:
-    """The allocator of a GPU gives out no more memory of this pool, as after a capture."""
-    with suppress(RuntimeError):  # it does not any more
-        torch._C._cuda_endAllocateToPool(device.index, pool)
+end_of_pool: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
+"""(GPU, pool): its allocator gives out no more of this memory, as after a capture."""
 
 
 def memory_of(x: Tensor) -> int:

@@ -456,4 +456,4 @@ def test_hooks_of_all_modules() -> None:
 
 def test_the_end_of_a_pool() -> None:
     """Its name; a build without CUDA has no allocator that could be asked."""
-    assert callable(torch._C._cuda_endAllocateToPool)
+    assert callable(_torch.end_of_pool)

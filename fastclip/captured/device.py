@@ -100,7 +100,8 @@ class CudaRecorder:
         """A capture that broke leaves its stream, its pool and, before torch 2.13, the generator as they
         were inside: nothing could be drawn on this device any more."""
         torch.cuda.set_stream(current)
-        end_of_pool(self._device, self._pool)
+        with suppress(RuntimeError):  # it has ended
+            end_of_pool(self._device.index, self._pool)
         # What broke it is told, not what may break here; the end of this one is the generator's.
         with suppress(RuntimeError), torch.cuda.device(self._device):
             stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

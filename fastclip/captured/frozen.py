@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fastclip._torch import hooks_of_all_modules
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.ops.precision import gpu_products
-from fastclip.samples.probing import MOST_ROWS
 from fastclip.samples.settings import Settings
+from fastclip.samples.taken import MOST_ROWS
 
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -20,12 +20,12 @@ from fastclip.samples.layout import BatchLayout, Lengths
 from fastclip.samples.learning import learn
 from fastclip.samples.mixed_outputs import refuse_gradients
 from fastclip.samples.probe_state import Trains, no_training
-from fastclip.samples.probing import MOST_ROWS, Probe, Runs
+from fastclip.samples.probing import Probe, Runs
 from fastclip.samples.spread import check_look, check_moves
+from fastclip.samples.taken import MOST_ROWS
 from fastclip.samples.watch import Look
 
-FORWARD = "forward"
-"""Name of the call that is the model's own forward."""
+FORWARD = "forward"  # the name of the call that is the model's own
 _LOOKS_AGAIN = 17  # at one batch, where a layer in the middle of it cannot hold its samples
 
 
@@ -182,11 +182,10 @@ class Calls:
 
     def returned(self, called: Entered, out: Any) -> Any:
         """What a call returns; what of it couples rows takes no gradient."""
-        layout = self.layouts.get(called.name)
-        if layout is None or self.probe:
-            return out
-        inputs = (called.args, called.kwargs)
-        return refuse_gradients(layout.mixed, layout.counted, layout.inner, inputs, out)
+        layout = None if self.probe else self.layouts.get(called.name)
+        return (
+            out if layout is None else refuse_gradients(layout, (called.args, called.kwargs), out)
+        )
 
     def layout_of(self, name: str) -> BatchLayout:
         """What is known of the samples' places in calls of this method."""

@@ -252,8 +252,7 @@ class Comparison:
                 check_copies(probe, found, self.unfolded.axes, self.layout.places)
                 check_copied_slopes(probe, self.layout.places)
             self._narrow_by_values(base, probe, sorted(kept))
-            moved = moved_between(base, probe, sorted(kept), self.layout.places)
-            moved = [name for name in moved if name not in self.layout.moved]
+            moved = moved_between(base, probe, sorted(kept), self.layout.where_they_stay())
             if moved:  # the same rows in other places, or other rows
                 self.telling |= dict.fromkeys(kept if kept in small else ())
                 self.layout.moved |= dict.fromkeys(moved)

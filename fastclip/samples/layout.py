@@ -16,8 +16,9 @@ from fastclip.errors import BatchSizeError, where
 from fastclip.samples.groups import MANY
 from fastclip.samples.inputs import Cuts, batch_sizes_of, flatten, rows_of
 from fastclip.samples.place import Place
-from fastclip.samples.probing import MOST_ROWS, Probe
+from fastclip.samples.probing import Probe
 from fastclip.samples.selected import Shorter
+from fastclip.samples.taken import MOST_ROWS
 from fastclip.samples.watch import Watch
 
 Lengths = tuple[tuple[int, ...], ...]
@@ -125,6 +126,10 @@ class BatchLayout:
         if name in self.met and (name in self.copied or not self.beside(name)):
             return True
         return self.known and self.flat
+
+    def where_they_stay(self) -> dict[Hashable, Place]:
+        """Where the samples are in what was not seen to move them."""
+        return {n: place for n, place in self.places.items() if n not in self.moved}
 
     def beside(self, name: Hashable) -> bool:
         """A use that other rows came to, and no row that was run in copies: where it has its samples

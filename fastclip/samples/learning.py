@@ -71,14 +71,12 @@ def learn(layout: BatchLayout, run: Runs, path: Hashable | None = None) -> None:
     learner = _Learner(layout, run)
     try:
         for run.trial in range(_TRIALS):
-            with saved_tensors_hooks(Tensor.detach, _itself):  # not those of a checkpoint around it
+            with saved_tensors_hooks(Tensor.detach, lambda x: x):  # not those of a checkpoint
                 learner.look()
             layout.settle()
             layout.known = True
-            if path is not None and layout.beside(path):
-                if run.trial < _TRIALS - 1 and run.copies_another():
-                    continue
-                layout.copied.add(path)
+            if run.copies_another(path):
+                continue
             if path is None or layout.knows(path):
                 layout.watch = layout.watch or Watch(run.model, run.args, run.kwargs)
                 layout.tried = max(layout.tried, layout.batch_size(run.args, run.kwargs) or 0)
@@ -92,10 +90,6 @@ def learn(layout: BatchLayout, run: Runs, path: Hashable | None = None) -> None:
         f"{where(called(path))}: this layer runs with this batch, but not with a few rows of it, so "
         "where its samples lie is not known; let the model use the same layers for any number of rows"
     )
-
-
-def _itself(x: Tensor) -> Tensor:  # what was saved: not with its graph, which would hold itself
-    return x
 
 
 class _Learner:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from fastclip.samples.independence import UNBATCHED, by_row, rows_agree
 from fastclip.samples.inputs import flatten, rebuild, tensors_of
 from fastclip.samples.place import Place
 from fastclip.samples.probing import Probe
-from fastclip.samples.selected import Shorter
+
+if TYPE_CHECKING:
+    from fastclip.samples.layout import BatchLayout
 
 Gradients = list[tuple[Hashable, Place, Tensor]]
 """Of one output by what it follows from: name, place of the samples, gradient."""
@@ -92,27 +94,22 @@ def _differ(given: Gradients, others: Gradients, kept: list[int], rows: int) -> 
     )
 
 
-def refuse_gradients(
-    mixed: dict[int, int], counted: Mapping[Shorter, dict[int, int]], inner: Collection[int],
-    inputs: Any, output: Any,
-) -> Any:  # fmt: skip
-    """Let no gradient come in through these outputs.
+def refuse_gradients(layout: BatchLayout, inputs: Any, output: Any) -> Any:
+    """Let no gradient come in through outputs that couple rows.
 
     Where labels lie on a device, asking for them would hold up the step; gradients are NaN there if one
     counts, so that nobody contributes.
 
     Args:
-        mixed: the number of dimensions of each, by its number.
-        counted: the same where an input holds such a label. inputs: of the call.
-        inner: those of which other outputs are made.
+        layout: what is known of the call. inputs, output: of the call.
 
     Returns:
-        The output, in which views take the place of `inner` ones: through what others are made of a
-        gradient may come.
+        The output, in which views take the place of those of which other outputs are made: through
+        these a gradient may come.
     """
-    several: dict[int, int] = mixed | {n: d for found in counted.values() for n, d in found.items()}
-    if several.keys() & set(inner):
-        output = _apart(several.keys() & set(inner), output)
+    mixed, counted = layout.mixed, layout.counted
+    if inner := layout.inner & {*mixed, *(n for found in counted.values() for n in found)}:
+        output = _apart(inner, output)
     for label, outputs in counted.items():
         x = flatten(inputs)[0][label.alone or 0]
         if not isinstance(x, Tensor):

@@ -16,31 +16,21 @@ from fastclip.samples.beside import Beside
 from fastclip.samples.ignored import labels
 from fastclip.samples.inputs import (
     INPUT,
-    Cuts,
-    another_row,
-    flatten,
-    join_rows,
-    rows_differ,
-    rows_of,
     take_rows,
     tensors_of,
 )
 from fastclip.samples.place import Place
 from fastclip.samples.probe_state import generators_of, tables_of, undisturbed
 from fastclip.samples.seen import Seen
-from fastclip.samples.selected import MASKS, Fewer, Shorter, counts, fillers, holds_ids, shortened
+from fastclip.samples.selected import MASKS, Fewer, Shorter, fillers, holds_ids, shortened
 from fastclip.samples.taint import SINGLE, Kept, Taint
+from fastclip.samples.taken import TakenRows
 from fastclip.samples.ties import Ties
 from fastclip.samples.undrawn import Even
 
 if TYPE_CHECKING:
     from fastclip.samples.layout import BatchLayout
 
-MOST_ROWS = 8
-_LOOKED_AT = 64
-"""Rows of a batch among which distinct ones are looked for."""
-_MOST_COPIED = 3
-"""Rows that are run in copies instead of the first, until what was reached has a place."""
 _NOISE = 3.0
 Shapes = dict[Hashable, list[tuple[int, ...]]]
 
@@ -165,7 +155,7 @@ class Probe:
                     self.returned.append(Output(name, edge, shape, value.dtype))
 
 
-class Runs:
+class Runs(TakenRows):
     """Runs of one call of the model (or of one of its methods) on a few of its rows.
 
     Args:
@@ -178,8 +168,8 @@ class Runs:
         self, layout: BatchLayout, model: nn.Module, forward: Callable[..., Any], args: tuple,
         kwargs: dict, private: Iterable[nn.Parameter], watch: Callable[[Probe], AbstractContextManager],
     ) -> None:  # fmt: skip
+        super().__init__(args, kwargs)
         self.layout, self.model, self.forward = layout, model, forward
-        self.args, self.kwargs = args, kwargs
         self.private, self._watch = private, watch
         self.last_error = ""
         self.passes = 0
@@ -188,56 +178,22 @@ class Runs:
         """Which seeds are used."""
         self.as_they_are = False
         """Parameters are not stirred."""
-        self.first_row = 0
-        """Of the real inputs, from which distinct ones are taken."""
-        self._copied: list[int] = []
-        """Other rows that were taken for the one that is run in copies."""
         self.asks_inputs = True
         """Gradients of the inputs are asked for, too; a few models cannot run on such inputs."""
-        self._leaves, self._structure = flatten((args, kwargs))
-        self._cuts: Cuts = ()
         self._rounding = SINGLE
-        self._pool: list[Any] = []
 
-    def cut(self, cuts: Cuts, real: list[int] | None = None, synthetic: bool = False) -> int:
-        """Take rows from the inputs cut this way; returns how many there are to choose from.
+    def copies_another(self, name: Hashable) -> bool:
+        """Let another row be run in copies, if other rows alone have come to this use.
 
-        Args:
-            real: numbers of the rows that may be run; one (or a row of zeros) if None.
-            synthetic: add a row made of the first one's values in another order.
+        Returns:
+            False where that is not so, or enough rows were copied: it has been looked for.
         """
-        self._cuts = cuts
-        real = real or (self._copied or [self.first_row])[-1:]
-        self._pool = [
-            leaf if axis is None else take_rows(leaf, axis, real)
-            for leaf, axis in zip(self._leaves, cuts, strict=True)
-        ]
-        if synthetic:
-            self._pool = [
-                leaf if axis is None else join_rows(leaf, another_row(leaf, axis), axis)
-                for leaf, axis in zip(self._pool, cuts, strict=True)
-            ]
-        return len(real) + synthetic
-
-    def copies_another(self) -> bool:
-        """Let another row be run in copies from here on: those with most zeros in what counts first,
-        as rows that are padded have. False where enough were."""
-        counted = [
-            (x == 0).movedim(a, 0).flatten(1).sum(1)
-            for x, a in zip(self._leaves, self._cuts, strict=True)
-            if a is not None and counts(x)
-        ]
-        if not counted or len(self._copied) == _MOST_COPIED:
+        if not self.layout.beside(name):
             return False
-        order = sum(counted[1:], counted[0]).argsort(descending=True, stable=True).tolist()
-        left = [i for i in order if i not in (self.first_row, *self._copied)]
-        self._copied += left[:1]
-        return bool(left)
-
-    @property
-    def counted(self) -> bool:
-        """An input holds masks or whole numbers, which may say how long a row is."""
-        return any(a is not None and counts(x) for x, a in zip(self._pool, self._cuts, strict=True))
+        if self.takes_another():
+            return True
+        self.layout.copied.add(name)
+        return False
 
     def fillers(self, *, counted: bool = False) -> list[Shorter]:
         """How a row may say that it is shorter; `counted`: by labels that are left out, too."""
@@ -245,20 +201,6 @@ class Runs:
         ids = fillers(table for _, table in tables_of(self.model)) if held else []
         cut = [None if a is None else x for x, a in zip(self._pool, self._cuts, strict=True)]
         return [MASKS, *ids, *(labels(cut) if counted else ())]
-
-    def distinct(self, cuts: Cuts) -> list[int]:
-        """Numbers of rows of the real inputs that differ from one another, at most MOST_ROWS."""
-        cut = [(x, a) for x, a in zip(self._leaves, cuts, strict=True) if a is not None]
-        found: list[int] = []
-        for i in range(self.first_row, min(self.rows(cuts), self.first_row + _LOOKED_AT)):
-            if len(found) < MOST_ROWS and all(rows_differ(cut, i, j) for j in found):
-                found.append(i)
-        return found
-
-    def rows(self, cuts: Cuts) -> int:
-        """Number of samples in the real inputs, cut this way."""
-        found = (rows_of(x, a) for x, a in zip(self._leaves, cuts, strict=True) if a is not None)
-        return next(rows for rows in found if rows is not None)
 
     def once(
         self, probe: Probe, rows: list[int], seed: int = 0,

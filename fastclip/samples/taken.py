@@ -1,0 +1,94 @@
+"""The rows of a call's inputs that are run, of which few are taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastclip.samples.inputs import (
+    Cuts,
+    another_row,
+    flatten,
+    join_rows,
+    rows_differ,
+    rows_of,
+    take_rows,
+)
+from fastclip.samples.selected import counts
+
+MOST_ROWS = 8
+_LOOKED_AT = 64
+"""Rows of a batch among which distinct ones are looked for."""
+_MOST_COPIED = 3
+"""Rows that are run in copies instead of the first, until what was reached has a place."""
+
+
+class TakenRows:
+    """Inputs that are cut to few rows.
+
+    Args:
+        args, kwargs: the inputs, as they were given.
+    """
+
+    def __init__(self, args: tuple, kwargs: dict) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.first_row = 0
+        """Of the real inputs, from which distinct ones are taken."""
+        self._copied: list[int] = []
+        """Other rows that were taken for the one that is run in copies."""
+        self._leaves, self._structure = flatten((args, kwargs))
+        self._cuts: Cuts = ()
+        self._pool: list[Any] = []
+
+    def cut(self, cuts: Cuts, real: list[int] | None = None, synthetic: bool = False) -> int:
+        """Take rows from the inputs cut this way; returns how many there are to choose from.
+
+        Args:
+            real: numbers of the rows that may be run; one (or a row of zeros) if None.
+            synthetic: add a row made of the first one's values in another order.
+        """
+        self._cuts = cuts
+        real = real or (self._copied or [self.first_row])[-1:]
+        self._pool = [
+            leaf if axis is None else take_rows(leaf, axis, real)
+            for leaf, axis in zip(self._leaves, cuts, strict=True)
+        ]
+        if synthetic:
+            self._pool = [
+                leaf if axis is None else join_rows(leaf, another_row(leaf, axis), axis)
+                for leaf, axis in zip(self._pool, cuts, strict=True)
+            ]
+        return len(real) + synthetic
+
+    def takes_another(self) -> bool:
+        """Let another row be run in copies from here on: those with most zeros in what counts come
+        first, as rows that are padded have. False where enough were."""
+        counted = [
+            (x == 0).movedim(a, 0).flatten(1).sum(1)
+            for x, a in zip(self._leaves, self._cuts, strict=True)
+            if a is not None and counts(x)
+        ]
+        if not counted or len(self._copied) == _MOST_COPIED:
+            return False
+        order = sum(counted[1:], counted[0]).argsort(descending=True, stable=True).tolist()
+        left = [i for i in order if i not in (self.first_row, *self._copied)]
+        self._copied += left[:1]
+        return bool(left)
+
+    @property
+    def counted(self) -> bool:
+        """An input holds masks or whole numbers, which may say how long a row is."""
+        return any(a is not None and counts(x) for x, a in zip(self._pool, self._cuts, strict=True))
+
+    def distinct(self, cuts: Cuts) -> list[int]:
+        """Numbers of rows of the real inputs that differ from one another, at most MOST_ROWS."""
+        cut = [(x, a) for x, a in zip(self._leaves, cuts, strict=True) if a is not None]
+        found: list[int] = []
+        for i in range(self.first_row, min(self.rows(cuts), self.first_row + _LOOKED_AT)):
+            if len(found) < MOST_ROWS and all(rows_differ(cut, i, j) for j in found):
+                found.append(i)
+        return found
+
+    def rows(self, cuts: Cuts) -> int:
+        """Number of samples in the real inputs, cut this way."""
+        found = (rows_of(x, a) for x, a in zip(self._leaves, cuts, strict=True) if a is not None)
+        return next(rows for rows in found if rows is not None)
