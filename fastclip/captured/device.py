@@ -106,7 +106,7 @@ class CudaRecorder:
         with suppress(RuntimeError), torch.cuda.device(self._device):
             stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream):
-                torch.zeros(1, device=self._device)
+                torch.zeros(1, dtype=torch.float32, device=self._device)
 
     def random_state(self) -> Tensor:
         """Of CUDA's default generator, the only one that a graph may draw from."""

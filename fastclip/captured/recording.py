@@ -109,11 +109,13 @@ class Recording:
         torch.clear_autocast_cache()
         given = [x.clone() for x in inputs]
         try:
-            # The first compiles and tunes kernels and fills caches; the second shows what never rests.
+            # The first compiles and tunes kernels and fills caches; the second shows what never rests,
+            # the third what waits for the device.
             recorder.aside(lambda: self._rehearse(run))
             self.frozen = frozen()
-            recorder.rehearse(lambda: self._rehearse(run))
+            recorder.aside(lambda: self._rehearse(run))
             self._check_rests()
+            recorder.rehearse(lambda: self._rehearse(run))
             self._capture(recorder, run)
             self._prove(recorder, run)
             self._check_rests()

@@ -162,8 +162,9 @@ def test_a_search_goes_on_where_it_was_killed_and_shows_one_run_only(
     assert set(best) == {"lr", "lower", "score", "test"}  # no seed: noise follows from it
     assert best["score"] >= max(trial["score"] for trial in known)
     assert all(isinstance(trial["score"], int) for trial in (best, *known))
-    if best["score"] in (scores := {trial["score"]: trial for trial in known}):
-        assert best.items() <= scores[best["score"]].items()
+    for trial in known:  # the third may have the same score, by chance
+        if all(trial[name] == best[name] for name in ("lr", "lower", "score")):
+            assert best.items() <= trial.items()
     shapes = {name: t.shape for name, t in torch.load(tmp_path / "search-breast-cancer.pt").items()}
     assert shapes == {"weight": (1, 30), "bias": (1,)}
     assert math.isclose(min(abs(np.array(LEARNING_RATES) - best["lr"])), 0)
