@@ -130,10 +130,7 @@ def _own_attributes(model: nn.Module) -> Iterator[None]:
             for name in now.keys() - before.keys():
                 del now[name]
             now.update(before)
-        for (
-            table,
-            before,
-        ) in hooks:  # else the next run would find no note of them, and add them again
+        for table, before in hooks:  # the next run finds no note of them: it would add more
             if table.keys() != before.keys():
                 table.clear()
                 table.update(before)
