@@ -43,8 +43,10 @@ _LONGEST = 64
 """Containers are looked into so far."""
 TORCHS = frozenset(vars(nn.Module()))
 """What torch keeps on every module."""
-_HOOKS = frozenset(
-    name for name, kept in vars(nn.Module()).items() if "hook" in name and isinstance(kept, dict)
+_PARTS = frozenset(
+    name
+    for name, kept in vars(nn.Module()).items()
+    if isinstance(kept, dict) and ("hook" in name or name == "_modules")
 )
 
 
@@ -118,9 +120,9 @@ def _forget_casts() -> None:
 
 @contextmanager
 def _own_attributes(model: nn.Module) -> Iterator[None]:
-    """What the forward pass sets on modules (counters, stashes, hooks) is put back."""
+    """What the forward pass sets on modules (counters, stashes, hooks, parts) is put back."""
     saved = [(table, dict(table)) for _, table in tables_of(model)]
-    hooks = [(table, table.copy()) for table in _hooks_of(model)]
+    parts = [(table, table.copy()) for table in _parts_of(model)]
     filled = [(one, copy.copy(one)) for one in _held(model) if type(one) in _CONTAINERS]
     tensors = [(x, x._version, x.detach().clone()) for x in _own_tensors(model)]
     try:
@@ -130,8 +132,8 @@ def _own_attributes(model: nn.Module) -> Iterator[None]:
             for name in now.keys() - before.keys():
                 del now[name]
             now.update(before)
-        for table, before in hooks:  # the next run finds no note of them: it would add more
-            if table.keys() != before.keys():
+        for table, before in parts:  # the next run finds no note of them: it would add more
+            if [*table.items()] != [*before.items()]:
                 table.clear()
                 table.update(before)
         for container, before in filled:
@@ -143,11 +145,11 @@ def _own_attributes(model: nn.Module) -> Iterator[None]:
                     tensor.copy_(numbers)
 
 
-def _hooks_of(model: nn.Module) -> Iterator[dict[Any, Any]]:
-    """The tables in which torch keeps hooks: of each module, and of all."""
+def _parts_of(model: nn.Module) -> Iterator[dict[Any, Any]]:
+    """The tables in which torch keeps hooks, of each module and of all, and the modules of a module."""
     yield from hooks_of_all_modules()
     for module in model.modules():
-        yield from (vars(module)[name] for name in _HOOKS if name in vars(module))
+        yield from (vars(module)[name] for name in _PARTS if name in vars(module))
 
 
 def _own_tensors(model: nn.Module) -> Iterator[Tensor]:

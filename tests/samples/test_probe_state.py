@@ -233,3 +233,30 @@ def test_hooks_of_the_first_forward_pass(everywhere: bool) -> None:
     finally:
         for handle in model.handles:
             handle.remove()
+
+
+class Grown(nn.Module):
+    """Gets a part in its first forward pass, and notes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.grown = nn.ModuleList([nn.Linear(D, D)]), False
+        self.head = nn.Linear(D, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.grown:
+            self.parts.append(nn.Tanh())
+            self.grown = True
+        for part in self.parts:
+            x = part(x)
+        return self.head(x)
+
+
+def test_parts_of_the_first_forward_pass() -> None:
+    torch.manual_seed(0)
+    model = Grown()
+    check_exact(model, torch.randn(B, D), dtype=torch.float64)
+    private = make_private(model)[1]
+    for _ in range(2):
+        row_loss(private(torch.randn(B, D))).mean().backward()
+        assert len(model.parts) == 2
