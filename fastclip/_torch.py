@@ -35,7 +35,7 @@ from torch.utils._pytree import (
     tree_leaves,
     tree_map,
     tree_unflatten,
-)  # fmt: skip
+)
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from fastclip.errors import BatchSizeError
-from fastclip.graph import reached_without
+from fastclip.graph import Node, reached_without
 from fastclip.samples.ignored import IGNORED
 from fastclip.samples.independence import UNBATCHED, by_row, rows_agree
 from fastclip.samples.inputs import flatten, rebuild, tensors_of
@@ -54,12 +54,14 @@ def note_gradients(
     """Note in `found` the gradients of every output without an axis of samples."""
     known = [(source, place) for source in probe.sources if (place := places.get(source.name))]
     tensors = [*by_row(output)]
+    below: set[Node] | None = None  # the nodes of which outputs are made
     for number, (x, axis) in enumerate(zip(tensors, of_outputs, strict=False)):
         if axis >= 0 or not x.requires_grad or not known:
             continue
-        roots = [y.grad_fn for y in tensors if y is not x and y.grad_fn is not None]
-        others, _ = reached_without(roots, lambda node: False)
-        if x.grad_fn in others:
+        if below is None:
+            roots = [n for y in tensors if y.grad_fn for n, _ in y.grad_fn.next_functions if n]
+            below, _ = reached_without(roots, lambda node: False)
+        if x.grad_fn in below:
             probe.layout.inner.add(number)
         generator = torch.Generator().manual_seed(number)
         weights = torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu")

@@ -14,11 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fastclip._torch import tree_unflatten
 from fastclip.samples.beside import Beside
 from fastclip.samples.ignored import labels
-from fastclip.samples.inputs import (
-    INPUT,
-    take_rows,
-    tensors_of,
-)
+from fastclip.samples.inputs import INPUT, take_rows, tensors_of
 from fastclip.samples.place import Place
 from fastclip.samples.probe_state import generators_of, tables_of, undisturbed
 from fastclip.samples.seen import Seen

@@ -87,11 +87,11 @@ def test_runs_and_their_report(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_no_folder_of_a_machine_is_written_down() -> None:
-    words = ["run", "adult-xu", "--data=/home/a", "--out", "/home/b", "--seeds=2"]
+    words = ["run", "adult-xu", "--data=/data/a", "--out", "/results/b", "--seeds=2"]
     shown = _without_folder(words)
     assert shown == ["run", "adult-xu", "--data", "FOLDER", "--out", "FOLDER", "--seeds=2"]
     with pytest.raises(SystemExit):
-        main(["run", "adult-xu", "--dat", "/home/a"])
+        main(["run", "adult-xu", "--dat", "/data/a"])
 
 
 def test_a_number_of_epochs_that_is_the_experiments_own_names_the_same_runs() -> None:
