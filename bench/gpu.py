@@ -3,6 +3,7 @@
     python -m bench.gpu                             9 minutes; bench/results/gpu-CARD.json
     python -m bench.gpu --wheels wheels --out out   with packages that the machine lacks
     python -m bench.gpu --only kernels --match ghost_norm
+    python -m bench.gpu --only steps tests --modes non_private fastclip
     python -m bench.gpu --device cpu --out DIR      tries the machinery anywhere: no figures
 
 First fastclip._C is built for this Python while kernels are compiled, then whole steps are timed, then
@@ -31,12 +32,13 @@ from bench.deadline import Deadline
 from bench.gpu_ahead import prepare
 from bench.gpu_kernels import compile_ahead, run_kernels
 from bench.gpu_machine import environment, problems, wheels
-from bench.gpu_runs import COMPILERS, run_steps
+from bench.gpu_runs import COMPILERS, FIRST, SECOND, run_steps, step_plan
 from bench.gpu_table import table
 from bench.gpu_tests import run_tests
 from bench.measure import machine, now
 
 PARTS = ("steps", "tests", "kernels")
+MODES = FIRST + SECOND
 SHARES = {"ahead": 0.35, "steps": 0.62, "tests": 0.4, "kernels": 1.0}
 """Of the time that is left when a part begins; what it does not use goes to the next."""
 RESERVE = 8.0  # seconds kept for ending processes and the table
@@ -50,8 +52,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder of the JSON file (bench/results)")
     parser.add_argument("--wheels", type=Path, help="folder of *.whl that this machine lacks")
     parser.add_argument("--minutes", type=float, default=9.0, help="from the process' start")
-    parser.add_argument("--only", choices=PARTS, help="one part, with all the time")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts; all")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="of steps")
     parser.add_argument("--match", default="", help="microbenchmarks whose name holds this")
+    parser.add_argument("--no-ahead", action="store_true", help="kernels were compiled before")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     options = parser.parse_args(arguments)
     if options.device == "cpu" and options.out is None:
@@ -90,20 +94,23 @@ def measure(options: argparse.Namespace, result: dict, deadline: Deadline, save:
     device = options.device
     order = {"device": device, "match": options.match, "small": device == "cpu"}
 
+    last = [part for part in PARTS if part in options.only][-1]
+
     def wanted(part: str) -> bool:
-        return options.only in (None, part)
+        return part in options.only
 
     def begin(part: str) -> Deadline:
         print(f"{part}: {deadline.left():.0f} s left", flush=True)
-        return deadline.part(1.0 if options.only else SHARES[part])
+        return deadline.part(1.0 if part == last else SHARES[part])
 
     print("ahead: fastclip._C, kernels", flush=True)
     prepare(
         deadline.part(SHARES["ahead"]), {"device": device, "tiny": device == "cpu"},
-        COMPILERS if wanted("steps") else {}, result, save,
+        COMPILERS if wanted("steps") and not options.no_ahead else {}, result, save,
     )  # fmt: skip
     if wanted("steps"):
-        run_steps(begin("steps"), device, result, save)
+        plan = [pair for pair in step_plan() if pair[2] in options.modes]
+        run_steps(begin("steps"), device, result, save, plan)
     with ExitStack() as stack:
         if wanted("kernels"):
             ahead = deadline.part(0.3)
@@ -199,8 +206,12 @@ def command(options: argparse.Namespace) -> str:
     text = "python -m bench.gpu"
     if options.device != "cuda":
         text += f" --device {options.device}"
-    if options.only:
-        text += f" --only {options.only}"
+    if set(options.only) != set(PARTS):
+        text += f" --only {' '.join(options.only)}"
+    if set(options.modes) != set(MODES):
+        text += f" --modes {' '.join(options.modes)}"
+    if options.no_ahead:
+        text += " --no-ahead"
     if options.match:
         text += f" --match {options.match}"
     return text if options.minutes == 9.0 else f"{text} --minutes {options.minutes:g}"

@@ -72,8 +72,15 @@ def build(deadline: Deadline) -> dict:
 
     Returns:
         "built", "seconds"; "versions", or "why" it is not there and what the build "said" last.
+        0 seconds where it had been built of these sources.
     """
+    from fastclip.sources import is_current
+
     begin = deadline.clock()
+    python = sys.version.split()[0]
+    there, _ = _told(deadline)
+    if there is not None and is_current("cuda", there.get("sources", "")):
+        return {"built": True, "seconds": 0.0, "versions": there, "python": python}
     options = {"FASTCLIP_BUILD": "strict", "NVCC_APPEND_FLAGS": "--threads 2"}  # two architectures
     with Child(["setup.py", "build_ext", "--inplace"], options) as child:
         in_time = child.wait(deadline.left())
@@ -82,16 +89,21 @@ def build(deadline: Deadline) -> dict:
     found = {"built": False, "seconds": deadline.clock() - begin, "said": said}
     if not in_time:
         return {**found, "why": f"setup.py build_ext did not end within {found['seconds']:.0f} s"}
+    versions, why = _told(deadline)
+    if versions is None:
+        # without a compiler setup.py says so on standard error and ends well
+        return {**found, "why": end["detail"] or why}
+    return {"built": True, "seconds": found["seconds"], "versions": versions, "python": python}
+
+
+def _told(deadline: Deadline) -> tuple[dict | None, str]:
+    """What fastclip._C says it was built for, or None and why it says nothing."""
     with Child(["-c", TELL]) as child:
         try:
             told = child.message(max(deadline.left(), 20.0))
         except TimeoutError as error:
-            return {**found, "why": f"it does not answer when it is imported: {error}"}
-        death = child.death() if told is None else {}
-    if told is None:
-        # without a compiler setup.py says so on standard error and ends well
-        reasons = [text for text in (end["detail"], death["detail"]) if text]
-        return {**found, "why": reasons[0] if reasons else death["error"]}
-    python = sys.version.split()[0]
-    return {"built": True, "seconds": found["seconds"], "versions": told["versions"],
-            "python": python}  # fmt: skip
+            return None, f"it does not answer when it is imported: {error}"
+        if told is not None:
+            return told["versions"], ""
+        death = child.death()
+        return None, death["detail"] or death["error"]

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from bench.kernels import tuning
+
 TOP, STEPS = 40, 3
 LONGEST = 160  # characters of a kernel's name
 KERNEL, MOVES = "kernel", ("gpu_memcpy", "gpu_memset")
@@ -109,8 +111,8 @@ def chosen_configurations() -> list[dict[str, Any]]:
     """What Triton's searches chose in this process: a row a kernel and kind of arguments.
 
     Returns:
-        "kernel", "arguments" (the search's key), "configuration". Empty in the interpreter, which
-        does not search.
+        "kernel", "arguments" (the search's key), "configuration", and "ms" of all that were tried
+        where `tuning.short` timed them. Empty in the interpreter, which does not search.
     """
     rows = []
     for name, tuned in tuned_kernels():
@@ -120,7 +122,8 @@ def chosen_configurations() -> list[dict[str, Any]]:
         for key, config in tuned.search.cache.items():
             named = dict(zip(keys, key, strict=False))
             rows.append({"kernel": name, "arguments": {k: str(v) for k, v in named.items()},
-                         "configuration": str(config)})  # fmt: skip
+                         "configuration": str(config),
+                         "ms": tuning.times(tuned.search, key)})  # fmt: skip
     return rows
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from bench.children import Child
 from bench.deadline import Deadline
-from bench.gpu_summary import summarise
+from bench.gpu_summary import summarise, trouble
 
 STEP_SECONDS = 110.0  # for one mode of one workload
 NAMES = 3  # of a run that has told nothing: its round, task and mode
@@ -108,11 +108,11 @@ def line_of(run: Mapping) -> str:
     """A finished run in one line, for whoever watches."""
     name = f"{run['task']} {run['mode']}, round {run['round']}"
     if "step_s" not in run:
-        return f"{name}: {run['error']}"
+        return f"{name}: {trouble(run)}"
     text = f"{name}: {1e3 * run['step_s'][1]:.1f} ms"
     if "graph" in run:
         graph = run["graph"]
         text += f", as a graph {1e3 * graph['step_s'][1]:.1f} ms" if "step_s" in graph else (
             f", graph {graph['error']}"
         )  # fmt: skip
-    return f"{text}; {run['error']}" if "error" in run else text
+    return f"{text}; {trouble(run)}" if "error" in run else text

@@ -174,7 +174,7 @@ def measure(
 def as_graph(
     trainer: Trainer, memory: CudaPeak | PeakMemory, clock: CpuClock, steps: int
 ) -> dict[str, Any]:
-    """The same steps replayed as one CUDA graph, or {"error"}: why they cannot be.
+    """The same steps replayed as one CUDA graph, or {"error", "detail"}: why they cannot be.
 
     Nothing must be measured in this process afterwards: a capture that fails may leave CUDA's state
     behind it.
@@ -193,9 +193,9 @@ def as_graph(
         row["profile"] = _looked_at(captured.step, row, trainer.device)
         return row
     except NotCaptured as error:
-        return {"error": f"not captured: {error}"}
+        return {"error": f"not captured: {error}", "detail": frames(error.__cause__ or error)}
     except Exception as error:
-        return {"error": first_line(error)}
+        return {"error": first_line(error), "detail": frames(error)}
 
 
 def _looked_at(step: Callable[[], Any], row: Mapping, device: torch.device) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def _looked_at(step: Callable[[], Any], row: Mapping, device: torch.device) -> d
     try:
         found = profiled(step, device)
     except Exception as error:
-        return {"error": first_line(error)}
+        return {"error": first_line(error), "detail": frames(error)}
     found["busy_share"] = found["busy_s"] / row["step_s"][1]
     return found
 

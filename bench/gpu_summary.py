@@ -9,6 +9,11 @@ GRAPH = "_graph"  # what the name of a mode ends with whose step was one CUDA gr
 BASE = "non_private"
 
 
+def trouble(run: Mapping) -> str:
+    """What went wrong in a run, and where."""
+    return f"{run['error']} {run.get('detail', '')}".strip()
+
+
 def summarise(runs: Sequence[Mapping]) -> list[dict]:
     """One row a task and mode: medians over the rounds, ratios of runs of the same round.
 
@@ -22,7 +27,7 @@ def summarise(runs: Sequence[Mapping]) -> list[dict]:
         mine = [run for run in of_task if run["mode"] == mode]
         good = [run for run in mine if "step_s" in run]
         row: dict = {"task": task, "mode": mode, "rounds": len(good)}
-        if errors := [run["error"] for run in mine if "error" in run]:
+        if errors := [trouble(run) for run in mine if "error" in run]:
             row["error"] = errors[0]
         if good:
             row |= _medians(good)

@@ -51,8 +51,8 @@ def run_tests(
 
     Returns:
         "passed", "failed", "skipped", "errors": counts; "failures": the first 40, with the first
-        line of their message; "seconds"; "error" where it did not come to its end. It is in
-        result["tests"], and saved, as tests end.
+        line of their message and where it was raised ("at"); "seconds"; "error" where it did not
+        come to its end. It is in result["tests"], and saved, as tests end.
     """
     begin = deadline.clock()
     found = result["tests"] = {**dict.fromkeys(COUNTS, 0), "failures": [], "seconds": 0.0}
@@ -129,7 +129,8 @@ def summarise(lines: Sequence[str]) -> dict:
         running.pop(event["test"], None)
         found[event["outcome"]] += 1
         if event["outcome"] in ("failed", "errors"):
-            found["failures"].append({"test": event["test"], "message": event["message"]})
+            told = {name: event[name] for name in ("test", "message", "at") if event.get(name)}
+            found["failures"].append(told)
     found["running"] = list(running)
     return found
 
@@ -151,7 +152,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _SUSPECTS.append(report.nodeid)
     if report.failed or report.skipped or report.when == "call":
         outcome = "errors" if report.failed and report.when != "call" else report.outcome
-        _write({"test": report.nodeid, "outcome": outcome, "message": message})
+        event = {"test": report.nodeid, "outcome": outcome, "message": message}
+        _write({**event, "at": _places(report)} if report.failed else event)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
@@ -178,6 +180,13 @@ def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
     text = crash.message if crash is not None else (report.longreprtext if report.failed else "")
     lines = [line for line in text.strip().splitlines() if line.strip()]
     return (lines[0] if crash is not None else lines[-1])[:300] if lines else ""
+
+
+def _places(report: pytest.TestReport) -> list[str]:
+    """file:line of the calls that led to what was raised, the outermost first."""
+    trace = getattr(report.longrepr, "reprtraceback", None)
+    places = [getattr(entry, "reprfileloc", None) for entry in getattr(trace, "reprentries", ())]
+    return [f"{place.path}:{place.lineno}" for place in places if place is not None]
 
 
 def _write(event: dict) -> None:

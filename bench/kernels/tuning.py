@@ -29,7 +29,15 @@ def _once(call: Callable[[], Any], quantiles: Any = None, **_: Any) -> list[floa
 
 def _not_remembered(self: Any, key: Any, configs: Any, search: Callable[[], Any]) -> bool:
     search()
+    self.__dict__.setdefault("times", {})[key] = self.configs_timings
     return False
+
+
+def times(search: Any, key: Any) -> dict[str, float]:
+    """Milliseconds of every configuration that `short` has tried for this key, the fastest first."""
+    tried = getattr(search, "times", {}).get(key, {})
+    median = {str(config): found[0] for config, found in tried.items()}
+    return dict(sorted(median.items(), key=lambda pair: pair[1]))
 
 
 def short(warmup: int = 5, rep: int = 30) -> None:

@@ -214,6 +214,7 @@ def test_tests_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert counts == [1, 1, 1, 1]
     messages = [failure["message"] for failure in found["failures"]]
     assert messages == ["assert 1 == 2", "ValueError: no"]
+    assert found["failures"][0]["at"] == [f"{tmp_path}/test_toy.py:3"]
     assert "error" not in found
 
 
@@ -242,13 +243,16 @@ def test_a_whole_run(
     capsys: pytest.CaptureFixture,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(gpu, "prepare", lambda *_: None)  # takes a minute of compilers
-    monkeypatch.setattr(gpu_runs, "step_plan", lambda: [(0, "gpt2", "non_private")])
+    plan = [(0, "gpt2", "non_private"), (0, "gpt2", "opacus_hooks")]
+    monkeypatch.setattr(gpu, "step_plan", lambda: plan)
     monkeypatch.setattr(gpu, "run_steps", partial(gpu_runs.run_steps, module=fake(STEPS)))
-    code = gpu.main(["--device", "cpu", "--only", "steps", "--out", str(tmp_path)])
+    chosen = ["--only", "steps", "--modes", "non_private", "fastclip"]
+    code = gpu.main(["--device", "cpu", *chosen, "--out", str(tmp_path)])
     text = (tmp_path / "gpu-trial.json").read_text()
     result = json.loads(text)
     assert code == 0
-    assert result["command"] == "python -m bench.gpu --device cpu --only steps"
+    assert result["command"] == f"python -m bench.gpu --device cpu {' '.join(chosen)}"
+    assert [run["mode"] for run in result["steps"]["runs"]] == ["non_private"]
     assert result["steps"]["runs"][0]["step_s"][1] > 0
     assert result["steps"]["not_run"] == 0
     assert str(ROOT) not in text
