@@ -55,6 +55,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts; all")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="of steps")
     parser.add_argument("--match", default="", help="microbenchmarks whose name holds this")
+    parser.add_argument("--no-graphs", action="store_true", help="no step as a CUDA graph")
     parser.add_argument("--no-ahead", action="store_true", help="kernels were compiled before")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     options = parser.parse_args(arguments)
@@ -110,7 +111,7 @@ def measure(options: argparse.Namespace, result: dict, deadline: Deadline, save:
     )  # fmt: skip
     if wanted("steps"):
         plan = [pair for pair in step_plan() if pair[2] in options.modes]
-        run_steps(begin("steps"), device, result, save, plan)
+        run_steps(begin("steps"), device, result, save, plan, graphs=not options.no_graphs)
     with ExitStack() as stack:
         if wanted("kernels"):
             ahead = deadline.part(0.3)
@@ -210,8 +211,8 @@ def command(options: argparse.Namespace) -> str:
         text += f" --only {' '.join(options.only)}"
     if set(options.modes) != set(MODES):
         text += f" --modes {' '.join(options.modes)}"
-    if options.no_ahead:
-        text += " --no-ahead"
+    for name in ("no_graphs", "no_ahead"):
+        text += f" --{name.replace('_', '-')}" if getattr(options, name) else ""
     if options.match:
         text += f" --match {options.match}"
     return text if options.minutes == 9.0 else f"{text} --minutes {options.minutes:g}"

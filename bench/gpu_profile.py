@@ -112,7 +112,7 @@ def chosen_configurations() -> list[dict[str, Any]]:
 
     Returns:
         "kernel", "arguments" (the search's key), "configuration", and "ms" of all that were tried
-        where `tuning.short` timed them. Empty in the interpreter, which does not search.
+        since `tuning.anew`. Empty in the interpreter, which does not search.
     """
     rows = []
     for name, tuned in tuned_kernels():

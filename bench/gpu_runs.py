@@ -11,7 +11,7 @@ from bench.gpu_summary import summarise, trouble
 STEP_SECONDS = 110.0  # for one mode of one workload
 NAMES = 3  # of a run that has told nothing: its round, task and mode
 FIRST, SECOND = ("non_private", "fastclip"), ("opacus_hooks", "opacus_ghost")
-MAIN, EXTRA = ("bert_t128", "bert_t512", "gpt2", "resnet50", "vit_b"), ("resnet50_float32",)
+MAIN, EXTRA = ("bert_t128", "bert_t512", "gpt2", "vit_b", "resnet50"), ("resnet50_float32",)
 
 COMPILERS = {"resnet50": 5, "bert_t128": 2, "bert_t512": 2, "gpt2": 2, "vit_b": 2}
 """Processes that compile a task's kernels ahead, each a share of every search: most for the twenty
@@ -42,7 +42,7 @@ def step_plan() -> list[tuple[int, str, str]]:
 def run_steps(
     deadline: Deadline, device: str, result: dict, save: Callable[[], None],
     plan: Sequence[tuple[int, str, str]] | None = None, steps: int = 10,
-    module: str = "bench.gpu_steps",
+    module: str = "bench.gpu_steps", graphs: bool = True,
 ) -> dict:  # fmt: skip
     """Time whole training steps, each task and mode in a fresh process, until time is up.
 
@@ -68,7 +68,7 @@ def run_steps(
                 waiting = start() if i + 1 < len(plan) else None
                 child.send({
                     "task": task, "mode": mode, "device": device, "steps": steps,
-                    "tiny": device == "cpu", "extras": round_ == 0,
+                    "tiny": device == "cpu", "extras": round_ == 0, "graphs": graphs,
                 })  # fmt: skip
                 run = {"round": round_, "task": task, "mode": mode}
                 _follow(child, run, found, deadline, save)

@@ -102,6 +102,12 @@ def kernels_in_use(device: torch.device) -> dict[str, str]:
     }
 
 
+def looks_of(model: Any) -> list[tuple[int, float]]:
+    """fastclip's looks at a private model: passes and seconds of each."""
+    keeper = getattr(model, "keeper", None)
+    return [] if keeper is None else [(look.passes, look.seconds) for look in keeper.calls.looks]
+
+
 def timed(step: Callable[[], Any], clock: CpuClock, steps: int) -> dict[str, Any]:
     """Run `step` this often.
 
@@ -123,16 +129,18 @@ def timed(step: Callable[[], Any], clock: CpuClock, steps: int) -> dict[str, Any
 
 def measure(
     name: str, mode: str, device: torch.device, steps: int = STEPS, tiny: bool = False,
-    extras: bool = True,
+    extras: bool = True, graphs: bool = True,
 ) -> Iterator[dict]:  # fmt: skip
     """Time `steps` training steps after `WARM_UP` others, in this process; look at them closely.
 
     Yields, to be joined in one dictionary:
+        at once "first_step_s", in which kernels are compiled and searched for, and fastclip's "looks" at
+        the model before it: (passes, seconds);
         what `timed` returns, "host_syncs": waits of the CPU for the GPU in a step, "peak_mib":
         memory above the built model, "loss"; for fastclip also what `check` found, "kernels",
         "plan" and "configurations".
-        With extras: "profile" (gpu_profile), then for `GRAPHS` "graph": the same step captured, with
-        its times, "peak_mib" and "profile", or an "error" that says why not.
+        With extras: "profile" (gpu_profile), then, with graphs, for `GRAPHS` "graph": the same step
+        captured, with its times, "peak_mib" and "profile", or an "error" that says why not.
     """
     clock = clock_for(device)
     with warnings.catch_warnings(record=True) as caught:
@@ -145,6 +153,7 @@ def measure(
         trainer.step()  # whatever is compiled and tuned, is at the batch that is timed
         clock.synchronize()
         row["first_step_s"] = time.perf_counter() - begin
+        yield {**row, "looks": looks_of(trainer.model)}
         if mode == "fastclip":
             row |= check(trainer)
         for _ in range(WARM_UP):
@@ -167,7 +176,7 @@ def measure(
     if not extras:
         return
     yield {"profile": _looked_at(trainer.step, row, device)}
-    if mode in GRAPHS:
+    if graphs and mode in GRAPHS:
         yield {"graph": as_graph(trainer, memory, clock, steps)}
 
 
@@ -231,9 +240,10 @@ def child() -> None:
         if share := order.get("share"):
             tell(compile_ahead(order["task"], device, tiny, (share[0], share[1])))
         else:
-            tuning.short()
+            tuning.anew()
             pair = (order["task"], order["mode"])
-            for part in measure(*pair, device, order["steps"], tiny, order["extras"]):
+            rest = (order["steps"], tiny, order["extras"], order.get("graphs", True))
+            for part in measure(*pair, device, *rest):
                 tell(part)
     except Exception as error:
         tell({"error": first_line(error), "detail": frames(error)})
@@ -254,7 +264,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.child:
         child()
         return
-    tuning.short()
+    tuning.anew()
     for task in options.tasks:
         for mode in options.modes:
             print(task, mode, flush=True)

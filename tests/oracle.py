@@ -81,7 +81,7 @@ def row_loss(output: torch.Tensor, target: Any = None) -> torch.Tensor:
     depend on the other rows, nor on how many there are.
     """
     numel = output.shape[1:].numel()
-    pattern = torch.arange(numel, dtype=torch.float64).cos().to(output.dtype)
+    pattern = torch.arange(numel, dtype=torch.float64, device=output.device).cos().to(output.dtype)
     return 0.5 * (output.flatten(1) - pattern).square().sum(1)
 
 

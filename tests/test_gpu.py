@@ -8,6 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine, clipping, ops
@@ -222,6 +224,35 @@ def test_bfloat16_autocast() -> None:
     row_loss(out.float()).mean().backward()
     found = {name: x.cpu() for name, x in summed(dict(model.named_parameters())).items()}
     assert relative_error(found, expected) <= 2e-2
+
+
+class Attention(nn.Module):
+    """Long enough for kernels that add up its gradients in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.qkv, self.out = nn.Embedding(50, 64), nn.Linear(64, 192), nn.Linear(64, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.table(ids)).unflatten(-1, (3, 2, 32)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kernel", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+def test_whose_gradients_of_attention_are(kernel: str, autocast: bool) -> None:
+    """Two backward passes of these kernels differ in their last bits, which is no coupling."""
+    if not autocast and kernel != "EFFICIENT_ATTENTION":
+        pytest.skip("a kernel of 16-bit numbers")
+    model, ids = Attention(), torch.randint(50, (6, 1024))
+    expected, _ = sums_of(model.double(), ids, clipping.dp_sgd(), "reference")
+    _, private, _, _ = make_private(model.float().cuda(), max_grad_norm=0.5)
+    with sdpa_kernel(getattr(SDPBackend, kernel)):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            out = private(ids.cuda())
+        row_loss(out.float()).mean().backward()
+    found = {name: x.cpu() for name, x in summed(dict(model.named_parameters())).items()}
+    assert relative_error(found, expected) <= (2e-2 if autocast else 1e-4)
 
 
 @extension

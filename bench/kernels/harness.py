@@ -193,7 +193,7 @@ def main() -> None:
     if share := order.get("share"):
         compile_ahead(cases[share[0] :: share[1]], device)
         return
-    tuning.short()
+    tuning.anew()
     tell({"plan": [identifier for identifier, _ in cases]})
     for row in failures:
         if row["id"] not in skip:

@@ -1,7 +1,7 @@
-"""How Triton's autotuner behaves in a benchmark run, which has minutes for hundreds of searches.
+"""How Triton's autotuner behaves in a benchmark run.
 
-`short`: fewer repetitions of each configuration, and a choice that serves this process alone: what
-another batch size found, here or on disk, must not decide what is timed. `forget`: search again.
+`anew`: a choice serves this process alone: what another batch size found, here or on disk, must not
+decide what is timed. `forget`: search again.
 `compile_only`: every configuration is compiled and launched once, none is timed, nothing is
 remembered but the compiled code on disk: what several processes do ahead, so that the one that
 measures finds it. `first_config`: no search; for the tests. Each patches triton's Autotuner (3.2 and
@@ -34,24 +34,16 @@ def _not_remembered(self: Any, key: Any, configs: Any, search: Callable[[], Any]
 
 
 def times(search: Any, key: Any) -> dict[str, float]:
-    """Milliseconds of every configuration that `short` has tried for this key, the fastest first."""
+    """Milliseconds of all configurations tried since `anew` for this key, the fastest first."""
     tried = getattr(search, "times", {}).get(key, {})
     median = {str(config): found[0] for config, found in tried.items()}
     return dict(sorted(median.items(), key=lambda pair: pair[1]))
 
 
-def short(warmup: int = 5, rep: int = 30) -> None:
-    """Time each configuration for `rep` milliseconds after `warmup`."""
-    if (tuner := _autotuner()) is None:
-        return
-
-    def bench(call: Callable[[], Any], quantiles: Any = None, **_: Any) -> Any:
-        from triton.testing import do_bench
-
-        return do_bench(call, warmup=warmup, rep=rep, quantiles=quantiles)
-
-    tuner.do_bench = property(lambda self: bench)
-    tuner.check_disk_cache = _not_remembered
+def anew() -> None:
+    """Nothing on disk decides; the times of all configurations are kept."""
+    if (tuner := _autotuner()) is not None:
+        tuner.check_disk_cache = _not_remembered
 
 
 def forget(kernels: Iterable[Any]) -> None:

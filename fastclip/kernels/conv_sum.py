@@ -11,8 +11,9 @@ stretches of (b, t); partial sums are added in fixed order. Nothing is rounded b
 - float32 operands, and maps of fewer than FEW positions (a tile then holds many samples), are scaled
   in float32 as they are loaded; 16-bit operands are then multiplied as three tf32 products.
 
-A sample of scale 0 contributes 0 even where its operands are not finite: they are not read. Depthwise
-convolutions, of one row and a few columns a group, stay with the reference.
+A sample of scale 0 contributes 0 even where its operands are not finite: what comes of them is not
+added. They are read all the same: loads that waited for the scale would come one step later.
+Depthwise convolutions, of one row and a few columns a group, stay with the reference.
 """
 
 from __future__ import annotations
@@ -36,11 +37,10 @@ FEW = 16
 """Positions from which samples are summed one after the other: the shortest native product."""
 LONGEST = 512
 """Positions that a tensor core's accumulator takes; tiles divide it."""
-# Loads wait for a sample's scale: of 5 stages 3 hold tiles, of 3 stages 2.
 _CONFIGS = [
     triton.Config({"BLOCK_K": k}, num_warps=warps, num_stages=stages)
     for k, warps, stages in (
-        (64, 8, 5), (64, 4, 5), (64, 8, 3), (128, 8, 3), (32, 8, 3), (32, 4, 5),
+        (64, 8, 5), (64, 8, 4), (64, 4, 4), (64, 4, 3), (128, 8, 3), (32, 8, 4), (32, 4, 5),
         (STEP, 8, 2),
     )
 ]  # fmt: skip
@@ -93,8 +93,7 @@ def _tiles(X, G, SCALE, OUT, b, splits, work, c, o, h, w, positions, width, grou
         for chunk in range(first, stop):
             sample, start = (chunk // chunks).to(tl.int64), chunk % chunks * BLOCK_K
             at = start + local
-            factor = tl.load(SCALE + sample * scale_b).to(tl.float32)
-            inside = at < tl.where(factor == 0, 0, positions)  # dead samples are not even read
+            inside = at < positions
             offset, seen = pixel(at[:, None], dh, dw, h, w, width, sxh, sxw, SH, SW, FLAT)
             seen = seen & inside[:, None] & is_column[None, :]
             x_at = X + sample * sxb + (offset + channel[None, :] * sxc)
@@ -103,8 +102,14 @@ def _tiles(X, G, SCALE, OUT, b, splits, work, c, o, h, w, positions, width, grou
             g = tl.load(g_at, mask=is_row & inside[None, :], other=0.0)
             part = multiply(g, patch, part, MODE)
             end = start + BLOCK_K
-            if ONE or (end >= positions) | (end % LONG == 0) | (chunk == stop - 1):
-                acc = tl.fma(part, factor, acc)
+            if ONE:
+                factor = tl.load(SCALE + sample * scale_b).to(tl.float32)
+                acc = tl.where(factor == 0, acc, tl.fma(part, factor, acc))
+                part = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+            elif (end >= positions) | (end % LONG == 0) | (chunk == stop - 1):
+                factor = tl.load(SCALE + sample * scale_b).to(tl.float32)
+                if factor != 0:
+                    acc = tl.fma(part, factor, acc)
                 part = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
     else:
         share = tl.cdiv(tl.cdiv(b * positions, BLOCK_K), splits) * BLOCK_K

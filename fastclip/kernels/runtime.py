@@ -15,6 +15,8 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
+from fastclip.kernels.search import search
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Kernels run on the CPU, in Triton's interpreter (set before triton is imported)."""
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -259,7 +261,7 @@ class Tuned(Launched):
     ) -> None:
         super().__init__(kernel)
         self.configs, self.prune = configs, prune
-        self.search = None if INTERPRETED else _search(kernel, configs, key, prune)
+        self.search = None if INTERPRETED else search(kernel, configs, key, prune)
 
     def usable(self, args: tuple, kwargs: dict[str, Any]) -> list[triton.Config]:
         """The configurations that suit the arguments of a launch, the best guess first."""
@@ -288,12 +290,3 @@ class Tuned(Launched):
         options = config.kwargs if INTERPRETED else config.all_kwargs()
         code = self.kernel[grid](*args, **kwargs, **options)
         return self.compiled(code, len(args), {**kwargs, **config.kwargs})
-
-
-def _search(kernel: Any, configs: list[triton.Config], key: list[str], prune: Prune | None) -> Any:
-    """triton.autotune of the kernel."""
-    options = {} if prune is None else {"prune_configs_by": {"early_config_prune": prune}}
-    try:
-        return triton.autotune(configs, key, cache_results=True, **options)(kernel)
-    except TypeError:  # a Triton that keeps no cache
-        return triton.autotune(configs, key, **options)(kernel)

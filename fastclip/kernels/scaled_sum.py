@@ -18,7 +18,8 @@ bfloat16 halves (2^-17). So nothing is rounded before a product:
   float32 as they are loaded; 16-bit operands are then multiplied as three tf32 products, which
   keep 21 bits of s_b g_b and all of a_b.
 
-A sample of scale 0 contributes 0 even where its operands are not finite: they are not read.
+A sample of scale 0 contributes 0 even where its operands are not finite: what comes of them is not
+added. They are read all the same: loads that waited for the scale would come one step later.
 """
 
 from __future__ import annotations
@@ -52,11 +53,12 @@ _WHOLE = 128
 """Positions of the longest tile."""
 SIDE = 128
 """Rows and columns of the tiles that large products are cut into: one fills a multiprocessor."""
-# Loads of a sample's tiles wait for its scale: of 5 stages 3 hold tiles, of 3 stages 2.
 CONFIGS = product_configs(
-    (64, 64, 64, 4, 5), (128, 128, 64, 8, 3), (128, 128, 64, 8, 5), (64, 128, 64, 4, 5),
-    (128, 64, 64, 4, 5), (64, 256, 64, 8, 5), (16, 128, 64, 4, 5), (128, 16, 64, 4, 5),
-    (64, 64, _WHOLE, 4, 3), (64, 128, _WHOLE, 4, 3), (128, 128, _WHOLE, 8, 3),
+    (64, 64, 64, 4, 4), (128, 128, 64, 8, 4), (128, 128, 64, 8, 5), (128, 128, 64, 8, 6),
+    (64, 128, 64, 4, 3), (64, 128, 64, 4, 4), (128, 64, 64, 4, 3), (128, 64, 64, 4, 4),
+    (64, 256, 64, 8, 4), (256, 64, 64, 8, 4), (16, 128, 64, 4, 4), (128, 16, 64, 4, 4),
+    (64, 64, _WHOLE, 4, 3), (64, 128, _WHOLE, 4, 2), (128, 64, _WHOLE, 4, 2),
+    (128, 128, _WHOLE, 8, 2), (128, 128, _WHOLE, 8, 3),
     (64, 64, STEP, 4, 3), (64, 64, STEP, 8, 3), (128, 64, STEP, 8, 3), (128, 128, STEP, 8, 3),
     (64, 64, STEP, 8, 2), (16, 64, STEP, 4, 3), (64, 16, STEP, 4, 3),
 )  # fmt: skip
@@ -99,15 +101,20 @@ def sum_tile(  # type: ignore[no-untyped-def]
         for chunk in range(first, stop):
             sample, t0 = (chunk // chunks).to(tl.int64), chunk % chunks * BLOCK_T
             at = (t0 + local).to(tl.int64)
-            factor = tl.load(scale + sample * scale_b).to(tl.float32)
-            inside = at < tl.where(factor == 0, 0, t)  # dead samples are not even read
+            inside = at < t
             g_at = g + (sample * g_b + at[None, :] * g_t)
             a_at = a + (sample * a_b + at[:, None] * a_t)
             g_tile = tl.load(g_at, mask=in_p & inside[None, :], other=0.0)
             a_tile = tl.load(a_at, mask=in_d & inside[:, None], other=0.0)
             part = multiply(g_tile, a_tile, part, MODE)
-            if ONE or (t0 + BLOCK_T >= t) | (chunk == stop - 1):
-                acc = tl.fma(part, factor, acc)
+            if ONE:
+                factor = tl.load(scale + sample * scale_b).to(tl.float32)
+                acc = tl.where(factor == 0, acc, tl.fma(part, factor, acc))
+                part = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+            elif (t0 + BLOCK_T >= t) | (chunk == stop - 1):
+                factor = tl.load(scale + sample * scale_b).to(tl.float32)
+                if factor != 0:
+                    acc = tl.fma(part, factor, acc)
                 part = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
     else:
         share = tl.cdiv(tl.cdiv(b * t, BLOCK_T), splits) * BLOCK_T

@@ -23,7 +23,7 @@ from fastclip.samples.independence import (
     followed,
     moved_between,
 )
-from fastclip.samples.influence import Influence, check_unmixed
+from fastclip.samples.influence import Influence
 from fastclip.samples.inputs import INPUT, Cuts, own_axis
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.mixed_outputs import Found, mixed_outputs, note_gradients
@@ -160,7 +160,7 @@ class Comparison:
                 if owner is None:
                     continue
                 self.reached.add(name)
-                check_unmixed(name, owner)
+                influence.check_unmixed(name, owner, probe.sources)
                 self._narrow(name, owner, count)
             moved = self.layout.moved
             self.owned = self.owned or {n: x if n in moved else [] for n, x in owned.items()}

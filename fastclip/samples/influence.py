@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from fastclip.errors import BatchSizeError
+from fastclip.samples.gradients import gradients
 from fastclip.samples.independence import by_row, called, coupled
 from fastclip.samples.owners import MIXED, NOBODY, coded_by, owners
 from fastclip.samples.probing import Output
@@ -58,6 +60,29 @@ class Influence:
             return []
         return [one for part in _parts(list(asked)) for one in self._owners(part)]
 
+    def check_unmixed(self, name: Hashable, owner: Tensor, sources: Iterable[Output]) -> None:
+        """Refuse an entry that follows from several samples.
+
+        Args:
+            sources: what was asked for, among it what has this name.
+
+        Raises:
+            BatchSizeError: naming where it is.
+        """
+        if not bool((owner == MIXED).any()):
+            return
+        edges = [source.edge for source in sources if source.name == name]
+        one, other = (gradients(self._from, edges, self._seeds, keep_graph=True) for _ in range(2))
+        for x, y in zip(one, other, strict=True):
+            if x is not None and y is not None and not torch.equal(x.nan_to_num(), y.nan_to_num()):
+                raise BatchSizeError(
+                    f"{called(name)}: two backward passes over the same rows give different gradients, "
+                    "so whose they are cannot be told: a kernel adds up in another order each time; let "
+                    "it keep one order (by its library's switch for deterministic gradients, or by "
+                    "F.scaled_dot_product_attention in the place of another attention)"
+                )
+        raise coupled(called(name))
+
     def _owners(self, asked: list[Output]) -> list[tuple[Hashable, Tensor | None]]:
         edges = [output.edge for output in asked]
         plain, scaled = self._both(edges)
@@ -84,7 +109,7 @@ class Influence:
 
     def _both(self, edges: list[GradientEdge]) -> tuple[tuple[Tensor | None, ...], ...]:
         one, other = (
-            torch.autograd.grad(self._from, edges, seeds, retain_graph=True, allow_unused=True)
+            gradients(self._from, edges, seeds, keep_graph=True)
             for seeds in (self._seeds, self._coded)
         )
         return one, other
@@ -110,13 +135,3 @@ def _louder(halves: list[Tensor]) -> float:
         return 2.0**-3
     peak = max(sizes, default=0.0)
     return 2.0 ** math.floor(math.log2(_PEAK / peak)) if 0 < peak < _LOWEST else 1.0
-
-
-def check_unmixed(name: Hashable, owner: Tensor) -> None:
-    """Refuse an entry that follows from several samples.
-
-    Raises:
-        BatchSizeError: naming where it is.
-    """
-    if bool((owner == MIXED).any()):
-        raise coupled(called(name))

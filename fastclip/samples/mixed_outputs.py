@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fastclip.errors import BatchSizeError
 from fastclip.graph import Node, reached_without
+from fastclip.samples.gradients import gradients
 from fastclip.samples.ignored import IGNORED
 from fastclip.samples.independence import UNBATCHED, by_row, rows_agree
 from fastclip.samples.inputs import flatten, rebuild, tensors_of
@@ -65,9 +66,9 @@ def note_gradients(
             probe.layout.inner.add(number)
         generator = torch.Generator().manual_seed(number)
         weights = torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu")
-        given = torch.autograd.grad(
-            x, [source.edge for source, _ in known], weights.to(x.device, x.dtype),
-            retain_graph=True, allow_unused=True,
+        given = gradients(
+            [x], [source.edge for source, _ in known], [weights.to(x.device, x.dtype)],
+            keep_graph=True,
         )  # fmt: skip
         found[number] = (
             x.shape,

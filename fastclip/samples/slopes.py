@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastclip.memory import no_memory
+from fastclip.samples.gradients import gradients
 from fastclip.samples.independence import called, coupled
 from fastclip.samples.place import Place
 from fastclip.samples.positions import placed
@@ -49,7 +50,7 @@ def note_slopes(probe: Probe, outputs: list[Tensor], axes: list[int]) -> None:
     edges = [source.edge for source in probe.sources]
     names = [source.name for source in probe.sources]
     try:
-        found = torch.autograd.grad([x for x, _ in pairs], edges, seeds, allow_unused=True)
+        found = gradients([x for x, _ in pairs], edges, seeds)
         probe.slopes += zip(names, found, strict=True)
     except Exception as error:
         if no_memory(error):

@@ -182,7 +182,9 @@ def test_the_child_that_times_a_step(send: Callable, capsys: pytest.CaptureFixtu
     order = {"task": "gpt2", "device": "cpu", "steps": 1, "tiny": True, "extras": True}
     send({**order, "mode": "non_private"})
     gpu_steps.main(["--child"])
-    row, profile, graph, end = told(capsys)
+    first, row, profile, graph, end = told(capsys)
+    assert first["first_step_s"] == row["first_step_s"] > 0
+    assert first["looks"] == []
     assert row["steps"] == 1
     assert profile["profile"]["kernels"][0]["seconds"] > 0
     assert graph["graph"]["error"].startswith("not captured: CUDA graphs need an NVIDIA GPU")

@@ -132,7 +132,7 @@ def test_determinism_is_another_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, searched = Kernel(), Kernel()
     configs = [runtime.triton.Config({"BLOCK": 8}), runtime.triton.Config({"BLOCK": 16})]
     searched.best_config = configs[1]  # type: ignore[attr-defined]
-    monkeypatch.setattr(runtime, "_search", lambda *_: searched)
+    monkeypatch.setattr(runtime, "search", lambda *_: searched)
     tuned = runtime.Tuned(kernel, configs, [], None)
     for _ in range(2):
         tuned[1,](MEMORY, 5, 0.5, SIZE=3)
@@ -200,7 +200,7 @@ def test_determinism_is_not_repeated_without_it(monkeypatch: pytest.MonkeyPatch)
     searched = Kernel()
     configs = [runtime.triton.Config({"BLOCK": 8}), runtime.triton.Config({"BLOCK": 16})]
     searched.best_config = configs[1]  # type: ignore[attr-defined]
-    monkeypatch.setattr(runtime, "_search", lambda *_: searched)
+    monkeypatch.setattr(runtime, "search", lambda *_: searched)
     tuned = runtime.Tuned(Kernel(), configs, [], None)
     tuned[1,](MEMORY, 5, 0.5, SIZE=3, same="kind")
     code = tuned.repeat("kind", MEMORY)
