@@ -34,23 +34,24 @@ _SUSPECTS: list[str] = []
 
 
 def gpu_marked(folder: Path) -> list[str]:
-    """Test files outside tests/kernels that mark tests for GPUs."""
+    """Test files outside tests/kernels that mark tests for GPUs; those of whole steps first."""
     kernels = folder / "kernels"
-    return sorted(
-        path.relative_to(folder.parent).as_posix()
+    found = [
+        path.relative_to(folder.parent)
         for path in folder.rglob("test_*.py")
         if kernels not in path.parents and re.search(r"\bmark\.gpu\b", path.read_text())
-    )
+    ]
+    return [path.as_posix() for path in sorted(found, key=lambda path: (len(path.parts), path))]
 
 
 def run_tests(
     deadline: Deadline, result: dict, save: Callable[[], None],
     targets: Sequence[str] = ("tests/kernels",),
 ) -> dict:  # fmt: skip
-    """pytest over the tests marked `gpu`, in at most half of the time, and over `targets`.
+    """pytest over the tests marked `gpu`, in most of the time, and over `targets`.
 
     Returns:
-        "passed", "failed", "skipped", "errors": counts; "failures": the first 40, with the first
+        "passed", "failed", "skipped", "errors": counts; "failures": the first 100, with the first
         line of their message and where it was raised ("at"); "seconds"; "error" where it did not
         come to its end. It is in result["tests"], and saved, as tests end.
     """
@@ -61,7 +62,7 @@ def run_tests(
     def note(part: dict) -> None:
         parts = [*done, part]
         found.update({name: sum(part[name] for part in parts) for name in COUNTS})
-        found["failures"] = [failure for part in parts for failure in part["failures"]][:40]
+        found["failures"] = [failure for part in parts for failure in part["failures"]][:100]
         if errors := [part["error"] for part in parts if "error" in part]:
             found["error"] = "; ".join(errors)
         found["seconds"] = deadline.clock() - begin
@@ -69,7 +70,7 @@ def run_tests(
 
     marked = gpu_marked(ROOT / "tests")
     if marked:
-        done.append(_run(["-m", "gpu"], marked, deadline.part(0.5), note))
+        done.append(_run(["-m", "gpu"], marked, deadline.part(0.7), note))
     note(_run([], targets, deadline, note))
     return found
 

@@ -14,6 +14,7 @@ from fastclip.kernels.ghost_sums import finish_ghost_norm
 from fastclip.kernels.group_norm import group_norm
 from fastclip.kernels.group_norm_backward import group_norm_backward
 from fastclip.kernels.instantiated_norm import instantiated_norm
+from fastclip.kernels.kept_sum import kept_sum
 from fastclip.kernels.norm_affine import layer_norm_backward, rms_norm_backward
 from fastclip.kernels.scaled_sum import scaled_sum
 from fastclip.kernels.scaled_sums import scaled_sums
@@ -33,6 +34,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
         group_norm,
         group_norm_backward,
         instantiated_norm,
+        kept_sum,
         layer_norm_backward,
         lookup_norm,
         lookup_sum,

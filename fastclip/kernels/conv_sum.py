@@ -5,9 +5,9 @@
 Index letters and patches as in conv_norm; splits, and what is rounded when, as in scaled_sum. An
 implicit GEMM over the positions of all samples: a program takes a tile of W and one of `splits`
 stretches of (b, t); partial sums are added in fixed order. Nothing is rounded before a product:
-- 16-bit operands are multiplied as they are, one sample after the other, and each sample's float32
-  sum is scaled by one multiply-add. A sum begins anew every LONGEST positions, too: tensor cores
-  truncate, and over a large map that would come to more than the slack of the scales (2^-18);
+- 16-bit operands are multiplied as they are, a few positions of one sample after the other, and each
+  such float32 sum is scaled by one multiply-add: tensor cores truncate, and over a large map that
+  would come to more than the slack of the scales (2^-18);
 - float32 operands, and maps of fewer than FEW positions (a tile then holds many samples), are scaled
   in float32 as they are loaded; 16-bit operands are then multiplied as three tf32 products.
 
@@ -35,8 +35,6 @@ from fastclip.ops.conv import ConvGeometry
 
 FEW = 16
 """Positions from which samples are summed one after the other: the shortest native product."""
-LONGEST = 512
-"""Positions that a tensor core's accumulator takes; tiles divide it."""
 _CONFIGS = [
     triton.Config({"BLOCK_K": k}, num_warps=warps, num_stages=stages)
     for k, warps, stages in (
@@ -65,7 +63,7 @@ def _usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[An
 @launched(do_not_specialize=["b", "splits", "work"])
 def _tiles(X, G, SCALE, OUT, b, splits, work, c, o, h, w, positions, width, groups, row_tiles, col_tiles,  # type: ignore[no-untyped-def]
            out_s, sxb, sxc, sxh, sxw, sgb, sgo, sgt, scale_b, BY_SAMPLE: tl.constexpr,
-           LONG: tl.constexpr, BUCKET: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+           BUCKET: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
            SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
            DH: tl.constexpr, DW: tl.constexpr, FLAT: tl.constexpr, MODE: tl.constexpr,
            ONE_TAP: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -85,13 +83,12 @@ def _tiles(X, G, SCALE, OUT, b, splits, work, c, o, h, w, positions, width, grou
     local = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
     if BY_SAMPLE:
-        ONE: tl.constexpr = BUCKET <= BLOCK_K  # a chunk is a sample
         chunks = tl.cdiv(positions, BLOCK_K)  # of a sample
         share = tl.cdiv(b * chunks, splits)
         first, stop = split * share, tl.minimum((split + 1) * share, b * chunks)
-        part = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
-        for chunk in range(first, stop):
-            sample, start = (chunk // chunks).to(tl.int64), chunk % chunks * BLOCK_K
+        sample, start = (first // chunks).to(tl.int64), first % chunks * BLOCK_K
+        for _ in range(first, stop):
+            factor = tl.load(SCALE + sample * scale_b).to(tl.float32)  # early, as in scaled_sum
             at = start + local
             inside = at < positions
             offset, seen = pixel(at[:, None], dh, dw, h, w, width, sxh, sxw, SH, SW, FLAT)
@@ -100,17 +97,11 @@ def _tiles(X, G, SCALE, OUT, b, splits, work, c, o, h, w, positions, width, grou
             g_at = G + sample * sgb + (row[:, None] * sgo + at[None, :] * sgt)
             patch = tl.load(x_at, mask=seen, other=0.0)
             g = tl.load(g_at, mask=is_row & inside[None, :], other=0.0)
-            part = multiply(g, patch, part, MODE)
-            end = start + BLOCK_K
-            if ONE:
-                factor = tl.load(SCALE + sample * scale_b).to(tl.float32)
-                acc = tl.where(factor == 0, acc, tl.fma(part, factor, acc))
-                part = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
-            elif (end >= positions) | (end % LONG == 0) | (chunk == stop - 1):
-                factor = tl.load(SCALE + sample * scale_b).to(tl.float32)
-                if factor != 0:
-                    acc = tl.fma(part, factor, acc)
-                part = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+            part = multiply(g, patch, tl.zeros([BLOCK_O, BLOCK_N], tl.float32), MODE)
+            acc = tl.where(factor == 0, acc, tl.fma(part, factor, acc))
+            start += BLOCK_K
+            sample += (start >= positions).to(tl.int64)
+            start = tl.where(start >= positions, 0, start)
     else:
         share = tl.cdiv(tl.cdiv(b * positions, BLOCK_K), splits) * BLOCK_K
         first, stop = split * share, tl.minimum((split + 1) * share, b * positions)
@@ -161,7 +152,7 @@ def conv_sum(x: Tensor, g: Tensor, scale: Tensor, geometry: ConvGeometry) -> Ten
     out = torch.empty(splits, groups * o, taps, c, dtype=torch.float32, device=x.device)
     _tiles[(splits * tiles,)](
         x, g, scale, out, b, splits, work_class(steps), *sizes, row_tiles, col_tiles, out.stride(0),
-        *x.stride(), *g.stride(), scale.stride(0), BY_SAMPLE=by_sample, LONG=LONGEST, MODE=mode,
+        *x.stride(), *g.stride(), scale.stride(0), BY_SAMPLE=by_sample, MODE=mode,
         **blocks, **constants,
     )  # fmt: skip
     total = out[0] if splits == 1 else out.sum(0)

@@ -11,9 +11,8 @@ and g n_d times, from L2 after the first.
 A sample's contribution must not exceed its sensitivity, and the scales leave 2^-18 for rounding.
 s_b g_b rounded to bfloat16 (2^-8 a value, alike for equal values) would break it, and so would two
 bfloat16 halves (2^-17). So nothing is rounded before a product:
-- 16-bit operands are multiplied as they are (exactly, on tensor cores), one sample after the other,
-  and each sample's float32 sum is scaled by one multiply-add a value of the tile and sample. A tile
-  of up to 128 positions holds a whole sample where it can: then no second accumulator is carried;
+- 16-bit operands are multiplied as they are (exactly, on tensor cores), up to 128 positions of one
+  sample after the other, and each such float32 sum is scaled by one multiply-add a value;
 - float32 operands, and fewer than 16 positions (a tile then holds many samples), are scaled in
   float32 as they are loaded; 16-bit operands are then multiplied as three tf32 products, which
   keep 21 bits of s_b g_b and all of a_b.
@@ -54,11 +53,9 @@ _WHOLE = 128
 SIDE = 128
 """Rows and columns of the tiles that large products are cut into: one fills a multiprocessor."""
 CONFIGS = product_configs(
-    (64, 64, 64, 4, 4), (128, 128, 64, 8, 4), (128, 128, 64, 8, 5), (128, 128, 64, 8, 6),
-    (64, 128, 64, 4, 3), (64, 128, 64, 4, 4), (128, 64, 64, 4, 3), (128, 64, 64, 4, 4),
-    (64, 256, 64, 8, 4), (256, 64, 64, 8, 4), (16, 128, 64, 4, 4), (128, 16, 64, 4, 4),
-    (64, 64, _WHOLE, 4, 3), (64, 128, _WHOLE, 4, 2), (128, 64, _WHOLE, 4, 2),
-    (128, 128, _WHOLE, 8, 2), (128, 128, _WHOLE, 8, 3),
+    (64, 64, 64, 4, 4), (128, 128, 64, 8, 4), (128, 128, 64, 8, 5), (64, 128, 64, 4, 4),
+    (128, 64, 64, 4, 4), (16, 128, 64, 4, 4), (128, 16, 64, 4, 4),
+    (64, 64, _WHOLE, 4, 3), (64, 128, _WHOLE, 4, 2), (128, 128, _WHOLE, 8, 3),
     (64, 64, STEP, 4, 3), (64, 64, STEP, 8, 3), (128, 64, STEP, 8, 3), (128, 128, STEP, 8, 3),
     (64, 64, STEP, 8, 2), (16, 64, STEP, 4, 3), (64, 16, STEP, 4, 3),
 )  # fmt: skip
@@ -72,15 +69,28 @@ _SPILLS = {
 
 def usable_here(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
     """As of instantiated_norm; the longest tiles only for samples that would not fit in others."""
-    whole = kwargs["BUCKET"] == _WHOLE
+    whole = kwargs["BUCKET"] >= _WHOLE
     fits = usable(configs, named, _SPILLS, **kwargs)
     return [c for c in fits if whole or c.kwargs["BLOCK_T"] < _WHOLE]
 
 
 @triton.jit
+def _loaded(at, in_t, in_side, WHOLE_T: tl.constexpr, WHOLE_SIDES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile, 0 beyond the operand's ends, which are looked for where they can be in it."""
+    if WHOLE_T and WHOLE_SIDES:
+        tile = tl.load(at)
+    elif WHOLE_SIDES:
+        tile = tl.load(at, mask=in_t, other=0.0)
+    else:
+        tile = tl.load(at, mask=in_t & in_side, other=0.0)
+    return tile
+
+
+@triton.jit
 def sum_tile(  # type: ignore[no-untyped-def]
     a, g, scale, out, d, p, b, t, split, splits, tile, a_b, a_t, a_d, g_b, g_t, g_p, scale_b,
-    BY_SAMPLE: tl.constexpr, MODE: tl.constexpr, BUCKET: tl.constexpr,
+    BY_SAMPLE: tl.constexpr, MODE: tl.constexpr, BUCKET: tl.constexpr, WHOLE_T: tl.constexpr,
+    WHOLE_SIDES: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """One tile of a layer's sum over one of the stretches of (b, t)."""
@@ -93,29 +103,27 @@ def sum_tile(  # type: ignore[no-untyped-def]
     in_p, in_d = rows[:, None] < p, cols[None, :] < d
     acc = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
     if BY_SAMPLE:
-        ONE: tl.constexpr = BUCKET <= BLOCK_T  # a chunk is a sample
+        # few instructions a step: the processors that issue them are what tensor cores wait for
         chunks = tl.cdiv(t, BLOCK_T)  # of a sample
         share = tl.cdiv(b * chunks, splits)
         first, stop = split * share, tl.minimum((split + 1) * share, b * chunks)
-        part = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-        for chunk in range(first, stop):
-            sample, t0 = (chunk // chunks).to(tl.int64), chunk % chunks * BLOCK_T
-            at = (t0 + local).to(tl.int64)
-            inside = at < t
-            g_at = g + (sample * g_b + at[None, :] * g_t)
-            a_at = a + (sample * a_b + at[:, None] * a_t)
-            g_tile = tl.load(g_at, mask=in_p & inside[None, :], other=0.0)
-            a_tile = tl.load(a_at, mask=in_d & inside[:, None], other=0.0)
-            part = multiply(g_tile, a_tile, part, MODE)
-            if ONE:
-                factor = tl.load(scale + sample * scale_b).to(tl.float32)
-                acc = tl.where(factor == 0, acc, tl.fma(part, factor, acc))
-                part = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-            elif (t0 + BLOCK_T >= t) | (chunk == stop - 1):
-                factor = tl.load(scale + sample * scale_b).to(tl.float32)
-                if factor != 0:
-                    acc = tl.fma(part, factor, acc)
-                part = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+        sample, t0 = (first // chunks).to(tl.int64), first % chunks * BLOCK_T
+        g_at = g + local[None, :].to(tl.int64) * g_t
+        a_at = a + local[:, None].to(tl.int64) * a_t
+        g_from, a_from = sample * g_b + t0.to(tl.int64) * g_t, sample * a_b + t0.to(tl.int64) * a_t
+        scale += sample * scale_b
+        for _ in range(first, stop):
+            factor = tl.load(scale).to(tl.float32)  # early: the product hides how long that takes
+            in_t = local < t - t0
+            g_tile = _loaded(g_at + g_from, in_t[None, :], in_p, WHOLE_T, WHOLE_SIDES)
+            a_tile = _loaded(a_at + a_from, in_t[:, None], in_d, WHOLE_T, WHOLE_SIDES)
+            part = multiply(g_tile, a_tile, tl.zeros((BLOCK_P, BLOCK_D), tl.float32), MODE)
+            acc = tl.where(factor == 0, acc, tl.fma(part, factor, acc))
+            ends = t0 + BLOCK_T >= t
+            g_from += tl.where(ends, g_b - t0.to(tl.int64) * g_t, BLOCK_T * g_t)
+            a_from += tl.where(ends, a_b - t0.to(tl.int64) * a_t, BLOCK_T * a_t)
+            scale += tl.where(ends, scale_b, 0)
+            t0 = tl.where(ends, 0, t0 + BLOCK_T)
     else:
         share = tl.cdiv(tl.cdiv(b * t, BLOCK_T), splits) * BLOCK_T
         first, stop = split * share, tl.minimum((split + 1) * share, b * t)
@@ -141,14 +149,16 @@ def sum_tile(  # type: ignore[no-untyped-def]
 @launched(do_not_specialize=["b", "splits", "work"])
 def _tiles_kernel(  # type: ignore[no-untyped-def]
     a, g, scale, out, d, p, b, t, splits, work, a_b, a_t, a_d, g_b, g_t, g_p, scale_b, out_s,
-    BY_SAMPLE: tl.constexpr, MODE: tl.constexpr, BUCKET: tl.constexpr,
+    BY_SAMPLE: tl.constexpr, MODE: tl.constexpr, BUCKET: tl.constexpr, WHOLE_T: tl.constexpr,
+    WHOLE_SIDES: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(p, BLOCK_P) * tl.cdiv(d, BLOCK_D)
     split, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     sum_tile(
         a, g, scale, out + split.to(tl.int64) * out_s, d, p, b, t, split, splits, tile,
-        a_b, a_t, a_d, g_b, g_t, g_p, scale_b, BY_SAMPLE, MODE, BUCKET, BLOCK_P, BLOCK_D, BLOCK_T,
+        a_b, a_t, a_d, g_b, g_t, g_p, scale_b, BY_SAMPLE, MODE, BUCKET, WHOLE_T, WHOLE_SIDES,
+        BLOCK_P, BLOCK_D, BLOCK_T,
     )  # fmt: skip
 
 
@@ -211,15 +221,18 @@ def _sum(a: Tensor, g: Tensor, scale: Tensor, same: Hashable = None) -> Tensor:
 
 def form_of(a: Tensor, g: Tensor) -> tuple[dict[str, Any], int, int]:
     """Constants of a launch, steps of a tile's sum, and those that a part's own sum costs."""
-    b, t, _ = a.shape
+    (b, t, d), p = a.shape, g.shape[2]
     mode = product_mode(a, g)
     by_sample = mode == "native" and t >= _FEW
     if mode == "native" and not by_sample:
         mode = "tf32x3"
     bucket = next_power_of_2(t)
-    step = _WHOLE if bucket == _WHOLE else 64
+    step = _WHOLE if bucket >= _WHOLE else 64
     steps = b * cdiv(t, step) if by_sample else cdiv(b * t, STEP)
-    constants = {"BY_SAMPLE": by_sample, "MODE": mode, "BUCKET": bucket}
+    constants = {
+        "BY_SAMPLE": by_sample, "MODE": mode, "BUCKET": bucket,
+        "WHOLE_T": t % step == 0, "WHOLE_SIDES": p % SIDE == d % SIDE == 0,
+    }  # fmt: skip
     return constants, steps, STORE * 64 // step if by_sample else STORE
 
 

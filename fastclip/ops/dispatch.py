@@ -104,6 +104,12 @@ def computes_on(device: torch.device) -> bool:
     return device.type == "cpu" and _STATE.requested == "auto"
 
 
+def has_kernel(name: str) -> bool:
+    """A Triton kernel serves this operation on a GPU, as things are."""
+    asked, key = _STATE.requested in ("auto", "triton"), f"triton {name}"
+    return asked and key not in _STATE.why_not and name in _load("triton")
+
+
 def has_loops(name: str) -> bool:
     """fastclip._host computes this operation on a CPU, as things are."""
     return _STATE.requested == "auto" and name in _load("host")

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fastclip.ops.dispatch import host_operation
+from fastclip.ops.dispatch import host_operation, operation
 from fastclip.ops.numerics import drop_zeroed
 from fastclip.ops.precision import in_full_float32
 
 
+@operation
 @in_full_float32
 def kept_sum(gradients: Tensor, scale: Tensor) -> Tensor:
     """sum_b scale_b gradients_b, for gradients [b, *shape] and scale [b]: [*shape]."""

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from fastclip import ops
-from fastclip.ops.dispatch import backend_of, has_loops
+from fastclip.ops.dispatch import backend_of, has_kernel, has_loops
 from fastclip.ops.grams import strips_of
 
 
@@ -51,6 +51,8 @@ _GPU = Costs(
     matmul=300e12, gram=200e12, copy=3e12, kept=1e12, kept_conv=0.5e12, scratch=False, tile=128,
 )  # fmt: skip
 """Proportions of a data-centre GPU until it is measured."""
+_GPU_PLAIN = Costs(matmul=40e12, gram=40e12, copy=3e12, kept=1e12, kept_conv=0.1e12)
+"""The same where PyTorch's operators serve, in float32."""
 
 
 def gram_share(positions: int, tile: int) -> float:
@@ -75,10 +77,11 @@ def cache_file(name: str) -> Path:
 def costs_of(device_type: str, index: int | None = None) -> Costs:
     """The rates of a device: measured ones if they were kept, else the built-in ones."""
     kept = kept_costs(device_type, index)
-    if kept is not None:
+    fused = device_type == "cuda" and has_kernel("conv_ghost_norm") and has_kernel("ghost_norm")
+    if kept is not None and (kept.scratch or fused or device_type != "cuda"):
         return kept
     if device_type == "cuda":
-        return _GPU
+        return _GPU if fused else _GPU_PLAIN
     return _HOST if has_loops("wide_gram") else Costs()
 
 

@@ -28,6 +28,12 @@ ATTENTION_BACKWARD = frozenset(
 """Operators that compute the gradients of fused attention on a GPU."""
 
 
+def normal(like: Tensor, seed: int) -> Tensor:
+    """Float32 numbers in the shape of `like`, drawn where it lies: logits may be 10^9 numbers."""
+    generator = torch.Generator(like.device).manual_seed(seed)
+    return torch.randn(like.shape, generator=generator, dtype=torch.float32, device=like.device)
+
+
 def gradients(
     outputs: Sequence[Tensor], edges: Sequence[GradientEdge], seeds: Sequence[Tensor],
     *, keep_graph: bool = False,

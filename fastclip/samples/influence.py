@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from fastclip.errors import BatchSizeError
-from fastclip.samples.gradients import gradients
+from fastclip.samples.gradients import gradients, normal
 from fastclip.samples.independence import by_row, called, coupled
 from fastclip.samples.owners import MIXED, NOBODY, coded_by, owners
 from fastclip.samples.probing import Output
@@ -44,12 +44,10 @@ class Influence:
             if axis >= 0 and x.dim() > axis and x.shape[axis] == count and x.requires_grad
         ]  # fmt: skip
         self._from = [x for x, _ in pairs]
-        generator = torch.Generator().manual_seed(1)
-        self._seeds = []
-        self._coded = []
+        self._seeds: list[Tensor] = []
+        self._coded: list[Tensor] = []
         for x, axis in pairs:
-            drawn = torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu")
-            seed = (drawn * _LOUD).to(x.device, x.dtype)
+            seed = normal(x, 1 + len(self._seeds)).mul_(_LOUD).to(x.dtype)
             self._seeds.append(seed)
             digits = torch.arange(count, dtype=torch.int64, device=x.device)
             self._coded.append(coded_by(seed, axis, digits - count // 2))

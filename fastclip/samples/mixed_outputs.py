@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fastclip.errors import BatchSizeError
 from fastclip.graph import Node, reached_without
-from fastclip.samples.gradients import gradients
+from fastclip.samples.gradients import gradients, normal
 from fastclip.samples.ignored import IGNORED
 from fastclip.samples.independence import UNBATCHED, by_row, rows_agree
 from fastclip.samples.inputs import flatten, rebuild, tensors_of
@@ -64,10 +64,8 @@ def note_gradients(
             below, _ = reached_without(roots, lambda node: False)
         if x.grad_fn in below:
             probe.layout.inner.add(number)
-        generator = torch.Generator().manual_seed(number)
-        weights = torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu")
         given = gradients(
-            [x], [source.edge for source, _ in known], [weights.to(x.device, x.dtype)],
+            [x], [source.edge for source, _ in known], [normal(x, number).to(x.dtype)],
             keep_graph=True,
         )  # fmt: skip
         found[number] = (

@@ -21,7 +21,9 @@ _EXACT = {
 """What of a gradient, relative to the largest, may be rounding: a maximum that is subtracted for
 safety leaves some."""
 _COARSE = 1e-4
-_AT_ONCE = 2**16
+_AT_ONCE, _AT_ONCE_ON_A_GPU = 2**16, 2**22
+"""Entries that are looked at together: each takes some 60 bytes meanwhile, and each part a dozen
+launches, of which a GPT-2's logits would need ten thousand of the first size."""
 
 
 def coded_by(gradient: Tensor, axis: int, digits: Tensor) -> Tensor:
@@ -52,8 +54,8 @@ def owners(plain: Tensor, scaled: Tensor, samples: int, *, coarse: bool = False)
 
 
 def _parts(x: Tensor) -> tuple[Tensor, ...]:
-    """Entries that are looked at together: each takes some 60 bytes meanwhile."""
-    return x.detach().reshape(-1).split(_AT_ONCE) if x.numel() else ()
+    size = _AT_ONCE if x.device.type == "cpu" else _AT_ONCE_ON_A_GPU
+    return x.detach().reshape(-1).split(size) if x.numel() else ()
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastclip.memory import no_memory
-from fastclip.samples.gradients import gradients
+from fastclip.samples.gradients import gradients, normal
 from fastclip.samples.independence import called, coupled
 from fastclip.samples.place import Place
 from fastclip.samples.positions import placed
@@ -42,11 +42,9 @@ def note_slopes(probe: Probe, outputs: list[Tensor], axes: list[int]) -> None:
         return
     seeds = []
     for x, axis in pairs:  # the same for every row
-        generator = torch.Generator().manual_seed(1)
-        one = [1 if n == axis else size for n, size in enumerate(x.shape)]
-        seed = torch.randn(one, generator=generator, dtype=torch.float32, device="cpu")
-        probe.slopes.append((tuple(one), None))
-        seeds.append(seed.to(x.device, x.dtype).expand_as(x))
+        one = normal(x.narrow(axis, 0, 1), 1)
+        probe.slopes.append((tuple(one.shape), None))
+        seeds.append(one.to(x.dtype).expand_as(x))
     edges = [source.edge for source in probe.sources]
     names = [source.name for source in probe.sources]
     try:

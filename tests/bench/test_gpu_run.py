@@ -137,7 +137,7 @@ def cases():
 @pytest.fixture
 def send(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict], None]:
     """Puts a job where a child's main looks for it; what it patches stays unpatched here."""
-    monkeypatch.setattr(tuning, "short", lambda: None)
+    monkeypatch.setattr(tuning, "anew", lambda: None)
     monkeypatch.setattr(tuning, "compile_only", lambda share=(0, 1): None)
 
     def put(order: dict) -> None:

@@ -92,9 +92,7 @@ def test_any_split(
     check(*of_map(name, dtype))
 
 
-@pytest.mark.parametrize("longest", [64, 128])
-def test_sums_that_begin_anew(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LONGEST", longest)
+def test_sums_of_many_steps() -> None:
     geometry = ConvGeometry((5, 16, 1, 1), (1, 1), (0, 0), (1, 1), 1)
     check(*operands((17, 20), geometry, torch.bfloat16), scales(2), geometry)
 
