@@ -91,7 +91,7 @@ def _follow(
         except TimeoutError:
             if len(run) == NAMES and deadline.left() <= 0:
                 return  # not its fault: it has not been run
-            part = {"error": "TimeoutError: stopped when its time was up", "finished": True}
+            part = {"error": f"TimeoutError: stopped {how_far(run)}", "finished": True}
         if part is None:
             part = {**child.death(), "finished": True}
         run.update({key: value for key, value in part.items() if key != "finished"})
@@ -102,6 +102,15 @@ def _follow(
         save()
         if "finished" in part:
             return
+
+
+def how_far(run: Mapping) -> str:
+    """What is known of a run that did not come to its end."""
+    if "progress" not in run or "first_step_s" in run:
+        return "when its time was up"
+    done = run["progress"]
+    tried = f"{done['trials']} configurations tried in {done['search_s']:.0f} s"
+    return f"after {done['seconds']:.0f} s in its first step, {tried}"
 
 
 def line_of(run: Mapping) -> str:

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -33,6 +35,7 @@ from bench.workloads import MODES
 
 WARM_UP, STEPS = 3, 10
 GRAPHS = ("non_private", "fastclip")  # modes whose step is also tried as a CUDA graph
+TOLD_EVERY = 5.0  # seconds
 AHEAD = 16  # samples of a step that only compiles: a multiple of 16, as every batch that is timed
 AHEAD_MEMORY = 0.25  # of the card, that such a process may take
 SLACK = 0.01  # relative error of a clipped gradient that two orders of summing may leave
@@ -232,6 +235,24 @@ def compile_ahead(name: str, device: torch.device, tiny: bool, share: tuple[int,
     return {"seconds": time.perf_counter() - begin}
 
 
+@contextmanager
+def telling() -> Iterator[None]:
+    """Meanwhile tell every few seconds how far it is: a first step may outlast its time."""
+    done, begin = threading.Event(), time.perf_counter()
+
+    def tell_now() -> None:
+        while not done.wait(TOLD_EVERY):
+            tell({"progress": {"seconds": time.perf_counter() - begin, **tuning.SEARCHED}})
+
+    thread = threading.Thread(target=tell_now, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 def child() -> None:
     """What bench.gpu asks for on standard input; told part by part, {"finished"} at the end."""
     order = job()  # everything is imported by now; the parent says when the GPU is free
@@ -243,8 +264,9 @@ def child() -> None:
             tuning.anew()
             pair = (order["task"], order["mode"])
             rest = (order["steps"], tiny, order["extras"], order.get("graphs", True))
-            for part in measure(*pair, device, *rest):
-                tell(part)
+            with telling():
+                for part in measure(*pair, device, *rest):
+                    tell(part)
     except Exception as error:
         tell({"error": first_line(error), "detail": frames(error)})
     tell({"finished": True})

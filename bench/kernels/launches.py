@@ -112,6 +112,10 @@ def _lookup_sum(t: int, d: int, v: int, dtype: torch.dtype) -> None:
     KERNELS["lookup_sum"](ids, sample, _empty(n, d, dtype=dtype), _empty(BATCH), v, 0)
 
 
+def _kept_sum(d: int, p: int) -> None:
+    KERNELS["kept_sum"](_empty(BATCH, p, d), _empty(BATCH))
+
+
 def _by_rows(t: int, c: int, need_input: bool, dtype: torch.dtype) -> None:
     x, statistics, weight = _empty(BATCH, t, c, dtype=dtype), _empty(BATCH, t), _empty(c)
     KERNELS["layer_norm_backward"](x, x, statistics, statistics, weight, need_input)
@@ -173,6 +177,7 @@ def _others(kind: str) -> Iterator[Form]:
     dtype = TYPES[kind]
     yield "lookup_norm GPT-2", kind, partial(_lookup, 1024, 768, 50257, dtype)
     yield "lookup_sum GPT-2", kind, partial(_lookup_sum, 1024, 768, 50257, dtype)
+    yield "kept_sum GPT-2", kind, partial(_kept_sum, 768, 3072)
     for need_input in (True, False):
         end = "" if need_input else " without the input's gradient"
         for model, t in (("BERT-base", 512), ("ViT-B", 197)):

@@ -10,7 +10,8 @@ newer) for the rest of the process; without triton they do nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
@@ -40,10 +41,28 @@ def times(search: Any, key: Any) -> dict[str, float]:
     return dict(sorted(median.items(), key=lambda pair: pair[1]))
 
 
+SEARCHED = {"trials": 0, "search_s": 0.0}
+"""Configurations tried since `anew`, and seconds that took, compiling included."""
+
+
 def anew() -> None:
     """Nothing on disk decides; the times of all configurations are kept."""
-    if (tuner := _autotuner()) is not None:
-        tuner.check_disk_cache = _not_remembered
+    if (tuner := _autotuner()) is None:
+        return
+    tuner.check_disk_cache = _not_remembered
+    from fastclip.kernels import search
+
+    trials = search.trials
+
+    def counted(call: Callable[[], Any], quantiles: Sequence[float]) -> list[float]:
+        begin = time.perf_counter()
+        try:
+            return trials(call, quantiles)
+        finally:
+            SEARCHED["trials"] += 1
+            SEARCHED["search_s"] += time.perf_counter() - begin
+
+    search.trials = counted
 
 
 def forget(kernels: Iterable[Any]) -> None:

@@ -5,8 +5,8 @@
 Computed, not measured: steps that a GPU of `--cores` multiprocessors takes one after the other for the
 sums of a model's linear layers, each layer in its own launch (`scaled_sum`) or up to 12 of one shape in
 one (`scaled_sums`), over the steps that would keep every multiprocessor busy to the end. A step is a
-tile of 128 rows, 128 columns and one sample of up to 128 positions, or 64 positions of a longer one.
-Launches cost nothing here.
+tile of 128 rows, 128 columns and 128 positions of one sample, or 64 of a shorter one. Launches cost
+nothing here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastclip.kernels.work import STORE, cost, splits_of
 
 SIDE = LONGEST = 128
 SHORT = 64
-"""Positions of a step where a sample does not fit in one."""
+"""Positions of a step where samples have no more."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ MODELS = (
 def work(model: Model, outputs: int, inputs: int) -> tuple[int, int, int]:
     """Tiles of a layer's sum, steps of each, and steps that a part's own sum costs."""
     tiles = -(-outputs // SIDE) * -(-inputs // SIDE)
-    positions = LONGEST if next_power_of_2(model.t) == LONGEST else SHORT
+    positions = LONGEST if next_power_of_2(model.t) >= LONGEST else SHORT
     return tiles, model.b * -(-model.t // positions), STORE * SHORT // positions
 
 

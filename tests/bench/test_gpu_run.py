@@ -197,6 +197,28 @@ def test_the_child_that_times_a_step(send: Callable, capsys: pytest.CaptureFixtu
     assert told(capsys)[0]["seconds"] > 0  # compiled ahead
 
 
+def test_how_far_a_run_came() -> None:
+    name = {"round": 0, "task": "gpt2", "mode": "fastclip"}
+    assert gpu_runs.how_far(name) == "when its time was up"
+    searching = {**name, "progress": {"seconds": 31.4, "trials": 207, "search_s": 19.6}}
+    told = "after 31 s in its first step, 207 configurations tried in 20 s"
+    assert gpu_runs.how_far(searching) == told
+    assert gpu_runs.how_far({**searching, "first_step_s": 33.0}) == "when its time was up"
+
+
+def test_a_child_tells_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(gpu_steps, "TOLD_EVERY", 0.01)
+    with gpu_steps.telling():
+        time.sleep(0.2)
+    messages = told(capsys)
+    assert messages
+    assert set(messages[0]["progress"]) == {"seconds", "trials", "search_s"}
+    time.sleep(0.05)
+    assert not told(capsys)  # no more
+
+
 def test_tests_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_tests, "gpu_marked", lambda folder: [])
     (tmp_path / "test_toy.py").write_text(
