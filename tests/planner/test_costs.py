@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from fastclip import Costs, Planner
+from fastclip.ops import ConvGeometry, dispatch
 from fastclip.planner import __main__ as command
 from fastclip.planner import costs, costs_of
 from fastclip.planner.costs import cache_file, device_name, kept_costs, measure, save
@@ -28,6 +29,34 @@ def test_loops_of_the_extension_have_rates_of_their_own(home: Path, monkeypatch)
     for looped in (True, False):
         monkeypatch.setattr(costs, "has_loops", lambda name, looped=looped: looped)
         assert costs_of("cpu") == (costs._HOST if looped else Costs())
+
+
+def test_a_gpu_without_kernels_has_rates_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ViT's first convolution: the Gram of 224 x 224 pixels would take 300 GiB."""
+    geometry = ConvGeometry((768, 3, 16, 16), (16, 16), (0, 0), (1, 1), 1)
+    measured = {None, Costs(matmul=1e15, scratch=False), replace(costs._GPU_PLAIN, matmul=2e13)}
+    for kept in measured:
+        monkeypatch.setattr(costs, "kept_costs", lambda *_, kept=kept: kept)
+        for missing in ("conv_ghost_norm", "ghost_norm", None):
+            monkeypatch.setattr(costs, "has_kernel", lambda name, missing=missing: name != missing)
+            found = costs_of("cuda")
+            assert found.scratch or missing is None
+            if kept is not None and (kept.scratch or missing is None):
+                assert found == kept
+            planner = Planner(costs=found)
+            if missing is not None:
+                assert planner.conv(32, 224 * 224, 196, geometry, 4, True).method != "ghost"
+
+
+def test_kernels_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch._STATE, "kernels", {"triton": {"ghost_norm": min}})
+    monkeypatch.setattr(dispatch._STATE, "why_not", {})
+    for backend, there in (("auto", True), ("triton", True), ("reference", False), ("cuda", False)):
+        with dispatch.use_backend(backend):
+            assert dispatch.has_kernel("ghost_norm") is there
+            assert not dispatch.has_kernel("conv_ghost_norm")
+    dispatch._STATE.why_not["triton ghost_norm"] = "its first launch failed"
+    assert not dispatch.has_kernel("ghost_norm")
 
 
 def test_measured_rates_are_kept_and_used(home: Path) -> None:

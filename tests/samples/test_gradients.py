@@ -184,7 +184,26 @@ def test_settings_are_put_back(mode: int, recwarn: pytest.WarningsRecorder) -> N
     assert not recwarn
 
 
+def test_wherever_a_gpu_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked for may lie on a CPU, and what lies between on a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    seen = []
+
+    def note(g: torch.Tensor) -> None:
+        seen.append(torch.get_deterministic_debug_mode())
+
+    x = torch.randn(3, requires_grad=True)
+    y = 2 * x
+    y.register_hook(note)
+    edge = torch.autograd.graph.get_gradient_edge(x)
+    assert torch.equal(gradients([y], [edge], [torch.ones(3)])[0], torch.full((3,), 2.0))
+    assert seen == [1]
+    assert torch.get_deterministic_debug_mode() == 0
+
+
 def test_gradients_on_a_cpu_are_autograds(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_initialized():
+        pytest.skip("a GPU is in use")
     monkeypatch.setattr(module, "in_order", lambda: pytest.fail("a CPU adds up in a fixed order"))
     x, unused = torch.randn(3, requires_grad=True), torch.randn(2, requires_grad=True)
     edges = [torch.autograd.graph.get_gradient_edge(y) for y in (x, unused)]
