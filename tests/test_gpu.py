@@ -229,22 +229,29 @@ def test_bfloat16_autocast() -> None:
 class Attention(nn.Module):
     """Long enough for kernels that add up its gradients in any order."""
 
-    def __init__(self) -> None:
+    def __init__(self, masked: bool) -> None:
         super().__init__()
         self.table, self.qkv, self.out = nn.Embedding(50, 64), nn.Linear(64, 192), nn.Linear(64, 3)
+        self.masked = masked
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.table(ids)).unflatten(-1, (3, 2, 32)).permute(2, 0, 3, 1, 4)
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        t = ids.shape[1]
+        mask = torch.ones(t, t, dtype=torch.bool, device=ids.device).tril() if self.masked else None
+        out = F.scaled_dot_product_attention(q, k, v, mask)
+        return self.out(out.transpose(1, 2).flatten(2))
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kernel", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
-def test_whose_gradients_of_attention_are(kernel: str, autocast: bool) -> None:
+def test_whose_gradients_of_attention_are(kernel: str, autocast: bool, masked: bool) -> None:
     """Two backward passes of these kernels differ in their last bits, which is no coupling."""
     if not autocast and kernel != "EFFICIENT_ATTENTION":
         pytest.skip("a kernel of 16-bit numbers")
-    model, ids = Attention(), torch.randint(50, (6, 1024))
+    if masked and kernel == "FLASH_ATTENTION":
+        pytest.skip("a kernel without masks")
+    model, ids = Attention(masked), torch.randint(50, (6, 1024))
     expected, _ = sums_of(model.double(), ids, clipping.dp_sgd(), "reference")
     _, private, _, _ = make_private(model.float().cuda(), max_grad_norm=0.5)
     with sdpa_kernel(getattr(SDPBackend, kernel)):

@@ -46,7 +46,7 @@ def clip_accumulate(
     norms = torch.empty(shape, dtype=norm_dtype(grad_samples), device=device)
     if not b:
         return [_empty_sum(g).zero_() for g in grad_samples], norms
-    dense = [g if _is_dense(g) else g.contiguous() for g in grad_samples]
+    dense = [g.resolve_neg() if _is_dense(g) else g.contiguous() for g in grad_samples]
     sums = [_empty_sum(g) for g in dense]
     rows = [
         (g.data_ptr(), total.data_ptr(), total.numel(), g.stride(0), _CODES[g.dtype])

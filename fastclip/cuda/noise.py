@@ -95,9 +95,9 @@ def _in_arithmetic_of(gradient: Tensor, total: Tensor) -> Tensor:
             f"parameter of {list(gradient.shape)}"
         )
     wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-    if total.dtype == wide and total.is_contiguous():  # of most, and what is read is their memory
-        return total
-    return total.detach().to(wide).contiguous()
+    if total.dtype == wide and total.is_contiguous() and not total.is_neg():
+        return total  # of most, and what is read is their memory
+    return total.detach().to(wide).contiguous().resolve_neg()
 
 
 def _draw(

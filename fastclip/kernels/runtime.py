@@ -39,11 +39,12 @@ def next_power_of_2(n: int) -> int:
 
 def runs_on(*tensors: Tensor) -> bool:
     """Whether kernels can take these tensors: one device, an NVIDIA GPU or the interpreter's CPU,
-    and types that accumulate in float32 (float64 stays with the reference)."""
+    types that accumulate in float32 (float64 stays with the reference), and memory that holds their
+    numbers, not the negative ones (`z.conj().imag`)."""
     first = tensors[0].device
     for x in tensors:
         dtype = x.dtype
-        if x.device != first or (dtype not in INPUTS and dtype.is_floating_point):
+        if x.device != first or (dtype not in INPUTS and dtype.is_floating_point) or x.is_neg():
             return False
     return first.type == "cuda" or (first.type == "cpu" and INTERPRETED)
 
@@ -100,7 +101,7 @@ class Launched:
         Returns:
             What was launched.
         """
-        if INTERPRETED or not self._noted:
+        if INTERPRETED or not self._noted or any([x.is_neg() for x in tensors]):  # noqa: C419  # faster
             return None
         addresses: list[int | None] = [x.data_ptr() for x in tensors]
         noted = self._noted.get(self._mark(same, addresses))

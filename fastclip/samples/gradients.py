@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ ATTENTION_BACKWARD = frozenset(
     for name in ("flash", "efficient", "cudnn")
 )
 """Operators that compute the gradients of fused attention on a GPU."""
+_SCORES = 2**26
+"""Scores [h, l, s] that are in memory at a time, where one head has no more: 256 MiB, four times."""
 
 
 def normal(like: Tensor, seed: int) -> Tensor:
@@ -39,7 +41,7 @@ def gradients(
     *, keep_graph: bool = False,
 ) -> Found:  # fmt: skip
     """Of the outputs, each times its seed, with respect to the edges; None where none is reached."""
-    with in_order() if torch.cuda.is_initialized() else nullcontext():  # a CPU's order is fixed
+    with RowByRow() if _gpu_in_use() else nullcontext():
         return torch.autograd.grad(
             outputs, edges, seeds, retain_graph=keep_graph, allow_unused=True
         )
@@ -47,27 +49,35 @@ def gradients(
 
 @contextmanager
 def in_order() -> Iterator[None]:
-    """Kernels add up in a fixed order inside, where PyTorch has one that does."""
-    mode = torch.get_deterministic_debug_mode()
-    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-    memory: Any = torch.utils.deterministic
+    """Kernels add up in a fixed order inside, where PyTorch has one that does and a GPU is in use.
+
+    A CPU's order is fixed. Forward passes run inside, too: some compute their gradients in another way
+    there, and a checkpoint computes them again.
+    """
+    if not _gpu_in_use():
+        yield
+        return
+    mode, memory = torch.get_deterministic_debug_mode(), cast(Any, torch.utils.deterministic)
     filled = memory.fill_uninitialized_memory
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    memory.fill_uninitialized_memory = False
-    torch.set_deterministic_debug_mode(mode or "warn")
     try:
-        with warnings.catch_warnings(), RowByRow():
+        memory.fill_uninitialized_memory = False
+        torch.set_deterministic_debug_mode(mode or "warn")
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"(?is).*determinis")
             yield
     finally:
         torch.set_deterministic_debug_mode(mode)
         memory.fill_uninitialized_memory = filled
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+
+
+def _gpu_in_use() -> bool:
+    """Of the model or of others: what is asked for may lie on a CPU, and what lies between on a GPU."""
+    return torch.cuda.is_initialized()
 
 
 class RowByRow(TorchDispatchMode):
-    """Backward passes of fused attention are those of plain attention, one row at a time: no more than
-    one row's scores [h, l, s] are held."""
+    """Backward passes of fused attention are those of plain attention, a few heads of one row at a
+    time: what the fused one does not hold, is not held here either."""
 
     def __torch_dispatch__(
         self, function: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
@@ -77,12 +87,14 @@ class RowByRow(TorchDispatchMode):
             schema = function._schema  # type: ignore[attr-defined]  # of an operator
             names = [argument.name.rstrip("_") for argument in schema.arguments]
             given = dict(zip(names, args, strict=False)) | kwargs
-            if not given["dropout_p"]:  # else which were dropped is known to the kernel alone
-                return attention_backward(given)[: len(schema.returns)]
+            # what was dropped is known to the kernel alone
+            if not given["dropout_p"] and not given["query"].is_nested:
+                last = "flash" in schema.name  # its causal mask ends at the last key
+                return attention_backward(given, ends_last=last)[: len(schema.returns)]
         return function(*args, **kwargs)
 
 
-def attention_backward(given: Mapping[str, Any]) -> Found:
+def attention_backward(given: Mapping[str, Any], *, ends_last: bool = False) -> Found:
     """Gradients of attention without dropout.
 
     With scores S = scale q k^T + bias, P = softmax(S) and the gradient dO of P v:
@@ -90,38 +102,56 @@ def attention_backward(given: Mapping[str, Any]) -> Found:
 
     Args:
         given: by name: query [b, h, l, e]; key and value [b, k, s, e], of whose heads each serves h / k;
-            grad_out, is_causal, scale, and attn_bias [b or 1, h or 1, l or 1, s or 1], if there is one.
+            grad_out, is_causal, scale, and attn_bias, which [b, h, l, s] broadcasts, if there is one.
+            Its gradient is asked for by the last of grad_input_mask.
+        ends_last: with is_causal, the last query sees the last key, not the first one the first.
 
     Returns:
-        of query, key, value and the bias, the last None where there is none.
+        of query, key, value and the bias; the last None where it is not asked for.
     """
     query, key, value = (given[name] for name in ("query", "key", "value"))
+    scale = query.shape[-1] ** -0.5 if given.get("scale") is None else given["scale"]
     bias: Any = given.get("attn_bias")
-    bias = None if bias is None or not bias.numel() else bias
-    scale = given.get("scale") or query.shape[-1] ** -0.5
-    found: list[list[Tensor]] = [[], [], []]
-    of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+    bias = bias if bias is None or not bias.numel() else bias[(None,) * (4 - bias.dim())]
+    asked = bias is not None and given.get("grad_input_mask", (False,))[-1]
+    of_bias: Any = torch.zeros_like(bias, dtype=torch.float32) if asked else None
+    (heads, positions), (of_keys, seen) = query.shape[1:3], key.shape[1:3]
+    found = [torch.empty_like(x) for x in (query, key, value)]
     for row in range(len(query)):
-        q, k, v, out = (x[row].float() for x in (query, key, value, given["grad_out"]))
-        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
-        scores = scale * q @ k.mT
-        if given.get("is_causal"):
-            hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
-            scores = scores.masked_fill(hidden, -torch.inf)
-        at = None if bias is None else row % len(bias)
-        if bias is not None:
-            scores = scores + bias[at]
-        p = scores.softmax(-1).nan_to_num(0.0)  # of a position that attends to nothing
-        of_p = out @ v.mT
-        of_scores = p * (of_p - (p * of_p).sum(-1, keepdim=True))
-        heads = (len(key[row]), -1)
-        for mine, x, like in (
-            (0, scale * of_scores @ k, query), (1, scale * of_scores.mT @ q, key),
-            (2, p.mT @ out, value),
-        ):  # fmt: skip
-            shared = x if mine == 0 else x.unflatten(0, heads).sum(1)
-            found[mine].append(shared.to(like.dtype))
-        if of_bias is not None:
-            of_bias[at] += of_scores.sum_to_size(of_bias[at].shape)
-    sums = [torch.stack(rows) for rows in found]
-    return (*sums, None if of_bias is None else of_bias.to(bias.dtype))
+        sums = [x.new_zeros(x.shape, dtype=torch.float32) for x in (key[row], value[row])]
+        for mine in _blocks(heads, heads // of_keys, _SCORES // max(positions * seen, 1)):
+            theirs = slice(mine.start * of_keys // heads, -(-mine.stop * of_keys // heads))
+            each = (mine.stop - mine.start) // (theirs.stop - theirs.start)
+            q, out = (x[row, mine].float() for x in (query, given["grad_out"]))
+            k, v = (x[row, theirs].float().repeat_interleave(each, 0) for x in (key, value))
+            scores = scale * q @ k.mT
+            if given.get("is_causal"):
+                first = 1 + (seen - positions if ends_last else 0)
+                scores.masked_fill_(
+                    torch.ones_like(scores[0], dtype=torch.bool).triu(first), -torch.inf
+                )
+            if bias is not None:
+                at = row % len(bias), mine if bias.shape[1] > 1 else slice(None)
+                scores += bias[at]
+            p = scores.softmax(-1).nan_to_num_(0.0)  # of a position that attends to nothing
+            del scores
+            of_scores = out @ v.mT
+            of_scores.sub_((p * of_scores).sum(-1, keepdim=True)).mul_(p)
+            found[0][row, mine] = (scale * of_scores @ k).to(query.dtype)
+            for total, x in zip(sums, (scale * of_scores.mT @ q, p.mT @ out), strict=True):
+                total[theirs] += x.unflatten(0, (-1, each)).sum(1)
+            if asked:
+                of_bias[at] += of_scores.sum_to_size(of_bias[at].shape)
+        found[1][row], found[2][row] = sums
+    if asked:
+        of_bias = of_bias.to(bias.dtype).view(given["attn_bias"].shape)
+    return (*found, of_bias)
+
+
+def _blocks(heads: int, shared: int, few: int) -> Iterator[slice]:
+    """Heads that are computed together, `few` if possible: those of whole keys, each of which serves
+    `shared`, or a part of one's."""
+    step = max(few // shared * shared, min(max(few, 1), shared))
+    for begin in range(0, heads, max(step, shared)):
+        end = min(begin + max(step, shared), heads)
+        yield from (slice(at, min(at + step, end)) for at in range(begin, end, step))

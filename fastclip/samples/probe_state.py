@@ -27,6 +27,7 @@ from fastclip._torch import (
     tree_leaves,
 )
 from fastclip.errors import UnsupportedLayerError
+from fastclip.samples.gradients import in_order
 from fastclip.samples.randomness import Generators
 from fastclip.samples.writes import Writes
 
@@ -87,6 +88,7 @@ def undisturbed(model: nn.Module, seed: int) -> Iterator[Writes]:
         stack.enter_context(_own_attributes(model))
         stack.enter_context(generators_of(model).seeded(seed))
         stack.enter_context(_uncompiled())
+        stack.enter_context(in_order())
         stack.enter_context(parametrizations_apart())
         stack.enter_context(_whole_checkpoints())
         stack.callback(writes.put_back)

@@ -37,7 +37,10 @@ PAIRS = [
 @pytest.mark.parametrize(("task", "mode"), PAIRS)
 @pytest.mark.filterwarnings("ignore")
 def test_tiny_steps(task: str, mode: str) -> None:
-    (row,) = gpu_steps.measure(task, mode, CPU, steps=2, tiny=True, extras=False)
+    first, row = gpu_steps.measure(task, mode, CPU, steps=2, tiny=True, extras=False)
+    assert first["first_step_s"] > 0
+    assert bool(first["looks"]) == (mode == "fastclip")
+    assert all(passes > 0 and seconds > 0 for passes, seconds in first["looks"])
     low, middle, high = row["step_s"]
     assert 0 < low <= middle <= high
     assert torch.tensor(row["loss"]).isfinite()
@@ -61,8 +64,10 @@ def test_kernels_that_disagree_with_the_reference_are_not_timed(
         return (gradient * 1.1, norms) if backend is None else (gradient, norms)
 
     monkeypatch.setattr(Trainer, "clipped", off)
+    parts = gpu_steps.measure("bert_t128", "fastclip", CPU, steps=1, tiny=True)
+    assert "step_s" not in next(parts)
     with pytest.raises(WrongResult, match="kernels disagree"):
-        next(gpu_steps.measure("bert_t128", "fastclip", CPU, steps=1, tiny=True))
+        next(parts)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -25,6 +25,16 @@ class KernelContract(ClipContract):
             assert moved.data_ptr() % 16
             assert_same(self.clip([moved], 1.1), self.clip([g], 1.1))
 
+    def test_negative_views(self) -> None:
+        """Their memory holds the numbers with the other sign."""
+        gradients = drawn(5, [(40,), (8, 3, 3)], torch.float32, self.device)
+        images = gradients[1].to(memory_format=torch.channels_last)
+        negative = [torch._neg_view(g) for g in (gradients[0], images)]
+        sums, norms = self.clip(negative, 1.1)
+        expected, as_well = self.clip([-gradients[0], -images], 1.1)
+        assert torch.equal(norms, as_well)
+        assert all(torch.equal(x, y) for x, y in zip(sums, expected, strict=True))
+
 
 class TestHost(KernelContract):
     """The kernels' source as loops on the host: what FASTCLIP_BACKEND=cuda does with CPU tensors."""

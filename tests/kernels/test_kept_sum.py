@@ -67,4 +67,5 @@ def test_what_is_left_to_pytorch() -> None:
     scale = torch.ones(2)
     assert kept_sum(torch.ones(2, 3, dtype=torch.float64), scale) is NotImplemented
     assert kept_sum(torch.ones(2, 0), scale) is NotImplemented
+    assert kept_sum(torch._neg_view(torch.ones(2, 3)), scale) is NotImplemented
     assert kept_sum(torch.ones(0, 2), torch.ones(0)) is NotImplemented

@@ -159,3 +159,18 @@ def test_agrees_with_the_reference() -> None:
     a, g, scale = operands(4, 33, 12, 7, torch.float32)
     reference = ops.scaled_sum(a.cpu(), g.cpu(), scale.cpu())
     assert relative_error(scaled_sum(a, g, scale), reference) <= 1e-6
+
+
+def test_negative_views() -> None:
+    """As `z.conj().imag` is: their memory holds the numbers with the other sign; PyTorch knows."""
+    a, g, scale = normal(3, 20, 9), normal(3, 20, 7), normal(3).abs()
+    negative = torch.complex(a, a).conj().imag
+    assert negative.is_neg()
+    for given in (
+        (negative, g, scale),
+        (a, torch._neg_view(g), scale),
+        (a, g, torch._neg_view(scale)),
+    ):
+        assert scaled_sum(*given) is NotImplemented
+    expected = ops.scaled_sum(-a, g, scale)
+    assert relative_error(ops.scaled_sum(negative, g, scale), expected) < 1e-6
