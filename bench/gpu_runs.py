@@ -41,10 +41,10 @@ def step_plan() -> list[tuple[int, str, str]]:
 
 def run_steps(
     deadline: Deadline, device: str, result: dict, save: Callable[[], None],
-    plan: Sequence[tuple[int, str, str]] | None = None, steps: int = 10,
+    plan: Sequence[tuple[int, str, str]], steps: int = 10,
     module: str = "bench.gpu_steps", graphs: bool = True,
 ) -> dict:  # fmt: skip
-    """Time whole training steps, each task and mode in a fresh process, until time is up.
+    """Time the planned training steps, each task and mode in a fresh process, until time is up.
 
     The next process imports its libraries while the present one measures. What a process has told
     before it dies or is cut off stays in its run, beside the error.
@@ -52,7 +52,6 @@ def run_steps(
     Returns:
         "runs", "summary", "not_run"; in result["steps"], and saved, as they come.
     """
-    plan = step_plan() if plan is None else plan
     found: dict = {"runs": [], "summary": [], "not_run": len(plan)}
     result["steps"] = found
 

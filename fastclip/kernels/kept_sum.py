@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastclip.kernels.runtime import cdiv, launched, runs_on
+from fastclip.ops.kept import as_they_lie
 
 BLOCK = 1024
 _WARPS = 4
@@ -53,15 +54,12 @@ def kept_sum(gradients: Tensor, scale: Tensor) -> Tensor:
     """As fastclip.ops.kept_sum: gradients [b, *shape], scale [b] -> [*shape]."""
     if not runs_on(gradients, scale) or gradients.dtype != torch.float32:
         return NotImplemented
-    b, *shape = gradients.shape
-    axes = sorted(range(1, gradients.dim()), key=gradients.stride, reverse=True)
-    rows = gradients.permute(0, *axes)  # as they lie in memory
-    n = rows.shape[1:].numel()
+    rows, back = as_they_lie(gradients)
+    b, n = len(rows), rows.shape[1:].numel()
     if not b or not n or not rows[0].is_contiguous():
         return NotImplemented
     out = torch.empty(rows.shape[1:], dtype=torch.float32, device=gradients.device)
     _sum_kernel[(cdiv(n, BLOCK),)](
         rows, scale, out, b, n, rows.stride(0), scale.stride(0), BLOCK=BLOCK, num_warps=_WARPS
     )
-    back = sorted(range(len(shape)), key=axes.__getitem__)
     return out.permute(back).contiguous()

@@ -89,8 +89,7 @@ def _loaded(at, in_t, in_side, WHOLE_T: tl.constexpr, WHOLE_SIDES: tl.constexpr)
 @triton.jit
 def sum_tile(  # type: ignore[no-untyped-def]
     a, g, scale, out, d, p, b, t, split, splits, tile, a_b, a_t, a_d, g_b, g_t, g_p, scale_b,
-    BY_SAMPLE: tl.constexpr, MODE: tl.constexpr, BUCKET: tl.constexpr, WHOLE_T: tl.constexpr,
-    WHOLE_SIDES: tl.constexpr,
+    BY_SAMPLE: tl.constexpr, MODE: tl.constexpr, WHOLE_T: tl.constexpr, WHOLE_SIDES: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """One tile of a layer's sum over one of the stretches of (b, t)."""
@@ -157,7 +156,7 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
     split, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     sum_tile(
         a, g, scale, out + split.to(tl.int64) * out_s, d, p, b, t, split, splits, tile,
-        a_b, a_t, a_d, g_b, g_t, g_p, scale_b, BY_SAMPLE, MODE, BUCKET, WHOLE_T, WHOLE_SIDES,
+        a_b, a_t, a_d, g_b, g_t, g_p, scale_b, BY_SAMPLE, MODE, WHOLE_T, WHOLE_SIDES,
         BLOCK_P, BLOCK_D, BLOCK_T,
     )  # fmt: skip
 

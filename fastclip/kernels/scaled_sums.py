@@ -72,7 +72,7 @@ def _layers_kernel(  # type: ignore[no-untyped-def]
         _one_of(layer, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11),
         _one_of(layer, g0, g1, g2, g3, g4, g5, g6, g7, g8, g9, g10, g11),
         scale, out + (split * layers + layer).to(tl.int64) * out_l, d, p, b, t, split, splits, tile,
-        a_b, a_t, a_d, g_b, g_t, g_p, scale_b, BY_SAMPLE, MODE, BUCKET, WHOLE_T, WHOLE_SIDES,
+        a_b, a_t, a_d, g_b, g_t, g_p, scale_b, BY_SAMPLE, MODE, WHOLE_T, WHOLE_SIDES,
         BLOCK_P, BLOCK_D, BLOCK_T,
     )  # fmt: skip
 

@@ -17,11 +17,19 @@ from fastclip.ops.precision import in_full_float32
 def kept_sum(gradients: Tensor, scale: Tensor) -> Tensor:
     """sum_b scale_b gradients_b, for gradients [b, *shape] and scale [b]: [*shape]."""
     (gradients,) = drop_zeroed(scale, gradients)
-    axes = sorted(range(1, gradients.dim()), key=gradients.stride, reverse=True)
-    rows = gradients.permute(0, *axes)  # as they lie in memory, so that none is copied
+    rows, back = as_they_lie(gradients)
     total = scale.to(rows.dtype) @ rows.reshape(len(scale), rows.shape[1:].numel())
-    back = sorted(range(len(axes)), key=axes.__getitem__)
     return total.view(rows.shape[1:]).permute(back).contiguous()
+
+
+def as_they_lie(gradients: Tensor) -> tuple[Tensor, list[int]]:
+    """Gradients [b, *shape] with the axes of a sample in the order of memory, so that none is copied.
+
+    Returns:
+        them, and how a sum of them, without b, is permuted to come back to `shape`.
+    """
+    axes = sorted(range(1, gradients.dim()), key=gradients.stride, reverse=True)
+    return gradients.permute(0, *axes), sorted(range(len(axes)), key=axes.__getitem__)
 
 
 def whole(parts: Sequence[Tensor]) -> Tensor:

@@ -77,11 +77,13 @@ def cache_file(name: str) -> Path:
 def costs_of(device_type: str, index: int | None = None) -> Costs:
     """The rates of a device: measured ones if they were kept, else the built-in ones."""
     kept = kept_costs(device_type, index)
-    fused = device_type == "cuda" and has_kernel("conv_ghost_norm") and has_kernel("ghost_norm")
-    if kept is not None and (kept.scratch or fused or device_type != "cuda"):
-        return kept
     if device_type == "cuda":
+        fused = has_kernel("conv_ghost_norm") and has_kernel("ghost_norm")
+        if kept is not None and (kept.scratch or fused):
+            return kept
         return _GPU if fused else _GPU_PLAIN
+    if kept is not None:
+        return kept
     return _HOST if has_loops("wide_gram") else Costs()
 
 
