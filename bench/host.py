@@ -2,12 +2,13 @@
 
     python -m bench.host
     python -m bench.host --profile 40
+    python -m bench.host --first resnet50 vit_b      no times: what a first step compiles and tries
 
 A step runs on a device that computes nothing (bench/null_gpu), at the workload's real sizes and under
 bfloat16 autocast, so what is timed is the host: Python, PyTorch's dispatcher and autograd, Triton's
 launcher. Not in it: the CUDA runtime's own time of a launch (2 to 5 us each on most machines), and
 what fastclip._C does with the arguments of its two or three calls. The first look at the model and the
-search for configurations lie in the steps before.
+search for configurations lie in the steps before; of the search is told what it compiles and tries.
 """
 
 from __future__ import annotations
@@ -19,112 +20,33 @@ import json
 import pstats
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from bench import null_gpu
+from bench.host_cases import CASES, MODES, step_of
 from bench.measure import CpuWait, heading, quartiles
-from bench.models import bert
-from bench.workloads import PRIVATE
 
 OUT = Path(__file__).resolve().parent / "results" / "host.json"
 WARM_UP = 3
-CLASSES = 10
 Step = Callable[[], None]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model and the shape of its batch.
-
-    Attributes:
-        build: the model, of full size or as small as it can be with the same modules.
-        vocabulary: of the ids. shape: of a batch of them, [b, t].
-        targets: what belongs to ids. criterion: builds the loss.
-    """
-
-    build: Callable[[bool], nn.Module]
-    vocabulary: int
-    shape: tuple[int, int]
-    targets: Callable[[torch.Tensor], torch.Tensor] = lambda x: x[:, 0] % CLASSES
-    criterion: Callable[[], nn.Module] = nn.CrossEntropyLoss
-
-
-def _bert(small: bool) -> nn.Module:
-    sizes = (12, 24, 12, 48) if small else (12, 768, 12, 3072)
-    return bert(*sizes, vocab=30522, num_labels=CLASSES)
-
-
-CASES = {"bert_base": Case(_bert, 30522, (32, 128))}
-
-
-def non_private(model: nn.Module, criterion: nn.Module, case: Case) -> tuple[nn.Module, Any]:
-    """Ordinary training."""
-    model = model.to("cuda")
-    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-
-def fastclip(model: nn.Module, criterion: nn.Module, case: Case) -> tuple[nn.Module, Any]:
-    """This project's engine, with what it found out about a small twin on the CPU: that needs values."""
-    from fastclip import FastPrivacyEngine
-    from fastclip.samples.watch import Watch
-
-    def private(model: nn.Module) -> tuple[Any, Any]:
-        device = next(model.parameters()).device
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        x = torch.zeros(case.shape, dtype=torch.int64, device=device)
-        loader = DataLoader(TensorDataset(x), batch_size=len(x))
-        model, optimizer, _ = FastPrivacyEngine().make_private(
-            module=model, optimizer=optimizer, data_loader=loader, **PRIVATE
-        )
-        return model, optimizer
-
-    small, _ = private(case.build(True).train())
-    x = torch.randint(case.vocabulary, case.shape)
-    out = small(x)
-    criterion(getattr(out, "logits", out), case.targets(x)).backward()
-    layouts = small.keeper.calls.layouts
-    raw = model.to("cuda")
-    model, optimizer = private(raw)
-    watch = Watch(raw, (x.to("cuda"),), {})
-    large = {name: parameter for parameter, name in model.keeper.names.items()}
-    for layout in layouts.values():
-        layout.watch = watch
-        layout.proxied = {large[small.keeper.names[parameter]] for parameter in layout.proxied}
-    model.keeper.calls.layouts = layouts
-    return model, optimizer
-
-
-MODES: dict[str, Callable[..., tuple]] = {mode.__name__: mode for mode in (non_private, fastclip)}
-
-
-def prepared(name: str, mode: str) -> tuple[Step, nn.Module]:
-    """A step of a workload, and its model; some steps have run."""
+def prepared(name: str, mode: str) -> tuple[Step, nn.Module, dict[str, dict[str, int]]]:
+    """A step of a case, its model, and what was compiled and tried for the first one; some have run."""
     null_gpu.install()
-    case = CASES[name]
-    torch.manual_seed(0)
-    criterion = case.criterion()
-    x = torch.randint(case.vocabulary, case.shape)
-    inputs, targets = x.to("cuda"), case.targets(x).to("cuda")
-    model, optimizer = MODES[mode](case.build(False).train(), criterion, case)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16):
-            out = model(inputs)
-            loss = criterion(getattr(out, "logits", out), targets)
-        loss.backward()
-        optimizer.step()
-
-    for _ in range(WARM_UP):
+    step, model = step_of(name, mode)
+    null_gpu.compiled()
+    step()
+    first = null_gpu.compiled()
+    for _ in range(WARM_UP - 1):
         step()
-    return step, model
+    return step, model, first
 
 
 def timed(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
@@ -173,17 +95,19 @@ def measure(name: str, rounds: int, profile: int) -> dict[str, Any]:
 
     Returns:
         launches, step_ms (the least, which no other program has made longer, and quartiles) by mode;
+        first_step: codes compiled and configurations tried by then, by kernel;
         added_us_a_linear: what the private step takes longer, for each of its Linear layers.
     """
     wait = CpuWait()
     ready = {mode: prepared(name, mode) for mode in MODES}
-    steps = {mode: step for mode, (step, _) in ready.items()}
+    steps = {mode: step for mode, (step, *_) in ready.items()}
     row: dict[str, Any] = {"workload": name, "shape": CASES[name].shape}
     for mode, step in steps.items():
         null_gpu.launches(True)
         step()
         found = null_gpu.launches(False)
         row[mode] = {"launches": {k: sum(n.values()) for k, n in found.items()}, "by_kernel": found}
+        row[mode]["first_step"] = ready[mode][2]
     for mode, seconds in timed(steps, rounds).items():
         row[mode]["step_ms"] = [1e3 * s for s in (min(seconds), *quartiles(seconds))]
     if profile:
@@ -195,6 +119,18 @@ def measure(name: str, rounds: int, profile: int) -> dict[str, Any]:
     row["added_us_a_linear"] = 1e3 * row["added_ms"] / row["linear_layers"]
     row["cpu_wait"] = wait.share()
     return row
+
+
+def first_steps(names: list[str]) -> str:
+    """What a private first step compiles and tries, a line for each kernel."""
+    lines = []
+    for name in names:
+        *_, first = prepared(name, "fastclip")
+        codes, trials = Counter(first["codes"]), Counter(first["trials"])
+        lines.append(f"{name:<32}{'codes':>8}{'trials':>8}")
+        lines += [f"  {k:<30}{codes[k]:>8}{trials[k]:>8}" for k in sorted(codes | trials)]
+        lines.append(f"  {'':<30}{codes.total():>8}{trials.total():>8}")
+    return "\n".join(lines)
 
 
 def table(rows: list[dict]) -> str:
@@ -223,13 +159,17 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure, print the table and write the JSON file."""
     parser = argparse.ArgumentParser(prog="python -m bench.host", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--workloads", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--workloads", nargs="+", choices=CASES, default=["bert_base"])
+    parser.add_argument("--first", nargs="+", choices=CASES, help="only what first steps compile")
     parser.add_argument("--rounds", type=int, default=60, help="timed steps of each mode")
     parser.add_argument("--profile", type=int, default=0, help="functions to show")
     parser.add_argument("--out", type=Path, default=OUT, help="JSON file to write")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    if options.first:
+        print(first_steps(options.first))
+        return
     rows = [measure(name, options.rounds, options.profile) for name in options.workloads]
     result = {**heading("bench.host", arguments), "rows": rows}
     options.out.write_text(json.dumps(result, indent=1) + "\n")

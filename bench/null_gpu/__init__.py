@@ -24,6 +24,8 @@ import torch
 HERE = Path(__file__).resolve().parent
 BUILD = Path(os.environ.get("FASTCLIP_NULL_GPU", Path.home() / ".cache" / "fastclip-null-gpu"))
 _EXTENSION: Counter[str] = Counter()
+_CODES: Counter[str] = Counter()
+_TRIALS: Counter[str] = Counter()
 
 
 @functools.cache
@@ -61,6 +63,23 @@ def launches(counting: bool) -> dict[str, dict[str, int]]:
     _EXTENSION.clear()
     aten = {key.removeprefix("aten::"): n for key, n in _device().count(counting).items()}
     return {"aten": aten, "triton": {k: n for k, n in found.items() if n}, "extension": own}
+
+
+def compiled() -> dict[str, dict[str, int]]:
+    """What Triton was asked to compile since the last call, and searches tried, by kernel.
+
+    Returns:
+        "codes": compiled, or found on disk. "trials": configurations of searches. A kernel's name
+        follows that of its module: those of conv_norm are others than those of conv_sum.
+    """
+    found = {"codes": dict(_CODES), "trials": dict(_TRIALS)}
+    _CODES.clear()
+    _TRIALS.clear()
+    return found
+
+
+def _name(function: Any) -> str:
+    return f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
 
 
 @functools.cache
@@ -121,17 +140,25 @@ def _torch_cuda() -> None:
 
 
 def _triton() -> None:
+    from triton import knobs
     from triton.backends.nvidia.driver import CudaDriver
     from triton.runtime import driver
+    from triton.runtime.autotuner import Autotuner
 
     driver.set_active(CudaDriver())  # before fastclip's kernels ask for one
-    from fastclip.kernels import search
 
-    def once(call: Callable[[], Any], quantiles: Any) -> list[float]:
+    def once(call: Callable[[], Any], quantiles: Any = None, **_: Any) -> list[float]:
         call()
-        return [1.0 for _ in quantiles]  # all configurations are as fast
+        return [1.0, 1.0, 1.0]  # all configurations are as fast
 
-    search.trials = once
+    def anew(self: Any, key: Any, configs: list, search: Callable[[], Any]) -> bool:
+        _TRIALS[_name(self.base_fn)] += len(configs)
+        search()
+        return False  # it was not found on disk
+
+    Autotuner.do_bench = property(lambda self: once)
+    Autotuner.check_disk_cache = anew
+    knobs.compilation.listener = lambda src, **_: _CODES.update([_name(src.fn)])
 
 
 def _own_kernels() -> None:

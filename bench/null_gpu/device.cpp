@@ -283,6 +283,37 @@ void nothing(const c10::OperatorHandle& op, Stack* stack) {
   for (const auto& r : found) stack->push_back(tensor(r));
 }
 
+Tensor like(const Tensor& x) { return at::empty_strided(x.sizes(), x.strides(), x.options()); }
+
+// PyTorch's meta functions forget the memory format, which cuDNN keeps.
+Tensor convolution(const Tensor& x, const Tensor& weight, const std::optional<Tensor>&,
+                   at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+                   bool transposed, at::IntArrayRef, int64_t) {
+  TORCH_CHECK(!transposed, "a transposed convolution");
+  count("aten::convolution");
+  std::vector<int64_t> sizes = {x.size(0), weight.size(0)}, strides(x.dim());
+  for (int64_t i = 2; i < x.dim(); ++i) {
+    const int64_t reach = dilation[i - 2] * (weight.size(i) - 1) + 1;
+    sizes.push_back((x.size(i) + 2 * padding[i - 2] - reach) / stride[i - 2] + 1);
+  }
+  const bool last = x.dim() == 4 && (x.is_contiguous(at::MemoryFormat::ChannelsLast) ||
+                                     weight.is_contiguous(at::MemoryFormat::ChannelsLast));
+  int64_t step = 1;
+  std::vector<int64_t> order;
+  if (last) order = {1, 3, 2, 0};
+  else for (int64_t i = x.dim() - 1; i >= 0; --i) order.push_back(i);
+  for (int64_t i : order) { strides[i] = step; step *= sizes[i]; }
+  return at::empty_strided(sizes, strides, x.options());
+}
+
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(
+    const Tensor& g, const Tensor& x, const Tensor& weight, at::OptionalIntArrayRef, at::IntArrayRef,
+    at::IntArrayRef, at::IntArrayRef, bool, at::IntArrayRef, int64_t, std::array<bool, 3> wanted) {
+  count("aten::convolution_backward");
+  return {wanted[0] ? like(x) : Tensor(), wanted[1] ? like(weight) : Tensor(),
+          wanted[2] ? at::empty_strided({g.size(1)}, {1}, g.options()) : Tensor()};
+}
+
 TORCH_LIBRARY_IMPL(_, CUDA, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&nothing>());
 }
@@ -294,6 +325,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("as_strided", &as_strided);
   m.impl("_reshape_alias", &reshape_alias);
   m.impl("copy_", &copy_);
+  m.impl("convolution", &convolution);
+  m.impl("convolution_backward", &convolution_backward);
   m.impl("_local_scalar_dense", &item);
   // One kernel on a GPU, several operators elsewhere.
   std::vector<std::string> whole = {"native_layer_norm", "native_group_norm", "_fused_rms_norm"};

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastclip import ops
-from fastclip.layers import KeptRecord, LinearRecord, Record, join
+from fastclip.layers import KeptRecord, LinearRecord, Record, ViewedRecord, join
 
 SMALL = 4096
 """Entries up to which a parameter's kept gradients wait for others of their size."""
@@ -118,6 +118,8 @@ class LinearSums:
     def take(self, parameter: nn.Parameter, records: list[Record]) -> bool:
         """Whether it is the one record of a layer for which a kernel would sum several together."""
         record = records[0]
+        if type(record) is ViewedRecord:
+            record = record.record
         if len(records) > 1 or type(record) is not LinearRecord or record.instantiates:
             return False
         if ops.computes_reference(record.a):
@@ -144,7 +146,9 @@ class LinearSums:
             return
         scales = self._scales.to(pairs[0][0].device)
         if len(pairs) == 1:
-            self._add(parameters[0], ops.scaled_sum(*pairs[0], scales))
+            total = ops.scaled_sum(*pairs[0], scales)
+            self._add(parameters[0], total.view(parameters[0].shape))
             return
         for parameter, total in zip(parameters, ops.scaled_sums(pairs, scales), strict=True):
-            self._add(parameter, total.data)  # which has a version of its own
+            # `data` has a version of its own
+            self._add(parameter, total.data.view(parameter.shape))

@@ -11,6 +11,7 @@ from torch import Tensor
 from fastclip.kernels.alignment import WIDE
 from fastclip.kernels.runtime import next_power_of_2, runs_on
 from fastclip.ops.conv import ConvGeometry
+from fastclip.ops.conv_matrices import by_matrices
 
 REACH = 1 << 31
 """Offsets inside a sample are 32-bit."""
@@ -29,41 +30,39 @@ def arguments(
     (kh, kw), (sh, sw), (ph, pw), (dh, dw) = window
     (h, w), (height, width) = x.shape[2:], g.shape[2:]
     g = g.flatten(2)  # a view, unless the pixels of g lie in no regular order
-    flat = (kh, kw, sh, sw, ph, pw) == (1, 1, 1, 1, 0, 0) and x.stride(2) == w * x.stride(3)
-    if flat:
-        x, h, w = x.flatten(2).unsqueeze(2), 1, h * w
     for y in (x, g):
         if sum((n - 1) * s for n, s in zip(y.shape[1:], y.stride()[1:], strict=True)) >= REACH:
             return None
     groups, positions = geo.groups, height * width
-    x = _wide(x, groups, flat and w % WIDE == 0)
+    x = _wide(x, groups)
     g = _wide(g.unsqueeze(2), groups, positions % WIDE == 0).squeeze(2)
-    sizes = (x.shape[1] // groups, g.shape[1] // groups, h, w, positions, width, groups)
+    channels = x.shape[1] // groups, g.shape[1] // groups
+    sizes = (*channels, h, w, positions, width, groups, next_power_of_2(positions))
     constants = {
-        "BUCKET": next_power_of_2(positions), "FLAT": flat, "KH": kh, "KW": kw, "SH": sh,
-        "SW": sw, "PH": ph, "PW": pw, "DH": dh, "DW": dw,
+        "KH": kh, "KW": kw, "SH": sh, "SW": sw, "PH": ph, "PW": pw, "DH": dh, "DW": dw,
     }  # fmt: skip
     return x, g, sizes, constants
 
 
 def conv_operands(x: Tensor, g: Tensor, geometry: ConvGeometry) -> tuple[Tensor, Tensor]:
-    """As fastclip.ops.conv_operands: what `arguments` would copy, copied."""
+    """As fastclip.ops.conv_operands: what `arguments` would copy, copied; of what is cut into matrices
+    anyway, the output's gradient alone."""
     if len(geometry.kernel) > 2 or not runs_on(x, g):
         return NotImplemented
-    flat = geometry.is_pointwise and max(geometry.stride) == 1
-    return _map(x, geometry.groups, flat), _map(g, geometry.groups, True)
+    laid = x if by_matrices(geometry) else _map(x, geometry.groups, positions=False)
+    return laid, _map(g, geometry.groups, positions=True)
 
 
-def _map(x: Tensor, groups: int, flat: bool) -> Tensor:
-    """x [b, c, *space] as `_wide` lays it; flat: its kernels know positions alone."""
+def _map(x: Tensor, groups: int, *, positions: bool) -> Tensor:
+    """x [b, c, *space] as `_wide` lays it; positions: its kernels know these alone."""
     whole = x.unsqueeze(2) if x.dim() == 3 else x
     h, w = whole.shape[2:]
     regular = whole.stride(2) == w * whole.stride(3) or h == 1
-    laid = _wide(whole, groups, flat and regular and h * w % WIDE == 0)
+    laid = _wide(whole, groups, positions and regular and h * w % WIDE == 0)
     return laid.squeeze(2) if x.dim() == 3 else laid
 
 
-def _wide(x: Tensor, groups: int, along: bool) -> Tensor:
+def _wide(x: Tensor, groups: int, along: bool = False) -> Tensor:
     """x [b, c, h, w], or the same channels-last if it has 16 bits a value, and neither its channels
     nor its positions (`along`) can be loaded 16 bytes at a time as they lie. The copy reads and writes
     x once, where the kernels read it once a tap and tile."""

@@ -68,15 +68,15 @@ def _config(warps: int, stages: int, **sizes: int) -> triton.Config:
         _config(4, 4, BLOCK_K=STEP), _config(8, 3, BLOCK_K=STEP), _config(8, 4, BLOCK_K=STEP),
         _config(16, 3, BLOCK_K=STEP),
     ],
-    key=["c", "o", "sxc", "BUCKET", "BLOCK_O", "BLOCK_N", "KH", "KW", "SH", "MODE", "KEEP",
+    key=["c", "o", "sxc", "bucket", "BLOCK_O", "BLOCK_N", "KH", "KW", "SH", "MODE", "KEEP",
          "work"],
     prune=_usable,
 )  # fmt: skip
-@launched(do_not_specialize=["out_s", "work"])
-def _tiles(X, G, OUT, GRADS, c, o, h, w, positions, width, groups, row_tiles, col_tiles, out_s, work,  # type: ignore[no-untyped-def]
-           sxb, sxc, sxh, sxw, sgb, sgo, sgt, KEEP: tl.constexpr, BUCKET: tl.constexpr, KH: tl.constexpr,
+@launched(do_not_specialize=["bucket", "out_s", "work"])
+def _tiles(X, G, OUT, GRADS, c, o, h, w, positions, width, groups, bucket, row_tiles, col_tiles, out_s,  # type: ignore[no-untyped-def]
+           work, sxb, sxc, sxh, sxw, sgb, sgo, sgt, KEEP: tl.constexpr, KH: tl.constexpr,
            KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
-           PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, FLAT: tl.constexpr,
+           PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
            MODE: tl.constexpr, ONE_TAP: tl.constexpr, BLOCK_O: tl.constexpr,
            BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Sums of squares of a tile of one sample's and group's W, of its patches and of its g."""
@@ -95,7 +95,7 @@ def _tiles(X, G, OUT, GRADS, c, o, h, w, positions, width, groups, row_tiles, co
     squares_g = tl.zeros([BLOCK_O], tl.float32)
     for start in range(0, positions, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
-        offset, seen = pixel(at[:, None], dh, dw, h, w, width, sxh, sxw, SH, SW, FLAT)
+        offset, seen = pixel(at[:, None], dh, dw, h, w, width, sxh, sxw, SH, SW)
         seen = seen & (at[:, None] < positions) & is_column[None, :]
         patch = tl.load(X + (offset + channel[None, :] * sxc), mask=seen, other=0.0)
         there = (row[:, None] < o) & (at[None, :] < positions)
@@ -134,14 +134,14 @@ def _finish_tiles(OUT, UNSEEN, NORMS, columns, factor, slack, out_s, BLOCK: tl.c
         _config(4, 3, BLOCK_P=64, BLOCK_K=STEP), _config(4, 3, BLOCK_P=32, BLOCK_K=STEP),
         _config(8, 3, BLOCK_P=64, BLOCK_K=STEP),
     ],
-    key=["c", "o", "sxc", "BUCKET", "KH", "KW", "SH", "MODE", "G_MODE", "work"],
+    key=["c", "o", "sxc", "bucket", "KH", "KW", "SH", "MODE", "G_MODE", "work"],
     prune=_usable,
 )  # fmt: skip
-@launched(do_not_specialize=["out_s", "work"])
-def _pairs(X, G, OUT, c, o, h, w, positions, width, groups, room, out_s, work,  # type: ignore[no-untyped-def]
-           sxb, sxc, sxh, sxw, sgb, sgo, sgt, BUCKET: tl.constexpr, KH: tl.constexpr,
+@launched(do_not_specialize=["bucket", "out_s", "work"])
+def _pairs(X, G, OUT, c, o, h, w, positions, width, groups, bucket, room, out_s, work,  # type: ignore[no-untyped-def]
+           sxb, sxc, sxh, sxw, sgb, sgo, sgt, KH: tl.constexpr,
            KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
-           PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, FLAT: tl.constexpr,
+           PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
            MODE: tl.constexpr, G_MODE: tl.constexpr, BLOCK_P: tl.constexpr,
            BLOCK_K: tl.constexpr):  # fmt: skip
     """Sums over a pair of tiles of positions of one sample and group; OUT has `room` for each."""
@@ -161,8 +161,8 @@ def _pairs(X, G, OUT, c, o, h, w, positions, width, groups, room, out_s, work,  
         tap = step // blocks
         dh, dw = (tap // KW) * DH - PH, (tap % KW) * DW - PW
         channel = (step % blocks) * BLOCK_K + tl.arange(0, BLOCK_K)
-        at_p, seen_p = pixel(p, dh, dw, h, w, width, sxh, sxw, SH, SW, FLAT)
-        at_q, seen_q = pixel(q, dh, dw, h, w, width, sxh, sxw, SH, SW, FLAT)
+        at_p, seen_p = pixel(p, dh, dw, h, w, width, sxh, sxw, SH, SW)
+        at_q, seen_q = pixel(q, dh, dw, h, w, width, sxh, sxw, SH, SW)
         mask_p = (seen_p & (p < positions))[:, None] & (channel < c)[None, :]
         mask_q = (seen_q & (q < positions))[None, :] & (channel < c)[:, None]
         x_p = tl.load(X + (at_p[:, None] + channel[None, :] * sxc), mask=mask_p, other=0.0)
@@ -216,7 +216,7 @@ def conv_norm(
     if call is None:
         return NotImplemented
     x, g, sizes, constants = call
-    c, o, h, w, positions, width, groups = sizes
+    c, o, h, w, positions, width, groups, _ = sizes
     b, taps = x.shape[0], constants["KH"] * constants["KW"]
     norms = torch.zeros(b, dtype=torch.float32, device=x.device)
     if not x.numel() or not g.numel():
@@ -251,7 +251,7 @@ def conv_ghost_norm(x: Tensor, g: Tensor, geometry: ConvGeometry) -> Tensor:
     if call is None or call[2][4] > MAX_GHOST:
         return NotImplemented
     x, g, sizes, constants = call
-    c, o, _, _, positions, _, groups = sizes
+    c, o, _, _, positions, _, groups, _ = sizes
     b, features = x.shape[0], c * constants["KH"] * constants["KW"]
     norms = torch.zeros(b, dtype=torch.float32, device=x.device)
     if not x.numel() or not g.numel():

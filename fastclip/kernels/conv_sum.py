@@ -49,23 +49,23 @@ def _usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[An
     16-bit ones, tiles that leave room for two sums in the registers, no longer than the map."""
     if kwargs["MODE"] != "native":
         return [c for c in configs if c.num_stages == 2]
-    tile, longest = kwargs["BLOCK_O"] * kwargs["BLOCK_N"], max(32, kwargs["BUCKET"])
+    tile, longest = kwargs["BLOCK_O"] * kwargs["BLOCK_N"], max(32, named["bucket"])
     fits = [c for c in configs if tile <= 64 * 32 * c.num_warps and c.num_stages > 2]
     return [c for c in fits if c.kwargs["BLOCK_K"] <= longest]
 
 
 @autotuned(
     _CONFIGS,
-    key=["c", "o", "sxc", "BUCKET", "BLOCK_O", "BLOCK_N", "KH", "KW", "SH", "MODE", "BY_SAMPLE",
+    key=["c", "o", "sxc", "bucket", "BLOCK_O", "BLOCK_N", "KH", "KW", "SH", "MODE", "BY_SAMPLE",
          "work"],
     prune=_usable,
 )  # fmt: skip
-@launched(do_not_specialize=["b", "splits", "work"])
-def _tiles(X, G, SCALE, OUT, b, splits, work, c, o, h, w, positions, width, groups, row_tiles, col_tiles,  # type: ignore[no-untyped-def]
-           out_s, sxb, sxc, sxh, sxw, sgb, sgo, sgt, scale_b, BY_SAMPLE: tl.constexpr,
-           BUCKET: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+@launched(do_not_specialize=["b", "splits", "bucket", "work"])
+def _tiles(X, G, SCALE, OUT, b, splits, work, c, o, h, w, positions, width, groups, bucket, row_tiles,  # type: ignore[no-untyped-def]
+           col_tiles, out_s, sxb, sxc, sxh, sxw, sgb, sgo, sgt, scale_b, BY_SAMPLE: tl.constexpr,
+           KH: tl.constexpr, KW: tl.constexpr,
            SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-           DH: tl.constexpr, DW: tl.constexpr, FLAT: tl.constexpr, MODE: tl.constexpr,
+           DH: tl.constexpr, DW: tl.constexpr, MODE: tl.constexpr,
            ONE_TAP: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr,
            BLOCK_K: tl.constexpr):  # fmt: skip
     """A tile of one group's W over a stretch of (b, t): OUT [splits, groups * o, columns]."""
@@ -91,7 +91,7 @@ def _tiles(X, G, SCALE, OUT, b, splits, work, c, o, h, w, positions, width, grou
             factor = tl.load(SCALE + sample * scale_b).to(tl.float32)  # early, as in scaled_sum
             at = start + local
             inside = at < positions
-            offset, seen = pixel(at[:, None], dh, dw, h, w, width, sxh, sxw, SH, SW, FLAT)
+            offset, seen = pixel(at[:, None], dh, dw, h, w, width, sxh, sxw, SH, SW)
             seen = seen & inside[:, None] & is_column[None, :]
             x_at = X + sample * sxb + (offset + channel[None, :] * sxc)
             g_at = G + sample * sgb + (row[:, None] * sgo + at[None, :] * sgt)
@@ -110,7 +110,7 @@ def _tiles(X, G, SCALE, OUT, b, splits, work, c, o, h, w, positions, width, grou
             inside = start + local < stop
             factor = tl.load(SCALE + sample * scale_b, mask=inside, other=0.0).to(tl.float32)
             alive = factor != 0  # the others are not even read
-            offset, seen = pixel(at[:, None], dh, dw, h, w, width, sxh, sxw, SH, SW, FLAT)
+            offset, seen = pixel(at[:, None], dh, dw, h, w, width, sxh, sxw, SH, SW)
             seen = seen & alive[:, None] & is_column[None, :]
             x_at = X + (sample * sxb)[:, None] + (offset + channel[None, :] * sxc)
             g_at = G + (sample * sgb)[None, :] + (row[:, None] * sgo + at[None, :] * sgt)
@@ -139,7 +139,7 @@ def conv_sum(x: Tensor, g: Tensor, scale: Tensor, geometry: ConvGeometry) -> Ten
     x, g, sizes, constants = call
     if not x.numel() or not g.numel():
         return torch.zeros(geometry.weight_shape, dtype=torch.float32, device=x.device)
-    c, o, *_, positions, _, groups = sizes
+    c, o, *_, positions, _, groups, _ = sizes
     b, taps, mode = len(x), constants["KH"] * constants["KW"], product_mode(x, g)
     by_sample = mode == "native" and positions >= FEW
     if mode == "native" and not by_sample:

@@ -68,7 +68,7 @@ def _add(state, entry, first, OUT, bits, tiles, FINAL: tl.constexpr):  # type: i
     return key, run, head, squares, norm + done, head_norm
 
 
-@autotuned([triton.Config({}, num_warps=w) for w in (1, 2, 4)], key=["d", "BLOCK", "work"])
+@autotuned([triton.Config({}, num_warps=w) for w in (1, 4)], key=["d", "BLOCK", "work"])
 @launched(do_not_specialize=["n", "work"])
 def _runs(KEY, G, ORDER, DONE, OUT, NEXT_KEY, NEXT, NEXT_DONE, n, work, d, t, padding,  # type: ignore[no-untyped-def]
           sgb, sgt, sgd, bits, tiles, COUNT: tl.constexpr, BLOCK: tl.constexpr,

@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fastclip.kernels.embedding_norm import MAX_BLOCK, ROWS
-from fastclip.kernels.runtime import autotuned, cdiv, launched, next_power_of_2, runs_on
-from fastclip.kernels.work import work_class
+from fastclip.kernels.runtime import cdiv, launched, next_power_of_2, runs_on
+
+_WARPS = 2
 
 
 @triton.jit
@@ -50,9 +51,8 @@ def _add(state, entry, first, OUT, d, col, FINAL: tl.constexpr):  # type: ignore
     return key, tl.where(ends, 0.0, run) + row, head
 
 
-@autotuned([triton.Config({}, num_warps=w) for w in (2, 4)], key=["d", "BLOCK", "work"])
-@launched(do_not_specialize=["n", "work"])
-def _runs(KEY, G, ORDER, SAMPLE, SCALE, OUT, NEXT_KEY, NEXT, n, work, d, padding, sgn, sgd,  # type: ignore[no-untyped-def]
+@launched(do_not_specialize=["n"])
+def _runs(KEY, G, ORDER, SAMPLE, SCALE, OUT, NEXT_KEY, NEXT, n, d, padding, sgn, sgd,  # type: ignore[no-untyped-def]
           scale_b, COUNT: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr,
           FINAL: tl.constexpr):  # fmt: skip
     """COUNT sorted rows from program_id(0), BLOCK features from program_id(1)."""
@@ -105,9 +105,9 @@ def lookup_sum(
         next_key = key.new_empty(carried)
         following = g.new_empty(carried, d, dtype=torch.float64)
         _runs[(chunks, cdiv(d, block))](
-            key, rows, order, sample, scale, out, next_key, following, n,
-            work_class(chunks * cdiv(d, block)), d, padding, sgn, sgd, scale.stride(0), COUNT=ROWS,
-            BLOCK=block, FIRST=rows is g, FINAL=chunks == 1,
+            key, rows, order, sample, scale, out, next_key, following, n, d, padding, sgn, sgd,
+            scale.stride(0), COUNT=ROWS, BLOCK=block, FIRST=rows is g, FINAL=chunks == 1,
+            num_warps=_WARPS,
         )  # fmt: skip
         if chunks == 1:
             return out

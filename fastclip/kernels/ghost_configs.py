@@ -8,13 +8,16 @@ import triton
 
 from fastclip.kernels.rounding import STEP
 
+LONGEST = 128
+"""Positions of the longest tile."""
+
 
 def usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
     """Configurations whose tile suits the number of positions and the kinds of product, and stays in
     registers (bench.kernels.static): of wide tiles of float32, those that begin new sums hold more."""
     options = {**named, **kwargs}
-    bucket, modes = options["BUCKET"], (options["A_MODE"], options["G_MODE"])
-    sizes = (max(16, bucket),) if bucket <= 64 else (64, 128)
+    bucket, modes = options["bucket"], (options["A_MODE"], options["G_MODE"])
+    sizes = (max(16, bucket),) if bucket <= 64 else (64, LONGEST)
     long, exact = options["A_RESTART"] or options["G_RESTART"], "ieee" in modes
 
     def fits(c: Any) -> bool:
@@ -31,7 +34,7 @@ def usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any
 CONFIGS = [
     triton.Config({"BLOCK_T": block_t, "BLOCK_K": block_k}, num_warps=warps, num_stages=stages)
     for block_t, block_k, warps, stages in (
-        (64, 64, 4, 4), (128, 64, 8, 3), (64, 128, 4, 3), (128, 128, 8, 2),
+        (128, 64, 8, 3), (64, 64, 4, 4),
         (32, 128, 4, 4), (16, 128, 2, 4),
         (64, STEP, 4, 3), (64, STEP, 8, 3), (64, STEP, 4, 1), (32, STEP, 4, 3), (16, STEP, 2, 3),
     )

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastclip.kernels.alignment import aligned, stretches, to_copy
-from fastclip.kernels.ghost_configs import CONFIGS, usable
+from fastclip.kernels.ghost_configs import CONFIGS, LONGEST, usable
 from fastclip.kernels.ghost_sums import STATS, GhostSums, finish, raised, room_for
 from fastclip.kernels.one_position import one_position_norm
 from fastclip.kernels.products import multiply
@@ -80,17 +80,20 @@ def pair_of(pair):  # type: ignore[no-untyped-def]
     return pair - j * (j + 1) // 2, j
 
 
-@autotuned(CONFIGS, key=["d", "p", "BUCKET", "A_MODE", "G_MODE", "work"], prune=usable)
-@launched(do_not_specialize=["work", "stats_s", "stats_b"])
+@autotuned(CONFIGS, key=["d", "p", "bucket", "A_MODE", "G_MODE", "work"], prune=usable)
+@launched(do_not_specialize=["bucket", "work", "stats_s", "stats_b"])
 def _pairs_kernel(  # type: ignore[no-untyped-def]
-    a_x, g_x, a_y, g_y, stats, norms, d, p, t_x, t_y, c, m, w_k, w_h, lost_k, lost_h, lost, work,
+    a_x, g_x, a_y, g_y, stats, norms, d, p, t_x, t_y, c, m, w_k, w_h, lost_k, lost_h, lost, bucket, work,
     a_xb, a_xt, a_xd, g_xb, g_xt, g_xp, a_yb, a_yt, a_yd, g_yb, g_yt, g_yp, stats_s, stats_b,
     CROSS: tl.constexpr, ALONE: tl.constexpr, A_MODE: tl.constexpr, G_MODE: tl.constexpr,
-    A_RESTART: tl.constexpr, G_RESTART: tl.constexpr, BUCKET: tl.constexpr,
+    A_RESTART: tl.constexpr, G_RESTART: tl.constexpr, LENGTH: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The sums of one pair of tiles, or the norm itself where a lone use has one tile."""
-    ONE_TILE: tl.constexpr = BUCKET <= BLOCK_T
+    """The sums of one pair of tiles, or the norm itself where a lone use has one tile.
+
+    LENGTH: positions as a power of two, those of more than one tile as one number.
+    """
+    ONE_TILE: tl.constexpr = LENGTH <= BLOCK_T
     tiles, tiles_y = tl.cdiv(t_x, BLOCK_T), tl.cdiv(t_y, BLOCK_T)
     pairs = tiles * tiles_y if CROSS else tiles * (tiles + 1) // 2
     pair = tl.program_id(0) % pairs
@@ -172,6 +175,7 @@ def _launch(
     """
     (a_x, g_x), (a_y, g_y) = x, y
     t_x, t_y, pairs = a_x.shape[1], a_y.shape[1], 0
+    bucket = next_power_of_2(max(t_x, t_y))
 
     def grid(meta: dict[str, Any]) -> tuple[int]:
         nonlocal pairs
@@ -180,9 +184,9 @@ def _launch(
 
     _pairs_kernel[grid](
         a_x, g_x, a_y, g_y, stats, norms, a_x.shape[2], g_x.shape[2], t_x, t_y, *bounds,
-        work_class(len(a_x) * _room(x, y)), *a_x.stride(), *g_x.stride(), *a_y.stride(), *g_y.stride(),
-        *stats.stride()[:2],
-        CROSS=x is not y, ALONE=alone, BUCKET=next_power_of_2(max(t_x, t_y)),
+        bucket, work_class(len(a_x) * _room(x, y)), *a_x.stride(), *g_x.stride(), *a_y.stride(),
+        *g_y.stride(), *stats.stride()[:2],
+        CROSS=x is not y, ALONE=alone, LENGTH=min(bucket, 2 * LONGEST),
         A_MODE=product_mode(a_x, a_y), G_MODE=product_mode(g_x, g_y),
         A_RESTART=_restart(a_x), G_RESTART=_restart(g_x), same=same,
     )  # fmt: skip

@@ -112,8 +112,10 @@ def warps(*sizes: int) -> list[triton.Config]:
 
 
 def held(configs: list[triton.Config], _: Any, *, T2: int, COLUMNS: int, **rest: Any) -> list[Any]:
-    """Those with threads enough for T2 positions of COLUMNS channels."""
-    return [c for c in configs if A_THREAD * 32 * c.num_warps >= T2 * COLUMNS]
+    """Those with threads enough for T2 positions of COLUMNS channels, and not four times as many."""
+    each = [T2 * COLUMNS / (32 * c.num_warps) for c in configs]
+    fits = [c for c, n in zip(configs, each, strict=True) if A_THREAD // 4 < n <= A_THREAD]
+    return fits or [min(configs, key=lambda c: c.num_warps)]  # a small tile
 
 
 def tiles(*sizes: tuple[int, int]) -> list[triton.Config]:
@@ -193,9 +195,7 @@ def _whole(X, W, BIAS, Y, MEAN, RSTD, t, c, k, blocks, eps, work,  # type: ignor
     store(Y + b * t * c, row, channel, t, there, c, y)
 
 
-@autotuned(
-    tiles((4096, 8), (2048, 4), (4096, 4), (8192, 8)), key=["SIZE", "COLUMNS", "rows", "work"]
-)
+@autotuned(tiles((4096, 8), (2048, 4)), key=["SIZE", "COLUMNS", "rows", "work"])
 @launched(do_not_specialize=["rows", "work"])
 def _moments(X, MEANS, SQUARES, t, c, k, blocks, chunks, rows, work,  # type: ignore[no-untyped-def]
              SIZE: tl.constexpr, SIZE2: tl.constexpr, COLUMNS: tl.constexpr,
@@ -225,9 +225,7 @@ def _moments(X, MEANS, SQUARES, t, c, k, blocks, chunks, rows, work,  # type: ig
     _keep(MEANS, SQUARES, part.to(tl.int64) * k, group, there, whole, square, SIZE2, COLUMNS)
 
 
-@autotuned(
-    tiles((4096, 8), (2048, 4), (4096, 4), (8192, 8)), key=["SIZE", "COLUMNS", "rows", "work"]
-)
+@autotuned(tiles((4096, 8), (2048, 4)), key=["SIZE", "COLUMNS", "rows", "work"])
 @launched(do_not_specialize=["samples", "rows", "work"])
 def _normalise(X, W, BIAS, MEANS, SQUARES, Y, MEAN, RSTD, samples, t, c, k, blocks, chunks, rows, eps,  # type: ignore[no-untyped-def]
                work, CHUNKS2: tl.constexpr, SIZE: tl.constexpr,

@@ -77,9 +77,7 @@ def _whole(X, G, MEAN, RSTD, W, DX, DW, DB, t, c, k, blocks, work,  # type: igno
         store(DX + b * t * c, row, channel, t, there, c, dx)
 
 
-@autotuned(
-    tiles((4096, 8), (2048, 4), (4096, 4), (8192, 8)), key=["SIZE", "COLUMNS", "rows", "work"]
-)
+@autotuned(tiles((4096, 8), (2048, 4)), key=["SIZE", "COLUMNS", "rows", "work"])
 @launched(do_not_specialize=["rows", "work"])
 def _sums(X, G, MEAN, RSTD, DWS, DBS, t, c, k, blocks, chunks, rows, work,  # type: ignore[no-untyped-def]
           SIZE: tl.constexpr, SIZE2: tl.constexpr, COLUMNS: tl.constexpr,
@@ -103,9 +101,7 @@ def _sums(X, G, MEAN, RSTD, DWS, DBS, t, c, k, blocks, chunks, rows, work,  # ty
     tl.store(DBS + at, tl.sum(totals, 0), mask=there)
 
 
-@autotuned(
-    tiles((4096, 8), (2048, 4), (4096, 4), (8192, 8)), key=["SIZE", "COLUMNS", "rows", "work"]
-)
+@autotuned(tiles((4096, 8), (2048, 4)), key=["SIZE", "COLUMNS", "rows", "work"])
 @launched(do_not_specialize=["samples", "rows", "work"])
 def _gradient(X, G, MEAN, RSTD, W, DWS, DBS, DX, DW, DB, samples, t, c, k, blocks, chunks, rows, work,  # type: ignore[no-untyped-def]
               CHUNKS2: tl.constexpr, SIZE: tl.constexpr, SIZE2: tl.constexpr,

@@ -31,8 +31,8 @@ from fastclip.ops.numerics import PRODUCT_ERROR_FACTOR
 
 _STATS = 3  # sums of squares of W, g, a
 _CONFIGS = product_configs(
-    (64, 64, 64, 4, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3),
-    (64, 128, 64, 4, 3), (128, 64, 64, 4, 3), (16, 128, 64, 4, 4), (128, 16, 64, 4, 4),
+    (128, 64, 64, 4, 3), (64, 128, 64, 4, 3), (64, 64, 64, 4, 4), (128, 128, 64, 8, 4),
+    (128, 256, 64, 8, 3), (16, 128, 64, 4, 4), (128, 16, 64, 4, 4),
     (64, 64, STEP, 4, 3), (64, 64, STEP, 8, 3), (128, 64, STEP, 8, 3), (128, 128, STEP, 8, 3),
     (16, 64, STEP, 4, 3), (64, 16, STEP, 4, 3),
 )  # fmt: skip
@@ -42,14 +42,17 @@ _SPILLS = {("ieee", "ampere"): ((64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3
 def usable(
     configs: list[Any], named: dict[str, Any], spills: Spills = _SPILLS, **kwargs: Any
 ) -> list[Any]:
-    """Configurations whose tile suits a gradient [p, d] and the kind of product."""
+    """Configurations whose tile suits a gradient [p, d] and the kind of product: of 16-bit operands, one
+    side of it may be half of what fits."""
     options = {**named, **kwargs}
     mode = options["MODE"]
 
     def suits(block: dict[str, int]) -> bool:
         sides = ((block["BLOCK_P"], options["p"]), (block["BLOCK_D"], options["d"]))
         fits = (n <= 16 if side == 16 else side <= max(64, 2 * n - 1) for side, n in sides)
-        return all(fits) and (block["BLOCK_T"] > STEP) == (mode == "native")
+        native = block["BLOCK_T"] > STEP
+        halves = sum(16 < side < min(128, next_power_of_2(n)) for side, n in sides)
+        return all(fits) and native == (mode == "native") and (halves < 2 or not native)
 
     kept = [c for c in configs if suits(c.kwargs)]
     return [c for c in kept if stays(c, mode, spills, "BLOCK_P", "BLOCK_D")]
@@ -71,11 +74,11 @@ def _squares(  # type: ignore[no-untyped-def]
     return tl.sum(acc)
 
 
-@autotuned(_CONFIGS, key=["d", "p", "BUCKET", "MODE", "KEEP", "work"], prune=usable)
-@launched(do_not_specialize=["work", "stats_s", "stats_b"])
+@autotuned(_CONFIGS, key=["d", "p", "bucket", "MODE", "KEEP", "work"], prune=usable)
+@launched(do_not_specialize=["bucket", "work", "stats_s", "stats_b"])
 def _tiles_kernel(  # type: ignore[no-untyped-def]
-    a, g, stats, grads, d, p, t, work, a_b, a_t, a_d, g_b, g_t, g_p, stats_s, stats_b,
-    KEEP: tl.constexpr, MODE: tl.constexpr, BUCKET: tl.constexpr,
+    a, g, stats, grads, d, p, t, bucket, work, a_b, a_t, a_d, g_b, g_t, g_p, stats_s, stats_b,
+    KEEP: tl.constexpr, MODE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     tiles_d = tl.cdiv(d, BLOCK_D)
@@ -147,8 +150,8 @@ def instantiated_norm(a: Tensor, g: Tensor, keep: bool = False) -> Tensor | tupl
 
     mode = product_mode(a, g)
     _tiles_kernel[grid](
-        a, g, stats, grads, d, p, t, work_class(b * most), *a.stride(), *g.stride(),
-        *stats.stride()[:2], KEEP=keep, MODE=mode, BUCKET=next_power_of_2(t),
+        a, g, stats, grads, d, p, t, next_power_of_2(t), work_class(b * most), *a.stride(),
+        *g.stride(), *stats.stride()[:2], KEEP=keep, MODE=mode,
     )  # fmt: skip
     m, w = one_sided(t, mode)
     _finish_kernel[(b,)](

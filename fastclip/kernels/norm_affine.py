@@ -31,7 +31,7 @@ def _configs(*sizes: tuple[int, int]) -> list[triton.Config]:
 
 
 @autotuned(
-    _configs((2048, 4), (1024, 4), (4096, 8), (2048, 8), (4096, 4), (1024, 2)),
+    _configs((2048, 4), (4096, 4)),
     key=["c", "IS_LAYER", "NEED_INPUT", "rows", "work"],
 )
 @launched(do_not_specialize=["chunks", "rows", "work"])
@@ -106,7 +106,7 @@ def _store(DX, channel, position, channels, t, dx, sdc, sdt):  # type: ignore[no
 
 
 @autotuned(
-    _configs((4096, 8), (2048, 4), (8192, 8), (8192, 16), (1024, 2)),
+    _configs((4096, 8), (2048, 4), (8192, 16)),
     key=["channels", "C2", "T2", "NEED_INPUT", "work"],
 )
 @launched(do_not_specialize=["work"])

@@ -13,14 +13,10 @@ from fastclip.kernels.runtime import cdiv, next_power_of_2
 
 
 @triton.jit
-def pixel(at, dh, dw, h, w, width, sxh, sxw, SH: tl.constexpr, SW: tl.constexpr,  # type: ignore[no-untyped-def]
-          FLAT: tl.constexpr):  # fmt: skip
+def pixel(at, dh, dw, h, w, width, sxh, sxw, SH: tl.constexpr, SW: tl.constexpr):  # type: ignore[no-untyped-def]
     """Offset of the pixel under output positions `at` at a tap's shift, and whether there is one."""
-    if FLAT:  # pointwise: position and pixel are the same
-        return at * sxw, at < w
-    else:
-        ih, iw = (at // width) * SH + dh, (at % width) * SW + dw
-        return ih * sxh + iw * sxw, (ih >= 0) & (ih < h) & (iw >= 0) & (iw < w)
+    ih, iw = (at // width) * SH + dh, (at % width) * SW + dw
+    return ih * sxh + iw * sxw, (ih >= 0) & (ih < h) & (iw >= 0) & (iw < w)
 
 
 @triton.jit

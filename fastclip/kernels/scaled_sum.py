@@ -33,7 +33,7 @@ from torch import Tensor
 
 from fastclip.kernels.alignment import WIDE, aligned, stretches, to_copy
 from fastclip.kernels.instantiated_norm import usable
-from fastclip.kernels.products import multiply, product_configs
+from fastclip.kernels.products import generation, multiply, product_configs
 from fastclip.kernels.rounding import STEP, by_tf32, product_mode
 from fastclip.kernels.runtime import (
     alike,
@@ -53,9 +53,8 @@ _WHOLE = 128
 SIDE = 128
 """Rows and columns of the tiles that large products are cut into: one fills a multiprocessor."""
 CONFIGS = product_configs(
-    (64, 64, 64, 4, 4), (128, 128, 64, 8, 4), (128, 128, 64, 8, 5), (64, 128, 64, 4, 4),
-    (128, 64, 64, 4, 4), (16, 128, 64, 4, 4), (128, 16, 64, 4, 4),
-    (64, 64, _WHOLE, 4, 3), (64, 128, _WHOLE, 4, 2), (128, 128, _WHOLE, 8, 3),
+    (128, 64, 64, 4, 4), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4), (128, 128, 64, 8, 4),
+    (128, 128, _WHOLE, 8, 3), (16, 128, 64, 4, 4), (128, 16, 64, 4, 4),
     (64, 64, STEP, 4, 3), (64, 64, STEP, 8, 3), (128, 64, STEP, 8, 3), (128, 128, STEP, 8, 3),
     (64, 64, STEP, 8, 2), (16, 64, STEP, 4, 3), (64, 16, STEP, 4, 3),
 )  # fmt: skip
@@ -68,10 +67,16 @@ _SPILLS = {
 
 
 def usable_here(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
-    """As of instantiated_norm; the longest tiles only for samples that would not fit in others."""
-    whole = kwargs["BUCKET"] >= _WHOLE
+    """As of instantiated_norm; of the largest tiles the longest, where there are positions, and memory
+    on the processor (not on an Ampere), for them."""
+    whole = {**named, **kwargs}["bucket"] >= _WHOLE and generation() == "hopper"
     fits = usable(configs, named, _SPILLS, **kwargs)
-    return [c for c in fits if whole or c.kwargs["BLOCK_T"] < _WHOLE]
+    long = _WHOLE if whole else 64
+    sizes = ("BLOCK_P", "BLOCK_D")
+    return [
+        c for c in fits
+        if c.kwargs["BLOCK_T"] in (STEP, long) or any(c.kwargs[s] < SIDE for s in sizes)
+    ]  # fmt: skip
 
 
 @triton.jit
@@ -142,14 +147,13 @@ def sum_tile(  # type: ignore[no-untyped-def]
 
 @autotuned(
     CONFIGS,
-    key=["d", "p", "BUCKET", "MODE", "BY_SAMPLE", "work"],
+    key=["d", "p", "bucket", "MODE", "BY_SAMPLE", "work"],
     prune=usable_here,
 )
-@launched(do_not_specialize=["b", "splits", "work"])
+@launched(do_not_specialize=["b", "splits", "bucket", "work"])
 def _tiles_kernel(  # type: ignore[no-untyped-def]
-    a, g, scale, out, d, p, b, t, splits, work, a_b, a_t, a_d, g_b, g_t, g_p, scale_b, out_s,
-    BY_SAMPLE: tl.constexpr, MODE: tl.constexpr, BUCKET: tl.constexpr, WHOLE_T: tl.constexpr,
-    WHOLE_SIDES: tl.constexpr,
+    a, g, scale, out, d, p, b, t, splits, bucket, work, a_b, a_t, a_d, g_b, g_t, g_p, scale_b, out_s,
+    BY_SAMPLE: tl.constexpr, MODE: tl.constexpr, WHOLE_T: tl.constexpr, WHOLE_SIDES: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(p, BLOCK_P) * tl.cdiv(d, BLOCK_D)
@@ -225,11 +229,10 @@ def form_of(a: Tensor, g: Tensor) -> tuple[dict[str, Any], int, int]:
     by_sample = mode == "native" and t >= _FEW
     if mode == "native" and not by_sample:
         mode = "tf32x3"
-    bucket = next_power_of_2(t)
-    step = _WHOLE if bucket >= _WHOLE else 64
+    step = _WHOLE if next_power_of_2(t) >= _WHOLE else 64
     steps = b * cdiv(t, step) if by_sample else cdiv(b * t, STEP)
     constants = {
-        "BY_SAMPLE": by_sample, "MODE": mode, "BUCKET": bucket,
+        "BY_SAMPLE": by_sample, "MODE": mode,
         "WHOLE_T": t % step == 0, "WHOLE_SIDES": p % SIDE == d % SIDE == 0,
     }  # fmt: skip
     return constants, steps, STORE * 64 // step if by_sample else STORE
@@ -246,8 +249,8 @@ def _product(a: Tensor, g: Tensor, scale: Tensor, same: Hashable = None) -> Tens
         return (splits * cdiv(p, meta["BLOCK_P"]) * cdiv(d, meta["BLOCK_D"]),)
 
     _tiles_kernel[grid](
-        a, g, scale, out, d, p, b, t, splits, work_class(steps), *a.stride(), *g.stride(),
-        scale.stride(0), p * d, **constants, same=same,
+        a, g, scale, out, d, p, b, t, splits, next_power_of_2(t), work_class(steps), *a.stride(),
+        *g.stride(), scale.stride(0), p * d, **constants, same=same,
     )  # fmt: skip
     if same is not None:
         if len(_SPLITS) >= _MOST_KNOWN:

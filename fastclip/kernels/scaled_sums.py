@@ -18,7 +18,15 @@ from torch import Tensor
 
 from fastclip.kernels.alignment import WIDE, to_copy
 from fastclip.kernels.rounding import by_tf32
-from fastclip.kernels.runtime import alike, autotuned, cdiv, launched, runs_on, takes
+from fastclip.kernels.runtime import (
+    alike,
+    autotuned,
+    cdiv,
+    launched,
+    next_power_of_2,
+    runs_on,
+    takes,
+)
 from fastclip.kernels.scaled_sum import (
     CONFIGS,
     SIDE,
@@ -53,16 +61,15 @@ def _one_of(layer, x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11):  # type: i
 
 @autotuned(
     CONFIGS,
-    key=["d", "p", "BUCKET", "MODE", "BY_SAMPLE", "work"],
+    key=["d", "p", "bucket", "MODE", "BY_SAMPLE", "work"],
     prune=usable_here,
 )
-@launched(do_not_specialize=["b", "splits", "work", "layers"])
+@launched(do_not_specialize=["b", "splits", "bucket", "work", "layers"])
 def _layers_kernel(  # type: ignore[no-untyped-def]
     a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11,
     g0, g1, g2, g3, g4, g5, g6, g7, g8, g9, g10, g11,
-    scale, out, d, p, b, t, splits, work, a_b, a_t, a_d, g_b, g_t, g_p, scale_b, layers, out_l,
-    BY_SAMPLE: tl.constexpr, MODE: tl.constexpr, BUCKET: tl.constexpr, WHOLE_T: tl.constexpr,
-    WHOLE_SIDES: tl.constexpr,
+    scale, out, d, p, b, t, splits, bucket, work, a_b, a_t, a_d, g_b, g_t, g_p, scale_b, layers, out_l,
+    BY_SAMPLE: tl.constexpr, MODE: tl.constexpr, WHOLE_T: tl.constexpr, WHOLE_SIDES: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(p, BLOCK_P) * tl.cdiv(d, BLOCK_D)
@@ -107,8 +114,8 @@ def scaled_sums(pairs: Sequence[tuple[Tensor, Tensor]], scale: Tensor) -> list[T
         return (layers * splits * cdiv(p, meta["BLOCK_P"]) * cdiv(d, meta["BLOCK_D"]),)
 
     _layers_kernel[grid](
-        *inputs, *gradients, scale, out, d, p, b, t, splits, work_class(steps), *a.stride(),
-        *g.stride(), scale.stride(0), layers, p * d, **constants, same=same,
+        *inputs, *gradients, scale, out, d, p, b, t, splits, next_power_of_2(t), work_class(steps),
+        *a.stride(), *g.stride(), scale.stride(0), layers, p * d, **constants, same=same,
     )  # fmt: skip
     if len(_SPLITS) >= _MOST_KNOWN:
         _SPLITS.clear()

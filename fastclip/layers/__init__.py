@@ -8,6 +8,7 @@ from fastclip.layers.records import (
     LinearRecord,
     LookupRecord,
     Record,
+    ViewedRecord,
     join,
 )
 from fastclip.layers.reuse import joint_norm_sq, joint_record
@@ -20,6 +21,7 @@ __all__ = [
     "LinearRecord",
     "LookupRecord",
     "Record",
+    "ViewedRecord",
     "find_rule",
     "join",
     "joint_norm_sq",

@@ -84,7 +84,8 @@ class Contribution(ABC):
         b, t, d = a.shape
         units = self._units()
         if units is not None:
-            b, t = units.count, units.positions(t)
+            each = b // max(1, len(units))  # rows of the layer's that are one of the batch's
+            b, t = units.count, units.positions(each * t)
         choice = self._planner.linear(
             b, t, d, g.shape[2], a.element_size(), self._may_keep(name), a.device
         )
@@ -97,7 +98,7 @@ class Contribution(ABC):
         b, space, out = x.shape[0], *(torch.Size(y.shape[2:]).numel() for y in (x, g))
         units = self._units()
         if units is not None:
-            each = b // max(1, len(units))  # rows of the layer's that are one of the batch's
+            each = b // max(1, len(units))
             b, space, out = units.count, *(units.positions(each * n) for n in (space, out))
         choice = self._planner.conv(
             b, space, out, geometry, x.element_size(), self._may_keep(name), x.device

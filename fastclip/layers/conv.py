@@ -1,4 +1,9 @@
-"""Conv1d, Conv2d, Conv3d: exact norms from the pixel Gram or from a grouped convolution."""
+"""Conv1d, Conv2d, Conv3d: exact norms from the pixel Gram or from a grouped convolution.
+
+On a GPU a convolution is linear maps (fastclip.ops.conv_matrices), whose kernels are the fastest and the
+fewest: of its patches, where no pixel is in two of them, or of what the rows of its kernel see. Those
+with groups, and of three dimensions, stay what they are.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastclip import ops
+from fastclip.layers.kernel_rows import KernelRowsRecord
+from fastclip.layers.linear import linear_record, record_of
 from fastclip.layers.operand import autocast_operand
-from fastclip.layers.records import ConvRecord, InstantiatedRecord, KeptRecord, Record, kept_record
+from fastclip.layers.records import (
+    ConvRecord,
+    InstantiatedRecord,
+    KeptRecord,
+    Record,
+    ViewedRecord,
+    kept_record,
+)
 from fastclip.layers.rule import LayerCall, LayerRule, Plans, register_rule
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -62,7 +76,15 @@ class ConvRule(LayerRule):
 
 def conv_record(call: Plans, x: Tensor, g: Tensor, geometry: ops.ConvGeometry) -> Record:
     """The record that the planner prefers for a convolution over x [b, c, *space]."""
+    matrices = ops.by_matrices(geometry) and not ops.computes_reference(x)
+    if matrices and geometry.is_apart:
+        patches, rows = ops.patches_apart(x, geometry), g.flatten(2).transpose(1, 2)
+        shape = torch.Size(geometry.weight_shape)
+        return ViewedRecord(linear_record(call, patches, rows), shape)
     choice = call.plan_conv(x, g, geometry)
+    if matrices:
+        seen, rows = ops.kernel_rows(x, g, geometry)
+        return KernelRowsRecord([record_of(choice, call, a, rows) for a in seen], geometry)
     if not choice.keep or choice.of_units:
         return ConvRecord(x, g, geometry, ghost=choice.ghost, keep=choice.keep)
     if x.element_size() == 2 and not ops.computes_reference(x):

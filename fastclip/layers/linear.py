@@ -18,6 +18,7 @@ from fastclip.layers.records import (
     kept_record,
 )
 from fastclip.layers.rule import LayerCall, LayerRule, Plans, register_rule
+from fastclip.planner import Choice
 
 
 @register_rule(nn.Linear)
@@ -74,7 +75,13 @@ def linear_record(
     call: Plans, a: Tensor, g: Tensor, name: str = "weight", *, transposed: bool = False
 ) -> Record:
     """The record that the planner prefers for a [b, t, d] and g [b, t, p] of this parameter, [p, d]."""
-    choice = call.plan_linear(a, g, name)
+    return record_of(call.plan_linear(a, g, name), call, a, g, transposed=transposed)
+
+
+def record_of(
+    choice: Choice, call: Plans, a: Tensor, g: Tensor, *, transposed: bool = False
+) -> Record:
+    """The record of a [b, t, d] and g [b, t, p] in the way that the planner has chosen."""
     keep = choice.keep
     if keep and not choice.of_units:
         pair = (g, a) if transposed else (a, g)

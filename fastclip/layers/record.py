@@ -203,6 +203,10 @@ class ViewedRecord(Record):
         super().__init__(*record._operands)
         self.record, self.shape = record, shape
 
+    @property
+    def instantiates(self) -> bool:  # type: ignore[override]
+        return self.record.instantiates
+
     def merge(self, other: Record) -> Record | None:
         if not isinstance(other, ViewedRecord) or other.shape != self.shape:
             return None
@@ -221,6 +225,10 @@ class ViewedRecord(Record):
     def per_sample(self) -> Tensor:
         own = self.record.per_sample()
         return own.view(len(own), *self.shape)
+
+    def apart(self) -> Iterator[Tensor]:
+        for own in self.record.apart():
+            yield own.view(len(own), *self.shape)
 
     def slack(self) -> Tensor | None:
         return self.record.slack()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.layers.records import LinearRecord, LookupRecord, Record
+from fastclip.layers.records import LinearRecord, LookupRecord, Record, ViewedRecord
 from fastclip.layers.unit_record import UnitRecord, added, of_one_kind
 from fastclip.ops.units import Layout
 from fastclip.planner import Planner
@@ -36,6 +36,9 @@ def joint_record(records: Sequence[Record], planner: Planner) -> Record:
         record.check_unmodified()
     if len(records) == 1:
         return records[0]
+    seen = _viewed_alike(records)
+    if seen is not None:
+        return ViewedRecord(joint_record([r.record for r in seen], planner), seen[0].shape)
     together = of_one_kind(records)
     if together is not None:
         return _UnitsTogether(together, planner)
@@ -51,6 +54,13 @@ def joint_record(records: Sequence[Record], planner: Planner) -> Record:
         if dense is not None and head.ghost and not head.transposed:
             return _Tied(head, table, dense)
     return InstantiatedTogether(merged)
+
+
+def _viewed_alike(records: Sequence[Record]) -> list[ViewedRecord] | None:
+    """These, if all are records in another shape, and in the same one."""
+    viewed = [r for r in records if isinstance(r, ViewedRecord)]
+    alike = len(viewed) == len(records) and len({r.shape for r in viewed}) == 1
+    return viewed if alike else None
 
 
 class _Together(Record):

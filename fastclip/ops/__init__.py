@@ -26,6 +26,7 @@ from fastclip.ops.conv_gradients import (
     conv_unit_gradients_apart,
     kept_conv_gradients,
 )
+from fastclip.ops.conv_matrices import by_matrices, kernel_rows, of_kernel_rows, patches_apart
 from fastclip.ops.dispatch import computes_reference
 from fastclip.ops.embedding import (
     embedding_norm,
@@ -88,6 +89,7 @@ __all__ = [
     "RaisedNorm",
     "UnfinishedNorm",
     "begin_ghost_norm",
+    "by_matrices",
     "channels_last",
     "check_floating",
     "check_std",
@@ -126,6 +128,7 @@ __all__ = [
     "kept_gradients",
     "kept_sum",
     "kept_sums",
+    "kernel_rows",
     "layer_norm_backward",
     "layer_norm_grads",
     "looked_at",
@@ -133,8 +136,10 @@ __all__ = [
     "lookup_slack",
     "lookup_sum",
     "noise_finalize",
+    "of_kernel_rows",
     "parted_sum",
     "patch_products",
+    "patches_apart",
     "per_sample_gradients",
     "product_slack",
     "raised_together",

@@ -55,6 +55,13 @@ class ConvGeometry:
     def is_pointwise(self) -> bool:
         return all(k == 1 for k in self.kernel) and not any(self.padding)
 
+    @cached_property
+    def is_apart(self) -> bool:
+        """No pixel is in two patches and none is padding: a linear map of the patches."""
+        sides = zip(self.kernel, self.stride, self.dilation, strict=True)
+        apart = all(k == 1 or (k <= s and d == 1) for k, s, d in sides)
+        return apart and self.groups == 1 and not any(self.padding)
+
 
 @operation
 def conv_operands(x: Tensor, g: Tensor, geometry: ConvGeometry) -> tuple[Tensor, Tensor]:

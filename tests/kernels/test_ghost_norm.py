@@ -189,7 +189,7 @@ MODES = ("native", "ieee", "tf32x3")
 @pytest.mark.parametrize("bucket", [2**k for k in range(14)])
 def test_a_configuration_for_everything(bucket: int) -> None:
     for a_mode, g_mode, restart in product(MODES, MODES, (0, 4096)):
-        options = {"BUCKET": bucket, "A_MODE": a_mode, "G_MODE": g_mode}
+        options = {"bucket": bucket, "A_MODE": a_mode, "G_MODE": g_mode}
         options |= {"A_RESTART": 0, "G_RESTART": restart}
         usable = module.usable(module.CONFIGS, options)
         assert usable
@@ -202,7 +202,7 @@ def test_a_configuration_for_everything(bucket: int) -> None:
 def test_every_configuration(t: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     a, g = operands(1, t, 20, 40, dtype)
     mode = product_mode(a, a)
-    options = {"BUCKET": 1 << (t - 1).bit_length(), "A_MODE": mode, "G_MODE": mode}
+    options = {"bucket": 1 << (t - 1).bit_length(), "A_MODE": mode, "G_MODE": mode}
     options |= {"A_RESTART": 0, "G_RESTART": 0}
     for config in module.usable(module.CONFIGS, options):
         monkeypatch.setattr(module._pairs_kernel, "usable", lambda *_, config=config: [config])

@@ -6,22 +6,17 @@ import pytest
 import torch
 
 from fastclip import ops
-from fastclip.layers.conv import conv_record
 from fastclip.layers.linear import linear_record
 from fastclip.layers.records import InstantiatedRecord, KeptRecord
 from fastclip.ops.dispatch import use_backend
 from fastclip.planner import Choice
 from tests.kernels.oracle import normal, relative_error
-from tests.kernels.test_conv_norm import CASES, operands
 
 
 class Keeps:
     """In the place of a layer's call: the planner says that gradients are kept."""
 
     last_input: ops.LastInput | None = None
-
-    def plan_conv(self, x, g, geometry, name="weight") -> Choice:
-        return Choice("keep", 0.0, 0)
 
     def plan_linear(self, a, g, name="weight") -> Choice:
         return Choice("keep", 0.0, 0)
@@ -48,38 +43,6 @@ def test_norm_and_gradients(dtype: torch.dtype, transposed: bool) -> None:
     scale = torch.tensor([0.5, 0.0, 2.0], device=exact.device)
     expected = torch.einsum("b,bpd->pd", scale.double(), exact)
     assert relative_error(record.clipped_sum(scale), expected) < 1e-5
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "case", ["3x3", "stem", "strided", "pointwise", "uneven", "wide", "1d-groups"]
-)
-def test_convolutions(case: str, dtype: torch.dtype) -> None:
-    space, geometry = CASES[case]
-    x, g = operands(space, geometry, dtype, 3)
-    with use_backend("triton"):
-        record = conv_record(Keeps(), x, g, geometry)  # type: ignore[arg-type]
-    assert isinstance(record, InstantiatedRecord)
-    exact = ops.conv_per_sample_gradients(x.cpu().double(), g.cpu().double(), geometry)
-    assert record.gradients.dtype == torch.float32
-    assert record.gradients.shape == exact.shape
-    assert relative_error(record.gradients, exact) < 1e-5
-    norm_sq, found = exact.flatten(1).square().sum(1), record.norm_sq().cpu().double()
-    assert bool((found >= norm_sq).all())
-    assert relative_error(found, norm_sq) < 2e-3
-    scale = torch.tensor([0.5, 0.0, 2.0], device=x.device)
-    total = record.clipped_sum(scale)
-    assert total.is_contiguous()
-    assert relative_error(total, torch.einsum("b,b...->...", scale.cpu().double(), exact)) < 1e-5
-
-
-def test_float32_convolutions_come_from_the_library() -> None:
-    space, geometry = CASES["3x3"]
-    call = Keeps()
-    call.last_input = ops.LastInput()
-    with use_backend("triton"):
-        record = conv_record(call, *operands(space, geometry, torch.float32), geometry)  # type: ignore[arg-type]
-    assert type(record) is KeptRecord
 
 
 def test_two_uses_keep_what_rounding_hides_of_both() -> None:

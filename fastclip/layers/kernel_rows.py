@@ -1,0 +1,66 @@
+"""A convolution on a GPU: a record for every row of its kernel, each of a linear map.
+
+Kernels of linear maps are the fastest and the fewest. A weight's entries are in one of the rows each:
+squared norms add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from fastclip import ops
+from fastclip.layers.record import Record
+from fastclip.layers.records import LinearRecord
+from fastclip.layers.unit_record import added
+from fastclip.ops.units import UnitRows
+
+
+class KernelRowsRecord(Record):
+    """Records of the rows of a kernel, or of its taps: of the matrices of `ops.kernel_rows`."""
+
+    def __init__(self, rows: Sequence[Record], geometry: ops.ConvGeometry) -> None:
+        super().__init__(*(x for row in rows for x in row._operands))
+        self.rows, self.geometry = list(rows), geometry
+
+    @property
+    def nbytes(self) -> int:
+        """Of the memory that the views share, once."""
+        storages = [x.untyped_storage() for x in self._operands]
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+    @property
+    def instantiates(self) -> bool:  # type: ignore[override]
+        return any(row.instantiates for row in self.rows)
+
+    def norm_sq(self) -> Tensor:
+        return added(row.norm_sq() for row in self.rows)
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        return ops.of_kernel_rows(self._sums(scale), self.geometry)
+
+    def _sums(self, scale: Tensor) -> list[Tensor]:
+        pairs = [
+            row.pair() for row in self.rows if type(row) is LinearRecord and not row.instantiates
+        ]
+        if len(pairs) < len(self.rows):
+            return [row.clipped_sum(scale) for row in self.rows]
+        few, found = ops.LAYERS_TOGETHER, []
+        for first in range(0, len(pairs), few):
+            found += ops.scaled_sums(pairs[first : first + few], scale)
+        return found
+
+    def per_sample(self) -> Tensor:
+        return ops.of_kernel_rows([row.per_sample() for row in self.rows], self.geometry)
+
+    def apart(self) -> Iterator[Tensor]:
+        for blocks in zip(*(row.apart() for row in self.rows), strict=True):
+            yield ops.of_kernel_rows(blocks, self.geometry)
+
+    def slack(self) -> Tensor | None:
+        known = [s for row in self.rows if (s := row.slack()) is not None]
+        return added(s.square() for s in known).sqrt() if known else None
+
+    def of_units(self, units: UnitRows) -> Record:
+        return KernelRowsRecord([row.of_units(units) for row in self.rows], self.geometry)
