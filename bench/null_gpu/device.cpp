@@ -9,6 +9,7 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <sys/mman.h>
@@ -324,6 +325,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("view", &view);
   m.impl("as_strided", &as_strided);
   m.impl("_reshape_alias", &reshape_alias);
+  m.impl("unfold", &at::native::unfold);
   m.impl("copy_", &copy_);
   m.impl("convolution", &convolution);
   m.impl("convolution_backward", &convolution_backward);

@@ -89,10 +89,8 @@ def _pairs_kernel(  # type: ignore[no-untyped-def]
     A_RESTART: tl.constexpr, G_RESTART: tl.constexpr, LENGTH: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The sums of one pair of tiles, or the norm itself where a lone use has one tile.
-
-    LENGTH: positions as a power of two, those of more than one tile as one number.
-    """
+    """The sums of one pair of tiles, or the norm itself where a lone use has one tile; LENGTH: positions
+    as a power of two, those of more than any tile as one number."""
     ONE_TILE: tl.constexpr = LENGTH <= BLOCK_T
     tiles, tiles_y = tl.cdiv(t_x, BLOCK_T), tl.cdiv(t_y, BLOCK_T)
     pairs = tiles * tiles_y if CROSS else tiles * (tiles + 1) // 2

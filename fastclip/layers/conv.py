@@ -76,7 +76,8 @@ class ConvRule(LayerRule):
 
 def conv_record(call: Plans, x: Tensor, g: Tensor, geometry: ops.ConvGeometry) -> Record:
     """The record that the planner prefers for a convolution over x [b, c, *space]."""
-    matrices = ops.by_matrices(geometry) and not ops.computes_reference(x)
+    kernels = not ops.computes_reference(x) and ops.has_kernel("scaled_sum")
+    matrices = kernels and ops.by_matrices(geometry)
     if matrices and geometry.is_apart:
         patches, rows = ops.patches_apart(x, geometry), g.flatten(2).transpose(1, 2)
         shape = torch.Size(geometry.weight_shape)

@@ -27,7 +27,7 @@ from fastclip.ops.conv_gradients import (
     kept_conv_gradients,
 )
 from fastclip.ops.conv_matrices import by_matrices, kernel_rows, of_kernel_rows, patches_apart
-from fastclip.ops.dispatch import computes_reference
+from fastclip.ops.dispatch import computes_reference, has_kernel
 from fastclip.ops.embedding import (
     embedding_norm,
     embedding_sum,
@@ -121,6 +121,7 @@ __all__ = [
     "group_norm_backward",
     "group_norm_grads",
     "half_gram",
+    "has_kernel",
     "in_full_float32",
     "index_on",
     "instantiated_norm",

@@ -53,10 +53,21 @@ def test_pytorch_computes_a_gram_in_strips(t: int, share: float) -> None:
 
 
 def test_a_fused_convolution_is_priced_by_its_patches() -> None:
-    """The pixels' Gram is a ninth of what the kernel computes for 3 x 3 patches."""
+    """Kernels compute 9 times the pixels' Gram for 3 x 3 patches, and 3 times the gradients'."""
     geometry = ConvGeometry((1, 512, 3, 3), (1, 1), (1, 1), (1, 1), 1)
-    rates = Costs(matmul=1e30, gram=1.0, kept_conv=1e-9, copy=1e30)
+    rates = Costs(matmul=1e30, gram=1.0, kept=1e-9, kept_conv=1e-9, copy=1e30)
     pixels = Planner(costs=rates).conv(1, 64, 64, geometry, 2, False)
     patches = Planner(costs=replace(rates, scratch=False)).conv(1, 64, 64, geometry, 2, False)
     assert pixels.seconds == pytest.approx(2 * 64**2 * (512 + 1))
-    assert patches.seconds == pytest.approx(2 * 64**2 * (9 * 512 + 1))
+    assert patches.seconds == pytest.approx(2 * 64**2 * (9 * 512 + 3))
+    groups = replace(geometry, groups=2)
+    of_groups = Planner(costs=replace(rates, scratch=False)).conv(1, 64, 64, groups, 2, False)
+    assert of_groups.seconds == pytest.approx(2 * 64**2 * (9 * 1024 + 1))
+
+
+def test_kept_gradients_of_linear_maps_are_priced_as_such() -> None:
+    rates = Costs(matmul=1e30, gram=1e-9, kept=4.0, kept_conv=1e-9, scratch=False)
+    geometry = ConvGeometry((8, 4, 3, 3), (1, 1), (1, 1), (1, 1), 1)
+    choice = Planner(costs=rates).conv(1, 64, 64, geometry, 2, True)
+    assert choice.keep
+    assert choice.seconds == pytest.approx(8 * 4 * 9)
