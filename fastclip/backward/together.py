@@ -108,7 +108,7 @@ class LinearSums:
     than ROOM, or than the operands of one of its layers.
 
     Args:
-        add: takes a parameter and its sum. scales: [b], of all layers.
+        add: takes a parameter and its sum, of any shape. scales: [b], of all layers.
     """
 
     def __init__(self, add: Callable[[nn.Parameter, Tensor], None], scales: Tensor) -> None:
@@ -146,9 +146,7 @@ class LinearSums:
             return
         scales = self._scales.to(pairs[0][0].device)
         if len(pairs) == 1:
-            total = ops.scaled_sum(*pairs[0], scales)
-            self._add(parameters[0], total.view(parameters[0].shape))
+            self._add(parameters[0], ops.scaled_sum(*pairs[0], scales))
             return
         for parameter, total in zip(parameters, ops.scaled_sums(pairs, scales), strict=True):
-            # `data` has a version of its own
-            self._add(parameter, total.data.view(parameter.shape))
+            self._add(parameter, total.data)  # which has a version of its own
