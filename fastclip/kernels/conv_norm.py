@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastclip.kernels.conv_arguments import arguments, sees_all
-from fastclip.kernels.ghost_norm import pair_of
+from fastclip.kernels.gram_tile import pair_of
 from fastclip.kernels.patches import columns_of, pixel, tiles_of
 from fastclip.kernels.products import generation, multiply, ordered_sum, stays
 from fastclip.kernels.rounding import STEP, TILE_SUM, UNIT, one_sided, product_mode, summed

@@ -22,71 +22,35 @@ The result is never below the exact value. Added are, with u = 2^-24 and m, w of
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from math import isqrt
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from fastclip.kernels.alignment import aligned, stretches, to_copy
 from fastclip.kernels.ghost_configs import CONFIGS, LONGEST, usable
 from fastclip.kernels.ghost_sums import STATS, GhostSums, finish, raised, room_for
+from fastclip.kernels.gram_tile import gram_tile, pair_of
 from fastclip.kernels.one_position import one_position_norm
-from fastclip.kernels.products import multiply
 from fastclip.kernels.rounding import CHUNK, by_tf32, gram_coefficients, product_mode
 from fastclip.kernels.runtime import alike, autotuned, cdiv, launched, next_power_of_2, takes
 from fastclip.kernels.work import work_class
+from fastclip.ops.numerics import wide_sum
 
 _MOST_USES = 4
 _MOST_KNOWN = 4096
 
 
-@triton.jit
-def _gram_tile(  # type: ignore[no-untyped-def]
-    x, y, n, rows_x, rows_y, t_x, t_y, stride_xt, stride_xn, stride_yt, stride_yn,
-    SAME: tl.constexpr, RESTART: tl.constexpr, MODE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """x_i y_j^T over n features, [BLOCK_T, BLOCK_T]; `SAME` where x_i is y_j. A sum of more than
-    `RESTART` features is begun anew after so many."""
-    k = tl.arange(0, BLOCK_K)
-    x_at = x + rows_x[:, None] * stride_xt + k[None, :].to(tl.int64) * stride_xn
-    y_at = y + rows_y[None, :] * stride_yt + k[:, None].to(tl.int64) * stride_yn
-    in_x, in_y = rows_x[:, None] < t_x, rows_y[None, :] < t_y
-    acc = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
-    total = acc
-    for start in range(0, n, BLOCK_K):
-        left = tl.load(x_at, mask=in_x & (k[None, :] < n - start), other=0.0)
-        if SAME:
-            right = tl.trans(left)
-        else:
-            right = tl.load(y_at, mask=in_y & (k[:, None] < n - start), other=0.0)
-        acc = multiply(left, right, acc, MODE)
-        x_at += BLOCK_K * stride_xn
-        y_at += BLOCK_K * stride_yn
-        if RESTART and start % RESTART == RESTART - BLOCK_K:
-            total += acc
-            acc = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
-    return total + acc if RESTART else acc
-
-
-@triton.jit
-def pair_of(pair):  # type: ignore[no-untyped-def]
-    """(i, j), i <= j, of pair = j (j + 1) / 2 + i; the square root may be off by one."""
-    j = ((tl.sqrt(8.0 * pair + 1.0) - 1.0) * 0.5).to(tl.int32)
-    j -= (j * (j + 1) // 2 > pair).to(tl.int32)
-    j += ((j + 1) * (j + 2) // 2 <= pair).to(tl.int32)
-    return pair - j * (j + 1) // 2, j
-
-
 @autotuned(CONFIGS, key=["d", "p", "bucket", "A_MODE", "G_MODE", "work"], prune=usable)
 @launched(do_not_specialize=["bucket", "work", "stats_s", "stats_b"])
 def _pairs_kernel(  # type: ignore[no-untyped-def]
-    a_x, g_x, a_y, g_y, stats, norms, d, p, t_x, t_y, c, m, w_k, w_h, lost_k, lost_h, lost, bucket, work,
+    a_x, g_x, a_y, g_y, stats, norms, sums, d, p, t_x, t_y, c, m, w_k, w_h, lost_k, lost_h, lost,
+    bucket, work,
     a_xb, a_xt, a_xd, g_xb, g_xt, g_xp, a_yb, a_yt, a_yd, g_yb, g_yt, g_yp, stats_s, stats_b,
-    CROSS: tl.constexpr, ALONE: tl.constexpr, A_MODE: tl.constexpr, G_MODE: tl.constexpr,
-    A_RESTART: tl.constexpr, G_RESTART: tl.constexpr, LENGTH: tl.constexpr,
+    CROSS: tl.constexpr, ALONE: tl.constexpr, SUMS: tl.constexpr, A_MODE: tl.constexpr,
+    G_MODE: tl.constexpr, A_RESTART: tl.constexpr, G_RESTART: tl.constexpr, LENGTH: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The sums of one pair of tiles, or the norm itself where a lone use has one tile; LENGTH: positions
@@ -104,22 +68,22 @@ def _pairs_kernel(  # type: ignore[no-untyped-def]
     local = tl.arange(0, BLOCK_T)
     rows_x, rows_y = i.to(tl.int64) * BLOCK_T + local, j.to(tl.int64) * BLOCK_T + local
     if not CROSS and (ONE_TILE or i == j):  # a tile with itself is read once
-        gram_k = _gram_tile(
-            a_x, a_x, d, rows_x, rows_x, t_x, t_x, a_xt, a_xd, a_xt, a_xd, True, A_RESTART, A_MODE,
-            BLOCK_T, BLOCK_K,
+        gram_k = gram_tile(
+            a_x, a_x, d, rows_x, rows_x, t_x, t_x, a_xt, a_xd, a_xt, a_xd, sums, True, False,
+            A_RESTART, A_MODE, BLOCK_T, BLOCK_K,
         )  # fmt: skip
-        gram_h = _gram_tile(
-            g_x, g_x, p, rows_x, rows_x, t_x, t_x, g_xt, g_xp, g_xt, g_xp, True, G_RESTART, G_MODE,
-            BLOCK_T, BLOCK_K,
+        gram_h = gram_tile(
+            g_x, g_x, p, rows_x, rows_x, t_x, t_x, g_xt, g_xp, g_xt, g_xp,
+            sums + (b * tl.cdiv(t_x, 64) + i) * p, True, SUMS, G_RESTART, G_MODE, BLOCK_T, BLOCK_K,
         )  # fmt: skip
     else:
-        gram_k = _gram_tile(
-            a_x, a_y, d, rows_x, rows_y, t_x, t_y, a_xt, a_xd, a_yt, a_yd, False, A_RESTART, A_MODE,
-            BLOCK_T, BLOCK_K,
+        gram_k = gram_tile(
+            a_x, a_y, d, rows_x, rows_y, t_x, t_y, a_xt, a_xd, a_yt, a_yd, sums, False, False,
+            A_RESTART, A_MODE, BLOCK_T, BLOCK_K,
         )  # fmt: skip
-        gram_h = _gram_tile(
-            g_x, g_y, p, rows_x, rows_y, t_x, t_y, g_xt, g_xp, g_yt, g_yp, False, G_RESTART, G_MODE,
-            BLOCK_T, BLOCK_K,
+        gram_h = gram_tile(
+            g_x, g_y, p, rows_x, rows_y, t_x, t_y, g_xt, g_xp, g_yt, g_yp, sums, False, False,
+            G_RESTART, G_MODE, BLOCK_T, BLOCK_K,
         )  # fmt: skip
     product = gram_k * gram_h
     total, absolute = tl.sum(product), tl.sum(tl.abs(product))
@@ -163,13 +127,14 @@ def _restart(x: Tensor) -> int:
 
 def _launch(
     x: Use, y: Use, stats: Tensor, norms: Tensor, bounds: Sequence[float], alone: bool,
-    same: Hashable = None,
+    same: Hashable = None, sums: Tensor | None = None,
 ) -> int:  # fmt: skip
     """Sums of every pair of tiles of two uses, or of one (y is x); the number of pairs.
 
     Args:
         stats: [6, b, >= _room(x, y)]. norms: [b], filled where a lone use has one pair.
         bounds: of `_bounds`. same: under which the launch can be repeated.
+        sums: [b, >= tiles of 64 positions, p], of every tile of g, or None.
     """
     (a_x, g_x), (a_y, g_y) = x, y
     t_x, t_y, pairs = a_x.shape[1], a_y.shape[1], 0
@@ -181,10 +146,11 @@ def _launch(
         return (a_x.shape[0] * pairs,)
 
     _pairs_kernel[grid](
-        a_x, g_x, a_y, g_y, stats, norms, a_x.shape[2], g_x.shape[2], t_x, t_y, *bounds,
+        a_x, g_x, a_y, g_y, stats, norms, norms if sums is None else sums, a_x.shape[2],
+        g_x.shape[2], t_x, t_y, *bounds,
         bucket, work_class(len(a_x) * _room(x, y)), *a_x.stride(), *g_x.stride(), *a_y.stride(),
         *g_y.stride(), *stats.stride()[:2],
-        CROSS=x is not y, ALONE=alone, LENGTH=min(bucket, 2 * LONGEST),
+        CROSS=x is not y, ALONE=alone, SUMS=sums is not None, LENGTH=min(bucket, 2 * LONGEST),
         A_MODE=product_mode(a_x, a_y), G_MODE=product_mode(g_x, g_y),
         A_RESTART=_restart(a_x), G_RESTART=_restart(g_x), same=same,
     )  # fmt: skip
@@ -244,10 +210,14 @@ def _pair_sums(uses: Sequence[Use], same: Hashable = None) -> GhostSums | Tensor
     for x, y in pairs:
         columns += _launch(x, y, stats[:, :, columns:], norms, bounds, alone, same)
     if same is not None:
-        if len(_BOUNDS) >= _MOST_KNOWN:
-            _BOUNDS.clear()
-        _BOUNDS[same] = bounds, room
+        _note(same, bounds, room)
     return norms if alone and columns == 1 else GhostSums(stats, columns, bounds)
+
+
+def _note(same: Hashable, bounds: tuple[float, ...], room: int) -> None:
+    if len(_BOUNDS) >= _MOST_KNOWN:
+        _BOUNDS.clear()
+    _BOUNDS[same] = bounds, room
 
 
 _BOUNDS: dict[Hashable, tuple[tuple[float, ...], int]] = {}
@@ -261,11 +231,39 @@ def begin_ghost_norm(a: Tensor, g: Tensor) -> GhostSums | Tensor:
     if known is None:
         return _sums([use], same)
     stats, norms = room_for(a, known[1])
-    code = _pairs_kernel.repeat(same, a, g, a, g, stats, norms)
+    code = _pairs_kernel.repeat(same, a, g, a, g, stats, norms, norms)
     if code is None:
         return _sums([use], same)
     pairs = _pairs(use, use, code.constants["BLOCK_T"])  # another configuration, another number
     return norms if pairs == 1 else GhostSums(stats, pairs, known[0])
+
+
+def begin_norm_and_bias(a: Tensor, g: Tensor) -> tuple[GhostSums | Tensor, Tensor]:
+    """begin_ghost_norm, and sum_t g, of which the diagonal tiles have read all: [b, p], float32."""
+    same, use = (alike(a, g), by_tf32(a, g), "bias"), (a, g)
+    known = _BOUNDS.get(same)
+    if known is None and not _lie_well(a, g):
+        norm = begin_ghost_norm(a, g)
+        return NotImplemented if norm is NotImplemented else (norm, wide_sum(g, 1))
+    bounds, room = known or (_bounds([use]), _room(use, use))
+    stats, norms = room_for(a, room)
+    sums = norms.new_empty(len(a), cdiv(a.shape[1], 64), g.shape[2])
+    code = known and _pairs_kernel.repeat(same, a, g, a, g, stats, norms, sums)
+    if code:
+        pairs = _pairs(use, use, code.constants["BLOCK_T"])
+    else:
+        pairs = _launch(use, use, stats, norms, bounds, True, same, sums)
+        _note(same, bounds, room)
+    tiles = (isqrt(8 * pairs + 1) - 1) // 2
+    bias = sums[:, 0] if tiles == 1 else sums[:, :tiles].sum(1)
+    return norms if pairs == 1 else GhostSums(stats, pairs, bounds), bias
+
+
+def _lie_well(a: Tensor, g: Tensor) -> bool:
+    """Whether one launch takes them as they are, for several positions of a sample."""
+    if not takes(a, g) or a.shape[1] < 2 or not a.numel() or not g.numel():
+        return False
+    return not any(to_copy(x, cdiv(a.shape[1], 64)) for x in (a, g))
 
 
 def ghost_norm_concat(parts: Sequence[Use]) -> Tensor:

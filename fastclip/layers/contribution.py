@@ -75,6 +75,10 @@ class Contribution(ABC):
         """Whether per-sample gradients may be held instead of what they are computed from."""
         return False
 
+    def is_alone(self, name: str) -> bool:
+        """Whether the parameter's norm is that of one contribution, of rows that are samples."""
+        return self._may_keep(name) and self._units() is None
+
     def _units(self) -> UnitRows | None:
         """Which rows are clipped as one; None: each alone."""
         return None

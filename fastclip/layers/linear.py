@@ -43,13 +43,15 @@ class LinearRule(LayerRule):
         x, weight = call.saved
         g = call.g.contiguous()
         if call.wants("weight") or call.wants("bias"):
-            rows = _by_position(call.samples(g))  # [b, t, p]
-            if call.wants("bias"):
-                call.record("bias", KeptRecord(ops.wide_sum(rows, 1)))
+            rows, record = _by_position(call.samples(g)), None  # [b, t, p]
             if call.wants("weight"):
                 assert x is not None
                 a = _by_position(call.samples(x))  # [b, t, d]
-                call.record("weight", linear_record(call, a, rows, transposed=self.transposed))
+                record = linear_record(call, a, rows, transposed=self.transposed)
+            if call.wants("bias"):
+                call.record("bias", KeptRecord(_of_bias(call, record, rows)))
+            if record is not None:
+                call.record("weight", record)
         if not call.needs_input_grad:
             return None
         weight = weight if weight.dtype == g.dtype else weight.to(g.dtype)
@@ -69,6 +71,14 @@ class TransposedLinearRule(LinearRule):
         weight = autocast_operand(own)
         out = _not_a_view(F.linear(x, weight.t(), module.bias))
         return out, (x if own.requires_grad else None, weight if x.requires_grad else None)
+
+
+def _of_bias(call: Plans, record: Record | None, rows: Tensor) -> Tensor:
+    """sum_t g, [b, p]: of g [b, t, p]; with the weight's norm, where a kernel takes that at once."""
+    fused = type(record) is LinearRecord and record.ghost and call.is_alone("weight")
+    if fused and not ops.computes_reference(rows):
+        return record.bias()  # type: ignore[union-attr]
+    return ops.wide_sum(rows, 1)
 
 
 def linear_record(

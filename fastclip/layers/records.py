@@ -47,11 +47,20 @@ class LinearRecord(LaidRecord):
         super().__init__(a, g)
         self.a, self.g, self.ghost, self.transposed = a, g, ghost, transposed
         self.keep = keep
+        self._norm: Tensor | ops.UnfinishedNorm | None = None
 
     def norm_sq(self) -> Tensor:
         return ops.ghost_norm(self.a, self.g) if self.ghost else norm_apart(self)
 
+    def bias(self) -> Tensor:
+        """A bias's gradients sum_t g, [b, p], of one pass over g with the norm, for `norm_parts`."""
+        self._norm, bias = ops.begin_norm_and_bias(self.a, self.g)
+        return bias
+
     def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.UnfinishedNorm:
+        if self._norm is not None:
+            norm, self._norm = self._norm, None
+            return norm
         if not self.ghost:
             return self.norm_sq()
         if ops.computes_reference(self.a):

@@ -32,6 +32,9 @@ class Plans(Protocol):
     def plan_linear(self, a: Tensor, g: Tensor, name: str = "weight") -> Choice:
         """The planner's choice for a [b, t, d] and g [b, t, p]."""
 
+    def is_alone(self, name: str) -> bool:
+        """Whether the parameter's norm is that of one contribution, of rows that are samples."""
+
     def plan_conv(
         self, x: Tensor, g: Tensor, geometry: ops.ConvGeometry, name: str = "weight"
     ) -> Choice:

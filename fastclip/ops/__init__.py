@@ -44,6 +44,7 @@ from fastclip.ops.kept import kept_sum, kept_sums, parted_sum, whole
 from fastclip.ops.linear import (
     LAYERS_TOGETHER,
     begin_ghost_norm,
+    begin_norm_and_bias,
     finish_ghost_norm,
     ghost_norm,
     ghost_norm_concat,
@@ -89,6 +90,7 @@ __all__ = [
     "RaisedNorm",
     "UnfinishedNorm",
     "begin_ghost_norm",
+    "begin_norm_and_bias",
     "by_matrices",
     "channels_last",
     "check_floating",

@@ -16,6 +16,7 @@ from fastclip.ops.numerics import (
     lost_squares,
     row_norm_sq,
     samples_at_once,
+    wide_sum,
     widen,
 )
 from fastclip.ops.precision import in_full_float32
@@ -52,6 +53,12 @@ def ghost_parts(a: Tensor, g: Tensor, last_input: LastInput) -> GramNorm | Tenso
 def begin_ghost_norm(a: Tensor, g: Tensor) -> UnfinishedNorm | Tensor:
     """`ghost_norm` but for the operations that many layers can share: a [b, t, d], g [b, t, p]."""
     return ghost_parts(a, g, LastInput())
+
+
+@operation
+def begin_norm_and_bias(a: Tensor, g: Tensor) -> tuple[UnfinishedNorm | Tensor, Tensor]:
+    """`begin_ghost_norm`, and a bias's per-sample gradients sum_t g, [b, p]: a kernel reads g once."""
+    return ghost_parts(a, g, LastInput()), wide_sum(g, 1)
 
 
 @operation

@@ -235,12 +235,14 @@ def test_a_repeated_ghost_norm_has_the_pairs_of_its_configuration(
     bounds = tuple(map(float, range(7)))
     monkeypatch.setattr(module, "_BOUNDS", {same: (bounds, 3)})
     found = module.begin_ghost_norm(a, g)
-    if pairs == 1:
-        assert isinstance(found, torch.Tensor)
-        assert found.shape == (2,)
-    else:
-        assert isinstance(found, GhostSums)
-        assert (found.columns, found.bounds) == (pairs, bounds)
+    monkeypatch.setattr(module, "_BOUNDS", {(*same, "bias"): (bounds, 3)})
+    for norm in (found, module.begin_norm_and_bias(a, g)[0]):
+        if pairs == 1:
+            assert isinstance(norm, torch.Tensor)
+            assert norm.shape == (2,)
+        else:
+            assert isinstance(norm, GhostSums)
+            assert (norm.columns, norm.bounds) == (pairs, bounds)
 
 
 @pytest.mark.parametrize("splits", [1, 3])

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastclip import ops
 from fastclip.kernels.ghost_norm import (
     begin_ghost_norm,
+    begin_norm_and_bias,
     ghost_cross,
     ghost_norm,
     ghost_norm_concat,
@@ -21,7 +22,7 @@ from fastclip.kernels.rounding import CHUNK, STEP, UNIT, one_sided, product_mode
 from fastclip.kernels.runtime import INTERPRETED
 from fastclip.ops import dispatch
 from fastclip.ops.numerics import slack
-from tests.kernels.oracle import DEVICE, DTYPES, NORM_TOLERANCE, normal, strided
+from tests.kernels.oracle import DEVICE, DTYPES, NORM_TOLERANCE, normal, relative_error, strided
 from tests.ops.test_cancellation import CONSTRUCTIONS
 
 module = import_module("fastclip.kernels.ghost_norm")  # the package exports the function
@@ -282,6 +283,49 @@ def test_agrees_with_the_reference() -> None:
     a, g = operands(2, 33, 12, 7, torch.float32)
     reference = ops.ghost_norm(a.cpu(), g.cpu())
     assert torch.allclose(ghost_norm(a, g).cpu(), reference, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("t", [0, 1, 3, 16, 40, 64, 65, 128, 150, 260])
+def test_a_bias_of_the_same_pass(t: int, dtype: torch.dtype) -> None:
+    """Sums of g over the positions, those of every tile of them, and the norm as without."""
+    for b in (0, 3):
+        a, g = operands(b, t, 12, 70, dtype)
+        norm, bias = begin_norm_and_bias(a, g)
+        assert torch.equal(finish(norm), finish(begin_ghost_norm(a, g)))
+        assert bias.shape == (b, 70)
+        assert bias.dtype == torch.float32
+        assert relative_error(bias, g.double().sum(1)) < 1e-6 or not bias.numel()
+        again, same = begin_norm_and_bias(a, g)
+        assert torch.equal(finish(again), finish(norm))
+        assert torch.equal(same, bias)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the autotuner runs every configuration")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("t", [30, 130])
+def test_a_bias_of_every_configuration(
+    t: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, g = operands(2, t, 20, 70, dtype)
+    mode = product_mode(a, a)
+    options = {"bucket": 1 << (t - 1).bit_length(), "A_MODE": mode, "G_MODE": mode}
+    options |= {"A_RESTART": 0, "G_RESTART": 0}
+    for config in module.usable(module.CONFIGS, options):
+        monkeypatch.setattr(module._pairs_kernel, "usable", lambda *_, config=config: [config])
+        norm, bias = begin_norm_and_bias(a, g)
+        check(finish(norm), (a, g))
+        assert relative_error(bias, g.double().sum(1)) < 1e-6
+
+
+def test_a_bias_where_operands_lie_badly() -> None:
+    """They are copied for the norm, or left to the reference: the bias is a sum of its own."""
+    a, g = operands(2, 300, 12, 16, torch.bfloat16)
+    g = torch.randn(2, 300, 8001, device=a.device).bfloat16()[..., 1:]
+    norm, bias = begin_norm_and_bias(a, g)
+    check(finish(norm), (a, g))
+    assert relative_error(bias, g.double().sum(1)) < 1e-6
+    assert begin_norm_and_bias(a.double(), g.double()) is NotImplemented
 
 
 @pytest.mark.parametrize("t", [3, 40, 150])
