@@ -34,6 +34,7 @@ from bench.processes import frames
 from bench.workloads import MODES
 
 WARM_UP, STEPS = 3, 10
+ALONE = 5  # steps of which the host's time is taken
 GRAPHS = ("non_private", "fastclip")  # modes whose step is also tried as a CUDA graph
 TOLD_EVERY = 5.0  # seconds
 AHEAD = 16  # samples of a step that only compiles: a multiple of 16, as every batch that is timed
@@ -91,7 +92,8 @@ def host_syncs(trainer: Trainer) -> int:
             trainer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(w.message) for w in caught)
+    # when the mode is first set, PyTorch warns of the mode itself
+    return sum("called a synchronizing" in str(w.message) for w in caught)
 
 
 def kernels_in_use(device: torch.device) -> dict[str, str]:
@@ -116,18 +118,41 @@ def timed(step: Callable[[], Any], clock: CpuClock, steps: int) -> dict[str, Any
 
     Returns:
         "step_s": first quartile, median and third of a step on the device; "host_s": median time
-        until a step is queued; "steps".
+        until a step is queued on a device that has nothing to do; "steps".
     """
     clock.synchronize()
-    stamps, host = [clock.stamp()], []
+    stamps = [clock.stamp()]
     for _ in range(steps):
-        begin = time.perf_counter()
         step()
         stamps.append(clock.stamp())
-        host.append(time.perf_counter() - begin)
     clock.synchronize()
     times = quartiles([clock.seconds(a, b) for a, b in pairwise(stamps)])
+    host = []
+    for _ in range(min(steps, ALONE)):
+        begin = time.perf_counter()
+        step()
+        host.append(time.perf_counter() - begin)
+        clock.synchronize()
     return {"step_s": times, "host_s": statistics.median(host), "steps": steps}
+
+
+def host_parts(trainer: Trainer, clock: CpuClock) -> dict[str, float]:
+    """Median seconds until each part of a step is queued, on a device that has nothing to do."""
+    found: dict[str, list[float]] = {"forward": [], "backward": [], "optimizer": []}
+    for _ in range(ALONE):
+        trainer.optimizer.zero_grad()
+        clock.synchronize()
+        stamps = [time.perf_counter()]
+        loss = trainer.loss()
+        stamps.append(time.perf_counter())
+        loss.backward()
+        stamps.append(time.perf_counter())
+        trainer.optimizer.step()
+        stamps.append(time.perf_counter())
+        for part, (begin, end) in zip(found.values(), pairwise(stamps), strict=True):
+            part.append(end - begin)
+    clock.synchronize()
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
 def measure(
@@ -141,7 +166,7 @@ def measure(
         the model before it: (passes, seconds);
         what `timed` returns, "host_syncs": waits of the CPU for the GPU in a step, "peak_mib":
         memory above the built model, "loss"; for fastclip also what `check` found, "kernels",
-        "plan" and "configurations".
+        "plan" and "configurations"; "host_parts_s": what `host_parts` returns.
         With extras: "profile" (gpu_profile), then, with graphs, for `GRAPHS` "graph": the same step
         captured, with its times, "peak_mib" and "profile", or an "error" that says why not.
     """
@@ -168,6 +193,7 @@ def measure(
         peak = memory.above_start()
         row["loss"] = float(trainer.step().item())
         row["host_syncs"] = host_syncs(trainer) if device.type == "cuda" else None
+        row["host_parts_s"] = host_parts(trainer, clock)
     row |= {"peak_mib": peak / 2**20, "built_mib": memory.start / 2**20}
     row["memory_method"] = memory.method
     row["warnings"] = sorted({str(w.message) for w in caught if "kernel of" in str(w.message)})

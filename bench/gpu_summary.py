@@ -70,7 +70,7 @@ def _good(runs: Sequence[Mapping], mode: str) -> list[Mapping]:
 
 def _medians(runs: Sequence[Mapping]) -> dict:
     first = runs[0]
-    kept = ("title", "host_syncs", "kernels", "warnings")
+    kept = ("title", "host_syncs", "host_parts_s", "kernels", "warnings")
     row = {name: first[name] for name in kept if name in first}
     row["step_s"] = [statistics.median(run["step_s"][i] for run in runs) for i in range(3)]
     for name in ("host_s", "peak_mib"):

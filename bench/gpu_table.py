@@ -139,7 +139,11 @@ def _step(row: Mapping) -> list[str]:
         f"{row['peak_mib'] / 1024:>6.1f} {_ratio(row, 'memory_ratio', goal.get('memory')):>13} "
         f"{1e3 * row['host_s']:>7.1f} {'-' if syncs is None else syncs:>5} {launches:>8} {busy:>5}"
     )
-    return [line, f"{name}  {row['error']}"] if "error" in row else [line]
+    lines = [line, f"{name}  {row['error']}"] if "error" in row else [line]
+    if parts := row.get("host_parts_s"):
+        told = ", ".join(f"{part} {1e3 * s:.1f}" for part, s in parts.items())
+        lines.append(f"    host ms: {told}")
+    return lines
 
 
 def _closely(row: Mapping) -> list[str]:

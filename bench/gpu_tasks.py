@@ -141,15 +141,19 @@ class Trainer:
         self.batches = [(x.to(memory_format=layout), y) for x, y in loader]
         self.steps = 0
 
-    def backward(self, part: int = 1, autocast: bool = True) -> Tensor:
-        """Forward and backward pass over the next batch, or the first 1 / `part` of it; the loss."""
+    def loss(self, part: int = 1, autocast: bool = True) -> Tensor:
+        """The loss of the next batch, or of the first 1 / `part` of it."""
         x, y = (tensor[: self.batch // part] for tensor in self.batches[self.steps % BATCHES])
         context: AbstractContextManager = nullcontext()
         if self.autocast and autocast:
             context = torch.autocast(self.device.type, torch.bfloat16)
         with context:
             output = self.model(x)
-            loss = self.criterion(getattr(output, "logits", output), y)
+            return self.criterion(getattr(output, "logits", output), y)
+
+    def backward(self, part: int = 1, autocast: bool = True) -> Tensor:
+        """Forward and backward pass over the same; the loss."""
+        loss = self.loss(part, autocast)
         loss.backward()
         return loss
 

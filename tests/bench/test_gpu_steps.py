@@ -44,6 +44,8 @@ def test_tiny_steps(task: str, mode: str) -> None:
     low, middle, high = row["step_s"]
     assert 0 < low <= middle <= high
     assert torch.tensor(row["loss"]).isfinite()
+    assert set(row["host_parts_s"]) == {"forward", "backward", "optimizer"}
+    assert min(row["host_parts_s"].values()) > 0
     if mode == "fastclip":  # on the CPU both are the reference, or loops that equal it
         assert row["gradient_error"] == pytest.approx(row["gradient_error_of_reference"], rel=1e-5)
         assert row["gradient_error"] < 0.5
@@ -77,6 +79,7 @@ def test_waits_for_the_gpu_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Waits:
         def step(self) -> None:
+            warnings.warn("does not yet detect all synchronizing operations", stacklevel=1)
             for _ in range(3):
                 warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
 
