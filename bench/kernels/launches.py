@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from fastclip import ops
 from fastclip.clipping import Clipping, Hard, PerLayer, Quantile, Tanh, dpsgd_f, naive_reweighting
 from fastclip.kernels import KERNELS
 from fastclip.ops import LAYERS_TOGETHER, ConvGeometry
@@ -51,7 +52,13 @@ CONVOLUTIONS = {
     "ResNet-50 last 3x3": (512, 512, 7, 3, 1),
     "ResNet-50 last 1x1": (2048, 512, 7, 1, 1),
 }
-"""(c, o, side of the map, side of the kernel, stride) of convolutions."""
+"""(c, o, side of the map, side of the kernel, stride) of convolutions that are linear maps."""
+GROUPS = {
+    "ResNeXt-50 3x3": (128, 128, 56, 3, 1, 32),
+    "ResNeXt-50 last 3x3/2": (1024, 1024, 14, 3, 2, 32),
+    "ConvNeXt 7x7": (96, 96, 56, 7, 1, 96),
+}
+"""The same with groups, their number last."""
 GHOST = 196  # positions up to which a convolution's Gram is worth its while
 BATCH = 8
 
@@ -63,6 +70,11 @@ def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def _linear(name: str, t: int, d: int, p: int, dtype: torch.dtype) -> None:
     a, g = _empty(BATCH, t, d, dtype=dtype), _empty(BATCH, t, p, dtype=dtype)
     KERNELS[name](a, g)
+
+
+def _bias(t: int, d: int, p: int, dtype: torch.dtype) -> None:
+    a, g = _empty(BATCH, t, d, dtype=dtype), _empty(BATCH, t, p, dtype=dtype)
+    KERNELS["begin_norm_and_bias"](a, g)
 
 
 def _two_uses(t: int, d: int, p: int, dtype: torch.dtype) -> None:
@@ -88,16 +100,39 @@ def _sums(t: int, d: int, p: int, dtype: torch.dtype) -> None:
     KERNELS["scaled_sums"](pairs, _empty(BATCH))
 
 
-def _convolution(
-    name: str, layout: torch.memory_format, sizes: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def _maps(
+    layout: torch.memory_format, sizes: tuple[int, ...], dtype: torch.dtype, groups: int = 1
+) -> tuple[Tensor, Tensor, ConvGeometry]:
+    """x and g of a convolution, and how it slides."""
     c, o, side, kernel, stride = sizes
     x = _empty(BATCH, c, side, side, dtype=dtype).to(memory_format=layout)
     g = _empty(BATCH, o, side // stride, side // stride, dtype=dtype).to(memory_format=layout)
     window = (stride, stride), (kernel // 2, kernel // 2), (1, 1)
-    geometry = ConvGeometry((o, c, kernel, kernel), *window, 1)
+    return x, g, ConvGeometry((o, c // groups, kernel, kernel), *window, groups)
+
+
+def _convolution(
+    name: str, layout: torch.memory_format, sizes: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    x, g, geometry = _maps(layout, sizes[:-1], dtype, sizes[-1])
     given = {"conv_sum": (_empty(BATCH), geometry), "conv_norm keep": (geometry, True)}
     KERNELS[name.removesuffix(" keep")](x, g, *given.get(name, (geometry,)))
+
+
+def _matrices(
+    name: str, layout: torch.memory_format, sizes: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """What a convolution without groups is made of."""
+    x, g, geometry = _maps(layout, sizes, dtype)
+    if geometry.is_apart:
+        seen, rows = [ops.patches_apart(x, geometry)], g.flatten(2).transpose(1, 2)
+    else:
+        seen, rows = ops.kernel_rows(x, g, geometry)
+    pairs, scale = [(a, rows) for a in seen], _empty(BATCH)
+    if name == "scaled_sum":
+        KERNELS["scaled_sums"](pairs, scale) if len(pairs) > 1 else KERNELS[name](*pairs[0], scale)
+    else:
+        KERNELS[name](*pairs[0], *([True] if name == "instantiated_norm" else []))
 
 
 def _lookup(t: int, d: int, v: int, dtype: torch.dtype) -> None:
@@ -160,16 +195,27 @@ def _products(kind: str) -> Iterator[Form]:
         yield f"scaled_sum {model}", kind, partial(_sum, *sizes, dtype)
     for model in ("BERT-base T=128", "BERT-base T=512", "ViT-B"):
         yield f"scaled_sums {model}", kind, partial(_sums, *LINEAR[model], dtype)
+        yield f"ghost_norm and bias {model}", kind, partial(_bias, *LINEAR[model], dtype)
     sizes = LINEAR["BERT-base T=128"]
     yield "ghost_norm two uses BERT-base T=128", kind, partial(_two_uses, *sizes, dtype)
     layouts = {"": torch.contiguous_format, " channels-last": torch.channels_last}
-    for model, window in CONVOLUTIONS.items():
-        for name, layout in layouts.items():
-            wide = partial(_convolution, layout=layout, sizes=window, dtype=dtype)
+    for name, layout in layouts.items():
+        for model, sizes in CONVOLUTIONS.items():
+            rows = partial(_matrices, layout=layout, sizes=sizes, dtype=dtype)
+            small = (sizes[2] // sizes[4]) ** 2 <= GHOST
+            for operation in (
+                *(["ghost_norm"] if small else []),
+                "instantiated_norm",
+                "scaled_sum",
+            ):
+                yield f"{operation} {model}{name}", kind, partial(rows, operation)
+        for model, sizes in GROUPS.items():
+            wide = partial(_convolution, layout=layout, sizes=sizes, dtype=dtype)
             kept = ["conv_norm keep"] if dtype.itemsize == 2 else []  # as the layer's rule asks
-            for operation in ("conv_norm", *kept, "conv_sum"):
+            sums = ["conv_sum"] if sizes[0] > sizes[-1] else []  # not depthwise
+            for operation in ("conv_norm", *kept, *sums):
                 yield f"{operation} {model}{name}", kind, partial(wide, operation)
-            if (window[2] // window[4]) ** 2 <= GHOST:
+            if (sizes[2] // sizes[4]) ** 2 <= GHOST:
                 yield f"conv_ghost_norm {model}{name}", kind, partial(wide, "conv_ghost_norm")
 
 

@@ -35,7 +35,8 @@ OUT = Path(__file__).resolve().parents[1] / "results" / "kernels-static.json"
 QUICK = ("BERT-base T=128", "3x3/2", "layer_norm BERT-base", "lookup_", "norm ResNet-50 last")
 """Forms of a quick run: those whose names hold one of these."""
 ALLOWED = {
-    "ResNet-50 stem": "3 channels: no 16 bytes of a patch lie side by side",
+    "ResNeXt-50 3x3": "4 channels a group: no 16 bytes of a patch lie side by side",
+    "ConvNeXt 7x7": "one channel a group: the same",
     "keep BERT-base pooler": "one position: a loop of one step has nothing to load ahead",
     "keep ResNet-50 head": "one position, and 1000 features, which 16 does not divide",
 }

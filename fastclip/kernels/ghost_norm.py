@@ -175,7 +175,8 @@ def _sums(parts: Sequence[Use], same: Hashable = None) -> GhostSums | Tensor:
     Args:
         parts: the uses; t may differ from use to use. same: the kind of a lone one.
     """
-    if not takes(*(x for use in parts for x in use)):
+    sizes_of = {(a.shape[2], g.shape[2]) for a, g in parts}
+    if len(sizes_of) > 1 or not takes(*(x for use in parts for x in use)):
         return NotImplemented
     b, _, d = parts[0][0].shape
     uses = [use for use in parts if use[0].shape[1]]

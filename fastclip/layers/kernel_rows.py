@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from fastclip import ops
 from fastclip.layers.record import Record
 from fastclip.layers.records import LinearRecord
-from fastclip.layers.unit_record import added
 from fastclip.ops.units import UnitRows
 
 
@@ -35,7 +35,7 @@ class KernelRowsRecord(Record):
         return any(row.instantiates for row in self.rows)
 
     def norm_sq(self) -> Tensor:
-        return added(row.norm_sq() for row in self.rows)
+        return _total([row.norm_sq() for row in self.rows])
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
         return ops.of_kernel_rows(self._sums(scale), self.geometry)
@@ -60,7 +60,12 @@ class KernelRowsRecord(Record):
 
     def slack(self) -> Tensor | None:
         known = [s for row in self.rows if (s := row.slack()) is not None]
-        return added(s.square() for s in known).sqrt() if known else None
+        return _total([s.square() for s in known]).sqrt() if known else None
 
     def of_units(self, units: UnitRows) -> Record:
         return KernelRowsRecord([row.of_units(units) for row in self.rows], self.geometry)
+
+
+def _total(parts: Sequence[Tensor]) -> Tensor:
+    """Their sum: many, added up one after the other in float32, could come out low."""
+    return torch.stack(list(parts)).sum(0, dtype=torch.float64).to(parts[0].dtype)

@@ -118,13 +118,16 @@ class KeptRecord(Record):
         self._hidden = hidden
 
     def merge(self, other: Record) -> Record | None:
-        if isinstance(other, KeptRecord):
-            own, added = self.slack(), other.slack()
-            slack = own if added is None else added
-            if own is not None and added is not None:
-                slack = own + added
-            return KeptRecord(self.gradients + other.gradients, slack)
-        return None
+        if not isinstance(other, KeptRecord):
+            return None
+        gradients, more = self.gradients, other.gradients
+        if gradients.shape != more.shape:  # of two views of a parameter
+            return None
+        own, added = self.slack(), other.slack()
+        slack = own if added is None else added
+        if own is not None and added is not None:
+            slack = own + added
+        return KeptRecord(gradients + more, slack)
 
     def norm_sq(self) -> Tensor:
         if isinstance(self._hidden, ops.ProductNorm):

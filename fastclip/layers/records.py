@@ -206,6 +206,8 @@ class LookupRecord(LaidRecord):
             other = other.whole
         if not isinstance(other, LookupRecord) or other.batch_size != self.batch_size:
             return None
+        if other.num_embeddings != self.num_embeddings:  # two views of a table
+            return None
         padding = self.padding_idx
         if padding == other.padding_idx:
             g, added = self.g, other.g

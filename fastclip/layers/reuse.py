@@ -57,10 +57,18 @@ def joint_record(records: Sequence[Record], planner: Planner) -> Record:
 
 
 def _viewed_alike(records: Sequence[Record]) -> list[ViewedRecord] | None:
-    """These, if all are records in another shape, and in the same one."""
+    """These, if all are records in another shape, and in the same one, of linear maps of one size: two
+    views of a parameter may have nothing in common but its entries."""
     viewed = [r for r in records if isinstance(r, ViewedRecord)]
-    alike = len(viewed) == len(records) and len({r.shape for r in viewed}) == 1
+    kinds = {(r.shape, _sizes(r.record)) for r in viewed}
+    alike = len(viewed) == len(records) and len(kinds) == 1 and None not in next(iter(kinds))
     return viewed if alike else None
+
+
+def _sizes(record: Record) -> tuple[int, ...] | None:
+    """Of the matrix of a linear map, as it is or of units; None for other records."""
+    rows = record.rows if isinstance(record, UnitRecord) else record
+    return tuple(x.shape[2] for x in rows.pair()) if isinstance(rows, LinearRecord) else None
 
 
 class _Together(Record):

@@ -26,7 +26,13 @@ from fastclip.ops.conv_gradients import (
     conv_unit_gradients_apart,
     kept_conv_gradients,
 )
-from fastclip.ops.conv_matrices import by_matrices, kernel_rows, of_kernel_rows, patches_apart
+from fastclip.ops.conv_matrices import (
+    by_matrices,
+    kernel_rows,
+    matrices,
+    of_kernel_rows,
+    patches_apart,
+)
 from fastclip.ops.dispatch import computes_reference, has_kernel
 from fastclip.ops.embedding import (
     embedding_norm,
@@ -138,6 +144,7 @@ __all__ = [
     "lookup_norm",
     "lookup_slack",
     "lookup_sum",
+    "matrices",
     "noise_finalize",
     "of_kernel_rows",
     "parted_sum",

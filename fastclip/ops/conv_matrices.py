@@ -30,6 +30,12 @@ def by_matrices(geometry: ConvGeometry) -> bool:
     return geometry.groups == 1 and len(geometry.kernel) < 3
 
 
+def matrices(geometry: ConvGeometry) -> int:
+    """How many `kernel_rows` gives."""
+    (kh, kw), _, _, (_, dw) = _in_two_dimensions(geometry)
+    return kh if dw == 1 else kh * kw
+
+
 def patches_apart(x: Tensor, geometry: ConvGeometry) -> Tensor:
     """The patches of x [b, c, *space] where `geometry.is_apart`, [b, t, c * taps]; of pointwise
     convolutions without strides a view."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastclip.ops import ConvGeometry, by_matrices
+from fastclip.ops import ConvGeometry, by_matrices, matrices
 from fastclip.planner.costs import Costs, costs_of, gram_share
 
 _CPU = torch.device("cpu")
@@ -124,16 +124,16 @@ def _conv(
     product = flops / costs.matmul
     kept_bytes = b * taps * c * o * _accumulated(itemsize)
     # The fused kernels compute the Gram of the patches, not of the pixels, and that of the gradients
-    # once for every row of the kernel.
-    matrices = by_matrices(geometry) and not costs.scratch
-    rows = geometry.kernel[0] if matrices and len(geometry.kernel) == 2 else 1
+    # once for each of the matrices.
+    linear = by_matrices(geometry) and not costs.scratch
+    rows = matrices(geometry) if linear else 1
     of_inputs = pixels**2 * c_all if costs.scratch else out**2 * taps * c_all
     ghost = 2 * b * (of_inputs + out**2 * o * rows) * gram_share(out, costs.tile) / costs.gram
     if costs.scratch:
         shifts = 0 if geometry.is_pointwise else sum(geometry.kernel)
         passes = b * geometry.groups * (pixels * out * 4 * shifts + out * out * 12)
         ghost += passes / costs.copy
-    keep = product + kept_bytes / (costs.kept if matrices else costs.kept_conv)
+    keep = product + kept_bytes / (costs.kept if linear else costs.kept_conv)
     options = [
         Choice("ghost", ghost + product, held),
         Choice("recompute", 2 * keep, held),

@@ -32,7 +32,7 @@ GOOD: list[dict[str, Any]] = [
     {"arch": "sm_80", "wgmma": 0, "mma": 4},
     {"wgmma": 0, "mma": 4, "config": {**ROW["config"], "BLOCK_P": 16}},  # type: ignore[dict-item]
     {"mode": "ieee", "wgmma": 0, "copies": {}, "loads": {"2": 1}},
-    {"forms": ["conv_norm ResNet-50 stem bf16"], "loads": {"2": 1}},
+    {"forms": ["conv_norm ResNeXt-50 3x3 bf16"], "loads": {"2": 1}},
 ]
 
 
@@ -47,7 +47,7 @@ def test_no_fault(change: dict[str, Any]) -> None:
 
 
 def test_an_exemption_of_one_form_is_not_anothers() -> None:
-    forms = ["conv_norm ResNet-50 stem bf16", "conv_norm ResNet-50 1x1 bf16"]
+    forms = ["conv_norm ConvNeXt 7x7 bf16", "conv_norm ResNet-50 1x1 bf16"]
     assert faults({**ROW, "forms": forms, "loads": {"2": 1}})
 
 

@@ -144,3 +144,14 @@ def test_the_reference_stays_as_it_is() -> None:
     with use_backend("reference"):
         record = record_of("ghost", *operands(space, geometry, torch.float32, 3), geometry)
     assert type(record) is ConvRecord
+
+
+@pytest.mark.parametrize("value", [0.1, 0.7, 1.1])
+def test_norms_of_many_taps_do_not_come_out_low(value: float) -> None:
+    """Added up one after the other in float32, 2,048 equal ones are low by 2^-15."""
+    norm = torch.full((3,), value)
+    rows = [InstantiatedRecord(norm, torch.zeros(3, 1, 1)) for _ in range(2048)]
+    geometry = ops.ConvGeometry((1, 1, 2048), (1,), (0,), (2,), 1)
+    found = KernelRowsRecord(rows, geometry).norm_sq()
+    assert found.dtype == torch.float32
+    assert torch.allclose(found.double(), 2048 * norm.double(), rtol=2**-23)
