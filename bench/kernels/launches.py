@@ -124,6 +124,7 @@ def _matrices(
 ) -> None:
     """What a convolution without groups is made of."""
     x, g, geometry = _maps(layout, sizes, dtype)
+    x, g = KERNELS["conv_operands"](x, g, geometry)
     if geometry.is_apart:
         seen, rows = [ops.patches_apart(x, geometry)], g.flatten(2).transpose(1, 2)
     else:

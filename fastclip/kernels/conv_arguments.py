@@ -45,11 +45,13 @@ def arguments(
 
 
 def conv_operands(x: Tensor, g: Tensor, geometry: ConvGeometry) -> tuple[Tensor, Tensor]:
-    """As fastclip.ops.conv_operands: what `arguments` would copy, copied; of what is cut into matrices
-    anyway, the output's gradient alone."""
+    """As fastclip.ops.conv_operands: what `arguments` would copy, copied, and what lies as badly for the
+    kernels of linear maps; of an input that is copied into matrices anyway, nothing."""
     if len(geometry.kernel) > 2 or not runs_on(x, g):
         return NotImplemented
-    laid = x if by_matrices(geometry) else _map(x, geometry.groups, positions=False)
+    pointwise = geometry.is_pointwise and max(geometry.stride) == 1  # its matrix is a view
+    cut = by_matrices(geometry) and not pointwise
+    laid = x if cut else _map(x, geometry.groups, positions=by_matrices(geometry))
     return laid, _map(g, geometry.groups, positions=True)
 
 

@@ -153,3 +153,15 @@ def test_maps_that_are_cut_into_matrices_are_not_copied_before() -> None:
     laid = conv_arguments.conv_operands(x, g, geometry)
     assert laid[0].data_ptr() == x.data_ptr()
     assert laid[1].stride(1) == 1
+
+
+@on_cpu
+@pytest.mark.parametrize(("side", "copied"), [(7, True), (8, False)])
+def test_a_pointwise_map_is_laid_for_its_matrix(side: int, copied: bool) -> None:
+    """Which is a view of it, loaded along positions or along channels."""
+    geometry = ConvGeometry((32, 16, 1, 1), (1, 1), (0, 0), (1, 1), 1)
+    x, g = normal(2, 16, side, side, dtype=HALF), normal(2, 32, side, side, dtype=HALF)
+    laid = conv_arguments.conv_operands(x, g, geometry)
+    for y in laid:
+        assert (y.stride(1) == 1) == copied
+    assert torch.equal(laid[0], x)
