@@ -55,8 +55,8 @@ def of(task: str, table: list, cut: Callable = tuple) -> set[tuple[Any, ...]]:
 
 
 def test_every_task_with_a_goal_has_shapes() -> None:
-    assert tuple(NAMES[task] for task in MAIN) == ("BERT T128", "BERT T512", "GPT-2", "ViT-B",
-                                                   "ResNet-50")  # fmt: skip
+    assert tuple(NAMES[task] for task in MAIN) == ("ResNet-50", "ViT-B", "BERT T128", "BERT T512",
+                                                   "GPT-2")  # fmt: skip
     assert set(NAMES) == set(GOALS)
     assert set(NAMES.values()) == set(shapes.GOALS)
 
