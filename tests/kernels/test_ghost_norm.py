@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import import_module
 from itertools import product
 
@@ -197,16 +198,22 @@ def test_a_configuration_for_everything(bucket: int) -> None:
         assert all(c.kwargs["BLOCK_T"] >= min(bucket, 64) for c in usable)  # what _room counts on
 
 
+def each_configuration(a: Tensor, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernel takes one configuration after the other that suits products of a [b, t, d]."""
+    mode = product_mode(a, a)
+    options = {"bucket": 1 << (a.shape[1] - 1).bit_length(), "A_MODE": mode, "G_MODE": mode}
+    options |= {"A_RESTART": 0, "G_RESTART": 0}
+    for config in module.usable(module.CONFIGS, options):
+        monkeypatch.setattr(module._pairs_kernel, "usable", lambda *_, config=config: [config])
+        yield
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="the autotuner runs every configuration")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("t", [12, 30, 130])
 def test_every_configuration(t: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     a, g = operands(1, t, 20, 40, dtype)
-    mode = product_mode(a, a)
-    options = {"bucket": 1 << (t - 1).bit_length(), "A_MODE": mode, "G_MODE": mode}
-    options |= {"A_RESTART": 0, "G_RESTART": 0}
-    for config in module.usable(module.CONFIGS, options):
-        monkeypatch.setattr(module._pairs_kernel, "usable", lambda *_, config=config: [config])
+    for _ in each_configuration(a, monkeypatch):
         check(ghost_norm(a, g), (a, g))
         uses = [(a, g), (a[:, :5], g[:, :5])]
         check(ghost_norm_concat(uses), *uses)
@@ -308,11 +315,7 @@ def test_a_bias_of_every_configuration(
     t: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, g = operands(2, t, 20, 70, dtype)
-    mode = product_mode(a, a)
-    options = {"bucket": 1 << (t - 1).bit_length(), "A_MODE": mode, "G_MODE": mode}
-    options |= {"A_RESTART": 0, "G_RESTART": 0}
-    for config in module.usable(module.CONFIGS, options):
-        monkeypatch.setattr(module._pairs_kernel, "usable", lambda *_, config=config: [config])
+    for _ in each_configuration(a, monkeypatch):
         norm, bias = begin_norm_and_bias(a, g)
         check(finish(norm), (a, g))
         assert relative_error(bias, g.double().sum(1)) < 1e-6
