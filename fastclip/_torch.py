@@ -96,33 +96,6 @@ def at_end_of_pass(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-_APPLIED: list[tuple[Callable[..., Any], int]] = []
-"""By which functions reentrant checkpoints are run, and the backward pass that each was entered in."""
-
-
-@contextmanager
-def applied_by(apply: Callable[..., Any]) -> Iterator[None]:
-    """Inside, reentrant checkpoints are run by this function; the one entered last, of several."""
-    entered = (apply, current_task())
-    _APPLIED.append(entered)
-    _apply_the_last()
-    try:
-        yield
-    finally:  # in whatever order they are left
-        if entered in _APPLIED:
-            _APPLIED.remove(entered)
-        _apply_the_last()
-
-
-def _apply_the_last() -> None:
-    if current_task() == -1:  # what a backward pass that failed has left
-        _APPLIED[:] = [entered for entered in _APPLIED if entered[1] == -1]
-    if _APPLIED:
-        CheckpointFunction.apply = staticmethod(_APPLIED[-1][0])  # type: ignore[method-assign, assignment]
-    elif "apply" in CheckpointFunction.__dict__:
-        del CheckpointFunction.apply
-
-
 node_type: Callable[[type[Function]], type] = attrgetter("_backward_cls")
 """The type of the graph's nodes that a function leaves."""
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -193,6 +166,19 @@ def transformed() -> bool:
 
 
 # Settings of torch
+
+are_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+
+
+def current_gpu() -> int:
+    """Its number; CUDA is running. torch's own function asks for that first, in every launch."""
+    return torch._C._cuda_getDevice()
+
+
+def stream_of(gpu: int) -> int:
+    """The address of its current stream; CUDA is running."""
+    return torch._C._cuda_getCurrentRawStream(gpu)
+
 
 precision_of: Callable[[str, str], str] | None = getattr(
     torch._C, "_get_fp32_precision_getter", None

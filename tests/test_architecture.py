@@ -69,7 +69,6 @@ CYCLES = {
 
 LONGEST = 300
 LONGER = {
-    "_torch.py": 308,
     "engine.py": 319,
     "data/draws.py": 346,
     "backward/bookkeeping.py": 320,

@@ -7,7 +7,6 @@ import inspect
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -374,15 +373,13 @@ def test_nestings() -> None:
     assert _torch.tree_map(str, [1]) == ["1"]
 
 
-def test_checkpoints_run_as_before_in_whatever_order_contexts_are_left() -> None:
-    first, second = ExitStack(), ExitStack()
-    first.enter_context(_torch.applied_by(lambda *args: 1))
-    second.enter_context(_torch.applied_by(lambda *args: 2))
-    assert _torch.CheckpointFunction.apply() == 2
-    first.close()
-    assert _torch.CheckpointFunction.apply() == 2
-    second.close()
-    assert "apply" not in vars(_torch.CheckpointFunction)
+def test_whether_results_must_be_the_same_each_time() -> None:
+    assert not _torch.are_deterministic()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert _torch.are_deterministic()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_modules_at_rest(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from fastclip._torch import (
     DropoutBase,
-    applied_by,
     can_compile,
     hooks_of_all_modules,
     parametrizations_apart,
@@ -29,6 +28,7 @@ from fastclip._torch import (
 from fastclip.errors import UnsupportedLayerError
 from fastclip.samples.gradients import in_order
 from fastclip.samples.randomness import Generators
+from fastclip.samples.reentrant import applied_by
 from fastclip.samples.writes import Writes
 
 STIR = 0.1

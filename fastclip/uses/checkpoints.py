@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastclip._torch import CheckpointFunction, applied_by
+from fastclip._torch import CheckpointFunction
+from fastclip.samples.reentrant import applied_by
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from contextlib import ExitStack
 from typing import Any
 
 import numpy
@@ -15,6 +16,7 @@ from torch.nn.modules import module
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
+from fastclip.samples.reentrant import applied_by
 from tests.oracle import backward, check_exact, make_private, row_loss
 from tests.refusal import refused
 
@@ -260,3 +262,14 @@ def test_parts_of_the_first_forward_pass() -> None:
     for _ in range(2):
         row_loss(private(torch.randn(B, D))).mean().backward()
         assert len(model.parts) == 2
+
+
+def test_checkpoints_run_as_before_in_whatever_order_contexts_are_left() -> None:
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(applied_by(lambda *args: 1))
+    second.enter_context(applied_by(lambda *args: 2))
+    assert CheckpointFunction.apply() == 2
+    first.close()
+    assert CheckpointFunction.apply() == 2
+    second.close()
+    assert "apply" not in vars(CheckpointFunction)
