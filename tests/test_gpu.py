@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine, clipping, ops
+from fastclip._torch import current_gpu, stream_of
 from fastclip.errors import GraphError, StepError
 from fastclip.noise import SecureNoise, SeededNoise
 from fastclip.ops.dispatch import use_backend
@@ -177,6 +178,13 @@ def test_a_replayed_step_does_not_synchronise_and_draws_new_noise(secure: bool) 
     assert step.captured
     for first, second in pairwise(gradients):
         assert not secure or not torch.equal(first, second)
+
+
+def test_what_is_asked_for_in_every_launch() -> None:
+    assert current_gpu() == torch.cuda.current_device()
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            assert stream_of(current_gpu()) == stream.cuda_stream
 
 
 @pytest.mark.parametrize("waits", ["in each pass", "where it is captured"])

@@ -67,14 +67,21 @@ def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def _layers(t: int, d: int, p: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    return [
+        (_empty(BATCH, t, d, dtype=dtype), _empty(BATCH, t, p, dtype=dtype))
+        for _ in range(LAYERS_TOGETHER)
+    ]
+
+
 def _linear(name: str, t: int, d: int, p: int, dtype: torch.dtype) -> None:
     a, g = _empty(BATCH, t, d, dtype=dtype), _empty(BATCH, t, p, dtype=dtype)
     KERNELS[name](a, g)
 
 
-def _bias(t: int, d: int, p: int, dtype: torch.dtype) -> None:
-    a, g = _empty(BATCH, t, d, dtype=dtype), _empty(BATCH, t, p, dtype=dtype)
-    KERNELS["begin_norm_and_bias"](a, g)
+def _norms(t: int, d: int, p: int, dtype: torch.dtype) -> None:
+    """With biases."""
+    KERNELS["ghost_norms"](_layers(t, d, p, dtype), True)
 
 
 def _two_uses(t: int, d: int, p: int, dtype: torch.dtype) -> None:
@@ -93,11 +100,7 @@ def _sum(t: int, d: int, p: int, dtype: torch.dtype) -> None:
 
 
 def _sums(t: int, d: int, p: int, dtype: torch.dtype) -> None:
-    pairs = [
-        (_empty(BATCH, t, d, dtype=dtype), _empty(BATCH, t, p, dtype=dtype))
-        for _ in range(LAYERS_TOGETHER)
-    ]
-    KERNELS["scaled_sums"](pairs, _empty(BATCH))
+    KERNELS["scaled_sums"](_layers(t, d, p, dtype), _empty(BATCH))
 
 
 def _maps(
@@ -196,7 +199,7 @@ def _products(kind: str) -> Iterator[Form]:
         yield f"scaled_sum {model}", kind, partial(_sum, *sizes, dtype)
     for model in ("BERT-base T=128", "BERT-base T=512", "ViT-B"):
         yield f"scaled_sums {model}", kind, partial(_sums, *LINEAR[model], dtype)
-        yield f"ghost_norm and bias {model}", kind, partial(_bias, *LINEAR[model], dtype)
+        yield f"ghost_norms {model}", kind, partial(_norms, *LINEAR[model], dtype)
     sizes = LINEAR["BERT-base T=128"]
     yield "ghost_norm two uses BERT-base T=128", kind, partial(_two_uses, *sizes, dtype)
     layouts = {"": torch.contiguous_format, " channels-last": torch.channels_last}

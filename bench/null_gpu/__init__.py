@@ -137,6 +137,7 @@ def _torch_cuda() -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     torch._C._cuda_getCurrentRawStream = lambda index: 0  # type: ignore[attr-defined]  # CUDA
+    torch._C._cuda_getDevice = lambda: 0  # type: ignore[attr-defined]
 
 
 def _triton() -> None:

@@ -13,7 +13,15 @@ from fastclip import ops
 from fastclip.backward.criterion import SeenLoss
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.backward.sums import ClippedSums
-from fastclip.backward.together import Entry, LinearSums, Stack, finish_norms, stack_small, waits
+from fastclip.backward.together import (
+    Entry,
+    LinearSums,
+    Stack,
+    finish_norms,
+    norms_of_linear,
+    stack_small,
+    waits,
+)
 from fastclip.errors import GraphError, where
 from fastclip.layers import KeptRecord, Record, joint_record
 from fastclip.ops.numerics import slack
@@ -129,10 +137,9 @@ class BackwardPass:
     def _hold(self, parameter: nn.Parameter, record: Record) -> None:
         entry = self.entries.get(parameter)
         if entry is None:
-            small = waits(record)
-            later = small or (bool(self._shared) and parameter in self._shared)
+            later = waits(record) or (bool(self._shared) and parameter in self._shared)
             norm = None if later else record.norm_parts(self.last_input)
-            self.entries[parameter] = Entry([record], norm, small)
+            self.entries[parameter] = Entry([record], norm)
             return
         self._shared.add(parameter)
         entry.join(record)
@@ -192,7 +199,7 @@ class BackwardPass:
         samples = self.batch_size if self.joined is None else self.joined.count
         norms: list[Tensor] = []
         self.last_input = ops.LastInput()  # the one in it is not held any longer
-        self.stacks = stack_small(self.entries)
+        self.stacks = norms_of_linear(self.entries) + stack_small(self.entries)
         finish_norms(self.entries.values())
         for parameter, entry in self.entries.items():
             norm = entry.norm_sq

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastclip import ops
-from fastclip.layers import KeptRecord, LinearRecord, Record, ViewedRecord, join
+from fastclip.layers import BiasRecord, KeptRecord, LinearRecord, Record, join
 
 SMALL = 4096
 """Entries up to which a parameter's kept gradients wait for others of their size."""
@@ -26,17 +26,28 @@ class Entry:
     records: list[Record]
     norm_sq: Tensor | ops.UnfinishedNorm | None
     """[b], or what it is made of; None while it waits: for another use, or for other parameters."""
-    small: bool = False
-    """Its one record waits for those of other small parameters."""
 
     def join(self, record: Record) -> None:
         """One more contribution: the norm waits for the end."""
         self.norm_sq = None
-        join(self.records, record)
-        self.small = len(self.records) == 1 and waits(self.records[0])
+        self.records[:] = [own.settled() for own in self.records]
+        join(self.records, record.settled())
+
+    @property
+    def alone(self) -> Record | None:
+        """Its one record, whose norm is not known."""
+        return self.records[0] if self.norm_sq is None and len(self.records) == 1 else None
 
 
 def waits(record: Record) -> bool:
+    """Its norm is computed with those of other parameters, at the end."""
+    kind = type(record)
+    if kind is KeptRecord:
+        return _is_small(record)
+    return kind is BiasRecord or record.together is not None
+
+
+def _is_small(record: Record | None) -> bool:
     """It holds the gradients of a small parameter, as they are."""
     if type(record) is not KeptRecord or not record.as_given:
         return False
@@ -61,6 +72,57 @@ class Stack:
         return zip(self.parameters, (row.data for row in sums), strict=True)
 
 
+def norms_of_linear(entries: dict[nn.Parameter, Entry]) -> list[Stack]:
+    """Linear layers of one kind get their norms together on a GPU, with their biases' gradients.
+
+    Returns:
+        The biases' gradients, taken out of their entries, which get their norms.
+    """
+    biases: dict[int, tuple[nn.Parameter, Entry]] = {}
+    groups: dict[Any, list[tuple[Entry, LinearRecord]]] = {}
+    for parameter, entry in entries.items():
+        record = entry.alone
+        if type(record) is BiasRecord:
+            biases[id(record.linear)] = parameter, entry
+    for entry in entries.values():
+        record = entry.alone
+        linear = None if record is None else record.together
+        if record is not None and linear is not None:
+            record.check_unmodified()
+            groups.setdefault((linear.kind, id(linear) in biases), []).append((entry, linear))
+    found = []
+    for (_, biased), group in groups.items():
+        for some in _groups(group, biased):
+            norms, gradients = ops.ghost_norms([(x.a, x.g) for _, x in some], biased)
+            for (entry, _), norm_sq in zip(some, norms, strict=True):
+                entry.norm_sq = norm_sq
+            if gradients is not None:
+                found.append(_stacked([biases.pop(id(x)) for _, x in some], gradients))
+    for _, entry in biases.values():  # whose weight has other uses
+        entry.records[:] = [entry.records[0].settled()]
+    return found
+
+
+def _groups(
+    group: list[tuple[Entry, LinearRecord]], biased: bool
+) -> Iterator[list[tuple[Entry, LinearRecord]]]:
+    """As many as a kernel takes, and as ROOM has for the sums of the biases' tiles."""
+    g = group[0][1].g
+    size = 4 * (g.shape[0] * (g.shape[1] // 64 + 1) * g.shape[2]) if biased else 1
+    most = max(1, min(ops.LAYERS_TOGETHER, ROOM // max(1, size)))
+    for first in range(0, len(group), most):
+        yield group[first : first + most]
+
+
+def _stacked(small: list[tuple[nn.Parameter, Entry]], rows: Tensor) -> Stack:
+    """Gradients [k, b, n] of these, which get their norms."""
+    norms = ops.row_norm_sq(rows.flatten(0, 1)).view(rows.shape[:2])
+    for (_, entry), norm_sq in zip(small, norms, strict=True):
+        entry.records.clear()
+        entry.norm_sq = norm_sq
+    return Stack([parameter for parameter, _ in small], rows)
+
+
 def stack_small(entries: dict[nn.Parameter, Entry]) -> list[Stack]:
     """Small parameters' gradients, taken out of their entries, which get their norms.
 
@@ -69,23 +131,18 @@ def stack_small(entries: dict[nn.Parameter, Entry]) -> list[Stack]:
     """
     groups: dict[Any, list[tuple[nn.Parameter, Entry, Tensor]]] = {}
     for parameter, entry in entries.items():
-        if entry.norm_sq is not None or not entry.small:
+        record = entry.alone
+        if record is None or not _is_small(record):
             continue
-        record = entry.records[0]
         record.check_unmodified()
         gradients = record.per_sample()
         key = (gradients.shape[0], gradients.shape[1:].numel(), gradients.dtype, gradients.device)
         groups.setdefault(key, []).append((parameter, entry, gradients))
     found = []
     for (b, size, *_), small in groups.items():
-        if len(small) < 2:
-            continue
-        rows = torch.stack([ops.shaped(gradients, b, size) for _, _, gradients in small])
-        norms = ops.row_norm_sq(rows.flatten(0, 1)).view(len(small), b)
-        for (_, entry, _), norm_sq in zip(small, norms, strict=True):
-            entry.records.clear()
-            entry.norm_sq = norm_sq
-        found.append(Stack([parameter for parameter, _, _ in small], rows))
+        if len(small) > 1:
+            rows = torch.stack([ops.shaped(gradients, b, size) for _, _, gradients in small])
+            found.append(_stacked([(parameter, entry) for parameter, entry, _ in small], rows))
     return found
 
 
@@ -117,16 +174,11 @@ class LinearSums:
 
     def take(self, parameter: nn.Parameter, records: list[Record]) -> bool:
         """Whether it is the one record of a layer for which a kernel would sum several together."""
-        record = records[0]
-        if type(record) is ViewedRecord:
-            record = record.record
-        if len(records) > 1 or type(record) is not LinearRecord or record.instantiates:
+        linear = records[0].together
+        if len(records) > 1 or linear is None:
             return False
-        if ops.computes_reference(record.a):
-            return False
-        a, g = pair = record.pair()
-        kind = [(x.shape, x.stride(), x.dtype, x.device) for x in pair]
-        waiting = self._waiting.setdefault(tuple(kind), [])
+        a, g = pair = linear.pair()
+        waiting = self._waiting.setdefault(linear.kind, [])
         waiting.append((parameter, pair))
         room = max(ROOM, a.nbytes + g.nbytes)
         sums = 4 * a.shape[-1] * g.shape[-1] * (len(waiting) + 1)  # with one more layer

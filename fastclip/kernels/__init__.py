@@ -9,13 +9,8 @@ from fastclip.kernels.conv_norm import conv_ghost_norm, conv_norm
 from fastclip.kernels.conv_sum import conv_sum
 from fastclip.kernels.embedding_norm import lookup_norm
 from fastclip.kernels.embedding_sum import lookup_sum
-from fastclip.kernels.ghost_norm import (
-    begin_ghost_norm,
-    begin_norm_and_bias,
-    ghost_norm,
-    ghost_norm_concat,
-)
-from fastclip.kernels.ghost_sums import finish_ghost_norm
+from fastclip.kernels.ghost_norm import ghost_norm, ghost_norm_concat
+from fastclip.kernels.ghost_norms import ghost_norms
 from fastclip.kernels.group_norm import group_norm
 from fastclip.kernels.group_norm_backward import group_norm_backward
 from fastclip.kernels.instantiated_norm import instantiated_norm
@@ -27,16 +22,14 @@ from fastclip.kernels.scaled_sums import scaled_sums
 KERNELS: dict[str, Callable[..., Any]] = {
     launcher.__name__: launcher
     for launcher in (
-        begin_ghost_norm,
-        begin_norm_and_bias,
         clip_scale,
         conv_ghost_norm,
         conv_norm,
         conv_operands,
         conv_sum,
-        finish_ghost_norm,
         ghost_norm,
         ghost_norm_concat,
+        ghost_norms,
         group_norm,
         group_norm_backward,
         instantiated_norm,

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fastclip.kernels.products import ordered_sum
-from fastclip.kernels.runtime import launched, next_power_of_2
-from fastclip.ops import linear
-from fastclip.ops.bounds import UnfinishedNorm
+from fastclip.kernels.rounding import CHUNK, gram_coefficients, product_mode
+from fastclip.kernels.runtime import cdiv, launched, next_power_of_2
 
 STATS = 6
 """Sums of KH, |KH|, K^2, H^2; traces of K, H."""
@@ -23,7 +20,7 @@ STATS = 6
 def raised(  # type: ignore[no-untyped-def]
     total, absolute, kk, hh, trace_k, trace_h, c, m, w_k, w_h, lost_k, lost_h, lost
 ):  # fmt: skip
-    """The norm and its bounds (`_bounds`); NaN stays NaN, which tl.maximum would drop."""
+    """The norm and its bounds (`bounds_of`); NaN stays NaN, which tl.maximum would drop."""
     bound = c * trace_k * trace_h + lost_k * trace_h + lost_h * trace_k + m * absolute
     norm_h = tl.minimum(tl.sqrt_rn(hh + lost), trace_h)  # the trace where the squares overflow
     norm_k = tl.minimum(tl.sqrt_rn(kk + lost), trace_k)
@@ -51,47 +48,39 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
     tl.store(norms + b, norm)
 
 
-def room_for(a: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-    """Memory for the sums of so many pairs of tiles, [6, b, pairs], and for the norms, [b]."""
-    b, device = a.shape[0], a.device
-    stats = torch.empty(STATS, b, pairs, dtype=torch.float32, device=device)
-    return stats, torch.empty(b, dtype=torch.float32, device=device)
+Use = tuple[Tensor, Tensor]
+"""Input a [b, t, d] and output gradient g [b, t, p] of one use of a parameter."""
 
 
-@dataclass
-class GhostSums(UnfinishedNorm):
-    """The sums of a norm's pairs of tiles, in the first columns of stats [6, b, ...]."""
-
-    stats: Tensor
-    columns: int
-    bounds: tuple[float, ...]
-
-    @property
-    def kind(self) -> Hashable:
-        return GhostSums, self.stats.shape, self.stats.device, self.columns, self.bounds
-
-    @classmethod
-    def finished(cls, norms: Sequence[GhostSums]) -> Sequence[Tensor]:
-        first, columns = norms[0], norms[0].columns
-        stats, b = first.stats, first.stats.shape[1]
-        if len(norms) > 1:  # [6, l * b, columns]
-            stats = torch.stack([norm.stats for norm in norms], 1).flatten(1, 2)
-        found = linear.finish_ghost_norm(stats, columns, first.bounds)
-        return found.view(-1, b).unbind()
+def pairs_of(x: Use, y: Use, block: int) -> int:
+    """Pairs of tiles of `block` positions of two uses, or of one (y is x), whose Grams are symmetric."""
+    tiles = cdiv(x[0].shape[1], block)
+    return tiles * cdiv(y[0].shape[1], block) if x is not y else tiles * (tiles + 1) // 2
 
 
-def finish_ghost_norm(stats: Tensor, columns: int, bounds: Sequence[float]) -> Tensor:
-    """Squared norms [b] of sums [6, b, >= columns] of tiles: fastclip.ops.finish_ghost_norm."""
+def room_for(x: Use, y: Use) -> int:
+    """The most pairs of any usable configuration: up to 64 positions are always one tile."""
+    return pairs_of(x, y, 64)
+
+
+def restart(x: Tensor) -> int:
+    """Features after which a sum is begun anew; 0: never."""
+    return CHUNK if x.shape[2] > CHUNK else 0
+
+
+def bounds_of(uses: Sequence[Use]) -> tuple[float, ...]:
+    """The bounds' coefficients in the order of `raised`, for the coarsest of the products."""
+    t, sizes = sum(a.shape[1] for a, _ in uses), tuple(x.shape[2] for x in uses[0])
+    sides = zip(*uses, strict=True)  # inputs, then gradients
+    modes = (frozenset(product_mode(x, y) for x in side for y in side) for side in sides)
+    return gram_coefficients(t, sizes, tuple(modes))
+
+
+def finish(stats: Tensor, columns: int, bounds: Sequence[float]) -> Tensor:
+    """Squared norms [n] of sums [6, n, >= columns] of pairs of tiles."""
     found = stats.new_empty(stats.shape[1])
     _finish_kernel[(len(found),)](
         stats, found, columns, *bounds, *stats.stride()[:2],
         BLOCK=min(1024, max(32, next_power_of_2(columns))),
     )  # fmt: skip
-    return found
-
-
-def finish(found: GhostSums | Tensor) -> Tensor:
-    """The norm [b]."""
-    if isinstance(found, GhostSums):
-        return finish_ghost_norm(found.stats, found.columns, found.bounds)
     return found

@@ -1,4 +1,4 @@
-"""A tile of a Gram, and which tiles a program has."""
+"""A tile of a Gram, the product of two Grams' tiles, and which tiles a program has."""
 
 from __future__ import annotations
 
@@ -46,3 +46,53 @@ def pair_of(pair):  # type: ignore[no-untyped-def]
     j -= (j * (j + 1) // 2 > pair).to(tl.int32)
     j += ((j + 1) * (j + 2) // 2 <= pair).to(tl.int32)
     return pair - j * (j + 1) // 2, j
+
+
+@triton.jit
+def gram_pair(  # type: ignore[no-untyped-def]
+    a_x, g_x, a_y, g_y, sums, d, p, i, j, t_x, t_y,
+    a_xt, a_xd, g_xt, g_xp, a_yt, a_yd, g_yt, g_yp,
+    CROSS: tl.constexpr, ONE_TILE: tl.constexpr, SUMS: tl.constexpr, A_MODE: tl.constexpr,
+    G_MODE: tl.constexpr, A_RESTART: tl.constexpr, G_RESTART: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Sums of K H, |K H|, K^2, H^2 and traces of K and H, of tile i, j of the Grams of a sample: x and y
+    are one use, or two (CROSS). SUMS: where the sums of g_x over the rows of tile i go, if i is j."""
+    local = tl.arange(0, BLOCK_T)
+    rows_x, rows_y = i.to(tl.int64) * BLOCK_T + local, j.to(tl.int64) * BLOCK_T + local
+    if not CROSS and (ONE_TILE or i == j):  # a tile with itself is read once
+        gram_k = gram_tile(
+            a_x, a_x, d, rows_x, rows_x, t_x, t_x, a_xt, a_xd, a_xt, a_xd, sums, True, False,
+            A_RESTART, A_MODE, BLOCK_T, BLOCK_K,
+        )  # fmt: skip
+        gram_h = gram_tile(
+            g_x, g_x, p, rows_x, rows_x, t_x, t_x, g_xt, g_xp, g_xt, g_xp, sums, True, SUMS,
+            G_RESTART, G_MODE, BLOCK_T, BLOCK_K,
+        )  # fmt: skip
+    else:
+        gram_k = gram_tile(
+            a_x, a_y, d, rows_x, rows_y, t_x, t_y, a_xt, a_xd, a_yt, a_yd, sums, False, False,
+            A_RESTART, A_MODE, BLOCK_T, BLOCK_K,
+        )  # fmt: skip
+        gram_h = gram_tile(
+            g_x, g_y, p, rows_x, rows_y, t_x, t_y, g_xt, g_xp, g_yt, g_yp, sums, False, False,
+            G_RESTART, G_MODE, BLOCK_T, BLOCK_K,
+        )  # fmt: skip
+    product = gram_k * gram_h
+    total, absolute = tl.sum(product), tl.sum(tl.abs(product))
+    kk, hh = tl.sum(gram_k * gram_k), tl.sum(gram_h * gram_h)
+    diagonal = (local[:, None] == local[None, :]) & (i == j) & (not CROSS)
+    trace_k = tl.sum(tl.where(diagonal, gram_k, 0.0))
+    trace_h = tl.sum(tl.where(diagonal, gram_h, 0.0))
+    return total, absolute, kk, hh, trace_k, trace_h
+
+
+@triton.jit
+def store_pair(at, step, weight, total, absolute, kk, hh, trace_k, trace_h):  # type: ignore[no-untyped-def]
+    """The six numbers `step` apart; those off the diagonal count as often as `weight` says."""
+    tl.store(at, weight * total)
+    tl.store(at + step, weight * absolute)
+    tl.store(at + 2 * step, weight * kk)
+    tl.store(at + 3 * step, weight * hh)
+    tl.store(at + 4 * step, trace_k)
+    tl.store(at + 5 * step, trace_h)

@@ -40,6 +40,22 @@ def ordered_sum(x, n, stride, BLOCK: tl.constexpr, SQUARED: tl.constexpr):  # ty
     return tl.sum(acc)
 
 
+@triton.jit
+def one_of(layer, x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11):  # type: ignore[no-untyped-def]
+    """A layer's operand, by selects, which keep what is known of addresses: that 16 divides them."""
+    x = tl.where(layer == 1, x1, x0)
+    x = tl.where(layer == 2, x2, x)
+    x = tl.where(layer == 3, x3, x)
+    x = tl.where(layer == 4, x4, x)
+    x = tl.where(layer == 5, x5, x)
+    x = tl.where(layer == 6, x6, x)
+    x = tl.where(layer == 7, x7, x)
+    x = tl.where(layer == 8, x8, x)
+    x = tl.where(layer == 9, x9, x)
+    x = tl.where(layer == 10, x10, x)
+    return tl.where(layer == 11, x11, x)
+
+
 Spills = Mapping[tuple[str, str], Collection[tuple[int, ...]]]
 """(kind of product, generation) -> (sizes of the tile, warps, stages) whose registers spill, or that
 were not looked at."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from threading import Lock
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 import triton
 from torch import Tensor
 from triton import knobs
-from triton.runtime import driver
 
+from fastclip._torch import are_deterministic, current_gpu, stream_of
 from fastclip.kernels.search import search
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -56,7 +57,7 @@ def takes(*tensors: Tensor) -> bool:
 
 def alike(*tensors: Tensor) -> Hashable:
     """All that launches depend on of tensors, but for their addresses."""
-    return tuple([(x.dtype, x.device, x.shape, x.stride()) for x in tensors])
+    return tuple([(x.dtype, x.device, x.shape, x.stride(), x.is_neg()) for x in tensors])
 
 
 def launched(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -95,27 +96,21 @@ class Launched:
         Half of a launch's time goes into numbers that are those of the layer's last step.
 
         Args:
-            same: grid, numbers, constants, and types and device of the tensors follow from it. tensors:
-                all of the kernel's.
+            same: grid, numbers, constants, and types and device of the tensors follow from it: it
+                tells what is `alike` in all of those that were given. tensors: all of the kernel's.
 
         Returns:
             What was launched.
         """
-        if INTERPRETED or not self._noted or any([x.is_neg() for x in tensors]):  # noqa: C419  # faster
+        if INTERPRETED or not self._noted:
             return None
         addresses: list[int | None] = [x.data_ptr() for x in tensors]
-        noted = self._noted.get(self._mark(same, addresses))
+        noted = self._noted.get(_mark(same, addresses))
         if noted is None or _somebody_listens():
             return None
         known, grid, index, numbers = noted
         known.launch(grid, index, addresses, numbers)
         return known
-
-    def _mark(self, same: Hashable, addresses: list[int | None]) -> tuple:
-        aligned = 1  # five bits for each address
-        for address in addresses:
-            aligned = aligned << 5 | (16 if address is None else address & 15)
-        return same, aligned, torch.are_deterministic_algorithms_enabled()
 
     def _launch(self, grid: Any, *args: Any, same: Hashable = None, **kwargs: Any) -> None:
         """One launch; `repeat` finds it by `same`, if it is given."""
@@ -140,7 +135,7 @@ class Launched:
         else:
             known.launch(known.grid(grid), index, addresses, args[number:])
         if same is not None and known is not None:
-            self._note(self._mark(same, addresses), known, grid, index, args[number:])
+            self._note(_mark(same, addresses), known, grid, index, args[number:])
 
     def _note(self, mark: tuple, known: Compiled, grid: Any, index: int, numbers: tuple) -> None:
         if len(self._noted) >= _MOST_COMBINATIONS:
@@ -176,6 +171,14 @@ class Launched:
         return Compiled(code, constants, tuple(constants[name] for name in rest))
 
 
+def _mark(same: Hashable, addresses: list[int | None]) -> tuple:
+    """What a launch is found by: Triton compiles anew for addresses that are not multiples of 16."""
+    apart: Hashable = None in addresses or reduce(or_, addresses) & 15  # type: ignore[arg-type, operator]
+    if apart:  # rare
+        apart = tuple([None if address is None else address & 15 for address in addresses])
+    return same, apart, are_deterministic()
+
+
 class Compiled:
     """Compiled code with the constants that it was compiled for.
 
@@ -189,7 +192,6 @@ class Compiled:
         self._code, self._rest = code, rest
         self._run, self._fixed = code.run, (code.function, code.packed_metadata, None, None, None)
         """Triton's launcher, and what it is given first."""
-        self._stream_of = driver.active.get_current_stream
 
     def grid(self, grid: Any) -> tuple[int, int, int]:
         """Three sizes, of a grid or of what makes one of the constants."""
@@ -204,11 +206,10 @@ class Compiled:
         Args:
             grid: three sizes. addresses: of the tensors. numbers: the other arguments.
         """
-        if device != torch.cuda.current_device():
+        if device != current_gpu():
             with torch.cuda.device(device):
                 return self.launch(grid, device, addresses, numbers)
-        stream = self._stream_of(device)
-        self._run(*grid, stream, *self._fixed, *addresses, *numbers, *self._rest)
+        self._run(*grid, stream_of(device), *self._fixed, *addresses, *numbers, *self._rest)
 
 
 def _first_tensors(args: tuple) -> int:
@@ -273,11 +274,11 @@ class Tuned(Launched):
         )
 
     def _key(self, *launch: Any) -> tuple:
-        return (*super()._key(*launch), torch.are_deterministic_algorithms_enabled())
+        return (*super()._key(*launch), are_deterministic())
 
     def run(self, grid: Any, args: tuple, kwargs: dict[str, Any]) -> Compiled | None:
         """One launch, which a search may precede, and what was launched."""
-        if self.search is None or torch.are_deterministic_algorithms_enabled():
+        if self.search is None or are_deterministic():
             return self.run_with(self.usable(args, kwargs)[0], grid, args, kwargs)
         code = self.search[grid](*args, **kwargs)
         if code is None:  # it was compiled, and not launched

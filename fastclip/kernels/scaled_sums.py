@@ -12,11 +12,11 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from fastclip.kernels.alignment import WIDE, to_copy
+from fastclip.kernels.products import one_of
 from fastclip.kernels.rounding import by_tf32
 from fastclip.kernels.runtime import (
     alike,
@@ -43,22 +43,6 @@ _SPLITS: dict[Hashable, int] = {}
 _MOST_KNOWN = 4096
 
 
-@triton.jit
-def _one_of(layer, x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11):  # type: ignore[no-untyped-def]
-    """By selects, which keep what is known of the addresses: that 16 divides them."""
-    x = tl.where(layer == 1, x1, x0)
-    x = tl.where(layer == 2, x2, x)
-    x = tl.where(layer == 3, x3, x)
-    x = tl.where(layer == 4, x4, x)
-    x = tl.where(layer == 5, x5, x)
-    x = tl.where(layer == 6, x6, x)
-    x = tl.where(layer == 7, x7, x)
-    x = tl.where(layer == 8, x8, x)
-    x = tl.where(layer == 9, x9, x)
-    x = tl.where(layer == 10, x10, x)
-    return tl.where(layer == 11, x11, x)
-
-
 @autotuned(
     CONFIGS,
     key=["d", "p", "bucket", "MODE", "BY_SAMPLE", "work"],
@@ -76,8 +60,8 @@ def _layers_kernel(  # type: ignore[no-untyped-def]
     part, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     layer, split = part // splits, part % splits
     sum_tile(
-        _one_of(layer, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11),
-        _one_of(layer, g0, g1, g2, g3, g4, g5, g6, g7, g8, g9, g10, g11),
+        one_of(layer, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11),
+        one_of(layer, g0, g1, g2, g3, g4, g5, g6, g7, g8, g9, g10, g11),
         scale, out + (split * layers + layer).to(tl.int64) * out_l, d, p, b, t, split, splits, tile,
         a_b, a_t, a_d, g_b, g_t, g_p, scale_b, BY_SAMPLE, MODE, WHOLE_T, WHOLE_SIDES,
         BLOCK_P, BLOCK_D, BLOCK_T,

@@ -3,6 +3,7 @@
 from fastclip.layers import conv, embedding, linear, norm, sequence_bias  # noqa: F401  (register)
 from fastclip.layers.linear import linear_record
 from fastclip.layers.records import (
+    BiasRecord,
     ConvRecord,
     KeptRecord,
     LinearRecord,
@@ -15,6 +16,7 @@ from fastclip.layers.reuse import joint_norm_sq, joint_record
 from fastclip.layers.rule import LayerRule, find_rule, register_rule
 
 __all__ = [
+    "BiasRecord",
     "ConvRecord",
     "KeptRecord",
     "LayerRule",

@@ -35,7 +35,13 @@ class KernelRowsRecord(Record):
         return any(row.instantiates for row in self.rows)
 
     def norm_sq(self) -> Tensor:
-        return _total([row.norm_sq() for row in self.rows])
+        together = [row.together for row in self.rows]
+        if None in together:
+            return _total([row.norm_sq() for row in self.rows])
+        return _total([
+            norm for few in _some([(row.a, row.g) for row in together])
+            for norm in ops.ghost_norms(few, False)[0]
+        ])  # fmt: skip
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
         return ops.of_kernel_rows(self._sums(scale), self.geometry)
@@ -46,10 +52,7 @@ class KernelRowsRecord(Record):
         ]
         if len(pairs) < len(self.rows):
             return [row.clipped_sum(scale) for row in self.rows]
-        few, found = ops.LAYERS_TOGETHER, []
-        for first in range(0, len(pairs), few):
-            found += ops.scaled_sums(pairs[first : first + few], scale)
-        return found
+        return [total for few in _some(pairs) for total in ops.scaled_sums(few, scale)]
 
     def per_sample(self) -> Tensor:
         return ops.of_kernel_rows([row.per_sample() for row in self.rows], self.geometry)
@@ -64,6 +67,12 @@ class KernelRowsRecord(Record):
 
     def of_units(self, units: UnitRows) -> Record:
         return KernelRowsRecord([row.of_units(units) for row in self.rows], self.geometry)
+
+
+def _some(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """As many at a time as a kernel takes."""
+    for first in range(0, len(pairs), ops.LAYERS_TOGETHER):
+        yield pairs[first : first + ops.LAYERS_TOGETHER]
 
 
 def _total(parts: Sequence[Tensor]) -> Tensor:

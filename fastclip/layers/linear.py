@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fastclip import ops
 from fastclip.layers.operand import autocast_operand
 from fastclip.layers.records import (
+    BiasRecord,
     InstantiatedRecord,
     KeptRecord,
     LinearRecord,
@@ -49,7 +50,7 @@ class LinearRule(LayerRule):
                 a = _by_position(call.samples(x))  # [b, t, d]
                 record = linear_record(call, a, rows, transposed=self.transposed)
             if call.wants("bias"):
-                call.record("bias", KeptRecord(_of_bias(call, record, rows)))
+                call.record("bias", _of_bias(call, record, rows))
             if record is not None:
                 call.record("weight", record)
         if not call.needs_input_grad:
@@ -73,12 +74,11 @@ class TransposedLinearRule(LinearRule):
         return out, (x if own.requires_grad else None, weight if x.requires_grad else None)
 
 
-def _of_bias(call: Plans, record: Record | None, rows: Tensor) -> Tensor:
-    """sum_t g, [b, p]: of g [b, t, p]; with the weight's norm, where a kernel takes that at once."""
-    fused = type(record) is LinearRecord and record.ghost and call.is_alone("weight")
-    if fused and not ops.computes_reference(rows):
-        return record.bias()  # type: ignore[union-attr]
-    return ops.wide_sum(rows, 1)
+def _of_bias(call: Plans, record: Record | None, rows: Tensor) -> Record:
+    """Of sum_t g [b, p], for g [b, t, p]; later, where a kernel takes it with the weight's norm."""
+    if record is not None and record.together and call.is_alone("weight"):
+        return BiasRecord(record.together)
+    return KeptRecord(ops.wide_sum(rows, 1))
 
 
 def linear_record(

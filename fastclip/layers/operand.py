@@ -8,6 +8,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from fastclip._torch import stream_of
+
 
 def autocast_operand(x: Tensor) -> Tensor:
     """`x` in the type in which torch's autocast, if it is on, multiplies it.
@@ -63,5 +65,5 @@ def _state(x: Tensor, kind: torch.dtype) -> Hashable:
     address = x.data_ptr()
     if not address:
         return None
-    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    stream = stream_of(x.get_device()) if x.is_cuda else 0
     return x._version, address, x.shape, x.stride(), x.requires_grad, kind, stream

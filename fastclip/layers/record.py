@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,15 @@ class Record(ABC):
 
     def merge(self, other: Record) -> Record | None:
         """One record for this contribution and `other` to the same parameter, or None."""
+        return None
+
+    def settled(self) -> Record:
+        """Itself, with nothing that waits for what else the pass computes."""
+        return self
+
+    @property
+    def together(self) -> Any:
+        """The LinearRecord whose norm and sum a kernel computes with those of others, or None."""
         return None
 
     @abstractmethod
@@ -221,6 +231,10 @@ class ViewedRecord(Record):
 
     def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.UnfinishedNorm:
         return self.record.norm_parts(last_input)
+
+    @property
+    def together(self) -> Any:
+        return self.record.together
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
         return self.record.clipped_sum(scale).view(self.shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from fastclip.layers.unit_record import LaidRecord, UnitRecord
 from fastclip.ops.units import Layout, UnitRows
 
 __all__ = [
+    "BiasRecord",
     "ConvRecord",
     "InstantiatedRecord",
     "KeptRecord",
@@ -47,25 +48,27 @@ class LinearRecord(LaidRecord):
         super().__init__(a, g)
         self.a, self.g, self.ghost, self.transposed = a, g, ghost, transposed
         self.keep = keep
-        self._norm: Tensor | ops.UnfinishedNorm | None = None
+        self._kind: Hashable = None
 
     def norm_sq(self) -> Tensor:
         return ops.ghost_norm(self.a, self.g) if self.ghost else norm_apart(self)
 
-    def bias(self) -> Tensor:
-        """A bias's gradients sum_t g, [b, p], of one pass over g with the norm, for `norm_parts`."""
-        self._norm, bias = ops.begin_norm_and_bias(self.a, self.g)
-        return bias
-
     def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.UnfinishedNorm:
-        if self._norm is not None:
-            norm, self._norm = self._norm, None
-            return norm
-        if not self.ghost:
-            return self.norm_sq()
-        if ops.computes_reference(self.a):
+        if self.ghost and ops.computes_reference(self.a):
             return ops.ghost_parts(self.a, self.g, last_input)
-        return ops.begin_ghost_norm(self.a, self.g)
+        return self.norm_sq()
+
+    @property
+    def together(self) -> LinearRecord | None:
+        return self if self.ghost and not ops.computes_reference(self.a) else None
+
+    @property
+    def kind(self) -> Hashable:
+        """In what records are alike that a kernel takes together."""
+        if self._kind is None:
+            of_each = [(x.shape, x.stride(), x.dtype, x.device) for x in (self.a, self.g)]
+            self._kind = (self.transposed, *of_each)
+        return self._kind
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
         if self.ghost:
@@ -101,6 +104,26 @@ class LinearRecord(LaidRecord):
             )
             for a, g in pairs
         ]
+
+
+class BiasRecord(Record):
+    """The bias of a linear map: sum_t g for g [b, t, p], of one read with the norm of its weight."""
+
+    def __init__(self, linear: LinearRecord) -> None:
+        super().__init__(linear.g)
+        self.linear = linear
+
+    def settled(self) -> KeptRecord:
+        return KeptRecord(self.per_sample())
+
+    def norm_sq(self) -> Tensor:
+        return self.settled().norm_sq()
+
+    def clipped_sum(self, scale: Tensor) -> Tensor:
+        return self.settled().clipped_sum(scale)
+
+    def per_sample(self) -> Tensor:
+        return ops.wide_sum(self.linear.g, 1)
 
 
 class ConvRecord(LaidRecord):

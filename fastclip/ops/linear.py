@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fastclip.ops.bounds import GramNorm, ProductNorm, UnfinishedNorm, product_slack
+from fastclip.ops.bounds import GramNorm, ProductNorm, product_slack
 from fastclip.ops.dispatch import computes_reference, host_operation, operation
 from fastclip.ops.grams import LastInput, gram_norm
 from fastclip.ops.kept import whole
@@ -22,7 +22,7 @@ from fastclip.ops.numerics import (
 from fastclip.ops.precision import in_full_float32
 
 LAYERS_TOGETHER = 12
-"""Most layers whose sums a kernel computes in one launch."""
+"""Most layers whose norms, or sums, a kernel computes in one launch."""
 
 
 @operation
@@ -50,34 +50,19 @@ def ghost_parts(a: Tensor, g: Tensor, last_input: LastInput) -> GramNorm | Tenso
 
 
 @operation
-def begin_ghost_norm(a: Tensor, g: Tensor) -> UnfinishedNorm | Tensor:
-    """`ghost_norm` but for the operations that many layers can share: a [b, t, d], g [b, t, p]."""
-    return ghost_parts(a, g, LastInput())
-
-
-@operation
-def begin_norm_and_bias(a: Tensor, g: Tensor) -> tuple[UnfinishedNorm | Tensor, Tensor]:
-    """`begin_ghost_norm`, and a bias's per-sample gradients sum_t g, [b, p]: a kernel reads g once."""
-    return begin_ghost_norm(a, g), wide_sum(g, 1)
-
-
-@operation
-def finish_ghost_norm(stats: Tensor, columns: int, bounds: Sequence[float]) -> Tensor:
-    """Squared norms from the sums of a kernel's tiles, should it be left to PyTorch to add them.
+def ghost_norms(
+    pairs: Sequence[tuple[Tensor, Tensor]], biases: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`ghost_norm` of several layers of one kind, and the per-sample gradients of their biases.
 
     Args:
-        stats: sums of KH, |KH|, K^2, H^2 and traces of K and H, for Grams K and H, [6, b, >= columns].
-        columns: how many of them count. bounds: coefficients c, m, w_k, w_h, lost_k, lost_h, lost.
+        pairs: (a, g) of each layer, at most LAYERS_TOGETHER. biases: they have one.
 
     Returns:
-        [b], float32, raised by the bounds (fastclip.kernels.ghost_norm).
+        [l, b]; with `biases` sum_t g of each layer, [l, b, p], of one read of g, else None.
     """
-    c, m, w_k, w_h, lost_k, lost_h, lost = bounds
-    total, absolute, kk, hh, trace_k, trace_h = stats[..., :columns].double().sum(-1)
-    bound = c * trace_k * trace_h + lost_k * trace_h + lost_h * trace_k + m * absolute
-    bound = bound + w_k * trace_k * torch.minimum((hh + lost).sqrt(), trace_h) if w_k else bound
-    bound = bound + w_h * trace_h * torch.minimum((kk + lost).sqrt(), trace_k) if w_h else bound
-    return (total.clamp_min(0) + bound).float()
+    norms = torch.stack([ghost_norm(a, g) for a, g in pairs])
+    return norms, torch.stack([wide_sum(g, 1) for _, g in pairs]) if biases else None
 
 
 @operation

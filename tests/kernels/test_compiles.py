@@ -33,7 +33,7 @@ def test_first_configurations(tmp_path: Path) -> None:
     rows = compiled(tmp_path, "--quick")
     assert {row["arch"] for row in rows} == {"sm_80", "sm_90"}
     by_kernel = {row["kernel"]: row for row in rows if row["arch"] == "sm_90"}
-    for name in ("ghost_norm._pairs_kernel", "scaled_sum._tiles_kernel", "conv_norm._tiles"):
+    for name in ("ghost_norms._norms_kernel", "scaled_sum._tiles_kernel", "conv_norm._tiles"):
         assert by_kernel[name]["mma" if name.startswith("conv") else "wgmma"]  # of small groups
         assert by_kernel[name]["copies"]["16"]
 

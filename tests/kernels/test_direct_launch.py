@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from fastclip.kernels import runtime
-from fastclip.kernels.ghost_sums import GhostSums
 from fastclip.kernels.rounding import by_tf32
 
 
@@ -46,10 +45,9 @@ class Kernel:
 @pytest.fixture(autouse=True)
 def a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors of the CPU, whose device is -1."""
-    stream = SimpleNamespace(get_current_stream=lambda device: 7)
     monkeypatch.setattr(runtime, "INTERPRETED", False)
-    monkeypatch.setattr(runtime, "driver", SimpleNamespace(active=stream))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(runtime, "current_gpu", lambda: -1)
+    monkeypatch.setattr(runtime, "stream_of", lambda gpu: 7)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -220,29 +218,47 @@ def test_a_kind_is_all_but_the_addresses() -> None:
     assert all(runtime.alike(x) == runtime.alike(y) for y in same)
     others = [x.bfloat16(), x[:3], x.transpose(0, 1), torch.zeros(4, 2, 6)[..., :3], x.to("meta")]
     assert all(runtime.alike(x) != runtime.alike(y) for y in others)
+    z = torch.zeros(4, dtype=torch.complex64)  # of whose conjugate the negative lies in memory
+    assert runtime.alike(z.imag) != runtime.alike(z.conj().imag)
 
 
 @pytest.mark.parametrize(("block", "pairs"), [(64, 3), (128, 1)])
-def test_a_repeated_ghost_norm_has_the_pairs_of_its_configuration(
+def test_repeated_ghost_norms_have_the_pairs_of_their_configuration(
     block: int, pairs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = runtime.Compiled(Code([]), {"BLOCK_T": block}, ())
-    kernel = SimpleNamespace(repeat=lambda same, *tensors: code)
-    module = import_module("fastclip.kernels.ghost_norm")  # the package has a function of this name
-    monkeypatch.setattr(module, "_pairs_kernel", kernel)
-    a, g = torch.zeros(2, 128, 8), torch.zeros(2, 128, 4)
-    same = runtime.alike(a, g), by_tf32(a, g)
-    bounds = tuple(map(float, range(7)))
-    monkeypatch.setattr(module, "_BOUNDS", {same: (bounds, 3)})
-    found = module.begin_ghost_norm(a, g)
-    monkeypatch.setattr(module, "_BOUNDS", {(*same, "bias"): (bounds, 3)})
-    for norm in (found, module.begin_norm_and_bias(a, g)[0]):
-        if pairs == 1:
-            assert isinstance(norm, torch.Tensor)
-            assert norm.shape == (2,)
-        else:
-            assert isinstance(norm, GhostSums)
-            assert (norm.columns, norm.bounds) == (pairs, bounds)
+    """Addresses in the kernel's order, the first layer's where there is none."""
+    module = import_module("fastclip.kernels.ghost_norms")
+    given: list[torch.Tensor] = []
+    finished: list[int] = []
+
+    def repeat(same: object, *tensors: torch.Tensor) -> runtime.Compiled:
+        given.extend(tensors)
+        tensors[-2].fill_(1.0)  # the norms of one tile
+        tensors[-1].copy_(torch.tensor([[2.0], [3.0]]))  # sums of every 64 positions
+        return runtime.Compiled(Code([]), {"BLOCK_T": block}, ())
+
+    def finish(stats: torch.Tensor, columns: int, bounds: object) -> torch.Tensor:
+        finished.append(columns)
+        return torch.full(stats.shape[1:2], 5.0)
+
+    names = module._norms_kernel.kernel.arg_names
+    monkeypatch.setattr(module, "_norms_kernel", SimpleNamespace(repeat=repeat))
+    monkeypatch.setattr(module, "finish", finish)
+    layers = [(torch.zeros(2, 128, 8), torch.zeros(2, 128, 16)) for _ in range(3)]
+    same = runtime.alike(*layers[0]), by_tf32(*layers[0]), 3, True
+    monkeypatch.setattr(module, "_KNOWN", {same: (tuple(map(float, range(7))), 3)})
+    norms, biases = module.ghost_norms(layers, True)
+    assert names[:27] == [
+        *(f"a{k}" for k in range(12)), *(f"g{k}" for k in range(12)), "stats", "norms", "sums",
+    ]  # fmt: skip
+    for side in (0, 1):
+        first = 12 * side
+        expected = [pair[side] for pair in layers] + [layers[0][side]] * 9
+        assert all(x is y for x, y in zip(given[first : first + 12], expected, strict=True))
+    assert [tuple(x.shape) for x in given[24:]] == [(6, 6, 3), (6,), (6, 2, 16)]
+    assert finished == ([] if pairs == 1 else [pairs])
+    assert torch.equal(norms, torch.full((3, 2), 1.0 if pairs == 1 else 5.0))
+    assert torch.equal(biases, torch.full((3, 2, 16), 2.0 if pairs == 1 else 5.0))
 
 
 @pytest.mark.parametrize("splits", [1, 3])

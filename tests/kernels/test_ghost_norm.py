@@ -11,22 +11,15 @@ import torch
 from torch import Tensor
 
 from fastclip import ops
-from fastclip.kernels.ghost_norm import (
-    begin_ghost_norm,
-    begin_norm_and_bias,
-    ghost_cross,
-    ghost_norm,
-    ghost_norm_concat,
-)
-from fastclip.kernels.ghost_sums import GhostSums, finish
+from fastclip.kernels.ghost_norm import ghost_cross, ghost_norm, ghost_norm_concat
 from fastclip.kernels.rounding import CHUNK, STEP, UNIT, one_sided, product_mode, summed
 from fastclip.kernels.runtime import INTERPRETED
-from fastclip.ops import dispatch
 from fastclip.ops.numerics import slack
-from tests.kernels.oracle import DEVICE, DTYPES, NORM_TOLERANCE, normal, relative_error, strided
+from tests.kernels.oracle import DEVICE, DTYPES, NORM_TOLERANCE, normal, strided
 from tests.ops.test_cancellation import CONSTRUCTIONS
 
 module = import_module("fastclip.kernels.ghost_norm")  # the package exports the function
+of_layers = import_module("fastclip.kernels.ghost_norms")
 SHAPES = [(3, 1, 7, 5), (3, 7, 31, 65), (2, 65, 8, 130), (1, 130, 70, 33)]
 Use = tuple[Tensor, Tensor]
 ULP = 1e-6  # one position has no bound: its norm is rounded like any other number
@@ -195,7 +188,9 @@ def test_a_configuration_for_everything(bucket: int) -> None:
         options |= {"A_RESTART": 0, "G_RESTART": restart}
         usable = module.usable(module.CONFIGS, options)
         assert usable
-        assert all(c.kwargs["BLOCK_T"] >= min(bucket, 64) for c in usable)  # what _room counts on
+        assert all(
+            c.kwargs["BLOCK_T"] >= min(bucket, 64) for c in usable
+        )  # what room_for counts on
 
 
 def each_configuration(a: Tensor, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -204,7 +199,8 @@ def each_configuration(a: Tensor, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     options = {"bucket": 1 << (a.shape[1] - 1).bit_length(), "A_MODE": mode, "G_MODE": mode}
     options |= {"A_RESTART": 0, "G_RESTART": 0}
     for config in module.usable(module.CONFIGS, options):
-        monkeypatch.setattr(module._pairs_kernel, "usable", lambda *_, config=config: [config])
+        for kernel in (module._pairs_kernel, of_layers._norms_kernel):
+            monkeypatch.setattr(kernel, "usable", lambda *_, config=config: [config])
         yield
 
 
@@ -290,71 +286,6 @@ def test_agrees_with_the_reference() -> None:
     a, g = operands(2, 33, 12, 7, torch.float32)
     reference = ops.ghost_norm(a.cpu(), g.cpu())
     assert torch.allclose(ghost_norm(a, g).cpu(), reference, rtol=2e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("t", [0, 1, 3, 16, 40, 64, 65, 128, 150, 260])
-def test_a_bias_of_the_same_pass(t: int, dtype: torch.dtype) -> None:
-    """Sums of g over the positions, those of every tile of them, and the norm as without."""
-    for b in (0, 3):
-        a, g = operands(b, t, 12, 70, dtype)
-        norm, bias = begin_norm_and_bias(a, g)
-        assert torch.equal(finish(norm), finish(begin_ghost_norm(a, g)))
-        assert bias.shape == (b, 70)
-        assert bias.dtype == torch.float32
-        assert relative_error(bias, g.double().sum(1)) < 1e-6 or not bias.numel()
-        again, same = begin_norm_and_bias(a, g)
-        assert torch.equal(finish(again), finish(norm))
-        assert torch.equal(same, bias)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="the autotuner runs every configuration")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("t", [30, 130])
-def test_a_bias_of_every_configuration(
-    t: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a, g = operands(2, t, 20, 70, dtype)
-    for _ in each_configuration(a, monkeypatch):
-        norm, bias = begin_norm_and_bias(a, g)
-        check(finish(norm), (a, g))
-        assert relative_error(bias, g.double().sum(1)) < 1e-6
-
-
-def test_a_bias_where_operands_lie_badly() -> None:
-    """They are copied for the norm, or left to the reference: the bias is a sum of its own."""
-    a, g = operands(2, 300, 12, 16, torch.bfloat16)
-    g = torch.randn(2, 300, 8001, device=a.device).bfloat16()[..., 1:]
-    norm, bias = begin_norm_and_bias(a, g)
-    check(finish(norm), (a, g))
-    assert relative_error(bias, g.double().sum(1)) < 1e-6
-    assert begin_norm_and_bias(a.double(), g.double()) is NotImplemented
-
-
-@pytest.mark.parametrize("t", [3, 40, 150])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_that_pytorch_adds(
-    t: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A last launch that fails is left to the reference, which gives what the kernel gives."""
-    a, g = (torch.randn(3, t, n, device=DEVICE).to(dtype) for n in (8, 5))
-    begun = begin_ghost_norm(a, g)
-    if not isinstance(begun, GhostSums):
-        assert t <= 64
-        return
-    expected = finish(begun)
-
-    def broken(*args: object) -> None:
-        raise RuntimeError("ptxas is unhappy")
-
-    state = dispatch._State("triton", {"triton": {"finish_ghost_norm": broken}})
-    monkeypatch.setattr(dispatch, "_STATE", state)
-    with pytest.warns(UserWarning, match="kernel of finish_ghost_norm is not used.*ptxas"):
-        twice = GhostSums.finished([begun, begun])
-    for found in twice:
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-    exact = torch.einsum("btp,btd->bpd", g.double(), a.double()).square().sum((1, 2))
-    assert (twice[0].double() >= exact * (1 - 1e-6)).all()
 
 
 @pytest.mark.parametrize("value", [1.0675, 1.3425, 1.9025, 1.92])

@@ -31,6 +31,7 @@ NAMES = (
     "embedding_norm",
     "embedding_sum",
     "ghost_norm",
+    "ghost_norms",
     "group_norm",
     "group_norm_backward",
     "instantiated_norm",
@@ -106,6 +107,14 @@ def test_uses_of_one_parameter(lengths: tuple[int, ...], monkeypatch: pytest.Mon
     """Two to four uses share their sums; tiles of 64 and of 128 positions leave unlike numbers."""
     parts = uses(*lengths, dtype=HALF)
     check(monkeypatch, lambda: ghost_norm_concat(parts), [exact(parts)], 1e-3)
+
+
+def test_norms_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And their biases: of each tile of 64 positions, or of 128."""
+    pairs = uses(100, 100, dtype=HALF)
+    sums = torch.stack([g.double().sum(1) for _, g in pairs])
+    expected = [torch.stack([exact([pair]) for pair in pairs]), sums]
+    check(monkeypatch, lambda: KERNELS["ghost_norms"](pairs, True), expected, 1e-3)
 
 
 def test_cross_term(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +231,7 @@ def tuned_kernels() -> dict[str, Tuned]:
 def test_no_tuned_kernel_is_left_out() -> None:
     """A new one needs a test of its own here, unless its configurations differ in warps only."""
     choosing = [k for k in tuned_kernels().values() if any(c.kwargs for c in k.configs)]
-    assert len(choosing) == 13
+    assert len(choosing) == 14
 
 
 @pytest.mark.parametrize("kernel", tuned_kernels().values(), ids=tuned_kernels())

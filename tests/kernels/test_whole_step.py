@@ -16,7 +16,7 @@ from tests.oracle import make_private, row_loss, summed
 from tests.test_no_synchronisation import MODELS, STRATEGIES
 
 USED = {
-    "sequence": {"layer_norm_backward", "begin_norm_and_bias", "scaled_sum"},
+    "sequence": {"layer_norm_backward", "ghost_norms", "scaled_sum"},
     "rows": {"rms_norm_backward", "scaled_sum"},
     "images": {"group_norm_backward"},
     "tied text": {"lookup_norm", "lookup_sum", "layer_norm_backward", "scaled_sum"},
@@ -80,7 +80,7 @@ def test_a_layer_that_is_known_to_be_used_twice_takes_its_bias_apart(monkeypatch
         optimizer.zero_grad()
         row_loss(private(torch.randn(4, 3, 32, device=DEVICE))).mean().backward()
     assert "triton ghost_norm_concat" in dispatch._STATE.proven
-    assert "triton begin_norm_and_bias" not in dispatch._STATE.proven
+    assert "triton ghost_norms" not in dispatch._STATE.proven
 
 
 def test_units_take_their_bias_apart(monkeypatch) -> None:
@@ -97,4 +97,4 @@ def test_units_take_their_bias_apart(monkeypatch) -> None:
             row_loss(wrapped(x.to(DEVICE))).mean().backward()
         found.append(optimizer.per_sample_norms)
     assert relative_error(*found) <= 1e-5
-    assert "triton begin_norm_and_bias" not in dispatch._STATE.proven
+    assert "triton ghost_norms" not in dispatch._STATE.proven
