@@ -1,5 +1,5 @@
-"""Clipped sums of convolutions: what takes the place of the weight gradient, on the layers of
-bench_conv_norm."""
+"""Clipped sums of convolutions, as layers compute them: what takes the place of the weight gradient, on
+the layers of bench_conv_norm."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernels.bench_conv_norm import LAYERS, LAYOUTS, operands
+from bench.kernels.bench_conv_norm import (
+    AS_TRAINED,
+    LAYERS,
+    LAYOUTS,
+    Layer,
+    operands,
+    operation_of,
+    record,
+)
 from bench.kernels.case import Case
 from bench.kernels.shapes import CONVOLUTIONS
 from fastclip import ops
 
 
-def case(layer: tuple[str, int, int, int, int, int, int], dtype: torch.dtype, layout: str) -> Case:
-    model, b, c, o, k, stride, size = layer
+def case(layer: Layer, dtype: torch.dtype, layout: str) -> Case:
+    model, b, c, o, k, stride, size, *_ = layer
     make_maps, geometry, out = operands(layer, dtype, layout)
 
     def make(device: torch.device, generator: torch.Generator) -> Mapping[str, Any]:
@@ -24,14 +32,14 @@ def case(layer: tuple[str, int, int, int, int, int, int], dtype: torch.dtype, la
         return {**make_maps(device, generator), "scale": scale}
 
     def run(x: Tensor, g: Tensor, scale: Tensor) -> Tensor:
-        return ops.conv_sum(x, g, scale, geometry)
+        return record(x, g, geometry, "ghost").clipped_sum(scale)
 
     def weight_gradient(x: Tensor, g: Tensor, scale: Tensor) -> Tensor:
         """The ordinary one: what training without privacy pays."""
         weight = x.new_empty(1).expand(geometry.weight_shape)
         return torch.ops.aten.convolution_backward(
             g, x, weight, None, geometry.stride, geometry.padding, geometry.dilation, False, [0, 0],
-            1, [False, True, False],
+            geometry.groups, [False, True, False],
         )[1]  # fmt: skip
 
     def scaled_gradient(x: Tensor, g: Tensor, scale: Tensor) -> Tensor:
@@ -42,15 +50,20 @@ def case(layer: tuple[str, int, int, int, int, int, int], dtype: torch.dtype, la
         return ops.conv_sum.reference(x, g, scale, geometry)  # type: ignore[attr-defined]
 
     return Case(
-        operation="conv_sum", model=model + layout, dtype=dtype, make=make, run=run,
+        operation=operation_of("sum", geometry), model=model + layout, dtype=dtype, make=make, run=run,
         others={
             "float32 copies": reference,
             "scale, then the weight gradient": scaled_gradient,
             "weight gradient without scales": weight_gradient,
         },
-        shape={"b": b, "c": c, "o": o, "k": k, "stride": stride, "size": size},
-        flops=2.0 * b * out**2 * c * o * k * k,
-        nbytes=float(b * (c * size**2 + o * out**2) * dtype.itemsize + 4 * (b + o * c * k * k)),
+        shape={
+            "b": b, "c": c, "o": o, "k": k, "stride": stride, "size": size, "groups": geometry.groups,
+        },
+        flops=2.0 * b * out**2 * (c // geometry.groups) * o * k * k,
+        nbytes=float(
+            b * (c * size**2 + o * out**2) * dtype.itemsize
+            + 4 * (b + o * (c // geometry.groups) * k * k)
+        ),
         tolerance=1e-5 if dtype == torch.float32 else 1e-4,
     )  # fmt: skip
 
@@ -58,7 +71,7 @@ def case(layer: tuple[str, int, int, int, int, int, int], dtype: torch.dtype, la
 def cases() -> list[Case]:
     found = []
     for layer in LAYERS:
-        layouts = [" channels-last"] if layer in CONVOLUTIONS else LAYOUTS  # as it is trained
+        layouts = [" channels-last"] if layer in AS_TRAINED else LAYOUTS
         found += [case(layer, torch.bfloat16, layout) for layout in layouts]
     floats = (LAYERS[0], LAYERS[4], CONVOLUTIONS[3])
     return found + [case(layer, torch.float32, "") for layer in floats]
