@@ -20,6 +20,7 @@ from tests.ops.test_cancellation import CONSTRUCTIONS
 
 module = import_module("fastclip.kernels.ghost_norm")  # the package exports the function
 of_layers = import_module("fastclip.kernels.ghost_norms")
+configurations = import_module("fastclip.kernels.ghost_configs")
 SHAPES = [(3, 1, 7, 5), (3, 7, 31, 65), (2, 65, 8, 130), (1, 130, 70, 33)]
 Use = tuple[Tensor, Tensor]
 ULP = 1e-6  # one position has no bound: its norm is rounded like any other number
@@ -182,15 +183,18 @@ MODES = ("native", "ieee", "tf32x3")
 
 
 @pytest.mark.parametrize("bucket", [2**k for k in range(14)])
-def test_a_configuration_for_everything(bucket: int) -> None:
-    for a_mode, g_mode, restart in product(MODES, MODES, (0, 4096)):
-        options = {"bucket": bucket, "A_MODE": a_mode, "G_MODE": g_mode}
+@pytest.mark.parametrize("device", ["ampere", "hopper"])
+def test_a_configuration_for_everything(
+    device: str, bucket: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(configurations, "generation", lambda: device)
+    for a_mode, g_mode, restart, sums in product(MODES, MODES, (0, 4096), (False, True)):
+        options = {"bucket": bucket, "A_MODE": a_mode, "G_MODE": g_mode, "SUMS": sums}
         options |= {"A_RESTART": 0, "G_RESTART": restart}
         usable = module.usable(module.CONFIGS, options)
         assert usable
-        assert all(
-            c.kwargs["BLOCK_T"] >= min(bucket, 64) for c in usable
-        )  # what room_for counts on
+        # what room_for counts on
+        assert all(c.kwargs["BLOCK_T"] >= min(bucket, 64) for c in usable)
 
 
 def each_configuration(a: Tensor, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
