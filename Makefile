@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-TESTS := $(BIN)/python -m pytest -n 2 --dist loadgroup
+# A file is one process': what its tests share is set up once.
+SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
+TESTS := $(BIN)/python -m pytest $(SPREAD)
 
 TORCH ?= 2.13.0
 .PHONY: venv build dist sbom docs demo test test-all test-with other conformance lint bench clean
@@ -56,7 +58,7 @@ test-all: $(STAMP)
 OTHER = build/torch-$(TORCH)-$(notdir $(PYTHON))
 test-with: other
 	$(if $(PART),,FASTCLIP_BUILD=strict $(OTHER)/bin/python setup.py build_ext --inplace)
-	$(OTHER)/bin/python -m pytest -n 2 --dist loadgroup -m "not slow and not conformance" $(PART)
+	$(OTHER)/bin/python -m pytest $(SPREAD) -m "not slow and not conformance" $(PART)
 
 other:
 	$(PYTHON) -m venv $(OTHER)

@@ -38,14 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is slow, before that is left out, and what must run in one worker."""
+    """What is slow, before that is left out."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         cases[item.nodeid.partition("[")[0]].append(item)
-        # what a module sets up for all of its tests is set up once
-        fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
-        if any(one.scope == "module" for found in fixtures for one in found):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     for test, several in cases.items():
         marker = several[0].get_closest_marker("one_in")
         every = marker.args[0] if marker else 1
