@@ -90,17 +90,23 @@ def norms_of_linear(entries: dict[nn.Parameter, Entry]) -> list[Stack]:
         if record is not None and linear is not None:
             record.check_unmodified()
             groups.setdefault((linear.kind, id(linear) in biases), []).append((entry, linear))
-    found = []
+    by_size: dict[Any, tuple[list[tuple[nn.Parameter, Entry]], list[Tensor]]] = {}
     for (_, biased), group in groups.items():
         for some in _groups(group, biased):
             norms, gradients = ops.ghost_norms([(x.a, x.g) for _, x in some], biased)
-            for (entry, _), norm_sq in zip(some, norms, strict=True):
+            for (entry, _), norm_sq in zip(some, norms.unbind(), strict=True):
                 entry.norm_sq = norm_sq
             if gradients is not None:
-                found.append(_stacked([biases.pop(id(x)) for _, x in some], gradients))
+                size = gradients.shape[1:], gradients.dtype, gradients.device
+                small, rows = by_size.setdefault(size, ([], []))
+                small += [biases.pop(id(x)) for _, x in some]
+                rows.append(gradients)
     for _, entry in biases.values():  # whose weight has other uses
         entry.records[:] = [entry.records[0].settled()]
-    return found
+    return [
+        _stacked(small, rows[0] if len(rows) == 1 else torch.cat(rows))
+        for small, rows in by_size.values()
+    ]
 
 
 def _groups(
@@ -117,7 +123,7 @@ def _groups(
 def _stacked(small: list[tuple[nn.Parameter, Entry]], rows: Tensor) -> Stack:
     """Gradients [k, b, n] of these, which get their norms."""
     norms = ops.row_norm_sq(rows.flatten(0, 1)).view(rows.shape[:2])
-    for (_, entry), norm_sq in zip(small, norms, strict=True):
+    for (_, entry), norm_sq in zip(small, norms.unbind(), strict=True):
         entry.records.clear()
         entry.norm_sq = norm_sq
     return Stack([parameter for parameter, _ in small], rows)

@@ -34,8 +34,8 @@ for mode in host.MODES:
     found[mode] = null_gpu.launches(False)
 print(json.dumps(found))
 """
-ADDED = 140
-"""Launches that privacy adds to a step of BERT-base: 137 measured."""
+ADDED = -140
+"""Launches that privacy adds to a step of BERT-base, whose casts and sums are fewer: -147 measured."""
 
 
 pytestmark = [
