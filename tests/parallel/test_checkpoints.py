@@ -8,7 +8,10 @@ import torch
 from tests.parallel import training, world
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp of parts", "hsdp"])
+HSDP = pytest.param("hsdp", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp of parts", HSDP])
 def kind(request) -> str:
     return request.param
 

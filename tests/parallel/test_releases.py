@@ -16,7 +16,10 @@ from tests.parallel.training import BATCH, N
 C = 0.5
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp of parts", "hsdp"])
+HSDP = pytest.param("hsdp", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp of parts", HSDP])
 def found(request, tmp_path_factory) -> list[dict[str, Any]]:
     """Of two ranks."""
     folder = tmp_path_factory.mktemp("releases")

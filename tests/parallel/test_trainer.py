@@ -13,6 +13,7 @@ trainers = pytest.importorskip("tests.parallel.trainers")
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.one_in(2)
 def test_a_trainer(tmp_path, kind: str) -> None:
     """Weights, losses, thresholds, checkpoints, epsilon; empty draws and unequal parts included."""
     found = world.run(2, "tests.parallel.trainers:trained", tmp_path, str(tmp_path), kind)
