@@ -7,7 +7,6 @@ import torch
 
 from tests.parallel import training, world
 
-
 HSDP = pytest.param("hsdp", marks=pytest.mark.slow)
 
 
