@@ -23,6 +23,12 @@ from fastclip.planner import Choice
 
 GHOST_POSITIONS = 200  # up to which a Gram of the positions is worth a case
 Layer = tuple[Any, ...]  # model, b, c, o, kernel, stride, size of the input, and groups if several
+AS_TRAINED: list[Layer] = [  # channels-last alone
+    *CONVOLUTIONS,
+    ("ResNeXt-50", 64, 128, 128, 3, 1, 56, 32),
+    ("ResNeXt-50", 64, 1024, 1024, 3, 2, 14, 32),
+    ("ConvNeXt-T", 64, 96, 96, 7, 1, 56, 96),
+]
 LAYERS: list[Layer] = [
     ("ResNet-18 32", 16, 512, 512, 3, 1, 4),
     ("ResNet-18 32", 256, 3, 64, 3, 1, 32),
@@ -30,12 +36,8 @@ LAYERS: list[Layer] = [
     ("ResNet-18 32", 256, 64, 128, 3, 2, 32),
     ("ResNet-18 32", 256, 256, 256, 3, 1, 8),
     ("ResNet-18 32", 256, 512, 512, 3, 1, 4),
-    *CONVOLUTIONS,
-    ("ResNeXt-50", 64, 128, 128, 3, 1, 56, 32),
-    ("ResNeXt-50", 64, 1024, 1024, 3, 2, 14, 32),
-    ("ConvNeXt-T", 64, 96, 96, 7, 1, 56, 96),
+    *AS_TRAINED,
 ]
-AS_TRAINED = LAYERS[6:]  # channels-last alone
 LAYOUTS = {"": torch.contiguous_format, " channels-last": torch.channels_last}
 
 

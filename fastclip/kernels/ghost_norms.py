@@ -33,7 +33,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastclip.kernels.alignment import WIDE, to_copy
+from fastclip.kernels.alignment import to_copy
 from fastclip.kernels.ghost_configs import CONFIGS, LONGEST, usable
 from fastclip.kernels.ghost_sums import (
     STATS,
@@ -46,11 +46,10 @@ from fastclip.kernels.ghost_sums import (
     room_for,
 )
 from fastclip.kernels.gram_tile import gram_pair, pair_of, store_pair
-from fastclip.kernels.products import one_of
+from fastclip.kernels.products import layers_of, one_of
 from fastclip.kernels.rounding import by_tf32, product_mode
 from fastclip.kernels.runtime import alike, autotuned, cdiv, launched, next_power_of_2, takes
 from fastclip.kernels.work import work_class
-from fastclip.ops.linear import LAYERS_TOGETHER
 
 _KNOWN: dict[Hashable, tuple[tuple[float, ...], int]] = {}
 """Of groups of a kind, if their operands lie well: the bounds, and the room for their sums."""
@@ -99,14 +98,9 @@ def ghost_norms(pairs: Sequence[Use], biases: bool) -> tuple[Tensor, Tensor | No
     """Of layers of one kind, [l, b], and sums of their g, [l, b, p]: fastclip.ops.ghost_norms."""
     layers, use = len(pairs), pairs[0]
     a, g = use
-    kind = alike(a, g)
-    if layers > LAYERS_TOGETHER or any(alike(*pair) != kind for pair in pairs[1:]):
-        return NotImplemented
-    if layers > 1 and any(x.data_ptr() % WIDE for pair in pairs for x in pair):
-        return NotImplemented
-    same = kind, by_tf32(a, g), layers, biases
+    operands, same = layers_of(pairs), (alike(a, g), by_tf32(a, g), layers, biases)
     known = _KNOWN.get(same)
-    if known is None and not _lie_well(a, g):
+    if operands is None or (known is None and not _lie_well(a, g)):
         return NotImplemented
     bounds, room = known or (bounds_of([use]), room_for(use, use))
     (b, t, _), p = a.shape, g.shape[2]
@@ -116,12 +110,11 @@ def ghost_norms(pairs: Sequence[Use], biases: bool) -> tuple[Tensor, Tensor | No
     # wrote beyond lies beyond the columns that are added.
     stats = norms.new_empty(STATS, rows, room)
     sums = norms.new_empty(rows, cdiv(t, _SMALLEST), p) if biases else norms
-    inputs, gradients = zip(*pairs, *[pairs[0]] * (LAYERS_TOGETHER - layers), strict=True)
-    code = known and _norms_kernel.repeat(same, *inputs, *gradients, stats, norms, sums)
+    code = known and _norms_kernel.repeat(same, *operands, stats, norms, sums)
     if code:
         count = pairs_of(use, use, code.constants["BLOCK_T"])
     else:
-        count = _launch(inputs, gradients, stats, norms, sums, layers, biases, bounds, same)
+        count = _launch(use, operands, stats, norms, sums, layers, biases, bounds, same)
         if len(_KNOWN) >= _MOST_KNOWN:
             _KNOWN.clear()
         _KNOWN[same] = bounds, room
@@ -135,11 +128,11 @@ def ghost_norms(pairs: Sequence[Use], biases: bool) -> tuple[Tensor, Tensor | No
 
 
 def _launch(
-    inputs: Sequence[Tensor], gradients: Sequence[Tensor], stats: Tensor, norms: Tensor,
-    sums: Tensor, layers: int, biases: bool, bounds: Sequence[float], same: Hashable,
+    use: Use, operands: Sequence[Tensor], stats: Tensor, norms: Tensor, sums: Tensor, layers: int,
+    biases: bool, bounds: Sequence[float], same: Hashable,
 ) -> int:  # fmt: skip
     """The number of pairs of tiles; `repeat` finds the launch by `same`."""
-    a, g = use = inputs[0], gradients[0]
+    a, g = use
     (b, t, d), p = a.shape, g.shape[2]
     bucket, pairs = next_power_of_2(t), 0
 
@@ -149,7 +142,7 @@ def _launch(
         return (layers * b * pairs,)
 
     _norms_kernel[grid](
-        *inputs, *gradients, stats, norms, sums, d, p, t, b, *bounds,
+        *operands, stats, norms, sums, d, p, t, b, *bounds,
         bucket, work_class(layers * b * stats.shape[2]), *a.stride(), *g.stride(),
         *stats.stride()[:2], SUMS=biases, LENGTH=min(bucket, 2 * LONGEST),
         A_MODE=product_mode(a, a), G_MODE=product_mode(g, g),

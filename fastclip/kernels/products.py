@@ -3,13 +3,16 @@ the configurations that are tried."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.runtime import driver
 
-from fastclip.kernels.runtime import INTERPRETED
+from fastclip.kernels.alignment import WIDE
+from fastclip.kernels.runtime import INTERPRETED, alike
+from fastclip.ops.linear import LAYERS_TOGETHER
 
 _WIDEN = tl.constexpr(INTERPRETED)  # the interpreter would multiply bfloat16's bits
 
@@ -54,6 +57,21 @@ def one_of(layer, x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11):  # type: ig
     x = tl.where(layer == 9, x9, x)
     x = tl.where(layer == 10, x10, x)
     return tl.where(layer == 11, x11, x)
+
+
+def layers_of(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor] | None:
+    """What a kernel is given for `one_of`: inputs, then gradients, the first layer's where it has none.
+
+    None where one launch cannot take them: too many, not of one kind, or of several one whose address
+    16 does not divide.
+    """
+    layers, kind = len(pairs), alike(*pairs[0])
+    if layers > LAYERS_TOGETHER or any(alike(*pair) != kind for pair in pairs[1:]):
+        return None
+    if layers > 1 and any(x.data_ptr() % WIDE for pair in pairs for x in pair):
+        return None
+    inputs, gradients = zip(*pairs, *[pairs[0]] * (LAYERS_TOGETHER - layers), strict=True)
+    return [*inputs, *gradients]
 
 
 Spills = Mapping[tuple[str, str], Collection[tuple[int, ...]]]

@@ -15,8 +15,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastclip.kernels.alignment import WIDE, to_copy
-from fastclip.kernels.products import one_of
+from fastclip.kernels.alignment import to_copy
+from fastclip.kernels.products import layers_of, one_of
 from fastclip.kernels.rounding import by_tf32
 from fastclip.kernels.runtime import (
     alike,
@@ -36,7 +36,6 @@ from fastclip.kernels.scaled_sum import (
     usable_here,
 )
 from fastclip.kernels.work import work_class
-from fastclip.ops.linear import LAYERS_TOGETHER
 
 _SPLITS: dict[Hashable, int] = {}
 """Of groups of a kind."""
@@ -75,16 +74,14 @@ def scaled_sums(pairs: Sequence[tuple[Tensor, Tensor]], scale: Tensor) -> list[T
     """
     layers, (a, g) = len(pairs), pairs[0]
     same = alike(a, g, scale), by_tf32(a, g), layers
-    if not 1 < layers <= LAYERS_TOGETHER or any(alike(*pair) != alike(a, g) for pair in pairs[1:]):
-        return NotImplemented
-    if any(x.data_ptr() % WIDE for pair in pairs for x in pair):
+    operands = layers_of(pairs) if layers > 1 else None
+    if operands is None:
         return NotImplemented
     (b, t, d), p = a.shape, g.shape[2]
-    inputs, gradients = zip(*pairs, *[pairs[0]] * (LAYERS_TOGETHER - layers), strict=True)
     splits = _SPLITS.get(same)
     if splits is not None:
         out = torch.empty(splits, layers, p, d, dtype=torch.float32, device=a.device)
-        if _layers_kernel.repeat(same, *inputs, *gradients, scale, out):
+        if _layers_kernel.repeat(same, *operands, scale, out):
             return _each(out)
     if not (takes(a, g) and runs_on(a, scale)) or not (b and t and d and p):
         return NotImplemented
@@ -98,7 +95,7 @@ def scaled_sums(pairs: Sequence[tuple[Tensor, Tensor]], scale: Tensor) -> list[T
         return (layers * splits * cdiv(p, meta["BLOCK_P"]) * cdiv(d, meta["BLOCK_D"]),)
 
     _layers_kernel[grid](
-        *inputs, *gradients, scale, out, d, p, b, t, splits, next_power_of_2(t), work_class(steps),
+        *operands, scale, out, d, p, b, t, splits, next_power_of_2(t), work_class(steps),
         *a.stride(), *g.stride(), scale.stride(0), layers, p * d, **constants, same=same,
     )  # fmt: skip
     if len(_SPLITS) >= _MOST_KNOWN:
