@@ -33,7 +33,7 @@ from torch import Tensor
 
 from fastclip.kernels.alignment import WIDE, aligned, stretches, to_copy
 from fastclip.kernels.instantiated_norm import usable
-from fastclip.kernels.products import generation, multiply, product_configs
+from fastclip.kernels.products import generation, product_configs
 from fastclip.kernels.rounding import STEP, by_tf32, product_mode
 from fastclip.kernels.runtime import (
     alike,
@@ -44,6 +44,7 @@ from fastclip.kernels.runtime import (
     runs_on,
     takes,
 )
+from fastclip.kernels.sum_tile import sum_tile
 from fastclip.kernels.work import STORE, slots, splits_of, work_class
 
 _FEW = 16
@@ -52,12 +53,21 @@ _WHOLE = 128
 """Positions of the longest tile."""
 SIDE = 128
 """Rows and columns of the tiles that large products are cut into: one fills a multiprocessor."""
-CONFIGS = product_configs(
+_TILES = product_configs(
     (128, 64, 64, 4, 4), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4), (128, 128, 64, 8, 4),
     (128, 128, _WHOLE, 8, 3), (16, 128, 64, 4, 4), (128, 16, 64, 4, 4),
     (64, 64, STEP, 4, 3), (64, 64, STEP, 8, 3), (128, 64, STEP, 8, 3), (128, 128, STEP, 8, 3),
     (64, 64, STEP, 8, 2), (16, 64, STEP, 4, 3), (64, 16, STEP, 4, 3),
 )  # fmt: skip
+_WITH_TAILS = product_configs((128, 128, _WHOLE, 8, 3), (128, 128, 64, 8, 4))
+CONFIGS = [
+    triton.Config(
+        {**c.kwargs, "TAILS": tails}, num_warps=c.num_warps, num_stages=c.num_stages
+    )
+    for tails, tiles in ((False, _TILES), (True, _WITH_TAILS))
+    for c in tiles
+]  # fmt: skip
+"""What is tried. TAILS: of REST what BLOCK_T leaves is multiplied by itself (`sum_tile`)."""
 _SPILLS = {
     ("ieee", "ampere"): ((64, 64, 4, 3), (64, 64, 8, 2), (128, 128, 8, 3)),
     ("tf32x3", "ampere"): ((64, 64, 4, 3), (64, 64, 8, 2), (128, 128, 8, 3)),
@@ -68,81 +78,16 @@ _SPILLS = {
 
 def usable_here(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
     """As of instantiated_norm; of the largest tiles the longest, where there are positions, and memory
-    on the processor (not on an Ampere), for them."""
-    whole = {**named, **kwargs}["bucket"] >= _WHOLE and generation() == "hopper"
-    fits = usable(configs, named, _SPILLS, **kwargs)
-    long = _WHOLE if whole else 64
-    sizes = ("BLOCK_P", "BLOCK_D")
-    return [
-        c for c in fits
-        if c.kwargs["BLOCK_T"] in (STEP, long) or any(c.kwargs[s] < SIDE for s in sizes)
-    ]  # fmt: skip
+    on the processor (not on an Ampere), for them; tails where there are some."""
+    options = {**named, **kwargs}
+    long = _WHOLE if options["bucket"] >= _WHOLE and generation() == "hopper" else 64
 
+    def suits(block: dict[str, int]) -> bool:
+        if block["TAILS"] and not options["REST"] % block["BLOCK_T"]:
+            return False
+        return block["BLOCK_T"] in (STEP, long) or min(block["BLOCK_P"], block["BLOCK_D"]) < SIDE
 
-@triton.jit
-def _loaded(at, in_t, in_side, WHOLE_T: tl.constexpr, WHOLE_SIDES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile, 0 beyond the operand's ends, which are looked for where they can be in it."""
-    if WHOLE_T and WHOLE_SIDES:
-        tile = tl.load(at)
-    elif WHOLE_SIDES:
-        tile = tl.load(at, mask=in_t, other=0.0)
-    else:
-        tile = tl.load(at, mask=in_t & in_side, other=0.0)
-    return tile
-
-
-@triton.jit
-def sum_tile(  # type: ignore[no-untyped-def]
-    a, g, scale, out, d, p, b, t, split, splits, tile, a_b, a_t, a_d, g_b, g_t, g_p, scale_b,
-    BY_SAMPLE: tl.constexpr, MODE: tl.constexpr, WHOLE_T: tl.constexpr, WHOLE_SIDES: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """One tile of a layer's sum over one of the stretches of (b, t)."""
-    tiles_d = tl.cdiv(d, BLOCK_D)
-    i, j = tile // tiles_d, tile % tiles_d
-    local = tl.arange(0, BLOCK_T)
-    rows, cols = i * BLOCK_P + tl.arange(0, BLOCK_P), j * BLOCK_D + tl.arange(0, BLOCK_D)
-    g += rows[:, None].to(tl.int64) * g_p
-    a += cols[None, :].to(tl.int64) * a_d
-    in_p, in_d = rows[:, None] < p, cols[None, :] < d
-    acc = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-    if BY_SAMPLE:
-        # few instructions a step: the processors that issue them are what tensor cores wait for
-        chunks = tl.cdiv(t, BLOCK_T)  # of a sample
-        share = tl.cdiv(b * chunks, splits)
-        first, stop = split * share, tl.minimum((split + 1) * share, b * chunks)
-        sample, t0 = (first // chunks).to(tl.int64), first % chunks * BLOCK_T
-        g_at = g + local[None, :].to(tl.int64) * g_t
-        a_at = a + local[:, None].to(tl.int64) * a_t
-        g_from, a_from = sample * g_b + t0.to(tl.int64) * g_t, sample * a_b + t0.to(tl.int64) * a_t
-        scale += sample * scale_b
-        for _ in range(first, stop):
-            factor = tl.load(scale).to(tl.float32)  # early: the product hides how long that takes
-            in_t = local < t - t0
-            g_tile = _loaded(g_at + g_from, in_t[None, :], in_p, WHOLE_T, WHOLE_SIDES)
-            a_tile = _loaded(a_at + a_from, in_t[:, None], in_d, WHOLE_T, WHOLE_SIDES)
-            part = multiply(g_tile, a_tile, tl.zeros((BLOCK_P, BLOCK_D), tl.float32), MODE)
-            acc = tl.where(factor == 0, acc, tl.fma(part, factor, acc))
-            ends = t0 + BLOCK_T >= t
-            g_from += tl.where(ends, g_b - t0.to(tl.int64) * g_t, BLOCK_T * g_t)
-            a_from += tl.where(ends, a_b - t0.to(tl.int64) * a_t, BLOCK_T * a_t)
-            scale += tl.where(ends, scale_b, 0)
-            t0 = tl.where(ends, 0, t0 + BLOCK_T)
-    else:
-        share = tl.cdiv(tl.cdiv(b * t, BLOCK_T), splits) * BLOCK_T
-        first, stop = split * share, tl.minimum((split + 1) * share, b * t)
-        for start in range(first, stop, BLOCK_T):
-            row = start + local
-            sample, at = (row // t).to(tl.int64), (row % t).to(tl.int64)
-            factor = tl.load(scale + sample * scale_b, mask=row < stop, other=0.0).to(tl.float32)
-            alive = factor != 0  # the others are not even read
-            g_at = g + (sample * g_b + at * g_t)[None, :]
-            a_at = a + (sample * a_b + at * a_t)[:, None]
-            g_tile = tl.load(g_at, mask=in_p & alive[None, :], other=0.0).to(tl.float32)
-            a_tile = tl.load(a_at, mask=in_d & alive[:, None], other=0.0)
-            acc = multiply(g_tile * factor[None, :], a_tile, acc, MODE)
-    to = out + rows[:, None].to(tl.int64) * d + cols[None, :]
-    tl.store(to, acc, mask=in_p & in_d)
+    return [c for c in usable(configs, named, _SPILLS, **kwargs) if suits(c.kwargs)]
 
 
 @autotuned(
@@ -154,14 +99,15 @@ def sum_tile(  # type: ignore[no-untyped-def]
 def _tiles_kernel(  # type: ignore[no-untyped-def]
     a, g, scale, out, d, p, b, t, splits, bucket, work, a_b, a_t, a_d, g_b, g_t, g_p, scale_b, out_s,
     BY_SAMPLE: tl.constexpr, MODE: tl.constexpr, WHOLE_T: tl.constexpr, WHOLE_SIDES: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+    REST: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+    TAILS: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(p, BLOCK_P) * tl.cdiv(d, BLOCK_D)
     split, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     sum_tile(
         a, g, scale, out + split.to(tl.int64) * out_s, d, p, b, t, split, splits, tile,
         a_b, a_t, a_d, g_b, g_t, g_p, scale_b, BY_SAMPLE, MODE, WHOLE_T, WHOLE_SIDES,
-        BLOCK_P, BLOCK_D, BLOCK_T,
+        BLOCK_P, BLOCK_D, BLOCK_T, REST % BLOCK_T if TAILS else 0,
     )  # fmt: skip
 
 
@@ -234,8 +180,16 @@ def form_of(a: Tensor, g: Tensor) -> tuple[dict[str, Any], int, int]:
     constants = {
         "BY_SAMPLE": by_sample, "MODE": mode,
         "WHOLE_T": t % step == 0, "WHOLE_SIDES": p % SIDE == d % SIDE == 0,
+        "REST": _rest(t) if by_sample else 0,
     }  # fmt: skip
     return constants, steps, STORE * 64 // step if by_sample else STORE
+
+
+def _rest(t: int) -> int:
+    """Positions beyond the last whole step, in sixteens, where an eighth of all is saved by them."""
+    rest, steps = 16 * cdiv(t % _WHOLE, 16), cdiv(t, _WHOLE)
+    saves = t > _WHOLE // 2 and rest and 8 * (_WHOLE - rest) > _WHOLE * steps
+    return rest if saves else 0
 
 
 def _product(a: Tensor, g: Tensor, scale: Tensor, same: Hashable = None) -> Tensor:

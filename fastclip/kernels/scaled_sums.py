@@ -32,9 +32,9 @@ from fastclip.kernels.scaled_sum import (
     SIDE,
     form_of,
     splits_for,
-    sum_tile,
     usable_here,
 )
+from fastclip.kernels.sum_tile import sum_tile
 from fastclip.kernels.work import work_class
 
 _SPLITS: dict[Hashable, int] = {}
@@ -53,7 +53,8 @@ def _layers_kernel(  # type: ignore[no-untyped-def]
     g0, g1, g2, g3, g4, g5, g6, g7, g8, g9, g10, g11,
     scale, out, d, p, b, t, splits, bucket, work, a_b, a_t, a_d, g_b, g_t, g_p, scale_b, layers, out_l,
     BY_SAMPLE: tl.constexpr, MODE: tl.constexpr, WHOLE_T: tl.constexpr, WHOLE_SIDES: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+    REST: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+    TAILS: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(p, BLOCK_P) * tl.cdiv(d, BLOCK_D)
     part, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -63,7 +64,7 @@ def _layers_kernel(  # type: ignore[no-untyped-def]
         one_of(layer, g0, g1, g2, g3, g4, g5, g6, g7, g8, g9, g10, g11),
         scale, out + (split * layers + layer).to(tl.int64) * out_l, d, p, b, t, split, splits, tile,
         a_b, a_t, a_d, g_b, g_t, g_p, scale_b, BY_SAMPLE, MODE, WHOLE_T, WHOLE_SIDES,
-        BLOCK_P, BLOCK_D, BLOCK_T,
+        BLOCK_P, BLOCK_D, BLOCK_T, REST % BLOCK_T if TAILS else 0,
     )  # fmt: skip
 
 
