@@ -46,14 +46,14 @@ from fastclip.kernels.ghost_sums import (
     room_for,
 )
 from fastclip.kernels.gram_tile import gram_pair, pair_of, store_pair
+from fastclip.kernels.known import Known
 from fastclip.kernels.products import layers_of, one_of
 from fastclip.kernels.rounding import by_tf32, product_mode
 from fastclip.kernels.runtime import alike, autotuned, cdiv, launched, next_power_of_2, takes
 from fastclip.kernels.work import work_class
 
-_KNOWN: dict[Hashable, tuple[tuple[float, ...], int]] = {}
+_KNOWN: Known[tuple[tuple[float, ...], int]] = Known()
 """Of groups of a kind, if their operands lie well: the bounds, and the room for their sums."""
-_MOST_KNOWN = 4096
 _SMALLEST = 64
 """Positions that are always one tile."""
 
@@ -115,8 +115,6 @@ def ghost_norms(pairs: Sequence[Use], biases: bool) -> tuple[Tensor, Tensor | No
         count = pairs_of(use, use, code.constants["BLOCK_T"])
     else:
         count = _launch(use, operands, stats, norms, sums, layers, biases, bounds, same)
-        if len(_KNOWN) >= _MOST_KNOWN:
-            _KNOWN.clear()
         _KNOWN[same] = bounds, room
     if count > 1:
         norms = finish(stats, count, bounds)

@@ -16,14 +16,13 @@ from torch import Tensor
 from triton import knobs
 
 from fastclip._torch import are_deterministic, current_gpu, stream_of
+from fastclip.kernels.known import Known
 from fastclip.kernels.search import search
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Kernels run on the CPU, in Triton's interpreter (set before triton is imported)."""
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 _LIMIT = 1 << 31
-_MOST_COMBINATIONS = 4096
-"""Of one kernel; more are begun anew."""
 Prune = Callable[..., list[triton.Config]]
 """(configs, arguments by name, **options) -> those that suit the arguments: `early_config_prune`."""
 
@@ -82,8 +81,8 @@ class Launched:
         self.kernel = kernel
         self._tensors: int | None = None
         """How many of the arguments are tensors, or None: the first ones."""
-        self._compiled: dict[tuple, Compiled] = {}
-        self._noted: dict[tuple, tuple[Compiled, tuple[int, ...], int, tuple]] = {}
+        self._compiled: Known[Compiled] = Known()
+        self._noted: Known[tuple[Compiled, tuple[int, ...], int, tuple]] = Known()
         """Launches that were told what they follow from: code, grid, device, numbers."""
         self._lock = Lock()
 
@@ -128,19 +127,13 @@ class Launched:
         if known is None or _somebody_listens():
             with _device_of(args), self._lock:
                 known = self.run(grid, args, kwargs)
-            if len(self._compiled) >= _MOST_COMBINATIONS:
-                self._compiled.clear()
             if known is not None:
                 self._compiled[key] = known
         else:
             known.launch(known.grid(grid), index, addresses, args[number:])
         if same is not None and known is not None:
-            self._note(_mark(same, addresses), known, grid, index, args[number:])
-
-    def _note(self, mark: tuple, known: Compiled, grid: Any, index: int, numbers: tuple) -> None:
-        if len(self._noted) >= _MOST_COMBINATIONS:
-            self._noted.clear()
-        self._noted[mark] = known, known.grid(grid), index, numbers
+            mark = _mark(same, addresses)
+            self._noted[mark] = known, known.grid(grid), index, args[number:]
 
     def _key(
         self, tensors: tuple, addresses: list[int | None], numbers: tuple, constants: dict[str, Any]

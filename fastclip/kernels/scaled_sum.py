@@ -33,6 +33,7 @@ from torch import Tensor
 
 from fastclip.kernels.alignment import WIDE, aligned, stretches, to_copy
 from fastclip.kernels.instantiated_norm import usable
+from fastclip.kernels.known import Known
 from fastclip.kernels.products import generation, product_configs
 from fastclip.kernels.rounding import STEP, by_tf32, product_mode
 from fastclip.kernels.runtime import (
@@ -145,9 +146,8 @@ def scaled_sum(a: Tensor, g: Tensor, scale: Tensor) -> Tensor:
     return _sum(a, g, scale, same)
 
 
-_SPLITS: dict[Hashable, int] = {}
+_SPLITS: Known[int] = Known()
 """Of operands of a kind, if they lie well."""
-_MOST_KNOWN = 4096
 
 
 def _empty(splits: int, p: int, d: int, device: torch.device) -> Tensor:
@@ -207,7 +207,5 @@ def _product(a: Tensor, g: Tensor, scale: Tensor, same: Hashable = None) -> Tens
         *g.stride(), scale.stride(0), p * d, **constants, same=same,
     )  # fmt: skip
     if same is not None:
-        if len(_SPLITS) >= _MOST_KNOWN:
-            _SPLITS.clear()
         _SPLITS[same] = splits
     return out if splits == 1 else out.sum(0)

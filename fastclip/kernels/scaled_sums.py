@@ -8,7 +8,7 @@ program has one tile, as in scaled_sum, whose arithmetic and order this is.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastclip.kernels.alignment import to_copy
+from fastclip.kernels.known import Known
 from fastclip.kernels.products import layers_of, one_of
 from fastclip.kernels.rounding import by_tf32
 from fastclip.kernels.runtime import (
@@ -37,9 +38,8 @@ from fastclip.kernels.scaled_sum import (
 from fastclip.kernels.sum_tile import sum_tile
 from fastclip.kernels.work import work_class
 
-_SPLITS: dict[Hashable, int] = {}
+_SPLITS: Known[int] = Known()
 """Of groups of a kind."""
-_MOST_KNOWN = 4096
 
 
 @autotuned(
@@ -99,8 +99,6 @@ def scaled_sums(pairs: Sequence[tuple[Tensor, Tensor]], scale: Tensor) -> list[T
         *operands, scale, out, d, p, b, t, splits, next_power_of_2(t), work_class(steps),
         *a.stride(), *g.stride(), scale.stride(0), layers, p * d, **constants, same=same,
     )  # fmt: skip
-    if len(_SPLITS) >= _MOST_KNOWN:
-        _SPLITS.clear()
     _SPLITS[same] = splits
     return _each(out)
 

@@ -4,7 +4,6 @@ from fastclip.ops.accumulate import clip_accumulate
 from fastclip.ops.bounds import (
     ProductNorm,
     RaisedNorm,
-    UnfinishedNorm,
     product_slack,
     raised_together,
 )
@@ -92,7 +91,6 @@ __all__ = [
     "LastInput",
     "ProductNorm",
     "RaisedNorm",
-    "UnfinishedNorm",
     "by_matrices",
     "channels_last",
     "check_floating",

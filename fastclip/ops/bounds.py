@@ -22,23 +22,11 @@ from fastclip.ops.numerics import (
 )
 
 
-class UnfinishedNorm(ABC):
-    """A squared norm of one layer that the last operations are still to make, of many layers at once."""
-
-    @property
-    @abstractmethod
-    def kind(self) -> Hashable:
-        """Those of one kind are finished together."""
-
-    @classmethod
-    @abstractmethod
-    def finished(cls, norms: Sequence[Any]) -> Sequence[Tensor]:
-        """The squared norms of l layers, each [b], of as many unfinished ones of one kind."""
-
-
 @dataclass
-class RaisedNorm(UnfinishedNorm):
+class RaisedNorm(ABC):
     """A squared norm before it is raised by its rounding bound: of one layer, or stacked, of l layers.
+
+    The last operations are made for all layers of a `kind` at once: `raised_together`.
 
     Attributes:
         total: as computed, [b]; or [l, b], and numbers as columns [l, 1].
@@ -51,11 +39,8 @@ class RaisedNorm(UnfinishedNorm):
 
     @property
     def kind(self) -> Hashable:
+        """Those of one kind are raised together."""
         return type(self), self.total.shape, self.total.dtype, self.total.device
-
-    @classmethod
-    def finished(cls, norms: Sequence[RaisedNorm]) -> Sequence[Tensor]:
-        return raised_together(norms).unbind()
 
     @abstractmethod
     def raised(self) -> Tensor:
