@@ -1,4 +1,4 @@
-"""What a step costs that no noise of the machine can touch: FLOPs, bytes, operator calls, allocations.
+"""What a step costs that no noise of the machine can touch: FLOPs, bytes, calls, allocations, memory.
 
     python -m bench.cost
     python -m bench.cost --workloads bert --where
@@ -6,24 +6,28 @@
 One step of each workload, private and not, is run under a dispatch mode. Views are not counted.
 `bytes` are those of the operands that operators read and of the results that they write; a step on a
 CPU is bound by them. What fastclip._host computes of a norm counts as one operator. `--where` says which
-function of fastclip called them.
+function of fastclip called them. `held` is the most that is allocated at once, above the built model:
+the first look, and what an allocator keeps for later, are not in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -36,9 +40,9 @@ from fastclip.ops import ConvGeometry, dispatch
 
 OUT = Path(__file__).resolve().parent / "results" / "cost.json"
 FASTCLIP = str(Path(__file__).resolve().parents[1] / "fastclip")
-DEFAULT = ["resnet18", "bert", "vit"]
+DEFAULT = ["resnet18", "bert", "vit", "bert_lean", "vit_lean"]
 _EMPTY = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty)
-KINDS = ("flops", "bytes", "calls", "allocations")
+KINDS = ("flops", "bytes", "calls", "allocations", "held")
 
 
 class Cost(TorchDispatchMode):
@@ -170,6 +174,38 @@ def step_cost(step: Callable[[], Any]) -> Cost:
     return cost
 
 
+def most_held(step: Callable[[], Any], built: int = 0) -> int:
+    """The most bytes that are allocated at once in a step that follows another.
+
+    Args:
+        built: bytes, as `held_now` gives them, that do not count.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+        step()  # what it frees was allocated before, and is not seen
+        before = held_now() - built
+        with record_function("the step"):
+            step()
+    events = seen.profiler.kineto_results.events()
+    (own,) = (event for event in events if event.name() == "the step")
+    moves = sorted(
+        (event.start_ns(), number, event.nbytes())
+        for number, event in enumerate(events)
+        if event.name() == "[memory]" and own.start_ns() <= event.start_ns() <= own.end_ns()
+    )
+    return before + max(accumulate((size for *_, size in moves), initial=0))
+
+
+def held_now() -> int:
+    """Bytes of all tensors that Python can reach, where no graph is alive."""
+    gc.collect()
+    storages = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+        for x in gc.get_objects()
+        if issubclass(type(x), Tensor) and x.device.type == "cpu" and x.layout is torch.strided
+    }
+    return sum(storages.values())
+
+
 def compare(workload: str, batch_size: int | None = None) -> dict[str, Any]:
     """Costs of a step of this workload, not private and private, after some to warm up.
 
@@ -179,9 +215,12 @@ def compare(workload: str, batch_size: int | None = None) -> dict[str, Any]:
     costs = {}
     for mode in ("non_private", "fastclip"):
         training = Training(workload, mode, batch_size)
+        built = held_now()
         for _ in range(WARM_UP):
             training.step()
         costs[mode] = step_cost(training.step)
+        costs[mode].total["held"] = most_held(training.step, built)
+        del training
     base, own = (costs[mode].total for mode in costs)
     ratio = {kind: round(own[kind] / base[kind], 4) for kind in KINDS}
     places = costs["fastclip"].places

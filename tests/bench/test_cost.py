@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bench import cost
-from bench.cost import Cost, compare, step_cost
+from bench.cost import Cost, compare, held_now, most_held, step_cost
 from bench.workloads import CLASSES, WORKLOADS, Workload
 from fastclip.ops import half_gram, per_sample_gradients
 from fastclip.ops.dispatch import LOOPS, has_loops, use_backend
@@ -56,6 +56,24 @@ def test_backward_passes_are_counted_and_places_are_told() -> None:
     assert sum(place["bytes"] for place in seen.places.values()) == seen.total["bytes"]
 
 
+def test_the_most_that_is_held_at_once() -> None:
+    size = 1000 * FLOAT
+    assert most_held(lambda: torch.ones(1000) + torch.ones(1000).neg(), held_now()) == 3 * size
+
+
+@pytest.mark.parametrize(("lets_go", "most"), [(True, 1), (False, 2)])
+def test_what_a_step_leaves_is_held_in_the_next(lets_go: bool, most: int) -> None:
+    left: list[torch.Tensor] = []
+
+    def step() -> None:
+        if lets_go:
+            left.clear()
+        left[:] = [torch.ones(1000)]
+
+    built = held_now()
+    assert most_held(step, built) == most * 1000 * FLOAT
+
+
 @pytest.mark.skipif(not has_loops("wide_gram"), reason="fastclip._C has no products here")
 def test_loops_of_the_extension() -> None:
     """They are one call each, with their operands' and results' bytes."""
@@ -74,8 +92,8 @@ def test_loops_of_the_extension() -> None:
     assert found.total["flops"] == 2 * b * t * d * p + b * t * (t + 1) * (d + p)
 
 
-# At 8 rows a step, as measured and a little more: FLOPs, bytes, calls. What a convolution of torch
-# copies inside itself is not counted, what the product in its place copies is.
+# At 8 rows a step, as measured and a little more: FLOPs, bytes, calls, memory held at once. What a
+# convolution of torch copies inside itself is not counted, what the product in its place copies is.
 LIMITS = {
     "reference": {
         "resnet18": (1.80, 1.64, 2.95),
