@@ -81,7 +81,7 @@ def run(model: nn.Module, inputs: Tensor, groups: Tensor, mode: str, options: di
 @pytest.mark.parametrize(("dtype", "device"), DEFAULTS)
 @pytest.mark.parametrize("strategy", LAYERED)
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_a_run(name: str, strategy: str, dtype: torch.dtype, device: str | None) -> None:
     torch.manual_seed(0)
     build, make_inputs = EVERY[name]

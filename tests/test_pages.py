@@ -194,6 +194,7 @@ def test_every_block_has_a_scene() -> None:
     }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("page", "number"), [(page, n) for page, scenes in SCENES.items() for n in range(len(scenes))]
 )

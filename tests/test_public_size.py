@@ -43,6 +43,7 @@ def run(rows: int, seed: int, steps: int = 1, **sampling) -> tuple[Tensor, FastP
     return model.weight.detach().double().flatten(), engine
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rows", [2, 3, 8, 93, 99])
 def test_nothing_depends_on_the_number_of_rows(rows: int) -> None:
     designs = []

@@ -19,6 +19,7 @@ SPREAD = ROOT / "docs" / "tutorials" / "distributed.md"
 PAGES = sorted(set((ROOT / "docs" / "tutorials").glob("*.md")) - {SPREAD})
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_code_of_a_tutorial(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -35,6 +36,7 @@ def test_the_code_of_a_tutorial(
         told(known, capsys.readouterr().out, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_script_of_several_processes(tmp_path: Path) -> None:
     """Under torchrun, as its page says; two processes spend what one does."""
     (script,) = re.findall(r"```python\n(.*?)```", SPREAD.read_text(), re.DOTALL)

@@ -47,6 +47,7 @@ def one_step_delta(eps: float, sigma: float, rate: float) -> float:
     return max(deltas)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("delta", [0.01, 1e-5, 1e-9])
 @pytest.mark.parametrize(
     "entries",
@@ -63,6 +64,7 @@ def test_full_batches_are_the_gaussian_mechanism(entries: list, delta: float) ->
     assert 0 <= epsilon(entries, delta, "pld") - exact < 1e-3
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("delta", [1e-3, 1e-6])
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize("rate", [0.001, 0.1, 0.6, 0.999])
@@ -74,6 +76,7 @@ def test_one_subsampled_step(sigma: float, rate: float, delta: float) -> None:
     assert 0 <= epsilon([(sigma, rate, 1)], delta, "pld") - exact < 1e-3
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_against_dp_accounting(name: str) -> None:
     entries = history(SCHEDULES[name], 4.0, 0.05, STEPS)
@@ -83,6 +86,7 @@ def test_against_dp_accounting(name: str) -> None:
         assert ours == pytest.approx(theirs.get_epsilon(DELTA), abs=1e-3)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("sigma", "rate", "steps"), [(2.0, 0.02, 1000), (4.0, 0.2, 500), (10.0, 0.001, 3000)]
 )

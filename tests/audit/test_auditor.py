@@ -143,6 +143,7 @@ def test_scores_in_their_order(name: str) -> None:
     assert found <= stats.binom.ppf(1 - 1e-4, RUNS, 0.4)
 
 
+@pytest.mark.slow
 def test_one_run_of_randomised_response() -> None:
     """The worst case of pure DP: bounds come near epsilon, and exceed it rarely."""
     rng = np.random.default_rng(1)

@@ -30,6 +30,7 @@ FEW = 2500
 FULL = [(1.0, 1.0, 1)]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("setting", [s for s in SETTINGS if s.ranks == 1], ids=lambda s: s.name)
 def test_no_setting_is_refuted(setting: Setting) -> None:
     torch.manual_seed(0)
@@ -228,6 +229,7 @@ def test_a_bound_of_any_mechanism() -> None:
     assert provable_epsilon(500, 1000, 0.05, 1e-5) == provable_epsilon(0, 10, 0.05, 0.0) == 0
 
 
+@pytest.mark.slow
 def test_more_right_guesses_than_any_noise_explains() -> None:
     """At q = 0.1 nine of ten canaries are never drawn; near that limit a bound is a least one."""
     drawn = [(1.0, 0.1, 1)]

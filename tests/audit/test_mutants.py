@@ -26,6 +26,7 @@ def test_a_mutant_of_neighbours_is_refuted(mutant: Mutant) -> None:
     assert mutant.audited(canaries=0, runs=400).refuted
 
 
+@pytest.mark.slow
 def test_no_two_do_the_same() -> None:
     """Names, and of those in one setting what a run with one seed releases, accounts and states."""
     assert len({m.name for m in MUTANTS}) == len(MUTANTS)

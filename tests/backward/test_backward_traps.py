@@ -175,6 +175,7 @@ class Checkpointed(nn.Module):
         return x
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("where", ["middle", "head", "both"])

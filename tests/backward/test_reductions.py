@@ -183,6 +183,7 @@ SUMS: dict[str, Loss] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("kind", "name"), [("mean", n) for n in MEANS] + [("sum", n) for n in SUMS]
 )

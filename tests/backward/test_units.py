@@ -65,6 +65,7 @@ def total_norm(sums: dict[str, Tensor]) -> float:
 EVERY = {**PRESETS, **{label(strategy): strategy for strategy in COMBINATIONS}}
 
 
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("name", EVERY)
 def test_a_unit_of_equal_rows_is_a_row(name: str) -> None:
     """Norms, scales, counts, groups, thresholds and noise: the run over units is that over rows."""
@@ -96,6 +97,7 @@ def test_a_unit_of_equal_rows_is_a_row(name: str) -> None:
         assert relative_error(by_units.detach(), by_rows.detach()) <= 1e-9
 
 
+@pytest.mark.one_in(4)
 @layouts
 @reductions
 @pytest.mark.parametrize("name", [n for n, s in PRESETS.items() if not s.threshold.same_step])
@@ -160,6 +162,7 @@ def test_physical_batches(reduction: str, loss_reduction: str) -> None:
 # What is bounded
 
 
+@pytest.mark.one_in(2)
 @layouts
 @reductions
 def test_a_whole_unit_moves_the_sum_by_at_most_the_threshold(reduction: str, layout: str) -> None:
@@ -180,6 +183,7 @@ def test_a_whole_unit_moves_the_sum_by_at_most_the_threshold(reduction: str, lay
     assert max(moves) >= 0.99 * C
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["bert", "gpt2", "vit", "resnet"])
 def test_no_unit_exceeds_the_threshold(family: str, dtype: torch.dtype) -> None:
@@ -377,6 +381,7 @@ def test_two_forward_passes_under_one_loss(reduction: str, layout: str) -> None:
     assert_sums(summed(params), clipped_sum(grads, C), 1e-10)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["bert", "gpt2", "resnet"])
 @layouts
@@ -385,6 +390,7 @@ def test_models(layout: str, family: str, dtype: torch.dtype) -> None:
     check_exact(model, batch, loss_fn, dtype=dtype, units=LAYOUTS[layout])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_checkpoints(family: str, reentrant: bool) -> None:
@@ -393,6 +399,7 @@ def test_checkpoints(family: str, reentrant: bool) -> None:
     check_exact(model, batch, loss_fn, dtype=torch.float32, units=scattered)
 
 
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", FAMILIES)
 @reductions

@@ -104,6 +104,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", LIMITS)
 @pytest.mark.parametrize("workload", LIMITS["auto"])
 def test_no_step_gets_heavier(workload: str, backend: str) -> None:

@@ -29,6 +29,7 @@ def faults(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_quick_look(tmp_path: Path) -> None:
     out = tmp_path / "faults.json"
     done = faults("--quick", "--out", str(out))
@@ -42,6 +43,7 @@ def test_a_quick_look(tmp_path: Path) -> None:
     assert (tmp_path / "faults.png").stat().st_size > 1000
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("defect", "told", "case", "seeds"),
     [

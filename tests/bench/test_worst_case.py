@@ -38,6 +38,7 @@ def small(name: str) -> Target:
     return replace(TARGETS[name], space=space)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [n for n, t in TARGETS.items() if not t.interpreted])
 def test_every_target_answers(name: str) -> None:
     target = TARGETS[name]
@@ -106,6 +107,7 @@ DEFECTS: dict[str, tuple[str, Callable[[Patch], None]]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_is_found(defect: str, monkeypatch: Patch) -> None:
     """In PyTorch: the loops of fastclip._C round too little for so short a search."""

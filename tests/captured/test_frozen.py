@@ -115,6 +115,7 @@ CHANGES: dict[str, Callable[[tuple], Any]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_reaches_the_next_step(change: str) -> None:
     run = captured(model=Switched().double())

@@ -100,6 +100,7 @@ def twins(name: str, strategy: str, **options: Any) -> list[tuple]:
     ]
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("rows", [24, 9], ids=["whole", "split"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", MODELS)

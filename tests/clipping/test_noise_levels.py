@@ -110,6 +110,7 @@ def test_gradient_noise_per_layer() -> None:
     assert_normal(idle.step(), SIGMA * C / B)
 
 
+@pytest.mark.slow
 def test_count_noise_of_adaptive() -> None:
     """One count a step: sigma_count = r sigma_grad, a quarter of the draws each for four r."""
     draws = []
@@ -134,6 +135,7 @@ def many_groups(stages: int) -> list[Clipping]:
     return [Clipping(Hard(), policy, noise) for policy in policies]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("strategy", many_groups(stages=3), ids=str)
 def test_count_noise_of_groups_in_stages(strategy: Clipping) -> None:
     """sigma_count falls with the stages, like the noise of the gradients."""
@@ -143,6 +145,7 @@ def test_count_noise_of_groups_in_stages(strategy: Clipping) -> None:
         assert_normal(idle.optimizer.noisy_counts, shares(SIGMA * 0.6**stage, 10.0)[1])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", CASES)
 def test_no_noise_at_sigma_0(name: str) -> None:
     """Neither gradients nor counts: an empty batch releases exact zeros, three steps on."""

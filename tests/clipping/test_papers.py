@@ -108,6 +108,7 @@ def check_released(optimizer: Any, parameters: list[nn.Parameter], step: Step, t
         assert close(optimizer.noisy_counts, step.counts, EXACT)
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_run_is_the_papers_loop(name: str, dtype: torch.dtype) -> None:
@@ -127,6 +128,7 @@ def test_run_is_the_papers_loop(name: str, dtype: torch.dtype) -> None:
     assert {q for _, q in accounted} == {1.0}  # of batches that no loader drew
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", sorted(CASES.keys() - SAME_STEP))
 def test_split_batches_are_one_step_of_the_loop(name: str) -> None:
     """Physical batches of at most three rows: counts and sums of all, noise and thresholds once."""

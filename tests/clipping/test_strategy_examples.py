@@ -25,6 +25,7 @@ def results() -> Iterator[dict[str, list[dict]]]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("strategy", "mean"),
     [

@@ -57,6 +57,7 @@ def clip(strategy: Clipping, norm_sq: torch.Tensor, state: Thresholds, groups: t
     return strategy.scales(norms, state, ids, layered), norms
 
 
+@pytest.mark.one_in(9)
 @dtypes
 @strategies
 @FEWER
@@ -80,6 +81,7 @@ def test_contribution_is_within_the_sensitivity(strategy, dtype, batch) -> None:
     assert (size <= float(strategy.sensitivity(state))).all()
 
 
+@pytest.mark.one_in(9)
 @dtypes
 @strategies
 @FEWER
@@ -126,6 +128,7 @@ def test_sensitivity_is_reached(strategy) -> None:
     assert size == pytest.approx(float(strategy.sensitivity(state)), rel=1e-5)
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("strategy", [s for s in COMBINATIONS if s.threshold.moves], ids=label)
 @given(st.integers(0, 2**16))
 def test_thresholds_stay_positive_and_finite(strategy, seed) -> None:
@@ -144,6 +147,7 @@ def test_not_finite_norms_count_as_clipped() -> None:
     assert Group(1).count(norms, Group(1).initial(1.0, 1), groups).tolist() == [[3.0], [1.0]]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("strategy", COMBINATIONS, ids=label)
 def test_nothing_waits_for_the_device(strategy) -> None:
     """On the meta device there are no values, so that any look at one raises."""

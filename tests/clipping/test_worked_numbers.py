@@ -134,6 +134,7 @@ def test_toy_unbounded_ends_at_the_majority(start: float) -> None:
     assert abs(toy_mean(clipping.unbounded_adaptive(tau=1.0), start)) < 0.05
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("start", [0.0, 0.3, 1.5])
 @pytest.mark.parametrize(("lower", "mean"), [(0.6, 0.4), (0.5, 1 / 3)])
 def test_toy_bounded(lower: float, mean: float, start: float) -> None:
@@ -142,6 +143,7 @@ def test_toy_bounded(lower: float, mean: float, start: float) -> None:
     assert found == pytest.approx(mean, abs=0.05 if lower == 0.6 else 0.02)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("strategy", "low", "high"),
     [

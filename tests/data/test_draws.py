@@ -378,6 +378,7 @@ class Named(Dataset):
         return {"x": torch.eye(N)[row]}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rand_on_empty", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_empty_batch_looks_like_the_others_from_the_first_on(
@@ -475,6 +476,7 @@ def iter_ahead(batches: Any, ahead: int) -> Iterator[Tensor]:
         yield waiting.pop(0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["fast", "hooks"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("poisson", [True, False])

@@ -60,6 +60,7 @@ def full(name: str) -> Page:
     return page
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_names_are_text(name: str, tmp_path: Path) -> None:
     found, markdown, _ = write(full(name), tmp_path)

@@ -160,6 +160,7 @@ def test_a_run_that_was_searched_for(tmp_path: Path) -> None:
     assert NOTES["caution"] not in costs
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("options", "kinds"),
     [

@@ -14,11 +14,13 @@ MENDED = (
 """Networks that were wrong, or refused without need, once."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("first", range(0, 100, SHARE))
 def test_exact_or_refused(first: int) -> None:
     check(range(first, first + SHARE))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seed", MENDED)
 def test_what_once_failed(seed: int) -> None:
     result, recipe, seen = outcome(seed)

@@ -23,6 +23,7 @@ def test_lora_is_exact(options: dict, dtype: torch.dtype) -> None:
     check_exact(lora(**options), batch(), classify, dtype=dtype)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"target_modules": ["word_embeddings"]}])
 def test_matrices_outside_of_layers(options: dict, dtype: torch.dtype) -> None:
@@ -86,6 +87,7 @@ def test_lora_dropout(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
     assert relative_error(optimizer.per_sample_norms, torch.stack(expected)) < tolerance
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head", [(), "classifier"])
 def test_biases_alone_are_exact(head: str | tuple, dtype: torch.dtype) -> None:

@@ -42,6 +42,7 @@ def resume(folder: Path, step: int = 2, **told):
     return run
 
 
+@pytest.mark.slow
 def test_a_resumed_run_of_stages_keeps_its_budget(tmp_path: Path) -> None:
     trainer(tmp_path, privacy=BUDGET | STAGED, arguments=SAVING).train()
     run = resume(tmp_path, privacy=BUDGET | STAGED)
@@ -49,6 +50,7 @@ def test_a_resumed_run_of_stages_keeps_its_budget(tmp_path: Path) -> None:
     assert taken(run) == STEPS
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "after",
     [
@@ -105,6 +107,7 @@ def test_a_constant_strategy_needs_nothing_but_the_ledger(tmp_path: Path) -> Non
     assert TARGET - 0.1 <= run.epsilon() <= TARGET
 
 
+@pytest.mark.slow
 def test_two_resumed_runs_are_joined_by_name(tmp_path: Path) -> None:
     """What a third trainer loads of both counts the trunk once and both branches."""
     trainer(tmp_path / "trunk", arguments=SAVING).train()

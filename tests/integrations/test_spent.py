@@ -30,6 +30,7 @@ def test_resuming_the_same_trainer_adds_up(tmp_path: Path) -> None:
     assert taken(run) == STEPS + STEPS - 2
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", [str, Path])
 def test_resuming_under_a_shared_engine_adds_up(tmp_path: Path, form) -> None:
     """The checkpoint's steps, those of the other trainer, and those that follow."""
@@ -98,6 +99,7 @@ class Draws:
         return pad(drawn)
 
 
+@pytest.mark.slow
 def test_a_second_run_draws_batches_of_its_own(tmp_path: Path) -> None:
     """With data_seed too; and a checkpoint of it goes on with its draws."""
     draws = Draws()

@@ -102,7 +102,7 @@ def test_the_saved_model_is_the_plain_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stop", "strategy"), [(2, "flat"), (3, "flat"), (2, "soft_ada_clip"), (2, "sad_dpsgd")]
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_a_resumed_run_goes_on(tmp_path: Path, stop: int, strategy: str) -> None:
     """In the middle of an epoch and at its end: weights, thresholds, learning rate, accountant."""
     told = {"clipping": "flat"}

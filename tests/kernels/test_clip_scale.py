@@ -16,6 +16,7 @@ from tests.strategies import COMBINATIONS, label
 strategies = pytest.mark.parametrize("strategy", COMBINATIONS, ids=label)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("b", [0, 1, 7, 300])
 @strategies
 def test_scales_norms_and_counts(strategy: Clipping, b: int) -> None:
@@ -72,6 +73,7 @@ def test_many_thresholds(length: int) -> None:
     assert torch.equal(scales, clip_scale(*given)[0])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "strategy", [s for s in COMBINATIONS if s.threshold.count_noise_ratio], ids=label
 )

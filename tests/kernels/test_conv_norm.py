@@ -65,7 +65,7 @@ def check(name: str, x: Tensor, g: Tensor, geometry: ConvGeometry) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_geometries(case: str, name: str, dtype: torch.dtype) -> None:
     space, geometry = CASES[case]
     check(name, *operands(space, geometry, dtype), geometry)
@@ -74,7 +74,7 @@ def test_geometries(case: str, name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("b", [0, 3])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 def test_kept(case: str, b: int, dtype: torch.dtype) -> None:
     """The norm is the same to the bit; the reference keeps the same."""
     space, geometry = CASES[case]

@@ -59,6 +59,7 @@ def of_map(
     return *operands((side, side), geometry, dtype, b), scales(b), geometry
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [name for name in CASES if name != "depthwise"])
 def test_geometries(case: str, dtype: torch.dtype) -> None:
@@ -83,7 +84,7 @@ def test_any_strides(case: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 40])
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 def test_any_split(
     splits: int, dtype: torch.dtype, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +138,7 @@ def test_no_contribution_beyond_its_sensitivity(dtype: torch.dtype, side: int) -
     assert worst > 1 + 1e-4  # what scaling before a 16-bit product would contribute
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bitwise_repeatable(dtype: torch.dtype, name: str) -> None:

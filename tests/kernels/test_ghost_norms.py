@@ -38,6 +38,7 @@ def check_all(pairs: Pairs, biases: bool = True) -> None:
         assert relative_error(bias, g.double().sum(1)) < 1e-6
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("t", [2, 16, 40, 64, 65, 128, 150])
 @pytest.mark.parametrize("biases", [True, False])
@@ -51,6 +52,7 @@ def test_every_layer_has_its_own(count: int) -> None:
     check_all(layers(count, 3, 17, 7, 5, torch.bfloat16)[0])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("t", [3, 150])
 def test_it_is_the_norm_of_one(t: int, dtype: torch.dtype) -> None:
@@ -143,6 +145,7 @@ class Shared(nn.Module):
         return self.parts(x)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "kind", ["alike", "of two sizes", "shared", "frozen weight", "frozen bias"]
 )

@@ -104,6 +104,7 @@ def compare(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> 
         assert i in (0, 3) or one.dtype == torch.float32
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*WHOLE, *CHUNKS], ids=str)
 def test_against_autograd(shape: tuple, dtype: torch.dtype) -> None:
@@ -158,6 +159,7 @@ def test_one_outlier(shape: tuple) -> None:
     compare(found, expected, torch.float32)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("shape", [(3, 12, 7, 7, 4), (3, 12, 37, 38, 4)], ids=str)
 def test_not_finite(shape: tuple, value: float) -> None:
@@ -292,6 +294,7 @@ def alike(found: tuple, expected: tuple) -> None:
         assert relative_error(found[1][key], value) < 1e-5, key
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [7, 37])
 @pytest.mark.parametrize("name", MODELS)
 def test_private_layer(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,7 @@ def test_nothing_to_sum(shape: tuple[int, ...]) -> None:
     assert torch.equal(kept, torch.zeros(shape[0], shape[3], shape[2], device=DEVICE))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("t", [1, 65])
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
@@ -133,6 +134,7 @@ def test_a_configuration_for_everything(n: int) -> None:
             assert c.kwargs["BLOCK_D"] >= min(n, 64)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.skipif(not INTERPRETED, reason="the autotuner runs every configuration")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("d", "p"), [(140, 130), (10, 130), (130, 10)])

@@ -123,6 +123,7 @@ def test_reference_is_autograd(kind: str, affine: bool) -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ROWS)
 def test_rows(shape: tuple, dtype: torch.dtype) -> None:
@@ -130,6 +131,7 @@ def test_rows(shape: tuple, dtype: torch.dtype) -> None:
     check("rms_norm_backward", *rms(*shape, dtype))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", GROUPS)
 def test_groups(shape: tuple, dtype: torch.dtype) -> None:

@@ -73,6 +73,7 @@ def test_nothing_to_sum(shape: tuple[int, ...]) -> None:
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("t", [1, 3, 65])
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
@@ -105,6 +106,7 @@ def test_no_contribution_beyond_its_sensitivity(t: int, dtype: torch.dtype) -> N
     assert worst > 1 + 1e-4  # what scaling before a 16-bit product would contribute
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("t", [3, 70])
 @pytest.mark.parametrize("splits", [1, 2, 3, 7])
@@ -135,6 +137,7 @@ def test_a_configuration_for_everything(n: int) -> None:
         assert module.usable(module.CONFIGS, {"p": p, "d": n, "MODE": mode})
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.skipif(not INTERPRETED, reason="the autotuner runs every configuration")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("t", "d", "p"), [(3, 130, 10), (40, 140, 130), (40, 10, 130)])

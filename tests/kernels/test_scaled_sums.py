@@ -45,6 +45,7 @@ def check(pairs: Pairs, scale: Tensor) -> None:
         assert relative_error(total, exact(a, g, scale)) <= TOLERANCE
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -56,6 +57,7 @@ def test_every_layer_has_its_own(count: int) -> None:
     check(*layers(count, 2, 17, 7, 5, torch.bfloat16))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("t", [3, 70])
 @pytest.mark.parametrize("splits", [1, 2, 7])
 def test_any_split(splits: int, t: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +65,7 @@ def test_any_split(splits: int, t: int, monkeypatch: pytest.MonkeyPatch) -> None
     check(*layers(4, 5, t, 20, 70, torch.bfloat16))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("t", [3, 70])
 def test_bitwise_repeatable(t: int, dtype: torch.dtype) -> None:
@@ -81,6 +84,7 @@ def test_cut_alike_it_is_the_sum_of_one(t: int, monkeypatch: pytest.MonkeyPatch)
         assert torch.equal(total, one.scaled_sum(a, g, scale))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("t", [1, 3, 65])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
@@ -153,6 +157,7 @@ def step(model: nn.Module, backend: str, **options: Any) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("widths", "expected"),
     [

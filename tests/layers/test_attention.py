@@ -25,6 +25,7 @@ def columns(batch: Batch, i: int) -> Batch:
     return Batch(tuple(x[:, i : i + 1] for x in batch.args))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("extras", EXTRAS)
@@ -60,6 +61,7 @@ class Encoder(nn.Module):
         return self.head(self.norm(x + y))
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("positions", [3, 5])
 @pytest.mark.parametrize("batch_first", [True, False])

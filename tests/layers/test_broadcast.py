@@ -45,6 +45,7 @@ class TokenAndPosition(nn.Module):
         return self.head(torch.tanh(self.token(ids) + self.between(self.position(positions))))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("loss_reduction", ["mean", "sum"])
 @pytest.mark.parametrize("positions", POSITIONS)
@@ -54,6 +55,7 @@ def test_position_ids(rank: int, positions: int, loss_reduction: str, dtype: tor
     check_exact(TokenAndPosition(rank), ids, dtype=dtype, loss_reduction=loss_reduction)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("rank", [1, 2])
@@ -113,6 +115,7 @@ class Gain(nn.Module):
         return torch.tanh(self.layer(x) * self.gain)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("shape", [(1,), (6,), (1, 1), (1, 6), (1, 1, 1), (1, 1, 6)])
 @pytest.mark.parametrize("x_shape", [(4, 6), (6, 6), (4, 5, 6), (4, 4, 6), (6, 6, 6), (4, 1, 6)])
 def test_a_leading_one_need_not_be_the_batch(x_shape: tuple, shape: tuple) -> None:

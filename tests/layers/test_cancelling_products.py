@@ -183,6 +183,7 @@ MODELS = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_model(name: str, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:

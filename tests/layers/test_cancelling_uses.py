@@ -49,6 +49,7 @@ def shuffled_ids(t: int, v: int) -> torch.Tensor:
     return ids
 
 
+@pytest.mark.one_in(8)
 @dtypes
 @pytest.mark.parametrize("big", [1e2, 1e6, 1e12])
 @pytest.mark.parametrize("v", [3, 5000])
@@ -84,6 +85,7 @@ class Weighted(nn.Module):
         return self.head(self.bag(ids, None, weights if self.bag.mode == "sum" else None))
 
 
+@pytest.mark.one_in(3)
 @dtypes
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bag(mode: str, dtype: torch.dtype) -> None:
@@ -112,6 +114,7 @@ class Tables(nn.Module):
         return torch.stack(uses).sum(0)
 
 
+@pytest.mark.one_in(3)
 @dtypes
 @pytest.mark.parametrize("paddings", [(None, None), (None, 0), (2, 0, None, None)], ids=str)
 def test_tables_that_share_their_weight(paddings: tuple, dtype: torch.dtype) -> None:

@@ -47,6 +47,7 @@ def after_a_layer(ndim: int, layer: nn.Module) -> nn.Module:
     return nn.Sequential(CONV[ndim](3, 4, 1), nn.Tanh(), layer, nn.Tanh())
 
 
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("arguments", ARGUMENTS)
 @pytest.mark.parametrize("ndim", CONV)
@@ -64,6 +65,7 @@ INTEGERS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("ndim", CONV)
 @pytest.mark.parametrize("kind", INTEGERS)
 def test_integers_of_other_kinds(kind: str, ndim: int) -> None:
@@ -110,6 +112,7 @@ def test_oblong(arguments: dict, dtype: torch.dtype) -> None:
     check_exact(after_a_layer(2, conv(2, **arguments)), torch.randn(3, 3, 8, 9), dtype=dtype)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "arguments",

@@ -50,6 +50,7 @@ def test_requires_no_gradient(which: str, dtype: torch.dtype) -> None:
     check_exact(model, torch.randint(7, IDS), dtype=dtype)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("loss_reduction", ["mean", "sum"])
 @pytest.mark.parametrize("which", FROZEN)

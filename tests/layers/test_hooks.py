@@ -67,6 +67,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.one_in(3)
 @dtypes
 @layers
 @pytest.mark.parametrize("hook", HOOKS)

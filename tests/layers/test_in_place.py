@@ -41,6 +41,7 @@ class Residual(nn.Module):
         return y
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("layer", LAYERS)

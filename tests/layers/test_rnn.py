@@ -44,7 +44,7 @@ def columns(batch: Batch, i: int) -> Batch:
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_as_the_root(
     kind: str, layers: int, bidirectional: bool, batch_first: bool, dtype: torch.dtype
 ) -> None:
@@ -77,6 +77,7 @@ class TimeFirst(nn.Module):
         return self.head(self.rnn(self.embedding(ids).transpose(0, 1))[0][-1])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("steps", [3, 4])
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,7 +116,7 @@ def padded_loss(output: tuple, _: Any) -> torch.Tensor:
 @pytest.mark.parametrize("order", LENGTHS)
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_packed_root(kind: str, bidirectional: bool, order: str, dtype: torch.dtype) -> None:
     """The rows of a packed sequence are sorted by length and shrink over time."""
     x, lengths = torch.randn(4, STEPS, 3), LENGTHS[order]
@@ -148,6 +149,7 @@ class Packing(nn.Module):
         return self.head(sequence.sum(1))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("order", LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -149,6 +149,7 @@ def randomised(model: nn.Module, attention: str = "eager") -> nn.Module:
     return model.train()
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [ROWS, 7])
 @pytest.mark.parametrize("padded", [False, True])
@@ -162,6 +163,7 @@ def test_classifiers(make: Callable, padded: bool, length: int, dtype: torch.dty
     check_exact(randomised(make()), batch, classify, dtype=dtype)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [ROWS, 7])
 @pytest.mark.parametrize("make", [gpt2, llama])
@@ -171,6 +173,7 @@ def test_language_models(make: Callable, length: int, dtype: torch.dtype) -> Non
     check_exact(randomised(make()), batch, predict_next, dtype=dtype)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("source", "target"), [(7, 5), (ROWS, 5), (6, ROWS), (ROWS, ROWS)])
 def test_encoder_decoder(source: int, target: int, dtype: torch.dtype) -> None:

@@ -143,6 +143,7 @@ class Several(nn.Module):
 EVERY_MODEL = {**MODELS, "several": (Several, lambda: torch.randn(4, 6, 5))}
 
 
+@pytest.mark.one_in(3)
 @each_setting
 @pytest.mark.parametrize("name", EVERY_MODEL)
 def test_a_step(name: str, allow: Callable[[], None]) -> None:

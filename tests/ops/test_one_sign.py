@@ -37,6 +37,7 @@ WAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("t", "d", "p"), SHAPES, ids=str)
 @pytest.mark.parametrize("way", WAYS)

@@ -93,6 +93,7 @@ def trained(kind: type[PrivacyEngine], clip: str, mode: str, way: str) -> list[T
     return [*seen, torch.tensor([engine.get_epsilon(1e-5)])]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", ["plain", "physical batches", "two backward passes", "schedulers"])
 @pytest.mark.parametrize("clip", ["flat", "per_layer"])
 @pytest.mark.parametrize("mode", MODES)

@@ -64,8 +64,8 @@ def test_nothing_else_is_left(saved, folder) -> None:
     assert not list(folder.glob("*.part"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp of parts"])
-@pytest.mark.one_in(2)
 def test_torchs_own_checkpoints(tmp_path_factory, kind: str) -> None:
     """Each rank writes its part; other numbers of ranks go on from it, with shards and without."""
     folder = tmp_path_factory.mktemp("parts")

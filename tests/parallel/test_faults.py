@@ -57,20 +57,21 @@ def test_twenty_killed_ranks(tmp_path, kind: str) -> None:
         check(tmp_path, kind, "killed", seed, failed=1)
 
 
+@pytest.mark.slow
 @KINDS
-@pytest.mark.one_in(2)
 def test_a_loader_that_fails(tmp_path, kind: str) -> None:
     check(tmp_path, kind, "loader", 0, failed=1)
 
 
+@pytest.mark.slow
 @KINDS
-@pytest.mark.one_in(2)
 def test_a_disk_that_is_full(tmp_path, kind: str) -> None:
     """The checkpoint before stays whole."""
     check(tmp_path, kind, "full", 0, failed=0)
     assert not list(tmp_path.glob("*.part"))
 
 
+@pytest.mark.slow
 def test_torchrun_starts_again(tmp_path) -> None:
     """examples.distributed, a rank of which is killed in its second epoch, goes on after its first."""
     path = tmp_path / "run.pt"

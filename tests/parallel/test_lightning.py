@@ -127,6 +127,7 @@ def test_on_in_one_process(saved: tuple[Path, list[dict[str, Any]]], number: int
     assert found["history"] == [(0.0, BATCH / N, 12)]
 
 
+@pytest.mark.slow
 def test_rates(tmp_path: Path) -> None:
     """A plain loader's batch is of all ranks together, that of a DistributedSampler of each."""
     for rank in world.run(2, "tests.parallel.lit:loaders", tmp_path):

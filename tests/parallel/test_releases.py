@@ -16,10 +16,11 @@ from tests.parallel.training import BATCH, N
 C = 0.5
 
 
-HSDP = pytest.param("hsdp", marks=pytest.mark.slow)
+SHARDED = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("fsdp of parts", "hsdp")]
+FOUR = pytest.param((4, "hsdp"), marks=pytest.mark.slow)
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp of parts", HSDP])
+@pytest.fixture(scope="module", params=["ddp", *SHARDED])
 def found(request, tmp_path_factory) -> list[dict[str, Any]]:
     """Of two ranks."""
     folder = tmp_path_factory.mktemp("releases")
@@ -32,7 +33,7 @@ def said(tmp_path_factory) -> list[dict[str, Any]]:
     return world.run(2, "tests.parallel.releases:of_wrappers", folder)
 
 
-@pytest.fixture(scope="module", params=[(2, "ddp"), (2, "fsdp"), (4, "hsdp")], ids=str)
+@pytest.fixture(scope="module", params=[(2, "ddp"), (2, "fsdp"), FOUR], ids=str)
 def noises(request, tmp_path_factory) -> list[dict[str, torch.Tensor]]:
     ranks, kind = request.param
     return world.run(ranks, "tests.parallel.releases:noise", tmp_path_factory.mktemp("noise"), kind)

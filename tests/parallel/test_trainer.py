@@ -54,6 +54,7 @@ def test_units_and_placeholders(tmp_path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_trainer_trains_and_evaluates_again(tmp_path) -> None:
     """The model is wrapped anew, or is spread already; the second run draws batches of its own."""
     found = world.run(2, "tests.parallel.trainers:again", tmp_path, str(tmp_path))

@@ -36,6 +36,7 @@ SUM = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 HALF = tuple(NORM)
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_autocast(family: str, dtype: torch.dtype) -> None:
@@ -50,6 +51,7 @@ def test_the_same_autocast(family: str, dtype: torch.dtype) -> None:
     assert all(p.grad is None and p.summed_grad.dtype == torch.float32 for p in params.values())
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_mean_over_rows(family: str, dtype: torch.dtype) -> None:
@@ -68,6 +70,7 @@ def test_a_mean_over_rows(family: str, dtype: torch.dtype) -> None:
     assert relative_error(optimizer.per_sample_norms, norms(grads)) <= 1.2 * own_error + NORM[dtype]
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_sample_exceeds_the_threshold(family: str, dtype: torch.dtype) -> None:
@@ -85,6 +88,7 @@ def test_no_sample_exceeds_the_threshold(family: str, dtype: torch.dtype) -> Non
         optimizer.zero_grad()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["bert", "gpt2", "vit"])
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.bfloat16, 2e-2), (torch.float16, 4e-3)])
 def test_near_float64(family: str, dtype: torch.dtype, tol: float) -> None:
@@ -168,6 +172,7 @@ def test_casts_hide_no_use(dtype: torch.dtype) -> None:
         optimizer.step()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "vit", "resnet"])
 def test_bfloat16_weights(family: str) -> None:
     """Sums, and the noise on them, are float32; the step casts last."""

@@ -44,6 +44,7 @@ def resnet() -> nn.Module:
     return resnet18(num_classes=10, width=8, norm_groups=4)
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("layout", FORMATS)

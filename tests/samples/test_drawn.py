@@ -210,7 +210,7 @@ def dropped(draw: Callable, coupling: Callable = lambda h: h) -> Dropped:
 
 @pytest.mark.parametrize("coupling", [counted, placed, steeper], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("draw", DRAWS, ids=lambda f: f.__name__)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_couplings_behind_draws(draw: Callable, coupling: Callable) -> None:
     _, private, _, _ = make_private(dropped(draw, coupling))
     with refused("the number of rows|its number in the batch"):

@@ -79,6 +79,7 @@ def batch(*first: float) -> Tensor:
 SMALL = [0.1] * B
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("rows", [mask, ordered, one_by_one], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(
     "batches",

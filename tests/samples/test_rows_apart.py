@@ -80,6 +80,7 @@ COUPLINGS: dict[str, Use] = {
 BEHIND = ["nothing", "zero head", "small head", "zero gate", "layer scale"]
 
 
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("behind", BEHIND)
 @pytest.mark.parametrize("coupling", COUPLINGS)
@@ -111,6 +112,7 @@ APART: dict[str, Use] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("behind", BEHIND)
 @pytest.mark.parametrize("use", APART)
 def test_what_is_apart_is_exact(use: str, behind: str) -> None:

@@ -156,6 +156,7 @@ HOW = {
 WHOLE = {"losses": Losses, "repeated": Repeated, "ends": Ends}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("counts", COUNTS, ids=["one", "two", "many rows"])
 @pytest.mark.parametrize("how", [*HOW, *WHOLE])
 def test_as_many_in_every_row_at_first(how: str, counts: list[list[int]]) -> None:

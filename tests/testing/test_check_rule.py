@@ -33,6 +33,7 @@ def run(layer: nn.Module, shape: tuple | None, **kwargs: Any) -> RuleCheck:
     return check_rule(layer, x, **kwargs)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_exact_rules(layer: str) -> None:
     make, shape = LAYERS[layer]
@@ -47,6 +48,7 @@ def test_exact_rules(layer: str) -> None:
                                                    "group-norm"))  # fmt: skip
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faulty_rules(fault: str) -> None:
     found = run(Affine(6, fault), (4, 5, 6), tolerances=WIDE)

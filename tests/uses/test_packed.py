@@ -24,6 +24,7 @@ def padded_loss(output: tuple, _: object) -> torch.Tensor:
     )
 
 
+@pytest.mark.one_in(3)
 @orders
 @pytest.mark.parametrize("bidirectional", [True, False])
 @kinds
@@ -68,6 +69,7 @@ class Packing(nn.Module):
 IDS = 2 * torch.arange(20).view(4, STEPS) % 9
 
 
+@pytest.mark.one_in(8)
 @orders
 @pytest.mark.parametrize("given", [True, False])
 @kinds

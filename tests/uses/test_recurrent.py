@@ -46,6 +46,7 @@ def columns(batch: Batch, i: int) -> Batch:
     return Batch(tuple(x[:, i : i + 1] for x in batch.args))
 
 
+@pytest.mark.one_in(3)
 @dtypes
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("bidirectional", [True, False])
@@ -175,6 +176,7 @@ def test_tied_directions(kind: str) -> None:
     check_exact(model, torch.randn(4, STEPS, 3), loss_over(0), dtype=torch.float64)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("trained", ["ih", "hh", "weight", "bias", "weight_hh_l0_reverse", "l1"])
 @kinds
 def test_partly_frozen(kind: str, trained: str) -> None:
@@ -234,6 +236,7 @@ class Decoder(nn.Module):
         return self.rnn(given, (h, h.cos()) if self.lstm else h)[0]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("learned", [True, False])
 @pytest.mark.parametrize("trained", ["ih", "hh", "i"])
 @kinds
@@ -307,6 +310,7 @@ CELLS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", CELLS)
@@ -355,6 +359,7 @@ def test_one_sequence_without_a_batch() -> None:
         private(torch.randn(STEPS, 3))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("bidirectional", [True, False])

@@ -120,6 +120,7 @@ def test_autocast(kind: str, make: type) -> None:
     assert_sums(summed(named), clipped_sum(grads, C), 2e-2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @kinds
 def test_the_model_as_it_was(kind: str, dtype: torch.dtype) -> None:

@@ -11,11 +11,13 @@ from tests.zoo.families import MEMBERS, QUICK, marked
 from tests.zoo.member import check
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", marked(MEMBERS, QUICK))
 def test_exact(name: str) -> None:
     check(MEMBERS[name])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", marked(MEMBERS, QUICK))
 def test_exact_by_units(name: str) -> None:
     layout = [*LAYOUTS.values()][crc32(name.encode()) % 3]

@@ -65,6 +65,7 @@ def test_bad_options_are_refused(words: list[str], capsys: pytest.CaptureFixture
     assert "error:" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_runs_and_their_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--seeds", "2", "--epochs", "2", "--epsilon", "8", "--out", str(tmp_path)]
     strategies = ["--strategy", "dp_sgd", "soft_ada_clip", "adaptive"]

@@ -162,6 +162,7 @@ def test_a_run_that_is_merged_meanwhile_is_done(
     assert store.done() == {"a"}
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     """The command's own process alone: its workers are not told."""
     words = [*command(tmp_path), "--epochs", "1000"]

@@ -45,6 +45,7 @@ def weights(made: Trainer) -> list[torch.Tensor]:
     return [p.detach().clone() for p in made.model.parameters()]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "strategy", [NON_PRIVATE, "per_layer", "soft_ada_clip", "dpsgd_f", "auto_s"]
 )
@@ -186,6 +187,7 @@ LARGE = ("mnist-zhao-resnet", "fashion-zhao-resnet", "ham10000-sad", "celeba-esi
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in EXPERIMENTS]
 )
+@pytest.mark.one_in(12)
 def test_every_experiment_runs_on_generated_data(name: str) -> None:
     finishes(name, ("dpsgd_f",))
 
