@@ -196,7 +196,8 @@ def most_held(step: Callable[[], Any], built: int = 0) -> int:
 
 
 def held_now() -> int:
-    """Bytes of all tensors that Python can reach, where no graph is alive."""
+    """Bytes of all tensors that Python has met, where no graph is alive: a gradient that nobody, not
+    even an optimizer, has looked at is not among them."""
     gc.collect()
     storages = {
         x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()

@@ -60,7 +60,7 @@ _TILES = product_configs(
     (64, 64, STEP, 4, 3), (64, 64, STEP, 8, 3), (128, 64, STEP, 8, 3), (128, 128, STEP, 8, 3),
     (64, 64, STEP, 8, 2), (16, 64, STEP, 4, 3), (64, 16, STEP, 4, 3),
 )  # fmt: skip
-_WITH_TAILS = product_configs((128, 128, _WHOLE, 8, 3), (128, 128, 64, 8, 4))
+_WITH_TAILS = product_configs((128, 128, _WHOLE, 8, 3))
 CONFIGS = [
     triton.Config(
         {**c.kwargs, "TAILS": tails}, num_warps=c.num_warps, num_stages=c.num_stages
@@ -68,7 +68,7 @@ CONFIGS = [
     for tails, tiles in ((False, _TILES), (True, _WITH_TAILS))
     for c in tiles
 ]  # fmt: skip
-"""What is tried. TAILS: of REST what BLOCK_T leaves is multiplied by itself (`sum_tile`)."""
+"""What is tried. TAILS: the REST that whole steps leave of a sample is its own product (`sum_tile`)."""
 _SPILLS = {
     ("ieee", "ampere"): ((64, 64, 4, 3), (64, 64, 8, 2), (128, 128, 8, 3)),
     ("tf32x3", "ampere"): ((64, 64, 4, 3), (64, 64, 8, 2), (128, 128, 8, 3)),
@@ -84,7 +84,7 @@ def usable_here(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> lis
     long = _WHOLE if options["bucket"] >= _WHOLE and generation() == "hopper" else 64
 
     def suits(block: dict[str, int]) -> bool:
-        if block["TAILS"] and not options["REST"] % block["BLOCK_T"]:
+        if block["TAILS"] and not options["REST"]:
             return False
         return block["BLOCK_T"] in (STEP, long) or min(block["BLOCK_P"], block["BLOCK_D"]) < SIDE
 
@@ -108,7 +108,7 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
     sum_tile(
         a, g, scale, out + split.to(tl.int64) * out_s, d, p, b, t, split, splits, tile,
         a_b, a_t, a_d, g_b, g_t, g_p, scale_b, BY_SAMPLE, MODE, WHOLE_T, WHOLE_SIDES,
-        BLOCK_P, BLOCK_D, BLOCK_T, REST % BLOCK_T if TAILS else 0,
+        BLOCK_P, BLOCK_D, BLOCK_T, REST if TAILS else 0,
     )  # fmt: skip
 
 
@@ -186,10 +186,11 @@ def form_of(a: Tensor, g: Tensor) -> tuple[dict[str, Any], int, int]:
 
 
 def _rest(t: int) -> int:
-    """Positions beyond the last whole step, in sixteens, where an eighth of all is saved by them."""
-    rest, steps = 16 * cdiv(t % _WHOLE, 16), cdiv(t, _WHOLE)
-    saves = t > _WHOLE // 2 and rest and 8 * (_WHOLE - rest) > _WHOLE * steps
-    return rest if saves else 0
+    """16 or 80, no less than what whole steps leave of t, where more than an eighth of all is saved;
+    else 0. Code is compiled for each: there are only two."""
+    left, rest = t % _WHOLE, 16 if t % _WHOLE <= 16 else 80
+    saves = 8 * (_WHOLE - rest) > _WHOLE * cdiv(t, _WHOLE)
+    return rest if t > _WHOLE // 2 and 0 < left <= rest and saves else 0
 
 
 def _product(a: Tensor, g: Tensor, scale: Tensor, same: Hashable = None) -> Tensor:

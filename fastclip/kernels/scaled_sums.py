@@ -64,7 +64,7 @@ def _layers_kernel(  # type: ignore[no-untyped-def]
         one_of(layer, g0, g1, g2, g3, g4, g5, g6, g7, g8, g9, g10, g11),
         scale, out + (split * layers + layer).to(tl.int64) * out_l, d, p, b, t, split, splits, tile,
         a_b, a_t, a_d, g_b, g_t, g_p, scale_b, BY_SAMPLE, MODE, WHOLE_T, WHOLE_SIDES,
-        BLOCK_P, BLOCK_D, BLOCK_T, REST % BLOCK_T if TAILS else 0,
+        BLOCK_P, BLOCK_D, BLOCK_T, REST if TAILS else 0,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ Index letters: b sample, t position, d input feature, p output feature.
 
 A step takes as many positions as a power of two, so that the last one of a sample may be filled
 little: a ViT's 197 are one step of 128 and 69 positions of another. With a TAIL these are taken by
-themselves, after the whole steps of all samples, in pieces of 64, 32 and 16 positions: 80 of them.
+themselves, after the whole steps of all samples, as 64 and 16 positions.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def sum_tile(  # type: ignore[no-untyped-def]
     """Sum of s_b g_b^T a_b over one of `splits` stretches, stored.
 
     Args:
-        WHOLE_T: BLOCK_T divides t. WHOLE_SIDES: the tile lies within p and d. TAIL: positions beyond
-            a sample's last whole step, in sixteens, that are taken by themselves, or 0.
+        WHOLE_T: BLOCK_T divides t. WHOLE_SIDES: the tile lies within p and d. TAIL: 16 or 80, no less
+            than the positions beyond a sample's last whole step, which are taken by themselves, or 0.
     """
     tiles_d = tl.cdiv(d, BLOCK_D)
     i, j = tile // tiles_d, tile % tiles_d
@@ -122,14 +122,9 @@ def _of_tails(  # type: ignore[no-untyped-def]
     for _ in range(first, stop):
         factor = tl.load(scale).to(tl.float32)
         part = tl.zeros_like(acc)
-        if TAIL >= 64:
-            part = _piece(part, g, a, rest, in_p, in_d, a_t, g_t, MODE, WHOLE_SIDES, 0, 64, TAIL)
-        if TAIL % 64 >= 32:
-            at: tl.constexpr = TAIL // 64 * 64
-            part = _piece(part, g, a, rest, in_p, in_d, a_t, g_t, MODE, WHOLE_SIDES, at, 32, TAIL)
-        if TAIL % 32 >= 16:
-            last: tl.constexpr = TAIL // 32 * 32
-            part = _piece(part, g, a, rest, in_p, in_d, a_t, g_t, MODE, WHOLE_SIDES, last, 16, TAIL)
+        if TAIL > 16:
+            part = _piece(part, g, a, rest, in_p, in_d, a_t, g_t, MODE, WHOLE_SIDES, 0, 64)
+        part = _piece(part, g, a, rest, in_p, in_d, a_t, g_t, MODE, WHOLE_SIDES, TAIL - 16, 16)
         acc = tl.where(factor == 0, acc, tl.fma(part, factor, acc))
         g += g_b
         a += a_b
@@ -140,13 +135,13 @@ def _of_tails(  # type: ignore[no-untyped-def]
 @triton.jit
 def _piece(  # type: ignore[no-untyped-def]
     part, g, a, rest, in_p, in_d, a_t, g_t, MODE: tl.constexpr, WHOLE_SIDES: tl.constexpr,
-    FIRST: tl.constexpr, LENGTH: tl.constexpr, TAIL: tl.constexpr,
+    FIRST: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """part + the product of so many of a tail's positions; only the last ones can be past the end."""
+    """part + the product of so many of a tail's positions, as far as there are any."""
     local = FIRST + tl.arange(0, LENGTH)
     return _product(
         part, g + local[None, :].to(tl.int64) * g_t, a + local[:, None].to(tl.int64) * a_t,
-        local < rest, in_p, in_d, MODE, FIRST + LENGTH < TAIL, WHOLE_SIDES,
+        local < rest, in_p, in_d, MODE, False, WHOLE_SIDES,
     )  # fmt: skip
 
 

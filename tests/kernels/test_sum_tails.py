@@ -18,16 +18,14 @@ one, several = (import_module(f"fastclip.kernels.{name}") for name in ("scaled_s
 TYPES = [torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(params=(128, 64))
-def tails(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Only configurations with tails, of this length of a step, serve here; every launch's TAIL."""
+@pytest.fixture
+def tails(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Only the configuration with tails serves here; every launch's REST."""
     taken: list[int] = []
-    (config,) = (
-        c for c in one.CONFIGS if c.kwargs["TAILS"] and c.kwargs["BLOCK_T"] == request.param
-    )
+    (config,) = (c for c in one.CONFIGS if c.kwargs["TAILS"])
 
     def only(args: Any, kwargs: dict[str, Any]) -> list[Any]:
-        taken.append(kwargs["REST"] % request.param)
+        taken.append(kwargs["REST"])
         return [config]
 
     for kernel in (one._tiles_kernel, several._layers_kernel):
@@ -40,24 +38,28 @@ def tails(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> li
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(
-    ("t", "of_128", "of_64"),
-    [
-        (70, 80, 16), (96, 96, 32), (129, 16, 16), (160, 32, 32), (176, 48, 48), (197, 80, 16),
-        (257, 16, 16),
-    ],
+    ("t", "rest"),
+    [(65, 80), (70, 80), (80, 80), (129, 16), (144, 16), (145, 80), (192, 80), (197, 80), (257, 16)],
 )  # fmt: skip
-def test_sum(t: int, of_128: int, of_64: int, dtype: torch.dtype, tails: list[int]) -> None:
+def test_sum(t: int, rest: int, dtype: torch.dtype, tails: list[int]) -> None:
     check(*operands(3, t, 20, 70, dtype))
-    assert tails in ([of_128], [of_64])
+    assert tails == [rest]
 
 
-@pytest.mark.parametrize("t", [40, 64, 112, 128, 224, 256, 1000])
+@pytest.mark.parametrize("t", [16, 64, 81, 112, 128, 209, 224, 250, 256, 280, 1000])
 def test_where_little_is_saved_there_are_none(t: int) -> None:
     a, g, _ = operands(2, t, 8, 8, torch.bfloat16)
     constants, *_ = one.form_of(a, g)
     assert constants["REST"] == 0
     named = {"p": 8, "d": 8, "bucket": one.next_power_of_2(t), **constants}
     assert not any(c.kwargs["TAILS"] for c in one.usable_here(one.CONFIGS, named))
+
+
+@pytest.mark.parametrize("t", [128, 250, 256])
+def test_what_another_length_has_chosen_is_right_for_all(t: int, tails: list[int]) -> None:
+    """A search serves all lengths of a bucket: with nothing left beyond the steps there is no tail."""
+    check(*operands(3, t, 20, 70, torch.bfloat16))
+    assert tails == [0]
 
 
 def test_a_tail_is_tried_where_it_saves() -> None:
