@@ -27,6 +27,7 @@ def sum_tile(  # type: ignore[no-untyped-def]
         WHOLE_T: BLOCK_T divides t. WHOLE_SIDES: the tile lies within p and d. TAIL: 16 or 80, no less
             than the positions beyond a sample's last whole step, which are taken by themselves, or 0.
     """
+    tl.static_assert(TAIL == 0 or BLOCK_T == 128)  # of which a TAIL is the rest
     tiles_d = tl.cdiv(d, BLOCK_D)
     i, j = tile // tiles_d, tile % tiles_d
     rows, cols = i * BLOCK_P + tl.arange(0, BLOCK_P), j * BLOCK_D + tl.arange(0, BLOCK_D)
