@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -199,12 +199,17 @@ def held_now() -> int:
     """Bytes of all tensors that Python has met, where no graph is alive: a gradient that nobody, not
     even an optimizer, has looked at is not among them."""
     gc.collect()
-    storages = {
-        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
-        for x in gc.get_objects()
-        if issubclass(type(x), Tensor) and x.device.type == "cpu" and x.layout is torch.strided
-    }
-    return sum(storages.values())
+    found = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
+    storages = [x.untyped_storage() for x in found if _is_plain(x)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _is_plain(x: Tensor) -> bool:
+    """It has memory of its own on the CPU: not what a transform of torch.func has left, for one."""
+    try:
+        return x.device.type == "cpu" and x.layout is torch.strided and x.data_ptr() >= 0
+    except RuntimeError:
+        return False
 
 
 def compare(workload: str, batch_size: int | None = None) -> dict[str, Any]:
