@@ -18,7 +18,7 @@ import json
 import sys
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -174,15 +174,16 @@ def step_cost(step: Callable[[], Any]) -> Cost:
     return cost
 
 
-def most_held(step: Callable[[], Any], built: int = 0) -> int:
+def most_held(step: Callable[[], Any], built: Mapping[int, UntypedStorage]) -> int:
     """The most bytes that are allocated at once in a step that follows another.
 
     Args:
-        built: bytes, as `held_now` gives them, that do not count.
+        built: what `held_now` found before, which does not count. That it is kept alive in here is
+            needed: nothing of it can be let go in the step, nor its memory become another tensor's.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         step()  # what it frees was allocated before, and is not seen
-        before = held_now() - built
+        before = sum(x.nbytes() for at, x in held_now().items() if at not in built)
         with record_function("the step"):
             step()
     events = seen.profiler.kineto_results.events()
@@ -195,13 +196,13 @@ def most_held(step: Callable[[], Any], built: int = 0) -> int:
     return before + max(accumulate((size for *_, size in moves), initial=0))
 
 
-def held_now() -> int:
-    """Bytes of all tensors that Python has met, where no graph is alive: a gradient that nobody, not
-    even an optimizer, has looked at is not among them."""
+def held_now() -> dict[int, UntypedStorage]:
+    """Memory of all tensors that Python has met, by address, where no graph is alive: a gradient that
+    nobody, not even an optimizer, has looked at is not among them."""
     gc.collect()
     found = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
     storages = [x.untyped_storage() for x in found if _is_plain(x)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return {storage.data_ptr(): storage for storage in storages}
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -226,7 +227,6 @@ def compare(workload: str, batch_size: int | None = None) -> dict[str, Any]:
             training.step()
         costs[mode] = step_cost(training.step)
         costs[mode].total["held"] = most_held(training.step, built)
-        del training
     base, own = (costs[mode].total for mode in costs)
     ratio = {kind: round(own[kind] / base[kind], 4) for kind in KINDS}
     places = costs["fastclip"].places

@@ -61,6 +61,17 @@ def test_the_most_that_is_held_at_once() -> None:
     assert most_held(lambda: torch.ones(1000) + torch.ones(1000).neg(), held_now()) == 3 * size
 
 
+def test_what_others_let_go_meanwhile_is_not_subtracted() -> None:
+    left = [torch.ones(1000)]
+    built = held_now()
+
+    def step() -> None:
+        left.clear()
+        torch.ones(500)
+
+    assert most_held(step, built) == 500 * FLOAT
+
+
 @pytest.mark.parametrize(("lets_go", "most"), [(True, 1), (False, 2)])
 def test_what_a_step_leaves_is_held_in_the_next(lets_go: bool, most: int) -> None:
     left: list[torch.Tensor] = []
