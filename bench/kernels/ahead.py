@@ -129,8 +129,10 @@ class Ahead:
 
     def _row(self, kernel: JITFunction, arch: int, built: Any, kw: Any) -> dict[str, Any]:
         module = kernel.__module__.rsplit(".", 1)[-1]
-        shown = [k for k, v in kw.items() if k == "ELEMENTS" or (k == "TAILS" and v)]
-        blocks = {k: kw[k] for k in kw if k.startswith("BLOCK_") or k in shown}
+        blocks = {
+            k: v for k, v in kw.items()
+            if k.startswith("BLOCK_") or k == "ELEMENTS" or (k == "TAILS" and v)
+        }  # fmt: skip
         return {
             "kernel": f"{module}.{kernel.__name__}", "arch": f"sm_{arch}", "forms": [],
             "config": {**blocks, "warps": built.metadata.num_warps,

@@ -73,7 +73,7 @@ def _config(warps: int, stages: int, **sizes: int) -> triton.Config:
     prune=_usable,
 )  # fmt: skip
 @launched(do_not_specialize=["bucket", "out_s", "work"])
-def _tiles(X, G, OUT, GRADS, c, o, h, w, positions, width, groups, bucket, row_tiles, col_tiles, out_s,  # type: ignore[no-untyped-def]
+def _tiles(X, G, OUT, GRADS, c, o, h, w, positions, width, groups, bucket, row_tiles, col_tiles, out_s,
            work, sxb, sxc, sxh, sxw, sgb, sgo, sgt, KEEP: tl.constexpr, KH: tl.constexpr,
            KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
            PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
@@ -114,7 +114,7 @@ def _tiles(X, G, OUT, GRADS, c, o, h, w, positions, width, groups, bucket, row_t
 
 
 @launched(do_not_specialize=["out_s"])
-def _finish_tiles(OUT, UNSEEN, NORMS, columns, factor, slack, out_s, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _finish_tiles(OUT, UNSEEN, NORMS, columns, factor, slack, out_s, BLOCK: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     at = OUT + b * columns
     norm = tl.sqrt_rn(ordered_sum(at, columns, 1, BLOCK, False))
@@ -138,7 +138,7 @@ def _finish_tiles(OUT, UNSEEN, NORMS, columns, factor, slack, out_s, BLOCK: tl.c
     prune=_usable,
 )  # fmt: skip
 @launched(do_not_specialize=["bucket", "out_s", "work"])
-def _pairs(X, G, OUT, c, o, h, w, positions, width, groups, bucket, room, out_s, work,  # type: ignore[no-untyped-def]
+def _pairs(X, G, OUT, c, o, h, w, positions, width, groups, bucket, room, out_s, work,
            sxb, sxc, sxh, sxw, sgb, sgo, sgt, KH: tl.constexpr,
            KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
            PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
@@ -187,7 +187,7 @@ def _pairs(X, G, OUT, c, o, h, w, positions, width, groups, bucket, room, out_s,
 
 
 @launched(do_not_specialize=["out_s"])
-def _finish_pairs(OUT, NORMS, groups, pairs, room, c, m, w_k, w_h, lost_k, lost_h, out_s,  # type: ignore[no-untyped-def]
+def _finish_pairs(OUT, NORMS, groups, pairs, room, c, m, w_k, w_h, lost_k, lost_h, out_s,
                   BLOCK: tl.constexpr):  # fmt: skip
     """The norm of a sample: of its groups, each clamped at 0 and raised by its bound. Of a group's
     `room` the first `pairs` were written."""

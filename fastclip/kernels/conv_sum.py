@@ -61,7 +61,7 @@ def _usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[An
     prune=_usable,
 )  # fmt: skip
 @launched(do_not_specialize=["b", "splits", "bucket", "work"])
-def _tiles(X, G, SCALE, OUT, b, splits, work, c, o, h, w, positions, width, groups, bucket, row_tiles,  # type: ignore[no-untyped-def]
+def _tiles(X, G, SCALE, OUT, b, splits, work, c, o, h, w, positions, width, groups, bucket, row_tiles,
            col_tiles, out_s, sxb, sxc, sxh, sxw, sgb, sgo, sgt, scale_b, BY_SAMPLE: tl.constexpr,
            KH: tl.constexpr, KW: tl.constexpr,
            SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,

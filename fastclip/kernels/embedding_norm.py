@@ -28,7 +28,7 @@ MAX_BLOCK = 256
 
 
 @triton.jit
-def _load(source, j, col, FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load(source, j, col, FIRST: tl.constexpr):
     """Key, row and carried norm of sorted entry j; past the end, zeros that lengthen the last run."""
     KEY, G, ORDER, DONE, n, d, t, padding, sgb, sgt, bits, tiles = source
     key = tl.load(KEY + tl.minimum(j, n - 1))
@@ -46,7 +46,7 @@ def _load(source, j, col, FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _add(state, entry, first, OUT, bits, tiles, FINAL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add(state, entry, first, OUT, bits, tiles, FINAL: tl.constexpr):
     """The state after one more row: key and sum of the open run, sum of the first run once it has
     ended, two parts of the open sample's squared norm, and the first sample's once it has ended."""
     last, run, head, squares, norm, head_norm = state
@@ -70,7 +70,7 @@ def _add(state, entry, first, OUT, bits, tiles, FINAL: tl.constexpr):  # type: i
 
 @autotuned([triton.Config({}, num_warps=w) for w in (1, 4)], key=["d", "BLOCK", "work"])
 @launched(do_not_specialize=["n", "work"])
-def _runs(KEY, G, ORDER, DONE, OUT, NEXT_KEY, NEXT, NEXT_DONE, n, work, d, t, padding,  # type: ignore[no-untyped-def]
+def _runs(KEY, G, ORDER, DONE, OUT, NEXT_KEY, NEXT, NEXT_DONE, n, work, d, t, padding,
           sgb, sgt, sgd, bits, tiles, COUNT: tl.constexpr, BLOCK: tl.constexpr,
           FIRST: tl.constexpr, FINAL: tl.constexpr):  # fmt: skip
     """COUNT sorted rows from program_id(0), BLOCK features from program_id(1)."""

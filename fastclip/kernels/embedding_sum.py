@@ -23,7 +23,7 @@ _WARPS = 2
 
 
 @triton.jit
-def _load(source, j, col, FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load(source, j, col, FIRST: tl.constexpr):
     """Key and scaled row of sorted entry j; past the end, zeros that lengthen the last run."""
     KEY, G, ORDER, SAMPLE, SCALE, n, d, padding, sgn, scale_b = source
     at = tl.minimum(j, n - 1).to(tl.int64)
@@ -39,7 +39,7 @@ def _load(source, j, col, FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _add(state, entry, first, OUT, d, col, FINAL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add(state, entry, first, OUT, d, col, FINAL: tl.constexpr):
     """The state after one more row: key and sum of the open run, sum of the first once it has ended."""
     last, run, head = state
     key, row = entry
@@ -52,7 +52,7 @@ def _add(state, entry, first, OUT, d, col, FINAL: tl.constexpr):  # type: ignore
 
 
 @launched(do_not_specialize=["n"])
-def _runs(KEY, G, ORDER, SAMPLE, SCALE, OUT, NEXT_KEY, NEXT, n, d, padding, sgn, sgd,  # type: ignore[no-untyped-def]
+def _runs(KEY, G, ORDER, SAMPLE, SCALE, OUT, NEXT_KEY, NEXT, n, d, padding, sgn, sgd,
           scale_b, COUNT: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr,
           FINAL: tl.constexpr):  # fmt: skip
     """COUNT sorted rows from program_id(0), BLOCK features from program_id(1)."""

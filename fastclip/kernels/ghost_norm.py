@@ -37,7 +37,7 @@ _MOST_USES = 4
 
 @autotuned(CONFIGS, key=["d", "p", "bucket", "A_MODE", "G_MODE", "work"], prune=usable)
 @launched(do_not_specialize=["bucket", "work", "stats_s", "stats_b"])
-def _pairs_kernel(  # type: ignore[no-untyped-def]
+def _pairs_kernel(
     a_x, g_x, a_y, g_y, stats, d, p, t_x, t_y, bucket, work,
     a_xb, a_xt, a_xd, g_xb, g_xt, g_xp, a_yb, a_yt, a_yd, g_yb, g_yt, g_yp, stats_s, stats_b,
     CROSS: tl.constexpr, A_MODE: tl.constexpr, G_MODE: tl.constexpr, A_RESTART: tl.constexpr,

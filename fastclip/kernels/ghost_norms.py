@@ -60,7 +60,7 @@ _SMALLEST = 64
 
 @autotuned(CONFIGS, key=["d", "p", "bucket", "A_MODE", "G_MODE", "work"], prune=usable)
 @launched(do_not_specialize=["b", "bucket", "work", "stats_s", "stats_b"])
-def _norms_kernel(  # type: ignore[no-untyped-def]
+def _norms_kernel(
     a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11,
     g0, g1, g2, g3, g4, g5, g6, g7, g8, g9, g10, g11,
     stats, norms, sums, d, p, t, b, c, m, w_k, w_h, lost_k, lost_h, lost, bucket, work,

@@ -17,7 +17,7 @@ STATS = 6
 
 
 @triton.jit
-def raised(  # type: ignore[no-untyped-def]
+def raised(
     total, absolute, kk, hh, trace_k, trace_h, c, m, w_k, w_h, lost_k, lost_h, lost
 ):  # fmt: skip
     """The norm and its bounds (`bounds_of`); NaN stays NaN, which tl.maximum would drop."""
@@ -30,7 +30,7 @@ def raised(  # type: ignore[no-untyped-def]
 
 
 @launched(do_not_specialize=["columns", "stats_s", "stats_b"])
-def _finish_kernel(  # type: ignore[no-untyped-def]
+def _finish_kernel(
     stats, norms, columns, c, m, w_k, w_h, lost_k, lost_h, lost, stats_s, stats_b,
     BLOCK: tl.constexpr,
 ):  # fmt: skip

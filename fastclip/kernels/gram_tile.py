@@ -9,7 +9,7 @@ from fastclip.kernels.products import multiply
 
 
 @triton.jit
-def gram_tile(  # type: ignore[no-untyped-def]
+def gram_tile(
     x, y, n, rows_x, rows_y, t_x, t_y, stride_xt, stride_xn, stride_yt, stride_yn, sums,
     SAME: tl.constexpr, SUMS: tl.constexpr, RESTART: tl.constexpr, MODE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -40,7 +40,7 @@ def gram_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def pair_of(pair):  # type: ignore[no-untyped-def]
+def pair_of(pair):
     """(i, j), i <= j, of pair = j (j + 1) / 2 + i; the square root may be off by one."""
     j = ((tl.sqrt(8.0 * pair + 1.0) - 1.0) * 0.5).to(tl.int32)
     j -= (j * (j + 1) // 2 > pair).to(tl.int32)
@@ -49,7 +49,7 @@ def pair_of(pair):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def gram_pair(  # type: ignore[no-untyped-def]
+def gram_pair(
     a_x, g_x, a_y, g_y, sums, d, p, i, j, t_x, t_y,
     a_xt, a_xd, g_xt, g_xp, a_yt, a_yd, g_yt, g_yp,
     CROSS: tl.constexpr, ONE_TILE: tl.constexpr, SUMS: tl.constexpr, A_MODE: tl.constexpr,
@@ -88,7 +88,7 @@ def gram_pair(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def store_pair(at, step, weight, total, absolute, kk, hh, trace_k, trace_h):  # type: ignore[no-untyped-def]
+def store_pair(at, step, weight, total, absolute, kk, hh, trace_k, trace_h):
     """The six numbers `step` apart; those off the diagonal count as often as `weight` says."""
     tl.store(at, weight * total)
     tl.store(at + step, weight * absolute)

@@ -124,7 +124,7 @@ def tiles(*sizes: tuple[int, int]) -> list[triton.Config]:
 
 
 @triton.jit
-def columns(block, c, SIZE: tl.constexpr, SIZE2: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def columns(block, c, SIZE: tl.constexpr, SIZE2: tl.constexpr, COLUMNS: tl.constexpr):
     """Channel and group of each column of a block, and whether there is such a channel."""
     j = tl.arange(0, COLUMNS)
     group = block * (COLUMNS // SIZE2) + j // SIZE2
@@ -137,14 +137,14 @@ def columns(block, c, SIZE: tl.constexpr, SIZE2: tl.constexpr, COLUMNS: tl.const
 
 
 @triton.jit
-def over_groups(x, SIZE2: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def over_groups(x, SIZE2: tl.constexpr, COLUMNS: tl.constexpr):
     """x [COLUMNS], every entry replaced by the sum of its group."""
     sums = tl.sum(tl.reshape(x, [COLUMNS // SIZE2, SIZE2]), 1)[:, None]
     return tl.reshape(tl.broadcast_to(sums, [COLUMNS // SIZE2, SIZE2]), [COLUMNS])
 
 
 @triton.jit
-def tile(X, row, channel, end, there, c):  # type: ignore[no-untyped-def]
+def tile(X, row, channel, end, there, c):
     """Rows and columns of a sample in float32, 0 outside."""
     inside = (row[:, None] < end) & there[None, :]
     at = row.to(tl.int64)[:, None] * c + channel[None, :]
@@ -152,14 +152,14 @@ def tile(X, row, channel, end, there, c):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def store(Y, row, channel, end, there, c, y):  # type: ignore[no-untyped-def]
+def store(Y, row, channel, end, there, c, y):
     inside = (row[:, None] < end) & there[None, :]
     at = row.to(tl.int64)[:, None] * c + channel[None, :]
     tl.store(Y + at, y.to(Y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def affine(W, channel, there, HAS: tl.constexpr, OTHERWISE: tl.constexpr):  # type: ignore[no-untyped-def]
+def affine(W, channel, there, HAS: tl.constexpr, OTHERWISE: tl.constexpr):
     """A parameter of each column, or a number where there is none."""
     if HAS:
         return tl.load(W + channel, mask=there, other=0.0).to(tl.float32)
@@ -168,7 +168,7 @@ def affine(W, channel, there, HAS: tl.constexpr, OTHERWISE: tl.constexpr):  # ty
 
 
 @triton.jit
-def _keep(MEAN, RSTD, at, group, there, mean, rstd, SIZE2: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _keep(MEAN, RSTD, at, group, there, mean, rstd, SIZE2: tl.constexpr, COLUMNS: tl.constexpr):
     """One number a group, of its first column."""
     first = there & (tl.arange(0, COLUMNS) % SIZE2 == 0)
     tl.store(MEAN + at + group, mean, mask=first)
@@ -177,7 +177,7 @@ def _keep(MEAN, RSTD, at, group, there, mean, rstd, SIZE2: tl.constexpr, COLUMNS
 
 @autotuned(warps(8, 4, 16), key=["SIZE", "COLUMNS", "T2", "work"], prune=held)
 @launched(do_not_specialize=["work"])
-def _whole(X, W, BIAS, Y, MEAN, RSTD, t, c, k, blocks, eps, work,  # type: ignore[no-untyped-def]
+def _whole(X, W, BIAS, Y, MEAN, RSTD, t, c, k, blocks, eps, work,
            T2: tl.constexpr, SIZE: tl.constexpr, SIZE2: tl.constexpr, COLUMNS: tl.constexpr,
            HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
     """All positions of some groups of a sample."""
@@ -197,7 +197,7 @@ def _whole(X, W, BIAS, Y, MEAN, RSTD, t, c, k, blocks, eps, work,  # type: ignor
 
 @autotuned(tiles((4096, 8), (2048, 4)), key=["SIZE", "COLUMNS", "rows", "work"])
 @launched(do_not_specialize=["rows", "work"])
-def _moments(X, MEANS, SQUARES, t, c, k, blocks, chunks, rows, work,  # type: ignore[no-untyped-def]
+def _moments(X, MEANS, SQUARES, t, c, k, blocks, chunks, rows, work,
              SIZE: tl.constexpr, SIZE2: tl.constexpr, COLUMNS: tl.constexpr,
              ELEMENTS: tl.constexpr):  # fmt: skip
     """Mean and sum of squared deviations of each group in a chunk of a sample."""
@@ -227,7 +227,7 @@ def _moments(X, MEANS, SQUARES, t, c, k, blocks, chunks, rows, work,  # type: ig
 
 @autotuned(tiles((4096, 8), (2048, 4)), key=["SIZE", "COLUMNS", "rows", "work"])
 @launched(do_not_specialize=["samples", "rows", "work"])
-def _normalise(X, W, BIAS, MEANS, SQUARES, Y, MEAN, RSTD, samples, t, c, k, blocks, chunks, rows, eps,  # type: ignore[no-untyped-def]
+def _normalise(X, W, BIAS, MEANS, SQUARES, Y, MEAN, RSTD, samples, t, c, k, blocks, chunks, rows, eps,
                work, CHUNKS2: tl.constexpr, SIZE: tl.constexpr,
                SIZE2: tl.constexpr, COLUMNS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
                HAS_BIAS: tl.constexpr, ELEMENTS: tl.constexpr):  # fmt: skip

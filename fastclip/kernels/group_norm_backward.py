@@ -35,28 +35,28 @@ from fastclip.kernels.runtime import alike, autotuned, launched, next_power_of_2
 
 
 @triton.jit
-def _statistics(MEAN, RSTD, at, there):  # type: ignore[no-untyped-def]
+def _statistics(MEAN, RSTD, at, there):
     """Mean and reciprocal standard deviation of each column's group."""
     mean = tl.load(MEAN + at, mask=there, other=0.0).to(tl.float32)
     return mean, tl.load(RSTD + at, mask=there, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _means(w, dw, db, rstd, n, SIZE2: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _means(w, dw, db, rstd, n, SIZE2: tl.constexpr, COLUMNS: tl.constexpr):
     """M[h] and M[h * x_hat] * rstd of each column's group."""
     total = over_groups(db * w, SIZE2, COLUMNS) / n
     return total, over_groups(dw * w, SIZE2, COLUMNS) / n * rstd
 
 
 @triton.jit
-def _input(x, g, w, rstd, total, product):  # type: ignore[no-untyped-def]
+def _input(x, g, w, rstd, total, product):
     """dx of x - mean and g."""
     return (g * w[None, :] - total[None, :] - x * product[None, :]) * rstd[None, :]
 
 
 @autotuned(warps(8, 4, 16), key=["SIZE", "COLUMNS", "T2", "NEED_INPUT", "work"], prune=held)
 @launched(do_not_specialize=["work"])
-def _whole(X, G, MEAN, RSTD, W, DX, DW, DB, t, c, k, blocks, work,  # type: ignore[no-untyped-def]
+def _whole(X, G, MEAN, RSTD, W, DX, DW, DB, t, c, k, blocks, work,
            T2: tl.constexpr, SIZE: tl.constexpr, SIZE2: tl.constexpr, COLUMNS: tl.constexpr,
            HAS_WEIGHT: tl.constexpr, NEED_INPUT: tl.constexpr):  # fmt: skip
     """All positions of some groups of a sample."""
@@ -79,7 +79,7 @@ def _whole(X, G, MEAN, RSTD, W, DX, DW, DB, t, c, k, blocks, work,  # type: igno
 
 @autotuned(tiles((4096, 8), (2048, 4)), key=["SIZE", "COLUMNS", "rows", "work"])
 @launched(do_not_specialize=["rows", "work"])
-def _sums(X, G, MEAN, RSTD, DWS, DBS, t, c, k, blocks, chunks, rows, work,  # type: ignore[no-untyped-def]
+def _sums(X, G, MEAN, RSTD, DWS, DBS, t, c, k, blocks, chunks, rows, work,
           SIZE: tl.constexpr, SIZE2: tl.constexpr, COLUMNS: tl.constexpr,
           ELEMENTS: tl.constexpr):  # fmt: skip
     """A chunk's part of dw and db."""
@@ -103,7 +103,7 @@ def _sums(X, G, MEAN, RSTD, DWS, DBS, t, c, k, blocks, chunks, rows, work,  # ty
 
 @autotuned(tiles((4096, 8), (2048, 4)), key=["SIZE", "COLUMNS", "rows", "work"])
 @launched(do_not_specialize=["samples", "rows", "work"])
-def _gradient(X, G, MEAN, RSTD, W, DWS, DBS, DX, DW, DB, samples, t, c, k, blocks, chunks, rows, work,  # type: ignore[no-untyped-def]
+def _gradient(X, G, MEAN, RSTD, W, DWS, DBS, DX, DW, DB, samples, t, c, k, blocks, chunks, rows, work,
               CHUNKS2: tl.constexpr, SIZE: tl.constexpr, SIZE2: tl.constexpr,
               COLUMNS: tl.constexpr, HAS_WEIGHT: tl.constexpr, ELEMENTS: tl.constexpr):  # fmt: skip
     """dx of a chunk, once the parts of dw and db are added; last samples first: these are what the

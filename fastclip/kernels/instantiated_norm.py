@@ -59,7 +59,7 @@ def usable(
 
 
 @triton.jit
-def _squares(  # type: ignore[no-untyped-def]
+def _squares(
     x, n, t, stride_n, stride_t, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr
 ):  # fmt: skip
     """Sum of squares of n features (at most BLOCK_N) over all positions."""
@@ -76,7 +76,7 @@ def _squares(  # type: ignore[no-untyped-def]
 
 @autotuned(_CONFIGS, key=["d", "p", "bucket", "MODE", "KEEP", "work"], prune=usable)
 @launched(do_not_specialize=["bucket", "work", "stats_s", "stats_b"])
-def _tiles_kernel(  # type: ignore[no-untyped-def]
+def _tiles_kernel(
     a, g, stats, grads, d, p, t, bucket, work, a_b, a_t, a_d, g_b, g_t, g_p, stats_s, stats_b,
     KEEP: tl.constexpr, MODE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -113,7 +113,7 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
 
 
 @launched(do_not_specialize=["stats_s"])
-def _finish_kernel(  # type: ignore[no-untyped-def]
+def _finish_kernel(
     stats, norms, tiles_p, tiles_d, factor, slack, stats_s, stats_b, BLOCK: tl.constexpr
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)

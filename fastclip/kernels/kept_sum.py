@@ -22,12 +22,12 @@ _WARPS = 4
 
 
 @triton.jit
-def _added(acc, value, factor):  # type: ignore[no-untyped-def]
+def _added(acc, value, factor):
     return tl.where(factor == 0, acc, tl.fma(value.to(tl.float32), factor, acc))
 
 
 @launched(do_not_specialize=["b"])
-def _sum_kernel(x, scale, out, b, n, x_b, scale_b, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sum_kernel(x, scale, out, b, n, x_b, scale_b, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     x += at

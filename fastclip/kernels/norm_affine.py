@@ -35,7 +35,7 @@ def _configs(*sizes: tuple[int, int]) -> list[triton.Config]:
     key=["c", "IS_LAYER", "NEED_INPUT", "rows", "work"],
 )
 @launched(do_not_specialize=["chunks", "rows", "work"])
-def _rows(X, G, MEAN, RSTD, W, DX, DW, DB, t, c, chunks, rows, work,  # type: ignore[no-untyped-def]
+def _rows(X, G, MEAN, RSTD, W, DX, DW, DB, t, c, chunks, rows, work,
           sxb, sxt, sxc, sgb, sgt, sgc, smb, smt, srb, srt, sdb, sdt, sdc, sw,
           C2: tl.constexpr, IS_LAYER: tl.constexpr, HAS_WEIGHT: tl.constexpr,
           NEED_INPUT: tl.constexpr, ELEMENTS: tl.constexpr):  # fmt: skip
@@ -81,7 +81,7 @@ def _rows(X, G, MEAN, RSTD, W, DX, DW, DB, t, c, chunks, rows, work,  # type: ig
 
 
 @triton.jit
-def _tile(X, G, channel, position, channels, t, mean, sxc, sxt, sgc, sgt):  # type: ignore[no-untyped-def]
+def _tile(X, G, channel, position, channels, t, mean, sxc, sxt, sgc, sgt):
     """x - mean and g at some channels and positions of a group, in float32; 0 outside."""
     c64, t64 = channel.to(tl.int64)[:, None], position.to(tl.int64)[None, :]
     inside = (channel[:, None] < channels) & (position[None, :] < t)
@@ -91,7 +91,7 @@ def _tile(X, G, channel, position, channels, t, mean, sxc, sxt, sgc, sgt):  # ty
 
 
 @triton.jit
-def _weight(W, channel, channels, sw, HAS_WEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _weight(W, channel, channels, sw, HAS_WEIGHT: tl.constexpr):
     if HAS_WEIGHT:
         return tl.load(W + channel * sw, mask=channel < channels, other=0.0).to(tl.float32)
     else:
@@ -99,7 +99,7 @@ def _weight(W, channel, channels, sw, HAS_WEIGHT: tl.constexpr):  # type: ignore
 
 
 @triton.jit
-def _store(DX, channel, position, channels, t, dx, sdc, sdt):  # type: ignore[no-untyped-def]
+def _store(DX, channel, position, channels, t, dx, sdc, sdt):
     inside = (channel[:, None] < channels) & (position[None, :] < t)
     at = channel.to(tl.int64)[:, None] * sdc + position.to(tl.int64)[None, :] * sdt
     tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=inside)
@@ -110,7 +110,7 @@ def _store(DX, channel, position, channels, t, dx, sdc, sdt):  # type: ignore[no
     key=["channels", "C2", "T2", "NEED_INPUT", "work"],
 )
 @launched(do_not_specialize=["work"])
-def _groups(X, G, MEAN, RSTD, W, DX, DW, DB, t, channels, groups, work,  # type: ignore[no-untyped-def]
+def _groups(X, G, MEAN, RSTD, W, DX, DW, DB, t, channels, groups, work,
             sxb, sxc, sxt, sgb, sgc, sgt, smb, smk, srb, srk, sdb, sdc, sdt, sw,
             C2: tl.constexpr, T2: tl.constexpr, HAS_WEIGHT: tl.constexpr,
             NEED_INPUT: tl.constexpr, ELEMENTS: tl.constexpr):  # fmt: skip

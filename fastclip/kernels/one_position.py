@@ -17,7 +17,7 @@ _LANES = 1024
 
 
 @launched
-def _one_position_kernel(  # type: ignore[no-untyped-def]
+def _one_position_kernel(
     a, g, norms, d, p, factor, lost_a, lost_g, a_b, a_d, g_b, g_p, BLOCK: tl.constexpr
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)

@@ -13,14 +13,14 @@ from fastclip.kernels.runtime import cdiv, next_power_of_2
 
 
 @triton.jit
-def pixel(at, dh, dw, h, w, width, sxh, sxw, SH: tl.constexpr, SW: tl.constexpr):  # type: ignore[no-untyped-def]
+def pixel(at, dh, dw, h, w, width, sxh, sxw, SH: tl.constexpr, SW: tl.constexpr):
     """Offset of the pixel under output positions `at` at a tap's shift, and whether there is one."""
     ih, iw = (at // width) * SH + dh, (at % width) * SW + dw
     return ih * sxh + iw * sxw, (ih >= 0) & (ih < h) & (iw >= 0) & (iw < w)
 
 
 @triton.jit
-def columns_of(tile, c, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,  # type: ignore[no-untyped-def]
+def columns_of(tile, c, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
                DH: tl.constexpr, DW: tl.constexpr, ONE_TAP: tl.constexpr,
                BLOCK_N: tl.constexpr):  # fmt: skip
     """A tile of columns: their channels, whether there are such, their numbers, [BLOCK_N]; and the

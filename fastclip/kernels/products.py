@@ -18,7 +18,7 @@ _WIDEN = tl.constexpr(INTERPRETED)  # the interpreter would multiply bfloat16's 
 
 
 @triton.jit
-def multiply(left, right, acc, MODE: tl.constexpr):  # type: ignore[no-untyped-def]
+def multiply(left, right, acc, MODE: tl.constexpr):
     """acc + left right, in float32."""
     if _WIDEN or MODE != "native":
         left, right = left.to(tl.float32), right.to(tl.float32)
@@ -32,7 +32,7 @@ def multiply(left, right, acc, MODE: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit
-def ordered_sum(x, n, stride, BLOCK: tl.constexpr, SQUARED: tl.constexpr):  # type: ignore[no-untyped-def]
+def ordered_sum(x, n, stride, BLOCK: tl.constexpr, SQUARED: tl.constexpr):
     """Sum of n numbers (of their squares) in fixed order."""
     local = tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), tl.float32)
@@ -44,7 +44,7 @@ def ordered_sum(x, n, stride, BLOCK: tl.constexpr, SQUARED: tl.constexpr):  # ty
 
 
 @triton.jit
-def one_of(layer, x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11):  # type: ignore[no-untyped-def]
+def one_of(layer, x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11):
     """A layer's operand, by selects, which keep what is known of addresses: that 16 divides them."""
     x = tl.where(layer == 1, x1, x0)
     x = tl.where(layer == 2, x2, x)
@@ -92,11 +92,14 @@ def stays(config: triton.Config, mode: str, spills: Spills, *sizes: str) -> bool
     return tile not in spills.get((mode, generation()), ())
 
 
-def product_configs(*tiles: tuple[int, int, int, int, int]) -> list[triton.Config]:
-    """Configurations of a tiled product g^T a from (block_p, block_d, block_t, warps, stages)."""
+def product_configs(
+    *tiles: tuple[int, int, int, int, int], **constants: bool
+) -> list[triton.Config]:
+    """Configurations of a tiled product g^T a from (block_p, block_d, block_t, warps, stages), all with
+    these constants."""
     return [
         triton.Config(
-            {"BLOCK_P": block_p, "BLOCK_D": block_d, "BLOCK_T": block_t},
+            {"BLOCK_P": block_p, "BLOCK_D": block_d, "BLOCK_T": block_t, **constants},
             num_warps=warps,
             num_stages=stages,
         )

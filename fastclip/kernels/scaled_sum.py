@@ -27,7 +27,6 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -54,19 +53,15 @@ _WHOLE = 128
 """Positions of the longest tile."""
 SIDE = 128
 """Rows and columns of the tiles that large products are cut into: one fills a multiprocessor."""
-_TILES = product_configs(
-    (128, 64, 64, 4, 4), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4), (128, 128, 64, 8, 4),
-    (128, 128, _WHOLE, 8, 3), (16, 128, 64, 4, 4), (128, 16, 64, 4, 4),
-    (64, 64, STEP, 4, 3), (64, 64, STEP, 8, 3), (128, 64, STEP, 8, 3), (128, 128, STEP, 8, 3),
-    (64, 64, STEP, 8, 2), (16, 64, STEP, 4, 3), (64, 16, STEP, 4, 3),
-)  # fmt: skip
-_WITH_TAILS = product_configs((128, 128, _WHOLE, 8, 3))
 CONFIGS = [
-    triton.Config(
-        {**c.kwargs, "TAILS": tails}, num_warps=c.num_warps, num_stages=c.num_stages
-    )
-    for tails, tiles in ((False, _TILES), (True, _WITH_TAILS))
-    for c in tiles
+    *product_configs(
+        (128, 64, 64, 4, 4), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4), (128, 128, 64, 8, 4),
+        (128, 128, _WHOLE, 8, 3), (16, 128, 64, 4, 4), (128, 16, 64, 4, 4),
+        (64, 64, STEP, 4, 3), (64, 64, STEP, 8, 3), (128, 64, STEP, 8, 3), (128, 128, STEP, 8, 3),
+        (64, 64, STEP, 8, 2), (16, 64, STEP, 4, 3), (64, 16, STEP, 4, 3),
+        TAILS=False,
+    ),
+    *product_configs((128, 128, _WHOLE, 8, 3), TAILS=True),
 ]  # fmt: skip
 """What is tried. TAILS: the REST that whole steps leave of a sample is its own product (`sum_tile`)."""
 _SPILLS = {
@@ -97,7 +92,7 @@ def usable_here(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> lis
     prune=usable_here,
 )
 @launched(do_not_specialize=["b", "splits", "bucket", "work"])
-def _tiles_kernel(  # type: ignore[no-untyped-def]
+def _tiles_kernel(
     a, g, scale, out, d, p, b, t, splits, bucket, work, a_b, a_t, a_d, g_b, g_t, g_p, scale_b, out_s,
     BY_SAMPLE: tl.constexpr, MODE: tl.constexpr, WHOLE_T: tl.constexpr, WHOLE_SIDES: tl.constexpr,
     REST: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,

@@ -48,7 +48,7 @@ _SPLITS: Known[int] = Known()
     prune=usable_here,
 )
 @launched(do_not_specialize=["b", "splits", "bucket", "work", "layers"])
-def _layers_kernel(  # type: ignore[no-untyped-def]
+def _layers_kernel(
     a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11,
     g0, g1, g2, g3, g4, g5, g6, g7, g8, g9, g10, g11,
     scale, out, d, p, b, t, splits, bucket, work, a_b, a_t, a_d, g_b, g_t, g_p, scale_b, layers, out_l,

@@ -16,7 +16,7 @@ from fastclip.kernels.products import multiply
 
 
 @triton.jit
-def sum_tile(  # type: ignore[no-untyped-def]
+def sum_tile(
     a, g, scale, out, d, p, b, t, split, splits, tile, a_b, a_t, a_d, g_b, g_t, g_p, scale_b,
     BY_SAMPLE: tl.constexpr, MODE: tl.constexpr, WHOLE_T: tl.constexpr, WHOLE_SIDES: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, TAIL: tl.constexpr,
@@ -70,7 +70,7 @@ def sum_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _of_steps(  # type: ignore[no-untyped-def]
+def _of_steps(
     acc, a, g, scale, in_p, in_d, b, t, split, splits, a_b, a_t, g_b, g_t, scale_b,
     MODE: tl.constexpr, WHOLE_T: tl.constexpr, WHOLE_SIDES: tl.constexpr, BLOCK_T: tl.constexpr,
     TAIL: tl.constexpr,
@@ -108,7 +108,7 @@ def _of_steps(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _of_tails(  # type: ignore[no-untyped-def]
+def _of_tails(
     acc, a, g, scale, in_p, in_d, b, t, split, splits, a_b, a_t, g_b, g_t, scale_b,
     MODE: tl.constexpr, WHOLE_SIDES: tl.constexpr, BLOCK_T: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +134,7 @@ def _of_tails(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _piece(  # type: ignore[no-untyped-def]
+def _piece(
     part, g, a, rest, in_p, in_d, a_t, g_t, MODE: tl.constexpr, WHOLE_SIDES: tl.constexpr,
     FIRST: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
@@ -147,7 +147,7 @@ def _piece(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _product(  # type: ignore[no-untyped-def]
+def _product(
     part, g, a, in_t, in_p, in_d, MODE: tl.constexpr, WHOLE_T: tl.constexpr, WHOLE_SIDES: tl.constexpr
 ):  # fmt: skip
     """part + g a, of the tiles at these addresses."""
@@ -157,7 +157,7 @@ def _product(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _loaded(at, in_t, in_side, WHOLE_T: tl.constexpr, WHOLE_SIDES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _loaded(at, in_t, in_side, WHOLE_T: tl.constexpr, WHOLE_SIDES: tl.constexpr):
     """A tile, 0 beyond the operand's ends, which are looked for where they can be in it."""
     if WHOLE_T and WHOLE_SIDES:
         tile = tl.load(at)
@@ -171,7 +171,7 @@ def _loaded(at, in_t, in_side, WHOLE_T: tl.constexpr, WHOLE_SIDES: tl.constexpr)
 
 
 @triton.jit
-def _of_rows(  # type: ignore[no-untyped-def]
+def _of_rows(
     acc, a, g, scale, in_p, in_d, b, t, split, splits, a_b, a_t, g_b, g_t, scale_b,
     MODE: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
