@@ -69,9 +69,9 @@ def timed(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
-def functions(step: Step, most: int) -> list[dict[str, Any]]:
+def functions(step: Step) -> list[dict[str, Any]]:
     """Where the time goes: functions by the time in themselves, in ms a step, under Python's profiler
-    (which makes calls of Python slower than they are)."""
+    (which makes calls of Python slower than they are), and their calls, which no noise touches."""
     profile = cProfile.Profile(time.perf_counter)
     with torch.autograd.set_multithreading_enabled(False):  # the profiler sees its own thread alone
         step()
@@ -87,14 +87,15 @@ def functions(step: Step, most: int) -> list[dict[str, Any]]:
         }
         for (file, line, name), (_, calls, own, whole, _) in stats.items()
     ]  # fmt: skip
-    return sorted(rows, key=lambda row: -row["own_ms"])[:most]
+    return sorted(rows, key=lambda row: -row["own_ms"])
 
 
 def measure(name: str, rounds: int, profile: int) -> dict[str, Any]:
     """Launches and host times of a step, not private and private.
 
     Returns:
-        launches, step_ms (the least, which no other program has made longer, and quartiles) by mode;
+        launches, calls (of functions of Python and C), step_ms (the least, which no other program has
+        made longer, and quartiles) by mode;
         first_step: codes compiled and configurations tried by then, by kernel;
         added_us_a_linear: what the private step takes longer, for each of its Linear layers.
     """
@@ -110,8 +111,10 @@ def measure(name: str, rounds: int, profile: int) -> dict[str, Any]:
         row[mode]["first_step"] = ready[mode][2]
     for mode, seconds in timed(steps, rounds).items():
         row[mode]["step_ms"] = [1e3 * s for s in (min(seconds), *quartiles(seconds))]
-    if profile:
-        row["fastclip"]["functions"] = functions(steps["fastclip"], profile)
+    for mode, step in steps.items():
+        busy = functions(step)
+        row[mode]["calls"] = sum(function["calls"] for function in busy)
+        row[mode]["functions"] = busy[:profile]
     row["linear_layers"] = sum(isinstance(m, nn.Linear) for m in ready["fastclip"][1].modules())
     ordinary, private = (row[mode] for mode in MODES)
     row["added_launches"] = sum(private["launches"].values()) - sum(ordinary["launches"].values())
@@ -135,19 +138,19 @@ def first_steps(names: list[str]) -> str:
 
 def table(rows: list[dict]) -> str:
     """A line for each workload and mode."""
-    lines = [f"{'':<24}{'ms':>8}{'aten':>7}{'triton':>8}{'_C':>4}"]
+    lines = [f"{'':<24}{'ms':>8}{'aten':>7}{'triton':>8}{'_C':>4}{'calls':>9}"]
     for row in rows:
         for mode in MODES:
             n = row[mode]["launches"]
             lines.append(
                 f"{row['workload']:<12}{mode:<12}{row[mode]['step_ms'][0]:>8.1f}{n['aten']:>7}"
-                f"{n['triton']:>8}{n['extension']:>4}"
+                f"{n['triton']:>8}{n['extension']:>4}{row[mode]['calls']:>9.0f}"
             )
         lines.append(
             f"  added: {row['added_launches']} launches, {row['added_ms']:.1f} ms, "
             f"{row['added_us_a_linear']:.0f} us a Linear"
         )
-        for found in row["fastclip"].get("functions", ()):
+        for found in row["fastclip"]["functions"]:
             lines.append(
                 f"{found['own_ms']:>9.2f} ms own {found['ms']:>9.2f} ms {found['calls']:>7.0f} calls  "
                 f"{found['function']}"
