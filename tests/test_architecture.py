@@ -20,6 +20,7 @@ ORDER = (
     "compiled",
     "_torch",
     "memory",
+    "waiting",
     "graph",
     "losses",
     "ops",  # backends announce themselves to ops.dispatch, which names them in strings only

@@ -12,17 +12,25 @@ from typing import Any
 import torch
 import triton
 
+from fastclip.waiting import Work
+
 _ENOUGH = 8.0
 """Milliseconds of trials of one configuration."""
 _FEWEST, _MOST = 2, 20
 _CACHE = 256 << 20
 """Bytes written before each trial: more than any L2 holds, so that operands come from memory, and so
 many that the host is ahead of the device."""
+_TRYING = Work("tries configurations of kernels")
 
 
 def search(kernel: Any, configs: list[triton.Config], key: list[str], prune: Any) -> Any:
     """triton.autotune of the kernel; what it finds is kept on disk where Triton can."""
-    options: dict[str, Any] = {"do_bench": lambda call, quantiles: trials(call, quantiles)}
+
+    def measured(call: Callable[[], Any], quantiles: Sequence[float]) -> list[float]:
+        with _TRYING.bit(kernel.__name__):
+            return trials(call, quantiles)
+
+    options: dict[str, Any] = {"do_bench": measured}
     if prune is not None:
         options["prune_configs_by"] = {"early_config_prune": prune}
     try:

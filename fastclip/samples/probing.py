@@ -23,11 +23,13 @@ from fastclip.samples.taint import SINGLE, Kept, Taint
 from fastclip.samples.taken import TakenRows
 from fastclip.samples.ties import Ties
 from fastclip.samples.undrawn import Even
+from fastclip.waiting import Work
 
 if TYPE_CHECKING:
     from fastclip.samples.layout import BatchLayout
 
 _NOISE = 3.0
+_LOOKING = Work("looks at the model")
 Shapes = dict[Hashable, list[tuple[int, ...]]]
 
 
@@ -239,7 +241,8 @@ class Runs(TakenRows):
         self.passes += 1
         args, kwargs = tree_unflatten(leaves, self._structure)
         graph = torch.enable_grad()  # without, parameters would take it for a look: it is not kept
-        with self._watch(probe), undisturbed(self.model, seed + 1000 * self.trial) as writes, graph:
+        alone = undisturbed(self.model, seed + 1000 * self.trial)
+        with _LOOKING.bit(), self._watch(probe), alone as writes, graph:
             generators = generators_of(self.model)
             before = generators.states()
             if probe.taint is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 pytest.importorskip("triton")
@@ -45,4 +47,7 @@ def test_it_is_the_searchs_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
     kept = search.search(JITFunction(kernel), [triton.Config({"BLOCK": 1})], ["x"], None)
     monkeypatch.setattr(search, "trials", lambda call, quantiles: [call(), *quantiles])
+    told: list[str] = []
+    monkeypatch.setattr(search._TRYING, "bit", lambda name: nullcontext(told.append(name)))
     assert kept.do_bench(lambda: 7.0, quantiles=QUANTILES) == [7.0, *QUANTILES]
+    assert told == ["kernel"]  # the terminal says what is tried
