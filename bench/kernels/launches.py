@@ -31,6 +31,7 @@ LINEAR = {
     "BERT-base T=512": (512, 768, 3072),
     "BERT-base pooler": (1, 768, 768),
     "BERT-base LoRA": (512, 768, 16),
+    "BERT-base words": (128, 768, 30522),
     "ViT-B": (197, 3072, 768),
     "GPT-2": (1024, 768, 3072),
     "GPT-2 head": (1024, 768, 50257),
@@ -192,7 +193,7 @@ def _products(kind: str) -> Iterator[Form]:
     dtype = TYPES[kind]
     for model, sizes in LINEAR.items():
         yield f"ghost_norm {model}", kind, partial(_linear, "ghost_norm", *sizes, dtype)
-        if sizes[2] < 50257:  # a gradient of the size of a vocabulary is never made for a sample
+        if sizes[2] < 30000:  # a gradient of the size of a vocabulary is never made for a sample
             norm = partial(_linear, "instantiated_norm", *sizes, dtype)
             yield f"instantiated_norm {model}", kind, norm
             yield f"instantiated_norm keep {model}", kind, partial(_kept, *sizes, dtype)
@@ -200,6 +201,7 @@ def _products(kind: str) -> Iterator[Form]:
     for model in ("BERT-base T=128", "BERT-base T=512", "ViT-B"):
         yield f"scaled_sums {model}", kind, partial(_sums, *LINEAR[model], dtype)
         yield f"ghost_norms {model}", kind, partial(_norms, *LINEAR[model], dtype)
+    yield "ghost_norms BERT-base words", kind, partial(_norms, *LINEAR["BERT-base words"], dtype)
     sizes = LINEAR["BERT-base T=128"]
     yield "ghost_norm two uses BERT-base T=128", kind, partial(_two_uses, *sizes, dtype)
     layouts = {"": torch.contiguous_format, " channels-last": torch.channels_last}

@@ -18,6 +18,7 @@ accumulators of tensor cores as in ghost_norm and instantiated_norm.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from fastclip.kernels.conv_arguments import arguments, sees_all
 from fastclip.kernels.gram_tile import pair_of
-from fastclip.kernels.patches import columns_of, pixel, tiles_of
+from fastclip.kernels.patches import columns_of, loads_wide, pixel, tiles_of
 from fastclip.kernels.products import generation, multiply, ordered_sum, stays
 from fastclip.kernels.rounding import STEP, TILE_SUM, UNIT, one_sided, product_mode, summed
 from fastclip.kernels.runtime import autotuned, cdiv, launched, next_power_of_2
@@ -38,6 +39,8 @@ from fastclip.ops.numerics import GRAM_ERROR_FACTOR, PRODUCT_ERROR_FACTOR, lost_
 GHOST_TILE = 32  # the smallest tile of positions that is tried
 _SPILLS = {("ieee", "ampere"): [(64, 4, 3)], ("ieee", "hopper"): [(64, 8, 3)],
            ("tf32x3", "hopper"): [(32, 4, 3)]}  # fmt: skip
+_NARROW_SPILLS = ((16, 128, 8), (32, 64, 4))
+"""The same of tiles of W in 16 bits: (shorter side, BLOCK_K, warps)."""
 MAX_GHOST = 4096  # positions beyond which a Gram is out of the question
 
 
@@ -49,13 +52,19 @@ def _usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[An
     fits = [c for c in configs if tile <= 64 * 32 * c.num_warps]
     modes = {options["MODE"], options.get("G_MODE", options["MODE"])}
     if modes == {"native"}:
-        return [c for c in fits if c.num_warps < 16]
+        fits = [c for c in fits if c.num_warps < 16]
+        return _narrow(loads_wide(fits, options), options) if tile else fits
     steps = [c for c in fits if c.kwargs["BLOCK_K"] == STEP and c.num_stages == 3]
     mode = "ieee" if "ieee" in modes else "tf32x3"
     if tile:
         warps = 16 if (mode, generation()) == ("ieee", "ampere") else 8
         return [c for c in steps if c.num_warps == warps]
     return [c for c in steps if stays(c, mode, _SPILLS, "BLOCK_P")]
+
+
+def _narrow(configs: list[Any], options: Mapping[str, Any]) -> list[Any]:
+    side = min(options["BLOCK_O"], options["BLOCK_N"])
+    return [c for c in configs if (side, c.kwargs["BLOCK_K"], c.num_warps) not in _NARROW_SPILLS]
 
 
 def _config(warps: int, stages: int, **sizes: int) -> triton.Config:

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastclip.kernels.conv_arguments import REACH, arguments
-from fastclip.kernels.patches import columns_of, pixel, tiles_of
+from fastclip.kernels.patches import columns_of, loads_wide, pixel, tiles_of
 from fastclip.kernels.products import multiply
 from fastclip.kernels.rounding import STEP, product_mode
 from fastclip.kernels.runtime import autotuned, cdiv, launched, runs_on
@@ -46,12 +46,13 @@ _CONFIGS = [
 
 def _usable(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
     """Of float32 products, steps of the size that bounds count on, which spill with more stages. Of
-    16-bit ones, tiles that leave room for two sums in the registers, no longer than the map."""
+    16-bit ones, tiles that leave room for two sums in the registers, no longer than the map, whose
+    loads are wide."""
     if kwargs["MODE"] != "native":
         return [c for c in configs if c.num_stages == 2]
     tile, longest = kwargs["BLOCK_O"] * kwargs["BLOCK_N"], max(32, named["bucket"])
     fits = [c for c in configs if tile <= 64 * 32 * c.num_warps and c.num_stages > 2]
-    return [c for c in fits if c.kwargs["BLOCK_K"] <= longest]
+    return loads_wide([c for c in fits if c.kwargs["BLOCK_K"] <= longest], kwargs)
 
 
 @autotuned(

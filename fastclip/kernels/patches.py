@@ -6,6 +6,9 @@ tile of them belongs to one tap, so that bounds are tested once a position.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -35,6 +38,14 @@ def columns_of(tile, c, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW
         tap = (column // c)[None, :]
         dh, dw = (tap // KW) * DH - PH, (tap % KW) * DW - PW
         return column % c, column < c * KH * KW, column, dh, dw
+
+
+def loads_wide(configs: list[Any], options: Mapping[str, Any]) -> list[Any]:
+    """Of 16-bit products, the configurations that give each thread 16 bytes of either operand to load
+    in a step; all, where none does."""
+    side = min(options["BLOCK_O"], options["BLOCK_N"])
+    wide = [c for c in configs if 2 * side * c.kwargs["BLOCK_K"] >= 16 * 32 * c.num_warps]
+    return wide or configs
 
 
 def tiles_of(

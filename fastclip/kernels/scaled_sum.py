@@ -74,12 +74,16 @@ _SPILLS = {
 
 def usable_here(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
     """As of instantiated_norm; of the largest tiles the longest, where there are positions, and memory
-    on the processor (not on an Ampere), for them; tails where there are some."""
+    on the processor (not on an Ampere), for them; tails where there are some; of exact float32 products
+    small tiles where one operand lies by positions and the other by features: larger ones spill."""
     options = {**named, **kwargs}
     long = _WHOLE if options["bucket"] >= _WHOLE and generation() == "hopper" else 64
+    unlike = options["MODE"] == "ieee" and (options["a_t"] == 1) != (options["g_t"] == 1)
 
     def suits(block: dict[str, int]) -> bool:
         if block["TAILS"] and not options["REST"]:
+            return False
+        if unlike and max(block["BLOCK_P"], block["BLOCK_D"]) >= SIDE:
             return False
         return block["BLOCK_T"] in (STEP, long) or min(block["BLOCK_P"], block["BLOCK_D"]) < SIDE
 

@@ -196,6 +196,8 @@ def test_a_configuration_for_everything(
         assert usable
         # what room_for counts on
         assert all(c.kwargs["BLOCK_T"] >= min(bucket, 64) for c in usable)
+        if a_mode == g_mode == "native":  # of a tile one number of warps
+            assert len({c.kwargs["BLOCK_T"] for c in usable}) == len(usable)
 
 
 def each_configuration(a: Tensor, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

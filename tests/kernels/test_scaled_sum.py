@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastclip import ops
+from fastclip.kernels import products
 from fastclip.kernels.rounding import product_mode
 from fastclip.kernels.runtime import INTERPRETED
 from fastclip.kernels.scaled_sum import scaled_sum
@@ -132,9 +133,19 @@ def test_small_sums_are_cut_into_more_parts() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 64, 65, 700])
-def test_a_configuration_for_everything(n: int) -> None:
-    for p, mode in product((1, 16, 40, 64, 300), ("native", "ieee", "tf32x3")):
-        assert module.usable(module.CONFIGS, {"p": p, "d": n, "MODE": mode})
+@pytest.mark.parametrize("device", ["ampere", "hopper"])
+def test_a_configuration_for_everything(
+    device: str, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for of in (module, products):  # which asks for what spills
+        monkeypatch.setattr(of, "generation", lambda: device)
+    sizes, modes = (1, 16, 40, 64, 300), ("native", "ieee", "tf32x3")
+    for p, mode, bucket, a_t, rest in product(sizes, modes, (1, 64, 256), (1, n), (0, 16)):
+        named = {"p": p, "d": n, "MODE": mode, "bucket": bucket, "a_t": a_t, "g_t": p, "REST": rest}
+        usable = module.usable_here(module.CONFIGS, named)
+        assert usable
+        if mode == "ieee" and (a_t == 1) != (p == 1):  # larger tiles of such operands spill
+            assert all(max(c.kwargs["BLOCK_P"], c.kwargs["BLOCK_D"]) <= 64 for c in usable)
 
 
 @pytest.mark.one_in(2)

@@ -123,6 +123,10 @@ def test_cross_term(monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, lambda: ghost_cross(*x, *y), [both], 1e-4)
 
 
+WIDE = ConvGeometry((34, 20, 1, 2), (1, 1), (0, 0), (1, 1), 1)
+"""Of narrower gradients one configuration loads wide."""
+
+
 @pytest.mark.parametrize(("side", "dtype"), [(4, HALF), (6, SINGLE), (9, HALF)])
 @pytest.mark.parametrize("name", ["conv_ghost_norm", "conv_norm"])
 @pytest.mark.one_in(3)
@@ -132,12 +136,11 @@ def test_convolutions(
     """Positions in one tile, in one or two, in two or three."""
     if name == "conv_norm" and dtype == SINGLE:
         return  # one length of its steps: nothing to choose from
-    geometry = ConvGeometry((4, 3, 1, 2), (1, 1), (0, 0), (1, 1), 1)
-    x = normal(1, 3, side, side + 1, dtype=dtype)
-    g = normal(1, 4, side, side, dtype=dtype, seed=1)
-    gradients = ops.conv_per_sample_gradients(x.double(), g.double(), geometry)
+    x = normal(1, 20, side, side + 1, dtype=dtype)
+    g = normal(1, 34, side, side, dtype=dtype, seed=1)
+    gradients = ops.conv_per_sample_gradients(x.double(), g.double(), WIDE)
     expected = gradients.flatten(1).square().sum(1)
-    check(monkeypatch, lambda: KERNELS[name](x, g, geometry), [expected], 2e-3)
+    check(monkeypatch, lambda: KERNELS[name](x, g, WIDE), [expected], 2e-3)
 
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
@@ -178,11 +181,10 @@ def test_sums_of_layers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_convolutions_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    geometry = ConvGeometry((4, 3, 1, 2), (1, 1), (0, 0), (1, 1), 1)
-    x, g = normal(2, 3, 9, 10, dtype=HALF), normal(2, 4, 9, 9, dtype=HALF, seed=1)
-    gradients = ops.conv_per_sample_gradients(x.double(), g.double(), geometry)
+    x, g = normal(2, 20, 9, 10, dtype=HALF), normal(2, 34, 9, 9, dtype=HALF, seed=1)
+    gradients = ops.conv_per_sample_gradients(x.double(), g.double(), WIDE)
     expected = [gradients.flatten(1).square().sum(1), gradients]
-    check(monkeypatch, lambda: KERNELS["conv_norm"](x, g, geometry, True), expected, 1e-3)
+    check(monkeypatch, lambda: KERNELS["conv_norm"](x, g, WIDE, True), expected, 1e-3)
 
 
 def test_sums_of_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
