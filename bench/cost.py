@@ -180,6 +180,7 @@ def most_held(step: Callable[[], Any], built: Mapping[int, UntypedStorage]) -> i
     Args:
         built: what `held_now` found before, which does not count. That it is kept alive in here is
             needed: nothing of it can be let go in the step, nor its memory become another tensor's.
+            What takes the place of one of these tensors counts.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         step()  # what it frees was allocated before, and is not seen
@@ -227,6 +228,7 @@ def compare(workload: str, batch_size: int | None = None) -> dict[str, Any]:
             training.step()
         costs[mode] = step_cost(training.step)
         costs[mode].total["held"] = most_held(training.step, built)
+        del training  # before the next one is built
     base, own = (costs[mode].total for mode in costs)
     ratio = {kind: round(own[kind] / base[kind], 4) for kind in KINDS}
     places = costs["fastclip"].places

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import TextIO
 
 _PATIENCE = 2.0
 """Seconds of work of one kind that are not worth a line."""
@@ -16,8 +17,9 @@ _PATIENCE = 2.0
 class Work:
     """Work of one kind that is done bit by bit, nobody knows of how many.
 
-    After some patience each bit is shown while it lasts: on standard error where that is a terminal
-    and tqdm is installed, by one process of a machine. No line stays, and no thread is started.
+    After some patience each bit is shown while it lasts: on standard error where that is a terminal, by
+    one process of a machine. No line stays. (No progress bar of a library: these want to know how much
+    there is, and start threads and locks of several processes.)
 
     Args:
         what: it is, for its reader.
@@ -32,31 +34,29 @@ class Work:
         """One bit of it goes on. name: of what it is done for."""
         self._bits += 1
         begun = time.perf_counter()
-        named = f" ({name})" if name else ""
-        patient = self._seconds < _PATIENCE
-        line = (
-            None if patient else _line(f"{self._what}: {self._bits}{named}, {self._seconds:.0f} s")
-        )
+        terminal = None if self._seconds < _PATIENCE else _terminal()
+        if terminal is not None:
+            named = f" ({name})" if name else ""
+            _write(terminal, f"fastclip {self._what}: {self._bits}{named}, {self._seconds:.0f} s")
         try:
             yield
         finally:
-            if line is not None:
-                line.close()
+            if terminal is not None:
+                _write(terminal, "", end="\r")
             self._seconds += time.perf_counter() - begun
 
 
-def _line(text: str) -> Any:
-    """It is shown until it is closed; None where nobody could see it."""
-    if os.environ.get("LOCAL_RANK", "0") != "0" or sys.stderr is None or not sys.stderr.isatty():
-        return None
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
+def _terminal() -> TextIO | None:
+    """Where somebody reads."""
+    rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
+    with suppress(Exception):  # of whatever stands in its place
+        return sys.stderr if rank == "0" and sys.stderr.isatty() else None
+    return None
 
-    class Line(tqdm):
-        """Without the thread that looks after bars which nobody moves."""
 
-        monitor_interval = 0
-
-    return Line(desc=f"fastclip {text}", bar_format="{desc}", leave=False)
+def _write(terminal: TextIO, text: str, end: str = "") -> None:
+    """Put this in the place of the terminal's last line. A terminal that has gone stops nothing."""
+    with suppress(Exception):
+        width = shutil.get_terminal_size().columns - 1
+        terminal.write(f"\r{text[:width]:<{width}}{end}")
+        terminal.flush()

@@ -58,7 +58,7 @@ _SMALLEST = 64
 """Positions that are always one tile."""
 
 
-@autotuned(CONFIGS, key=["d", "p", "bucket", "A_MODE", "G_MODE", "work"], prune=usable)
+@autotuned(CONFIGS, key=["d", "p", "bucket", "A_MODE", "G_MODE", "SUMS", "work"], prune=usable)
 @launched(do_not_specialize=["b", "bucket", "work", "stats_s", "stats_b"])
 def _norms_kernel(
     a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11,
