@@ -52,17 +52,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _quick(test: str, cases: list[pytest.Item], every: int) -> list[pytest.Item]:
     """One of each so many cases, the one whose parameters' values are the rarest so far."""
-    chosen: Counter[tuple[str, int]] = Counter()
+    chosen: Counter[tuple[str, str]] = Counter()
     found = []
     for first in range(0, len(cases), every):
         some = cases[first : first + every]
         start = crc32(f"{test} {first}".encode()) % len(some)
-        values = [item.callspec.indices.items() for item in some]  # type: ignore[attr-defined]
+        values = [[(k, str(v)) for k, v in _parameters(item).items()] for item in some]
         order = [*range(start, len(some)), *range(start)]
         rarest = min(order, key=lambda i: sum(map(chosen.__getitem__, values[i])))
         chosen.update(values[rarest])
         found.append(some[rarest])
     return found
+
+
+def _parameters(item: pytest.Item) -> dict[str, object]:
+    """The values of a case by the names of the test's parameters."""
+    return item.callspec.params  # type: ignore[attr-defined, no-any-return]
 
 
 @pytest.fixture(autouse=True)
