@@ -20,8 +20,8 @@ from bench import host
 *_, first = host.prepared("resnet50", "fastclip")
 print(json.dumps(first))
 """
-MOST = {"codes": 95, "trials": 130}
-"""What the first step of a ResNet-50 compiles and tries: 91 and 127 measured."""
+MOST = {"codes": 100, "trials": 135}
+"""What the first step of a ResNet-50 compiles and tries: 97 and 131 measured, with tails."""
 CODE = """
 import json, warnings
 warnings.filterwarnings("ignore")
@@ -73,5 +73,6 @@ def test_bert_base() -> None:
     assert total["fastclip"] - total["non_private"] <= ADDED
     triton = found["fastclip"]["triton"]
     assert triton["_clip_kernel"] == 1
-    assert triton["_finish_kernel"] <= 4  # of three shapes of layers, not of each layer
+    assert triton["_norms_kernel"] <= 6  # of three shapes of layers, not of each layer
+    assert "_finish_kernel" not in triton  # 128 positions are one tile, whose launch ends with the norm
     assert not found["non_private"]["triton"]
