@@ -44,10 +44,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         cases[item.nodeid.partition("[")[0]].append(item)
     for test, several in cases.items():
         marker = several[0].get_closest_marker("one_in")
-        quick = _quick(test, several, marker.args[0]) if marker else several
-        for item in several:
-            if item not in quick:
-                item.add_marker(pytest.mark.slow)
+        if marker is None:
+            continue
+        for item in set(several).difference(_quick(test, several, marker.args[0])):
+            item.add_marker(pytest.mark.slow)
 
 
 def _quick(test: str, cases: list[pytest.Item], every: int) -> list[pytest.Item]:
@@ -57,7 +57,7 @@ def _quick(test: str, cases: list[pytest.Item], every: int) -> list[pytest.Item]
     for first in range(0, len(cases), every):
         some = cases[first : first + every]
         start = crc32(f"{test} {first}".encode()) % len(some)
-        values = [[(k, str(v)) for k, v in _parameters(item).items()] for item in some]
+        values = list(map(_values, some))
         order = [*range(start, len(some)), *range(start)]
         rarest = min(order, key=lambda i: sum(map(chosen.__getitem__, values[i])))
         chosen.update(values[rarest])
@@ -65,9 +65,10 @@ def _quick(test: str, cases: list[pytest.Item], every: int) -> list[pytest.Item]
     return found
 
 
-def _parameters(item: pytest.Item) -> dict[str, object]:
-    """The values of a case by the names of the test's parameters."""
-    return item.callspec.params  # type: ignore[attr-defined, no-any-return]
+def _values(case: pytest.Item) -> list[tuple[str, str]]:
+    """Of the test's parameters, with their names."""
+    assert isinstance(case, pytest.Function)
+    return [(name, str(value)) for name, value in case.callspec.params.items()]
 
 
 @pytest.fixture(autouse=True)

@@ -45,9 +45,8 @@ def test_a_bit_is_shown_while_it_lasts_and_leaves_nothing(monkeypatch: pytest.Mo
     shown = terminal(monkeypatch)
     work = Work("tries configurations")
     with work.bit("scaled_sum"):
-        assert (
-            shown.line == "fastclip tries configurations: 1 (scaled_sum), 0 s"[: WIDTH - 1].rstrip()
-        )
+        told = "fastclip tries configurations: 1 (scaled_sum), 0 s"
+        assert shown.line == told[: WIDTH - 1].rstrip()
     assert not shown.line
     with pytest.raises(KeyError), work.bit():
         raise KeyError(shown.line)
