@@ -75,6 +75,9 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 foreach_add_: Callable[..., None] = torch._foreach_add_
 """x += alpha y for every pair of two lists, in one call."""
 
+plain_results = torch._C._disabled_torch_function_impl
+"""As `__torch_function__` of a kind of tensors: what is computed of them is plain."""
+
 # Autograd
 
 current_task: Callable[[], int] = torch._C._current_graph_task_id

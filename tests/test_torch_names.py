@@ -218,6 +218,15 @@ def test_versions_of_tensors() -> None:
     assert _torch.version_of(x) == before + 1
 
 
+def test_plain_results() -> None:
+    class Marked(Tensor):
+        __torch_function__ = _torch.plain_results
+
+    marked = torch.ones(2).as_subclass(Marked)
+    assert type(marked) is Marked
+    assert {type(x) for x in (marked + 1, marked[0], marked.new_empty(0))} == {Tensor}
+
+
 def test_tensors_of_a_class() -> None:
     class Kind(Tensor):
         @classmethod

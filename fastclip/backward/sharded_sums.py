@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastclip.backward import guards
 from fastclip.backward.bookkeeping import BookKeeper
-from fastclip.backward.sums import ClippedSums, changed
+from fastclip.backward.sums import ClippedSums, ShownSum, changed
 from fastclip.parallel.shards import Bucket, Shards, buckets
 
 _BUCKET = 25 * 2**20
@@ -57,7 +57,7 @@ class ShardedSums(ClippedSums):
         held = self._part(bucket)
         held = part if held is None else held.add_(part)
         self._parts[bucket] = held, held._version
-        self._shown[bucket] = list(bucket.views(held))
+        self._shown[bucket] = [view.as_subclass(ShownSum) for view in bucket.views(held)]
         for each, view in zip(bucket.parameters, self._shown[bucket], strict=True):
             each.own.summed_grad = view  # type: ignore[attr-defined]
 

@@ -8,10 +8,27 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastclip import ops
-from fastclip._torch import base_of
+from fastclip._torch import base_of, plain_results
 from fastclip.errors import GraphError, StepError
 
-_NONE = None, 0, None
+_NONE = None, 0, None, None
+
+
+class ShownSum(Tensor):
+    """A clipped sum as `p.summed_grad` shows it: what is computed of it is a plain tensor.
+
+    Whoever saves a parameter (`torch.save(net.head.weight, file)`, the state of an optimizer, a list of
+    parameters) saves its attributes, and a sum without noise is raw data: it is pickled as an empty
+    tensor.
+    """
+
+    __torch_function__ = plain_results
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.new_empty(0).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.detach().clone()
 
 
 class SumsOfOne:
@@ -30,11 +47,11 @@ class ClippedSums(SumsOfOne):
 
     `p.summed_grad` shows a sum and is never read back: another engine of the same parameter, or a
     caller, could put something in its place that nobody has clipped. A copy is born empty: raw sums
-    are neither copied nor pickled with a model.
+    are neither copied nor pickled with a model, nor with its parameters (`ShownSum`).
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[Tensor, int, nn.Parameter]] = {}
+        self._held: dict[int, tuple[Tensor, int, nn.Parameter, Tensor]] = {}
         """By the parameter's id, which is quicker to find than itself; no other has it: it is held."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ClippedSums:
@@ -55,10 +72,12 @@ class ClippedSums(SumsOfOne):
             # A part of a larger buffer would change its version together with the other parts.
             own = base_of(clipped) is None or clipped.untyped_storage().nbytes() == clipped.nbytes
             total = ops.shaped(clipped if own else clipped.clone(), *parameter.shape)
+            shown = total.as_subclass(ShownSum)
         else:
             total.add_(ops.shaped(clipped, *parameter.shape))
-        self._held[id(parameter)] = total, total._version, parameter
-        parameter.summed_grad = total  # type: ignore[attr-defined]
+            shown = self._held[id(parameter)][3]
+        self._held[id(parameter)] = total, total._version, parameter, shown
+        parameter.summed_grad = shown  # type: ignore[attr-defined]
 
     def take(self, parameter: nn.Parameter) -> Tensor | None:
         """The sum of this parameter; None where no sample has touched it.
@@ -66,9 +85,9 @@ class ClippedSums(SumsOfOne):
         Raises:
             StepError: if `p.summed_grad` is not what was summed, as far as this can be seen.
         """
-        total, version, _ = self._held.get(id(parameter), _NONE)
+        total, version, _, own = self._held.get(id(parameter), _NONE)
         shown = parameter.__dict__.get("summed_grad")
-        if shown is not total or (total is not None and total._version != version):
+        if shown is not own or (total is not None and total._version != version):
             raise changed(f"a parameter of shape {tuple(parameter.shape)}")
         return total
 

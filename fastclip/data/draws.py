@@ -20,10 +20,10 @@ from weakref import WeakKeyDictionary
 
 from fastclip.data.filling import Filling
 from fastclip.data.iteration import Draw, Iteration, PhysicalBatch, leaves_empty, place_of, reading
-from fastclip.data.refusals import AHEAD, ANOTHER, BORDER, EMPTY, HALVES, UNCLEAR, UNDRAWN
+from fastclip.data.refusals import AHEAD, ANOTHER, BORDER, EMPTY, UNCLEAR, UNDRAWN
 from fastclip.data.unit_rows import PassedOver, unit_rows
 from fastclip.data.units import UnitBatch
-from fastclip.errors import BatchSizeError, StepError
+from fastclip.errors import StepError
 from fastclip.ops.units import UnitRows
 
 _MOST = 2**16
@@ -74,8 +74,10 @@ class Draws:
 
     # The data loader's side
 
-    def drawn(self, iteration: Iteration, size: int, units: UnitBatch | None = None) -> None:
-        """The batch sampler has drawn `size` rows, of these units."""
+    def drawn(
+        self, iteration: Iteration, size: int, units: UnitBatch | None, released_by: list[Any]
+    ) -> None:
+        """The batch sampler has drawn `size` rows, of these units, and told those of `released_by`."""
         self.by_units |= units is not None
         if not iteration.drawn:
             self._begin(iteration)
@@ -90,7 +92,8 @@ class Draws:
         if last is not None and last.draw.iteration is iteration and last.place == place:
             self._waiting.pop()  # a sampler around this one passed it over, or reading it failed
         self._largest = max(self._largest, size)
-        self._add(PhysicalBatch(Draw(size, iteration, units), place))
+        draw = Draw(size, iteration, units, released_by=released_by)
+        self._add(PhysicalBatch(draw, place))
 
     def exhausted(self, iteration: Iteration) -> None:
         """The batch sampler was asked for a draw and had none."""
@@ -246,19 +249,15 @@ class Draws:
         return real
 
     def check_release(self) -> None:
-        """Refuse halves of a batch that were added under one loss as if they were the same samples.
-
-        Raises:
-            BatchSizeError: several calls of the model held fewer rows than were drawn.
-        """
+        """Refuse to release what one draw may not; see `Draw.check_release`."""
         for batch in self._used:
-            draw = batch.draw
-            if draw.called_twice and draw.credited < draw.size:
-                raise BatchSizeError(HALVES.format(rows=draw.credited, drawn=draw.size))
+            batch.draw.check_release(self, self.independent)
 
     def release(self) -> None:
         """A real step has used up the logical batch."""
         self.released = list(dict.fromkeys(b.draw.iteration for b in self._used))
+        for draw in {b.draw for b in self._used}:
+            draw.released_by.append(self)
         self._used.clear()
 
     def give_up(self, *, forget: bool) -> None:

@@ -15,9 +15,9 @@ from opacus.utils.batch_memory_manager import BatchSplittingSampler
 
 from fastclip._torch import INDEX_SAMPLER, NEXT_INDEX, RECEIVED, SENT, YIELDED, LoaderIterator
 from fastclip.data.callers import calling
-from fastclip.data.refusals import TOO_MANY
+from fastclip.data.refusals import HALVES, SHARED, TOO_MANY
 from fastclip.data.units import UnitBatch
-from fastclip.errors import BatchSizeError
+from fastclip.errors import BatchSizeError, StepError
 from fastclip.forks import this_process
 
 
@@ -76,6 +76,23 @@ class Draw:
     """A backward pass went through several calls of the model, whose rows must be the same."""
     process: tuple[int, int] = field(default_factory=this_process)
     """In which it was drawn."""
+    released_by: list[Any] = field(default_factory=list)
+    """Who has released it; one list for all models that hear of the draws of this sampler."""
+
+    def check_release(self, who: Any, independent: bool) -> None:
+        """Refuse a release whose rows are not one sample each, or not a draw of its own.
+
+        Args:
+            who: is about to release it. independent: every release is accounted as another draw.
+
+        Raises:
+            StepError: another model has released this draw.
+            BatchSizeError: several calls of the model held fewer rows than were drawn.
+        """
+        if independent and any(other is not who for other in self.released_by):
+            raise StepError(SHARED)
+        if self.called_twice and self.credited < self.size:
+            raise BatchSizeError(HALVES.format(rows=self.credited, drawn=self.size))
 
 
 @dataclass(eq=False)

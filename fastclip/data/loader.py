@@ -61,6 +61,8 @@ class _Watched:
         self._rows, self._draws, self._unchanged = rows, draws, unchanged
         self._distinct = None if distinct is None else distinct.one_pass()
         self._iteration = Iteration()
+        self.released_by: list[Any] = []
+        """Who releases the newest draw."""
         if draws.filling is not None:  # of a pass over the data that was broken off
             draws.filling.left = 0
 
@@ -83,7 +85,9 @@ class _Watched:
         units = drawn if isinstance(drawn, UnitBatch) else None
         if units is not None and (name := sampler_between(reading())):
             raise ArgumentError(REORDERED.format(name=name))
-        self._draws.drawn(self._iteration, len(drawn), units)
+        # another model's loader may be this one: then both hear of one draw
+        self.released_by = self._rows.released_by if isinstance(self._rows, _Watched) else []
+        self._draws.drawn(self._iteration, len(drawn), units, self.released_by)
         if filling is not None:
             filling.drawn(len(drawn), reading())
         return drawn

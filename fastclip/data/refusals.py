@@ -36,6 +36,12 @@ FORKED = (
     "releases of one draw are not two draws. Call optimizer.discard_logical_batch() and go on with the "
     "next batch, which is drawn here"
 )
+SHARED = (
+    "another model has released this draw of the data loader: two releases of one draw are not two "
+    "draws, and epsilon would be larger than what is accounted. Give each model a data loader of its "
+    "own (make_private of the original loader returns one), or train both as parts of one module, by "
+    "one make_private"
+)
 REORDERED = (
     "the rows of a draw come through a {name} around the sampler of the data loader that make_private "
     "returned, and a row's place in its draw says whose it is (unit_ids): iterate over that loader "

@@ -189,6 +189,8 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
 
     def add_noise(self) -> None:
         """Replace `p.grad` by the noisy sum over the public denominator, once it is recorded."""
+        if not self.releasing:  # by hand: the one release of these sums
+            self.keeper.batch.step(skip=False)
         parameters, batches = self.params, self.accumulated_iterations
         divisor = self._divisor(batches)
         gradients = noisy_gradients(self.keeper, parameters, batches, divisor, self._record)
@@ -233,13 +235,11 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
             )
         if not self.keeper.batch.retired:
             check_alone(self.keeper.names)
-        skip = self._check_skip_next_step()
+        self._is_last_step_skipped = skip = self._check_skip_next_step()
         self.keeper.batch.step(skip=skip)
-        self._is_last_step_skipped = skip
         if skip:
             return False
-        state = self.keeper.clipping
-        before = state.snapshot()
+        state, before = self.keeper.clipping, self.keeper.clipping.snapshot()
         self.releasing = True
         try:
             self.add_noise()

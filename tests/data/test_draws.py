@@ -492,3 +492,35 @@ def test_no_loop_makes_a_sample_contribute_twice(poisson: bool, workers: int, mo
         most += [released.max().item() for released in program(rng, run)]
     assert max(most) <= 1
     assert len(most) > 10
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_models_on_one_draw(first: int) -> None:
+    """Both released it: a Gaussian mechanism of sigma / sqrt(2), which is no two draws."""
+    engine, runs = FastPrivacyEngine(), []
+    loader: Any = DataLoader(OneHot(), batch_size=4, shuffle=True)
+    for poisson in (True, False):  # the second trains on what the first one's loader draws
+        net = nn.Linear(N, 1, bias=False)
+        made = engine.make_private(
+            module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), data_loader=loader,
+            noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=poisson,
+        )  # fmt: skip
+        loader = made[-1]
+        runs.append(made[:2])
+    other = 1 - first
+    for x in loader:
+        for model, optimizer in runs:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+        runs[first][1].step()
+        with refused("data loader of its own", StepError):
+            runs[other][1].step()
+        assert all(p.grad is None for p in runs[other][1].params)
+        runs[other][1].zero_grad()
+        break
+    assert engine.accountant.history == [(1.0, 1 / 3, 1)]
+    for x in loader:  # a model that only looked on goes on with the next draws
+        runs[other][1].zero_grad()
+        runs[other][0](x).sum().backward()
+        runs[other][1].step()
+    assert engine.accountant.history == [(1.0, 1 / 3, 4)]

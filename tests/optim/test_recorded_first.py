@@ -78,3 +78,18 @@ def test_noise_that_is_added_by_hand_is_recorded(mode: str) -> None:
         optimizer.clip_and_accumulate()
         optimizer.add_noise()
         assert engine.accountant.history == [(1.0, 1.0, taken)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sums_are_released_once_by_hand_too(mode: str) -> None:
+    """Ten of one draw at sigma are one at sigma / sqrt(10), which no ledger of ten draws states."""
+    engine, private, optimizer = start(mode)
+    backward(private, optimizer)
+    optimizer.clip_and_accumulate()
+    optimizer.add_noise()
+    first = held(optimizer)
+    for again in (optimizer.add_noise, optimizer.step):
+        with pytest.raises(ValueError, match="haven't been cleared"):
+            again()
+    assert engine.accountant.history == [(1.0, 1.0, 1)]
+    assert all(torch.equal(old, p.grad) for old, p in zip(first, optimizer.params, strict=True))
