@@ -229,7 +229,7 @@ def _traps(setup: Setup, owned: set[nn.Parameter]) -> Iterator[str]:
     if missing:
         yield (
             f"{len(missing)} trainable parameters are not in the optimizer ({missing[0]}, ...): they "
-            "stay as they are; freeze them (requires_grad_(False)) to save their backward pass"
+            "get no gradient; freeze them (requires_grad_(False)) to save their backward pass"
         )
     if not setup.secure_mode:
         yield (

@@ -57,10 +57,10 @@ class BookKeeper:
         max_grad_norm: float | Sequence[float], *, mean_loss: bool, batch_axis: int,
         frozen: dict[nn.Parameter, str] | None = None, planner: Planner | None = None,
     ) -> None:  # fmt: skip
-        self.names = names
-        self.frozen = frozen or {}
+        self.names, self.mean_loss = names, mean_loss
+        self.frozen, self.others = frozen or {}, dict[nn.Parameter, str]()
+        """Of the optimizer's parameters; and the model's that are none of these."""
         self.clipping = ClippingState(clipping, max_grad_norm, len(names))
-        self.mean_loss = mean_loss
         self.batch, self.sums = LogicalBatch(), ClippedSums()
         self.calls = Calls(batch_axis, names)
         self.planner, self.plan_log = planner or Planner(), PlanLog()
@@ -184,7 +184,7 @@ class BookKeeper:
     def begins_with(self, forward: Forward, out: Tensor) -> None:
         """A layer or use past the model's own forward gives `out`, whose gradient opens the pass."""
         self.check_unchanged()
-        self.guard.arm(self.names)
+        guards.arm(self)
         if forward.recording and out.requires_grad:
             out.register_hook(partial(self.open_pass, forward))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ class LeakGuard:
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
+        self._others: set[nn.Parameter] = set()
+        """Guarded while they are trainable, though nobody trains them privately."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LeakGuard:
         return LeakGuard()
@@ -40,11 +43,24 @@ class LeakGuard:
                 if p.requires_grad
             ]
 
+    def arm_others(self, others: Mapping[nn.Parameter, str], keeper: Any) -> None:
+        """Guard what the private optimizer does not have, as far as it has become trainable.
+
+        Args:
+            others: their names. keeper: tells whether a private backward pass runs; in another they may
+                train.
+        """
+        for p, name in others.items():
+            if p.requires_grad and p not in self._others:
+                self._others.add(p)
+                self._handles.append(p.register_hook(partial(_refuse_other, name, ref(keeper))))
+
     def disarm(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._others.clear()
 
 
 def _refuse(name: str, gradient: Tensor | None) -> None:
@@ -55,6 +71,33 @@ def _refuse(name: str, gradient: Tensor | None) -> None:
             "unclipped; use torch's own functions in the model's forward, write the layer's rule with "
             "@fastclip.layers.register_rule, or freeze the parameter; a penalty is the optimizer's "
             "weight_decay"
+        )
+
+
+def arm(keeper: Any) -> None:
+    """Guard every parameter of a model that is trainable, whoever trains it."""
+    keeper.guard.arm(keeper.names)
+    keeper.guard.arm_others(keeper.others, keeper)
+
+
+def _refuse_other(name: str, keeper: ref[Any], gradient: Tensor | None) -> None:
+    owner = keeper()
+    if gradient is not None and owner is not None and owner.running:
+        raise ParameterLeakError(
+            f"parameter {name!r} is trainable, but not in the private optimizer, so its gradient would "
+            "be neither clipped nor noised; freeze it (requires_grad_(False)), or give it to the "
+            "optimizer before make_private"
+        )
+
+
+def say_untrained(others: Mapping[nn.Parameter, str]) -> None:
+    """Warn of trainable parameters that nobody will train."""
+    names = [name for p, name in others.items() if p.requires_grad]
+    if names:
+        say(
+            f"{len(names)} trainable parameters are not in the private optimizer ({names[0]}, ...): "
+            "they get no gradient, whatever other optimizer holds them; freeze them "
+            "(requires_grad_(False)), which saves their backward pass, or give all to one optimizer"
         )
 
 

@@ -22,7 +22,7 @@ class ShownSum(Tensor):
     tensor.
     """
 
-    __torch_function__ = plain_results
+    __torch_function__ = plain_results  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.new_empty(0).__reduce_ex__(protocol)
@@ -72,7 +72,7 @@ class ClippedSums(SumsOfOne):
             # A part of a larger buffer would change its version together with the other parts.
             own = base_of(clipped) is None or clipped.untyped_storage().nbytes() == clipped.nbytes
             total = ops.shaped(clipped if own else clipped.clone(), *parameter.shape)
-            shown = total.as_subclass(ShownSum)
+            shown: Tensor = total.as_subclass(ShownSum)
         else:
             total.add_(ops.shaped(clipped, *parameter.shape))
             shown = self._held[id(parameter)][3]

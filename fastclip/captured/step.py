@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.backward.guards import arm
 from fastclip.captured.device import Recorder, recorder_of
 from fastclip.captured.frozen import Frozen, settled, surroundings
 from fastclip.captured.recording import Recording
@@ -194,7 +195,7 @@ class Step:
         keeper.drop_stale()
         keeper.check_unchanged()
         keeper.check_hooks(keeper.names)
-        keeper.guard.arm(keeper.names)
+        arm(keeper)
         device = next(iter(keeper.names)).device
         kind = repr((_kind(leaves), structure, surroundings(device)))
         known = self._recordings.get(kind)

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from fastclip._torch import is_one_graph
 from fastclip.backward.batch_norm import is_batch_norm
 from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.backward.guards import arm, say_untrained
 from fastclip.backward.sharded_sums import follow_shards
 from fastclip.errors import UnsupportedLayerError
 from fastclip.layers import find_rule
@@ -49,10 +50,11 @@ def install(model: nn.Module, keeper: BookKeeper) -> None:
     try:
         _Installer(uncompiled(bare(model)), keeper).run()
         follow_shards(keeper)
-        keeper.guard.arm(keeper.names)
+        arm(keeper)
     except Exception:
         uninstall(model)
         raise
+    say_untrained(keeper.others)
     claim(model, keeper)
     hold_back(keeper.clipping.ranks)
 
@@ -100,6 +102,10 @@ class _Installer:
             if self._is_part(module):
                 entries.attach_part(path, module, self.keeper)
         self.keeper.calls.known = set(self.model.parameters())
+        ranks = self.keeper.clipping.ranks
+        if ranks is None or ranks.shards is None:  # else a rank holds parts of parameters
+            own = self.keeper.names.keys() | self.keeper.frozen.keys()
+            self.keeper.others = {p: n for n, p in self.model.named_parameters() if p not in own}
         for parameter, uses in self.owners.items():
             if uses > 1:
                 self.keeper.mark_shared(parameter)

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fastclip._torch import current_task, disable_dynamo
 from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.backward.guards import arm
 from fastclip.errors import GraphError
 from fastclip.model.following import enter, follow, left
 from fastclip.model.interception import Handle
@@ -62,7 +63,7 @@ class RootScope:
             with whole(keeper.clipping.ranks, due):
                 if due:
                     keeper.calls.learn(layout, called)
-            keeper.guard.arm(keeper.names)
+            arm(keeper)
         batch = layout.batch_size(args, kwargs)
         inside = keeper.root_forward(batch, layout)
         return RootCall(args, kwargs, keeper, inside, called if outermost else None)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fastclip.errors import GraphError, StepError
 from fastclip.parallel.shards import Shards
+from fastclip.samples.blind import check_rows
 from fastclip.samples.independence import called as called_by
 from fastclip.samples.inputs import batch_sizes_of
 from fastclip.samples.layout import BatchLayout, Lengths
@@ -74,7 +75,7 @@ class Entered:
     kwargs: dict
     forward: Forward | None = None
     drives: bool = False
-    """It is a loop that trains, not a computation over one batch: what it calls is looked at."""
+    """It is no computation over one batch (Lightning's optimizer_step): what it calls is looked at."""
     noticing: ExitStack = field(default_factory=ExitStack)
     """What lets parameters notice their uses, until the call ends."""
 
@@ -144,9 +145,8 @@ class Calls:
         if self.probe or not torch.is_grad_enabled():
             yield lambda out: out
             return
-        called = Entered(name, module, plain, args, kwargs)
-        layout, rows = self.layout_of(name), batch_sizes_of(args, kwargs, self.batch_axis)
-        called.drives = layout.drives or not rows  # such as Lightning's optimizer_step(closure)
+        called, layout = Entered(name, module, plain, args, kwargs), self.layout_of(name)
+        called.drives = layout.drives or not batch_sizes_of(args, kwargs, self.batch_axis)
         noticed = layout.proxied if layout.known else self._private
         self.begin(called, () if called.drives else noticed)
         try:
@@ -178,14 +178,15 @@ class Calls:
             except Trains:
                 called.drives = layout.drives = True
                 called = self.outermost
+        if called is None:
+            check_rows(self._running, self.layouts, path)
         return called
 
     def returned(self, called: Entered, out: Any) -> Any:
         """What a call returns; what of it couples rows takes no gradient."""
         layout = None if self.probe else self.layouts.get(called.name)
-        return (
-            out if layout is None else refuse_gradients(layout, (called.args, called.kwargs), out)
-        )
+        given = called.args, called.kwargs
+        return out if layout is None else refuse_gradients(layout, given, out)
 
     def layout_of(self, name: str) -> BatchLayout:
         """What is known of the samples' places in calls of this method."""
@@ -199,8 +200,7 @@ class Calls:
         """
         if (layout := forward.layout) is None:
             return self.layout_of(FORWARD)
-        called = self._called(forward)
-        if called is not None and not layout.knows(path):
+        if not layout.knows(path) and (called := self._called(forward)) is not None:
             self._learn_inside(layout, called, forward, path)
         return layout
 
