@@ -111,20 +111,19 @@ class Comparison:
         rows, groups = spread(choice, ordered)
         self.candidates, self.owned, self.lengths = {}, {}, {}
         self.moved, self.reached = set(), set()
-        found: Found = {}
         if choice > 1:
             self.unfolded.find(self.run, self.probes, rows, groups, _SEEDS[0])
         for seed in _SEEDS:
-            noted, some = (found, rows) if seed == _SEEDS[0] else ({}, few(rows))
+            some = rows if seed == _SEEDS[0] else few(rows)
             try:
-                drawn = self._influence(some, seed, noted)
+                drawn = self._influence(some, seed)
             except FastclipError:
                 raise
             except Exception as error:
                 if not self.run.asks_inputs or no_memory(error):
                     raise
                 self.run.asks_inputs = False  # x.numpy(), or x.requires_grad = True, in its forward
-                drawn = self._influence(some, seed, noted)
+                drawn = self._influence(some, seed)
             if not drawn:
                 break
         self._settle()
@@ -132,17 +131,25 @@ class Comparison:
             if not self._disturb(rows, groups, seed):
                 break
         self._choose()
-        for kept in groups if found and choice > 1 else []:
-            others: Found = {}
-            probe = Probe(self.layout, len(rows), differentiable=True)
-            note = partial(self._note, probe, others)
-            self.run.once(probe, others_changed(rows, kept), _SEEDS[0], note)
-            axes = self.unfolded.axes
-            self.layout.mixed |= mixed_outputs(found, others, sorted(kept), axes, len(rows))
+        if choice > 1 and any(axis < 0 for axis in self.unfolded.axes):
+            given = self._gradients(rows)  # only now all places are known
+            for kept in groups if given else ():
+                others = self._gradients(others_changed(rows, kept))
+                axes = self.unfolded.axes
+                self.layout.mixed |= mixed_outputs(given, others, sorted(kept), axes, len(rows))
+
+    def _gradients(self, rows: list[int]) -> Found:
+        """Those of outputs without an axis of samples, in a run on these rows."""
+        found: Found = {}
+        probe = Probe(self.layout, len(rows), differentiable=True)
+        settled = {n: c[0] for n, c in self.candidates.items() if len(c) == 1}
+        note = partial(note_gradients, probe, settled, self.unfolded.axes, found)
+        self.run.once(probe, rows, _SEEDS[0], note)
+        return found
 
     # Influence
 
-    def _influence(self, rows: list[int], seed: int, found: Found) -> bool:
+    def _influence(self, rows: list[int], seed: int) -> bool:
         """Whose the entries of everything are; whether random numbers were drawn."""
         probe = Probe(self.layout, len(rows), differentiable=True)
 
@@ -172,14 +179,9 @@ class Comparison:
                 for name in route(uncertain, (probe, *self.probes), returned) & self.reached:
                     if not isinstance(name, str):
                         raise coupled(called(name))
-            self._note(probe, found, out)
 
         self.run.once(probe, rows, seed, ask)
         return probe.draws
-
-    def _note(self, probe: Probe, found: Found, out: Any) -> None:
-        settled = {n: c[0] for n, c in self.candidates.items() if len(c) == 1}
-        note_gradients(probe, settled, self.unfolded.axes, found, out)
 
     def _guess(self, name: Hashable, probe: Probe) -> None:
         """Where shapes alone let the samples be; nowhere if they do not grow with the batch."""

@@ -6,8 +6,8 @@ parameters and constants alone has none. A layer whose input has no samples, or 
 has moved, is opened: the uses of its parameters are followed one by one. Then gradients are asked
 for (samples.influence), and rows changed (samples.independence). That makes 9 forward and 8
 backward passes of at most 8 rows, and one forward pass of as many as the batch has; 4 to 15 and 6 more
-where functions draw random numbers; 2 more where something is opened, or an output has no one's row;
-2 backward passes through a part of the model where gradients are large, and asked for in halves.
+where functions draw random numbers; 2 more where something is opened, 3 where an output is no
+one's; 2 backward passes through a part of the model where gradients are large, and asked for in halves.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ that it is shorter (fastclip.samples.selected) is run among rows that do, and am
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from fastclip.errors import FastclipError
 from fastclip.samples.folded_outputs import Unfolded
@@ -45,7 +44,7 @@ def _check(run: Runs, unfolded: Unfolded, filler: Shorter) -> None:
         )  # fmt: skip
         gradients: Found = {}
         try:
-            note = partial(_note, probe, unfolded, gradients)
+            note = partial(note_gradients, probe, run.layout.places, unfolded.axes, gradients)
             with Numbers():
                 outputs.append(run.once(probe, [0] * _ROWS, 0, note))
         except (FastclipError, Opened):
@@ -63,8 +62,3 @@ def _check(run: Runs, unfolded: Unfolded, filler: Shorter) -> None:
         run.layout.mixed |= mixed
     elif mixed:
         run.layout.counted[filler] = mixed
-
-
-def _note(probe: Probe, unfolded: Unfolded, found: Found, output: Any) -> None:
-    places = {name: place for name, place in probe.layout.places.items() if place.plain}
-    note_gradients(probe, places, unfolded.axes, found, output)

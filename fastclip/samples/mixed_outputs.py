@@ -26,8 +26,8 @@ from fastclip.samples.probing import Probe
 if TYPE_CHECKING:
     from fastclip.samples.layout import BatchLayout
 
-Gradients = list[tuple[Hashable, Place, Tensor]]
-"""Of one output by what it follows from: name, place of the samples, gradient."""
+Gradients = list[tuple[Hashable, Place | None, Tensor]]
+"""Of one output by what it follows from: name, place of the samples if that is known, gradient."""
 Found = dict[int, tuple[torch.Size, Gradients]]
 """Outputs without an axis of samples, by their number: shape, gradients."""
 
@@ -53,27 +53,26 @@ def note_gradients(
     probe: Probe, places: Mapping[Hashable, Place], of_outputs: list[int], found: Found, output: Any
 ) -> None:
     """Note in `found` the gradients of every output without an axis of samples."""
-    known = [(source, place) for source in probe.sources if (place := places.get(source.name))]
+    sources = [(source.name, places.get(source.name)) for source in probe.sources]
+    edges = [source.edge for source in probe.sources]
     tensors = [*by_row(output)]
     below: set[Node] | None = None  # the nodes of which outputs are made
     for number, (x, axis) in enumerate(zip(tensors, of_outputs, strict=False)):
-        if axis >= 0 or not x.requires_grad or not known:
+        if axis >= 0 or not x.requires_grad:
             continue
         if below is None:
             roots = [n for y in tensors if y.grad_fn for n, _ in y.grad_fn.next_functions if n]
             below, _ = reached_without(roots, lambda node: False)
         if x.grad_fn in below:
             probe.layout.inner.add(number)
-        given = gradients(
-            [x], [source.edge for source, _ in known], [normal(x, number).to(x.dtype)],
-            keep_graph=True,
-        )  # fmt: skip
+        seed = normal(x, number).to(x.dtype)
+        given = gradients([x], edges, [seed], keep_graph=True) if edges else ()
         found[number] = (
             x.shape,
             [
-                (source.name, place, gradient)
-                for (source, place), gradient in zip(known, given, strict=True)
-                if gradient is not None and place.fits(gradient, probe.rows)
+                (name, place if place and place.fits(gradient, probe.rows) else None, gradient)
+                for (name, place), gradient in zip(sources, given, strict=True)
+                if gradient is not None
             ],
         )
 
@@ -86,13 +85,14 @@ def _is_statistic(given: Gradients, axis: int, shape: torch.Size) -> bool:
 
 
 def _differ(given: Gradients, others: Gradients, kept: list[int], rows: int) -> bool:
-    """The gradients in these rows, which both runs hold, are not the same."""
+    """The gradients in these rows, which both runs hold, are not the same, or nothing says so."""
     if [name for name, _, _ in given] != [name for name, _, _ in others]:
-        return False
+        return True
     pairs = zip(given, others, strict=True)
-    return not all(
-        rows_agree(one, other, kept, place, rows) for (_, place, one), (_, _, other) in pairs
-    )
+    held = [(place, one, other) for (_, place, one), (_, _, other) in pairs if place]
+    if given and not held:
+        return True
+    return not all(rows_agree(one, other, kept, place, rows) for place, one, other in held)
 
 
 def refuse_gradients(layout: BatchLayout, inputs: Any, output: Any) -> Any:

@@ -171,3 +171,70 @@ def test_returned_tensors_of_which_the_loss_is_made() -> None:
         out = private(torch.randn(B, T, D))
         with refused("is part of the loss"):
             losses(out).mean().backward()
+
+
+class Folded(nn.Module):
+    """Its layers see several rows a sample, and what it returns has no axis of samples."""
+
+    def __init__(self, loss: Callable[..., Tensor], time_major: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.loss, self.time_major = loss, time_major
+
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor:
+        x = x.transpose(0, 1) if self.time_major else x
+        z = self.layers(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        return self.loss(z.transpose(0, 1) if self.time_major else z, *given)
+
+
+def two_views(z: Tensor, labels: Tensor) -> Tensor:
+    z = F.normalize(z[:, :2].flatten(0, 1), dim=1)
+    scores = (z @ z.T / 0.5).fill_diagonal_(-1e9)
+    return F.cross_entropy(scores, torch.arange(len(z)) ^ 1)
+
+
+def weighted_frames(z: Tensor, weights: Tensor) -> Tensor:
+    return (z.square().mean(2) * weights).sum() / weights.sum()
+
+
+@pytest.mark.parametrize("time_major", [True, False])
+@pytest.mark.parametrize("loss", [two_views, weighted_frames])
+def test_a_folded_loss_that_couples_rows(loss: Callable[..., Tensor], time_major: bool) -> None:
+    private = make_private(Folded(loss, time_major).double())[1]
+    x, weights = torch.randn(B, T, D), torch.rand(B, T)
+    for _ in range(2):
+        with refused("return one loss a row"):
+            private(x.double(), weights.double()).backward()
+
+
+@pytest.mark.parametrize("time_major", [True, False])
+def test_a_folded_mean_of_rows_is_exact(time_major: bool) -> None:
+    model = Folded(lambda z: z.sin().square().mean(), time_major).double()
+    own = Folded(lambda z: z.sin().square().mean((1, 2)), time_major).double()
+    own.load_state_dict(model.state_dict())
+    params = dict(model.named_parameters())
+    _, private, optimizer, _ = make_private(model, max_grad_norm=0.1)
+    for rows in (B, 4, 9):
+        x = torch.randn(rows, T, D, dtype=torch.float64)
+        grads = per_sample_gradients(own, x, lambda losses, target: losses)
+        optimizer.zero_grad()
+        private(x).backward()
+        assert_sums(summed(params), clipped_sum(grads, 0.1), 1e-10)
+
+
+class FoldedLanguage(Language):
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.head(self.table(ids).flatten(0, 1)).unflatten(0, ids.shape)
+        assert labels is not None
+        return self.loss(logits, labels), logits
+
+
+def test_folded_labels_that_do_not_count_come_later() -> None:
+    """The first batch has none of them, and only what is folded says so."""
+    ids, labels = batch()
+    model = FoldedLanguage(mean_over_tokens)
+    model.table.requires_grad_(False)
+    private = make_private(model)[1]
+    private(ids, ids)[0].backward()
+    with refused("return one loss a row"):
+        private(ids, labels)[0].backward()
