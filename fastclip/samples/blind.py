@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from fastclip.errors import GraphError
-from fastclip.samples.independence import called as called_by
+from fastclip.samples.place import called as called_by
 
 
 def check_rows(running: Iterable[Any], layouts: Mapping[str, Any], path: Hashable | None) -> None:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from fastclip.errors import GraphError, StepError
 from fastclip.parallel.shards import Shards
 from fastclip.samples.blind import check_rows
-from fastclip.samples.independence import called as called_by
 from fastclip.samples.inputs import batch_sizes_of
 from fastclip.samples.layout import BatchLayout, Lengths
 from fastclip.samples.learning import learn
 from fastclip.samples.mixed_outputs import refuse_gradients
+from fastclip.samples.place import called as called_by
 from fastclip.samples.probe_state import Trains, no_training
 from fastclip.samples.probing import Probe, Runs
 from fastclip.samples.spread import check_look, check_moves

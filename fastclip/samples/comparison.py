@@ -14,7 +14,6 @@ from fastclip.samples.beside import Beside
 from fastclip.samples.folded_outputs import Unfolded
 from fastclip.samples.groups import few, others_changed, spread
 from fastclip.samples.independence import (
-    called,
     check_in_either,
     check_somewhere,
     check_values,
@@ -28,7 +27,7 @@ from fastclip.samples.inputs import INPUT, Cuts, own_axis
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.mixed_outputs import Found, mixed_outputs, note_gradients
 from fastclip.samples.owners import agrees
-from fastclip.samples.place import Place, places
+from fastclip.samples.place import Place, called, places
 from fastclip.samples.positions import check_constants, check_copies, check_first
 from fastclip.samples.probing import Opened, Probe, Runs
 from fastclip.samples.routers import places_returned, route
@@ -141,10 +140,9 @@ class Comparison:
     def _gradients(self, rows: list[int]) -> Found:
         """Those of outputs without an axis of samples, in a run on these rows."""
         found: Found = {}
-        probe = Probe(self.layout, len(rows), differentiable=True)
+        probe, axes = Probe(self.layout, len(rows), differentiable=True), self.unfolded.axes
         settled = {n: c[0] for n, c in self.candidates.items() if len(c) == 1}
-        note = partial(note_gradients, probe, settled, self.unfolded.axes, found)
-        self.run.once(probe, rows, _SEEDS[0], note)
+        self.run.once(probe, rows, _SEEDS[0], partial(note_gradients, probe, settled, axes, found))
         return found
 
     # Influence

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from fastclip.errors import BatchSizeError
 from fastclip.samples.inputs import flatten, tensors_of
-from fastclip.samples.place import Place
+from fastclip.samples.place import Place, called
 from fastclip.samples.probing import Probe, Shapes
 from fastclip.samples.rounding import OTHER_BATCH, VALUES, agree, tolerances
 
@@ -194,11 +194,6 @@ def _close_to_one(row: Tensor, rows: Tensor) -> bool:
     tolerance = VALUES.get(row.dtype, 4 * torch.finfo(row.dtype).eps)
     apart = (rows - row).abs().amax(1)
     return bool((apart <= tolerance * torch.maximum(size, row.abs().amax())).any())
-
-
-def called(name: Hashable) -> str:
-    """A layer's path, or what a use is known by."""
-    return str(name) if isinstance(name, str) else str(getattr(name, "label", name))
 
 
 def rows_agree(one: Tensor, other: Tensor, kept: list[int], place: Place, rows: int) -> bool:

@@ -17,8 +17,9 @@ from torch.autograd.graph import GradientEdge
 
 from fastclip.errors import BatchSizeError
 from fastclip.samples.gradients import gradients, normal
-from fastclip.samples.independence import by_row, called, coupled
+from fastclip.samples.independence import by_row, coupled
 from fastclip.samples.owners import MIXED, NOBODY, coded_by, owners
+from fastclip.samples.place import called
 from fastclip.samples.probing import Output
 
 _LOUD = 32.0

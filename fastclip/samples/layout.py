@@ -15,7 +15,7 @@ from fastclip._torch import TreeSpec
 from fastclip.errors import BatchSizeError, where
 from fastclip.samples.groups import MANY
 from fastclip.samples.inputs import Cuts, batch_sizes_of, flatten, rows_of
-from fastclip.samples.place import Place
+from fastclip.samples.place import Place, called
 from fastclip.samples.probing import Probe
 from fastclip.samples.selected import Shorter
 from fastclip.samples.taken import MOST_ROWS
@@ -49,6 +49,11 @@ class BatchLayout:
         """The axes of the inputs that hold the samples; older torches cannot hash a structure."""
         self.flat = False
         """A probe has met a layer over flat ids, which counts its samples itself."""
+        self.forget()
+
+    def forget_all(self) -> None:
+        """Nothing is known, nor of the states in which it was."""
+        self.watch, self.compared, self.tried = None, 0, 0
         self.forget()
 
     def forget(self) -> None:
@@ -189,11 +194,28 @@ class BatchLayout:
     def note_folds(
         self, name: Hashable, place: Place, known: Iterable[int], lengths: Lengths
     ) -> None:
-        """A sample had so many entries there, with inputs of these lengths."""
+        """A sample had so many entries there, with inputs of these lengths.
+
+        What is known is known of a name, whatever the model's state and the way it is called.
+
+        Raises:
+            BatchSizeError: in an earlier call they lay in another order.
+        """
         for each in known:
             folded = place.fold(2 * each, 2)
-            if folded is not None:
-                self.folds[name, each, lengths] = Place(place.axis, *folded)
+            if folded is None:
+                continue
+            key, found = (name, each, lengths), Place(place.axis, *folded)
+            same = self.folds.get(key, found) == found
+            others = [other for (n, *_), other in self.folds.items() if n == name]
+            if not same or not all(map(found.like, others)):
+                raise BatchSizeError(
+                    f"{where(called(name))}: its rows are those of the samples in another order than in "
+                    "an earlier call (sample by sample, or time by time), so whose they are depends on "
+                    "how the model is called; keep one layout (permute the dimensions before they are "
+                    "flattened), or use a module of its own for each"
+                )
+            self.folds[key] = found
 
     def place_of(
         self, name: Hashable, x: Tensor, batch: int, lengths: Lengths | None

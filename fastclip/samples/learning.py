@@ -25,11 +25,11 @@ from fastclip.errors import BatchSizeError, FastclipError, UnsupportedLayerError
 from fastclip.memory import no_memory
 from fastclip.samples.comparison import Comparison
 from fastclip.samples.freed import give_back
-from fastclip.samples.independence import UNBATCHED, by_row, called, followed, rows_come_out
+from fastclip.samples.independence import UNBATCHED, by_row, followed, rows_come_out
 from fastclip.samples.inputs import Cuts, flatten, tensors_of, ways_to_cut, without_graph
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.lengths import check_lengths
-from fastclip.samples.place import Place
+from fastclip.samples.place import Place, called
 from fastclip.samples.probe_state import stirred
 from fastclip.samples.probing import Misjudged, Opened, Probe, Runs
 from fastclip.samples.routers import selected, shorter
@@ -67,7 +67,7 @@ def learn(layout: BatchLayout, run: Runs, path: Hashable | None = None) -> None:
         BatchSizeError: the samples are not to be found, or the model couples them.
     """
     if not layout.known:  # nothing of an earlier refusal is left
-        layout.forget()
+        layout.forget_all()
     learner = _Learner(layout, run)
     try:
         for run.trial in range(_TRIALS):

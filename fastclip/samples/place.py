@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +25,15 @@ class Place:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plain", self.outer == self.inner == 1)
+
+    @property
+    def order(self) -> int:
+        """1: sample by sample, -1: the samples' first entries come first; 0: both, or neither."""
+        return (self.outer == 1) - (self.inner == 1)
+
+    def like(self, other: Place) -> bool:
+        """Whether it may be the same layout as this one, at other lengths."""
+        return self.axis == other.axis and self.order * other.order >= 0
 
     def fold(self, size: int, batch: int) -> tuple[int, int] | None:
         """outer and inner for an axis of this size; None where it cannot hold the batch.
@@ -80,3 +89,8 @@ def places(shape: tuple[int, ...], batch: int, axes: list[int]) -> Iterator[Plac
         each = size // batch
         divisors = [n for n in range(1, each + 1) if not each % n]
         yield from (Place(axis, outer, each // outer) for outer in divisors)
+
+
+def called(name: Hashable) -> str:
+    """A layer's path, or what a use is known by."""
+    return str(name) if isinstance(name, str) else str(getattr(name, "label", name))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fastclip.errors import BatchSizeError
-from fastclip.samples.independence import by_row, called, coupled
-from fastclip.samples.place import Place
+from fastclip.samples.independence import by_row, coupled
+from fastclip.samples.place import Place, called
 from fastclip.samples.probing import Probe
 from fastclip.samples.rounding import OTHER_BATCH, close, tolerances
 

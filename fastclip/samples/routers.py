@@ -28,6 +28,8 @@ def places_returned(probe: Probe, influence: Influence) -> dict[str, dict[int, l
         shape = shapes[name]
         plain = [p for axis in range(len(shape)) for p in places(shape, probe.rows, [axis])]
         fits = [place for place in plain if agrees(place, owner, probe.rows)]
+        if known := probe.layout.returns.get(path, {}).get(number):
+            fits = [place for place in fits if place.like(known)]
         held = found.setdefault(path, {})
         held[number] = [p for p in held.get(number, fits) if p in fits]
     probe.layout.lost(path for path, held in found.items() if not all(held.values()))

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fastclip.memory import no_memory
 from fastclip.samples.gradients import gradients, normal
-from fastclip.samples.independence import called, coupled
-from fastclip.samples.place import Place
+from fastclip.samples.independence import coupled
+from fastclip.samples.place import Place, called
 from fastclip.samples.positions import placed
 from fastclip.samples.probing import Probe
 from fastclip.samples.taint import DOUBLE
