@@ -164,8 +164,14 @@ class LayerBackward(Contribution):
 
     def _batch(self, x: Tensor) -> int:
         place, batch = self._call.place, self._call.forward.batch_size
-        if place.plain or batch is None:
+        if place.plain:
             return x.shape[place.axis]
+        if batch is None:
+            raise GraphError(
+                f"{where(self.path, self._call.module)}: the model gives it several rows a sample, and "
+                "how many samples there are is not known in this call, of which no input has any; call "
+                "it by the model or one of its methods, with an input of one row a sample"
+            )
         if not place.fits(x, batch):
             raise GraphError(
                 f"{self.path}: a tensor of shape {list(x.shape)} cannot hold {batch} samples"

@@ -19,6 +19,8 @@ from fastclip._torch import (
     tree_unflatten,
 )
 
+Way = tuple[TreeSpec, tuple[type, ...]]
+"""How inputs are nested, and of what kinds they are; older torches cannot hash a structure."""
 Cuts = tuple[int | None, ...]
 """For each input, by its number: the axis that holds samples, or None."""
 INPUT = "input "
@@ -65,6 +67,11 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     Opens dataclasses and mappings that torch does not know; a PackedSequence is one leaf.
     """
     return tree_flatten(_opened(value), is_leaf=_is_packed)
+
+
+def way_of(leaves: list[Any], structure: TreeSpec) -> Way:
+    """By what calls are alike: to a structure None is like a tensor, which may take its place."""
+    return structure, tuple(Tensor if isinstance(x, Tensor) else type(x) for x in leaves)
 
 
 def rebuild(leaves: list[Any], structure: TreeSpec) -> Any:

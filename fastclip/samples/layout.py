@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastclip._torch import TreeSpec
 from fastclip.errors import BatchSizeError, where
 from fastclip.samples.groups import MANY
-from fastclip.samples.inputs import Cuts, batch_sizes_of, flatten, rows_of
+from fastclip.samples.inputs import Cuts, Way, batch_sizes_of, flatten, rows_of, way_of
 from fastclip.samples.place import Place, called
 from fastclip.samples.probing import Probe
 from fastclip.samples.selected import Shorter
@@ -43,10 +42,10 @@ class BatchLayout:
         """Rows of the largest batch from which distinct rows were taken."""
         self.watch: Watch | None = None
         """The state in which the model was looked at."""
-        self.told_by: list[tuple[int, TreeSpec]] = []
+        self.told_by: list[tuple[int, Way]] = []
         """The input whose size along `axis` is that of the batch: its number, among these inputs."""
-        self._cuts: list[tuple[TreeSpec, Cuts]] = []
-        """The axes of the inputs that hold the samples; older torches cannot hash a structure."""
+        self._cuts: list[tuple[Way, Cuts]] = []
+        """The axes of the inputs that hold the samples."""
         self.flat = False
         """A probe has met a layer over flat ids, which counts its samples itself."""
         self.forget()
@@ -95,19 +94,20 @@ class BatchLayout:
     def batch_size(self, args: tuple, kwargs: dict) -> int | None:
         """Number of samples in the model's inputs."""
         leaves, structure = flatten((args, kwargs))
+        way = way_of(leaves, structure)
         for number, known in self.told_by:
-            if structure == known:
+            if way == known:
                 return rows_of(leaves[number], self.axis)
         return next(iter(batch_sizes_of(args, kwargs, self.axis)), None)
 
-    def cuts(self, structure: TreeSpec) -> Cuts | None:
-        """The axes of the inputs that hold the samples, for inputs of this structure."""
-        return next((cuts for known, cuts in self._cuts if known == structure), None)
+    def cuts(self, way: Way) -> Cuts | None:
+        """The axes of the inputs that hold the samples, for inputs that come this way."""
+        return next((cuts for known, cuts in self._cuts if known == way), None)
 
-    def cut_by(self, structure: TreeSpec, cuts: Cuts) -> None:
-        """From now on inputs of this structure are cut along these axes."""
-        others = [known for known in self._cuts if known[0] != structure]
-        self._cuts = [(structure, cuts), *others]
+    def cut_by(self, way: Way, cuts: Cuts) -> None:
+        """From now on inputs that come this way are cut along these axes."""
+        others = [known for known in self._cuts if known[0] != way]
+        self._cuts = [(way, cuts), *others]
 
     def settle(self) -> None:
         """Layers that were seen only where nothing could tell their samples have not been met."""
@@ -184,7 +184,7 @@ class BatchLayout:
     def lengths(self, args: tuple, kwargs: dict) -> Lengths:
         """The sizes of the inputs along all axes but the samples'."""
         leaves, structure = flatten((args, kwargs))
-        cuts = self.cuts(structure) or (None,) * len(leaves)
+        cuts = self.cuts(way_of(leaves, structure)) or (None,) * len(leaves)
         return tuple(
             (*leaf.shape[:axis], *leaf.shape[axis + 1 :]) if axis is not None else tuple(leaf.shape)
             for leaf, axis in zip(leaves, cuts, strict=True)

@@ -26,7 +26,7 @@ from fastclip.memory import no_memory
 from fastclip.samples.comparison import Comparison
 from fastclip.samples.freed import give_back
 from fastclip.samples.independence import UNBATCHED, by_row, followed, rows_come_out
-from fastclip.samples.inputs import Cuts, flatten, tensors_of, ways_to_cut, without_graph
+from fastclip.samples.inputs import Cuts, flatten, tensors_of, way_of, ways_to_cut, without_graph
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.lengths import check_lengths
 from fastclip.samples.place import Place, called
@@ -232,8 +232,8 @@ class _Learner:
         return out
 
     def _find(self, cuts: Cuts, probes: list[Probe], outputs: list[Any]) -> None:
-        structure = flatten((self.run.args, self.run.kwargs))[1]
-        self.layout.cut_by(structure, cuts)
+        way = way_of(*flatten((self.run.args, self.run.kwargs)))
+        self.layout.cut_by(way, cuts)
         telling: dict[int, None] = {}
         for _ in range(_MOST_ROUNDS):
             while self._opened(probes):
@@ -259,8 +259,8 @@ class _Learner:
                 "row of the batch be computed from itself alone"
             )
         number = next(i for i, axis in enumerate(cuts) if axis == self.layout.axis)
-        others = [told for told in self.layout.told_by if told[1] != structure]
-        self.layout.told_by = [(number, structure), *others]
+        others = [told for told in self.layout.told_by if told[1] != way]
+        self.layout.told_by = [(number, way), *others]
 
     def _opened(self, probes: list[Probe]) -> bool:
         """Note layers to be opened, and what turned out to be a use; whether any is new."""

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from fastclip.errors import GraphError
 from fastclip.samples.calls import Forward
-from fastclip.samples.inputs import flatten
+from fastclip.samples.inputs import flatten, way_of
 
 _COMPARED = 4
 """Backward passes over several forward passes whose rows are compared: reading them waits for a GPU."""
@@ -63,7 +63,7 @@ def _rows(forward: Forward) -> tuple[Hashable, list[int]] | None:
     if forward.inputs is None or layout is None or size < 2:
         return None
     leaves, structure = flatten(forward.inputs)
-    axes = layout.cuts(structure) or (layout.axis,) * len(leaves)
+    axes = layout.cuts(way_of(leaves, structure)) or (layout.axis,) * len(leaves)
     keys: list[list[bytes]] = []
     told = 0
     for leaf, axis in zip(leaves, axes, strict=True):

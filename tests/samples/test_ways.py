@@ -123,3 +123,41 @@ def test_moved_rows_that_come_back_in_another_order() -> None:
         optimizer.zero_grad()
         row_loss(private(*call.args, **call.kwargs)).mean().backward()
         assert_sums(summed(params), clipped_sum(own, 0.5), 1e-10)
+
+
+class Either(nn.Module):
+    """Takes ids or embeddings, and None in the place of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(9, D).requires_grad_(False), nn.Linear(D, 3)
+
+    def forward(self, ids: Tensor | None, values: Tensor | None) -> Tensor:
+        h = self.table(ids) if values is None else values
+        return self.layer(h.flatten(0, 1)).unflatten(0, h.shape[:2]).tanh().mean(1)
+
+
+def test_none_and_a_tensor_in_turn() -> None:
+    model = Either().double()
+    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    batches = []
+    for step in range(24):
+        rows = (B, 4, 9, 5)[step // 2 % 4]
+        ids, values = torch.randint(0, 9, (rows, T)), torch.randn(rows, T, D).double()
+        batches.append(Batch((ids, None) if step % 2 else (None, values)))
+    grads = [per_sample_gradients(model, batch) for batch in batches]
+    _, private, optimizer, _ = make_private(model, max_grad_norm=0.5)
+    for batch, own in zip(batches, grads, strict=True):
+        optimizer.zero_grad()
+        row_loss(private(*batch.args)).mean().backward()
+        assert len(optimizer.per_sample_norms) == len(next(iter(own.values())))
+        assert_sums(summed(params), clipped_sum(own, 0.5), 1e-10)
+
+
+def test_a_layer_by_itself_that_sees_several_rows_a_sample() -> None:
+    """Nothing says how many of them are one sample's there."""
+    private, x = make_private(Ordered())[1], torch.randn(B, T, D)
+    row_loss(private(x)).mean().backward()
+    layer = next(m for m in private.modules() if isinstance(m, Ordered)).layer
+    with refused("several rows a sample"):
+        layer(x.flatten(0, 1)).square().mean().backward()
