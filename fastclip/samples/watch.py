@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fastclip.samples.inputs import flatten
+from fastclip.samples.inputs import Way, flatten, way_of
 from fastclip.samples.settings import Key, Settings, kind
 
 _PATIENCE = 16
@@ -44,10 +44,12 @@ class Watch:
 
     def __init__(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         self._settings = Settings(model)
-        self._ways: list[Any] = []
-        """The structures of the arguments that were met."""
+        self._ways: list[Way] = []
+        """The ways of calling it that were met."""
         self._given: list[list[Any]] = []
         """What stood in them at the last call of each."""
+        self._waiting: list[dict[Key, None]] = []
+        """The settings that have changed since then, in calls of other ways."""
         leaves, structure = flatten((args, kwargs))
         way, _ = self._way(leaves, structure)
         self._seen = [self._flags(way)]
@@ -64,15 +66,19 @@ class Watch:
         self._calls += 1
         leaves, structure = flatten((args, kwargs))
         way, moved = self._way(leaves, structure)
-        moved += self._settings.changed()
+        settings = dict.fromkeys(self._settings.changed())
+        for key in (*moved, *settings):
+            self._moves[key] = self._moves.get(key, 0) + 1
+        for waiting in self._waiting if settings else ():
+            waiting |= settings
+        moved += self._waiting[way]
+        self._waiting[way] = {}
         long = self._long(way, leaves)
         if long not in self._lengths and len(self._lengths) < _MOST_STATES:
             self._lengths.add(long)
             return True
         if not moved:
             return False
-        for key in moved:
-            self._moves[key] = self._moves.get(key, 0) + 1
         flags = self._flags(way)
         if flags not in self._seen and len(self._seen) < _MOST_STATES:
             self._seen.append(flags)
@@ -84,13 +90,14 @@ class Watch:
         return not self._calls & (self._calls - 1)
 
     def _way(self, leaves: list[Any], structure: Any) -> tuple[int, list[Key]]:
-        """The number of this structure of arguments, and which of them have changed."""
-        given = [_shown(leaf) for leaf in leaves]
-        if structure not in self._ways:
-            self._ways.append(structure)
+        """The number of this way of calling it, and which of the arguments have changed."""
+        given, arguments = [_shown(leaf) for leaf in leaves], way_of(leaves, structure)
+        if arguments not in self._ways:
+            self._ways.append(arguments)
             self._given.append(given)
+            self._waiting.append({})
             return len(self._ways) - 1, [("way", len(self._ways) - 1)]
-        way = self._ways.index(structure)
+        way = self._ways.index(arguments)
         before, self._given[way] = self._given[way], given
         if before == given:
             return way, []

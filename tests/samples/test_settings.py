@@ -186,6 +186,19 @@ def test_ways_to_call_that_take_turns() -> None:
     check_exact(Switched(), Batch((torch.randn(B, D),)), dtype=torch.float64)
 
 
+@pytest.mark.parametrize("kind", [bool, int])
+def test_a_setting_that_changed_in_a_call_of_another_way(kind: type) -> None:
+    """It is a state that this way of calling was not looked at in."""
+    model = Switched(lambda m, other=None: other is None and m.items[0])
+    model.items[0] = kind(False)
+    private, x = make_private(model)[1], torch.randn(B, D)
+    private(x)
+    model.items[0] = kind(True)
+    private(x, other=x)
+    with refused(COUPLED):
+        private(x)
+
+
 def test_a_copy_looks_for_itself() -> None:
     private = make_private(Switched())[1]
     private(torch.randn(B, D))
