@@ -149,6 +149,9 @@ class Settings:
         elif is_object(value) and not self._is_strange(name, value):
             self._held.append((table, name))
             self._of_table(vars(value), vars(value), depth)
+        elif (slots := _Slots(value)).names and not self._is_strange(name, value):
+            self._held.append((table, name))
+            self._of_table(slots, slots.names, depth)
 
     def _is_strange(self, name: Any, value: Any) -> bool:
         """Whether its attributes are no settings: it is private, or is called, and is not of the
@@ -158,7 +161,7 @@ class Settings:
 
     @staticmethod
     def _owner(table: Any) -> int:
-        return id(table.held if isinstance(table, (_Items, _Attributes)) else table)
+        return id(table.held if isinstance(table, (_Items, _Attributes, _Slots)) else table)
 
 
 class _Standing:
@@ -246,6 +249,23 @@ class _Items:
     def get(self, number: int) -> Any:
         """The item of this number."""
         return self.held[number] if number < len(self.held) else None
+
+
+class _Slots:
+    """An object that has slots, read by their names, but those that are its own affair."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+        slots = [vars(base).get("__slots__", ()) for base in type(held).__mro__]
+        names = [n for own in slots for n in ((own,) if isinstance(own, str) else own)]
+        self.names = [] if isinstance(held, Tensor) else [n for n in names if n[:1] != "_"]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def get(self, name: str) -> Any:
+        """What the slot holds."""
+        return getattr(self.held, name, None)
 
 
 class _Attributes:

@@ -32,6 +32,13 @@ class Settings:
     on = False
 
 
+class Slots:
+    __slots__ = ("on",)
+
+    def __init__(self) -> None:
+        self.on = False
+
+
 class Called(Settings):
     def __call__(self) -> bool:
         return self.on
@@ -50,7 +57,7 @@ class Switched(nn.Module):
         self.items = [0, [False]]
         self.config = SimpleNamespace(part=SimpleNamespace(on=False))
         self._private = {"on": False}
-        self._object, self.called = Settings(), Called()
+        self._object, self.called, self.slots = Settings(), Called(), Slots()
         self.names: set[str] = set()
         self.number, self.flag = numpy.bool_(False), torch.tensor(False)
         self.array = numpy.array(False)
@@ -98,6 +105,7 @@ LATER: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
     "a private item": (lambda m: m._private["on"], lambda m: m._private.update(on=True)),
     "a private object": (lambda m: m._object.on, lambda m: setattr(m._object, "on", True)),
     "an object that is called": (lambda m: m.called(), lambda m: setattr(m.called, "on", True)),
+    "a slot": (lambda m: m.slots.on, lambda m: setattr(m.slots, "on", True)),
     "a set": (lambda m: "on" in m.names, lambda m: m.names.add("on")),
     "NumPy's": (lambda m: m.number, lambda m: setattr(m, "number", numpy.bool_(True))),
     "a tensor": (lambda m: m.flag, lambda m: m.flag.fill_(True)),
