@@ -6,10 +6,12 @@ import warnings
 from typing import Any
 
 import torch
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine
+from fastclip.data.sampling import PoissonSampler
 from fastclip.noise import NoiseSource
 from tests.oracle import per_sample_gradients, row_loss
 
@@ -32,6 +34,15 @@ def start(mode: str = "hooks", **kwargs: Any) -> tuple:
         data_loader=DataLoader(data, batch_size=B), grad_sample_mode=mode, **options | kwargs,
     )  # fmt: skip
     return net, model, optimizer, loader
+
+
+def draw_alike(loader: DataLoader, seed: int) -> None:
+    """Opacus' Poisson sampler and ours draw the same from generators in the same state."""
+    sampler: Any = loader.batch_sampler
+    if isinstance(sampler, PoissonSampler):
+        sampler.stream().manual_seed(seed)
+    elif isinstance(sampler, UniformWithReplacementSampler):
+        sampler.generator = torch.Generator().manual_seed(seed)
 
 
 def rows(seed: int = 1) -> Tensor:

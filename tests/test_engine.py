@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine, Planner, clipping
+from tests.opacus_runs import draw_alike
 from tests.oracle import make_private, per_sample_gradients, row_loss, summed
 
 ROWS, WIDTH, CLASSES = 24, 6, 3
@@ -44,6 +45,7 @@ def prepared(engine: PrivacyEngine, **kwargs: Any) -> Any:
         noise_generator=torch.Generator().manual_seed(4),
         **kwargs,
     )
+    draw_alike(loader, 5)
     return model, optimizer, loader
 
 

@@ -29,7 +29,7 @@ def run(rows: int, seed: int, steps: int = 1, **sampling) -> tuple[Tensor, FastP
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
         data_loader=DataLoader(TensorDataset(torch.zeros(rows, D)), batch_size=rows // 2 or 1),
         noise_multiplier=1.0, max_grad_norm=1.0,
-        noise_generator=torch.Generator().manual_seed(seed), **sampling,
+        noise_generator=torch.Generator().manual_seed(seed + 1), **sampling,
     )  # fmt: skip
     taken = 0
     while taken < steps:

@@ -34,7 +34,6 @@ from fastclip.data.unit_sampler import UnitSampler, rows_by_unit
 from fastclip.errors import ArgumentError
 from fastclip.parallel.digest import digest
 from fastclip.parallel.ranks import Ranks
-from fastclip.parallel.streams import own_generator
 
 
 @dataclass(frozen=True)
@@ -154,26 +153,31 @@ class Plan:
         )
 
     def sampler(self, generator: Any) -> PoissonSampler:
-        """The batch sampler of this design, drawing from `generator` unless it is secure."""
+        """The batch sampler of this design.
+
+        Unless it is secure, it draws from a stream of its own, seeded from `generator`: that of the
+        loader may have the seed that made the initial weights.
+        """
         design, choice = self.design, self.choice
         assert choice is not None
         generator = choice.generator if generator is None else generator
-        if self.ranks is not None:
-            generator = own_generator(generator, self.ranks.number, "draws of rows")
+        number = 0 if self.ranks is None else self.ranks.number
         shared: dict[str, Any] = {
             "sample_rate": design.rate, "steps": design.steps, "secure": design.secure,
             "generator": generator,
             "max_batch_size": design.max_batch_size,
         }  # fmt: skip
         if self.unit is not None:
-            return UnitSampler(
+            sampler: PoissonSampler = UnitSampler(
                 self.unit, max_rows_per_unit=design.max_rows_per_unit,
                 reduction=str(design.unit_reduction), **shared,
             )  # fmt: skip
-        rows, rates = choice.rows, design.rates if self.ranks is None else choice.rates
-        n = design.units if self.ranks is None or rows is None else len(rows)
-        sampler = PoissonSampler(num_samples=n, rows=rows, rates=rates, **shared)
-        sampler.shared = self.ranks is not None
+        else:
+            rows, rates = choice.rows, design.rates if self.ranks is None else choice.rates
+            n = design.units if self.ranks is None or rows is None else len(rows)
+            sampler = PoissonSampler(num_samples=n, rows=rows, rates=rates, **shared)
+            sampler.shared = self.ranks is not None
+        sampler.draw_apart(number)
         return sampler
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset, default_collate
 
 from fastclip.errors import ArgumentError
+from fastclip.noise.aside import set_aside
 
 _MOST = 16
 """Rows that are looked at, spread over the data set."""
@@ -166,14 +167,15 @@ def _leaves(batch: Any) -> Iterator[Any]:
 @contextmanager
 def _generators_restored() -> Iterator[Any]:
     """Gives what sets random numbers back to the block's start, as its end does."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    with set_aside():
+        states = torch.get_rng_state(), np.random.get_state(), random.getstate()
 
-    def again() -> None:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
+        def again() -> None:
+            torch.set_rng_state(states[0])
+            np.random.set_state(states[1])
+            random.setstate(states[2])
 
-    try:
-        yield again
-    finally:
-        again()
+        try:
+            yield again
+        finally:
+            again()

@@ -32,6 +32,7 @@ from fastclip.data.loader import unwatched
 from fastclip.errors import ArgumentError
 from fastclip.noise.forks import claim
 from fastclip.noise.keystream import KeyStream
+from fastclip.noise.streams import OwnStream
 
 CHUNK = 2**20
 """Rows at a time: 8 MiB of words."""
@@ -113,7 +114,8 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     Args:
         num_samples: n, how many are drawn from. sample_rate: q. steps: draws in one pass.
-        generator: torch's, or None. rows: int64 [n], what is drawn; None: 0 to n - 1.
+        generator: drawn from as it is; None: a stream seeded from torch's global generator at the first
+            draw. rows: int64 [n], what is drawn; None: 0 to n - 1.
         rates: float64 [n], probabilities in the place of q. max_batch_size: a draw of more is cut to
             a subset of this size, uniformly random among them. secure: cryptographic randomness.
 
@@ -125,6 +127,7 @@ class PoissonSampler(UniformWithReplacementSampler):
     _rates: Tensor | None = None
     max_batch_size: int | None = None
     secure = False
+    _own: OwnStream | None = None
 
     def __init__(
         self, *, num_samples: int, sample_rate: float, steps: int, generator: Any = None,
@@ -155,6 +158,28 @@ class PoissonSampler(UniformWithReplacementSampler):
             drawn = self.draw()
             yield (drawn if self._rows is None else self._rows[drawn]).tolist()
 
+    def draw_apart(self, number: int = 0) -> None:
+        """Draw from a stream of its own from now on, seeded from the generator at the next draw.
+
+        Args:
+            number: of the rank.
+        """
+        self._own = OwnStream(self.generator, "rows", number)
+
+    def stream(self) -> torch.Generator:
+        """The generator that draws: its state is where the draws go on from.
+
+        Restoring it (`set_state`) repeats the draws. In secure mode nothing is drawn from it.
+
+        Raises:
+            StepError: in a fork of a process that drew from it.
+        """
+        if self._own is None and self.generator in (None, torch.default_generator):
+            self.draw_apart()
+        if self._own is not None:
+            return self._own.on()
+        return claim(self.generator, "rows")  # type: ignore[return-value]  # not None
+
     def draw(self) -> Tensor:
         """Numbers from 0 to n - 1, int64, in ascending order.
 
@@ -162,14 +187,12 @@ class PoissonSampler(UniformWithReplacementSampler):
             StepError: in a fork of a process that drew from the same generator.
         """
         n, most = self.num_samples, self.max_batch_size
-        if not self.secure:
-            claim(self.generator, "rows")
         if self.secure:
             drawn = poisson_sample(n, self.sample_rate if self._rates is None else self._rates)
         elif self._rates is None:
-            drawn = _uniform_sample(n, self.sample_rate, self.generator)
+            drawn = _uniform_sample(n, self.sample_rate, self.stream())
         else:
-            words = torch.rand(n, generator=self.generator, dtype=torch.float64, device="cpu")
+            words = torch.rand(n, generator=self.stream(), dtype=torch.float64, device="cpu")
             drawn = (words < self._rates).nonzero().reshape(-1)
         return drawn if most is None else drawn[self.some(len(drawn), most)]
 
@@ -180,7 +203,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         if self.secure:
             order = permutation(n)
         else:
-            order = torch.randperm(n, generator=self.generator, dtype=torch.int64, device="cpu")
+            order = torch.randperm(n, generator=self.stream(), dtype=torch.int64, device="cpu")
         return order[:most].sort().values
 
 
@@ -228,6 +251,8 @@ def draw_exactly(loader: DataLoader) -> None:
     sampler: Any = loader.batch_sampler
     if type(sampler) is UniformWithReplacementSampler:
         sampler.__class__ = PoissonSampler
+    if isinstance(sampler, PoissonSampler) and sampler._own is None:
+        sampler.draw_apart()
 
 
 def draw_securely(loader: DataLoader) -> None:

@@ -23,7 +23,6 @@ from fastclip.host import secure_noise
 from fastclip.host.alone import is_alone
 from fastclip.host.plain import is_written_to, lies_alike
 from fastclip.memory import loop_threads, pointer
-from fastclip.noise.forks import claim
 from fastclip.noise.source import SecureNoise, SeededNoise
 from fastclip.ops.finalize import add_totals, check_std
 
@@ -49,7 +48,7 @@ def draw_normals(
         return NotImplemented
     if dispatch_modes() or function_modes() or not is_alone():  # who would not hear of it
         return NotImplemented
-    generator = claim(source.generator, "noise") or torch.default_generator
+    generator = source.stream()
     pairs = zip(outs, totals or [None] * len(outs), strict=True)
     for fits, run in groupby(pairs, lambda pair: _fits(pair[0])):
         of, added = map(list, zip(*run, strict=True))

@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import Trainer
 
 from fastclip._torch import FSDPModule
+from fastclip.data.sampling import PoissonSampler
 from fastclip.errors import ArgumentError
 from fastclip.files import write_whole
 from fastclip.optim.optimizer import FastDPOptimizer
 from fastclip.parallel.ranks import Ranks
-from fastclip.parallel.streams import own_generator
 
 _CLIPPING = "privacy_clipping.pt"
 """File of a checkpoint of shards that holds the clipping strategy's state."""
@@ -36,7 +36,8 @@ class RanksTrainer(Trainer):
     """
 
     sampling_generator: torch.Generator
-    """Of the draws of this process."""
+    """Of the loader; draws of rows are seeded from it."""
+    _drawing: PoissonSampler | None = None
     _share: DistributedSampler | None = None
     """What deals rows out to processes, without Poisson sampling."""
 
@@ -107,9 +108,8 @@ class RanksTrainer(Trainer):
 
     def _draw_from(self, loader: DataLoader) -> None:
         """This process draws from a stream of its own, which `seed_draws` can begin anew."""
-        own = getattr(loader.batch_sampler, "generator", None)
-        if self.ranks is not None and own is not None:
-            self.sampling_generator = own
+        sampler = loader.batch_sampler
+        self._drawing = sampler if isinstance(sampler, PoissonSampler) else None
 
     def seed_draws(self, epoch: int) -> None:
         """The draws of this epoch follow from data_seed, if there is one: other ones in each process."""
@@ -118,9 +118,9 @@ class RanksTrainer(Trainer):
         if self.args.data_seed is None:
             return
         self.sampling_generator.manual_seed(self.args.data_seed + epoch)
-        if self.ranks is not None:
-            own = own_generator(self.sampling_generator, self.ranks.number, "draws of rows")
-            self.sampling_generator.set_state(own.get_state())
+        if self._drawing is not None:
+            self._drawing.draw_apart(0 if self.ranks is None else self.ranks.number)
+            self._drawing.stream()  # before the loader draws, which may be as often as it likes
 
     # A step
 

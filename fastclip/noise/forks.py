@@ -6,17 +6,21 @@ no independent draws. A generator of a GPU needs no look: CUDA does not run in a
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
 
 from fastclip.errors import StepError
 from fastclip.forks import this_process
+from fastclip.noise.aside import stands_elsewhere
 
 _drawn: dict[int, tuple[torch.Generator, tuple[int, int], int]] = {}
 """By the generator's id: itself (before torch 2.13 none can be referred to weakly), who drew last from
 it, and the seed that it had then."""
 
+_ANOTHER = (0, 0)
+"""A process, of which this one is a fork."""
 _MOST = 64
 """Generators up to which those are kept that nobody else holds."""
 
@@ -50,6 +54,20 @@ def claim(
         _forget()
     _drawn[id(stream)] = stream, process, seed
     return generator
+
+
+def _know_parent() -> None:
+    """In a fork: torch's global generator is the parent's, however often that seeded it since it drew.
+
+    So is one that a look of the parent's had set to a seed that everybody knows.
+    """
+    stream = torch.default_generator
+    if id(stream) in _drawn or stands_elsewhere():
+        _drawn[id(stream)] = stream, _ANOTHER, stream.initial_seed()
+
+
+if hasattr(os, "register_at_fork"):  # after that of fastclip.noise.aside
+    os.register_at_fork(after_in_child=_know_parent)
 
 
 def _forget() -> None:

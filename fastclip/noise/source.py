@@ -19,6 +19,7 @@ from fastclip.compiled import how_to_build
 from fastclip.errors import StepError, say
 from fastclip.noise.forks import claim
 from fastclip.noise.secure_normals import secure_normals
+from fastclip.noise.streams import OwnStream, refuse_global_seed
 
 
 class NoiseSource(ABC):
@@ -29,7 +30,7 @@ class NoiseSource(ABC):
     guarded: bool = False
     """Every value is half the sum of four: a guard against floating-point attacks."""
     generator: torch.Generator | None = None
-    """What is drawn from, if it can be seeded; torch's global generator if None."""
+    """What is drawn from as it is; None: nothing that a user gave."""
 
     @abstractmethod
     def normal_(self, out: Tensor, std: float = 1.0) -> Tensor:
@@ -47,17 +48,49 @@ class NoiseSource(ABC):
 class SeededNoise(NoiseSource):
     """Noise of a torch.Generator, reproducible and as foreseeable as its seed.
 
+    Without a generator it draws from a stream of its own (`OwnStream`), seeded from torch's global
+    generator at the first draw: `torch.manual_seed` before it makes noise that can be repeated, and what
+    sets the global generator afterwards changes nothing.
+
     It is never copied or pickled with its generator: whoever holds the stream can subtract the noise.
-    A fork of a process that drew from it is refused until it is seeded anew there (StepError).
+    A fork of a process that drew from it is refused until it is seeded anew there (StepError). So is a
+    generator that was seeded as torch's global one.
 
     Args:
-        generator: torch's global one if None.
+        generator: drawn from as it is.
     """
 
     secure = False
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
-        self.generator = generator
+        self.generator = None if generator is torch.default_generator else generator
+        self._own = OwnStream(None, "noise")
+
+    def of_rank(self, number: int) -> SeededNoise:
+        """A source that draws what no other rank does, seeded from this one's generator, or torch's."""
+        found = SeededNoise()
+        found._own = OwnStream(self.generator, "noise", number)
+        return found
+
+    def stream(self, device: torch.device | str = "cpu") -> torch.Generator | None:
+        """The generator that draws on a device: its state is where the noise goes on from.
+
+        Restoring it (`set_state`) repeats the noise bit for bit. Whoever sees it can subtract the noise.
+
+        Returns:
+            None where nothing is drawn (meta), and while a CUDA graph is captured if no generator was
+            given: CUDA's own is the one that replays move on.
+
+        Raises:
+            StepError: in a fork of a process that drew from it, or if its seed is the global one's.
+        """
+        if self.generator is not None:
+            refuse_global_seed(self.generator)
+            return claim(self.generator, "noise")
+        kind = torch.device(device).type
+        if kind == "meta" or (kind == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return None
+        return self._own.on(device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SeededNoise:
         return SeededNoise()
@@ -66,7 +99,7 @@ class SeededNoise(NoiseSource):
         return SeededNoise, ()
 
     def normal_(self, out: Tensor, std: float = 1.0) -> Tensor:
-        return out.normal_(0.0, std, generator=claim(self.generator, "noise", out.device))
+        return out.normal_(0.0, std, generator=self.stream(out.device))
 
 
 class SecureNoise(NoiseSource):

@@ -37,7 +37,7 @@ class OwnsNoise(NotCopied):
 
     @property
     def generator(self) -> torch.Generator | None:
-        """What noise is drawn from; None for torch's global generator, and in secure mode."""
+        """What noise is drawn from as it is; None for a stream of its own, and in secure mode."""
         return self._source.generator
 
     @generator.setter

@@ -15,7 +15,6 @@ from fastclip.errors import ArgumentError, StepError
 from fastclip.noise import NoiseSource, SeededNoise
 from fastclip.parallel.reaching import reaching
 from fastclip.parallel.shards import Shards
-from fastclip.parallel.streams import own_generator
 
 T = TypeVar("T")
 
@@ -48,9 +47,7 @@ class Ranks:
         """Where the parameters are, if each rank holds a part of them."""
         self._draws = _of_the_host(group, another=True) if spread else None
         """The same; its exchanges happen while a loader draws, ahead of others."""
-        self._sources: WeakKeyDictionary[NoiseSource, dict[torch.device, SeededNoise]] = (
-            WeakKeyDictionary()
-        )
+        self._sources: WeakKeyDictionary[NoiseSource, SeededNoise] = WeakKeyDictionary()
 
     def share(self, rows: Tensor) -> Tensor:
         """Those of them that are this rank's: each is one rank's, and which is public."""
@@ -216,7 +213,7 @@ class Ranks:
                 distributed.broadcast(x, first, group=self._group)
         return found
 
-    def own(self, source: NoiseSource, device: torch.device) -> NoiseSource:
+    def own(self, source: NoiseSource) -> NoiseSource:
         """A source that draws what no other rank does, seeded from `source`."""
         if source.secure or self.count == 1:
             return source
@@ -225,11 +222,9 @@ class Ranks:
                 f"noise of several ranks expects a SeededNoise or SecureNoise, got "
                 f"{type(source).__name__}, which may draw the same on each of them"
             )
-        sources = self._sources.setdefault(source, {})
-        if device not in sources:
-            generator = own_generator(source.generator, self.number, f"noise on {device}", device)
-            sources[device] = SeededNoise(generator)
-        return sources[device]
+        if source not in self._sources:
+            self._sources[source] = source.of_rank(self.number)
+        return self._sources[source]
 
 
 def _of_the_host(group: Any, *, another: bool = False) -> Any:

