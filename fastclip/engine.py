@@ -105,7 +105,7 @@ class FastPrivacyEngine(SteppingEngine):
                 the loader's order, and accounted without amplification: each is in every pass.
             clipping: a strategy of fastclip.clipping, or the name of a preset, whose arguments are
                 further keywords here; "flat" and the keywords of "adaptive" are Opacus'.
-            noise_generator: source of the noise, for reproducible runs.
+            noise_generator: drawn from as it is, for reproducible runs; not seeded as torch is.
             grad_sample_mode: "fast"; "ghost" is the same and returns the criterion too; Opacus'
                 own modes ("hooks", "functorch", "ew", ...) take their gradients from Opacus' code.
             wrap_model: False intercepts the model in place and returns a handle with `cleanup()`.

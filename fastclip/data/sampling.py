@@ -166,6 +166,12 @@ class PoissonSampler(UniformWithReplacementSampler):
         """
         self._own = OwnStream(self.generator, "rows", number)
 
+    def draw_anew(self) -> None:
+        """Seed the stream of its own from where the generator stands now."""
+        if self._own is not None:
+            self._own.forget()
+            self._own.on()  # before the loader draws from the generator, as often as it likes
+
     def stream(self) -> torch.Generator:
         """The generator that draws: its state is where the draws go on from.
 

@@ -119,8 +119,7 @@ class RanksTrainer(Trainer):
             return
         self.sampling_generator.manual_seed(self.args.data_seed + epoch)
         if self._drawing is not None:
-            self._drawing.draw_apart(0 if self.ranks is None else self.ranks.number)
-            self._drawing.stream()  # before the loader draws, which may be as often as it likes
+            self._drawing.draw_anew()
 
     # A step
 

@@ -123,6 +123,7 @@ def by_hand(model: nn.Module, physical: int, epochs: int = 2) -> FastPrivacyEngi
     )  # fmt: skip
     for epoch in range(epochs):
         generator.manual_seed(DATA_SEED + epoch)
+        loader.batch_sampler.draw_anew()
         with BatchMemoryManager(
             data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer
         ) as batches:

@@ -337,3 +337,16 @@ def test_a_run_goes_on_bit_for_bit_from_its_streams() -> None:
     other.optimizer.noise_source.stream().set_state(states[0])
     other.loader.batch_sampler.stream().set_state(states[1])
     assert same(other.one_pass(), expected) == (True, True)
+
+
+def test_rows_begin_anew_where_their_generator_stands() -> None:
+    """As the Trainer's do in every epoch, by its data_seed."""
+    generator = torch.Generator().manual_seed(5)
+    run = Run(generator)
+    found = []
+    for seed in (1, 2, 1):
+        generator.manual_seed(seed)
+        run.loader.batch_sampler.draw_anew()
+        found.append(run.one_pass())
+    assert same(found[0], found[2]) == (True, False)  # the noise goes on
+    assert same(found[0], found[1]) == (False, False)
