@@ -100,7 +100,7 @@ class Run:
         setup: a name of `SETUPS`. seed: of weights, rows, draws and noise.
         ledger: its file on the disk; None: in memory only.
         secure: noise that nobody can repeat; then nothing of the run can be compared.
-        noise: "own": a generator of its own. "global": torch's.
+        noise: "own": a generator of its own. "global": a stream that is seeded of torch's.
     """
 
     def __init__(
@@ -113,10 +113,9 @@ class Run:
         data = TensorDataset(self.setup.data(), torch.randint(CLASSES, (ROWS,)))
         self.noise_by_step = True
         """The noise of a step is seeded by its number; else it goes on from step to step."""
-        self.draws, self.noise = torch.Generator(), torch.Generator()
-        self.noise.manual_seed(seed)
-        if noise == "global":
-            self.noise = torch.default_generator
+        self.draws = torch.Generator().manual_seed(seed)
+        self.noise = torch.Generator()
+        self.noise.manual_seed(1_000_003 + seed)
         self.engine = FastPrivacyEngine(accountant="rdp", secure_mode=secure)
         own = not secure and noise == "own"
         mode = {} if self.setup.mode is None else {"grad_sample_mode": self.setup.mode}
@@ -143,7 +142,7 @@ class Run:
 
     def epoch(self, number: int) -> Iterator[list[Tensor]]:
         """The physical batches of an epoch."""
-        self.draws.manual_seed(1000 * self.seed + number)
+        self.loader.batch_sampler.stream().manual_seed(1000 * self.seed + number)
         physical = self.setup.physical
         cut = nullcontext(self.loader) if physical is None else BatchMemoryManager(
             data_loader=self.loader, max_physical_batch_size=physical, optimizer=self.optimizer
@@ -165,7 +164,8 @@ class Run:
         self.optimizer.zero_grad()
         functional.cross_entropy(self.model(x), y).backward()
         if self.noise_by_step and not self.secure:
-            self.noise.manual_seed(1_000_003 * (self.seed + 1) + number)
+            stream = self.optimizer.noise_source.stream()
+            stream.manual_seed(1_000_003 * (self.seed + 1) + number)
         self.optimizer.step()
 
     def recover(self) -> None:

@@ -167,6 +167,7 @@ class Trainer:
             sigma = noise(run.epsilon, experiment.delta, rate, self.steps, strategy.noise)
         made = self.engine.make_private(noise_multiplier=sigma, **options)
         self.model, self.optimizer, self.loader = made
+        self.draws = self.loader.batch_sampler.stream()
 
     # Training
 

@@ -21,6 +21,8 @@ it, and the seed that it had then."""
 
 _ANOTHER = (0, 0)
 """A process, of which this one is a fork."""
+_UNSEEDED = torch.Generator().initial_seed()
+"""Of every generator that torch has just made."""
 _MOST = 64
 """Generators up to which those are kept that nobody else holds."""
 
@@ -35,8 +37,14 @@ def claim(
 
     Raises:
         StepError: it was drawn from before this process was forked, and has not been given another seed
-            since.
+            since; or it was never given one.
     """
+    if generator is not None and generator.initial_seed() == _UNSEEDED:
+        raise StepError(
+            f"{what} cannot come from a generator that was never seeded: torch.Generator() makes the "
+            "same numbers in every process, which anybody can make again; call its seed(), or "
+            "manual_seed with a number that nobody knows, or pass none"
+        )
     where = torch.device(device) if generator is None else generator.device
     if where.type != "cpu":
         return generator

@@ -114,7 +114,7 @@ def test_a_stream_that_nobody_drew_from_goes_to_the_fork(made: Any) -> None:
 
 
 def test_a_stream_is_known_by_its_generator_whoever_draws() -> None:
-    generator = torch.Generator()
+    generator = torch.Generator().manual_seed(3)
     plain(generator)()
 
     def child() -> None:
@@ -289,10 +289,10 @@ def test_weights_of_rows_too() -> None:
 
 
 def test_generators_of_nobody_are_let_go_and_others_are_remembered() -> None:
-    own = torch.Generator()
+    own = torch.Generator().manual_seed(3)
     plain(own)()
-    for _ in range(1000):
-        noise(torch.Generator())()
+    for number in range(1000):
+        noise(torch.Generator().manual_seed(10 + number))()
     assert len(forks._drawn) < 200  # those of other tests that are still held among them
 
     def child() -> None:

@@ -25,6 +25,7 @@ from fastclip.noise.streams import OwnStream, own_generator
 from fastclip.samples.randomness import Generators
 from fastclip.testing.randomness import own_randomness
 from tests.noise.test_forks import REFUSED, in_a_fork
+from tests.refusal import refused
 
 SIZES = [3, 100_000]
 """Drawn by PyTorch, and by the loops for the host where they are."""
@@ -176,6 +177,19 @@ def test_noise_seeded_as_torch_is_refused_whoever_draws(size: int) -> None:
     torch.manual_seed(42)
     with pytest.raises(StepError, match="a seed of its own"):
         noise(SeededNoise(torch.Generator().manual_seed(42)), size)
+
+
+def test_a_generator_that_was_never_seeded_is_refused() -> None:
+    """Its numbers are the same in every process: noise that anybody can subtract, rows that all know."""
+    with refused("manual_seed with a number that nobody knows", StepError):
+        Run(noise_generator=torch.Generator()).one_pass()
+    with refused("rows cannot come from a generator that was never seeded", StepError):
+        Run(generator=torch.Generator()).one_pass()
+    seeded = torch.Generator()
+    seeded.seed()
+    again = torch.Generator()
+    again.set_state(seeded.get_state())  # as of a run that goes on
+    assert len(Run(noise_generator=seeded).one_pass()) == len(Run(generator=again).one_pass())
 
 
 def test_noise_may_have_the_seed_of_the_loader() -> None:
