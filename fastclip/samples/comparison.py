@@ -130,17 +130,17 @@ class Comparison:
             if not self._disturb(rows, groups, seed):
                 break
         self._choose()
-        if choice > 1 and any(axis < 0 for axis in self.unfolded.axes):
+        axes = self.unfolded.owned_axes
+        if choice > 1 and any(axis < 0 for axis in axes):
             given = self._gradients(rows)  # only now all places are known
             for kept in groups if given else ():
                 others = self._gradients(others_changed(rows, kept))
-                axes = self.unfolded.axes
                 self.layout.mixed |= mixed_outputs(given, others, sorted(kept), axes, len(rows))
 
     def _gradients(self, rows: list[int]) -> Found:
-        """Those of outputs without an axis of samples, in a run on these rows."""
+        """Those of outputs whose rows are not known, in a run on these rows."""
         found: Found = {}
-        probe, axes = Probe(self.layout, len(rows), differentiable=True), self.unfolded.axes
+        probe, axes = Probe(self.layout, len(rows), differentiable=True), self.unfolded.owned_axes
         settled = {n: c[0] for n, c in self.candidates.items() if len(c) == 1}
         self.run.once(probe, rows, _SEEDS[0], partial(note_gradients, probe, settled, axes, found))
         return found

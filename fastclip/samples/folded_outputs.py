@@ -1,7 +1,8 @@
 """Outputs in which other dimensions are folded with the samples (logits [b * t, v]): unfolded, and held
 apart like any other.
 
-Which fold it is, values tell: where some rows of the batch change, the entries of all others stay.
+Which fold it is, values tell: where some rows of the batch change, the entries of all others stay. Where
+no fold is found (rows that a mask selects, pieces put end to end), gradients tell: see mixed_outputs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from fastclip.samples.groups import others_changed
-from fastclip.samples.independence import axes_of_outputs, by_row, coupled, rows_agree
+from fastclip.samples.independence import (
+    UNPLACED,
+    axes_of_outputs,
+    by_row,
+    coupled,
+    rows_agree,
+)
 from fastclip.samples.inputs import without_graph
 from fastclip.samples.place import Place, places
 from fastclip.samples.probing import Probe, Runs
@@ -35,6 +42,12 @@ class Unfolded:
     def axes(self) -> list[int]:
         """Where the samples lie in every tensor of what is returned; UNBATCHED or UNCLEAR."""
         return [0 if n in self._places else axis for n, axis in enumerate(self._found)]
+
+    @property
+    def owned_axes(self) -> list[int]:
+        """The same, but UNPLACED where it is not known whose each entry along the axis is."""
+        lost = {*self._folded} - self._places.keys()
+        return [UNPLACED if n in lost else axis for n, axis in enumerate(self.axes)]
 
     def __call__(self, output: Any, count: int) -> list[Tensor]:
         """The tensors of the output of a run on so many rows."""

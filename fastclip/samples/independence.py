@@ -20,7 +20,7 @@ from fastclip.samples.place import Place, called
 from fastclip.samples.probing import Probe, Shapes
 from fastclip.samples.rounding import OTHER_BATCH, VALUES, agree, tolerances
 
-UNBATCHED, UNCLEAR = -1, -2
+UNBATCHED, UNCLEAR, UNPLACED = -1, -2, -3
 SIZES = (2, 3)
 
 

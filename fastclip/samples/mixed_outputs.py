@@ -18,7 +18,7 @@ from fastclip.errors import BatchSizeError
 from fastclip.graph import Node, reached_without
 from fastclip.samples.gradients import gradients, normal
 from fastclip.samples.ignored import IGNORED
-from fastclip.samples.independence import UNBATCHED, by_row, rows_agree
+from fastclip.samples.independence import UNBATCHED, UNPLACED, by_row, rows_agree
 from fastclip.samples.inputs import flatten, rebuild, tensors_of
 from fastclip.samples.place import Place
 from fastclip.samples.probing import Probe
@@ -65,7 +65,7 @@ def note_gradients(
             below, _ = reached_without(roots, lambda node: False)
         if x.grad_fn in below:
             probe.layout.inner.add(number)
-        seed = normal(x, number).to(x.dtype)
+        seed = _by_value(x.detach(), number) if axis == UNPLACED else normal(x, number).to(x.dtype)
         given = gradients([x], edges, [seed], keep_graph=True) if edges else ()
         found[number] = (
             x.shape,
@@ -75,6 +75,16 @@ def note_gradients(
                 if gradient is not None
             ],
         )
+
+
+def _by_value(x: Tensor, seed: int) -> Tensor:
+    """A gradient of `x` that follows from each row's own values, wherever the row stands.
+
+    Rows before it may be more or fewer in another run. It is no constant, which leaves nothing of rows
+    whose mean was taken off.
+    """
+    columns = normal(x.new_empty(x.shape[-1] if x.dim() > 1 else 1), seed).to(x.dtype)
+    return columns * (1 + x / (1 + x.abs()))
 
 
 def _is_statistic(given: Gradients, axis: int, shape: torch.Size) -> bool:

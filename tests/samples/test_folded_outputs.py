@@ -67,3 +67,66 @@ def test_apart_is_exact(time_first: bool, b: int) -> None:
     found = torch.cat([p.summed_grad.flatten() for p in used])
     assert relative_error(found, expected) < 1e-10
     optimizer.step()
+
+
+SELECTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a mask": lambda h, x: h[x[..., 0] > 0],
+    "end to end": lambda h, x: torch.cat(
+        [row[: int(n)] for row, n in zip(h, (x[..., 0] > 0).sum(1), strict=True)]
+    ),
+    "folded, a mask elsewhere": lambda h, x: (h + torch.zeros_like(h)[x[..., 0] > 9].sum()).reshape(
+        -1, D
+    ),
+}
+"""Rows of which nobody says whose they are."""
+BEHIND: dict[str, Use] = {
+    "nothing": lambda z: z,
+    "itself": lambda z: z / z.norm(dim=1, keepdim=True),
+}
+ACROSS: dict[str, Use] = {
+    "centred": lambda z: z - z.mean(0),
+    "scaled": lambda z: z / z.std(),
+    "detached": lambda z: z / z.detach().abs().max(),
+    "columns": lambda z: nn.functional.normalize(z, dim=0),
+}
+
+
+class Selected(Folded):
+    """Returns rows that a mask selects."""
+
+    def __init__(self, select: Callable[[Tensor, Tensor], Tensor], last: Use) -> None:
+        super().__init__(last, time_first=False)
+        self.select = select
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.select(self.second(torch.tanh(self.first(x))), x))
+
+
+@pytest.mark.parametrize("select", SELECTED)
+@pytest.mark.parametrize("case", ACROSS)
+def test_selected_rows_that_are_coupled(case: str, select: str) -> None:
+    model: Any = Selected(SELECTED[select], ACROSS[case]).double()
+    used = [*model.first.parameters(), *model.second.parameters()]
+    _, private, optimizer, _ = make_private(model, optimizer_params=used)
+    with refused("depends on the other samples"):
+        private(torch.randn(8, T, D, dtype=torch.float64)).cos().sum().div(8).backward()
+    assert all(getattr(p, "summed_grad", None) is None for p in used)
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("b", [1, 2, 8])
+@pytest.mark.parametrize("select", SELECTED)
+@pytest.mark.parametrize("case", BEHIND)
+def test_selected_rows_apart_are_exact(case: str, select: str, b: int) -> None:
+    model: Any = Selected(SELECTED[select], BEHIND[case]).double()
+    x = torch.randn(b, T, D, dtype=torch.float64)
+    used = [*model.first.parameters(), *model.second.parameters()]
+    expected = 0.0
+    for row in x:
+        grads = torch.autograd.grad(model(row[None]).cos().sum(), used)
+        norm = nn.utils.get_total_norm(grads)
+        expected = expected + torch.cat([g.flatten() for g in grads]) / max(1.0, float(norm))
+    private = make_private(model, optimizer_params=used)[1]
+    private(x).cos().sum().div(b).backward()
+    found = torch.cat([p.summed_grad.flatten() for p in used])
+    assert relative_error(found, expected) < 1e-10
