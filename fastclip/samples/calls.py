@@ -140,15 +140,15 @@ class Calls:
     ) -> Iterator[Callable[[Any], Any]]:
         """A method of the model, or a part of it, runs inside; the layers it reaches are its own.
 
-        Yields what its output must go through.
+        Yields what its output must go through. It may turn gradients on inside (torch.enable_grad).
         """
-        if self.probe or not torch.is_grad_enabled():
+        if self.probe:
             yield lambda out: out
             return
         called, layout = Entered(name, module, plain, args, kwargs), self.layout_of(name)
         called.drives = layout.drives or not batch_sizes_of(args, kwargs, self.batch_axis)
         noticed = layout.proxied if layout.known else self._private
-        self.begin(called, () if called.drives else noticed)
+        self.begin(called, noticed if torch.is_grad_enabled() and not called.drives else ())
         try:
             yield partial(self._returned_by, called)
         finally:

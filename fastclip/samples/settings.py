@@ -49,7 +49,7 @@ def _is_number(value: Any) -> bool:
     return type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
 
 
-def _is_flag(value: Any) -> bool:
+def is_flag(value: Any) -> bool:
     """A tensor that holds one whole number, or whether something is so."""
     one = isinstance(value, Tensor) and value.numel() == 1
     return one and not (value.is_floating_point() or value.is_complex())
@@ -134,7 +134,7 @@ class Settings:
             if isinstance(value, _PLAIN) or _is_set(value) or _is_number(value):
                 if name != "training":
                     self._plain.append((table, name))
-            elif _is_flag(value):
+            elif is_flag(value):
                 self._tensors.append((table, name))
             elif depth < _DEEPEST and name not in TORCHS:
                 self._of_value(table, name, value, depth + 1)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fastclip.samples.inputs import Way, flatten, way_of
-from fastclip.samples.settings import Key, Settings, kind
+from fastclip.samples.settings import Key, Settings, is_flag, kind
 
 _PATIENCE = 16
 """Changes of one setting that are looked at; then only every doubling of the calls is one: counters
@@ -123,7 +123,8 @@ def _sizes(leaf: Any) -> tuple[int, ...]:
 
 
 def _shown(leaf: Any) -> Any:
-    """An argument, as far as code may branch on it without reading a tensor."""
+    """An argument, as far as code may branch on it without reading the numbers of a batch."""
     if isinstance(leaf, Tensor):
-        return (leaf.dim(), leaf.dtype)
+        one = type(leaf) is Tensor and not leaf.dim() and leaf.device.type == "cpu"
+        return (leaf.dim(), leaf.dtype, leaf.item() if one and is_flag(leaf) else None)
     return kind(leaf)

@@ -69,3 +69,36 @@ def test_what_it_calls_with_rows_is_looked_at() -> None:
     model.set_input(x)
     model.loss_of_forward().backward()
     assert_sums(summed(dict(model.named_parameters())), expected, 1e-10)
+
+
+class Scored(nn.Module):
+    """A method that turns gradients on for itself."""
+
+    def __init__(self, couple: bool) -> None:
+        super().__init__()
+        self.couple, self.inner = couple, nn.Linear(D, D).double()
+
+    def score(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            h = self.inner(x)
+            return h - h.mean(0) if self.couple else h.cos()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("couple", [False, True])
+def test_gradients_that_a_method_turns_on(couple: bool) -> None:
+    model, x = Scored(couple), torch.randn(3, D, dtype=torch.float64)
+    grads = per_sample_gradients(model, x, lambda out, _: (out.cos()).mean(1))
+    C = norms(grads).median().item()
+    expected = clipped_sum(grads, C)
+    make_private(model, max_grad_norm=C)
+    if couple:
+        with refused("depends on another sample's row"), torch.no_grad():
+            model.score(x)
+        return
+    with torch.no_grad():
+        out = model.score(x)
+    out.mean(1).mean().backward()
+    assert_sums(summed(dict(model.named_parameters())), expected, 1e-10)

@@ -157,6 +157,8 @@ def test_an_attribute_of_the_class() -> None:
         (Batch(kwargs={"on": 0.0}), Batch(kwargs={"on": 0.5})),
         (Batch(kwargs={"on": ""}), Batch(kwargs={"on": "coupled"})),
         (Batch((None,)), Batch((torch.ones(()),))),
+        (Batch((torch.tensor(False),)), Batch((torch.tensor(True),))),
+        (Batch((torch.tensor(0),)), Batch((torch.tensor(7),))),
         (Batch(), Batch(({"on": 1},))),
     ],
 )
