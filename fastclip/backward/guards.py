@@ -90,6 +90,10 @@ def _refuse_other(name: str, keeper: ref[Any], gradient: Tensor | None) -> None:
         )
 
 
+_OWN = (_refuse, _refuse_other)
+"""Hooks that look whether there is a gradient."""
+
+
 def say_untrained(others: Mapping[nn.Parameter, str]) -> None:
     """Warn of trainable parameters that nobody will train."""
     names = [name for p, name in others.items() if p.requires_grad]
@@ -111,7 +115,7 @@ def check_hooks(names: Mapping[nn.Parameter, str], parameters: Iterable[nn.Param
     """
     for parameter in parameters:
         for hook in gradient_hooks(parameter):
-            if getattr(hook, "func", None) is not _refuse and parameter.requires_grad:
+            if getattr(hook, "func", None) not in _OWN and parameter.requires_grad:
                 raise UnsupportedLayerError(
                     f"parameter {names[parameter]!r} has a hook on its gradient (register_hook or "
                     "register_post_accumulate_grad_hook), which would not run: its per-sample "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from fastclip.errors import BatchSizeError
+from fastclip.errors import BatchSizeError, StepError
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class Entry:
 _NEVER_THERE = "reads per-sample gradients, which the fast mode never builds"
 _HOOKS = "switches hooks off and on; the fast mode has none: engine.paused() is its way"
 _HOW = "asks whether Opacus' functorch serves the layer; ours serves it with a rule of its own"
+_UNSEEDED = (
+    "takes noise from torch.Generator() as it is made, which has one seed in all processes; the engine "
+    "refuses it"
+)
 _MUST_FAIL = "asks that training fails where ExpandedWeights do not know the layer; ours trains it"
 
 ENTRIES = (
@@ -49,6 +53,8 @@ ENTRIES = (
         "forgets batch_first=False: Opacus clips the gradients of positions instead of samples, and "
         "the engine refuses",
     ),
+    Entry("randomness::*_fast::test_generator", StepError, _UNSEEDED),
+    Entry("randomness::*_fast::test_generator_with_global_seed", StepError, _UNSEEDED),
     Entry(
         "poisson::*_secure::test_same_seed",
         AssertionError,

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from fastclip.errors import ParameterLeakError
+from fastclip import FastPrivacyEngine
+from fastclip.errors import ParameterLeakError, StepError
 from tests.networks import mlp, rows
 from tests.oracle import backward, make_private, row_loss
 from tests.refusal import refused
@@ -85,3 +87,21 @@ def test_another_loss_may_train_it() -> None:
     model.shift.grad = None
     row_loss(model(rows(4))).mean().backward()
     assert model.shift.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*not in the private optimizer")
+def test_all_of_it_may_become_private_later() -> None:
+    """What guarded the others is none of the user's hooks."""
+    model, x = Shifted(), rows(4)
+    _, private, first, _ = make_private(model, optimizer_params=[*model.net[0].parameters()])
+    engine = FastPrivacyEngine()
+    private, optimizer, _ = engine.make_private(
+        module=private, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(x), batch_size=2), noise_multiplier=0.0,
+        max_grad_norm=1.0, poisson_sampling=False,
+    )  # fmt: skip
+    backward(private, x)
+    optimizer.step()
+    assert all(p.grad is not None for p in model.parameters())
+    with refused("not private any more", StepError):
+        first.step()
