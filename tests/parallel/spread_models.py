@@ -229,11 +229,12 @@ def train(name: str, net: nn.Module) -> dict[str, Any]:
 
 
 def replay(name: str, drawn: list[list[int]]) -> list[Tensor]:
-    """One process on these rows."""
+    """One process on these rows; a draw of none, which transformers cannot take, moves nothing."""
     net, states = built(name), []
     made = private(net, data=MODELS[name][2], poisson=False, expected_batch_size=4.0)
     for numbers in drawn:
-        step(made, net, MODELS[name][2].x[numbers])
+        if numbers or name not in ("bert", "lora"):
+            step(made, net, MODELS[name][2].x[numbers])
         states.append(weights(net))
     return states
 
