@@ -108,6 +108,20 @@ def _driver() -> Any:
     return driver
 
 
+class _Kind(type):
+    _generator = torch.Generator
+
+    def __call__(cls, device: Any = None) -> torch.Generator:
+        return cls._generator()
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls._generator)
+
+
+class _Generator(metaclass=_Kind):
+    """In the place of torch.Generator: one of the CPU, as no other can be made here."""
+
+
 class _Stream:
     """In the place of torch.cuda.Stream."""
 
@@ -136,6 +150,7 @@ def _torch_cuda() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
+    torch.Generator = _Generator  # type: ignore[assignment, misc]
     torch._C._cuda_getCurrentRawStream = lambda index: 0  # type: ignore[attr-defined]  # CUDA
     torch._C._cuda_getDevice = lambda: 0  # type: ignore[attr-defined]
 
