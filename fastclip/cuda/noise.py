@@ -21,8 +21,7 @@ from torch import Tensor
 from fastclip import _C
 from fastclip.errors import ArgumentError
 from fastclip.memory import is_plain, loop_threads, place, pointer
-from fastclip.noise import SeededNoise, refuse_capture
-from fastclip.noise.forks import claim
+from fastclip.noise import refuse_capture
 from fastclip.noise.keystream import fresh_key
 from fastclip.ops.finalize import check_std
 
@@ -131,11 +130,8 @@ def _draw(
         **here,
     }
     if not source.secure:
-        if isinstance(source, SeededNoise):
-            stream = source.stream(device)
-        else:
-            stream = claim(source.generator, "noise", device)
-        seed = torch.empty(2, dtype=torch.int64, device=device).random_(generator=stream)
+        words = torch.empty(2, dtype=torch.int64, device=device)
+        seed = words.random_(generator=source.stream(device))
         _C.noise_philox(seed=seed.data_ptr(), **scale)
         return
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():

@@ -32,6 +32,14 @@ class NoiseSource(ABC):
     generator: torch.Generator | None = None
     """What is drawn from as it is; None: nothing that a user gave."""
 
+    def stream(self, device: torch.device | str = "cpu") -> torch.Generator | None:
+        """The generator that is drawn from on a device; None: torch's own there.
+
+        Raises:
+            StepError: in a fork of a process that drew from it.
+        """
+        return claim(self.generator, "noise", device)
+
     @abstractmethod
     def normal_(self, out: Tensor, std: float = 1.0) -> Tensor:
         """Fill `out`, of any floating type and device, with N(0, std^2); returns it."""
