@@ -136,7 +136,7 @@ class FastPrivacyEngine(SteppingEngine):
         validation.choice("loss_reduction", loss_reduction, ("mean", "sum"))
         if criterion is None:
             criterion = nn.CrossEntropyLoss(reduction=loss_reduction)
-        check_criterion(criterion, loss_reduction)
+        check_criterion(criterion, loss_reduction, module)
         if grad_sample_mode not in ("ghost_fsdp", "ghost_tp"):  # which take the losses row by row
             check_coupling(criterion)
         validation.check_inner_step(optimizer)

@@ -151,7 +151,7 @@ def _refused_around(setup: Setup) -> Iterator[str]:
         checks.append(lambda: check_inner_step(setup.optimizer))
         checks.append(lambda: check_optimizer(setup.module, setup.optimizer))
     if setup.criterion is not None:
-        checks.append(lambda: check_criterion(setup.criterion, setup.loss_reduction))
+        checks.append(lambda: check_criterion(setup.criterion, setup.loss_reduction, setup.module))
         checks.append(lambda: check_coupling(setup.criterion))
     if setup.data_loader is not None:
         checks.append(setup.design)

@@ -14,11 +14,25 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from fastclip._torch import will_run
+from fastclip._torch import node_type, will_run
 from fastclip.errors import GraphError
 
 Node = Any
 """A node of autograd's graph."""
+
+
+_PRIVATE: set[type] = set()
+
+
+def private_function(function: type[Function]) -> type[Function]:
+    """Class decorator of a function of the private model: `is_private` knows its nodes."""
+    _PRIVATE.add(node_type(function))
+    return function
+
+
+def is_private(node: Node) -> bool:
+    """Whether a node of the graph is a private layer's, or use's."""
+    return type(node) in _PRIVATE
 
 
 def differentiable_once(backward: Callable[..., tuple]) -> Callable[..., tuple]:

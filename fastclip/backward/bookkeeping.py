@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fastclip import ops
 from fastclip._torch import at_end_of_pass, current_task
-from fastclip.backward import guards
+from fastclip.backward import guards, outside
 from fastclip.backward.arithmetic import arithmetic
 from fastclip.backward.backward_pass import BackwardPass
 from fastclip.backward.batch_norm import check_batch_norm
@@ -64,12 +64,11 @@ class BookKeeper:
         self.batch, self.sums = LogicalBatch(), ClippedSums()
         self.calls = Calls(batch_axis, names)
         self.planner, self.plan_log = planner or Planner(), PlanLog()
-        self.guard = guards.LeakGuard()
+        self.guard, self.outside = guards.LeakGuard(), outside.Outside()
         self.monitor, self.row_orders = guards.NonFiniteMonitor(), RowOrders()
-        self.paused = False
         self.caught: Callable[[BackwardPass, float], None] | None = None
         """Takes a pass that is rehearsed or captured, with its factor: it contributes nothing."""
-        self.depth, self.forward = 0, Forward(None)
+        self.depth, self.forward, self.paused = 0, Forward(None), False
         self.per_sample_norms: Tensor | None = None
         self.batch_norms: list[tuple[str, nn.Module]] = []
         self._shared: set[nn.Parameter] = set()
@@ -176,6 +175,7 @@ class BookKeeper:
             check_processes(self.clipping.ranks)
             self._pass = BackwardPass(task, self.planner, self._shared, running_loss())
             at_end_of_pass(partial(self.close_pass, self._pass))
+            self.outside.check(forward, self.names, self.others)
         self._pass.loss_scale = running_scale()
         if forward not in self._pass.forwards:
             self._pass.forwards.append(forward)

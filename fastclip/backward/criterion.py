@@ -19,6 +19,7 @@ from torch import nn
 from fastclip._torch import SAVED_REDUCTION, SAVED_WEIGHT
 from fastclip.backward.loss_graph import Node, running_roots
 from fastclip.backward.loss_scale import is_scaled
+from fastclip.backward.outside import OUTSIDE
 from fastclip.errors import ArgumentError, GraphError
 
 _REDUCTIONS = ("none", "mean", "sum")
@@ -49,16 +50,25 @@ def _contradiction(what: str, found: str, expected: str) -> str:
     )
 
 
-def check_criterion(criterion: Any, loss_reduction: str) -> None:
-    """Refuse a criterion whose reduction contradicts `loss_reduction`.
+def check_criterion(criterion: Any, loss_reduction: str, model: nn.Module) -> None:
+    """Refuse a criterion whose reduction contradicts `loss_reduction`, or that is trained itself.
 
     Args:
         criterion: a module or a function (functools.partial included); one whose reduction cannot
             be told is accepted.
+        model: whose parameters it may hold.
 
     Raises:
         ArgumentError: with the way out.
     """
+    if isinstance(criterion, nn.Module):
+        of_model = set(model.parameters())
+        own = [n for n, p in criterion.named_parameters() if p.requires_grad and p not in of_model]
+        if own:
+            raise ArgumentError(
+                f"criterion {type(criterion).__name__} trains parameters of its own ({', '.join(own)}), "
+                f"on gradients that are neither clipped nor noised: {OUTSIDE}"
+            )
     reduction = _reduction(criterion)
     name = getattr(criterion, "__name__", type(criterion).__name__)
     if reduction == "none":

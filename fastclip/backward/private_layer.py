@@ -11,7 +11,7 @@ from torch.autograd import Function
 
 from fastclip.backward.handle import Handle
 from fastclip.errors import GraphError, where
-from fastclip.graph import differentiable_once, taking_part
+from fastclip.graph import differentiable_once, private_function, taking_part
 from fastclip.layers import Record
 from fastclip.layers.contribution import Contribution
 from fastclip.layers.folded import FoldedRecord
@@ -34,6 +34,7 @@ class Call:
         self.row_order = forward.row_order
 
 
+@private_function
 class PrivateLayer(Function):
     """A layer whose backward returns the input's gradient only."""
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 
 from fastclip._torch import Native, tree_unflatten
 from fastclip.errors import BatchSizeError, GraphError
-from fastclip.graph import differentiable_once, taking_part
+from fastclip.graph import differentiable_once, private_function, taking_part
 from fastclip.layers.contribution import Contribution
 from fastclip.layers.records import Record
 from fastclip.ops.units import UnitRows
@@ -117,6 +117,7 @@ def _repeats(x: Tensor) -> bool:
     return any(n > 1 and not s for n, s in zip(x.shape, x.stride(), strict=True))
 
 
+@private_function
 class Tap(Function):
     """The identity; its backward records."""
 

@@ -1,0 +1,81 @@
+"""What is trained beside the private model: its gradient comes of the same rows, and nobody clips it.
+
+A criterion with weights of its own (centres of classes, a temperature), or a part in front of the
+private model, is trained by another optimizer on gradients that are neither clipped nor noised. They
+are no parameters of the model, so no hook of ours is on them; the graph of the loss tells.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterator
+
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from fastclip.backward.loss_graph import running_roots
+from fastclip.errors import ParameterLeakError
+from fastclip.graph import Node, is_private, takes_part
+from fastclip.samples.calls import Forward
+from fastclip.samples.inputs import tensors_of
+
+OUTSIDE = (
+    "make one module of it and the model and give that to make_private, freeze it "
+    "(requires_grad_(False)), or detach what is computed of it"
+)
+_WHOLE = 2
+"""Passes of which the whole graph outside private layers is read."""
+_NEAR = 64
+"""Nodes next to the loss that are read in all others, which may have another loss."""
+
+
+class Outside:
+    """Looks, as a backward pass opens, for leaves that are trained and are not the private model's."""
+
+    def __init__(self) -> None:
+        self._passes = 0
+
+    def check(self, forward: Forward, *known: Container[nn.Parameter]) -> None:
+        """Refuse a pass that trains anything else.
+
+        Args:
+            forward: the call whose output the gradient has reached.
+            known: parameters that are guarded by hooks of their own.
+
+        Raises:
+            ParameterLeakError: naming the shape.
+        """
+        roots = running_roots()
+        nodes = deque([] if roots is None else roots.nodes)
+        if forward.inputs is not None:
+            inputs = (x for x in tensors_of(forward.inputs) if x.requires_grad)
+            nodes.extend(get_gradient_edge(x).node for x in inputs)
+        most = _NEAR if self._passes >= _WHOLE else None
+        self._passes += 1
+        for node in _above_private(nodes, most):
+            leaf = getattr(node, "variable", None)
+            if leaf is None or any(leaf in some for some in known):
+                continue
+            if _is_trained(leaf, forward.batch_size) and takes_part(node):
+                raise ParameterLeakError(
+                    f"a {'parameter' if isinstance(leaf, nn.Parameter) else 'tensor'} of shape "
+                    f"{list(leaf.shape)} outside the private model is trained by this loss, on a "
+                    f"gradient that is neither clipped nor noised: {OUTSIDE}"
+                )
+
+
+def _is_trained(leaf: Tensor, rows: int | None) -> bool:
+    """A tensor with an entry for each row is a batch, whose gradient is its rows' own."""
+    return isinstance(leaf, nn.Parameter) or (rows is not None and rows not in leaf.shape)
+
+
+def _above_private(nodes: deque[Node], most: int | None) -> Iterator[Node]:
+    """The nodes that are reached without going through a private layer's, nearest ones first."""
+    seen: set[Node] = set()
+    while nodes and (most is None or len(seen) < most):
+        node = nodes.popleft()
+        if node in seen or is_private(node):
+            continue
+        seen.add(node)
+        yield node
+        nodes.extend(below for below, _ in node.next_functions if below is not None)
