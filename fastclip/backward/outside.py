@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container, Iterator
+from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
+from fastclip._torch import current_task
 from fastclip.backward.loss_graph import running_roots
 from fastclip.errors import ParameterLeakError
 from fastclip.graph import Node, is_private, takes_part
@@ -30,21 +34,34 @@ _NEAR = 64
 
 
 class Outside:
-    """Looks, as a backward pass opens, for leaves that are trained and are not the private model's."""
+    """Looks, as a backward pass opens, for leaves that may be trained and are not the private model's.
+
+    It is a gradient that is refused: a leaf that only makes a checkpoint run gets none.
+    """
 
     def __init__(self) -> None:
         self._passes = 0
+        self._handles: list[RemovableHandle] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Outside:
+        return Outside()
+
+    def __reduce__(self) -> Any:
+        return Outside, ()
 
     def check(self, forward: Forward, *known: Container[nn.Parameter]) -> None:
-        """Refuse a pass that trains anything else.
+        """Let no gradient come to anything else in the pass that has begun.
 
         Args:
             forward: the call whose output the gradient has reached.
             known: parameters that are guarded by hooks of their own.
 
         Raises:
-            ParameterLeakError: naming the shape.
+            ParameterLeakError: one has come already; later ones raise it as they come.
         """
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
         roots = running_roots()
         nodes = deque([] if roots is None else roots.nodes)
         if forward.inputs is not None:
@@ -57,11 +74,19 @@ class Outside:
             if leaf is None or any(leaf in some for some in known):
                 continue
             if _is_trained(leaf, forward.batch_size) and takes_part(node):
-                raise ParameterLeakError(
-                    f"a {'parameter' if isinstance(leaf, nn.Parameter) else 'tensor'} of shape "
-                    f"{list(leaf.shape)} outside the private model is trained by this loss, on a "
-                    f"gradient that is neither clipped nor noised: {OUTSIDE}"
-                )
+                kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor"
+                what = f"a {kind} of shape {list(leaf.shape)}"
+                refuse = partial(_refuse, what, current_task())
+                refuse(leaf.grad)  # what lies between the model and the loss has had its turn
+                self._handles.append(leaf.register_hook(refuse))
+
+
+def _refuse(what: str, task: int, gradient: Tensor | None) -> None:
+    if gradient is not None and current_task() == task:  # else the pass has failed long ago
+        raise ParameterLeakError(
+            f"{what} outside the private model is trained by this loss, on a gradient that is neither "
+            f"clipped nor noised: {OUTSIDE}"
+        )
 
 
 def _is_trained(leaf: Tensor, rows: int | None) -> bool:

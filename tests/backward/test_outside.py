@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fastclip.errors import ArgumentError, ParameterLeakError
 from tests.networks import mlp, rows
@@ -125,6 +126,23 @@ def test_gradients_that_are_not_asked_for() -> None:
     private, loss = private_model(), Centred()
     loss(private(rows(ROWS))).backward(inputs=list(private.parameters()))
     assert loss.centre.grad is None
+
+
+def test_a_leaf_that_only_makes_a_checkpoint_run() -> None:
+    """Reentrant checkpoints ask for an input that requires a gradient, and give it none."""
+    private, dummy = private_model(), torch.ones(1, requires_grad=True)
+    out = checkpoint(lambda x, _: private._module[0](x), rows(ROWS), dummy, use_reentrant=True)
+    private._module[2](out.tanh()).square().mean().backward()
+    assert dummy.grad is None
+
+
+def test_after_a_pass_that_was_refused() -> None:
+    """Another loss may train it, without the private model."""
+    private, loss = private_model(), Centred()
+    with refused(WAY_OUT, ParameterLeakError):
+        loss(private(rows(ROWS))).backward()
+    loss(torch.ones(2, 3, dtype=torch.float64)).backward()
+    assert loss.centre.grad is not None
 
 
 def test_two_private_models_of_one_loss() -> None:
