@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fastclip.accounting.accounted_engine import AccountedEngine
 from fastclip.accounting.segments import new_name
+from fastclip.data.base_rows import check_copies
 from fastclip.data.design import SamplingDesign
 from fastclip.data.draws import Draws
 from fastclip.data.filling import filling_of
@@ -55,6 +56,7 @@ class DrawingEngine(AccountedEngine):
         )  # fmt: skip
         if not poisson_sampling and self.secure_mode:
             check_secure(data_loader)
+        check_copies(data_loader, plan.choice, plan.unit)
         canaries = canaries_of(data_loader.dataset, plan.choice, plan.unit)
         return replace(plan, design=replace(plan.design, canaries=canaries))
 

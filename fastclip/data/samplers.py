@@ -37,7 +37,7 @@ from fastclip.parallel.ranks import Ranks
 _POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
 POISSON_OF_ROWS = (UniformWithReplacementSampler, PoissonSampler)
 _ALL_ROWS = (SequentialSampler, RandomSampler, SecureRandomSampler)
-_SUBSETS = (SubsetRandomSampler, SecureSubsetSampler)
+SUBSETS = (SubsetRandomSampler, SecureSubsetSampler)
 _UNITS = (
     "the data loader draws units already, all rows of one or none; pass the one that make_private was "
     "given, not the one that it returned, and unit_ids again"
@@ -114,7 +114,7 @@ def check_poisson(data_loader: DataLoader, distributed: bool) -> Choice:
     generator = getattr(sampler, "generator", None)
     if isinstance(sampler, UnitSampler):
         raise ArgumentError(_UNITS)
-    if kind in _SUBSETS:
+    if kind in SUBSETS:
         chosen = _numbers(sampler.indices, kind.__name__)
         Distinct(rows, kind.__name__).check(chosen)
         return Choice(len(chosen), chosen % rows, generator=generator)
@@ -230,7 +230,7 @@ def check_order(data_loader: DataLoader) -> Distinct | None:
     if kind in _ALL_ROWS and sampler is not outer:
         return None
     checked = Distinct(rows, kind.__name__)
-    if kind in _SUBSETS:
+    if kind in SUBSETS:
         checked.one_pass().check(sampler.indices)
     return checked
 
@@ -271,7 +271,7 @@ def order_of(loader: DataLoader) -> tuple[int, bool]:
     outer: Any = loader.batch_sampler
     sampler = outer.sampler if unwatched(outer) is BatchSampler else outer
     kind = unwatched(sampler)
-    if kind in _SUBSETS:
+    if kind in SUBSETS:
         return len(sampler.indices), True
     if kind in (RandomSampler, SecureRandomSampler):
         return sampler.num_samples, True
