@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from numbers import Number
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ def unit_numbers(unit_ids: Any, dataset: Any) -> Tensor:
             must come in the data set's order. Of a Subset: a column of what it is a subset of.
 
     Raises:
-        ArgumentError, ArgumentTypeError: no such column, another number of ids, or a missing id: rows
-            of one unit would count as several.
+        ArgumentError, ArgumentTypeError: no such column, another number of ids, a missing id, or numbers
+            beside strings: rows of one unit would count as several.
     """
     rows = len(dataset)
     ids = _column(dataset, unit_ids) if isinstance(unit_ids, str) else _listed(unit_ids)
@@ -33,6 +34,7 @@ def unit_numbers(unit_ids: Any, dataset: Any) -> Tensor:
         raise ArgumentError(f"{_EACH}: {rows} of them, got {len(ids)}")
     numbers: dict[Any, int] = {}
     found = [numbers.setdefault(_comparable(i, row), len(numbers)) for row, i in enumerate(ids)]
+    _check_kinds(numbers, found)
     return torch.tensor(found, dtype=torch.int64, device="cpu")
 
 
@@ -76,6 +78,37 @@ def _comparable(unit: Any, row: int) -> Any:
             "leave them out of the data set, or give each its unit"
         )
     return unit
+
+
+def _check_kinds(numbers: dict[Any, int], found: list[int]) -> None:
+    """Refuse numbers beside strings, and strings beside bytes: 12 and "12" are one patient, and unequal.
+
+    Args:
+        numbers: of the units, by their ids. found: of each row.
+    """
+    first: dict[tuple[int, ...], tuple[str, Any]] = {}
+    for unit, number in numbers.items():
+        for place, kind in _kinds(unit):
+            before, other = first.setdefault(place, (kind, unit))
+            if kind != before:
+                rows = found.index(numbers[other]), found.index(number)
+                raise ArgumentError(
+                    f"{_EACH}, all of one kind, got {other!r} for row {rows[0]} and {unit!r} for row "
+                    f"{rows[1]}: {before} and {kind} are never equal, so rows of one unit would count "
+                    "as several; make all of them strings (dtype=str where pandas reads the file, or "
+                    ".astype(str))"
+                )
+
+
+def _kinds(unit: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Of what kind an id is; of a tuple its parts, by its length and their places."""
+    if isinstance(unit, tuple):
+        for number, part in enumerate(unit):
+            yield from _kinds(part, (*place, len(unit), number))
+    elif isinstance(unit, Number):
+        yield place, "numbers"
+    elif isinstance(unit, (str, bytes)):
+        yield place, "strings" if isinstance(unit, str) else "bytes"
 
 
 def _column(dataset: Any, name: str) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -76,10 +77,12 @@ SAME: dict[str, Any] = {
     "pairs": [("a", 1), ("b", 1), ("a", 1), ("a", 2), ("b", 1)],
     "array": np.array([7, 3, 7, 9, 3], dtype=np.int16),
     "strings": np.array(["p", "q", "p", "r", "q"]),
-    "objects": np.array(["p", 3, "p", (1, 2), 3], dtype=object),
+    "objects": np.array(["p", DAY, "p", (1, 2), DAY], dtype=object),
     "floats": torch.tensor([0.5, 1.5, 0.5, 2.0, 1.5]),
     "series": Series(["p", "q", "p", "r", "q"]),
     "tensors": [*torch.tensor([7, 3, 7, 9, 3])],
+    "tuples of two lengths": [("a",), (1, "b"), ("a",), (1, "c"), (1, "b")],
+    "numbers of several types": [7, 3.0, np.float32(7), Decimal(9), np.int8(3)],
     "dates": [DAY, None, DAY, DAY.replace(day=2), None],
     "numpy's numbers": [*np.array([7, 3, 7, 9, 3])],
 }
@@ -158,6 +161,22 @@ def test_ids_that_can_be_read_once_only() -> None:
 def test_ids_that_are_missing(ids: Any, message: str) -> None:
     """A row without an id would be a unit of its own, and its patient would have several."""
     with refused(message, ArgumentError):
+        unit_numbers(ids, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([12, 7, 7, "12", 12], "got 12 for row 0 and '12' for row 3: numbers and strings"),
+        (np.array(["p", "q", 3, "p", 3], dtype=object), "'p' for row 0 and 3 for row 2"),
+        ([b"1", b"2", "1", "2", "2"], "bytes and strings are never equal"),
+        ([torch.tensor(1), "1", "2", "3", "2"], "numbers and strings"),
+        ([("a", 1), ("a", 2), ("a", "1"), ("b", 1), ("b", 1)], r"\('a', 1\) for row 0 and"),
+    ],
+)
+def test_ids_of_two_kinds(ids: Any, message: str) -> None:
+    """As pandas reads a long file in parts: 12 in one part is "12" in another."""
+    with refused(f"{message}.*make all of them strings", ArgumentError):
         unit_numbers(ids, ROWS)
 
 
