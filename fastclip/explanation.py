@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.criterion import check_coupling, check_criterion
+from fastclip.backward.guards import untrained
 from fastclip.clipping import dp_sgd
 from fastclip.data.design import SamplingDesign
 from fastclip.data.plan import Request, plan_sampling
@@ -227,10 +228,7 @@ def _look(
 def _traps(setup: Setup, owned: set[nn.Parameter]) -> Iterator[str]:
     missing = [n for n, p in setup.module.named_parameters() if p.requires_grad and p not in owned]
     if missing:
-        yield (
-            f"{len(missing)} trainable parameters are not in the optimizer ({missing[0]}, ...): they "
-            "get no gradient; freeze them (requires_grad_(False)) to save their backward pass"
-        )
+        yield untrained(missing)
     if not setup.secure_mode:
         yield (
             "noise comes from a generator that can be seeded: fine for experiments; use "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -98,11 +98,16 @@ def say_untrained(others: Mapping[nn.Parameter, str]) -> None:
     """Warn of trainable parameters that nobody will train."""
     names = [name for p, name in others.items() if p.requires_grad]
     if names:
-        say(
-            f"{len(names)} trainable parameters are not in the private optimizer ({names[0]}, ...): "
-            "they get no gradient, whatever other optimizer holds them; freeze them "
-            "(requires_grad_(False)), which saves their backward pass, or give all to one optimizer"
-        )
+        say(untrained(names))
+
+
+def untrained(names: Sequence[str]) -> str:
+    """What is said of trainable parameters that the private optimizer does not have."""
+    return (
+        f"{len(names)} trainable parameters are not in the private optimizer ({names[0]}, ...): they "
+        "are not trained, whatever other optimizer holds them; freeze them (requires_grad_(False)), "
+        "which saves their backward pass, or give all to one optimizer"
+    )
 
 
 def check_hooks(names: Mapping[nn.Parameter, str], parameters: Iterable[nn.Parameter]) -> None:

@@ -28,12 +28,14 @@ class Gate:
 
     def __init__(self) -> None:
         self.open = False
+        self.passing = False
+        """The step that it was open for runs."""
         self.keeper: Callable[[], BookKeeper | None] = lambda: None
         """Of the fast mode: whose sums are to be released first, while it is alive."""
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        was_open, self.open = self.open, False
-        if was_open:
+        self.open, self.passing = False, self.open
+        if self.passing:
             return
         keeper = self.keeper()
         if keeper is not None and keeper.batch.state in _UNRELEASED:
@@ -50,6 +52,10 @@ class Gate:
             "returned, or cleanup() on the model that it returned, to train without privacy"
         )
 
+    def shut(self, *_: Any) -> None:
+        """Nothing is released just now; also a hook after the inner optimizer's step."""
+        self.open = self.passing = False
+
 
 _UNRELEASED = (State.GATHERED, State.HELD, State.JOINED, State.STALE)
 
@@ -62,8 +68,15 @@ def gate_of(optimizer: Optimizer) -> Gate:
     if gate is None:
         gate = _GATES[optimizer] = Gate()
         optimizer.register_step_pre_hook(gate)
-    gate.open = False
+        optimizer.register_step_post_hook(gate.shut)
+    gate.shut()
     return gate
+
+
+def is_open(optimizer: Optimizer) -> bool:
+    """Whether this is the inner optimizer of a private one that has just released its gradients."""
+    gate = _GATES.get(optimizer)
+    return gate is not None and gate.open
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -10,9 +10,11 @@ from opacus.optimizers import DPOptimizer
 from opacus.validators import ModuleValidator
 from torch import nn
 
+from fastclip.backward.guards import say_untrained
 from fastclip.data.drawing_engine import DrawingEngine
 from fastclip.data.recorded import Releases
 from fastclip.model.ownership import check_free
+from fastclip.optim.inner_step import parameters_of
 from fastclip.optim.materialised import optimizer_class
 
 
@@ -43,6 +45,8 @@ class OpacusModes(DrawingEngine):
             self._new = None
         wrapper, optimizer, loader = made[0], made[1], made[-1]
         optimizer.bind(wrapper)
+        held = set(parameters_of(optimizer))
+        say_untrained({p: n for n, p in wrapper._module.named_parameters() if p not in held})
         assert self._drawn_by is not None
         draws = self._watched(loader, poisson_sampling, rand_on_empty, required=False)
         optimizer.batch.draws = draws

@@ -16,6 +16,7 @@ from fastclip.errors import StepError
 from fastclip.model.ownership import claim_for_opacus
 from fastclip.optim.inner_step import gate_of, keep_only, parameters_of
 from fastclip.optim.noise import OwnsNoise
+from fastclip.optim.raw_steps import watch_steps
 from fastclip.optim.step_hooks import KeepsAccount
 
 
@@ -40,6 +41,7 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
     def bind(self, wrapper: Any) -> None:
         """Tell the optimizer what make_private returned for its model."""
         claim_for_opacus(wrapper, self.batch)
+        watch_steps(wrapper, self.original_optimizer, self._gate)
         self._model, self._known = wrapper._module, set(wrapper._module.parameters())
 
     # Thresholds
@@ -88,7 +90,7 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear gradients, per-sample gradients, and the sums unless they are of a split batch."""
-        self._gate.open = False
+        self._gate.shut()
         if self.batch.keeps_sums():
             self._forget_samples()
         else:
@@ -109,12 +111,19 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
 
     # Step
 
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Opacus': closure, `pre_step`, inner step; an inner step that fails leaves the gate shut."""
+        try:
+            return super().step(closure)
+        finally:
+            self._gate.shut()
+
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Everything before the inner step; False if this step only accumulates.
 
         A step that fails releases nothing, and `zero_grad` clears what it had.
         """
-        self._gate.open = False
+        self._gate.shut()
         released = self.params
         if self._known is not None:
             self._check_known(released)
