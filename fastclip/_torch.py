@@ -263,6 +263,9 @@ INDEX_SAMPLER = "_index_sampler"
 OPACUS_MARK = "_forward_counter"
 """Opacus keeps it on every trainable parameter until cleanup(): its uses that had no backward yet."""
 
+OPACUS_HOOKS = "autograd_grad_sample_hooks"
+"""The list, on a wrapped model, of the handles that its cleanup() removes."""
+
 
 def forget_passes(module: nn.Module) -> None:
     """What Opacus keeps of passes that did not end: inputs of layers, counts, sums of one pass."""

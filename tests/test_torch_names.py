@@ -107,6 +107,15 @@ def test_attributes_exist(whose: str) -> None:
     assert all(hasattr(OWNERS[whose], name) for name in names)
 
 
+def test_handles_that_opacus_removes() -> None:
+    layer = nn.Linear(1, 1)
+    wrapper = opacus.GradSampleModule(layer)
+    handles = getattr(layer, _torch.OPACUS_HOOKS)
+    handles.append(layer.register_forward_hook(lambda *_: None))
+    wrapper.cleanup()
+    assert not layer._forward_hooks
+
+
 def test_attributes_of_wrappers() -> None:
     layer = nn.Linear(1, 1)
     assert torch.compile(layer)._orig_mod is layer

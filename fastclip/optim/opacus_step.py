@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from fastclip.model.ownership import claim_for_opacus
 from fastclip.optim.inner_step import gate_of, keep_only, parameters_of
 from fastclip.optim.noise import OwnsNoise
 from fastclip.optim.raw_steps import watch_steps
+from fastclip.optim.shown_samples import only_shown, watch_passes
 from fastclip.optim.step_hooks import KeepsAccount
 
 
@@ -42,6 +43,7 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
         """Tell the optimizer what make_private returned for its model."""
         claim_for_opacus(wrapper, self.batch)
         watch_steps(wrapper, self.original_optimizer, self._gate)
+        watch_passes(wrapper)
         self._model, self._known = wrapper._module, set(wrapper._module.parameters())
 
     # Thresholds
@@ -103,9 +105,13 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
         self.sums.clear(self.params)
         self._clipped_at = None
 
+    def _all(self) -> Collection[nn.Parameter]:
+        """Parameters of the model, those of no optimizer among them: Opacus' code writes to all."""
+        return self._known or parameters_of(self)
+
     def _forget_samples(self) -> None:
         """Of frozen parameters, too: they may be trained again in the next batch."""
-        for p in parameters_of(self):
+        for p in self._all():
             if p.requires_grad or hasattr(p, "grad_sample"):
                 p.grad_sample = None  # type: ignore[attr-defined]
 
@@ -124,6 +130,7 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
         A step that fails releases nothing, and `zero_grad` clears what it had.
         """
         self._gate.shut()
+        only_shown(self._all())
         released = self.params
         if self._known is not None:
             self._check_known(released)
