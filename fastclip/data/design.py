@@ -70,6 +70,8 @@ class SamplingDesign:
     """A unit's gradient is the "mean" or the "sum" of its rows' gradients."""
     secure: bool = False
     """Drawn from cryptographic randomness."""
+    readers: int = 1
+    """Workers that read a stream side by side, each of which may bring every row."""
     canaries: Canaries | None = None
     """Rows of an audit that are among those of the data set."""
 

@@ -29,6 +29,7 @@ from fastclip.data.samplers import (
     order_of,
 )
 from fastclip.data.sampling import PoissonSampler
+from fastclip.data.streams import readers_of
 from fastclip.data.unit_ids import unit_numbers
 from fastclip.data.unit_sampler import UnitSampler, rows_by_unit
 from fastclip.errors import ArgumentError
@@ -294,4 +295,5 @@ def _of_its_own(loader: DataLoader, request: Request, secure: bool) -> SamplingD
         name = STREAM
     else:
         name = SHUFFLED if shuffled else GIVEN_ORDER
-    return SamplingDesign(name, 1 / steps, size, steps, rows, secure=secure)
+    readers = readers_of(loader)
+    return SamplingDesign(name, 1 / steps, size, steps, rows, secure=secure, readers=readers)

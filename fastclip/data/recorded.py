@@ -16,6 +16,7 @@ from fastclip.checks import between
 from fastclip.clipping.schedules import NoiseSchedule
 from fastclip.data.design import STREAM, SamplingDesign
 from fastclip.data.draws import Draws
+from fastclip.data.streams import TWICE
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
 
 
@@ -114,7 +115,7 @@ class Releases:
         """A step is about to be released.
 
         Raises:
-            StepError: it joins more batches than one pass has.
+            StepError: it joins more batches than one pass has, or batches that may hold the same rows.
             ArgumentError: it protects another unit than the steps that the accountant knows.
         """
         joined = optimizer.accumulated_iterations
@@ -123,6 +124,9 @@ class Releases:
                 f"this step joins {joined} batches, more than the {self.design.steps} of one pass "
                 "over the data, so rows are in it twice; call optimizer.step() more often"
             )
+        if joined > 1 and (readers := self.design.readers) > 1:
+            most = min(joined, readers)
+            raise StepError(TWICE.format(joined=joined, readers=readers, most=most))
         accountant, sigma = self._accountant(), optimizer.noise_multiplier
         accountant.protected = accountant.protected.beside(self.design.protected)
         if self.design.poisson:
