@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fastclip.accounting.accounted_engine import AccountedEngine
 from fastclip.accounting.segments import new_name
-from fastclip.data.base_rows import check_copies
+from fastclip.data.copies import check_copies
 from fastclip.data.design import SamplingDesign
 from fastclip.data.draws import Draws
 from fastclip.data.filling import filling_of
@@ -18,8 +18,10 @@ from fastclip.data.mixed import canaries_of
 from fastclip.data.plan import Plan, Request, plan_sampling, use_sampler
 from fastclip.data.row_order import check_row_order, know_empty
 from fastclip.data.rows_told import told_of
+from fastclip.data.same_rows import SameRows
 from fastclip.data.samplers import check_order, check_shares, draws_independently, set_steps
-from fastclip.data.sampling import check_secure, draw_exactly, draw_securely
+from fastclip.data.sampling import PoissonSampler, check_secure, draw_exactly, draw_securely
+from fastclip.data.unit_sampler import UnitSampler
 from fastclip.parallel.ranks import Ranks
 
 
@@ -96,7 +98,14 @@ class DrawingEngine(AccountedEngine):
         draws = Draws(independent=independent, required=required, placeholders=rand_on_empty)
         draws.filling = filling_of(ranks, rand_on_empty)
         if not isinstance(loader.dataset, IterableDataset):  # whose rows no sampler chooses
-            watch_draws(loader, draws, distinct)
+            sampler, same = loader.batch_sampler, None
+            if isinstance(sampler, UnitSampler):
+                same = SameRows(loader.dataset, sampler.owners(len(loader.dataset)))  # type: ignore[arg-type]
+            elif isinstance(
+                sampler, PoissonSampler
+            ):  # it draws numbers, whatever is left of the rows
+                same = SameRows(loader.dataset)
+            watch_draws(loader, draws, distinct, same)
         return draws
 
     def _prepare_sampling(

@@ -15,33 +15,39 @@ from fastclip.data.distinct import Distinct
 from fastclip.data.draws import Draws
 from fastclip.data.iteration import Iteration, reading, sampler_between
 from fastclip.data.refusals import REORDERED
+from fastclip.data.same_rows import SameRows
 from fastclip.data.unchanged import Unchanged
 from fastclip.data.units import UnitBatch
 from fastclip.errors import ArgumentError
 
 
-def watch_draws(loader: DataLoader, draws: Draws, distinct: Distinct | None = None) -> None:
+def watch_draws(
+    loader: DataLoader, draws: Draws, distinct: Distinct | None = None, same: SameRows | None = None
+) -> None:
     """Tell `draws` of what the batch sampler of `loader` draws.
 
     The sampler keeps its type: a subclass of it takes its place.
 
     Args:
         distinct: refuses rows drawn twice in one pass; None where the sampler cannot draw them.
+        same: refuses a data set whose rows are gone or moved when a pass begins; None looks at nothing.
     """
     sampler: Any = loader.batch_sampler
     try:
-        _watch(sampler, draws, distinct)
+        _watch(sampler, draws, distinct, same)
     except TypeError:  # a list of batches, or another type that cannot be replaced
         sampler = _Around(sampler)
-        _watch(sampler, draws, distinct)
+        _watch(sampler, draws, distinct, same)
         object.__setattr__(loader, "batch_sampler", sampler)
 
 
-def _watch(sampler: Any, draws: Draws, distinct: Distinct | None) -> None:
+def _watch(sampler: Any, draws: Draws, distinct: Distinct | None, same: SameRows | None) -> None:
     kind: Any = type(sampler)
     plain = unwatched(sampler)
 
     def watched(self: Any) -> _Watched:
+        if same is not None:
+            same.check()
         return _Watched(kind.__iter__(self), draws, distinct, unchanged)
 
     def reduce(self: Any, protocol: Any) -> Any:

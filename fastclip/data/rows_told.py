@@ -52,7 +52,7 @@ def told_of(dataset: Any, around: tuple[int, ...] = ()) -> str:
 
 def _by_row(dataset: Any, length: Any) -> Iterator[tuple[str, Any]]:
     """What a data set is, or holds, with an entry for each of its rows."""
-    for name, values in (("", dataset), *_held(getattr(dataset, "__dict__", {}))):
+    for name, values in (("", dataset), *held(getattr(dataset, "__dict__", {}))):
         table = hasattr(values, "iloc") and hasattr(values, "to_numpy")
         known = table or type(values) in (list, tuple) or isinstance(values, (Tensor, np.ndarray))
         if known and getattr(values, "shape", (0,)) != () and len(values) == length:
@@ -67,7 +67,7 @@ def _by_row(dataset: Any, length: Any) -> Iterator[tuple[str, Any]]:
             yield name, few.to_numpy() if table else few
 
 
-def _held(by_name: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def held(by_name: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """What a data set holds, by name, and the columns of mappings among that (a tokenizer's)."""
     for name, values in sorted(by_name.items()):
         yield name, values

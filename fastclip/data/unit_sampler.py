@@ -46,6 +46,14 @@ class UnitSampler(PoissonSampler):
                 sizes.append(len(mine))
             yield UnitBatch(rows, sizes, self.largest, self.reduction)
 
+    def owners(self, rows: int) -> Tensor:
+        """The unit of each row of a data set of so many, int64 [rows]; -1 for rows never drawn."""
+        found = torch.full((rows,), -1, dtype=torch.int64, device="cpu")
+        sizes = torch.tensor(self._starts, dtype=torch.int64, device="cpu").diff()
+        units = torch.arange(len(sizes), dtype=torch.int64, device="cpu")
+        found[self._order] = units.repeat_interleave(sizes)
+        return found
+
     def _rows_of(self, unit: int) -> list[int]:
         rows = self._order[self._starts[unit] : self._starts[unit + 1]]
         most = self.max_rows_per_unit

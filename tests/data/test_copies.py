@@ -1,0 +1,138 @@
+"""Rows that a data set has several times, where torch's own classes tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    random_split,
+)
+
+from fastclip.errors import ArgumentError
+from tests.data.test_samplers import start
+from tests.networks import mlp
+from tests.oracle import make_private
+from tests.refusal import refused
+
+N = 12
+DATA = TensorDataset(torch.arange(float(N))[:, None])
+OTHER = TensorDataset(torch.arange(float(N))[:, None])
+SAME = TensorDataset(*DATA.tensors)
+TRAIN, TEST = random_split(DATA, [8, 4], torch.Generator().manual_seed(0))
+ONCE_MORE = [*range(8), 0, 0, 0, 0]
+
+
+class Keyed(Dataset):
+    """Rows by number, whatever is asked for."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, row: Any) -> Any:
+        return (torch.zeros(1),)
+
+
+class Transformed(Subset):
+    """A Subset of the user's own."""
+
+    def __getitem__(self, row: Any) -> Any:
+        return (2 * super().__getitem__(row)[0],)
+
+    def __getitems__(self, rows: list[int]) -> list[Any]:
+        return [self[row] for row in rows]
+
+
+COPIES: dict[str, Dataset] = {
+    "a row five times": Subset(DATA, ONCE_MORE),
+    "as a tensor": Subset(DATA, torch.tensor(ONCE_MORE)),  # type: ignore[arg-type]
+    "as an array": Subset(DATA, np.array(ONCE_MORE)),  # type: ignore[arg-type]
+    "a mask for numbers": Subset(DATA, [True] * 6 + [False] * 6),
+    "negative": Subset(DATA, [*range(6), -12]),
+    "joined with itself": ConcatDataset([DATA] * 4),
+    "the same tensors": ConcatDataset([DATA, SAME]),
+    "overlapping": ConcatDataset([Subset(DATA, range(7)), Subset(DATA, range(6, 12))]),
+    "a part again": ConcatDataset([TRAIN, TEST, Subset(TEST, [2])]),
+    "nested": Subset(ConcatDataset([OTHER, Subset(DATA, [3, 4, 3])]), [0, 12, 13, 14]),
+    "negative, of joined": Subset(ConcatDataset([OTHER, DATA]), [23, 0, -1]),
+    "of a subclass": Transformed(DATA, ONCE_MORE),
+    "of the user's own": Subset(Keyed(), [0, 1, 2, 3, -12]),
+}
+
+ORDINARY: dict[str, Dataset] = {
+    "a split": TRAIN,
+    "a part of a split": Subset(TRAIN, [-1, 0, 3]),
+    "a permutation": Subset(DATA, torch.randperm(N).tolist()),
+    "joined": ConcatDataset([DATA, OTHER]),
+    "joined splits": ConcatDataset([TEST, TRAIN]),
+    "one row of each": Subset(ConcatDataset([DATA, OTHER]), [0, 12, 1, 13, -1]),
+    "an empty part": ConcatDataset([Subset(DATA, []), Subset(DATA, range(3))]),
+    "a list": ConcatDataset([[(torch.zeros(1),)] * 3, [(torch.zeros(1),)] * 3]),
+    "names": Subset({"a": (torch.zeros(1),), "b": (torch.ones(1),)}, ["a", "b"]),  # type: ignore
+    "a subclass": Transformed(DATA, range(5)),
+}
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_are_refused(name: str, poisson: bool) -> None:
+    with refused("leave the copies out, or pass unit_ids", ArgumentError):
+        start(DataLoader(COPIES[name], 2, shuffle=True), poisson=poisson)
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+def test_copies_in_opacus_modes(poisson: bool) -> None:
+    with refused("rows 0 and 12 of a ConcatDataset that are one row", ArgumentError):
+        start(
+            DataLoader(COPIES["joined with itself"], 2, shuffle=True), poisson=poisson, mode="hooks"
+        )
+    start(DataLoader(TRAIN, 2, shuffle=True), poisson=poisson, mode="hooks")
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_data_sets(name: str, poisson: bool) -> None:
+    start(DataLoader(ORDINARY[name], 2, shuffle=True), poisson=poisson)
+
+
+def test_copies_of_which_one_may_be_drawn() -> None:
+    """A sampler that leaves the others out."""
+    copies = Subset(DATA, ONCE_MORE)
+    weights = torch.tensor([1.0] * 8 + [0.0] * 4)
+    for sampler in (SubsetRandomSampler(range(8)), WeightedRandomSampler(weights.tolist(), 12)):
+        start(DataLoader(copies, 2, sampler=sampler))
+    start(DataLoader(copies, 2, sampler=SubsetRandomSampler(range(1, 9))), poisson=False)
+    with refused("rows 0 and 11 of a Subset", ArgumentError):
+        start(DataLoader(copies, 2, sampler=SubsetRandomSampler([0, 5, -1])))
+
+
+def test_copies_of_one_unit() -> None:
+    """They are drawn as one, and clipped as one; of two units they would contribute with both."""
+    data = TensorDataset(torch.randn(6, 4))
+    chosen = [0, 1, 2, 3, 4, 5, 0, 0]
+    make_private(
+        mlp(), dataset=Subset(data, chosen), unit_ids=chosen, batch_size=2, poisson_sampling=True
+    )
+    with refused("rows 0 and 6 .* to two units", ArgumentError):
+        make_private(
+            mlp(), dataset=Subset(data, chosen), unit_ids=range(8), batch_size=2,
+            poisson_sampling=True,
+        )  # fmt: skip
+
+
+def test_many_rows() -> None:
+    """No loop over rows in Python: a million are resolved in the time of a few array operations."""
+    rows = TensorDataset(torch.zeros(10**6, 1))
+    joined = ConcatDataset([Subset(rows, range(0, 10**6, 2)), Subset(rows, range(1, 10**6, 2))])
+    start(DataLoader(joined, 1000, shuffle=True))
+    with refused("rows 0 and 1000000 of a ConcatDataset", ArgumentError):
+        start(DataLoader(ConcatDataset([joined, Subset(rows, [0])]), 1000, shuffle=True))
