@@ -195,8 +195,11 @@ class LogicalBatch:
 
     def contribute(self, passes: list[int]) -> bool:
         """Passes over so many rows each have been made since the last step; False: placeholders."""
+        number = max(1, len(passes))
+        if self.draws is not None and not self.draws.watching:
+            self.draws.unknown.gathered += number
         real = self.draws is None or self.draws.contribute(passes)
-        self._contributed(max(1, len(passes)))
+        self._contributed(number)
         return real
 
     @property
@@ -218,6 +221,7 @@ class LogicalBatch:
             self.accumulated, self.pending = self.joined, 0
             if self.draws is not None and not skip:
                 self.draws.release()
+                self.draws.unknown.release()
             self._state = after
 
     def _check_process(self, draws: Draws) -> None:

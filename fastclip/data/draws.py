@@ -23,6 +23,7 @@ from fastclip.data.iteration import Draw, Iteration, PhysicalBatch, leaves_empty
 from fastclip.data.refusals import AHEAD, ANOTHER, BORDER, EMPTY, UNCLEAR, UNDRAWN
 from fastclip.data.unit_rows import PassedOver, unit_rows
 from fastclip.data.units import UnitBatch
+from fastclip.data.unknown import UnknownPasses
 from fastclip.errors import StepError
 from fastclip.ops.units import UnitRows
 
@@ -41,7 +42,7 @@ class Draws:
 
     def __init__(self, *, independent: bool, required: bool, placeholders: bool = False) -> None:
         self.independent, self.required, self.placeholders = independent, required, placeholders
-        self._watching = required
+        self.watching, self.unknown = required, UnknownPasses()
         self._waiting: list[PhysicalBatch] = []
         """Drawn and not used, in order."""
         self._used: list[PhysicalBatch] = []
@@ -129,7 +130,7 @@ class Draws:
             gone.discard(out[-1])  # a pass inside another, whose batch is in hand
         self._waiting = [b for b in self._waiting if b not in gone]
         self._passed.new_pass(before, [b for b in out if b in gone], self._lags is False)
-        self._watching, self._lags, self._locked, self._ahead = True, None, "", inf
+        self.watching, self._lags, self._locked, self._ahead = True, None, "", inf
         if before is not None and before.used and before.over:
             self._check_empty([*gone], before)
 
@@ -177,7 +178,7 @@ class Draws:
             StepError: no draw may be it, or it may not be joined with what is held.
             BatchSizeError: more rows than were drawn.
         """
-        if not self._watching:
+        if not self.watching:
             return None
         out = self._out()
         batch = self._part_of_the_last(out, rows) or self._choose(out, rows)
@@ -267,7 +268,7 @@ class Draws:
             forget: the batch in hand is given up, too; else its backward pass may be run again.
         """
         back = [] if forget else list(dict.fromkeys(self._used))
-        self._last_out = None
+        self._last_out, self.unknown.gathered = None, 0
         for batch in self._used:
             batch.draw.credited, batch.draw.called_twice = 0, False
         self._used.clear()

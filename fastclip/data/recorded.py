@@ -90,7 +90,7 @@ class Releases:
     shuffled or given order a row is in one step of each pass, and which one does not depend on what it
     holds: for neighbours in which a row is zeroed out, a pass is one Gaussian mechanism of q = 1 with
     the noise of that step (parallel composition), recorded at the least noise of the pass. Of a stream
-    every step is one.
+    every step is one. So is one on batches that no loader has told of (`UnknownPasses`).
 
     Args:
         design: how rows are drawn. draws: of the loader. accountant: who records, when a step is taken.
@@ -129,13 +129,20 @@ class Releases:
             raise StepError(TWICE.format(joined=joined, readers=readers, most=most))
         accountant, sigma = self._accountant(), optimizer.noise_multiplier
         accountant.protected = accountant.protected.beside(self.design.protected)
+        releasing = getattr(optimizer, "releasing", True)
+        if self.design.poisson and (shares := self._unknown(joined, releasing)):
+            self._draws.unknown.say(self.design.rate)
+            with accountant.on_all_ranks():
+                accountant.step(noise_multiplier=sigma / shares, sample_rate=1.0)
+            self.steps += 1
+            return
         if self.design.poisson:
             with accountant.on_all_ranks():
                 accountant.get_optimizer_hook_fn(sample_rate=self._rate)(optimizer)
             self._taken[sigma] += joined == 1
             self.steps += 1
             return
-        told = self.design.sampler != STREAM and getattr(optimizer, "releasing", True)
+        told = self.design.sampler != STREAM and releasing
         passes = self._draws.released if told else []
         cuts = accountant.check_cuts()
         costly = [each for each in passes if sigma < each.recorded or each.cuts != cuts]
@@ -145,6 +152,14 @@ class Releases:
         for each in costly:
             each.recorded, each.cuts = sigma, accountant.check_cuts()
         self.steps += 1
+
+    def _unknown(self, joined: int, releasing: bool) -> int:
+        """How often a row may be in a release with batches that no loader has told of; 0: none is."""
+        draws = self._draws
+        if not releasing:  # `add_noise` was called by hand
+            return 0 if draws.watching else joined
+        unknown = draws.unknown.released
+        return unknown and unknown + bool(draws.released)
 
     def at_rate(self, history: Sequence[Entry], rate: Any) -> list[Entry]:
         """What a whole history is for a row that the steps taken here have drawn with another rate.
