@@ -172,17 +172,26 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
             )
 
     def _check_ready(self) -> None:
-        """Refuse parameters without a per-sample gradient; Opacus' errors, where no pass has failed."""
-        for p in self.params:
-            if getattr(p, "grad_sample", None) is None:
-                if getattr(p, OPACUS_MARK, 0):
-                    raise StepError(
-                        "Per sample gradient is not initialized: a forward pass has had no backward "
-                        "pass that came to its end (one failed, or rows were evaluated outside "
-                        "torch.no_grad()); call optimizer.discard_logical_batch(), and go on with the "
-                        "next batch"
-                    )
-                self._get_flat_grad_sample(p)
+        """Refuse parameters without a per-sample gradient; Opacus' error where none has one."""
+        lacking = [p for p in self.params if getattr(p, "grad_sample", None) is None]
+        if any(getattr(p, OPACUS_MARK, 0) for p in lacking):
+            raise StepError(
+                "Per sample gradient is not initialized: a forward pass has had no backward pass that "
+                "came to its end (one failed, rows were evaluated outside torch.no_grad(), or the loss "
+                "leaves out a layer that was called); call optimizer.discard_logical_batch(), and go on "
+                "with the next batch"
+            )
+        if 0 < len(lacking) < len(self.params):
+            names = {} if self._model is None else {p: n for n, p in self._model.named_parameters()}
+            raise StepError(
+                "Per sample gradient is not initialized: the last backward pass has not reached "
+                f"{len(lacking)} of the trained parameters ({names.get(lacking[0], 'no name')}, ...), "
+                "and Opacus' modes ask for one of each; freeze what a batch does not pass through "
+                "(requires_grad_(False)), or use the fast mode (omit grad_sample_mode), which takes its "
+                "gradient for zero"
+            )
+        for p in lacking:
+            self._get_flat_grad_sample(p)
 
     def _rows(self) -> list[int]:
         """Rows of each backward pass since the last step."""

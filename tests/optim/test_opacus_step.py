@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.utils.data import DataLoader, TensorDataset
 
 import fastclip
 from fastclip import ops
 from fastclip.errors import ArgumentTypeError, StepError
 from fastclip.optim.materialised import clip_apart
-from tests.opacus_runs import ALL, MODES, B, C, backward, gradients, moved, rows, start, weights
+from tests.opacus_runs import ALL, MODES, B, C, D, backward, gradients, moved, rows, start, weights
 from tests.oracle import clipped_sum, norms, relative_error, row_loss
 from tests.refusal import refused
 
@@ -91,6 +92,49 @@ def test_unfrozen_between_backward_and_step(mode: str) -> None:
     with pytest.raises(ValueError, match=r"[Pp]er sample gradient"):
         optimizer.step()
     assert moved(net, before) == [0] * 4
+
+
+class Routed(nn.Module):
+    """A batch passes through one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(D, 2), nn.Linear(D, 2)
+        self.to_left, self.unused = True, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = (self.left if self.to_left else self.right)(x)
+        if self.unused:
+            self.right(x)
+        return out
+
+
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("mode", ALL)
+def test_a_layer_that_a_batch_does_not_reach(mode: str, unused: bool) -> None:
+    """The refusal names it and the way out, which is one."""
+    net = Routed()
+    net.unused = unused and mode != "ew"
+    model, optimizer, _ = fastclip.FastPrivacyEngine().make_private(
+        module=net, optimizer=torch.optim.SGD(net.parameters(), lr=1.0),
+        data_loader=DataLoader(TensorDataset(torch.randn(32, D)), batch_size=B),
+        noise_multiplier=0.0, max_grad_norm=C, poisson_sampling=False, grad_sample_mode=mode,
+    )  # fmt: skip
+    backward(model)
+    before = weights(net)
+    if mode == "fast":
+        optimizer.step()
+        assert moved(net, before)[0] > 0 == moved(net, before)[2]
+        return
+    way_out = "discard_logical_batch" if net.unused else r"right.weight, .*requires_grad_\(False\)"
+    with refused(way_out, StepError):
+        optimizer.step()
+    assert moved(net, before) == [0] * 4
+    optimizer.discard_logical_batch()
+    net.right.requires_grad_(False)
+    backward(model)
+    optimizer.step()
+    assert moved(net, before)[0] > 0 == moved(net, before)[2]
 
 
 @pytest.mark.parametrize("mode", MODES)
