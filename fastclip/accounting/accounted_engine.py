@@ -56,6 +56,7 @@ class AccountedEngine(PrivacyEngine):
         new, old = keep_ledger(value), self._accountant
         if old is not None and old is not new:
             new.take_over(old)
+            new.drawn.join(old.drawn)
         self._accountant = new
 
     def get_epsilon(self, delta: float) -> float:

@@ -95,7 +95,8 @@ def spent(book: IAccountant, delta: float, **options: Any) -> float:
     refuse_truncated(entries, accountant)
     if any(sigma == 0 for sigma, _, _ in entries):
         return math.inf
-    book = holding(book, entries)  # "gdp" reads the last one only
+    kind = getattr(book, "kept_from", None)  # a ledger's own get_epsilon asks here
+    book = holding(book, entries, kind)  # "gdp" reads the last one only
     if accountant == "gdp":
         refuse_changing_noise(entries)
     if accountant == "prv":
@@ -118,9 +119,11 @@ def spent(book: IAccountant, delta: float, **options: Any) -> float:
     return max(found, 0.0)  # PRV goes below 0 where delta alone already covers the run
 
 
-def holding(book: IAccountant, entries: list[Entry]) -> IAccountant:
-    """An accountant that is the same but for its history; what it records stays its own."""
-    twin: IAccountant = object.__new__(type(book))
+def holding(
+    book: IAccountant, entries: list[Entry], kind: type[IAccountant] | None = None
+) -> IAccountant:
+    """An accountant that is the same but for its history (and class); what it records stays its own."""
+    twin: IAccountant = object.__new__(kind or type(book))
     twin.__dict__.update({**book.__dict__, "history": entries})
     return twin
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from opacus.accountants import IAccountant
 
+from fastclip.accounting.asked import Asked, asks_of
 from fastclip.accounting.history import refuse_changing_noise
 from fastclip.accounting.protected import BY_OPACUS, Protected, protected_by
 from fastclip.accounting.protected import KEY as PROTECTED
@@ -34,7 +35,7 @@ from fastclip.errors import ArgumentError
 from fastclip.forks import this_process
 
 
-class Ledger(IAccountant):
+class Ledger(Asked):
     """What `keep_ledger` adds to an accountant: names of its steps (fastclip.accounting.segments).
 
     `history` stays Opacus' list and is what epsilon is computed from. It begins with the steps of
@@ -262,7 +263,6 @@ class Ledger(IAccountant):
     @undisturbed
     def __reduce__(self) -> Any:
         """A copy, in this process or another, is a fork: its steps are not those of the original."""
-        kind = next(base for base in type(self).__mro__ if not issubclass(base, Ledger))
         state = {
             **self.__dict__,
             "history": list(self.history),
@@ -271,7 +271,7 @@ class Ledger(IAccountant):
             "_log": None if self._log is None else self._log.copied(),
         }
         del state["_lock"]
-        return _restored, (kind, state)
+        return _restored, (self.kept_from, state)
 
 
 def keep_ledger(accountant: IAccountant) -> Ledger:
@@ -290,7 +290,7 @@ def keep_ledger(accountant: IAccountant) -> Ledger:
 
 @cache
 def _kept(kind: type[IAccountant]) -> type[IAccountant]:
-    return type(kind.__name__, (Ledger, kind), {"__doc__": kind.__doc__})
+    return type(kind.__name__, (Ledger, kind), asks_of(kind))
 
 
 def _restored(kind: type[IAccountant], state: dict[str, Any]) -> IAccountant:

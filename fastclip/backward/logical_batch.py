@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from fastclip.backward.batch_states import TABLE, Event, Refusal, State
 from fastclip.data.draws import Draws
@@ -39,6 +40,8 @@ class LogicalBatch:
         """Of steps to come, as the training loop signals them: True only accumulates."""
         self.draws: Draws | None = None
         """Of the data loader; None where there is none."""
+        self.account: Any = None
+        """Of the steps that are taken on these sums; its `ledger` records them."""
         self._found: PhysicalBatch | None = None
         self._begun: PhysicalBatch | None = None
         """The batch by whose units the pass under way clips; a loader in another thread draws on."""
@@ -229,6 +232,10 @@ class LogicalBatch:
         last = draws.last
         if draws.independent and last is not None and last.draw.process != this_process():
             raise StepError(FORKED)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a model is accounted for by nobody yet."""
+        return {**self.__dict__, "account": None}
 
     def keeps_sums(self) -> bool:
         """zero_grad() was called; whether the sums are of a split batch, which stay.

@@ -131,7 +131,7 @@ def _draw(
     }
     if not source.secure:
         words = torch.empty(2, dtype=torch.int64, device=device)
-        seed = words.random_(generator=source.stream(device))
+        seed = words.random_(generator=source.drawing(device))
         _C.noise_philox(seed=seed.data_ptr(), **scale)
         return
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():

@@ -48,7 +48,7 @@ def draw_normals(
         return NotImplemented
     if dispatch_modes() or function_modes() or not is_alone():  # who would not hear of it
         return NotImplemented
-    generator = source.stream()
+    generator = source.drawing()
     pairs = zip(outs, totals or [None] * len(outs), strict=True)
     for fits, run in groupby(pairs, lambda pair: _fits(pair[0])):
         of, added = map(list, zip(*run, strict=True))

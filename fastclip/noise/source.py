@@ -31,6 +31,10 @@ class NoiseSource(ABC):
     """Every value is half the sum of four: a guard against floating-point attacks."""
     generator: torch.Generator | None = None
     """What is drawn from as it is; None: nothing that a user gave."""
+    account: Any = None
+    """Of the steps that this noise is drawn for: their number (`steps`), and the ledger's `drawn`."""
+    _noted: tuple[Any, ...] = ()
+    """For which step, and on which device, the state was noted last."""
 
     def stream(self, device: torch.device | str = "cpu") -> torch.Generator | None:
         """The generator that is drawn from on a device; None: torch's own there.
@@ -39,6 +43,25 @@ class NoiseSource(ABC):
             StepError: in a fork of a process that drew from it.
         """
         return claim(self.generator, "noise", device)
+
+    def drawing(self, device: torch.device | str = "cpu") -> torch.Generator | None:
+        """`stream`, from which noise is about to be drawn for a step.
+
+        Raises:
+            StepError: as `stream`; or it stands where noise of the same ledger was drawn from before.
+        """
+        generator, account = self.stream(device), self.account
+        if generator is not None and account is not None:
+            now = account, account.steps, generator.device
+            if now != self._noted:  # once a step is enough: the rest of it follows
+                account.ledger.drawn.note(generator)
+                self._noted = now
+        return generator
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy draws for nobody yet."""
+        kept = self.__dict__.items()
+        return {name: value for name, value in kept if name not in ("account", "_noted")}
 
     @abstractmethod
     def normal_(self, out: Tensor, std: float = 1.0) -> Tensor:
@@ -107,7 +130,7 @@ class SeededNoise(NoiseSource):
         return SeededNoise, ()
 
     def normal_(self, out: Tensor, std: float = 1.0) -> Tensor:
-        return out.normal_(0.0, std, generator=self.stream(out.device))
+        return out.normal_(0.0, std, generator=self.drawing(out.device))
 
 
 class SecureNoise(NoiseSource):

@@ -33,6 +33,7 @@ class OwnsNoise(NotCopied):
                 "passing a seed is prohibited in secure mode; for reproducible noise call "
                 "make_private of an engine without secure_mode"
             )
+        value.account = getattr(self, "account", None)
         self._source = value
 
     @property

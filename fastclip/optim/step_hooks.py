@@ -22,10 +22,18 @@ class KeepsAccount:
     releasing = False
     """step() is about to record what it releases; False where `add_noise` is called by hand."""
     _step_hooks: list[Hook]
+    noise_source: Any
 
     def account_with(self, fn: Hook) -> None:
         """Record every real step with `fn`; make_private calls this, in the place of earlier hooks."""
         self._account, self._step_hooks = fn, []
+        self.noise_source.account = self._gathered.account = fn
+
+    @property
+    def _gathered(self) -> Any:
+        """The logical batch whose sums are released."""
+        holder: Any = getattr(self, "keeper", self)
+        return holder.batch
 
     @property
     def account(self) -> Any:

@@ -224,6 +224,7 @@ class Ranks:
             )
         if source not in self._sources:
             self._sources[source] = source.of_rank(self.number)
+        self._sources[source].account = source.account
         return self._sources[source]
 
 
