@@ -26,7 +26,7 @@ from fastclip.inspection import Run
 from fastclip.model import validation
 from fastclip.model.compatible import compatible
 from fastclip.model.module import FastGradSampleHooks, FastGradSampleModule
-from fastclip.model.ownership import check_free, held_by
+from fastclip.model.ownership import held_by
 from fastclip.noise.keystream import require_cipher
 from fastclip.optim.optimizer import FastDPOptimizer
 from fastclip.parallel.processes import bare, ranks_of, refuse
@@ -204,9 +204,9 @@ class FastPrivacyEngine(SteppingEngine):
             module.cleanup()
             refuse(ranks, error)
             raise
-        module.keeper.batch.accumulation_allowed = not poisson_sampling
-        module.keeper.batch.draws = draws
-        private.account_with(releases := Releases(design, draws, lambda: self.accountant))
+        batch, releases = module.keeper.batch, Releases(design, draws, lambda: self.accountant)
+        batch.accumulation_allowed, batch.draws = not poisson_sampling, draws
+        private.account_with(releases)
         self._runs = [run for run in self._runs if not run.keeper.batch.retired]
         self._runs.append(Run(module.keeper, private, releases))
         made = module, private, criterion, loader
@@ -312,7 +312,7 @@ class FastPrivacyEngine(SteppingEngine):
             )  # fmt: skip
             keeper.clipping.ranks = ranks
             if wrapper is not None:
-                check_free(module, keeper.names, again=wrapper)
+                self._go_on_with(wrapper, module, keeper.names)
                 wrapper.to_standard_module()  # all is checked: the earlier engine may let go
             kind = FastGradSampleModule if wrap_model else FastGradSampleHooks
             options = {"batch_first": batch_first, "loss_reduction": loss_reduction}

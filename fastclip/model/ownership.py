@@ -75,6 +75,13 @@ def check_free(model: nn.Module, parameters: Mapping[nn.Parameter, str], again: 
         raise UnsupportedLayerError(conflict)
 
 
+def account_of(again: Any) -> Any:
+    """What records the steps of a model that an earlier make_private returned; None if nothing does."""
+    keeper = getattr(again, "keeper", None)
+    batch = _OPACUS.get(again) if keeper is None else keeper.batch
+    return None if batch is None or batch.retired else batch.account
+
+
 def _conflict(model: nn.Module, parameters: Mapping[nn.Parameter, str], again: Any) -> str | None:
     keeper = getattr(again, "keeper", None)
     for path, module in model.named_modules():

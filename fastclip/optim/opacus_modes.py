@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch import nn
 from fastclip.backward.guards import say_untrained
 from fastclip.data.drawing_engine import DrawingEngine
 from fastclip.data.recorded import Releases
-from fastclip.model.ownership import check_free
+from fastclip.errors import say
+from fastclip.model.ownership import account_of, check_free
 from fastclip.optim.inner_step import parameters_of
 from fastclip.optim.materialised import optimizer_class
 
@@ -24,6 +26,31 @@ class OpacusModes(DrawingEngine):
     _new: AbstractGradSampleHooks | None = None
     """What the make_private under way has wrapped."""
 
+    def _go_on_with(
+        self, again: Any, module: nn.Module, trained: Mapping[nn.Parameter, str]
+    ) -> None:
+        """A model that may be made private here, with all that its steps have spent so far.
+
+        Args:
+            again: what an earlier make_private returned, whichever engine's, if the model is that.
+            trained: the parameters that are to become private, and their names.
+
+        Raises:
+            UnsupportedLayerError: another engine holds it.
+            ArgumentError: this accountant cannot compose its steps with its own.
+        """
+        check_free(module, trained, again=again)
+        ledger = getattr(account_of(again), "ledger", None)
+        if ledger is None or ledger is self.accountant or not len(ledger):
+            return
+        self.accountant.join(ledger.segments(), ledger.protected)
+        self.accountant.drawn.join(ledger.drawn)
+        say(
+            "the model is private already, by another FastPrivacyEngine whose steps are in its weights: "
+            "this engine counts them from now on beside its own; for a model that is to begin anew, "
+            "call make_private with one that was made anew"
+        )
+
     def _make_private_by_opacus(
         self, *, module: nn.Module, wrap_model: bool, poisson_sampling: bool,
         rand_on_empty: bool, **kwargs: Any,
@@ -31,7 +58,7 @@ class OpacusModes(DrawingEngine):
         """One of Opacus' own modes; on an error the model is left as it was."""
         if isinstance(module, nn.Module):
             trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
-            check_free(module, trained, again=module if wrap_model else None)
+            self._go_on_with(module if wrap_model else None, module, trained)
         try:
             made = super().make_private(
                 module=module, wrap_model=wrap_model, poisson_sampling=poisson_sampling,
