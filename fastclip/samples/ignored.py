@@ -1,41 +1,95 @@
 """Labels that count for nothing, and the first that counts: where a loss is divided by how many do, the
 labels of a first batch may hide it.
+
+Which values say so, the model tells where it runs: what its losses ignore, and what it compares its
+inputs with.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastclip._torch import TorchDispatchMode, tree_leaves
+from fastclip._torch import TorchDispatchMode
 from fastclip.samples.selected import Shorter, counts
 
 IGNORED = -100
 """The label that losses of torch leave out."""
+_UNKNOWN = -1
+"""What often stands for one that is not known."""
+_MISSING = math.nan
+"""The same among labels that are no whole numbers."""
+_MOST_TOLD = 4
 _LOSSES = ("aten::nll_loss_forward", "aten::nll_loss2d_forward")
-_BY_NUMBER = (
-    "aten::embedding", "aten::_embedding_bag", "aten::index", "aten::index_put", "aten::index_select",
-    "aten::gather", "aten::scatter", "aten::scatter_add", "aten::take", *_LOSSES,
-)  # fmt: skip
+_TAKEN_BY = {"aten::embedding": 1, "aten::_embedding_bag": 1, "aten::take": 1} | dict.fromkeys(
+    ("aten::index_select", "aten::gather", "aten::scatter", "aten::scatter_add"), 2
+)
+"""Operators that look something up, and which argument holds the numbers."""
+_BY_PLACES = ("aten::index", "aten::index_put", "aten::_index_put_impl")
+_COMPARED = {"eq": 0, "ne": 0, "gt": 0, "le": 0, "ge": -1, "lt": -1}
+"""Comparisons, and which number beside that of the model is on the other side."""
+
+Told = dict[tuple[bool, int], None]
+"""Values that say something of labels, and whether these are whole numbers."""
 
 
-def labels(inputs: list[Any]) -> list[Shorter]:
-    """Whole numbers may be labels that are left out; masks and labels of nothing but 0 may hold a 1.
+def tell(told: Told, func: Any, args: tuple) -> None:
+    """Note what this operator, which takes numbers of a batch, ignores or compares them with."""
+    name = func._schema.name
+    if name in _LOSSES:
+        told.setdefault((True, int(args[4])))
+        return
+    beside = _COMPARED.get(name.removeprefix("aten::").rstrip("_"))
+    if beside is None or len(args) < 2 or len(told) >= _MOST_TOLD:
+        return
+    x, value = args[:2]
+    given = isinstance(x, Tensor) and not x.requires_grad and x.dtype != torch.bool
+    if given and type(value) in (int, float) and math.isfinite(value) and value == int(value):
+        whole = not (x.is_floating_point() or x.is_complex())
+        told.setdefault((whole, int(value) + beside))
+
+
+def labels(inputs: list[Any], told: Iterable[tuple[bool, int]] = ()) -> list[Shorter]:
+    """Numbers may be labels that are left out; masks and labels of nothing but 0 may hold a 1.
 
     Args:
-        inputs: of the model; None for those without rows.
+        inputs: of the model; None for those without rows. told: what the model has told.
     """
     found = []
     for number, x in enumerate(inputs):
-        if not isinstance(x, Tensor) or not x.numel() or not counts(x):
-            continue
-        if x.dtype in (torch.int64, torch.int32):
-            found.append(Shorter(IGNORED, number))
-        if not bool((x != 0).any()):
-            found.append(Shorter(1, number))
+        if isinstance(x, Tensor) and x.numel() and not x.is_complex():
+            found += [Shorter(value, number) for value in dict.fromkeys(_of(x, [*told]))]
     return found
+
+
+def _of(x: Tensor, told: list[tuple[bool, int]]) -> Iterator[float]:
+    """What labels like these may become."""
+    if x.is_floating_point():
+        yield _MISSING
+        yield from (value for whole, value in told if not whole)
+    elif x.dtype != torch.bool:
+        held = torch.iinfo(x.dtype)
+        usual = (IGNORED, _UNKNOWN) if x.dtype in (torch.int64, torch.int32) else ()
+        own = (*usual, *(value for whole, value in told if whole))
+        yield from (value for value in own if held.min <= value <= held.max)
+    if counts(x):
+        if x.is_floating_point():
+            yield _UNKNOWN
+        if not bool((x != 0).any()):
+            yield 1
+
+
+def holds(x: Tensor, value: float) -> Tensor:
+    """Whether labels hold this one, or any like it: [], where they lie."""
+    if value == 1:
+        return x.any()
+    if math.isnan(value):
+        return x.isnan().any()
+    return ((x <= value) if value < 0 else (x == value)).any()
 
 
 class Numbers(TorchDispatchMode):
@@ -49,9 +103,32 @@ class Numbers(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         name = func._schema.name
-        if name.rstrip("_") in _BY_NUMBER and not (name in _LOSSES and args[4] == IGNORED):
-            for x in tree_leaves(args):
-                whole = isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32)
-                if whole and bool((x == IGNORED).any()):
-                    raise IndexError(f"{name}: {IGNORED} is no number of a row")
+        for x, low, high in _looked_up(name.rstrip("_"), args):
+            whole = isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32)
+            out = (x < low) | (x >= high) if whole else None
+            if out is not None and name in _LOSSES:
+                out &= x != args[4]
+            if out is not None and bool(out.any()):
+                raise IndexError(f"{name}: {x[out][0].item()} is no number of a row")
         return func(*args, **(kwargs or {}))
+
+
+def _looked_up(name: str, args: tuple) -> Iterator[tuple[Any, int, int]]:
+    """Numbers of rows, and between which they must lie."""
+    if name in _LOSSES:
+        yield args[1], 0, args[0].shape[1 if args[0].dim() > 1 else 0]
+    elif name in _BY_PLACES:
+        at = 0
+        for x in args[1]:
+            masks = x is not None and x.dtype in (torch.bool, torch.uint8)
+            size = args[0].shape[at] if at < args[0].dim() else 0
+            if x is not None and not masks:
+                yield x, -size, size
+            at += x.dim() if masks else 1
+    elif name in _TAKEN_BY:
+        table, place = args[0], _TAKEN_BY[name]
+        if name == "aten::take":
+            yield args[1], -table.numel(), table.numel()
+        elif len(args) > place:
+            axis = args[1] if place == 2 else 0
+            yield args[place], 0, table.shape[axis] if table.dim() else 1

@@ -7,11 +7,12 @@ that it is shorter (fastclip.samples.selected) is run among rows that do, and am
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from fastclip.errors import FastclipError
 from fastclip.samples.folded_outputs import Unfolded
 from fastclip.samples.ignored import Numbers
-from fastclip.samples.independence import check_values
+from fastclip.samples.independence import by_row, check_values
 from fastclip.samples.inputs import Cuts
 from fastclip.samples.mixed_outputs import Found, mixed_outputs, note_gradients
 from fastclip.samples.probing import Opened, Probe, Runs
@@ -31,8 +32,14 @@ def check_lengths(run: Runs, cuts: Cuts, unfolded: Unfolded) -> None:
     """
     run.cut(cuts)
     sums = any(axis < 0 for axis in unfolded.axes)  # which may be divided by how many labels count
-    for filler in run.fillers(counted=sums) if run.counted else ():
+    for filler in run.fillers(counted=sums):
         _check(run, unfolded, filler)
+
+
+def _fails(output: Any, found: Found) -> bool:
+    """Whether a label has made numbers none: the model cannot take it."""
+    shown = [*by_row(output), *(g for _, given in found.values() for _, _, g in given)]
+    return any(bool(x.isnan().any()) for x in shown)
 
 
 def _check(run: Runs, unfolded: Unfolded, filler: Shorter) -> None:
@@ -47,6 +54,8 @@ def _check(run: Runs, unfolded: Unfolded, filler: Shorter) -> None:
             note = partial(note_gradients, probe, run.layout.places, unfolded.axes, gradients)
             with Numbers():
                 outputs.append(run.once(probe, [0] * _ROWS, 0, note))
+            if filler.alone is not None and _fails(outputs[-1], gradients):
+                return
         except (FastclipError, Opened):
             raise
         except Exception:  # a row that the model cannot take

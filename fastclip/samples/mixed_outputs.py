@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from fastclip.errors import BatchSizeError
 from fastclip.graph import Node, reached_without
 from fastclip.samples.gradients import gradients, normal
-from fastclip.samples.ignored import IGNORED
+from fastclip.samples.ignored import holds
 from fastclip.samples.independence import UNBATCHED, UNPLACED, by_row, rows_agree
 from fastclip.samples.inputs import flatten, rebuild, tensors_of
 from fastclip.samples.place import Place
@@ -125,7 +125,7 @@ def refuse_gradients(layout: BatchLayout, inputs: Any, output: Any) -> Any:
         x = flatten(inputs)[0][label.alone or 0]
         if not isinstance(x, Tensor):
             continue
-        held = (x == label.value).any() if label.value == IGNORED else x.any()
+        held = holds(x, label.value or 0)
         if x.device.type != "cpu":
             _hook(outputs, output, lambda *_, held=held: partial(_void, held))
         elif held:

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fastclip._torch import tree_unflatten
 from fastclip.samples.beside import Beside
-from fastclip.samples.ignored import labels
+from fastclip.samples.ignored import Told, labels
 from fastclip.samples.inputs import INPUT, take_rows, tensors_of
 from fastclip.samples.place import Place
 from fastclip.samples.probe_state import generators_of, tables_of, undisturbed
@@ -179,6 +179,7 @@ class Runs(TakenRows):
         self.asks_inputs = True
         """Gradients of the inputs are asked for, too; a few models cannot run on such inputs."""
         self._rounding = SINGLE
+        self._told: Told = {}
 
     def copies_another(self, name: Hashable) -> bool:
         """Let another row be run in copies, if other rows alone have come to this use.
@@ -197,8 +198,9 @@ class Runs(TakenRows):
         """How a row may say that it is shorter; `counted`: by labels that are left out, too."""
         held = any(map(holds_ids, self._pool))
         ids = fillers(table for _, table in tables_of(self.model)) if held else []
+        shorter = [MASKS, *ids] if self.counted else []
         cut = [None if a is None else x for x, a in zip(self._pool, self._cuts, strict=True)]
-        return [MASKS, *ids, *(labels(cut) if counted else ())]
+        return [*shorter, *(labels(cut, self._told) if counted else ())]
 
     def once(
         self, probe: Probe, rows: list[int], seed: int = 0,
@@ -256,6 +258,7 @@ class Runs(TakenRows):
                 out = self.forward(*args, **kwargs)
                 if probe.taint is not None:
                     self._rounding = probe.taint.rounding
+                    self._told |= probe.taint.told
                     writes.check(probe.taint.holds)
                 probe.rounding, probe.closed = self._rounding, True
                 probe.seen.close()

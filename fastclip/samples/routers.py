@@ -85,8 +85,6 @@ def shorter(run: Runs, copies: Probe) -> bool:
     Args:
         copies: a run on copies of one row, of which the last now says that it is shorter.
     """
-    if not run.counted:
-        return False
     found = False
     for filler in run.fillers():
         last = frozenset({copies.rows - 1})

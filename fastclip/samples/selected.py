@@ -54,7 +54,7 @@ class Fewer(TorchDispatchMode):
 class Shorter(NamedTuple):
     """How a row says that it is shorter."""
 
-    value: int | None = None
+    value: float | None = None
     """What its last ids become; None: a mask's last entry is 0, a length less by 1."""
     alone: int | None = None
     """Number of the only input that says so, be it ids or not; None: all that can."""
@@ -69,7 +69,7 @@ def shortened(rows: Any, number: int, axis: int, which: Iterable[int], how: Shor
     Args:
         rows: of input `number`, along `axis`; others than masks and whole numbers stay.
     """
-    if not counts(rows) or how.alone not in (None, number):
+    if how.alone not in (None, number) or (how.alone is None and not counts(rows)):
         return rows
     filled = how.value is not None and (how.alone == number or holds_ids(rows))
     rows = rows.clone()

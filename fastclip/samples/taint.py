@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastclip._torch import StorageWeakRef, TorchDispatchMode, memory_of, tree_leaves, tree_map
+from fastclip.samples.ignored import Told, tell
 from fastclip.samples.probe_state import TORCHS, tables_of
 from fastclip.samples.selected import selects
 from fastclip.samples.undrawn import Undrawn
@@ -36,6 +37,8 @@ class Taint(TorchDispatchMode):
         """Machine epsilon of the coarsest type in which numbers of the batch were computed."""
         self.selects = False
         """Rows were taken that numbers of the batch select."""
+        self.told: Told = {}
+        """Labels that the model leaves out, as far as it has told."""
         for x in batch:
             self.mark(x)
 
@@ -64,6 +67,7 @@ class Taint(TorchDispatchMode):
             out = func(*args, **kwargs)
         if any(self.holds(x) for x in given):
             self.selects |= selects(func, args)
+            tell(self.told, func, args)
             for x in tree_leaves(out):
                 if isinstance(x, Tensor):
                     self.mark(x)

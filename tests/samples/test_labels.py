@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from fastclip.samples.ignored import IGNORED, Numbers
 from fastclip.samples.mixed_outputs import _void
-from tests.oracle import make_private
+from tests.oracle import assert_sums, clipped_sum, make_private, per_sample_gradients, summed
 from tests.refusal import refused
 
 B, T, D, K = 4, 5, 6, 3
@@ -41,6 +42,38 @@ def positives(scores: Tensor, labels: Tensor) -> Tensor:
     return own / labels.sum().clamp_min(1)
 
 
+def ignoring(value: int) -> Loss:
+    def loss(scores: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(scores.flatten(0, 1), labels.flatten().long(), ignore_index=value)
+
+    return loss
+
+
+def chosen(scores: Tensor, labels: Tensor) -> Tensor:
+    """Those that count are taken by hand."""
+    known = labels != 200
+    return F.cross_entropy(scores[known], labels[known])
+
+
+def measured(scores: Tensor, labels: Tensor) -> Tensor:
+    """What is missing is NaN."""
+    known = ~labels.isnan()
+    return (scores[known] - labels[known]).square().mean()
+
+
+def finite(scores: Tensor, labels: Tensor) -> Tensor:
+    """What is missing lies below any measure."""
+    known = (labels > -9.0).to(scores)
+    return ((scores - labels).square() * known).sum() / known.sum()
+
+
+def findings(scores: Tensor, labels: Tensor) -> Tensor:
+    """What is not known is -1."""
+    known = (labels >= 0).to(scores)
+    losses = F.binary_cross_entropy_with_logits(scores, labels.clamp(min=0), reduction="none")
+    return (losses * known).sum() / known.sum()
+
+
 class Labelled(nn.Module):
     def __init__(self, loss: Loss) -> None:
         super().__init__()
@@ -56,6 +89,15 @@ def left_out(labels: Tensor) -> Tensor:
     return labels
 
 
+def lost(value: float) -> Callable[[Tensor], Tensor]:
+    def lose(labels: Tensor) -> Tensor:
+        labels = labels.clone()
+        labels[2, 2:] = value
+        return labels
+
+    return lose
+
+
 def one(labels: Tensor) -> Tensor:
     labels = labels.clone()
     labels[2] = 1
@@ -63,7 +105,15 @@ def one(labels: Tensor) -> Tensor:
 
 
 IDS, TOKENS = torch.arange(B * T).view(B, T) % 9, torch.arange(B * T).view(B, T) % K
+REALS = torch.linspace(-1, 2, B * T * K).view(B, T, K)
 CASES = {
+    "255": (ignoring(255), TOKENS, lost(255)),
+    "255 in a byte": (ignoring(255), TOKENS.to(torch.uint8), lost(255)),
+    "-1": (ignoring(-1), TOKENS, lost(-1)),
+    "by hand": (chosen, TOKENS, lost(200)),
+    "NaN": (measured, REALS, lost(torch.nan)),
+    "below": (finite, REALS, lost(-9)),
+    "unknown": (findings, (REALS > 0).float(), lost(-1)),
     "token mean": (token_mean, TOKENS, left_out),
     "weighted": (weighted, torch.zeros(B, dtype=torch.int64), one),
     "positives": (positives, torch.zeros(B, K), one),
@@ -108,6 +158,56 @@ def test_classes_that_all_count() -> None:
         optimizer.zero_grad()
 
 
+def mse(scores: Tensor, labels: Tensor) -> Tensor:
+    return F.mse_loss(scores, labels)
+
+
+def own_known(scores: Tensor, labels: Tensor) -> Tensor:
+    """Each row's own mean over what is known."""
+    known = (labels >= 0) & ~labels.isnan()
+    losses = (scores - labels.nan_to_num()).square() * known
+    return (losses.sum((1, 2)) / known.sum((1, 2)).clamp_min(1)).mean()
+
+
+def of_one_class(scores: Tensor, labels: Tensor) -> Tensor:
+    losses = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="none")
+    return torch.where(labels.flatten() == 1, 2 * losses, losses).mean()
+
+
+def rows(x: Tensor) -> tuple[Tensor, ...]:
+    return x.split(1)
+
+
+ALONE = {
+    "all are known": (mse, REALS, REALS.flip(0)),
+    "zeros and ones": (mse, (REALS > 0).float(), (REALS < 0).float()),
+    "missing": (own_known, REALS, lost(torch.nan)(REALS)),
+    "unknown": (own_known, REALS, lost(-1)(REALS)),
+    "a class counts twice": (of_one_class, TOKENS, TOKENS.flip(0)),
+    "nothing is ignored": (ignoring(255), TOKENS, TOKENS.flip(0)),
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_rows_that_are_apart_whatever_their_labels(case: str) -> None:
+    """Against each row's own loss, of the first batch and of a later one."""
+    loss, *batches = ALONE[case]
+    model = Labelled(loss).double()
+    own, params = copy.deepcopy(model), dict(model.named_parameters())
+    own.loss = lambda *given: torch.stack(
+        [loss(*row) for row in zip(*map(rows, given), strict=True)]
+    )
+    private, optimizer = make_private(model, max_grad_norm=0.1)[1:3]
+    for labels in batches:
+        labels = labels.double() if labels.is_floating_point() else labels
+        own.load_state_dict(model.state_dict())
+        grads = per_sample_gradients(own, (IDS, labels), lambda out, _: out)
+        private(IDS, labels).backward()
+        assert_sums(summed(params), clipped_sum(grads, 0.1), 1e-10)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_nobody_contributes_through_what_is_void() -> None:
     """What stands for a refusal where labels lie on a device."""
     for held in (False, True):
@@ -126,6 +226,8 @@ def test_a_number_of_a_row_is_none() -> None:
             lambda: F.embedding(ids, table), lambda: table[ids], lambda: table.index_select(0, ids),
             lambda: F.cross_entropy(table[:2], ids, ignore_index=0),
         ):  # fmt: skip
-            with pytest.raises(IndexError, match=str(IGNORED)):
+            with pytest.raises(IndexError, match="is no number of a row"):
                 use()
         assert torch.isfinite(F.cross_entropy(table[:2, :], torch.tensor([1, IGNORED])))
+        assert ids[ids != IGNORED].tolist() == [3]  # what is looked at, not what looks
+        assert torch.equal(table[torch.tensor([-1])], table[8:])
