@@ -6,17 +6,19 @@ their hooks and parts; the attributes of their classes; which version a buffer o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sized
+from collections.abc import Hashable, Iterable, Mapping, Sized
 from enum import Enum
 from functools import partial
 from itertools import compress
-from operator import attrgetter, getitem, is_, not_
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
+from operator import attrgetter, is_, not_
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fastclip.samples.held import Attributes, Items, Slots, native, reader
+from fastclip.samples.hooks import StandingHooks, numbers_of, tables_of_hooks
 from fastclip.samples.probe_state import TORCHS, is_object
 
 Key = tuple[Hashable, ...]
@@ -92,6 +94,7 @@ class Settings:
                 for table, name in self._plain
             ],
             *[_version(table.get(name)) for table, name in self._tensors],
+            *numbers_of(self._hooks),
         ]
 
     def _find(self) -> None:
@@ -107,9 +110,11 @@ class Settings:
         places = (*self._held, *self._plain, *self._tensors)
         self._keys: list[Key] = [("size", self._owner(held)) for held in self._sized]
         self._keys += [(self._owner(table), name) for table, name in places]
+        self._hooks = tables_of_hooks(self._model)
+        self._keys += [("hooks", id(table)) for table in self._hooks]
 
     def _of_module(self, module: nn.Module) -> None:
-        self._sized += [module._forward_hooks, module._forward_pre_hooks, module._modules]
+        self._sized.append(module._modules)
         self._held += [(module._modules, name) for name in module._modules]
         for table in (module._buffers, module._parameters):
             self._tensors += [(table, name) for name in table]
@@ -122,7 +127,7 @@ class Settings:
         self._of_table(vars(module), vars(module), 0)
         for base in type(module).__mro__:
             if base.__module__.split(".")[0] not in ("torch", "builtins"):
-                self._of_table(_Attributes(base), _Attributes(base).names(), _DEEPEST)
+                self._of_table(Attributes(base), Attributes(base).names(), _DEEPEST)
 
     def _of_table(self, table: Any, names: Iterable[Any], depth: int) -> None:
         if self._owner(table) in self._known:
@@ -142,14 +147,14 @@ class Settings:
     def _of_value(self, table: Any, name: Any, value: Any, depth: int) -> None:
         if isinstance(value, (list, tuple)) and len(value) <= _LONGEST:
             self._held.append((table, name))
-            self._of_table(_Items(value), range(len(value)), depth)
+            self._of_table(Items(value), range(len(value)), depth)
         elif isinstance(value, Mapping) and len(value) <= _LONGEST:
             self._held.append((table, name))
             self._of_table(value, value, depth)
         elif is_object(value) and not self._is_strange(name, value):
             self._held.append((table, name))
             self._of_table(vars(value), vars(value), depth)
-        elif (slots := _Slots(value)).names and not self._is_strange(name, value):
+        elif (slots := Slots(value)).names and not self._is_strange(name, value):
             self._held.append((table, name))
             self._of_table(slots, slots.names, depth)
 
@@ -161,7 +166,7 @@ class Settings:
 
     @staticmethod
     def _owner(table: Any) -> int:
-        return id(table.held if isinstance(table, (_Items, _Attributes, _Slots)) else table)
+        return id(table.held if isinstance(table, (Items, Attributes, Slots)) else table)
 
 
 class _Standing:
@@ -172,14 +177,15 @@ class _Standing:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._sized = [*map(_native, settings._sized)]
+        self._sized = [*map(native, settings._sized)]
         self._sizes = [*map(len, self._sized)]
+        self._hooks = StandingHooks(settings._hooks)
         places = (*settings._held, *settings._plain, *settings._tensors)
         self._places: dict[Any, tuple[list[Any], list[Any]]] = {}
         """Tables and names, by what reads them, without a line of Python for each."""
         for table, name in places:
-            tables, names = self._places.setdefault(_reader(_native(table)), ([], []))
-            tables.append(_native(table))
+            tables, names = self._places.setdefault(reader(native(table)), ([], []))
+            tables.append(native(table))
             names.append(name)
         self._objects = self._look()
         values = [table.get(name) for table, name in settings._plain]
@@ -200,6 +206,7 @@ class _Standing:
         """Whether nothing has changed."""
         return (
             [*map(len, self._sized)] == self._sizes
+            and self._hooks.hold()
             and all(map(is_, self._look(), self._objects))
             and self._sets == self._members
             and [*map(kind, self._changeable)] == self._kinds
@@ -214,77 +221,6 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 def _changes(value: Any) -> bool:
     """Whether a setting may become another while it is the same object, and is no set."""
     return type(value) not in _MOST and not _is_set(value) and kind(value) is not value
-
-
-def _native(table: Any) -> Any:
-    """A table as Python's own: a mapping, or a list."""
-    if isinstance(table, _Attributes):
-        return vars(table.held)
-    return table.held if isinstance(table, _Items) else table
-
-
-def _reader(table: Any) -> Callable[[Any, Any], Any]:
-    """What reads a name of such a table; of a list, that is as long as it was."""
-    if isinstance(table, (list, tuple)):
-        return getitem
-    return next((get for get in _READERS if getattr(type(table), "get", None) is get), _get)
-
-
-def _get(table: Any, name: Any) -> Any:
-    return table.get(name)
-
-
-_READERS = (dict.get, MappingProxyType.get)
-
-
-class _Items:
-    """A list, read by number."""
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
-    def __len__(self) -> int:
-        return len(self.held)
-
-    def get(self, number: int) -> Any:
-        """The item of this number."""
-        return self.held[number] if number < len(self.held) else None
-
-
-class _Slots:
-    """An object that has slots, read by their names, but those that are its own affair."""
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-        slots = [vars(base).get("__slots__", ()) for base in type(held).__mro__]
-        names = [n for own in slots for n in ((own,) if isinstance(own, str) else own)]
-        self.names = [] if isinstance(held, Tensor) else [n for n in names if n[:1] != "_"]
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def get(self, name: str) -> Any:
-        """What the slot holds."""
-        return getattr(self.held, name, None)
-
-
-class _Attributes:
-    """A class, read by name."""
-
-    def __init__(self, held: type) -> None:
-        self.held = held
-
-    def __len__(self) -> int:
-        return len(vars(self.held))
-
-    def get(self, name: str) -> Any:
-        """What the class itself holds under this name."""
-        return vars(self.held).get(name)
-
-    def names(self) -> list[str]:
-        """Of its settings, and of its forward."""
-        own = vars(self.held).items()
-        return [n for n, v in own if n == "forward" or not (callable(v) or n.startswith("__"))]
 
 
 def _version(tensor: Tensor | None) -> Any:
