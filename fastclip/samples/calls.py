@@ -18,7 +18,7 @@ from fastclip.samples.blind import check_rows
 from fastclip.samples.inputs import batch_sizes_of
 from fastclip.samples.layout import BatchLayout, Lengths
 from fastclip.samples.learning import learn
-from fastclip.samples.mixed_outputs import refuse_gradients
+from fastclip.samples.outlets import guarded
 from fastclip.samples.place import called as called_by
 from fastclip.samples.probe_state import Trains, no_training
 from fastclip.samples.probing import Probe, Runs
@@ -185,8 +185,8 @@ class Calls:
     def returned(self, called: Entered, out: Any) -> Any:
         """What a call returns; what of it couples rows takes no gradient."""
         layout = None if self.probe else self.layouts.get(called.name)
-        given = called.args, called.kwargs
-        return out if layout is None else refuse_gradients(layout, given, out)
+        look = None if self.shards else self._learn_inside
+        return out if layout is None else guarded(layout, called, out, look)
 
     def layout_of(self, name: str) -> BatchLayout:
         """What is known of the samples' places in calls of this method."""

@@ -90,6 +90,10 @@ class BatchLayout:
         """Outputs without an axis of samples of which other outputs are made, by their number."""
         self.counted: dict[Shorter, dict[int, int]] = {}
         """The same where an input holds such labels."""
+        self.outlets: set[Hashable] = set()
+        """Where looks have seen tensors that a call returns: samples.outlets."""
+        self.rare: set[Hashable] = set()
+        """The same of those that calls have returned, and no look has seen."""
 
     def batch_size(self, args: tuple, kwargs: dict) -> int | None:
         """Number of samples in the model's inputs."""

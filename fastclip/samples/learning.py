@@ -29,6 +29,7 @@ from fastclip.samples.independence import UNBATCHED, by_row, followed, rows_come
 from fastclip.samples.inputs import Cuts, flatten, tensors_of, way_of, ways_to_cut, without_graph
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.lengths import check_lengths
+from fastclip.samples.outlets import note_outlets
 from fastclip.samples.place import Place, called
 from fastclip.samples.probe_state import stirred
 from fastclip.samples.probing import Misjudged, Opened, Probe, Runs
@@ -258,9 +259,9 @@ class _Learner:
                 "where the samples are in the model's layers changes with every look at it; let every "
                 "row of the batch be computed from itself alone"
             )
+        note_outlets(self.layout, probes, outputs)
         number = next(i for i, axis in enumerate(cuts) if axis == self.layout.axis)
-        others = [told for told in self.layout.told_by if told[1] != way]
-        self.layout.told_by = [(number, way), *others]
+        self.layout.told_by = [(number, way), *(x for x in self.layout.told_by if x[1] != way)]
 
     def _opened(self, probes: list[Probe]) -> bool:
         """Note layers to be opened, and what turned out to be a use; whether any is new."""

@@ -1,0 +1,101 @@
+"""What a call returns, held against what looks have seen: an output that comes later (a loss term of
+labels that the first batch has none of) is looked at when it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastclip.errors import BatchSizeError
+from fastclip.samples.layout import BatchLayout
+from fastclip.samples.mixed_outputs import refuse_gradients
+from fastclip.samples.probing import Probe
+from fastclip.samples.taken import MOST_ROWS
+
+_LOOKS = 4
+"""At one batch, of which another row is copied in each."""
+_EACH_ROW = "each row"
+Outlet = tuple[tuple[Hashable, ...], int]
+"""Where a tensor is in an output, and of how many dimensions it is."""
+
+
+def outlets(output: Any, rows: int | None = None) -> Iterator[tuple[Outlet, Tensor]]:
+    """The tensors of an output.
+
+    Args:
+        rows: lists of as many hold one tensor a row, of which all are alike; None: no list does.
+    """
+    return _below((), output, rows)
+
+
+def _below(
+    path: tuple[Hashable, ...], value: Any, rows: int | None
+) -> Iterator[tuple[Outlet, Tensor]]:
+    if isinstance(value, Tensor):
+        yield (path, value.dim()), value
+    elif isinstance(value, Mapping):
+        for name, held in value.items():
+            yield from _below((*path, name), held, rows)
+    elif isinstance(value, (list, tuple)):
+        alike = len(value) == rows
+        for number, held in enumerate(value):
+            yield from _below((*path, _EACH_ROW if alike else number), held, rows)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for name, held in vars(value).items():
+            yield from _below((*path, name), held, rows)
+
+
+def note_outlets(layout: BatchLayout, probes: list[Probe], outputs: list[Any]) -> None:
+    """A look has seen these outputs."""
+    for probe, output in zip(probes, outputs, strict=True):
+        for rows in (None, probe.rows):
+            layout.outlets.update(outlet for outlet, _ in outlets(output, rows))
+
+
+def guarded(layout: BatchLayout, called: Any, output: Any, look: Callable[..., None] | None) -> Any:
+    """The output of a call, through which no gradient comes in that couples rows.
+
+    Args:
+        called: the call, samples.calls.Entered. look: Calls' own, in the middle of it; None where there is none.
+    """
+    rows = None if called.forward is None else called.forward.batch_size
+    if layout.outlets and rows and torch.is_grad_enabled():
+        new = _new(layout, rows, output)
+        trials = min(_LOOKS, 2 + (rows - 1) // MOST_ROWS) if look is not None else 0
+        for trial in range(trials if new - layout.rare else 0):
+            if look is not None and new:
+                look(layout, called, called.forward, None, trial)
+                new = _new(layout, rows, output)
+        layout.rare |= new
+        if new:
+            _refuse_unseen(layout, new, rows, output)
+    return refuse_gradients(layout, (called.args, called.kwargs), output)
+
+
+def _new(layout: BatchLayout, rows: int, output: Any) -> set[Outlet]:
+    """The outlets that no look has seen, whichever lists hold rows."""
+    found = {outlet for outlet, _ in outlets(output)} - layout.outlets
+    if found:
+        found = {outlet for outlet, _ in outlets(output, rows)} - layout.outlets
+    return found
+
+
+def _refuse_unseen(layout: BatchLayout, new: set[Outlet], rows: int, output: Any) -> None:
+    for outlet, x in outlets(output, rows):
+        holds = any(x.dim() > axis and x.shape[axis] == rows for axis in {0, layout.axis})
+        if outlet in new and x.requires_grad and not holds:
+            x.register_hook(partial(_refuse, outlet[0], tuple(x.shape)))
+
+
+def _refuse(path: tuple[Hashable, ...], shape: tuple[int, ...], gradient: Tensor) -> None:
+    raise BatchSizeError(
+        f"output {'.'.join(map(str, path))} of the model, of shape {list(shape)}, is part of the loss, "
+        "but a few rows of the batch do not give it, so whether it couples them is not known; return it "
+        "in every call (zero where nothing counts), or one loss a row, of shape [b]"
+    )
