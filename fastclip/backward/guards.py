@@ -67,10 +67,11 @@ def _refuse(name: str, gradient: Tensor | None) -> None:
     if gradient is not None:
         raise ParameterLeakError(
             f"parameter {name!r} was used where it could not be followed (a custom autograd function, "
-            "a scripted function, a penalty that is added to the loss), so its gradient would be "
-            "unclipped; use torch's own functions in the model's forward, write the layer's rule with "
-            "@fastclip.layers.register_rule, or freeze the parameter; a penalty is the optimizer's "
-            "weight_decay"
+            "a scripted function, a penalty that is added to the loss, a value that the model returns), "
+            "so its gradient would be unclipped; use torch's own functions in the model's forward, "
+            "write the layer's rule with @fastclip.layers.register_rule, or freeze the parameter; a "
+            "penalty is the optimizer's weight_decay; return a value of parameters once a row, with "
+            ".expand(len(x), *value.shape)"
         )
 
 

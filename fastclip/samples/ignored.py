@@ -61,7 +61,8 @@ def labels(inputs: list[Any], told: Iterable[tuple[bool, int]] = ()) -> list[Sho
     """
     found = []
     for number, x in enumerate(inputs):
-        if isinstance(x, Tensor) and x.numel() and not x.is_complex():
+        dense = isinstance(x, Tensor) and x.layout == torch.strided
+        if dense and x.numel() and not x.is_complex():
             found += [Shorter(value, number) for value in dict.fromkeys(_of(x, [*told]))]
     return found
 

@@ -23,6 +23,7 @@ Way = tuple[TreeSpec, tuple[type, ...]]
 """How inputs are nested, and of what kinds they are; older torches cannot hash a structure."""
 Cuts = tuple[int | None, ...]
 """For each input, by its number: the axis that holds samples, or None."""
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 INPUT = "input "
 """With its number: what an input of the model is called."""
 
@@ -97,7 +98,8 @@ def rows_of(leaf: Any, axis: int) -> int | None:
     """Number of samples in one input if they lie along `axis`; None where it has no such axis."""
     if isinstance(leaf, PackedSequence):
         return int(leaf.batch_sizes[0])
-    return leaf.shape[axis] if isinstance(leaf, Tensor) and leaf.dim() > axis else None
+    held = isinstance(leaf, Tensor) and leaf.layout not in _SPARSE and leaf.dim() > axis
+    return leaf.shape[axis] if held else None
 
 
 def batch_sizes_of(args: tuple, kwargs: dict, axis: int) -> list[int]:

@@ -122,7 +122,7 @@ class _Learner:
             "cannot tell which axis of the model's inputs holds the samples: no way of cutting them "
             "to 2 and to 3 rows gives as many rows of output. Pass tensors with one row a sample "
             f"along axis {self.layout.axis} (a list of tensors: stack or pad them), and let the model "
-            f"take any number of rows{self.run.last_error}"
+            f"take any number of rows{self.run.unread}{self.run.last_error}"
         )
 
     def _look_as_they_are(self) -> None:

@@ -58,7 +58,7 @@ def note_gradients(
     tensors = [*by_row(output)]
     below: set[Node] | None = None  # the nodes of which outputs are made
     for number, (x, axis) in enumerate(zip(tensors, of_outputs, strict=False)):
-        if axis >= 0 or not x.requires_grad:
+        if axis >= 0 or not x.requires_grad or x.grad_fn is None:  # of parameters alone
             continue
         if below is None:
             roots = [n for y in tensors if y.grad_fn for n, _ in y.grad_fn.next_functions if n]

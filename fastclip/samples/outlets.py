@@ -62,7 +62,7 @@ def guarded(layout: BatchLayout, called: Any, output: Any, look: Callable[..., N
     """The output of a call, through which no gradient comes in that couples rows.
 
     Args:
-        called: the call, samples.calls.Entered. look: Calls' own, in the middle of it; None where there is none.
+        called: the call, of samples.calls. look: Calls' own, in the middle of it; None where it cannot.
     """
     rows = None if called.forward is None else called.forward.batch_size
     if layout.outlets and rows and torch.is_grad_enabled():

@@ -101,7 +101,7 @@ def fillers(tables: Iterable[Mapping[str, Any]]) -> list[Shorter]:
 
 def counts(x: Any) -> bool:
     """Whether it holds masks or whole numbers."""
-    if not isinstance(x, Tensor) or x.is_complex():
+    if not isinstance(x, Tensor) or x.is_complex() or x.layout != torch.strided:
         return False
     return not x.is_floating_point() or bool(((x == 0) | (x == 1)).all())
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
 from fastclip.samples.inputs import (
     Cuts,
     another_row,
@@ -13,6 +17,7 @@ from fastclip.samples.inputs import (
     rows_of,
     take_rows,
 )
+from fastclip.samples.probe_state import is_object
 from fastclip.samples.selected import counts
 
 MOST_ROWS = 8
@@ -58,6 +63,20 @@ class TakenRows:
                 for leaf, axis in zip(self._pool, cuts, strict=True)
             ]
         return len(real) + synthetic
+
+    @property
+    def unread(self) -> str:
+        """What of the inputs no row can be taken from, for a message."""
+        told = []
+        for x in self._leaves:
+            if isinstance(x, Tensor) and x.layout != torch.strided:
+                told.append(f"a tensor of layout {x.layout} (pass it dense)")
+            elif is_object(x) and not isinstance(x, PackedSequence):
+                told.append(
+                    f"an object of class {type(x).__name__}, whose tensors are not seen (pass them as "
+                    "arguments, in a dict or a dataclass)"
+                )
+        return f"; got {', '.join(dict.fromkeys(told))}" if told else ""
 
     def takes_another(self) -> bool:
         """Let another row be run in copies from here on: those with most zeros in what counts come

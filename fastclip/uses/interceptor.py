@@ -84,7 +84,8 @@ class Interceptor:
         if layout is None:
             raise GraphError(
                 f"{key.label} is used outside the model's forward, its methods and its parts, where its "
-                "samples cannot be told; use it inside one of them"
+                "samples cannot be told; use it inside one of them, or, where the model returns a value "
+                "of parameters alone for the loss, once a row: value.expand(len(x), *value.shape)"
             )
         out = self._use(layout, forward, key, func, args, kwargs, private)
         forward.reached.add(key)

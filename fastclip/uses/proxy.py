@@ -93,9 +93,10 @@ class Derived(Tensor):
 def _refuse(gradient: Tensor) -> None:
     raise ParameterLeakError(
         "a value computed from parameters alone (a normalised weight, a position table) was used where "
-        "it could not be followed (a custom autograd function, a scripted function), so its gradient "
-        "would be unclipped; use torch's own functions there, write the layer's rule with "
-        "@fastclip.layers.register_rule, or freeze these parameters"
+        "it could not be followed (a custom autograd function, a scripted function, a loss outside the "
+        "model), so its gradient would be unclipped; use torch's own functions there, write the layer's "
+        "rule with @fastclip.layers.register_rule, or freeze these parameters; return such a value once "
+        "a row, with .expand(len(x), *value.shape)"
     )
 
 

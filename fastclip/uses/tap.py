@@ -253,10 +253,12 @@ class UseBackward(Contribution):
     def _routed(self) -> Tensor:
         call = self._call
         if call.routing is None:
+            mean = "; with a mean of losses, apply it to the rows' losses before the mean"
             raise BatchSizeError(
                 f"{call.label}: a gradient reaches it, and none did when the model was run on a few "
                 "rows, so whose its rows are is not known; let every row take the same way through "
                 "the model, or move rows inside a module that puts them back in their places"
+                f"{mean if self.g.numel() == 1 else ''}"
             )
         return call.routing.owners(call.number, self.g, call.label)
 

@@ -238,3 +238,46 @@ def test_folded_labels_that_do_not_count_come_later() -> None:
     private(ids, ids)[0].backward()
     with refused("return one loss a row"):
         private(ids, labels)[0].backward()
+
+
+class Beside(nn.Module):
+    """It returns what is made of parameters alone beside the rows, as CLIP its scale."""
+
+    def __init__(self, made: Callable[[nn.Linear], Tensor], rows: bool = False) -> None:
+        super().__init__()
+        self.layer, self.head, self.made, self.rows = nn.Linear(D, D), nn.Linear(D, 3), made, rows
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        made = self.made(self.layer)
+        return self.head(torch.tanh(self.layer(x))), made.expand(len(x)) if self.rows else made
+
+
+MADE: dict[str, Callable[[nn.Linear], Tensor]] = {
+    "a scale": lambda layer: layer.bias[0].exp(),
+    "a parameter": lambda layer: layer.bias,
+    "norms of weights": lambda layer: layer.weight.norm(dim=1),
+    "a divergence": lambda layer: (layer.weight.square() - layer.weight.exp()).sum() / 100,
+}
+
+
+@pytest.mark.parametrize("case", MADE)
+def test_values_of_parameters_beside_the_rows(case: str) -> None:
+    """They may be returned; as part of the loss they are refused, with the way out."""
+    torch.manual_seed(0)
+    model, x = Beside(MADE[case]), torch.randn(B, D)
+    check_exact(model, x, lambda out, _: out[0].sin().sum(1), dtype=torch.float64)
+    private = make_private(model.float())[1]
+    with refused("expand"):
+        out = private(x)
+        (out[0].square().mean() + out[1].mean()).backward()
+
+
+def test_a_value_of_parameters_once_a_row() -> None:
+    torch.manual_seed(0)
+    model = Beside(MADE["a scale"], rows=True)
+    check_exact(
+        model,
+        torch.randn(B, D),
+        lambda out, _: (out[0] * out[1][:, None]).sum(1),
+        dtype=torch.float64,
+    )
