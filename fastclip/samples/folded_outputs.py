@@ -49,6 +49,12 @@ class Unfolded:
         lost = {*self._folded} - self._places.keys()
         return [UNPLACED if n in lost else axis for n, axis in enumerate(self.axes)]
 
+    @property
+    def plain_axes(self) -> dict[int, int]:
+        """Of outputs that hold rows, by number: their axis, or -1 where they are folded."""
+        plain = ((n, -1 if n in self._folded else axis) for n, axis in enumerate(self._found))
+        return {n: axis for n, axis in plain if self._found[n] >= 0}
+
     def __call__(self, output: Any, count: int) -> list[Tensor]:
         """The tensors of the output of a run on so many rows."""
         return [

@@ -88,6 +88,8 @@ class BatchLayout:
         """Outputs that couple rows, and must not be part of a loss: dimensions, by their number."""
         self.inner: set[int] = set()
         """Outputs without an axis of samples of which other outputs are made, by their number."""
+        self.spreading: dict[int, int] = {}
+        """Outputs behind which NaN in one row's gradient would reach others: axes, by their number."""
         self.counted: dict[Shorter, dict[int, int]] = {}
         """The same where an input holds such labels."""
         self.outlets: set[Hashable] = set()

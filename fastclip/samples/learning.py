@@ -4,10 +4,9 @@ The axis of a layer's input, or of what a use of a parameter gives, that goes fr
 model's input does holds the samples, alone or folded with other dimensions. What was computed from
 parameters and constants alone has none. A layer whose input has no samples, or rows that the model
 has moved, is opened: the uses of its parameters are followed one by one. Then gradients are asked
-for (samples.influence), and rows changed (samples.independence). That makes 9 forward and 8
-backward passes of at most 8 rows, and one forward pass of as many as the batch has; 4 to 15 and 6 more
-where functions draw random numbers; 2 more where something is opened, 3 where an output is no
-one's; 2 backward passes through a part of the model where gradients are large, and asked for in halves.
+for (samples.influence), and rows changed (samples.independence, samples.special). That makes 12 forward
+and 12 backward passes of at most 8 rows, and one forward pass of as many as the batch has; more where
+functions draw random numbers, something is opened, an output is no one's, or gradients are large.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from fastclip.samples.place import Place, called
 from fastclip.samples.probe_state import stirred
 from fastclip.samples.probing import Misjudged, Opened, Probe, Runs
 from fastclip.samples.routers import selected, shorter
+from fastclip.samples.special import check_special
 from fastclip.samples.taint import Kept, Taint
 from fastclip.samples.watch import Watch
 
@@ -250,6 +250,7 @@ class _Learner:
                 comparison = Comparison(self.layout, self.run, cuts, probes, outputs, telling)
                 comparison.hold_apart()
                 check_lengths(self.run, cuts, comparison.unfolded)
+                check_special(self.run, cuts, comparison.unfolded)
                 break
             except Opened:
                 self.run.cut(cuts)

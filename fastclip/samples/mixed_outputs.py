@@ -22,6 +22,7 @@ from fastclip.samples.independence import UNBATCHED, UNPLACED, by_row, rows_agre
 from fastclip.samples.inputs import flatten, rebuild, tensors_of
 from fastclip.samples.place import Place
 from fastclip.samples.probing import Probe
+from fastclip.samples.stopped import stop_gradients
 
 if TYPE_CHECKING:
     from fastclip.samples.layout import BatchLayout
@@ -118,6 +119,7 @@ def refuse_gradients(layout: BatchLayout, inputs: Any, output: Any) -> Any:
         The output, in which views take the place of those of which other outputs are made: through
         these a gradient may come.
     """
+    stop_gradients(layout.spreading, output)
     mixed, counted = layout.mixed, layout.counted
     if inner := layout.inner & {*mixed, *(n for found in counted.values() for n in found)}:
         output = _apart(inner, output)

@@ -98,6 +98,13 @@ class TakenRows:
         """An input holds masks or whole numbers, which may say how long a row is."""
         return any(a is not None and counts(x) for x, a in zip(self._pool, self._cuts, strict=True))
 
+    @property
+    def rows_of_numbers(self) -> list[Tensor]:
+        """Inputs that have rows of floating-point numbers."""
+        pairs = zip(self._pool, self._cuts, strict=True)
+        tensors = [x for x, axis in pairs if axis is not None and isinstance(x, Tensor)]
+        return [x for x in tensors if x.is_floating_point()]
+
     def distinct(self, cuts: Cuts) -> list[int]:
         """Numbers of rows of the real inputs that differ from one another, at most MOST_ROWS."""
         cut = [(x, a) for x, a in zip(self._leaves, cuts, strict=True) if a is not None]

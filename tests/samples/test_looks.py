@@ -63,7 +63,7 @@ def test_rows_that_are_coupled_in_batches_of_this_size(b: int) -> None:
 
 
 def test_looks_are_few() -> None:
-    """At most eleven forward passes of at most eight rows at the first step, and one of its size."""
+    """At most fourteen forward passes of at most eight rows at the first step, and one of its size."""
     seen: list[int] = []
     model = nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, 2))
     model.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
@@ -74,7 +74,7 @@ def test_looks_are_few() -> None:
     private, optimizer = make_private(inner)[1:3]
     step(private, optimizer, torch.randn(16, T, D))
     assert seen[-1] == 16
-    assert len(seen) <= 13
+    assert len(seen) <= 16
     assert [b for b in seen if b > 8] == [16, 16]
     seen.clear()
     for b in (16, 32, 5, 1):
