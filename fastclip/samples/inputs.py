@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from itertools import product
 from typing import Any
@@ -18,6 +18,8 @@ from fastclip._torch import (
     tree_map,
     tree_unflatten,
 )
+from fastclip.samples import row_lists
+from fastclip.samples.row_lists import is_data, is_list, is_rows
 
 Way = tuple[TreeSpec, tuple[type, ...]]
 """How inputs are nested, and of what kinds they are; older torches cannot hash a structure."""
@@ -48,18 +50,18 @@ register_pytree_node(
 )
 
 
-def _opened(value: Any) -> Any:
+def _is_packed(node: Any) -> bool:
+    return isinstance(node, PackedSequence)
+
+
+def _opened(value: Any, is_leaf: Callable[[Any], bool] = _is_packed) -> Any:
     def open_leaf(leaf: Any) -> Any:
         known = is_dataclass(leaf) or isinstance(leaf, Mapping)
         if not known or isinstance(leaf, type) or not hasattr(leaf, "__dict__"):
             return leaf
         return _Fields(type(leaf), {name: _opened(field) for name, field in vars(leaf).items()})
 
-    return tree_map(open_leaf, value, is_leaf=_is_packed)
-
-
-def _is_packed(node: Any) -> bool:
-    return isinstance(node, PackedSequence)
+    return tree_map(open_leaf, value, is_leaf=is_leaf)
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
@@ -68,6 +70,49 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     Opens dataclasses and mappings that torch does not know; a PackedSequence is one leaf.
     """
     return tree_flatten(_opened(value), is_leaf=_is_packed)
+
+
+def flatten_inputs(
+    args: tuple, kwargs: dict, rows: int | None = None
+) -> tuple[list[Any], TreeSpec]:
+    """The same of a call's inputs, in which a list of data is one leaf.
+
+    Args:
+        rows: a list of as many entries is one, too: it holds a row in each.
+    """
+
+    def leaves_of(value: Any) -> Callable[[Any], bool]:
+        outer = (value, value[0])
+        return lambda node: (
+            _is_packed(node)
+            or (
+                is_list(node)
+                and ((len(node) == rows and not any(node is x for x in outer)) or is_data(node))
+            )
+        )
+
+    value = (args, kwargs)
+    opened = _opened(value, leaves_of(value))
+    return tree_flatten(opened, is_leaf=leaves_of(opened))
+
+
+def _may_hold_lists(args: tuple, kwargs: dict) -> bool:
+    flat = (Tensor, bool, int, float, str, type(None))
+    return not all(isinstance(x, flat) for x in (*args, *kwargs.values()))
+
+
+def readings(
+    args: tuple, kwargs: dict, axis: int
+) -> Iterator[tuple[list[Any], TreeSpec, int | None]]:
+    """The inputs flattened, the likeliest way first, with the number of rows that it is for, if it is
+    for one: a list of as many entries holds a row in each, or is taken apart like any other.
+    """
+    plain = flatten_inputs(args, kwargs)
+    for size in batch_sizes_of(args, kwargs, axis) if _may_hold_lists(args, kwargs) else ():
+        leaves, structure = flatten_inputs(args, kwargs, size)
+        if structure != plain[1]:
+            yield leaves, structure, size
+    yield *plain, None
 
 
 def way_of(leaves: list[Any], structure: TreeSpec) -> Way:
@@ -95,7 +140,12 @@ def without_graph(value: Any) -> Any:
 
 
 def rows_of(leaf: Any, axis: int) -> int | None:
-    """Number of samples in one input if they lie along `axis`; None where it has no such axis."""
+    """Number of samples in one input if they lie along `axis`; None where it has no such axis.
+
+    A list of rows has them in its entries, whatever the axis of tensors.
+    """
+    if is_rows(leaf):
+        return len(leaf)
     if isinstance(leaf, PackedSequence):
         return int(leaf.batch_sizes[0])
     held = isinstance(leaf, Tensor) and leaf.layout not in _SPARSE and leaf.dim() > axis
@@ -108,21 +158,32 @@ def batch_sizes_of(args: tuple, kwargs: dict, axis: int) -> list[int]:
     These are the sizes along `axis` of its inputs, in order, but 1 last: a leading 1 may broadcast
     over the batch.
     """
-    leaves, _ = flatten((args, kwargs))
-    sizes = [size for leaf in leaves if (size := rows_of(leaf, axis)) is not None]
+    sizes = []
+    for leaf in flatten((args, kwargs))[0]:
+        if not is_rows(leaf) and (size := rows_of(leaf, axis)) is not None:
+            sizes.append(size)
     return sorted(dict.fromkeys(sizes), key=lambda size: size == 1)
 
 
-def ways_to_cut(args: tuple, kwargs: dict, own_axis: int) -> Iterator[Cuts]:
+def ways_to_cut(leaves: list[Any], sizes: list[int], own_axis: int) -> Iterator[Cuts]:
     """The axis of each input that holds samples (None: it has none), likely ways first.
 
     An input without samples may have the batch's size by accident, so every subset of the
     inputs is a way; a state may hold its samples along axis 1, so the other axis comes last.
+
+    Args:
+        leaves: the inputs. sizes: what the number of samples may be, the likeliest first.
     """
-    leaves, _ = flatten((args, kwargs))
     for axes in ((own_axis,), (own_axis, 1 - own_axis)):
-        for size in batch_sizes_of(args, kwargs, own_axis):
-            options = [[axis for axis in axes if rows_of(leaf, axis) == size] for leaf in leaves]
+        for size in sizes:
+            options = [
+                [
+                    axis
+                    for axis in (axes[:1] if is_rows(leaf) else axes)
+                    if rows_of(leaf, axis) == size
+                ]
+                for leaf in leaves
+            ]
             for cuts in product(*([*option, None] for option in options)):
                 if own_axis in cuts:
                     yield cuts
@@ -130,6 +191,8 @@ def ways_to_cut(args: tuple, kwargs: dict, own_axis: int) -> Iterator[Cuts]:
 
 def take_rows(leaf: Any, axis: int, rows: list[int]) -> Any:
     """These rows of an input along `axis`; zeros where it has none."""
+    if is_rows(leaf):
+        return row_lists.take(leaf, rows)
     if isinstance(leaf, PackedSequence):
         padded, lengths = pad_packed_sequence(leaf)
         index = torch.tensor(rows, dtype=torch.int64, device="cpu")
@@ -145,6 +208,8 @@ def take_rows(leaf: Any, axis: int, rows: list[int]) -> Any:
 
 def join_rows(first: Any, second: Any, axis: int) -> Any:
     """The rows of one input, then those of the other."""
+    if is_rows(first):
+        return row_lists.join(first, second)
     if not isinstance(first, PackedSequence):
         return torch.cat([first, second], axis)
     (one, n), (other, m) = (pad_packed_sequence(leaf) for leaf in (first, second))
@@ -157,6 +222,10 @@ def join_rows(first: Any, second: Any, axis: int) -> Any:
 def rows_differ(cut: list[tuple[Any, int]], i: int, j: int) -> bool:
     """Whether two rows of these inputs, each cut along its axis, are not the same."""
     for leaf, axis in cut:
+        if is_rows(leaf):
+            if row_lists.differ(leaf, i, j):
+                return True
+            continue
         one, other = (take_rows(leaf, axis, [n]) for n in (i, j))
         if isinstance(leaf, PackedSequence):
             one, other = one.data, other.data
@@ -168,7 +237,7 @@ def rows_differ(cut: list[tuple[Any, int]], i: int, j: int) -> bool:
 def another_row(rows: Any, axis: int) -> Any:
     """A row [1 along axis] with the first one's values in another order, so that it is as valid."""
     first = take_rows(rows, axis, [0])
-    if isinstance(first, PackedSequence):
+    if isinstance(first, PackedSequence) or is_rows(first):
         return first
     other = first.flip([d for d in range(first.dim()) if d != axis])
     if first.is_floating_point() and torch.equal(other, first):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastclip.errors import BatchSizeError, where
 from fastclip.samples.groups import MANY
-from fastclip.samples.inputs import Cuts, Way, batch_sizes_of, flatten, rows_of, way_of
+from fastclip.samples.inputs import Cuts, Way, batch_sizes_of, readings, rows_of, way_of
 from fastclip.samples.place import Place, called
 from fastclip.samples.probing import Probe
 from fastclip.samples.selected import Shorter
@@ -99,12 +99,23 @@ class BatchLayout:
 
     def batch_size(self, args: tuple, kwargs: dict) -> int | None:
         """Number of samples in the model's inputs."""
-        leaves, structure = flatten((args, kwargs))
+        leaves, structure = self.read(args, kwargs)
         way = way_of(leaves, structure)
         for number, known in self.told_by:
             if way == known:
                 return rows_of(leaves[number], self.axis)
         return next(iter(batch_sizes_of(args, kwargs, self.axis)), None)
+
+    def read(self, args: tuple, kwargs: dict) -> tuple[list[Any], Any]:
+        """The inputs flattened, as those of a call that was looked at, if any came this way."""
+        found = None
+        for leaves, structure, _ in readings(args, kwargs, self.axis):
+            if found is None:
+                found = leaves, structure
+            if self.cuts(way_of(leaves, structure)) is not None:
+                return leaves, structure
+        assert found is not None
+        return found
 
     def cuts(self, way: Way) -> Cuts | None:
         """The axes of the inputs that hold the samples, for inputs that come this way."""
@@ -189,7 +200,7 @@ class BatchLayout:
 
     def lengths(self, args: tuple, kwargs: dict) -> Lengths:
         """The sizes of the inputs along all axes but the samples'."""
-        leaves, structure = flatten((args, kwargs))
+        leaves, structure = self.read(args, kwargs)
         cuts = self.cuts(way_of(leaves, structure)) or (None,) * len(leaves)
         return tuple(
             (*leaf.shape[:axis], *leaf.shape[axis + 1 :]) if axis is not None else tuple(leaf.shape)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from fastclip.memory import no_memory
 from fastclip.samples.comparison import Comparison
 from fastclip.samples.freed import give_back
 from fastclip.samples.independence import UNBATCHED, by_row, followed, rows_come_out
-from fastclip.samples.inputs import Cuts, flatten, tensors_of, way_of, ways_to_cut, without_graph
+from fastclip.samples.inputs import Cuts, tensors_of, without_graph
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.lengths import check_lengths
 from fastclip.samples.outlets import note_outlets
@@ -79,7 +78,7 @@ def learn(layout: BatchLayout, run: Runs, path: Hashable | None = None) -> None:
             if run.copies_another(path):
                 continue
             if path is None or layout.knows(path):
-                layout.watch = layout.watch or Watch(run.model, run.args, run.kwargs)
+                layout.watch = layout.watch or Watch(run.model, run.args, run.kwargs, layout.read)
                 layout.tried = max(layout.tried, layout.batch_size(run.args, run.kwargs) or 0)
                 give_back()
                 return
@@ -160,9 +159,7 @@ class _Learner:
     def _first_run(self) -> tuple[Cuts, list[Probe], list[Any]] | None:
         """The first way to cut the inputs with which rows go in and come out."""
         unfollowed = None
-        for cuts in islice(
-            ways_to_cut(self.run.args, self.run.kwargs, self.layout.axis), _MOST_CUTS
-        ):
+        for cuts in self.run.ways(self.layout.axis, self.layout.cuts, _MOST_CUTS):
             self.run.cut(cuts)
             if not self.layout.known:  # nothing of another way of cutting
                 self.layout.forget()
@@ -183,11 +180,12 @@ class _Learner:
             if layers:
                 return cuts, probes, outputs
             if self.layout.met and unfollowed is None:
-                unfollowed = cuts
+                unfollowed = cuts, self.run.way
         if unfollowed is None:
             return None
-        self.run.cut(unfollowed)  # all layers run on constants
-        return unfollowed, *self._both()
+        self.run.read_as(unfollowed[1], self.layout.axis)
+        self.run.cut(unfollowed[0])  # all layers run on constants
+        return unfollowed[0], *self._both()
 
     def _both(self) -> tuple[list[Probe], list[Any]]:
         """Runs on 2 and on 3 copies of the first row."""
@@ -233,7 +231,7 @@ class _Learner:
         return out
 
     def _find(self, cuts: Cuts, probes: list[Probe], outputs: list[Any]) -> None:
-        way = way_of(*flatten((self.run.args, self.run.kwargs)))
+        way = self.run.way
         self.layout.cut_by(way, cuts)
         telling: dict[int, None] = {}
         for _ in range(_MOST_ROUNDS):

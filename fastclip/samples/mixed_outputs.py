@@ -124,7 +124,7 @@ def refuse_gradients(layout: BatchLayout, inputs: Any, output: Any) -> Any:
     if inner := layout.inner & {*mixed, *(n for found in counted.values() for n in found)}:
         output = _apart(inner, output)
     for label, outputs in counted.items():
-        x = flatten(inputs)[0][label.alone or 0]
+        x = layout.read(*inputs)[0][label.alone or 0]
         if not isinstance(x, Tensor):
             continue
         held = holds(x, label.value or 0)

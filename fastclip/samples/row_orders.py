@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from fastclip.errors import GraphError
 from fastclip.samples.calls import Forward
-from fastclip.samples.inputs import flatten, way_of
+from fastclip.samples.inputs import way_of
 
 _COMPARED = 4
 """Backward passes over several forward passes whose rows are compared: reading them waits for a GPU."""
@@ -62,7 +62,7 @@ def _rows(forward: Forward) -> tuple[Hashable, list[int]] | None:
     size, layout = forward.batch_size or 0, forward.layout
     if forward.inputs is None or layout is None or size < 2:
         return None
-    leaves, structure = flatten(forward.inputs)
+    leaves, structure = layout.read(*forward.inputs)
     axes = layout.cuts(way_of(leaves, structure)) or (layout.axis,) * len(leaves)
     keys: list[list[bytes]] = []
     told = 0

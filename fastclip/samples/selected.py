@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from fastclip._torch import TorchDispatchMode, tree_leaves, tree_map
+from fastclip.samples import row_lists
+from fastclip.samples.row_lists import is_rows
 
 _ASK_WHERE = ("aten::nonzero", "aten::masked_select")
 _REPEAT = "aten::repeat_interleave"
@@ -69,6 +71,8 @@ def shortened(rows: Any, number: int, axis: int, which: Iterable[int], how: Shor
     Args:
         rows: of input `number`, along `axis`; others than masks and whole numbers stay.
     """
+    if is_rows(rows):
+        return row_lists.shorter(rows, {*which}) if how == MASKS else rows
     if how.alone not in (None, number) or (how.alone is None and not counts(rows)):
         return rows
     filled = how.value is not None and (how.alone == number or holds_ids(rows))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -10,14 +12,20 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fastclip.samples.inputs import (
     Cuts,
+    Way,
     another_row,
-    flatten,
+    batch_sizes_of,
+    flatten_inputs,
     join_rows,
+    readings,
     rows_differ,
     rows_of,
     take_rows,
+    way_of,
+    ways_to_cut,
 )
 from fastclip.samples.probe_state import is_object
+from fastclip.samples.row_lists import is_rows
 from fastclip.samples.selected import counts
 
 MOST_ROWS = 8
@@ -40,9 +48,39 @@ class TakenRows:
         """Of the real inputs, from which distinct ones are taken."""
         self._copied: list[int] = []
         """Other rows that were taken for the one that is run in copies."""
-        self._leaves, self._structure = flatten((args, kwargs))
+        self._leaves, self._structure = flatten_inputs(args, kwargs)
         self._cuts: Cuts = ()
         self._pool: list[Any] = []
+
+    @property
+    def way(self) -> Way:
+        """How they are nested, and of what kinds they are."""
+        return way_of(self._leaves, self._structure)
+
+    def ways(self, axis: int, known: Callable[[Way], Cuts | None], most: int) -> Iterator[Cuts]:
+        """Ways to cut them, likely ones first, of each reading so many at most; until the next one is
+        asked for, they are read as it says.
+
+        Args:
+            axis: of the samples. known: what was found in other calls, where a tensor without samples
+                may have had another size than the batch.
+        """
+        sizes = batch_sizes_of(self.args, self.kwargs, axis)
+        for leaves, structure, size in readings(self.args, self.kwargs, axis):
+            self._leaves, self._structure = leaves, structure
+            cuts = known(self.way)
+            held = {
+                rows_of(x, a) for x, a in zip(leaves, cuts or (), strict=False) if a is not None
+            }
+            if cuts is not None and len(held) == 1 and None not in held:
+                yield cuts
+            yield from islice(ways_to_cut(leaves, sizes if size is None else [size], axis), most)
+
+    def read_as(self, way: Way, axis: int) -> None:
+        """Read them so again."""
+        for leaves, structure, _ in readings(self.args, self.kwargs, axis):
+            if way_of(leaves, structure) == way:
+                self._leaves, self._structure = leaves, structure
 
     def cut(self, cuts: Cuts, real: list[int] | None = None, synthetic: bool = False) -> int:
         """Take rows from the inputs cut this way; returns how many there are to choose from.
@@ -96,7 +134,8 @@ class TakenRows:
     @property
     def counted(self) -> bool:
         """An input holds masks or whole numbers, which may say how long a row is."""
-        return any(a is not None and counts(x) for x, a in zip(self._pool, self._cuts, strict=True))
+        pairs = zip(self._pool, self._cuts, strict=True)
+        return any(a is not None and (is_rows(x) or counts(x)) for x, a in pairs)
 
     @property
     def rows_of_numbers(self) -> list[Tensor]:

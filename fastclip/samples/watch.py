@@ -7,13 +7,14 @@ call's arguments and the model's settings (samples.settings) are compared with t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fastclip.samples.inputs import Way, flatten, way_of
+from fastclip.samples.inputs import Way, way_of
 from fastclip.samples.settings import Key, Settings, is_flag, kind
 
 _PATIENCE = 16
@@ -39,18 +40,21 @@ class Watch:
     """The state in which a model was looked at, and how it was called.
 
     Args:
-        model: what is watched. args, kwargs: of the call that was looked at.
+        model: what is watched. args, kwargs: of the call that was looked at. read: flattens them.
     """
 
-    def __init__(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        self._settings = Settings(model)
+    def __init__(
+        self, model: nn.Module, args: tuple, kwargs: dict,
+        read: Callable[[tuple, dict], tuple[list[Any], Any]],
+    ) -> None:  # fmt: skip
+        self._settings, self._read = Settings(model), read
         self._ways: list[Way] = []
         """The ways of calling it that were met."""
         self._given: list[list[Any]] = []
         """What stood in them at the last call of each."""
         self._waiting: list[dict[Key, None]] = []
         """The settings that have changed since then, in calls of other ways."""
-        leaves, structure = flatten((args, kwargs))
+        leaves, structure = self._read(args, kwargs)
         way, _ = self._way(leaves, structure)
         self._seen = [self._flags(way)]
         self._moves: dict[Key, int] = {}
@@ -64,7 +68,7 @@ class Watch:
     def changed(self, args: tuple, kwargs: dict) -> bool:
         """Whether this call finds a state that was not looked at; to be asked once a call."""
         self._calls += 1
-        leaves, structure = flatten((args, kwargs))
+        leaves, structure = self._read(args, kwargs)
         way, moved = self._way(leaves, structure)
         settings = dict.fromkeys(self._settings.changed())
         for key in (*moved, *settings):
