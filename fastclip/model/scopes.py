@@ -63,6 +63,7 @@ class RootScope:
             with whole(keeper.clipping.ranks, due):
                 if due:
                     keeper.calls.learn(layout, called)
+            layout.check_aside(args, kwargs)
             arm(keeper)
         batch = layout.batch_size(args, kwargs)
         inside = keeper.root_forward(batch, layout)

@@ -171,10 +171,10 @@ class Calls:
                 if layout.due(called.model, called.args, called.kwargs):
                     self.learn(layout, called, path)
                     called.noticing.enter_context(self.intercepted(layout.proxied))
-                size = layout.batch_size(called.args, called.kwargs)
-                lengths = layout.lengths(called.args, called.kwargs) if layout.folds else None
-                called.forward = Forward(size, recording, layout=layout, lengths=lengths)
-                called.forward.inputs = (called.args, called.kwargs)
+                layout.check_aside(*(given := (called.args, called.kwargs)))
+                size = layout.batch_size(*given)
+                long = layout.lengths(*given) if layout.folds else None
+                called.forward = Forward(size, recording, layout=layout, lengths=long, inputs=given)
             except Trains:
                 called.drives = layout.drives = True
                 called = self.outermost

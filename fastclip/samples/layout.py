@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastclip.errors import BatchSizeError, where
+from fastclip.samples.aside import Aside
 from fastclip.samples.groups import MANY
 from fastclip.samples.inputs import Cuts, Way, batch_sizes_of, readings, rows_of, way_of
 from fastclip.samples.place import Place, called
@@ -46,6 +47,7 @@ class BatchLayout:
         """The input whose size along `axis` is that of the batch: its number, among these inputs."""
         self._cuts: list[tuple[Way, Cuts]] = []
         """The axes of the inputs that hold the samples."""
+        self._aside = Aside()
         self.flat = False
         """A probe has met a layer over flat ids, which counts its samples itself."""
         self.forget()
@@ -116,6 +118,13 @@ class BatchLayout:
                 return leaves, structure
         assert found is not None
         return found
+
+    def check_aside(self, args: tuple, kwargs: dict) -> None:
+        """Refuse inputs without rows that have changed; to be asked once a call that was looked at."""
+        leaves, structure = self.read(args, kwargs)
+        cuts = self.cuts(way := way_of(leaves, structure))
+        if cuts is not None and not self.flat:
+            self._aside.check(leaves, way, cuts)
 
     def cuts(self, way: Way) -> Cuts | None:
         """The axes of the inputs that hold the samples, for inputs that come this way."""
