@@ -19,6 +19,7 @@ from fastclip._torch import (
     tree_unflatten,
 )
 from fastclip.samples import row_lists
+from fastclip.samples.objects import bare, fields_of
 from fastclip.samples.row_lists import is_data, is_list, is_rows
 
 Way = tuple[TreeSpec, tuple[type, ...]]
@@ -26,6 +27,8 @@ Way = tuple[TreeSpec, tuple[type, ...]]
 Cuts = tuple[int | None, ...]
 """For each input, by its number: the axis that holds samples, or None."""
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_DEEPEST = 4
+"""Objects in objects are opened so far."""
 INPUT = "input "
 """With its number: what an input of the model is called."""
 
@@ -39,7 +42,7 @@ class _Fields:
 
 def _rebuild(fields: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
     kind, names = context
-    value: Any = object.__new__(kind)
+    value = bare(kind)
     for name, field in zip(names, fields, strict=True):
         object.__setattr__(value, name, field)
     return value
@@ -54,12 +57,26 @@ def _is_packed(node: Any) -> bool:
     return isinstance(node, PackedSequence)
 
 
-def _opened(value: Any, is_leaf: Callable[[Any], bool] = _is_packed) -> Any:
+def _opened(
+    value: Any, is_leaf: Callable[[Any], bool] = _is_packed, objects: bool = False,
+    within: tuple[Any, ...] = (),
+) -> Any:  # fmt: skip
+    """Dataclasses and mappings opened, and other `objects`; one `within` itself is left."""
+
     def open_leaf(leaf: Any) -> Any:
         known = is_dataclass(leaf) or isinstance(leaf, Mapping)
-        if not known or isinstance(leaf, type) or not hasattr(leaf, "__dict__"):
+        if known and not isinstance(leaf, type) and hasattr(leaf, "__dict__"):
+            fields: dict[str, Any] | None = vars(leaf)
+        elif not objects or is_leaf(leaf) or len(within) == _DEEPEST:
             return leaf
-        return _Fields(type(leaf), {name: _opened(field) for name, field in vars(leaf).items()})
+        else:
+            fields = fields_of(leaf)
+        if fields is None or any(leaf is x for x in within):
+            return leaf
+        inside = (*within, leaf)
+        return _Fields(
+            type(leaf), {n: _opened(x, is_leaf, objects, inside) for n, x in fields.items()}
+        )
 
     return tree_map(open_leaf, value, is_leaf=is_leaf)
 
@@ -92,7 +109,7 @@ def flatten_inputs(
         )
 
     value = (args, kwargs)
-    opened = _opened(value, leaves_of(value))
+    opened = _opened(value, leaves_of(value), objects=True)
     return tree_flatten(opened, is_leaf=leaves_of(opened))
 
 
@@ -159,7 +176,7 @@ def batch_sizes_of(args: tuple, kwargs: dict, axis: int) -> list[int]:
     over the batch.
     """
     sizes = []
-    for leaf in flatten((args, kwargs))[0]:
+    for leaf in flatten_inputs(args, kwargs)[0]:
         if not is_rows(leaf) and (size := rows_of(leaf, axis)) is not None:
             sizes.append(size)
     return sorted(dict.fromkeys(sizes), key=lambda size: size == 1)

@@ -73,8 +73,15 @@ def same(one: Any, other: Any) -> bool:
     if structure != theirs:
         return False
     if len(mine) == 1 and mine[0] is one:
-        return one is other or bool(one == other)
+        return one is other or _equal(one, other)
     return all(map(same, mine, others))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # objects of tensors, which have no one answer
+        return False
 
 
 def shorter(value: Any, which: set[int]) -> Any:
