@@ -110,14 +110,9 @@ class BatchLayout:
 
     def read(self, args: tuple, kwargs: dict) -> tuple[list[Any], Any]:
         """The inputs flattened, as those of a call that was looked at, if any came this way."""
-        found = None
-        for leaves, structure, _ in readings(args, kwargs, self.axis):
-            if found is None:
-                found = leaves, structure
-            if self.cuts(way_of(leaves, structure)) is not None:
-                return leaves, structure
-        assert found is not None
-        return found
+        ways = [(leaves, structure) for leaves, structure, _ in readings(args, kwargs, self.axis)]
+        known = (way for way in ways if self.cuts(way_of(*way)) is not None)
+        return next(known, ways[0])
 
     def check_aside(self, args: tuple, kwargs: dict) -> None:
         """Refuse inputs without rows that have changed; to be asked once a call that was looked at."""
