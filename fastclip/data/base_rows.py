@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,10 @@ def _parts(dataset: Any, places: np.ndarray, rows: np.ndarray) -> Iterator[Part]
         if chosen is not None:
             yield from _parts(dataset.dataset, places, chosen[rows])
             return
+        with suppress(TypeError):  # of names that cannot be compared nothing is known
+            first: dict[Any, int] = {}
+            same = [first.setdefault(name, place) for place, name in enumerate(dataset.indices)]
+            rows = np.asarray(same, dtype=np.int64)[rows]
     elif isinstance(dataset, ConcatDataset) and len(dataset) == dataset.cumulative_sizes[-1]:
         rows = np.where(rows < 0, rows + len(dataset), rows)
         ends = np.asarray(dataset.cumulative_sizes, dtype=np.int64)

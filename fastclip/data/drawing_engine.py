@@ -22,6 +22,7 @@ from fastclip.data.same_rows import SameRows
 from fastclip.data.samplers import check_order, check_shares, draws_independently, set_steps
 from fastclip.data.sampling import PoissonSampler, check_secure, draw_exactly, draw_securely
 from fastclip.data.unit_sampler import UnitSampler
+from fastclip.errors import ArgumentError
 from fastclip.parallel.ranks import Ranks
 
 
@@ -66,10 +67,19 @@ class DrawingEngine(AccountedEngine):
         self, plan: Plan, data_loader: DataLoader, *, poisson_sampling: bool, distributed: bool,
         batch_first: bool, rand_on_empty: bool,
     ) -> DataLoader:  # fmt: skip
-        loader = super()._prepare_data_loader(
-            data_loader, poisson_sampling=poisson_sampling, distributed=distributed,
-            batch_first=batch_first, rand_on_empty=rand_on_empty,
-        )  # fmt: skip
+        try:
+            loader = super()._prepare_data_loader(
+                data_loader, poisson_sampling=poisson_sampling, distributed=distributed,
+                batch_first=batch_first, rand_on_empty=rand_on_empty,
+            )  # fmt: skip
+        except KeyError as error:  # of its row 0, at which Opacus looks
+            if error.args != (0,):
+                raise
+            raise ArgumentError(
+                "poisson_sampling=True draws rows by their numbers, from 0 on, and the data set "
+                f"({type(data_loader.dataset).__name__}) has no row 0; where its keys are names, pass "
+                "torch.utils.data.Subset(dataset, list_of_names)"
+            ) from error
         if poisson_sampling and not distributed:
             use_sampler(loader, plan, data_loader.generator)
             know_empty(loader, plan.first_row)

@@ -117,6 +117,22 @@ def unwatched(sampler: Any) -> type:
     return getattr(type(sampler), "unwatched", type(sampler))
 
 
+def check_batches(loader: DataLoader) -> None:
+    """Refuse a kind of loader that makes batches of its own: a Poisson loader of Opacus takes its place.
+
+    Raises:
+        ArgumentError: rows that it leaves out would be trained on.
+    """
+    kind = type(loader)
+    if kind.__iter__ is DataLoader.__iter__ or kind.__module__.startswith("accelerate."):
+        return  # Accelerate's moves batches to their device
+    raise ArgumentError(
+        f"poisson_sampling=True draws in the place of the data loader's {kind.__name__}, whose own "
+        "__iter__ would not run, so that rows it leaves out would be trained on; pass a plain DataLoader "
+        "whose data set (torch.utils.data.Subset) leaves rows out, or poisson_sampling=False"
+    )
+
+
 def _rebuild(kind: Any, state: dict[str, Any]) -> Any:
     sampler = kind.__new__(kind)
     sampler.__dict__.update(state)

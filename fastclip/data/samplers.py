@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 from fastclip.data.distinct import Distinct
-from fastclip.data.loader import unwatched
+from fastclip.data.loader import check_batches, unwatched
 from fastclip.data.sampling import PoissonSampler, SecureRandomSampler, SecureSubsetSampler
 from fastclip.data.unit_sampler import UnitSampler
 from fastclip.errors import ArgumentError
@@ -107,6 +107,7 @@ def check_poisson(data_loader: DataLoader, distributed: bool) -> Choice:
             "Uniform sampling is not supported for IterableDataset, whose rows cannot be drawn one by "
             "one; pass a data set with __getitem__ and __len__, or poisson_sampling=False"
         )
+    check_batches(data_loader)
     outer: Any = data_loader.batch_sampler
     sampler = outer.sampler if unwatched(outer) is BatchSampler else outer
     kind = unwatched(sampler)
@@ -124,20 +125,21 @@ def check_poisson(data_loader: DataLoader, distributed: bool) -> Choice:
         return _as_before(sampler, rows)
     if kind is DistributedUniformWithReplacementSampler and distributed:
         return Choice(rows)
-    if kind is DistributedSampler and (distributed or sampler.num_replicas == 1):
-        return Choice(rows)
-    if kind not in _ALL_ROWS:
+    everywhere = kind is DistributedSampler and (distributed or sampler.num_replicas == 1)
+    if kind not in _ALL_ROWS and not everywhere:
         raise ArgumentError(
             f"poisson_sampling=True draws from all {rows} rows of the data set, in the place of the "
             f"data loader's {kind.__name__}, so that rows it leaves out would be trained on"
             f"{_HELD_OUT}, or pass poisson_sampling=False"
         )
-    if len(sampler.data_source) != rows:
+    source = len(sampler.dataset if everywhere else sampler.data_source)
+    if source != rows:
         raise ArgumentError(
             f"poisson_sampling=True draws from all {rows} rows of the data set, but the data loader's "
-            f"{kind.__name__} draws from {len(sampler.data_source)}{_HELD_OUT}"
+            f"{kind.__name__} draws from {source}{_HELD_OUT}"
         )
-    return Choice(getattr(sampler, "num_samples", rows), generator=generator)
+    a_pass = rows if everywhere else getattr(sampler, "num_samples", rows)
+    return Choice(a_pass, generator=generator)
 
 
 def _numbers(indices: Any, name: str) -> Tensor:

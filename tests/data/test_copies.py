@@ -65,6 +65,7 @@ COPIES: dict[str, Dataset] = {
     "nested": Subset(ConcatDataset([OTHER, Subset(DATA, [3, 4, 3])]), [0, 12, 13, 14]),
     "negative, of joined": Subset(ConcatDataset([OTHER, DATA]), [23, 0, -1]),
     "of a subclass": Transformed(DATA, ONCE_MORE),
+    "a name twice": Subset({"a": (torch.zeros(1),), "b": (torch.ones(1),)}, ["a", "b", "a"]),  # type: ignore
     "of the user's own": Subset(Keyed(), [0, 1, 2, 3, -12]),
 }
 

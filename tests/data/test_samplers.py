@@ -307,3 +307,41 @@ def test_secure_mode_draws_no_order_that_can_be_foreseen(mode: str) -> None:
         DataLoader(DATA, 4, shuffle=True), poisson=False, secure=True, mode=mode
     )
     assert sorted(torch.cat(train(model, optimizer, loader)).flatten().tolist()) == [*range(N)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_distributed_sampler_of_fewer_rows(mode: str) -> None:
+    fewer = DistributedSampler(Subset(DATA, range(8)), num_replicas=1, rank=0)
+    with refused(r"DistributedSampler draws from 8; .*Subset\(dataset, indices\)", ArgumentError):
+        start(DataLoader(DATA, 4, sampler=fewer), mode=mode)
+
+
+class Consenting(DataLoader):
+    """Leaves rows out of its batches."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for (x,) in super().__iter__():
+            yield (x[x[:, 0] < 6],)
+
+
+class Named(DataLoader):
+    """A loader of the user's own that makes torch's batches."""
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loader_that_makes_its_own_batches(mode: str) -> None:
+    """A Poisson loader takes its place, without what it does."""
+    with refused("Consenting, whose own __iter__ would not run.*plain DataLoader", ArgumentError):
+        start(Consenting(DATA, 4, shuffle=True), mode=mode)
+    start(Named(DATA, 4, shuffle=True), mode=mode)
+    _, model, optimizer, loader = start(Consenting(DATA, 4), poisson=False, mode=mode)
+    assert type(loader) is Consenting
+    assert sum(len(x) for x in train(model, optimizer, loader) if len(x)) == 6
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_poisson_sampling_of_rows_with_names(mode: str) -> None:
+    named: Any = {name: (torch.ones(1),) for name in "abcdef"}
+    with refused(r"\(dict\) has no row 0; .*Subset", ArgumentError):
+        start(DataLoader(named, 2), mode=mode)
+    start(DataLoader(Subset(named, list(named)), 2), mode=mode)  # the way out
