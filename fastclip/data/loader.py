@@ -128,7 +128,7 @@ def check_batches(loader: DataLoader) -> None:
         return  # Accelerate's moves batches to their device
     raise ArgumentError(
         f"poisson_sampling=True draws in the place of the data loader's {kind.__name__}, whose own "
-        "__iter__ would not run, so that rows it leaves out would be trained on; pass a plain DataLoader "
+        "__iter__ would not run, so that rows it leaves out would be trained on; pass a DataLoader "
         "whose data set (torch.utils.data.Subset) leaves rows out, or poisson_sampling=False"
     )
 

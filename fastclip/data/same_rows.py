@@ -102,7 +102,7 @@ class _Look:
     owner: np.ndarray
     places: np.ndarray
     stride: int
-    keys: list[Any]
+    keys: Sequence[Any]
     kept: Any
 
     def moved(self, column: Any) -> bool:
@@ -139,11 +139,11 @@ def _keys(column: Any, places: np.ndarray | None, stride: int) -> Sequence[Any]:
     if isinstance(column, (list, tuple)):
         return [id(column[i]) for i in (range(len(column)) if places is None else places.tolist())]
     if isinstance(column, Tensor):
-        chosen = column.detach()
+        some = column.detach()
         if places is not None:
-            chosen = chosen[torch.from_numpy(places).to(column.device)]
-        flat = chosen.reshape(len(chosen), -1)[:, ::stride].cpu().contiguous()
-        column, places, stride = flat.view(torch.uint8).numpy(), None, 1
+            some = some[torch.from_numpy(places).to(column.device)]
+        entries = some.reshape(len(some), -1)[:, ::stride].cpu().contiguous()
+        column, places, stride = entries.view(torch.uint8).numpy(), None, 1
     if not isinstance(column, np.ndarray):  # a table
         column = (column if places is None else column.iloc[places]).to_numpy()
         places = None
