@@ -133,10 +133,8 @@ def _note_spreading(run: Runs, unfolded: Unfolded, base: _Run) -> None:
 def _among(run: Runs, unfolded: Unfolded, choice: int, kept: Change, base: _Run) -> None:
     layout, axes = run.layout, unfolded.axes
     places = layout.where_they_stay()
-    gaps, large = (
-        _once(run, unfolded, choice, changes)
-        for changes in ([_nan, kept, _gaps, _gaps, kept], [_infinite, kept, _DOWN, _UP, kept])
-    )
+    gaps = _once(run, unfolded, choice, [_nan, kept, _gaps, _gaps, kept])
+    large = _once(run, unfolded, choice, [_infinite, kept, _DOWN, _UP, kept])
     filled = None
     if gaps is not None and _has_finite(gaps, _FILLED, axes):  # the model can take such rows
         filled = _once(run, unfolded, choice, [_UP, kept, _DOWN, _gaps, kept])
