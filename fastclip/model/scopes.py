@@ -63,9 +63,8 @@ class RootScope:
             with whole(keeper.clipping.ranks, due):
                 if due:
                     keeper.calls.learn(layout, called)
-            layout.check_aside(args, kwargs)
             arm(keeper)
-        batch = layout.batch_size(args, kwargs)
+        batch = layout.batch_size(args, kwargs, begins=outermost)
         inside = keeper.root_forward(batch, layout)
         return RootCall(args, kwargs, keeper, inside, called if outermost else None)
 

@@ -171,8 +171,8 @@ class Calls:
                 if layout.due(called.model, called.args, called.kwargs):
                     self.learn(layout, called, path)
                     called.noticing.enter_context(self.intercepted(layout.proxied))
-                layout.check_aside(*(given := (called.args, called.kwargs)))
-                size = layout.batch_size(*given)
+                given = called.args, called.kwargs
+                size = layout.batch_size(*given, begins=True)
                 long = layout.lengths(*given) if layout.folds else None
                 called.forward = Forward(size, recording, layout=layout, lengths=long, inputs=given)
             except Trains:

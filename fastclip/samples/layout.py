@@ -99,10 +99,16 @@ class BatchLayout:
         self.rare: set[Hashable] = set()
         """The same of those that calls have returned, and no look has seen."""
 
-    def batch_size(self, args: tuple, kwargs: dict) -> int | None:
-        """Number of samples in the model's inputs."""
+    def batch_size(self, args: tuple, kwargs: dict, *, begins: bool = False) -> int | None:
+        """Number of samples in the inputs; where a call `begins`, those without have not changed.
+
+        Raises:
+            BatchSizeError: they have.
+        """
         leaves, structure = self.read(args, kwargs)
         way = way_of(leaves, structure)
+        if begins and not self.flat and (cuts := self.cuts(way)) is not None:
+            self._aside.check(leaves, way, cuts)
         for number, known in self.told_by:
             if way == known:
                 return rows_of(leaves[number], self.axis)
@@ -113,13 +119,6 @@ class BatchLayout:
         ways = [(leaves, structure) for leaves, structure, _ in readings(args, kwargs, self.axis)]
         known = (way for way in ways if self.cuts(way_of(*way)) is not None)
         return next(known, ways[0])
-
-    def check_aside(self, args: tuple, kwargs: dict) -> None:
-        """Refuse inputs without rows that have changed; to be asked once a call that was looked at."""
-        leaves, structure = self.read(args, kwargs)
-        cuts = self.cuts(way := way_of(leaves, structure))
-        if cuts is not None and not self.flat:
-            self._aside.check(leaves, way, cuts)
 
     def cuts(self, way: Way) -> Cuts | None:
         """The axes of the inputs that hold the samples, for inputs that come this way."""

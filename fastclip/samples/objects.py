@@ -23,7 +23,7 @@ _OTHERS = frozenset({"builtins", "functools", "torch", "numpy", "fastclip"})
 
 def fields_of(value: Any) -> dict[str, Any] | None:
     """What an object holds by name, if there are tensors, arrays or lists among it; else None."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind.__module__.split(".")[0] in _OTHERS or isinstance(
         value, (Tensor, nn.Module, Enum, type)
     ):
@@ -33,7 +33,7 @@ def fields_of(value: Any) -> dict[str, Any] | None:
     return fields
 
 
-def bare(kind: type) -> Any:
+def bare(kind: Any) -> Any:
     """An object of this class that holds nothing."""
     try:
         return object.__new__(kind)
@@ -62,7 +62,8 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    slots = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+    kind: Any = type(value)
+    slots = {name: getattr(value, name) for name in _slots(kind) if hasattr(value, name)}
     return {**getattr(value, "__dict__", {}), **slots}
 
 
