@@ -94,9 +94,9 @@ class BatchLayout:
         """Outputs behind which NaN in one row's gradient would reach others: axes, by their number."""
         self.counted: dict[Shorter, dict[int, int]] = {}
         """The same where an input holds such labels."""
-        self.outlets: set[Hashable] = set()
+        self.outlets: set[Any] = set()
         """Where looks have seen tensors that a call returns: samples.outlets."""
-        self.rare: set[Hashable] = set()
+        self.rare: set[Any] = set()
         """The same of those that calls have returned, and no look has seen."""
 
     def batch_size(self, args: tuple, kwargs: dict, *, begins: bool = False) -> int | None:
