@@ -131,19 +131,22 @@ def _note_spreading(run: Runs, unfolded: Unfolded, base: _Run) -> None:
 
 
 def _among(run: Runs, unfolded: Unfolded, choice: int, kept: Change, base: _Run) -> None:
-    layout, axes = run.layout, unfolded.axes
-    places = layout.where_they_stay()
+    """One run beside the base is held at a time, and two where rows with gaps are held, too."""
+    axes, places = unfolded.axes, run.layout.where_they_stay()
+
+    def against_base(other: _Run | None) -> None:
+        if other is not None:
+            _hold(base, other, _KEPT, axes, places, _reached)
+            run.layout.mixed |= mixed_outputs(base.found, other.found, _KEPT, axes, _COUNT)
+
+    against_base(_once(run, unfolded, choice, [_infinite, kept, _DOWN, _UP, kept]))
     gaps = _once(run, unfolded, choice, [_nan, kept, _gaps, _gaps, kept])
-    large = _once(run, unfolded, choice, [_infinite, kept, _DOWN, _UP, kept])
-    filled = None
+    against_base(gaps)
     if gaps is not None and _has_finite(gaps, _FILLED, axes):  # the model can take such rows
         filled = _once(run, unfolded, choice, [_UP, kept, _DOWN, _gaps, kept])
         if filled is not None:
             _hold(gaps, filled, _FILLED, axes, places, _filled)
-    for other in (large, gaps, filled):
-        if other is not None:
-            _hold(base, other, _KEPT, axes, places, _reached)
-            layout.mixed |= mixed_outputs(base.found, other.found, _KEPT, axes, _COUNT)
+        against_base(filled)
 
 
 def _hold(
