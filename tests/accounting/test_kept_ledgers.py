@@ -227,7 +227,7 @@ def test_a_pickled_engine_takes_a_file_of_its_own(tmp_path: Path) -> None:
     free = start(pickle.loads(pickle.dumps(run[0])))
     free[0].write_ahead(None)
     walk(free, 1)
-    walk(start(copy.deepcopy(run[0])), 1)  # in the same ledger
+    walk(start(copy.deepcopy(run[0]), seed=1), 1)  # in the same ledger
     assert logged(tmp_path / "ledger") == 3
 
 
