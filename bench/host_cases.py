@@ -109,10 +109,10 @@ def fastclip(model: nn.Module, criterion: nn.Module, case: Case) -> tuple[nn.Mod
     layouts = small.keeper.calls.layouts
     raw = model.to("cuda")
     model, optimizer = private(raw, case.shape[0])
-    watch = Watch(raw, (case.inputs(small=False).to("cuda"),), {})
+    given = (case.inputs(small=False).to("cuda"),)
     large = {name: parameter for parameter, name in model.keeper.names.items()}
     for layout in layouts.values():
-        layout.watch = watch
+        layout.watch = Watch(raw, given, {}, layout.read)
         layout.proxied = {large[small.keeper.names[parameter]] for parameter in layout.proxied}
         layout.tried = layout.compared = _KNOWN
     model.keeper.calls.layouts = layouts

@@ -151,6 +151,13 @@ def _torch_cuda() -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     torch.Generator = _Generator  # type: ignore[assignment, misc]
+    random = torch.Tensor.random_
+
+    def random_(x: torch.Tensor, *, generator: torch.Generator | None = None) -> torch.Tensor:
+        torch.rand((), generator=generator, device="cpu")  # a real one moves on
+        return random(x, generator=generator)
+
+    torch.Tensor.random_ = random_  # type: ignore[method-assign, assignment]
     torch._C._cuda_getCurrentRawStream = lambda index: 0  # type: ignore[attr-defined]  # CUDA
     torch._C._cuda_getDevice = lambda: 0  # type: ignore[attr-defined]
 
