@@ -95,7 +95,9 @@ def trainer(
         "per_device_train_batch_size": physical, "gradient_accumulation_steps": accumulation,
     }  # fmt: skip
     if not told.get("secure_mode"):
-        kwargs.setdefault("noise_generator", torch.Generator().manual_seed(NOISE_SEED))
+        engine = kwargs.get("engine")  # under which other runs drew from other seeds
+        taken = sum(steps for *_, steps in engine.accountant.history) if engine is not None else 0
+        kwargs.setdefault("noise_generator", torch.Generator().manual_seed(NOISE_SEED + taken))
     kwargs.setdefault("train_dataset", rows())
     kwargs.setdefault("data_collator", pad)
     return kind(
