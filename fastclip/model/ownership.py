@@ -77,6 +77,8 @@ def check_free(model: nn.Module, parameters: Mapping[nn.Parameter, str], again: 
 
 def account_of(again: Any) -> Any:
     """What records the steps of a model that an earlier make_private returned; None if nothing does."""
+    if again is None:
+        return None
     keeper = getattr(again, "keeper", None)
     batch = _OPACUS.get(again) if keeper is None else keeper.batch
     return None if batch is None or batch.retired else batch.account
