@@ -209,7 +209,7 @@ def test_checkpoint() -> None:
 
     engine = FastPrivacyEngine()
     model, optimizer, loader = prepared(engine, poisson_sampling=False)
-    epoch(model, optimizer, loader, 8)
+    epoch(model, optimizer, loader, 6)
     epoch(model, optimizer, loader, 8)
     file = io.BytesIO()
     engine.save_checkpoint(path=file, module=model, optimizer=optimizer)

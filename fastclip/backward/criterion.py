@@ -61,7 +61,7 @@ def check_criterion(criterion: Any, loss_reduction: str, model: nn.Module) -> No
     Raises:
         ArgumentError: with the way out.
     """
-    if isinstance(criterion, nn.Module):
+    if isinstance(criterion, nn.Module) and isinstance(model, nn.Module):
         of_model = set(model.parameters())
         own = [n for n, p in criterion.named_parameters() if p.requires_grad and p not in of_model]
         if own:
