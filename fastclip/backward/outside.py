@@ -90,8 +90,11 @@ def _refuse(what: str, task: int, gradient: Tensor | None) -> None:
 
 
 def _is_trained(leaf: Tensor, rows: int | None) -> bool:
-    """A tensor with an entry for each row is a batch, whose gradient is its rows' own."""
-    return isinstance(leaf, nn.Parameter) or (rows is not None and rows not in leaf.shape)
+    """A tensor with an entry for each row is a batch, whose gradient is its rows' own; values that
+    are computed from private parameters have a guard of their own."""
+    if isinstance(leaf, nn.Parameter):
+        return True
+    return type(leaf) is Tensor and rows is not None and rows not in leaf.shape
 
 
 def _above_private(nodes: deque[Node], most: int | None) -> Iterator[Node]:
