@@ -28,8 +28,6 @@ def readers_of(loader: DataLoader) -> int:
 def _sharded(dataset: Any) -> bool:
     if isinstance(dataset, ChainDataset):
         return all(_sharded(each) for each in dataset.datasets)
-    if type(dataset).__module__.startswith(
-        "datasets."
-    ):  # Hugging Face's give each worker its files
+    if type(dataset).__module__.startswith("datasets."):  # each worker reads files of its own there
         return True
     return getattr(dataset, SHARDED, False) is True

@@ -127,12 +127,6 @@ def own(row: Any) -> Any:
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.detach().clone()
-        return (
-            leaf.copy()
-            if is_array(leaf)
-            else copy.copy(leaf)
-            if hasattr(leaf, "__dict__")
-            else leaf
-        )
+        return copy.copy(leaf) if is_array(leaf) or hasattr(leaf, "__dict__") else leaf
 
     return tree_map(of_leaf, row)
