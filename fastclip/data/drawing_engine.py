@@ -111,9 +111,7 @@ class DrawingEngine(AccountedEngine):
             sampler, same = loader.batch_sampler, None
             if isinstance(sampler, UnitSampler):
                 same = SameRows(loader.dataset, sampler.owners(len(loader.dataset)))  # type: ignore[arg-type]
-            elif isinstance(
-                sampler, PoissonSampler
-            ):  # it draws numbers, whatever is left of the rows
+            elif isinstance(sampler, PoissonSampler):  # of numbers, whatever is left of the rows
                 same = SameRows(loader.dataset)
             watch_draws(loader, draws, distinct, same)
         return draws

@@ -26,6 +26,7 @@ _MOST_KEPT = 32
 _LARGEST = 2**22
 """Entries of a tensor that is copied, to be compared; of a larger one it is known which one it was."""
 Lengths = tuple[tuple[int, ...], ...]
+"""Sizes of a model's inputs along all axes but the samples'."""
 
 
 class _Kept:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastclip._torch import TorchDispatchMode
 
-_ROWS = ("aten::embedding", "aten::_embedding_bag")
+LOSSES = ("aten::nll_loss_forward", "aten::nll_loss2d_forward")
 _ALONG = (
     "aten::index_select", "aten::gather", "aten::scatter", "aten::scatter_add", "aten::index_add",
     "aten::index_copy", "aten::index_fill", "aten::scatter_reduce",
 )  # fmt: skip
-_EACH = ("aten::index", "aten::index_put", "aten::_index_put_impl")
-_LOSSES = ("aten::nll_loss_forward", "aten::nll_loss2d_forward")
+_TAKEN_BY = {"aten::embedding": 1, "aten::_embedding_bag": 1, "aten::take": 1}
+_TAKEN_BY |= dict.fromkeys(_ALONG, 2)
+"""Operators that look something up, and which argument holds the numbers."""
+_BY_PLACES = ("aten::index", "aten::index_put", "aten::_index_put_impl")
 
 
 class InBounds(TorchDispatchMode):
@@ -27,22 +31,34 @@ class InBounds(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        name = func._schema.name.rstrip("_")
-        if name in _ROWS:
-            _check(name, args[1], args[0].shape[0])
-        elif name in _ALONG:
-            _check(name, args[2], args[0].shape[args[1]] if args[0].dim() else 1)
-        elif name in _EACH:
-            for axis, x in enumerate(args[1]):
-                if isinstance(x, Tensor) and x.dtype.itemsize != 1:  # masks
-                    _check(name, x, args[0].shape[axis])
-        elif name == "aten::take":
-            _check(name, args[1], args[0].numel())
-        elif name in _LOSSES:
-            _check(name, args[1][args[1] != args[4]], args[0].shape[-1 if args[0].dim() < 3 else 1])
+        name = func._schema.name
+        for x, low, high in _looked_up(name.rstrip("_"), args):
+            whole = isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32)
+            out = (x < low) | (x >= high) if whole else None
+            if out is not None and name in LOSSES:
+                out &= x != args[4]
+            if out is not None and bool(out.any()):
+                wrong = f"{x[out][0].item()} is no number of a row"
+                raise IndexError(f"{name}: numbers of rows are out of bounds, {wrong}")
         return func(*args, **(kwargs or {}))
 
 
-def _check(name: str, numbers: Tensor, size: int) -> None:
-    if numbers.numel() and bool(((numbers < -size) | (numbers >= size)).any()):
-        raise IndexError(f"{name}: numbers of rows are out of bounds")
+def _looked_up(name: str, args: tuple) -> Iterator[tuple[Any, int, int]]:
+    """Numbers of rows, and between which they must lie."""
+    if name in LOSSES:
+        yield args[1], 0, args[0].shape[1 if args[0].dim() > 1 else 0]
+    elif name in _BY_PLACES:
+        at = 0
+        for x in args[1]:
+            masks = x is not None and x.dtype in (torch.bool, torch.uint8)
+            size = args[0].shape[at] if at < args[0].dim() else 0
+            if x is not None and not masks:
+                yield x, -size, size
+            at += x.dim() if masks else 1
+    elif name in _TAKEN_BY:
+        table, place = args[0], _TAKEN_BY[name]
+        if name == "aten::take":
+            yield args[1], -table.numel(), table.numel()
+        elif len(args) > place:
+            axis = args[1] if place == 2 else 0
+            yield args[place], 0, table.shape[axis] if table.dim() else 1

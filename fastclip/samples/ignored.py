@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastclip._torch import TorchDispatchMode
+from fastclip.samples.bounds import LOSSES
 from fastclip.samples.selected import Shorter, counts
 
 IGNORED = -100
@@ -24,12 +24,6 @@ _UNKNOWN = -1
 _MISSING = math.nan
 """The same among labels that are no whole numbers."""
 _MOST_TOLD = 4
-_LOSSES = ("aten::nll_loss_forward", "aten::nll_loss2d_forward")
-_TAKEN_BY = {"aten::embedding": 1, "aten::_embedding_bag": 1, "aten::take": 1} | dict.fromkeys(
-    ("aten::index_select", "aten::gather", "aten::scatter", "aten::scatter_add"), 2
-)
-"""Operators that look something up, and which argument holds the numbers."""
-_BY_PLACES = ("aten::index", "aten::index_put", "aten::_index_put_impl")
 _COMPARED = {"eq": 0, "ne": 0, "gt": 0, "le": 0, "ge": -1, "lt": -1}
 """Comparisons, and which number beside that of the model is on the other side."""
 
@@ -40,7 +34,7 @@ Told = dict[tuple[bool, int], None]
 def tell(told: Told, func: Any, args: tuple) -> None:
     """Note what this operator, which takes numbers of a batch, ignores or compares them with."""
     name = func._schema.name
-    if name in _LOSSES:
+    if name in LOSSES:
         told.setdefault((True, int(args[4])))
         return
     beside = _COMPARED.get(name.removeprefix("aten::").rstrip("_"))
@@ -91,45 +85,3 @@ def holds(x: Tensor, value: float) -> Tensor:
     if math.isnan(value):
         return x.isnan().any()
     return ((x <= value) if value < 0 else (x == value)).any()
-
-
-class Numbers(TorchDispatchMode):
-    """Inside, a label that is left out is no number of a row: a device would end the process for it.
-
-    Raises:
-        IndexError: it is used as one.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        name = func._schema.name
-        for x, low, high in _looked_up(name.rstrip("_"), args):
-            whole = isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32)
-            out = (x < low) | (x >= high) if whole else None
-            if out is not None and name in _LOSSES:
-                out &= x != args[4]
-            if out is not None and bool(out.any()):
-                raise IndexError(f"{name}: {x[out][0].item()} is no number of a row")
-        return func(*args, **(kwargs or {}))
-
-
-def _looked_up(name: str, args: tuple) -> Iterator[tuple[Any, int, int]]:
-    """Numbers of rows, and between which they must lie."""
-    if name in _LOSSES:
-        yield args[1], 0, args[0].shape[1 if args[0].dim() > 1 else 0]
-    elif name in _BY_PLACES:
-        at = 0
-        for x in args[1]:
-            masks = x is not None and x.dtype in (torch.bool, torch.uint8)
-            size = args[0].shape[at] if at < args[0].dim() else 0
-            if x is not None and not masks:
-                yield x, -size, size
-            at += x.dim() if masks else 1
-    elif name in _TAKEN_BY:
-        table, place = args[0], _TAKEN_BY[name]
-        if name == "aten::take":
-            yield args[1], -table.numel(), table.numel()
-        elif len(args) > place:
-            axis = args[1] if place == 2 else 0
-            yield args[place], 0, table.shape[axis] if table.dim() else 1

@@ -7,12 +7,13 @@ holds the samples is never assumed: fastclip.samples.learning runs the model to 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
 from fastclip.errors import BatchSizeError, where
-from fastclip.samples.aside import Aside
+from fastclip.samples.aside import Aside, Lengths
 from fastclip.samples.groups import MANY
 from fastclip.samples.inputs import Cuts, Way, batch_sizes_of, readings, rows_of, way_of
 from fastclip.samples.place import Place, called
@@ -20,9 +21,6 @@ from fastclip.samples.probing import Probe
 from fastclip.samples.selected import Shorter
 from fastclip.samples.taken import MOST_ROWS
 from fastclip.samples.watch import Watch
-
-Lengths = tuple[tuple[int, ...], ...]
-"""Sizes of a model's inputs along all axes but the samples'."""
 
 
 class BatchLayout:
@@ -116,9 +114,10 @@ class BatchLayout:
 
     def read(self, args: tuple, kwargs: dict) -> tuple[list[Any], Any]:
         """The inputs flattened, as those of a call that was looked at, if any came this way."""
-        ways = [(leaves, structure) for leaves, structure, _ in readings(args, kwargs, self.axis)]
-        known = (way for way in ways if self.cuts(way_of(*way)) is not None)
-        return next(known, ways[0])
+        ways = ((leaves, structure) for leaves, structure, _ in readings(args, kwargs, self.axis))
+        first = next(ways)
+        known = (way for way in chain([first], ways) if self.cuts(way_of(*way)) is not None)
+        return next(known, first)
 
     def cuts(self, way: Way) -> Cuts | None:
         """The axes of the inputs that hold the samples, for inputs that come this way."""

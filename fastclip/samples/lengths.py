@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from fastclip.errors import FastclipError
+from fastclip.samples.bounds import InBounds
 from fastclip.samples.folded_outputs import Unfolded
-from fastclip.samples.ignored import Numbers
 from fastclip.samples.independence import by_row, check_values
 from fastclip.samples.inputs import Cuts
 from fastclip.samples.mixed_outputs import Found, mixed_outputs, note_gradients
@@ -52,7 +52,7 @@ def _check(run: Runs, unfolded: Unfolded, filler: Shorter) -> None:
         gradients: Found = {}
         try:
             note = partial(note_gradients, probe, run.layout.places, unfolded.axes, gradients)
-            with Numbers():
+            with InBounds():
                 outputs.append(run.once(probe, [0] * _ROWS, 0, note))
             if filler.alone is not None and _fails(outputs[-1], gradients):
                 return

@@ -19,13 +19,11 @@ from torch.utils.data import (
 )
 
 from fastclip.errors import ArgumentError
-from tests.data.test_samplers import start
+from tests.data.test_samplers import DATA, N, start
 from tests.networks import mlp
 from tests.oracle import make_private
 from tests.refusal import refused
 
-N = 12
-DATA = TensorDataset(torch.arange(float(N))[:, None])
 OTHER = TensorDataset(torch.arange(float(N))[:, None])
 SAME = TensorDataset(*DATA.tensors)
 TRAIN, TEST = random_split(DATA, [8, 4], torch.Generator().manual_seed(0))

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastclip.samples.ignored import IGNORED, Numbers
+from fastclip.samples.bounds import InBounds
+from fastclip.samples.ignored import IGNORED
 from fastclip.samples.mixed_outputs import _void
 from tests.oracle import assert_sums, clipped_sum, make_private, per_sample_gradients, summed
 from tests.refusal import refused
@@ -229,7 +230,7 @@ def test_nobody_contributes_through_what_is_void() -> None:
 def test_a_number_of_a_row_is_none() -> None:
     """On a device, what looks up -100 would end the process."""
     table, ids = torch.randn(9, 2), torch.tensor([3, IGNORED])
-    with Numbers():
+    with InBounds():
         for use in (
             lambda: F.embedding(ids, table), lambda: table[ids], lambda: table.index_select(0, ids),
             lambda: F.cross_entropy(table[:2], ids, ignore_index=0),
