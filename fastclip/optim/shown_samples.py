@@ -1,7 +1,8 @@
 """What Opacus' modes leave on parameters of single rows: it can be read, and is not saved with them.
 
 Opacus sets per-sample gradients as attributes (`p.grad_sample`, a list of them where passes are
-accumulated), of which a layer's tell the row that it has seen. Whoever saves a parameter saves its
+accumulated), of which a layer's tell the row that it has seen, and keeps the inputs of layers on them
+until the backward pass (`module.activations`). Whoever saves a parameter or a module saves its
 attributes, so they are put there as `ShownSum`, which pickles as an empty tensor.
 """
 
@@ -22,7 +23,7 @@ _WATCHED: WeakSet[AbstractGradSampleHooks] = WeakSet()
 
 
 def watch_passes(wrapper: AbstractGradSampleHooks) -> None:
-    """Call `only_shown` at the end of every backward pass of a model that Opacus' code has wrapped.
+    """What every pass of a model that Opacus' code has wrapped leaves on it is only shown.
 
     A run that is broken off between a pass and its step may save its model, too. The hook goes where
     `cleanup()` takes it away: among Opacus' own, or on the wrapper that is dropped.
@@ -38,6 +39,9 @@ def watch_passes(wrapper: AbstractGradSampleHooks) -> None:
 
 
 def _after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
+    for part in module.modules():
+        for call in part.__dict__.get("activations", ()):
+            _only_shown(call)
     for x in tree_leaves(output):
         if isinstance(x, Tensor) and x.requires_grad:
             x.register_hook(partial(_in_pass, ref(module)))
@@ -59,7 +63,11 @@ def only_shown(parameters: Iterable[nn.Parameter]) -> None:
             if type(held) is Tensor:
                 own[name] = _shown(held)
             elif type(held) is list:
-                held[:] = [_shown(part) if type(part) is Tensor else part for part in held]
+                _only_shown(held)
+
+
+def _only_shown(tensors: list[Any]) -> None:
+    tensors[:] = [_shown(x) if type(x) is Tensor else x for x in tensors]
 
 
 def _shown(held: Tensor) -> Any:
