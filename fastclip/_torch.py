@@ -86,6 +86,10 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 """The node of the graph that this thread runs."""
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Whether the running pass will reach a node; RuntimeError where autograd.grad asked for tensors."""
+saving_hooks: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
+)
+"""(False) -> the hooks that take what is saved for a backward pass, a pair, or None."""
 SAVED_REDUCTION, SAVED_WEIGHT = "_saved_reduction", "_saved_weight"
 """What the nodes of torch's losses hold: a code of the reduction, the weights of the classes."""
 BACKWARD_CODE = getattr(inspect.unwrap(torch.autograd.backward), "__code__", None)
@@ -183,13 +187,9 @@ def stream_of(gpu: int) -> int:
     return torch._C._cuda_getCurrentRawStream(gpu)
 
 
-precision_of: Callable[[str, str], str] | None = getattr(
-    torch._C, "_get_fp32_precision_getter", None
-)
+precision_of: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
 """(backend, operation) -> how its float32 products may round; None before torch 2.9."""
-set_precision: Callable[[str, str, str], None] | None = getattr(
-    torch._C, "_set_fp32_precision_setter", None
-)
+set_precision: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
 """(backend, operation, value); None before torch 2.9."""
 
 

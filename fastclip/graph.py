@@ -1,5 +1,5 @@
 """Private functions in torch's graph: who takes part in a backward pass, and that it is the only one;
-and the nodes of a graph.
+what they save for it; and the nodes of a graph.
 
 They can be differentiated once; a second derivative is refused with a sentence of ours.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from fastclip._torch import node_type, will_run
+from fastclip._torch import StorageWeakRef, memory_of, node_type, saving_hooks, will_run
 from fastclip.errors import GraphError
 
 Node = Any
@@ -73,6 +73,39 @@ class _Refusal(Function):
             "differentiated once: penalise the difference of its outputs at two inputs instead, "
             "(model(x + e * v) - model(x)) / e, which needs one backward pass"
         )
+
+
+def save(ctx: Any, *tensors: Tensor | None) -> None:
+    """`ctx.save_for_backward`; where somebody's hooks take the tensors, where they lie is noted."""
+    ctx.save_for_backward(*tensors)
+    hooks = saving_hooks(False)
+    ctx.lay = None
+    if hooks is not None and not _is_of_torch(hooks[0]):
+        ctx.lay = [None if x is None else StorageWeakRef(x.untyped_storage()) for x in tensors]
+
+
+def saved(ctx: Any) -> tuple[Any, ...]:
+    """What `save` was given.
+
+    Raises:
+        GraphError: hooks that are not torch's have put other tensors in their place. What these hold may
+            depend on all rows (one scale of a compressed batch), and no look at a model would see it.
+    """
+    found: tuple[Any, ...] = ctx.saved_tensors
+    if ctx.lay is None:
+        return found
+    for x, lay in zip(found, ctx.lay, strict=True):
+        if x is not None and (lay.expired() or lay.cdata != memory_of(x)):
+            raise GraphError(
+                "saved_tensors_hooks have replaced a tensor that a private layer saved for its backward "
+                "pass, and what they make of a row may depend on the others (one scale for the batch): "
+                "use torch's own (torch.autograd.graph.save_on_cpu, torch.utils.checkpoint)"
+            )
+    return found
+
+
+def _is_of_torch(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("torch.")
 
 
 def taking_part(

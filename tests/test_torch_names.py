@@ -188,6 +188,26 @@ def test_the_running_pass() -> None:
     assert Noted.seen["task"] != first["task"]
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"), reason="old"
+)
+def test_hooks_that_take_what_is_saved() -> None:
+    """The innermost ones; those of torch's own contexts say whose they are."""
+
+    def pack(x: Tensor) -> Tensor:
+        return x
+
+    assert _torch.saving_hooks(False) is None
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        assert _torch.saving_hooks(False) == (pack, pack)
+        with torch.autograd.graph.save_on_cpu():
+            assert _torch.saving_hooks(False)[0].__module__ == "torch.autograd.graph"
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(lambda y: seen.append(_torch.saving_hooks(False)) or y * y, x, use_reentrant=False)
+    assert seen[0][0].__module__ == "torch.utils.checkpoint"
+
+
 def test_tensors_that_autograd_is_asked_for() -> None:
     """Of these torch does not say whether they are reached."""
     x, weight = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)

@@ -11,7 +11,7 @@ from torch.autograd import Function
 
 from fastclip.backward.handle import Handle
 from fastclip.errors import GraphError, where
-from fastclip.graph import differentiable_once, private_function, taking_part
+from fastclip.graph import differentiable_once, private_function, save, saved, taking_part
 from fastclip.layers import Record
 from fastclip.layers.contribution import Contribution
 from fastclip.layers.folded import FoldedRecord
@@ -49,16 +49,16 @@ class PrivateLayer(Function):
             operand = call.forward.cast.of(x)
         call.handle.bypass = True
         try:
-            out, saved = rule.forward(call.module, operand, call.extra)
+            out, operands = rule.forward(call.module, operand, call.extra)
         finally:
             call.handle.bypass = False
-        if type(saved) is not tuple or not _are_tensors(saved):
+        if type(operands) is not tuple or not _are_tensors(operands):
             raise TypeError(
                 f"{type(rule).__name__}.forward is to return the output and a tuple of tensors to save, "
-                f"but these are {_kinds(saved)}"
+                f"but these are {_kinds(operands)}"
             )
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*saved)
+        save(ctx, *operands)
         ctx.call = call
         ctx.dtype = x.dtype
         return out
@@ -71,7 +71,7 @@ class PrivateLayer(Function):
         if g is None:
             return nothing
         wanted = _wanted(ctx, call)
-        backward = LayerBackward(call, ctx.saved_tensors, g, ctx.needs_input_grad[1], wanted)
+        backward = LayerBackward(call, saved(ctx), g, ctx.needs_input_grad[1], wanted)
         if torch.is_autocast_enabled(g.device.type):
             with torch.autocast(g.device.type, enabled=False):
                 grad_input = backward.run()

@@ -21,6 +21,7 @@ from torch.autograd import Function
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fastclip import ops
+from fastclip.graph import save, saved
 from fastclip.layers.linear import linear_record
 from fastclip.layers.records import KeptRecord
 from fastclip.uses.cells import projected
@@ -159,14 +160,14 @@ class _Remember(Function):
         ctx: Any, memory: _Memory, rows: Rows, gates: Tensor, start: Tensor, *outputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(gates, start, outputs[0])
+        save(ctx, gates, start, outputs[0])
         ctx.memory, ctx.rows = memory, rows
         return tuple(x.clone() for x in outputs)  # which the kernel may have saved
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         memory: _Memory = ctx.memory
-        memory.gates, start, out = ctx.saved_tensors
+        memory.gates, start, out = saved(ctx)
         memory.before = ctx.rows.before(start, out)
         return None, None, None, None, *gradients
 

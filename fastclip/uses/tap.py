@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 
 from fastclip._torch import Native, tree_unflatten
 from fastclip.errors import BatchSizeError, GraphError
-from fastclip.graph import differentiable_once, private_function, taking_part
+from fastclip.graph import differentiable_once, private_function, save, saved, taking_part
 from fastclip.layers.contribution import Contribution
 from fastclip.layers.records import Record
 from fastclip.ops.units import UnitRows
@@ -124,7 +124,7 @@ class Tap(Function):
     @staticmethod
     def forward(ctx: Any, call: UseCall, out: Tensor, *rest: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*rest[: len(call.saved)])
+        save(ctx, *rest[: len(call.saved)])
         ctx.call, ctx.edges = call, len(rest)
         if call.changes:
             ctx.mark_dirty(out)
@@ -150,9 +150,9 @@ class Tap(Function):
         known = call.interceptor.keeper.names if call.forward.recording else ()
         wanted = set(compress(call.parameters, taking_part(ctx, call.parameters, known)))
         if wanted:
-            saved = dict(zip(call.saved, ctx.saved_tensors, strict=True))
+            operands = dict(zip(call.saved, saved(ctx), strict=True))
             with Native(), torch.autocast(g.device.type, enabled=False):
-                UseBackward(call, saved, g, wanted).run()
+                UseBackward(call, operands, g, wanted).run()
         return None, g, *nothing
 
 
