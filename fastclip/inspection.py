@@ -27,6 +27,7 @@ from fastclip.planner.report import Plan
 _DRAWN = (
     "noise of the gradients and of counts", "which rows are drawn",
     "the last bits of noise, from which sums could be read",
+    "the tails of noise, which end where those of a normal do not",
 )  # fmt: skip
 """What secure mode keeps from those who could foresee or repeat it."""
 

@@ -27,6 +27,12 @@ _MOST = 64
 """Generators up to which those are kept that nobody else holds."""
 
 
+def seed_of(generator: torch.Generator) -> int:
+    """What its numbers follow from: of a seed, the Mersenne Twister of a CPU takes the low 32 bits."""
+    seed = generator.initial_seed()
+    return seed % 2**32 if generator.device.type == "cpu" else seed
+
+
 def claim(
     generator: torch.Generator | None, what: str, device: torch.device | str = "cpu"
 ) -> torch.Generator | None:
@@ -49,7 +55,7 @@ def claim(
     if where.type != "cpu":
         return generator
     stream = torch.default_generator if generator is None else generator
-    process, seed = this_process(), stream.initial_seed()
+    process, seed = this_process(), seed_of(stream)
     _, drew, then = _drawn.get(id(stream), (stream, process, seed))
     if drew != process and then == seed:
         raise StepError(
@@ -71,7 +77,7 @@ def _know_parent() -> None:
     """
     stream = torch.default_generator
     if id(stream) in _drawn or stands_elsewhere():
-        _drawn[id(stream)] = stream, _ANOTHER, stream.initial_seed()
+        _drawn[id(stream)] = stream, _ANOTHER, seed_of(stream)
 
 
 if hasattr(os, "register_at_fork"):  # after that of fastclip.noise.aside

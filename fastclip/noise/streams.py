@@ -11,7 +11,7 @@ from fastclip._torch import disable_dynamo
 from fastclip.errors import StepError
 from fastclip.forks import this_process
 from fastclip.noise.aside import set_aside
-from fastclip.noise.forks import claim
+from fastclip.noise.forks import claim, seed_of
 
 
 class OwnStream:
@@ -96,13 +96,15 @@ def own_generator(
 def refuse_global_seed(generator: torch.Generator) -> None:
     """One seed makes one sequence of random words, whichever generator of the CPU has it.
 
+    Two that are alike in their low 32 bits are one.
+
     Raises:
         StepError: torch's global generator was seeded alike.
     """
     if generator.device.type != "cpu":
         return
     with set_aside():
-        alike = generator.initial_seed() == torch.default_generator.initial_seed()
+        alike = seed_of(generator) == seed_of(torch.default_generator)
     if alike:
         raise StepError(
             "noise_generator expects a seed of its own, got that of torch's global generator, so the "

@@ -188,3 +188,11 @@ def test_no_copy_holds_states() -> None:
     model = copy.deepcopy(run.private)
     assert model.keeper.batch.account is None
     assert model.keeper.clipping.noise.account is None
+
+
+def test_a_seed_that_makes_the_same_words_is_the_same() -> None:
+    drawn = DrawnStates()
+    drawn.note(torch.Generator().manual_seed(7))
+    drawn.note(torch.Generator().manual_seed(8))
+    with refused(SEEN, StepError):
+        drawn.note(torch.Generator().manual_seed(7 + 2**32))

@@ -179,6 +179,16 @@ def test_noise_seeded_as_torch_is_refused_whoever_draws(size: int) -> None:
         noise(SeededNoise(torch.Generator().manual_seed(42)), size)
 
 
+def test_seeds_that_make_the_same_words_are_one() -> None:
+    """The Mersenne Twister takes 32 bits of a seed."""
+    torch.manual_seed(42)
+    twin = torch.Generator().manual_seed(42 + 2**32)
+    assert torch.equal(torch.randn(64, generator=twin), torch.randn(64))
+    torch.manual_seed(42)
+    with pytest.raises(StepError, match="a seed of its own"):
+        noise(SeededNoise(torch.Generator().manual_seed(42 + 2**32)), SIZES[0])
+
+
 def test_a_generator_that_was_never_seeded_is_refused() -> None:
     """Its numbers are the same in every process: noise that anybody can subtract, rows that all know."""
     with refused("manual_seed with a number that nobody knows", StepError):
