@@ -11,6 +11,8 @@ from torch import Tensor
 from fastclip._torch import TorchDispatchMode
 
 LOSSES = ("aten::nll_loss_forward", "aten::nll_loss2d_forward")
+_CTC = ("aten::_ctc_loss", "aten::_cudnn_ctc_loss")
+"""They look at no label on a CPU, and read beside their tables."""
 _ALONG = (
     "aten::index_select", "aten::gather", "aten::scatter", "aten::scatter_add", "aten::index_add",
     "aten::index_copy", "aten::index_fill", "aten::scatter_reduce",
@@ -47,6 +49,8 @@ def _looked_up(name: str, args: tuple) -> Iterator[tuple[Any, int, int]]:
     """Numbers of rows, and between which they must lie."""
     if name in LOSSES:
         yield args[1], 0, args[0].shape[1 if args[0].dim() > 1 else 0]
+    elif name in _CTC:
+        yield args[1], 0, args[0].shape[-1]
     elif name in _BY_PLACES:
         at = 0
         for x in args[1]:

@@ -8,7 +8,7 @@ inputs with.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,15 +27,17 @@ _MOST_TOLD = 4
 _COMPARED = {"eq": 0, "ne": 0, "gt": 0, "le": 0, "ge": -1, "lt": -1}
 """Comparisons, and which number beside that of the model is on the other side."""
 
-Told = dict[tuple[bool, int], None]
-"""Values that say something of labels, and whether these are whole numbers."""
+Told = dict[tuple[bool, int], bool]
+"""Whether the labels are whole numbers, and a value that says something of them; and whether it is
+another one in batches of another length, as a position beyond the last token is."""
 
 
 def tell(told: Told, func: Any, args: tuple) -> None:
     """Note what this operator, which takes numbers of a batch, ignores or compares them with."""
     name = func._schema.name
     if name in LOSSES:
-        told.setdefault((True, int(args[4])))
+        classes = args[0].shape[1 if args[0].dim() > 1 else 0]
+        told.setdefault((True, int(args[4])), int(args[4]) == classes)
         return
     beside = _COMPARED.get(name.removeprefix("aten::").rstrip("_"))
     if beside is None or len(args) < 2 or len(told) >= _MOST_TOLD:
@@ -44,20 +46,22 @@ def tell(told: Told, func: Any, args: tuple) -> None:
     given = isinstance(x, Tensor) and not x.requires_grad and x.dtype != torch.bool
     if given and type(value) in (int, float) and math.isfinite(value) and value == int(value):
         whole = not (x.is_floating_point() or x.is_complex())
-        told.setdefault((whole, int(value) + beside))
+        told.setdefault((whole, int(value) + beside), False)
 
 
-def labels(inputs: list[Any], told: Iterable[tuple[bool, int]] = ()) -> list[Shorter]:
+def labels(inputs: list[Any], told: Told) -> list[Shorter]:
     """Numbers may be labels that are left out; masks and labels of nothing but 0 may hold a 1.
 
     Args:
         inputs: of the model; None for those without rows. told: what the model has told.
     """
     found = []
+    moving = {value for (_, value), moves in told.items() if moves}
     for number, x in enumerate(inputs):
         dense = isinstance(x, Tensor) and x.layout == torch.strided
         if dense and x.numel() and not x.is_complex():
-            found += [Shorter(value, number) for value in dict.fromkeys(_of(x, [*told]))]
+            values = dict.fromkeys(_of(x, [*told]))
+            found += [Shorter(value, number, value in moving) for value in values]
     return found
 
 

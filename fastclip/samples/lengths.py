@@ -20,10 +20,15 @@ from fastclip.samples.selected import Shorter
 from fastclip.samples.taint import Taint
 
 _ROWS = 3
+_LAST, _ALL = frozenset({_ROWS - 1}), frozenset(range(_ROWS))
+_ALL_BUT_ONE = _ALL - {0}
+"""Where no label counts, a mean over those that do is none."""
 
 
 def check_lengths(run: Runs, cuts: Cuts, unfolded: Unfolded) -> None:
     """Hold the last of three copies of a row, which is shorter, against itself among shorter ones.
+
+    Of labels that are left out, the first, which counts, is held: among one such row, and among two.
 
     Outputs that belong to no row, and couple rows of unequal lengths, are noted.
 
@@ -44,10 +49,10 @@ def _fails(output: Any, found: Found) -> bool:
 
 def _check(run: Runs, unfolded: Unfolded, filler: Shorter) -> None:
     probes, outputs, found = [], [], []
-    for shorter in ({_ROWS - 1}, set(range(_ROWS))):
+    held, others = ([_ROWS - 1], _ALL) if filler.alone is None else ([0], _ALL_BUT_ONE)
+    for shorter in (_LAST, others):
         probe = Probe(
-            run.layout, _ROWS, differentiable=True, taint=Taint(()), shortened=frozenset(shorter),
-            filler=filler,
+            run.layout, _ROWS, differentiable=True, taint=Taint(()), shortened=shorter, filler=filler,
         )  # fmt: skip
         gradients: Found = {}
         try:
@@ -65,9 +70,9 @@ def _check(run: Runs, unfolded: Unfolded, filler: Shorter) -> None:
     if probes[0].draws:
         return
     own = (unfolded(outputs[0], _ROWS), unfolded(outputs[1], _ROWS))
-    check_values(probes[0], probes[1], own, [_ROWS - 1], unfolded.axes)
-    mixed = mixed_outputs(found[0], found[1], [_ROWS - 1], unfolded.axes, _ROWS)
-    if filler.alone is None:
+    check_values(probes[0], probes[1], own, held, unfolded.axes)
+    mixed = mixed_outputs(found[0], found[1], held, unfolded.axes, _ROWS)
+    if filler.alone is None or filler.moves:
         run.layout.mixed |= mixed
     elif mixed:
         run.layout.counted[filler] = mixed

@@ -161,5 +161,5 @@ def _refuse(number: int, shape: tuple[int, ...], gradient: Tensor) -> None:
         f"output {number} of the model, of shape {list(shape)}, is part of the loss, but what it gives "
         "one sample's gradient depends on the other samples (a mean over tokens or weights, scores of "
         "rows against rows, a statistic of the batch); return one loss a row, of shape [b], each a "
-        "mean inside its row, and average them outside"
+        "mean inside its row (fastclip.losses.per_sample_cross_entropy), and average them outside"
     )

@@ -60,6 +60,8 @@ class Shorter(NamedTuple):
     """What its last ids become; None: a mask's last entry is 0, a length less by 1."""
     alone: int | None = None
     """Number of the only input that says so, be it ids or not; None: all that can."""
+    moves: bool = False
+    """Other batches say so with another value."""
 
 
 MASKS = Shorter()

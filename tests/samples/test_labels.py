@@ -75,6 +75,26 @@ def findings(scores: Tensor, labels: Tensor) -> Tensor:
     return (losses * known).sum() / known.sum()
 
 
+def of_rows(own: Loss) -> Loss:
+    """Of one label a row."""
+    return lambda scores, labels: own(scores.mean(1), labels)
+
+
+def span(scores: Tensor, labels: Tensor) -> Tensor:
+    """The place of an answer; one beyond the last token counts for nothing."""
+    places = scores.mean(2)
+    return F.cross_entropy(places, labels.clamp(0, T), ignore_index=T)
+
+
+def lost_row(value: float) -> Callable[[Tensor], Tensor]:
+    def lose(labels: Tensor) -> Tensor:
+        labels = labels.clone()
+        labels[2] = value
+        return labels
+
+    return lose
+
+
 class Labelled(nn.Module):
     def __init__(self, loss: Loss) -> None:
         super().__init__()
@@ -116,12 +136,15 @@ CASES = {
     "below": (finite, REALS, lost(-9)),
     "unknown": (findings, (REALS > 0).float(), lost(-1)),
     "token mean": (token_mean, TOKENS, left_out),
+    "a row has none": (of_rows(F.cross_entropy), torch.arange(B) % K, lost_row(IGNORED)),
+    "a row's is NaN": (of_rows(measured), REALS[:, 0], lost_row(torch.nan)),
+    "a row's is -1": (of_rows(findings), (REALS[:, 0] > 0).float(), lost_row(-1)),
     "weighted": (weighted, torch.zeros(B, dtype=torch.int64), one),
     "positives": (positives, torch.zeros(B, K), one),
 }
 
 
-AT_ONCE = ("NaN", "below")
+AT_ONCE = ("NaN", "below", "a row's is NaN")
 """Numbers in the place of labels are run among special ones in the first look."""
 
 
@@ -145,6 +168,13 @@ def test_labels_of_a_later_batch(case: str) -> None:
         optimizer.zero_grad()
     private(IDS, first).backward()
     optimizer.step()
+
+
+def test_a_place_beyond_the_last_token() -> None:
+    """Which place that is changes from batch to batch, so all of them are refused."""
+    private = make_private(Labelled(span))[1]
+    with refused("per_sample_cross_entropy"):
+        private(IDS, torch.arange(B) % T).backward()
 
 
 @pytest.mark.parametrize("labels", [TOKENS, left_out(TOKENS)], ids=["all count", "some do"])
@@ -232,6 +262,7 @@ def test_a_number_of_a_row_is_none() -> None:
     table, ids = torch.randn(9, 2), torch.tensor([3, IGNORED])
     with InBounds():
         for use in (
+            lambda: F.ctc_loss(table.log_softmax(1)[:, None], ids, (9,), (2,)),
             lambda: F.embedding(ids, table), lambda: table[ids], lambda: table.index_select(0, ids),
             lambda: F.cross_entropy(table[:2], ids, ignore_index=0),
         ):  # fmt: skip
