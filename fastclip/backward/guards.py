@@ -134,8 +134,9 @@ def check_frozen(frozen: Mapping[nn.Parameter, str]) -> None:
     """Refuse parameters that were frozen at make_private and are not any more."""
     thawed = [name for parameter, name in frozen.items() if parameter.requires_grad]
     if thawed:
+        more = f" and {len(thawed) - 3} more" if len(thawed) > 3 else ""
         raise StepError(
-            f"parameters {thawed} have become trainable since make_private, which does not clip "
+            f"parameters {thawed[:3]}{more} have become trainable since make_private, which does not clip "
             "them; call make_private again after unfreezing"
         )
 
