@@ -198,8 +198,7 @@ class InspectedEngine(OpacusModes):
                 f"set_groups expects the private model that it speaks of: {len(live)} models of this "
                 "engine come into question; pass module=, the model that make_private returned"
             )
-        draws = live[0].batch.draws
-        live[0].clipping.set_groups(ids, draws is not None and draws.empty_in_hand)
+        live[0].clipping.set_groups(ids, 0 in live[0].batch.in_hand())
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -62,7 +62,7 @@ class BookKeeper:
         """Of the optimizer's parameters; and the model's that are none of these."""
         self.clipping = ClippingState(clipping, max_grad_norm, len(names))
         self.batch, self.sums = LogicalBatch(), ClippedSums()
-        self.calls = Calls(batch_axis, names)
+        self.calls = Calls(batch_axis, names, self.batch.in_hand)
         self.planner, self.plan_log = planner or Planner(), PlanLog()
         self.guard, self.outside = guards.LeakGuard(), outside.Outside()
         self.monitor, self.row_orders = guards.NonFiniteMonitor(), RowOrders()

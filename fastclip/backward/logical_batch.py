@@ -161,6 +161,10 @@ class LogicalBatch:
             self._found = self.draws.find(rows)
         return self._found is None or self._found.draw.size > 0
 
+    def in_hand(self) -> frozenset[int]:
+        """The numbers of rows that the next pass may hold; none where the draws do not tell."""
+        return frozenset() if self.draws is None else self.draws.in_hand
+
     def unit_rows(self, rows: int) -> UnitRows | None:
         """Which of the `rows` rows of the pass that begins are clipped as one; None: each alone.
 

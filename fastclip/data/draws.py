@@ -157,9 +157,9 @@ class Draws:
     # The engine's side
 
     @property
-    def empty_in_hand(self) -> bool:
-        """The batch in hand may be an empty draw."""
-        return any(not b.draw.size for b in self._out())
+    def in_hand(self) -> frozenset[int]:
+        """Rows of the draws that may be in hand; 0 alone where they are split."""
+        return PhysicalBatch.rows_of(self._out())
 
     @property
     def joined(self) -> int:

@@ -111,6 +111,12 @@ class PhysicalBatch:
         """Rows that may still contribute."""
         return self.draw.size - self.draw.credited
 
+    @staticmethod
+    def rows_of(out: Collection[PhysicalBatch]) -> frozenset[int]:
+        """The numbers of rows that these hold; 0 alone where how draws are split is not known."""
+        split = any(b.skip is not None for b in out)
+        return frozenset(b.rows_left for b in out if not (split and b.draw.size))
+
     def fits(self, rows: int) -> bool:
         """Whether it may hold `rows` rows; whatever stands for an empty draw contributes nothing."""
         return not self.draw.size or rows <= self.rows_left

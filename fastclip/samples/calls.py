@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fastclip.errors import GraphError, StepError
 from fastclip.parallel.shards import Shards
 from fastclip.samples.blind import check_rows
-from fastclip.samples.inputs import batch_sizes_of
+from fastclip.samples.inputs import Drawn, batch_sizes_of
 from fastclip.samples.layout import BatchLayout, Lengths
 from fastclip.samples.learning import learn
 from fastclip.samples.outlets import guarded
@@ -84,11 +84,11 @@ class Calls:
     """What runs at the moment, and what is known of the samples' places in each kind of call.
 
     Args:
-        batch_axis: axis of the samples in the model's inputs. private: the trained parameters.
+        batch_axis: of the samples in the model's inputs. private: what is trained. drawn: rows in hand.
     """
 
-    def __init__(self, batch_axis: int, private: Mapping[nn.Parameter, str]) -> None:
-        self.batch_axis, self._private = batch_axis, private
+    def __init__(self, batch_axis: int, private: Mapping[nn.Parameter, str], drawn: Drawn) -> None:
+        self.batch_axis, self._private, self.drawn = batch_axis, private, drawn
         self.layouts: dict[str, BatchLayout] = {}
         """By the name of the method, or the path of the part, that is called."""
         self.probe: Probe | None = None
@@ -190,7 +190,7 @@ class Calls:
 
     def layout_of(self, name: str) -> BatchLayout:
         """What is known of the samples' places in calls of this method."""
-        return self.layouts.setdefault(name, BatchLayout(self.batch_axis))
+        return self.layouts.setdefault(name, BatchLayout(self.batch_axis, self.drawn))
 
     def layout_with(self, path: Hashable, forward: Forward) -> BatchLayout:
         """What is known of the samples' places, the layer at `path` included.

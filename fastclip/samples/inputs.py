@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from itertools import product
 from typing import Any
@@ -26,6 +26,8 @@ Way = tuple[TreeSpec, tuple[type, ...]]
 """How inputs are nested, and of what kinds they are; older torches cannot hash a structure."""
 Cuts = tuple[int | None, ...]
 """For each input, by its number: the axis that holds samples, or None."""
+Drawn = Callable[[], Collection[int]]
+"""Gives the numbers of rows that the data loader may have drawn; none where that is not known."""
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _DEEPEST = 4
 """Objects in objects are opened so far."""
@@ -119,16 +121,23 @@ def _may_hold_lists(args: tuple, kwargs: dict) -> bool:
 
 
 def readings(
-    args: tuple, kwargs: dict, axis: int
+    args: tuple, kwargs: dict, axis: int, drawn: Drawn = tuple
 ) -> Iterator[tuple[list[Any], TreeSpec, int | None]]:
     """The inputs flattened, the likeliest way first, with the number of rows that it is for, if it is
     for one: a list of as many entries holds a row in each, or is taken apart like any other.
+
+    Args:
+        drawn: these numbers come first.
     """
     plain = flatten_inputs(args, kwargs)
-    for size in batch_sizes_of(args, kwargs, axis) if _may_hold_lists(args, kwargs) else ():
-        leaves, structure = flatten_inputs(args, kwargs, size)
-        if structure != plain[1]:
-            yield leaves, structure, size
+    if _may_hold_lists(args, kwargs):
+        likely = drawn()
+        for size in sorted(batch_sizes_of(args, kwargs, axis), key=lambda size: size not in likely):
+            leaves, structure = flatten_inputs(args, kwargs, size)
+            if structure != plain[1]:
+                yield leaves, structure, size
+            if size in likely:
+                yield *plain, size
     yield *plain, None
 
 
@@ -172,13 +181,23 @@ def rows_of(leaf: Any, axis: int) -> int | None:
 def batch_sizes_of(args: tuple, kwargs: dict, axis: int) -> list[int]:
     """What the number of samples in a model's inputs may be, the likeliest first.
 
-    These are the sizes along `axis` of its inputs, in order, but 1 last: a leading 1 may broadcast
-    over the batch.
+    These are the sizes along `axis` of its inputs, in order, that of a list with tensors before theirs,
+    but 1 last: a leading 1 may broadcast over the batch.
     """
-    sizes = []
-    for leaf in flatten_inputs(args, kwargs)[0]:
-        if not is_rows(leaf) and (size := rows_of(leaf, axis)) is not None:
+    sizes: list[int] = []
+
+    def note(node: Any) -> bool:
+        if is_list(node):
+            outer = node is opened or node is opened[0]
+            if not outer and not is_data(node) and next(tensors_of(node), None) is not None:
+                sizes.append(len(node))
+            return not outer and is_data(node)
+        if not is_rows(node) and (size := rows_of(node, axis)) is not None:
             sizes.append(size)
+        return _is_packed(node)
+
+    opened = _opened((args, kwargs), lambda node: _is_packed(node) or is_data(node), objects=True)
+    tree_flatten(opened, is_leaf=note)
     return sorted(dict.fromkeys(sizes), key=lambda size: size == 1)
 
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from fastclip.errors import BatchSizeError, where
 from fastclip.samples.aside import Aside, Lengths
+from fastclip.samples.drawn import check_drawn
 from fastclip.samples.groups import MANY
-from fastclip.samples.inputs import Cuts, Way, batch_sizes_of, readings, rows_of, way_of
+from fastclip.samples.inputs import Cuts, Drawn, Way, batch_sizes_of, readings, rows_of, way_of
 from fastclip.samples.place import Place, called
 from fastclip.samples.probing import Probe
 from fastclip.samples.selected import Shorter
@@ -27,11 +28,11 @@ class BatchLayout:
     """The samples' place in every intercepted layer and use, for one kind of call.
 
     Args:
-        axis: axis of the samples in the model's inputs (0 where batch_first).
+        axis: of the samples in the model's inputs (0 where batch_first). drawn: what is in hand.
     """
 
-    def __init__(self, axis: int) -> None:
-        self.axis = axis
+    def __init__(self, axis: int, drawn: Drawn = tuple) -> None:
+        self.axis, self.drawn = axis, drawn
         self.known = False
         self.drives = False
         """The method trains by itself, so it is not run for a look."""
@@ -109,12 +110,13 @@ class BatchLayout:
             self._aside.check(leaves, way, cuts)
         for number, known in self.told_by:
             if way == known:
-                return rows_of(leaves[number], self.axis)
+                rows = rows_of(leaves[number], self.axis)
+                return check_drawn(args, kwargs, rows, self.drawn) if begins else rows
         return next(iter(batch_sizes_of(args, kwargs, self.axis)), None)
 
     def read(self, args: tuple, kwargs: dict) -> tuple[list[Any], Any]:
         """The inputs flattened, as those of a call that was looked at, if any came this way."""
-        ways = ((leaves, structure) for leaves, structure, _ in readings(args, kwargs, self.axis))
+        ways = (way[:2] for way in readings(args, kwargs, self.axis, self.drawn))
         first = next(ways)
         known = (way for way in chain([first], ways) if self.cuts(way_of(*way)) is not None)
         return next(known, first)

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fastclip.errors import BatchSizeError, FastclipError, UnsupportedLayerError, where
+from fastclip.errors import BatchSizeError, FastclipError, where
 from fastclip.memory import no_memory
+from fastclip.samples.carried import after, note_kept
 from fastclip.samples.comparison import Comparison
+from fastclip.samples.drawn import in_lists, tells, unclear
 from fastclip.samples.freed import give_back
 from fastclip.samples.independence import UNBATCHED, by_row, followed, rows_come_out
-from fastclip.samples.inputs import Cuts, tensors_of, without_graph
+from fastclip.samples.inputs import Cuts, without_graph
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.lengths import check_lengths
 from fastclip.samples.outlets import note_outlets
@@ -151,6 +153,8 @@ class _Learner:
         try:
             self._find(cuts, probes, outputs)
         except Exception as error:
+            if isinstance(error, BatchSizeError) and self.run.in_lists(cuts):
+                raise in_lists(error) from error
             if not self.layout.flat or no_memory(error):
                 raise
             # ids of all bags in one row: not to be cut
@@ -178,7 +182,7 @@ class _Learner:
             if not rows_come_out(outputs, self.layout.axis):
                 continue
             if layers:
-                return cuts, probes, outputs
+                return self._only_way(cuts, probes, outputs)
             if self.layout.met and unfollowed is None:
                 unfollowed = cuts, self.run.way
         if unfollowed is None:
@@ -187,48 +191,45 @@ class _Learner:
         self.run.cut(unfollowed[0])  # all layers run on constants
         return unfollowed[0], *self._both()
 
+    def _only_way(self, cuts: Cuts, *found: list[Any]) -> tuple[Cuts, list[Probe], list[Any]]:
+        """This one; refused where a list may hold a sample in each entry, or all of them in each."""
+        run, way = self.run, self.run.way
+        if not run.in_lists(cuts) or self.layout.cuts(way) is not None:
+            return cuts, found[0], found[1]
+        likely, rows, sizes = run.drawn(), run.rows(cuts), {0}
+        for others in run.ways(self.layout.axis, self.layout.cuts, _MOST_CUTS):
+            size = run.rows(others)
+            if run.way == way or size in sizes or (size in likely) != (rows in likely):
+                continue
+            sizes.add(size)
+            run.cut(others)
+            try:
+                out = self._both()[1]
+            except Exception as error:
+                if no_memory(error):
+                    raise
+                continue
+            if tells(out):
+                raise unclear(rows, size)
+        if not self.layout.known:
+            self.layout.forget()
+        run.read_as(way, self.layout.axis)
+        run.cut(cuts)
+        return cuts, *self._both()
+
     def _both(self) -> tuple[list[Probe], list[Any]]:
         """Runs on 2 and on 3 copies of the first row."""
         for _ in range(_MOST_ROUNDS):
             two, three = probes = [Probe(self.layout, rows, taint=Taint(())) for rows in (2, 3)]
             kept: list[Kept] = []
             try:
-                first = self.run.once(two, [0, 0], then=partial(self._note_kept, two, kept))
-                outputs = [without_graph(first), without_graph(self._next(three, kept[0]))]
+                first = self.run.once(two, [0, 0], then=partial(note_kept, self.run, two, kept))
+                outputs = [without_graph(first), without_graph(after(self.run, three, kept[0]))]
                 self.layout.copied |= two.shapes.keys() | two.derived.keys()
                 return probes, outputs
             except Misjudged:
                 continue
         raise BatchSizeError("what the model computes from its parameters alone cannot be told")
-
-    def _note_kept(self, probe: Probe, kept: list[Kept], out: Any) -> None:
-        assert probe.taint is not None
-        kept.append(Kept(self.run.model, probe.taint))
-
-    def _next(self, probe: Probe, kept: Kept) -> Any:
-        """Another batch, to which nothing comes from the one before.
-
-        Raises:
-            UnsupportedLayerError: something does.
-        """
-        rows = [0] * probe.rows
-        if not kept.names:
-            return self.run.once(probe, rows)
-        try:
-            out = self.run.once(probe, rows, left=kept)
-            carried = kept.reaches(tensors_of(out))
-        except Misjudged:
-            raise
-        except Exception as error:
-            if no_memory(error):
-                raise
-            carried = True  # such as a state of as many rows as the batch before had
-        if carried:
-            raise UnsupportedLayerError(
-                f"attributes {kept.names} keep numbers of one batch, from which outputs of the next one "
-                "follow: what they carry over is not private; compute them in every forward pass"
-            )
-        return out
 
     def _find(self, cuts: Cuts, probes: list[Probe], outputs: list[Any]) -> None:
         way = self.run.way

@@ -168,7 +168,7 @@ class Runs(TakenRows):
         self, layout: BatchLayout, model: nn.Module, forward: Callable[..., Any], args: tuple,
         kwargs: dict, private: Iterable[nn.Parameter], watch: Callable[[Probe], AbstractContextManager],
     ) -> None:  # fmt: skip
-        super().__init__(args, kwargs)
+        super().__init__(args, kwargs, layout.drawn)
         self.layout, self.model, self.forward = layout, model, forward
         self.private, self._watch = private, watch
         self.last_error = ""

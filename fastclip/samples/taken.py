@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from fastclip._torch import TreeSpec
 from fastclip.samples.inputs import (
     Cuts,
+    Drawn,
     Way,
     another_row,
     batch_sizes_of,
@@ -21,11 +23,12 @@ from fastclip.samples.inputs import (
     rows_differ,
     rows_of,
     take_rows,
+    tensors_of,
     way_of,
     ways_to_cut,
 )
 from fastclip.samples.probe_state import is_object
-from fastclip.samples.row_lists import is_rows
+from fastclip.samples.row_lists import is_list, is_rows
 from fastclip.samples.selected import counts
 
 MOST_ROWS = 8
@@ -39,11 +42,11 @@ class TakenRows:
     """Inputs that are cut to few rows.
 
     Args:
-        args, kwargs: the inputs, as they were given.
+        args, kwargs: the inputs, as they were given. drawn: numbers of rows that are likely.
     """
 
-    def __init__(self, args: tuple, kwargs: dict) -> None:
-        self.args, self.kwargs = args, kwargs
+    def __init__(self, args: tuple, kwargs: dict, drawn: Drawn = tuple) -> None:
+        self.args, self.kwargs, self.drawn = args, kwargs, drawn
         self.first_row = 0
         """Of the real inputs, from which distinct ones are taken."""
         self._copied: list[int] = []
@@ -65,20 +68,30 @@ class TakenRows:
             axis: of the samples. known: what was found in other calls, where a tensor without samples
                 may have had another size than the batch.
         """
-        sizes = batch_sizes_of(self.args, self.kwargs, axis)
-        for leaves, structure, size in readings(self.args, self.kwargs, axis):
+        likely = self.drawn()
+        sizes = sorted(batch_sizes_of(self.args, self.kwargs, axis), key=lambda n: n not in likely)
+        for leaves, structure, size in self._readings(axis):
             self._leaves, self._structure = leaves, structure
             cuts = known(self.way)
             held = {
                 rows_of(x, a) for x, a in zip(leaves, cuts or (), strict=False) if a is not None
             }
-            if cuts is not None and len(held) == 1 and None not in held:
+            if (
+                cuts is not None
+                and len(held) == 1
+                and held <= ({*sizes} if size is None else {size})
+            ):
                 yield cuts
-            yield from islice(ways_to_cut(leaves, sizes if size is None else [size], axis), most)
+            ways = ways_to_cut(leaves, sizes if size is None else [size], axis)
+            other = size not in likely and any(n in likely for n in sizes)
+            yield from islice((x for x in ways if not (other and self.in_lists(x))), most)
+
+    def _readings(self, axis: int) -> Iterator[tuple[list[Any], TreeSpec, int | None]]:
+        return readings(self.args, self.kwargs, axis, self.drawn)
 
     def read_as(self, way: Way, axis: int) -> None:
         """Read them so again."""
-        for leaves, structure, _ in readings(self.args, self.kwargs, axis):
+        for leaves, structure, _ in self._readings(axis):
             if way_of(leaves, structure) == way:
                 self._leaves, self._structure = leaves, structure
 
@@ -101,6 +114,11 @@ class TakenRows:
                 for leaf, axis in zip(self._pool, cuts, strict=True)
             ]
         return len(real) + synthetic
+
+    def in_lists(self, cuts: Cuts) -> bool:
+        """Lists of tensors alone hold the rows, one in each entry, where the inputs are cut this way."""
+        cut = [x for x, a in zip(self._leaves, cuts, strict=True) if a is not None]
+        return all(is_list(x) and next(tensors_of(x), None) is not None for x in cut)
 
     @property
     def unread(self) -> str:
