@@ -15,6 +15,7 @@ from opacus.data_loader import CollateFnWithEmpty
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, default_collate
 
+from fastclip.data.empty import EmptyBatches, draws_none
 from fastclip.errors import ArgumentError
 from fastclip.noise.aside import set_aside
 
@@ -72,18 +73,25 @@ def check_row_order(loader: DataLoader, rows: list[int], batch_first: bool = Tru
 
 
 def know_empty(loader: DataLoader, row: int) -> None:
-    """Let Opacus' collate function learn from a row what a batch looks like, so that an empty one does.
+    """Let the collate function of a Poisson loader learn from a row what a batch looks like.
 
-    It learns that from the first batch that is not empty, in every worker process anew.
+    Raises:
+        ArgumentError: draws may be empty, and no such batch can be made.
     """
-    collate = loader.collate_fn
-    if not isinstance(collate, CollateFnWithEmpty) or collate.first_batch is not None:
+    if not isinstance(loader.collate_fn, CollateFnWithEmpty):
         return
+    loader.collate_fn = collate = EmptyBatches(loader.collate_fn)
     with (
         _generators_restored(),
         suppress(Exception),
     ):  # of a row that cannot be read, the loader tells
-        collate(_reader(loader.dataset, [row])([0]))
+        read, longer = _reader(loader.dataset, [row]), None
+        batch = collate.collated(read([0]))
+        with suppress(Exception):
+            longer = collate.collated(read([0, 0]))
+        collate.learn(batch, 1, longer)
+    if collate.refusal is not None and draws_none(loader.batch_sampler):
+        raise ArgumentError(collate.refusal)
 
 
 def _reads_at_once(dataset: Any) -> bool:
