@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from opacus.accountants.utils import get_noise_multiplier
@@ -15,7 +16,7 @@ from fastclip.accounting.history import (
     open_accountant,
     refuse_changing_noise,
 )
-from fastclip.accounting.rdp import quiet_orders
+from fastclip.accounting.rdp import quiet_orders, quiet_prv
 from fastclip.accounting.truncation import Rate, checked_rate, probability, refuse_truncated
 from fastclip.checks import between, positive, whole
 from fastclip.clipping.schedules import ConstantNoise, NoiseSchedule
@@ -139,14 +140,15 @@ def _by_opacus(
     target: float, delta: float, rate: Rate, steps: int, accountant: str, **options: Any
 ) -> float:
     try:
-        return get_noise_multiplier(
-            target_epsilon=target,
-            target_delta=delta,
-            sample_rate=rate,
-            steps=steps,
-            accountant=accountant,
-            **options,
-        )
+        with quiet_prv([rate]) if accountant == "prv" else nullcontext():
+            return get_noise_multiplier(
+                target_epsilon=target,
+                target_delta=delta,
+                sample_rate=rate,
+                steps=steps,
+                accountant=accountant,
+                **options,
+            )
     except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
         raise _unreachable(target, f"{accountant}: {str(error).rstrip('.')}") from error
 

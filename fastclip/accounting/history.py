@@ -15,7 +15,7 @@ from typing import Any
 from opacus.accountants import IAccountant, RDPAccountant, create_accountant
 
 from fastclip.accounting.pld import above_rounding, rounding  # and create_accountant("pld")
-from fastclip.accounting.rdp import opacus_epsilon, quiet_orders
+from fastclip.accounting.rdp import opacus_epsilon, quiet_orders, quiet_prv
 from fastclip.accounting.segments import Entry, History, runs
 from fastclip.accounting.shares import multiplier
 from fastclip.accounting.truncation import Rate, checked_rate, refuse_truncated
@@ -102,8 +102,7 @@ def spent(book: IAccountant, delta: float, **options: Any) -> float:
     if accountant == "prv":
         _refuse_huge_mesh(entries, delta, **options)
         delta = _prv_delta(entries, delta)
-    # PRV sizes its mesh by RDP, where the grid of orders does not matter.
-    advice = quiet_orders() if accountant == "prv" else nullcontext()
+    advice = quiet_prv(rate for _, rate, _ in entries) if accountant == "prv" else nullcontext()
     try:
         with advice:
             if _is_rdp(book):

@@ -48,8 +48,9 @@ class Refusal(Enum):
     SECOND_PASS = (
         "Poisson sampling is not compatible with grad accumulation: this is the second "
         "backward pass of one physical batch, which would let a sample contribute twice. "
-        "Call optimizer.step() after every forward/backward pass, use BatchMemoryManager "
-        "for large batches, or wrap passes that must not train in engine.paused()"
+        "Call optimizer.step() after every forward/backward pass, or add the losses of one batch, "
+        "and call backward() once; use BatchMemoryManager for large batches, and wrap passes that must "
+        "not train in engine.paused()"
     )
     UNCLEARED = (
         "Gradients haven't been cleared since the last optimizer step. In order to obtain "

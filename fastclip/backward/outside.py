@@ -25,7 +25,9 @@ from fastclip.samples.inputs import tensors_of
 
 OUTSIDE = (
     "make one module of it and the model and give that to make_private, freeze it "
-    "(requires_grad_(False)), detach what is computed of it, or give its own loss its own backward()"
+    "(requires_grad_(False)), detach what is computed of it, or give its own loss its own backward(); "
+    "where this loss trains only that (a GAN's generator, through its discriminator), wrap the whole "
+    "pass in `with engine.paused():`"
 )
 _WHOLE = 2
 """Passes of which the whole graph outside private layers is read."""

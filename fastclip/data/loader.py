@@ -129,7 +129,8 @@ def check_batches(loader: DataLoader) -> None:
     raise ArgumentError(
         f"poisson_sampling=True draws in the place of the data loader's {kind.__name__}, whose own "
         "__iter__ would not run, so that rows it leaves out would be trained on; pass a DataLoader "
-        "whose data set (torch.utils.data.Subset) leaves rows out, or poisson_sampling=False"
+        "whose data set (torch.utils.data.Subset) leaves rows out (move batches to a device in the "
+        "loop or in collate_fn), or poisson_sampling=False"
     )
 
 

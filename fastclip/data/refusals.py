@@ -58,7 +58,8 @@ TOO_MANY = (
     "({used} of them have contributed to this step), got {rows}: a row of the data set must stay one "
     "row of the batch, for each is clipped as one. Use each batch once, and let neither the data set "
     "nor collate_fn make several rows of one (average the losses of its views inside the model's row "
-    "instead)"
+    "instead); where tensors of one batch are joined for one call (torch.cat), call the model once for "
+    "each, or let its forward join them"
 )
 UNCLEAR = (
     "several batches have been drawn ahead, one of them is empty (rand_on_empty=True puts a placeholder "

@@ -181,10 +181,8 @@ def private_root_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     entered = scope.enter(handle, self, plain, args, kwargs)  # type: ignore[attr-defined]
     if entered.eager:
         plain = partial(eagerly, plain)
-    try:
+    with entered:
         out = plain(*entered.args, **entered.kwargs)
-    finally:
-        entered.leave()
     return entered.opening(out)
 
 
@@ -287,8 +285,9 @@ def _check_parameters(
         trained = isinstance(value, Tensor) and value.requires_grad
         if trained and own.get(name) is not value:
             raise UnsupportedLayerError(
-                f"{where(handle.path, module)}: {name} is computed from other "
-                f"tensors, not a parameter, so these would get no gradient; {HOW_TO_REGISTER}"
+                f"{where(handle.path, module)}: {name} is computed from other tensors, not a "
+                "parameter, so these would get no gradient; where it is so since make_private (pruned), "
+                f"call model.cleanup(), prune, and make_private again; else {HOW_TO_REGISTER}"
             )
 
 

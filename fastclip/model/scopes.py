@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,28 @@ from fastclip.samples.inputs import tensors_of
 from fastclip.uses.recurrent import sorted_by
 from fastclip.uses.routing import Routing
 
+_NO_ROWS = (
+    " (the batch has no rows, as Poisson draws have none at times: let the forward pass take 0 rows, "
+    "x.flatten(1) where it was x.view(len(x), -1), or pass rand_on_empty=True to make_private, which "
+    "makes such a batch a placeholder row that contributes nothing)"
+)
+
+
+def _tell(error: BaseException | None, rows: int | None) -> None:
+    """Add the way out to what a forward pass over no rows has raised."""
+    plain = type(error) in (RuntimeError, ValueError, IndexError, ZeroDivisionError)
+    if error is not None and plain and rows == 0 and len(error.args) == 1:
+        error.args = (f"{error}{_NO_ROWS}",)
+
+
+@contextmanager
+def _way_out(rows: int | None) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever the model raises
+        _tell(error, rows)
+        raise
+
 
 class RootScope:
     """The model's own forward: finds the batch size, and opens the pass where gradients come in."""
@@ -31,10 +53,8 @@ class RootScope:
         self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
     ) -> Any:
         entered = self.enter(handle, module, inner, args, kwargs)
-        try:
+        with entered:
             out = inner(*entered.args, **entered.kwargs)
-        finally:
-            entered.leave()
         return entered.opening(out)
 
     @disable_dynamo
@@ -62,7 +82,8 @@ class RootScope:
             due = layout.due(module, args, kwargs)
             with whole(keeper.clipping.ranks, due):
                 if due:
-                    keeper.calls.learn(layout, called)
+                    with _way_out(layout.batch_size(args, kwargs)):
+                        keeper.calls.learn(layout, called)
             arm(keeper)
         batch = layout.batch_size(args, kwargs, begins=outermost)
         inside = keeper.root_forward(batch, layout)
@@ -100,9 +121,13 @@ class RootCall:
             if self._forward.layout is not None and self._forward.layout.folds:
                 self._forward.lengths = self._forward.layout.lengths(args, kwargs)
 
+    def __enter__(self) -> RootCall:
+        return self
+
     @disable_dynamo
-    def leave(self) -> None:
-        """The model's forward has returned, or failed."""
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """The model's forward has returned, or failed; of a batch without rows the way out is told."""
+        _tell(error, self._forward.batch_size)
         if self._called is not None:
             _, self._routing = self._forward.inside.pop()
         self._inside.__exit__(None, None, None)

@@ -108,9 +108,11 @@ def undisturbed(model: nn.Module, seed: int) -> Iterator[Writes]:
     replaced = [name for name, buffer, _, _ in buffers if model.get_buffer(name) is not buffer]
     through_data = [name for name, *_ in buffers if name in writes.written]
     if told := list(dict.fromkeys([*changed, *replaced, *through_data])):
+        of_numbers = all(b.is_floating_point() for name, b, *_ in buffers if name in told)
+        count = "" if of_numbers else ", and count calls in a Python number (self.calls += 1)"
         raise UnsupportedLayerError(
             f"buffers {told} change in the forward pass: what they learn from the batch is not private; "
-            "freeze them (eval mode) or remove them"
+            f"freeze them (eval mode) or remove them{count}"
         )
 
 

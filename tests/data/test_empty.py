@@ -185,3 +185,39 @@ def test_a_packed_rnn_takes_a_placeholder() -> None:
             assert all((p.summed_grad == 0).all() for p in model.parameters())
         optimizer.step()
     assert empty > 5
+
+
+class Flat(nn.Module):
+    """A view that cannot be of 0 rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x.view(len(x), -1))
+
+
+@pytest.mark.parametrize("make", [Flat, lambda: nn.Sequential(Flat())])
+def test_a_model_that_cannot_take_no_rows_is_told_the_way_out(
+    make: Callable[[], nn.Module],
+) -> None:
+    model = make()
+    model = FastPrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0,
+        max_grad_norm=1.0, data_loader=DataLoader(rows(), 4, collate_fn=stacked),
+        poisson_sampling=False,
+    )[0]  # fmt: skip
+    model(torch.ones(3, 5)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"cannot reshape.*rand_on_empty=True"):
+        model(torch.ones(0, 5))
+    with pytest.raises(RuntimeError) as told:
+        model(torch.ones(3, 4))
+    assert "rand_on_empty" not in str(told.value)
+
+
+def test_an_rnn_that_packs_is_told_the_way_out() -> None:
+    model = names(rand_on_empty=False)[0]
+    x, n = torch.ones(3, 6, dtype=torch.int64), torch.tensor([2, 3, 1])
+    with pytest.raises(RuntimeError, match=r"Cannot pack empty tensors.*rand_on_empty=True"):
+        model(x[:0], n[:0])
