@@ -59,6 +59,12 @@ def where(path: str | None, module: object = None) -> str:
     return name if module is None else f"{name} ({type(module).__name__})"
 
 
+VALUES_IN_LOSSES = (
+    "where a loss takes a value of parameters, compute that loss in the model's forward and return one "
+    "loss a row, [b] (a value that is returned once a row, with .expand(len(x), *value.shape), is exact "
+    "only where entry i goes into row i's own loss, before any mean)"
+)
+"""A value of all rows' gradients, one of their mean foremost, cannot be told from a row's own."""
 _LIBRARIES = ("fastclip", "torch", "opacus", "lightning", "accelerate", "transformers")
 
 

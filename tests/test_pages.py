@@ -135,6 +135,11 @@ def tokens() -> Known:
     return {"F": nn.functional, "logits": torch.randn(4, 7, 5), "labels": labels}
 
 
+def two_tasks() -> Known:
+    x, targets = torch.randn(4, 6), torch.randn(4, 2)
+    return {"torch": torch, "nn": nn, "Tensor": Tensor, "net": net(), "x": x, "targets": targets}
+
+
 def one_batch() -> Known:
     """Where a page shows no loop."""
     known = private()
@@ -173,7 +178,7 @@ SCENES: dict[str, list[Callable[[], Known] | None]] = {
         lambda: private() | {"accelerator": Accelerator(cpu=True), **MANAGER},
         lightning,
     ],
-    "docs/losses.md": [tokens, tokens],
+    "docs/losses.md": [tokens, tokens, two_tasks],
     "docs/mixed_precision.md": [one_batch, private, plain],
     "docs/own_loop.md": [
         evaluated, private, lambda: private() | {"noise_like": torch.randn_like}, private, plain

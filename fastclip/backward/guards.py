@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fastclip._torch import OPACUS_MARK, gradient_hooks
-from fastclip.errors import ParameterLeakError, StepError, UnsupportedLayerError, say
+from fastclip.errors import (
+    VALUES_IN_LOSSES,
+    ParameterLeakError,
+    StepError,
+    UnsupportedLayerError,
+    say,
+)
 
 
 class LeakGuard:
@@ -70,8 +76,7 @@ def _refuse(name: str, gradient: Tensor | None) -> None:
             "a scripted function, a penalty that is added to the loss, a value that the model returns), "
             "so its gradient would be unclipped; use torch's own functions in the model's forward, "
             "write the layer's rule with @fastclip.layers.register_rule, or freeze the parameter; a "
-            "penalty is the optimizer's weight_decay; return a value of parameters once a row, with "
-            ".expand(len(x), *value.shape)"
+            f"penalty is the optimizer's weight_decay; {VALUES_IN_LOSSES}"
         )
 
 

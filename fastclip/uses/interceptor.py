@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastclip._torch import Native
-from fastclip.errors import BatchSizeError, GraphError, UnsupportedLayerError
+from fastclip.errors import VALUES_IN_LOSSES, BatchSizeError, GraphError, UnsupportedLayerError
 from fastclip.samples.calls import Forward
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.place import Place
@@ -84,8 +84,7 @@ class Interceptor:
         if layout is None:
             raise GraphError(
                 f"{key.label} is used outside the model's forward, its methods and its parts, where its "
-                "samples cannot be told; use it inside one of them, or, where the model returns a value "
-                "of parameters alone for the loss, once a row: value.expand(len(x), *value.shape)"
+                f"samples cannot be told; use it inside one of them: {VALUES_IN_LOSSES}"
             )
         out = self._use(layout, forward, key, func, args, kwargs, private)
         forward.reached.add(key)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fastclip._torch import Native, of_class, transformed
-from fastclip.errors import ParameterLeakError, UnsupportedLayerError
+from fastclip.errors import VALUES_IN_LOSSES, ParameterLeakError, UnsupportedLayerError
 
 if TYPE_CHECKING:
     from fastclip.uses.derived import Source
@@ -95,8 +95,7 @@ def _refuse(gradient: Tensor) -> None:
         "a value computed from parameters alone (a normalised weight, a position table) was used where "
         "it could not be followed (a custom autograd function, a scripted function, a loss outside the "
         "model), so its gradient would be unclipped; use torch's own functions there, write the layer's "
-        "rule with @fastclip.layers.register_rule, or freeze these parameters; return such a value once "
-        "a row, with .expand(len(x), *value.shape)"
+        f"rule with @fastclip.layers.register_rule, or freeze these parameters; {VALUES_IN_LOSSES}"
     )
 
 
