@@ -218,8 +218,8 @@ class InspectedEngine(OpacusModes):
                 keeper.paused = paused
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has the ledger, and no model: what was released goes on elsewhere."""
-        return {**super().__getstate__(), "_runs": []}
+        """A copy has the ledger, and no model, rows or rates: what was released goes on elsewhere."""
+        return {**super().__getstate__(), "_runs": [], "_drawn_by": None}
 
     @property
     def _ranks(self) -> Ranks | None:

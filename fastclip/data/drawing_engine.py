@@ -32,6 +32,15 @@ class DrawingEngine(AccountedEngine):
     _drawn_by: SamplingDesign | None = None
     """How the loader of the make_private under way draws."""
 
+    @property
+    def dataset(self) -> None:
+        """None, whatever Opacus sets: its engine keeps a run's data set, compares another run's with it
+        and prints both; a copy would hold the rows. Steps on any data add up in one ledger."""
+
+    @dataset.setter
+    def dataset(self, value: Any) -> None:
+        pass
+
     def _prepare_data_loader(  # type: ignore[override]
         self, data_loader: DataLoader, *, poisson_sampling: bool, distributed: bool,
         batch_first: bool = True, rand_on_empty: bool = False,
