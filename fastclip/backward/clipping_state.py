@@ -45,6 +45,8 @@ class ClippingState:
         check_contract(strategy, self.next)
         self.current = self.next
         """Those at which the current (or last) logical batch is clipped."""
+        self.paid = self.next
+        """Those of the last real step; others may follow from counts that nobody accounts for."""
         self.noisy_counts: Tensor | None = None
         """Of the last real step."""
         self.step = 0
@@ -163,35 +165,30 @@ class ClippingState:
         device, rows = norm_sq.device, norm_sq.shape[1]
         groups = self._take_groups(rows, device, placeholder, units)
         self.next = self.next.to(device)
-        if fresh:
-            self.current, self._counts, self._drawn = self.next, None, None
-        counts = None
-        if policy.count_noise_ratio is not None and not placeholder:
-            if self._counts is None:
-                counts = torch.zeros(policy.count_shape, dtype=torch.float64, device=device)
-            else:
-                counts = self._counts.clone()  # a launch that fails leaves the old ones
+        state, counts, drawn = self.next if fresh else self.current, self._counts, self._drawn
+        counted = policy.count_noise_ratio is not None and not placeholder
+        if counted:  # a launch that fails leaves the old ones
+            counts = self._no_counts() if counts is None else counts.clone()
         scaled = partial(ops.clip_scale, norm_sq, self.strategy)
-        scales, norms = scaled(self.current, groups, layers, counts)
-        self._counts = self._counts if counts is None else counts
-        if policy.same_step:
-            self._draw_ahead(device)
-            scales, _ = scaled(self.current, groups, layers, None)
+        scales, norms = scaled(state, groups, layers, counts if counted else None)
+        if policy.same_step:  # noise on the counts of this batch now, and what follows from them
+            assert self.expected_batch_size is not None
+            spent = self.levels.counts or 0.0
+            noisy, state = self._stepped(counts, self.expected_batch_size)
+            drawn = noisy, spent
+            scales, _ = scaled(state, groups, layers, None)
+        self.current, self._counts, self._drawn = state, counts, drawn
         return (torch.zeros_like(scales) if placeholder else scales), norms
 
-    def _draw_ahead(self, device: torch.device) -> None:
-        """Noise on the counts of this batch now, and the thresholds that follow from them."""
-        assert self.expected_batch_size is not None
-        spent = self.levels.counts or 0.0
-        noisy, self.current = self._stepped(self.expected_batch_size, device)
-        self._drawn = noisy, spent
+    def _no_counts(self) -> Tensor:
+        shape, device = self.strategy.threshold.count_shape, self.next.threshold.device
+        return torch.zeros(shape, dtype=torch.float64, device=device)
 
-    def _stepped(self, batch_size: float, device: torch.device) -> tuple[Tensor, Thresholds]:
+    def _stepped(self, counts: Tensor | None, batch_size: float) -> tuple[Tensor, Thresholds]:
         """Noisy counts, and the thresholds they lead to."""
         policy = self.strategy.threshold
-        counts = self._counts
         if counts is None:  # only placeholder rows
-            counts = torch.zeros(policy.count_shape, dtype=torch.float64, device=device)
+            counts = self._no_counts()
         if self.ranks is not None:
             counts = self.ranks.total(counts)
         std = (self.levels.counts or 0.0) * policy.count_sensitivity
@@ -212,8 +209,9 @@ class ClippingState:
         return self.strategy.sensitivity(self.current)
 
     def discard(self) -> None:
-        """The sums of the logical batch were cleared: so are its counts."""
+        """The sums of the logical batch were cleared: so are its counts, and what follows from them."""
         self._counts = self._drawn = None
+        self.current = self.paid
 
     def release(self, accumulated: int) -> None:
         """A real step: noise on the counts, once, and the thresholds of the next logical batch.
@@ -228,8 +226,8 @@ class ClippingState:
         elif self._drawn is not None:
             self.noisy_counts = self._drawn[0]
         else:
-            device = self.next.threshold.device
-            self.noisy_counts, self.next = self._stepped(size, device)
+            self.noisy_counts, self.next = self._stepped(self._counts, size)
+        self.paid = self.current
         self._counts = self._drawn = self._groups = None
 
     def advance(self) -> None:
@@ -238,15 +236,17 @@ class ClippingState:
 
     def snapshot(self) -> tuple[Any, ...]:
         """What `release` changes, for `restore` if the step turns out not to be accounted."""
-        return self.next, self.noisy_counts, self._groups
+        return self.next, self.paid, self.noisy_counts, self._groups
 
     def restore(self, before: tuple[Any, ...]) -> None:
         """Undo `release`: nothing of the step is shown, or moves a threshold."""
-        self.next, self.noisy_counts, self._groups = before
+        self.next, self.paid, self.noisy_counts, self._groups = before
+        self.discard()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Raw counts and groups are neither copied nor pickled."""
-        return {**self.__dict__, "_counts": None, "_drawn": None, "_groups": None, "ranks": None}
+        """Raw counts, groups and thresholds not accounted for are neither copied nor pickled."""
+        left = dict.fromkeys(("_counts", "_drawn", "_groups", "ranks"))
+        return {**self.__dict__, **left, "current": self.paid}
 
     # Checkpoints
 

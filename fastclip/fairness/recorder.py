@@ -131,7 +131,7 @@ class FairnessRecorder:
         """
         keeper = optimizer.keeper
         policy = keeper.clipping.strategy.threshold
-        if policy.same_step and not keeper.batch.fresh:
+        if policy.same_step and keeper.clipping.current is not keeper.clipping.paid:
             raise ArgumentError(
                 f"thresholds of {type(policy).__name__} follow from this batch's counts, which "
                 "optimizer.step() pays for: call thresholds() after it"
