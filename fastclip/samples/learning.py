@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fastclip.errors import BatchSizeError, FastclipError, where
 from fastclip.memory import no_memory
-from fastclip.samples.carried import after, note_kept
+from fastclip.samples.carried import Kept, next_batch, note_kept
 from fastclip.samples.comparison import Comparison
 from fastclip.samples.drawn import in_lists, tells, unclear
 from fastclip.samples.freed import give_back
@@ -35,7 +35,7 @@ from fastclip.samples.probe_state import stirred
 from fastclip.samples.probing import Misjudged, Opened, Probe, Runs
 from fastclip.samples.routers import selected, shorter
 from fastclip.samples.special import check_special
-from fastclip.samples.taint import Kept, Taint
+from fastclip.samples.taint import Taint
 from fastclip.samples.watch import Watch
 
 _MOST_CUTS, _MOST_ROUNDS = 64, 8
@@ -224,7 +224,7 @@ class _Learner:
             kept: list[Kept] = []
             try:
                 first = self.run.once(two, [0, 0], then=partial(note_kept, self.run, two, kept))
-                outputs = [without_graph(first), without_graph(after(self.run, three, kept[0]))]
+                outputs = [without_graph(x) for x in (first, next_batch(self.run, three, kept[0]))]
                 self.layout.copied |= two.shapes.keys() | two.derived.keys()
                 return probes, outputs
             except Misjudged:

@@ -19,13 +19,14 @@ from fastclip.samples.place import Place
 from fastclip.samples.probe_state import generators_of, tables_of, undisturbed
 from fastclip.samples.seen import Seen
 from fastclip.samples.selected import MASKS, Fewer, Shorter, fillers, holds_ids, shortened
-from fastclip.samples.taint import SINGLE, Kept, Taint
+from fastclip.samples.taint import SINGLE, Taint
 from fastclip.samples.taken import TakenRows
 from fastclip.samples.ties import Ties
 from fastclip.samples.undrawn import Even
 from fastclip.waiting import Work
 
 if TYPE_CHECKING:
+    from fastclip.samples.carried import Kept
     from fastclip.samples.layout import BatchLayout
 
 _NOISE = 3.0

@@ -7,15 +7,22 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastclip._torch import StorageWeakRef, TorchDispatchMode, memory_of, tree_leaves, tree_map
+from fastclip._torch import StorageWeakRef, TorchDispatchMode, memory_of, tree_leaves
 from fastclip.samples.ignored import Told, tell
-from fastclip.samples.probe_state import TORCHS, tables_of
 from fastclip.samples.selected import selects
 from fastclip.samples.undrawn import Undrawn
 from fastclip.samples.writes import written_by
 
+_CONSTANTS = {
+    getattr(torch.ops.aten, name)
+    for name in (
+        "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty",
+        "new_full", "new_empty_strided",
+    )
+}  # fmt: skip
+"""Operators that take of a tensor its shape and its kind."""
 DOUBLE, SINGLE = (torch.finfo(dtype).eps for dtype in (torch.float64, torch.float32))
 
 
@@ -33,6 +40,8 @@ class Taint(TorchDispatchMode):
         self.undrawn = Undrawn() if undrawn is None else undrawn.again()
         self._outside: list[AbstractContextManager[None]] = []
         self._memory: dict[int, Any] = {}
+        self._numbers: dict[int, Any] = {}
+        """Of these, what holds more than the shape of the batch: zeros of as many rows do not."""
         self.rounding = DOUBLE
         """Machine epsilon of the coarsest type in which numbers of the batch were computed."""
         self.selects = False
@@ -46,6 +55,10 @@ class Taint(TorchDispatchMode):
         """Whether `x` holds numbers of the batch."""
         storage = _storage(x)
         return storage is None or memory_of(x) in self._memory
+
+    def follows(self, x: Tensor) -> bool:
+        """Whether its numbers follow from those of the batch, not from its shape alone."""
+        return _storage(x) is None or memory_of(x) in self._numbers
 
     def __enter__(self) -> Taint:
         self._outside.append(self.undrawn.outside_torch())
@@ -68,61 +81,24 @@ class Taint(TorchDispatchMode):
         if any(self.holds(x) for x in given):
             self.selects |= selects(func, args)
             tell(self.told, func, args)
+            follows = func.overloadpacket not in _CONSTANTS and any(map(self.follows, given))
             for x in tree_leaves(out):
                 if isinstance(x, Tensor):
-                    self.mark(x)
+                    self.mark(x, follows)
                     if x.is_floating_point() or x.is_complex():
                         self.rounding = max(self.rounding, torch.finfo(x.dtype).eps)
             if func._schema.is_mutable:
                 for x in written_by(func, args, kwargs):
-                    self.mark(x)
+                    self.mark(x, follows)
         return out
 
-    def mark(self, x: Tensor) -> None:
-        """`x` holds numbers of the batch, or has its samples."""
+    def mark(self, x: Tensor, follows: bool = True) -> None:
+        """`x` holds numbers of the batch if it `follows`, or has its samples."""
         storage = _storage(x)
         if storage is not None:  # its number is no other's until this is let go, its memory is free
             self._memory[memory_of(x)] = StorageWeakRef(storage)
-
-
-class Kept:
-    """What a run has left on modules, or on what they hold, of the numbers of its batch; inside,
-    it is there again.
-
-    Args:
-        model: whose modules are looked at. taint: of that run.
-    """
-
-    def __init__(self, model: nn.Module, taint: Taint) -> None:
-        self._taint = taint
-        self._left: list[tuple[dict[str, Any], str, Any]] = []
-        self.names: list[str] = []
-        """Of the attributes."""
-        for path, table in tables_of(model):
-            for name, value in table.items():
-                if name in TORCHS:
-                    continue
-                tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-                if any(taint.holds(x) for x in tensors):
-                    # containers as they are now: afterwards they hold what they did before
-                    self._left.append((table, name, tree_map(_itself, value)))
-                    self.names.append(f"{path}.{name}".lstrip("."))
-
-    def __enter__(self) -> None:
-        for table, name, value in self._left:
-            table[name] = value
-        self._taint.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._taint.__exit__(*error)
-
-    def reaches(self, output: Iterable[Tensor]) -> bool:
-        """Whether an output follows from what was left."""
-        return any(self._taint.holds(x) for x in output)
-
-
-def _itself(x: Any) -> Any:
-    return x
+            if follows:
+                self._numbers[memory_of(x)] = self._memory[memory_of(x)]
 
 
 def _storage(x: Tensor) -> torch.UntypedStorage | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -119,6 +120,16 @@ class TakenRows:
         """Lists of tensors alone hold the rows, one in each entry, where the inputs are cut this way."""
         cut = [x for x, a in zip(self._leaves, cuts, strict=True) if a is not None]
         return all(is_list(x) and next(tensors_of(x), None) is not None for x in cut)
+
+    @contextmanager
+    def another_row(self) -> Iterator[None]:
+        """Inside, another row is the one to be run in copies, if there is one."""
+        pool, now = self._pool, (self._copied or [self.first_row])[-1]
+        self.cut(self._cuts, [i for i in self.distinct(self._cuts) if i != now][:1])
+        try:
+            yield
+        finally:
+            self._pool = pool
 
     @property
     def unread(self) -> str:

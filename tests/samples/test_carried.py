@@ -139,6 +139,128 @@ def test_a_look_leaves_nothing_in_objects() -> None:
     assert torch.equal(held.mean, batch().mean((0, 1)))
 
 
+class State:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+def hidden(model: Any, h: Tensor) -> Tensor:
+    if model.state is None or len(model.state) != len(h):
+        model.state = torch.zeros(len(h), D).to(h)
+    return model.state
+
+
+def by_size(model: Any, h: Tensor) -> Tensor:
+    model.state = {} if model.state is None else model.state
+    return model.state.get(len(h), torch.zeros(len(h), D).to(h))
+
+
+def in_object(model: Any, h: Tensor) -> Tensor:
+    if model.state is None or len(model.state.value) != len(h):
+        return torch.zeros(len(h), D).to(h)
+    return model.state.value
+
+
+def others_bank(model: Any, h: Tensor) -> Tensor:
+    """Neighbours among the last batch, if that was as large; the mean over them is small."""
+    if model.state is None or model.state.shape != h.shape:
+        return torch.zeros(len(h), D).to(h)
+    return (h @ model.state.T).softmax(1) @ model.state
+
+
+def of_other_rows(model: Any, h: Tensor) -> Tensor:
+    """The same batch once more is none that comes next."""
+    if model.state is None or model.state.shape != h.shape or torch.equal(model.state, h):
+        return torch.zeros(len(h), D).to(h)
+    return model.state
+
+
+def keep(model: Any, h: Tensor) -> None:
+    model.state = h
+
+
+def keep_by_size(model: Any, h: Tensor) -> None:
+    model.state[len(h)] = h
+
+
+def keep_in_object(model: Any, h: Tensor) -> None:
+    model.state = State(h)
+
+
+def keep_mean(model: Any, h: Tensor) -> None:
+    model.state = 0.9 * model.state + 0.1 * h.mean(0)
+
+
+STATES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, Tensor], None]]] = {
+    "hidden": (hidden, keep),
+    "a running mean": (hidden, keep_mean),
+    "a memory bank": (others_bank, keep),
+    "by size": (by_size, keep_by_size),
+    "in an object": (in_object, keep_in_object),
+    "of other rows": (of_other_rows, keep),
+}
+
+
+class Stateful(nn.Module):
+    """Carries a state on while the batch is as large as the one before."""
+
+    def __init__(self, case: str, carries: bool) -> None:
+        super().__init__()
+        self.cell, self.out = nn.RNNCell(D, D), nn.Linear(D, 2)
+        (self.read, self.keep), self.carries = STATES[case], carries
+        self.state: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.read(self, x.detach())
+        h = self.cell(x, before if self.carries else None)
+        self.keep(self, h.detach())
+        return self.out(h)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("case", STATES)
+def test_a_state_that_its_size_guards_is_refused(case: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    private = make_private(Stateful(case, carries=True))[1]
+    with pytest.raises(UnsupportedLayerError, match=r"'state.*keep numbers of one batch"):
+        private(torch.randn(3 + seed, D))
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_a_state_that_is_not_read_is_exact(case: str) -> None:
+    torch.manual_seed(0)
+    check_exact(Stateful(case, carries=False), torch.randn(B, D), dtype=torch.float64)
+
+
+class Started(nn.Module):
+    """Keeps what it starts from while batches are of one size."""
+
+    def __init__(self, start: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.cell, self.out, self.start = nn.RNNCell(D, D), nn.Linear(D, 2), start
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None or self.kept.shape != x.shape:
+            self.kept = self.start(x)
+        return self.out(self.cell(x, self.kept))
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        torch.zeros_like,
+        lambda x: x.new_ones(len(x), 1).expand(-1, D),
+        lambda x: x.new_empty(x.shape).fill_(1),
+    ],
+    ids=["zeros", "a view of ones", "filled"],
+)
+def test_what_a_model_starts_from(start: Callable[[Tensor], Tensor]) -> None:
+    """Zeros of as many rows say nothing of the batch that they were first made for."""
+    torch.manual_seed(0)
+    check_exact(Started(start), torch.randn(B, D), dtype=torch.float64)
+
+
 def test_constants_that_are_left_are_exact() -> None:
     ones = torch.ones(D, dtype=torch.float64)
     model = Carries(lambda out: ones)
