@@ -26,7 +26,6 @@ from fastclip.samples.undrawn import Even
 from fastclip.waiting import Work
 
 if TYPE_CHECKING:
-    from fastclip.samples.carried import Kept
     from fastclip.samples.layout import BatchLayout
 
 _NOISE = 3.0
@@ -207,7 +206,7 @@ class Runs(TakenRows):
 
     def once(
         self, probe: Probe, rows: list[int], seed: int = 0,
-        then: Callable[[Any], None] | None = None, left: Kept | None = None,
+        then: Callable[[Any], None] | None = None, left: AbstractContextManager[Any] | None = None,
     ) -> Any:  # fmt: skip
         """The output on these rows of those that `cut` took.
 
@@ -243,7 +242,7 @@ class Runs(TakenRows):
 
     def _run(
         self, probe: Probe, leaves: list[Any], seed: int,
-        then: Callable[[Any], None] | None = None, left: Kept | None = None,
+        then: Callable[[Any], None] | None = None, left: AbstractContextManager[Any] | None = None,
     ) -> Any:  # fmt: skip
         self.passes += 1
         args, kwargs = tree_unflatten(leaves, self._structure)
