@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +24,7 @@ from fastclip.samples.independence import (
 from fastclip.samples.influence import Influence
 from fastclip.samples.inputs import INPUT, Cuts, own_axis
 from fastclip.samples.layout import BatchLayout
-from fastclip.samples.mixed_outputs import Found, mixed_outputs, note_gradients
+from fastclip.samples.mixed_outputs import find_mixed
 from fastclip.samples.owners import agrees
 from fastclip.samples.place import Place, called, places
 from fastclip.samples.positions import check_constants, check_copies, check_first
@@ -131,19 +130,9 @@ class Comparison:
                 break
         self._choose()
         axes = self.unfolded.owned_axes
-        if choice > 1 and any(axis < 0 for axis in axes):
-            given = self._gradients(rows)  # only now all places are known
-            for kept in groups if given else ():
-                others = self._gradients(others_changed(rows, kept))
-                self.layout.mixed |= mixed_outputs(given, others, sorted(kept), axes, len(rows))
-
-    def _gradients(self, rows: list[int]) -> Found:
-        """Those of outputs whose rows are not known, in a run on these rows."""
-        found: Found = {}
-        probe, axes = Probe(self.layout, len(rows), differentiable=True), self.unfolded.owned_axes
-        settled = {n: c[0] for n, c in self.candidates.items() if len(c) == 1}
-        self.run.once(probe, rows, _SEEDS[0], partial(note_gradients, probe, settled, axes, found))
-        return found
+        if choice > 1 and any(axis < 0 for axis in axes):  # only now all places are known
+            settled = {n: c[0] for n, c in self.candidates.items() if len(c) == 1}
+            find_mixed(self.run, rows, groups, settled, axes, self.sizes.of_rows)
 
     # Influence
 

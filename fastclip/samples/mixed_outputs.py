@@ -14,15 +14,19 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from fastclip.errors import BatchSizeError
+from fastclip.errors import BatchSizeError, FastclipError
 from fastclip.graph import Node, reached_without
+from fastclip.memory import no_memory
 from fastclip.samples.gradients import gradients, normal
+from fastclip.samples.groups import others_changed
 from fastclip.samples.ignored import holds
 from fastclip.samples.independence import UNBATCHED, UNPLACED, by_row, rows_agree
 from fastclip.samples.inputs import flatten, rebuild, tensors_of
 from fastclip.samples.place import Place
-from fastclip.samples.probing import Probe
+from fastclip.samples.probing import Opened, Probe, Runs
 from fastclip.samples.stopped import stop_gradients
+from fastclip.samples.taint import Taint
+from fastclip.samples.undrawn import BY_ROW, HIGH, LOW, MIDDLE, Undrawn
 
 if TYPE_CHECKING:
     from fastclip.samples.layout import BatchLayout
@@ -31,6 +35,44 @@ Gradients = list[tuple[Hashable, Place | None, Tensor]]
 """Of one output by what it follows from: name, place of the samples if that is known, gradient."""
 Found = dict[int, tuple[torch.Size, Gradients]]
 """Outputs without an axis of samples, by their number: shape, gradients."""
+
+
+def find_mixed(
+    run: Runs, rows: list[int], groups: list[frozenset[int]], places: Mapping[Hashable, Place],
+    axes: list[int], drawn: Collection[int],
+) -> None:  # fmt: skip
+    """Note outputs without an axis of samples that couple rows: by other rows, or by what these draw.
+
+    Args:
+        groups: which rows are kept while others change. axes: of samples, of all outputs.
+        drawn: the draws that have numbers of each row: undrawn.Undrawn.
+    """
+
+    def gradients_of(some: list[int], undrawn: Undrawn | None = None) -> Found:
+        found: Found = {}
+        taint = None if undrawn is None else Taint((), undrawn)
+        probe = Probe(run.layout, len(some), differentiable=True, taint=taint)
+        run.once(probe, some, 1, partial(note_gradients, probe, places, axes, found))
+        return found
+
+    def note(given: Found, others: Found, kept: list[int]) -> None:
+        run.layout.mixed |= mixed_outputs(given, others, kept, axes, len(rows))
+
+    given = gradients_of(rows)
+    for kept in groups if given else ():
+        note(given, gradients_of(others_changed(rows, kept)), sorted(kept))
+    if not given or not drawn:
+        return
+    try:
+        given = gradients_of(rows, Undrawn(BY_ROW, drawn))
+        for level in (MIDDLE, LOW, HIGH):
+            kept = [i for i in range(len(rows)) if min(i, HIGH) == level]
+            note(given, gradients_of(rows, Undrawn(BY_ROW, drawn, alike=level)), kept)
+    except (FastclipError, Opened):
+        raise
+    except Exception as error:  # the model cannot take such numbers
+        if no_memory(error):
+            raise
 
 
 def mixed_outputs(

@@ -34,6 +34,8 @@ class Sizes:
 
     def __init__(self, run: Runs, unfolded: Unfolded, batch: int) -> None:
         self.run, self.unfolded, self.batch = run, unfolded, batch
+        self.of_rows: set[int] = set()
+        """The random draws that have a number, or several, for each row."""
 
     def compare_copies(self, two: Probe, three: Probe, outputs: tuple[Any, Any]) -> None:
         """Copies of one row are alike, and the same in two and in three."""
@@ -103,9 +105,9 @@ class Sizes:
         if not base.draws:
             self.compare_many(rows, base, out, seed)
         others = [Undrawn(LOW), Undrawn(HIGH)] if base.taint.undrawn.varies else []
-        of_rows = _of_rows([base, *smaller_ones])
-        if of_rows:
-            others.append(Undrawn(BY_ROW, of_rows))
+        self.of_rows = _of_rows([base, *smaller_ones])
+        if self.of_rows:
+            others.append(Undrawn(BY_ROW, self.of_rows))
         for undrawn in others:
             try:
                 self._among(undrawn, rows, seed)

@@ -54,10 +54,13 @@ class Undrawn:
 
     Args:
         level: MIDDLE, LOW, HIGH or BY_ROW. rows: which draws have one number, or several, a row.
+        alike: the level of all rows in these, in the place of each row's own.
     """
 
-    def __init__(self, level: int = MIDDLE, rows: Collection[int] = ()) -> None:
-        self.level, self.rows = level, rows
+    def __init__(
+        self, level: int = MIDDLE, rows: Collection[int] = (), alike: int | None = None
+    ) -> None:
+        self.level, self.rows, self.alike = level, rows, alike
         self.sizes: list[int | None] = []
         """Of the draws so far, along their first axis."""
         self.varies = False
@@ -66,7 +69,7 @@ class Undrawn:
 
     def again(self) -> Undrawn:
         """The same for another run."""
-        return Undrawn(self.level, self.rows)
+        return Undrawn(self.level, self.rows, self.alike)
 
     def __call__(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """The result of a random operation; NotImplemented for any other."""
@@ -102,7 +105,7 @@ class Undrawn:
         if self.level == BY_ROW and len(self.sizes) - 1 in self.rows:
             for i, row in enumerate(out):
                 own = {n: x[i] if _as_long(x, out) else x for n, x in given.items()}
-                _fill(name, row, min(i, HIGH), own)
+                _fill(name, row, min(i, HIGH) if self.alike is None else self.alike, own)
             return out
         if name == "bernoulli" and out.dim():
             p = given.get("p") if "p" in _names(func) else given["self"]
