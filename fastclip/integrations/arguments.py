@@ -99,6 +99,9 @@ def check_still_private(trainer: Any) -> None:
         ArgumentError: with the way out.
     """
     args = trainer.args
+    refused, way_out = _counts_tokens(args)
+    if refused:
+        raise ArgumentError(f"trainer.args.include_num_input_tokens_seen is not private: {way_out}")
     if args.gradient_accumulation_steps != 1:
         raise ArgumentError(
             f"trainer.args.gradient_accumulation_steps was set to {args.gradient_accumulation_steps}, "
@@ -148,6 +151,14 @@ def repeats_noise(generator: torch.Generator | None) -> bool:
     return torch.equal(start.get_state(), generator.get_state())
 
 
+def _counts_tokens(args: Any) -> tuple[bool, str]:
+    """Whether the Trainer is to count tokens, and what to do instead."""
+    counts = getattr(args, "include_num_input_tokens_seen", "no")
+    return counts not in (False, None, "no"), (
+        "it counts the tokens of the rows drawn exactly, in the log and in checkpoints; leave it at 'no'"
+    )
+
+
 def _refusals(args: Any, privacy: PrivacyArguments) -> dict[str, tuple[bool, str]]:
     """Argument -> whether it is set, and what to do instead."""
 
@@ -190,6 +201,9 @@ def _refusals(args: Any, privacy: PrivacyArguments) -> dict[str, tuple[bool, str
         "ignore_data_skip=True, data_seed=...": (
             bool(of("ignore_data_skip")) and of("data_seed") is not None,
             "a resumed epoch would begin with the very batches that were drawn before; omit either",
+        ),
+        f"include_num_input_tokens_seen={of('include_num_input_tokens_seen')!r}": _counts_tokens(
+            args
         ),
         "neftune_noise_alpha": (
             of("neftune_noise_alpha") is not None,

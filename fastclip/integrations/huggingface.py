@@ -36,7 +36,7 @@ from fastclip.integrations.checkpoints import (
     begin_run,
     read_checkpoint,
 )
-from fastclip.integrations.physical import LogicalBatchData, SplitCollate, by_units
+from fastclip.integrations.physical import SplitCollate, by_units
 from fastclip.integrations.row_losses import Checked
 from fastclip.integrations.trainer_loss import RowLossTrainer
 from fastclip.integrations.trainer_ranks import innermost
@@ -106,6 +106,7 @@ class PrivateTrainer(RowLossTrainer):
         self.run_number = 0
         self.mechanism = (0.0, 0.0)  # sigma and q of this run's first step
         self._handle: Any = None
+        self._loader: DataLoader | None = None  # the private one, within train()
         self.resumed: Resumed | None = None  # what this run goes on from
         super().__init__(model, args, *rest, **kwargs)
         check_still_private(self)
@@ -133,7 +134,7 @@ class PrivateTrainer(RowLossTrainer):
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            self._private = False
+            self._private, self._loader = False, None
             if self._handle is not None:
                 self._handle.cleanup()
                 self.model.__dict__.pop("_original_forward", None)  # Accelerate's, for bf16
@@ -201,6 +202,7 @@ class PrivateTrainer(RowLossTrainer):
         private.collate_fn = SplitCollate(loader.collate_fn, dataset, self.physical_batch_size)
         self._placeholder = private.collate_fn.placeholder
         self._draw_from(private)
+        self._loader = private
         self.mechanism = (self.dp_optimizer.noise_multiplier, self.engine.sampling.rate)
         if self.resumed:
             if not self.resumed.draws_on(self.mechanism[1], self.args.world_size):
@@ -244,9 +246,15 @@ class PrivateTrainer(RowLossTrainer):
     # What the Trainer does with a batch, for all physical batches of a logical one
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Of all physical batches."""
-        parts = inputs if isinstance(inputs, LogicalBatchData) else [inputs]
-        return sum(super(PrivateTrainer, self).floating_point_ops(part) for part in parts)
+        """0: they would count the tokens of the rows drawn, in the state that checkpoints hold."""
+        return 0
+
+    def num_examples(self, dataloader: DataLoader) -> int:
+        """Rows expected in a pass, of which speeds are told; the data set's may be nobody's to know."""
+        if dataloader is not self._loader:
+            return super().num_examples(dataloader)
+        design = self.engine.sampling
+        return round(design.steps * design.expected_batch_size)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = super()._prepare_inputs(inputs)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import Trainer
 
@@ -166,16 +166,6 @@ class RanksTrainer(Trainer):
             yield
         finally:
             self.optimizer = private
-
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Of all physical batches at once: processes have different numbers of them."""
-        if not isinstance(inputs, list):
-            return super()._track_num_input_tokens(inputs)
-        names = {
-            name for part in inputs for name, value in part.items() if isinstance(value, Tensor)
-        }
-        flat = {name: torch.cat([part[name].reshape(-1) for part in inputs]) for name in names}
-        return super()._track_num_input_tokens(flat)
 
 
 def innermost(optimizer: Any) -> torch.optim.Optimizer:

@@ -23,7 +23,7 @@ ROWS, EACH, STEPS = 23, 1, 14
 RATE, EPS = 0.05, 1e-3
 SETTINGS: dict[str, Any] = {
     "logging_steps": 1, "adam_epsilon": EPS, "learning_rate": RATE, "save_steps": 4, "max_steps": STEPS,
-    "save_strategy": "steps", "include_num_input_tokens_seen": "all",
+    "save_strategy": "steps",
 }  # fmt: skip
 
 
@@ -83,7 +83,6 @@ def _found(run: Any) -> dict[str, Any]:
         "names": [name for name, _ in model.named_parameters()],
         "history": run.engine.accountant.history,
         "losses": [entry["loss"] for entry in run.state.log_history if "loss" in entry],
-        "tokens": run.state.num_input_tokens_seen,
         "spread": isinstance(model, FSDPModule),
     }
 
