@@ -141,8 +141,8 @@ def check_frozen(frozen: Mapping[nn.Parameter, str]) -> None:
     if thawed:
         more = f" and {len(thawed) - 3} more" if len(thawed) > 3 else ""
         raise StepError(
-            f"parameters {thawed[:3]}{more} have become trainable since make_private, which does not clip "
-            "them; call make_private again after unfreezing"
+            f"parameters {thawed[:3]}{more} have become trainable since make_private, which does not "
+            "clip them; call make_private again after unfreezing"
         )
 
 

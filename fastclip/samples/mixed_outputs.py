@@ -59,8 +59,8 @@ def find_mixed(
         run.layout.mixed |= mixed_outputs(given, others, kept, axes, len(rows))
 
     given = gradients_of(rows)
-    for kept in groups if given else ():
-        note(given, gradients_of(others_changed(rows, kept)), sorted(kept))
+    for group in groups if given else ():
+        note(given, gradients_of(others_changed(rows, group)), sorted(group))
     if not given or not drawn:
         return
     try:
