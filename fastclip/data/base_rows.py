@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +84,59 @@ def numbers(indices: Any) -> np.ndarray | None:
         return None
 
 
-def identity(dataset: Any) -> Hashable:
-    """One for data sets of the same rows: a TensorDataset is its tensors."""
-    if type(dataset) is TensorDataset:
-        return tuple(id(tensor) for tensor in dataset.tensors)
-    return id(dataset)
+def keys_of(dataset: Any) -> np.ndarray:
+    """int64 [rows, k], alike where two rows are one: the same row of the same data set or memory.
+
+    A row of a StackDataset is those of its members.
+    """
+    rows = np.arange(len(dataset), dtype=np.int64)
+    keys = _keys(dataset, rows, {})
+    if len(keys):
+        keys = keys[:, (keys != keys[0]).any(0)]  # what tells none apart only costs
+    return keys if keys.shape[1] else np.zeros((len(rows), 1), dtype=np.int64)
+
+
+def _keys(dataset: Any, rows: np.ndarray, known: dict[Hashable, int]) -> np.ndarray:
+    """Args: known: the number of each data set so far."""
+    found: list[tuple[np.ndarray, np.ndarray]] = []
+    for part in _parts(dataset, np.arange(len(rows), dtype=np.int64), rows):
+        if isinstance(part.dataset, StackDataset):
+            members: Any = part.dataset.datasets
+            members = members.values() if isinstance(members, dict) else members
+            columns = [_keys(member, part.rows, known) for member in members]
+        else:
+            whose, first = _identity(part.dataset)
+            number = known.setdefault(whose, len(known))
+            columns = [np.stack([np.full_like(part.rows, number), part.rows + first], axis=1)]
+        found.append((part.places, np.concatenate(columns, axis=1)))
+    width = max((own.shape[1] for _, own in found), default=2)
+    keys = np.full((len(rows), width), -1, dtype=np.int64)  # no data set has this number
+    for places, own in found:
+        keys[places, : own.shape[1]] = own
+    return keys
+
+
+def _identity(dataset: Any) -> tuple[Hashable, int]:
+    """One for data sets of the same rows, and the number there of this one's row 0.
+
+    A TensorDataset is its tensors; of views of one memory row i is where it lies, in steps of a row.
+    """
+    tensors = dataset.tensors if type(dataset) is TensorDataset else (dataset,)
+    if not all(_lies_in_rows(tensor) for tensor in tensors):
+        ids = tuple(id(tensor) for tensor in tensors)
+        return ids, 0
+    steps = [tensor.stride(0) * tensor.element_size() for tensor in tensors]
+    first = tensors[0].data_ptr() // steps[0]
+    layouts = (
+        (t.device, t.dtype, t.shape[1:], t.stride(), t.is_conj(), t.is_neg()) for t in tensors
+    )
+    starts = (t.data_ptr() - first * step for t, step in zip(tensors, steps, strict=True))
+    return tuple(zip(layouts, starts, strict=True)), first
+
+
+def _lies_in_rows(tensor: Any) -> bool:
+    """An ordinary tensor, each row of which has memory of its own."""
+    return (
+        type(tensor) is Tensor and tensor.layout is torch.strided and tensor.dim() > 0
+        and tensor.numel() > 0 and tensor.stride(0) > 0 and tensor.device.type != "meta"
+    )  # fmt: skip

@@ -1,23 +1,33 @@
 """Rows that a data set has several times.
 
 A loader draws numbers, each at most once; where two of them are one row (a Subset with a row ten times,
-a data set joined with itself), that row contributes more often than epsilon says.
+a data set joined with itself, or views of one tensor that overlap), that row contributes more often than
+epsilon says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, Subset
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    StackDataset,
+    Subset,
+)
 
-from fastclip.data.base_rows import identity, numbers, parts_of
+from fastclip.data.base_rows import keys_of, numbers, parts_of
 from fastclip.data.loader import unwatched
 from fastclip.data.samplers import SUBSETS, Choice
 from fastclip.data.sampling import PoissonSampler
 from fastclip.errors import ArgumentError
+
+_JOINED = (Subset, ConcatDataset, StackDataset)
+"""Of whose rows two may be one."""
 
 
 def check_copies(loader: DataLoader, choice: Choice | None, unit: Tensor | None) -> None:
@@ -32,20 +42,12 @@ def check_copies(loader: DataLoader, choice: Choice | None, unit: Tensor | None)
         ArgumentError: naming two of them.
     """
     dataset = loader.dataset
-    if isinstance(dataset, IterableDataset) or not isinstance(dataset, (Subset, ConcatDataset)):
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, _JOINED):
         return
-    parts = parts_of(dataset)
-    keys = np.zeros(len(dataset), dtype=np.int64)
-    starts: dict[Hashable, int] = {}
-    least = min((int(part.rows.min()) for part in parts if len(part.rows)), default=0)
-    span = max((int(part.rows.max()) for part in parts if len(part.rows)), default=0) - least + 1
-    for part in parts:
-        start = starts.setdefault(identity(part.dataset), len(starts) * span)
-        keys[part.places] = start + part.rows - least
-    drawn = _drawn(loader, choice, unit)
+    keys, drawn = keys_of(dataset), _drawn(loader, choice, unit)
     keys = keys if drawn is None else keys[drawn]
-    order = np.argsort(keys, kind="stable")
-    again = keys[order[1:]] == keys[order[:-1]]
+    order = np.lexsort(keys.T[::-1])
+    again = (keys[order[1:]] == keys[order[:-1]]).all(axis=1)
     if unit is not None:
         owners = unit.numpy() if drawn is None else unit.numpy()[drawn]
         again &= owners[order[1:]] != owners[order[:-1]]
@@ -53,7 +55,7 @@ def check_copies(loader: DataLoader, choice: Choice | None, unit: Tensor | None)
         return
     first = int(again.argmax())
     i, j = (int(k if drawn is None else drawn[k]) for k in order[first : first + 2])
-    part = next(each for each in parts if i in each.places)
+    part = next(each for each in parts_of(dataset) if i in each.places)
     row = int(part.rows[part.places == i][0])
     count = int(again.sum())
     _refuse(dataset, f"{i} and {j}", f"{row} of {type(part.dataset).__name__}", count, unit)

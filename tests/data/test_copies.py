@@ -11,6 +11,7 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
+    StackDataset,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
@@ -50,6 +51,18 @@ class Transformed(Subset):
         return [self[row] for row in rows]
 
 
+X, Y = torch.randn(N, 3, generator=torch.Generator().manual_seed(0)), torch.arange(N)
+
+
+def pairs(rows: slice) -> TensorDataset:
+    """Views of the rows of X and Y."""
+    return TensorDataset(X[rows], Y[rows])
+
+
+def stack(of_x: Any, of_y: Any) -> StackDataset:
+    return StackDataset(Subset(X, of_x), Subset(Y, of_y))  # type: ignore[type-var]
+
+
 COPIES: dict[str, Dataset] = {
     "a row five times": Subset(DATA, ONCE_MORE),
     "as a tensor": Subset(DATA, torch.tensor(ONCE_MORE)),  # type: ignore[arg-type]
@@ -65,6 +78,17 @@ COPIES: dict[str, Dataset] = {
     "of a subclass": Transformed(DATA, ONCE_MORE),
     "a name twice": Subset({"a": (torch.zeros(1),), "b": (torch.ones(1),)}, ["a", "b", "a"]),  # type: ignore
     "of the user's own": Subset(Keyed(), [0, 1, 2, 3, -12]),
+    "stacked": stack([0, 0, 1, 2], [0, 0, 1, 2]),
+    "stacked by name": StackDataset(x=Subset(DATA, [5, 1, -7]), y=Subset(OTHER, [3, 4, 3])),
+    "of a stack": Subset(StackDataset(DATA, OTHER), [*range(6), -12]),
+    "joined stacks": ConcatDataset([stack([1, 2], [1, 2]), stack([3, 2], [3, 2])]),
+    "stacked stacks": StackDataset(stack([0, 1, 0], [1, 2, 1]), Subset(DATA, [4, 5, 4])),
+    "overlapping views": ConcatDataset([pairs(slice(0, 8)), pairs(slice(4, 12))]),
+    "every second row again": Subset(
+        ConcatDataset([pairs(slice(None)), pairs(slice(6, 7))]), [6, 12]
+    ),
+    "a tensor and its part": ConcatDataset([X, X[5:]]),  # type: ignore[list-item]
+    "stacked views": StackDataset(ConcatDataset([X[:3], X[2:4]]), ConcatDataset([Y[:3], Y[2:4]])),  # type: ignore
 }
 
 ORDINARY: dict[str, Dataset] = {
@@ -78,6 +102,18 @@ ORDINARY: dict[str, Dataset] = {
     "a list": ConcatDataset([[(torch.zeros(1),)] * 3, [(torch.zeros(1),)] * 3]),
     "names": Subset({"a": (torch.zeros(1),), "b": (torch.ones(1),)}, ["a", "b"]),  # type: ignore
     "a subclass": Transformed(DATA, range(5)),
+    "a stack": StackDataset(DATA, OTHER),
+    "a stack with one input for several labels": stack([0, 0, 1, 2], [0, 1, 2, 3]),
+    "joined stacks of other pairs": ConcatDataset([stack([1, 2], [1, 2]), stack([1, 2], [2, 1])]),
+    "views apart": ConcatDataset([pairs(slice(0, 4)), pairs(slice(4, 12))]),
+    "views of other labels": ConcatDataset(
+        [TensorDataset(X[:4], Y[:4]), TensorDataset(X[:4], Y[4:8])]
+    ),
+    "shifted views": ConcatDataset([TensorDataset(X[:8], Y[:8]), TensorDataset(X[1:9], Y[:8])]),
+    "halves of the columns": ConcatDataset([X[:, :1], X[:, 1:2]]),  # type: ignore[list-item]
+    "rows that lie in each other": ConcatDataset([X.view(-1).unfold(0, 6, 3)]),  # type: ignore
+    "a row for all": Subset(TensorDataset(torch.zeros(1, 3).expand(N, 3)), range(4)),
+    "rows of nothing": Subset(TensorDataset(torch.zeros(N, 0)), range(4)),
 }
 
 
