@@ -23,6 +23,7 @@ from fastclip.optim.opacus_modes import OpacusModes
 from fastclip.optim.optimizer import FastDPOptimizer
 from fastclip.parallel.ranks import Ranks
 from fastclip.planner.report import Plan
+from fastclip.samples.special import untried
 
 _DRAWN = (
     "noise of the gradients and of counts", "which rows are drawn",
@@ -172,7 +173,7 @@ class InspectedEngine(OpacusModes):
             epsilon=None if delta is None else self.get_epsilon(delta),
             planned_epsilon=epsilon(planned, delta, accountant) if delta and planned else None,
             secure=_DRAWN if self.secure_mode else (), insecure=() if self.secure_mode else _DRAWN,
-            trusted=trusted(design, hidden),
+            trusted=(*trusted(design, hidden), *untried(run.keeper.calls.layouts)),
         )  # fmt: skip
 
     def set_groups(self, ids: Tensor, module: nn.Module | None = None) -> None:

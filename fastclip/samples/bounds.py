@@ -28,12 +28,15 @@ class InBounds(TorchDispatchMode):
 
     Raises:
         IndexError: they are out of bounds.
+        ValueError: one number (a longest length) has to become a whole one and is none: as int() says.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         name = func._schema.name
+        if name == "aten::_to_copy" and _is_none(args[0], (kwargs or {}).get("dtype")):
+            raise ValueError("what is NaN or infinite is no whole number")
         for x, low, high in _looked_up(name.rstrip("_"), args):
             whole = isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32)
             out = (x < low) | (x >= high) if whole else None
@@ -43,6 +46,14 @@ class InBounds(TorchDispatchMode):
                 wrong = f"{x[out][0].item()} is no number of a row"
                 raise IndexError(f"{name}: numbers of rows are out of bounds, {wrong}")
         return func(*args, **(kwargs or {}))
+
+
+def _is_none(x: Tensor, dtype: torch.dtype | None) -> bool:
+    """One number that has to become a whole one, and cannot."""
+    if x.numel() != 1 or not x.is_floating_point() or dtype in (None, torch.bool):
+        return False
+    whole = not (dtype.is_floating_point or dtype.is_complex)
+    return whole and not bool(x.isfinite().all())
 
 
 def _looked_up(name: str, args: tuple) -> Iterator[tuple[Any, int, int]]:

@@ -83,7 +83,9 @@ def _of(x: Tensor, told: list[tuple[bool, int]]) -> Iterator[float]:
 
 
 def holds(x: Tensor, value: float) -> Tensor:
-    """Whether labels hold this one, or any like it: [], where they lie."""
+    """Whether labels hold this one, or any like it: [], where they lie; infinite: what no mask holds."""
+    if math.isinf(value):
+        return ~((x == 0) | (x == 1)).all()
     if value == 1:
         return x.any()
     if math.isnan(value):

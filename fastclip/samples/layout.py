@@ -97,6 +97,8 @@ class BatchLayout:
         """Where looks have seen tensors that a call returns: samples.outlets."""
         self.rare: set[Any] = set()
         """The same of those that calls have returned, and no look has seen."""
+        self.untried: set[tuple[int, str]] = set()
+        """Inputs by their number, and kinds of special rows of which the model takes none there."""
 
     def batch_size(self, args: tuple, kwargs: dict, *, begins: bool = False) -> int | None:
         """Number of samples in the inputs; where a call `begins`, those without have not changed.

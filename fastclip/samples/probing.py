@@ -66,8 +66,8 @@ class Probe:
     """These rows say that they are shorter."""
     filler: Shorter = MASKS  # how they say so
     fewer: bool = False  # masks select one entry less
-    change: Callable[[Tensor, int], Tensor] | None = None
-    """What is done to every tensor of rows that comes in, along its axis."""
+    change: Callable[[Any, int, int], Any] | None = None
+    """What is done to the rows of every input, along its axis; its number comes last."""
     shows: bool = True  # what layers and uses show is kept
     beside: Beside | None = None  # or held against an earlier run at once
     shapes: Shapes = field(default_factory=dict)
@@ -222,8 +222,8 @@ class Runs(TakenRows):
             few = take_rows(leaf, axis, rows)
             if probe.shortened:
                 few = shortened(few, number, axis, probe.shortened, probe.filler)
-            if probe.change is not None and isinstance(few, Tensor):
-                few = probe.change(few, axis)
+            if probe.change is not None:
+                few = probe.change(few, axis, number)
             numbers = isinstance(few, Tensor) and few.is_floating_point()
             if probe.differentiable and self.asks_inputs and numbers:
                 few = few.detach().clone().requires_grad_()

@@ -167,11 +167,10 @@ class TakenRows:
         return any(a is not None and (is_rows(x) or counts(x)) for x, a in pairs)
 
     @property
-    def rows_of_numbers(self) -> list[Tensor]:
-        """Inputs that have rows of floating-point numbers."""
-        pairs = zip(self._pool, self._cuts, strict=True)
-        tensors = [x for x, axis in pairs if axis is not None and isinstance(x, Tensor)]
-        return [x for x in tensors if x.is_floating_point()]
+    def taken(self) -> list[tuple[int, Any, int]]:
+        """Inputs that have rows: number, the rows that were taken, axis."""
+        pairs = enumerate(zip(self._pool, self._cuts, strict=True))
+        return [(number, x, axis) for number, (x, axis) in pairs if axis is not None]
 
     def distinct(self, cuts: Cuts) -> list[int]:
         """Numbers of rows of the real inputs that differ from one another, at most MOST_ROWS."""
