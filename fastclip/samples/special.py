@@ -271,6 +271,7 @@ class _Look:
             raise
         except Exception:  # rows that the model cannot take
             return None
+        probe.change = None  # which would hold this look, and with it the base, in a cycle
         this.out = self._unfolded(without_graph(out), COUNT)
         return this if part.wholes or any(touched) else None
 

@@ -343,3 +343,27 @@ def test_what_is_none_is_no_whole_number() -> None:
         torch.tensor([torch.nan, 1.0]).long()
         with pytest.raises(ValueError, match="no whole number"):
             torch.tensor(torch.nan).long()
+
+
+class Weighted(nn.Module):
+    """Weights above 1 are shared out among the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(D, K)
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        losses = self.layer(x).mean(1).square().mean(1)
+        return (losses * weights).sum() / (len(x) + (weights - 1).relu().sum())
+
+
+def test_masks_that_are_none_any_more_couple_rows_in_that_batch_alone() -> None:
+    private, optimizer = make_private(Weighted().double())[1:3]
+    x = data()
+    weights = zero_one(x[:, 0, 0])
+    for _ in range(2):
+        private(x, weights).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with refused("is part of the loss"):
+        private(x, 5 * weights).backward()
