@@ -295,6 +295,6 @@ ATTRIBUTES = {
     "transformers.Trainer": ("_get_train_sampler", "_signature_columns", "_train_batch_size"),
     "torch.ops": ("_schema",),
     "sys": ("_getframe", "_current_frames"),
-    "namedtuple": ("_asdict",),
+    "namedtuple": ("_asdict", "_replace"),
 }  # fmt: skip
 """Attributes of others that are read where they are needed, by whose they are."""

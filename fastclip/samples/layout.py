@@ -69,8 +69,7 @@ class BatchLayout:
         self.folds: dict[tuple[Hashable, int, Lengths], Place] = {}
         """The same for what is folded, by the number of its entries a sample and the inputs' lengths."""
         self.open: set[str] = set()
-        """Layers that run as they were, so that every use of their parameters is taken by itself: their
-        input has no samples, or rows that the model has moved."""
+        """Layers without rules: their input has no samples, or rows that the model has moved."""
         self.moved: dict[Hashable, None] = {}
         """Layers and uses whose rows were seen in other places when other rows changed."""
         self.uses: dict[Hashable, bool] = {}

@@ -92,7 +92,8 @@ def changed(rows: Any, axis: int, changes: Sequence[Change]) -> Any:
         return pack_padded_sequence(padded, lengths, enforce_sorted=False)
     if is_list(rows):
         if all(map(_is_number, rows)):  # as a vector
-            found = changed(torch.tensor(rows, dtype=torch.float64), 0, changes).tolist()
+            numbers = torch.tensor(rows, dtype=torch.float64, device="cpu")
+            found = changed(numbers, 0, changes).tolist()
             return type(rows)(type(x)(value) for x, value in zip(rows, found, strict=True))
         return type(rows)(_entry(x, one) for x, one in zip(rows, changes, strict=True))
     x = _tensor_of(rows)
@@ -156,7 +157,9 @@ def _entry(row: Any, change: Change) -> Any:
 
 def _leaf(leaf: Any, change: Change) -> Any:
     number, several = _is_number(leaf), is_data(leaf) and all(map(_is_number, leaf))
-    x = torch.tensor(leaf, dtype=torch.float64) if number or several else _tensor_of(leaf)
+    x = _tensor_of(leaf)
+    if number or several:
+        x = torch.tensor(leaf, dtype=torch.float64, device="cpu")
     if x is None or not _free(x, axes=1):
         return leaf
     x = x.detach().clone()
