@@ -48,6 +48,12 @@ class InBounds(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def classes_of(args: tuple) -> int:
+    """How many one of LOSSES tells apart."""
+    scores: Tensor = args[0]
+    return scores.shape[1 if scores.dim() > 1 else 0]
+
+
 def _is_none(x: Tensor, dtype: torch.dtype | None) -> bool:
     """One number that has to become a whole one, and cannot."""
     if x.numel() != 1 or not x.is_floating_point() or dtype in (None, torch.bool):
@@ -59,7 +65,7 @@ def _is_none(x: Tensor, dtype: torch.dtype | None) -> bool:
 def _looked_up(name: str, args: tuple) -> Iterator[tuple[Any, int, int]]:
     """Numbers of rows, and between which they must lie."""
     if name in LOSSES:
-        yield args[1], 0, args[0].shape[1 if args[0].dim() > 1 else 0]
+        yield args[1], 0, classes_of(args)
     elif name in _CTC:
         yield args[1], 0, args[0].shape[-1]
     elif name in _BY_PLACES:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastclip.samples.bounds import LOSSES
+from fastclip.samples.bounds import LOSSES, classes_of
 from fastclip.samples.selected import Shorter, counts
 
 IGNORED = -100
@@ -36,8 +36,7 @@ def tell(told: Told, func: Any, args: tuple) -> None:
     """Note what this operator, which takes numbers of a batch, ignores or compares them with."""
     name = func._schema.name
     if name in LOSSES:
-        classes = args[0].shape[1 if args[0].dim() > 1 else 0]
-        told.setdefault((True, int(args[4])), int(args[4]) == classes)
+        told.setdefault((True, int(args[4])), int(args[4]) == classes_of(args))
         return
     beside = _COMPARED.get(name.removeprefix("aten::").rstrip("_"))
     if beside is None or len(args) < 2 or len(told) >= _MOST_TOLD:
