@@ -140,12 +140,12 @@ class BookKeeper:
         return None
 
     def check_unchanged(self) -> None:
-        """Refuse what has become private business since make_private looked.
+        """Refuse a transform that the model runs in, and what has changed since make_private looked.
 
-        A parameter that was unfrozen would get plain gradients; a frozen BatchNorm that
-        `model.train()` put back into training mode would couple the samples; another engine that
-        took hold of the parameters would release its own share of every sample.
+        A parameter that was unfrozen would get plain gradients; a frozen BatchNorm put back into
+        training mode would couple the samples; another engine would release its own share of them.
         """
+        guards.check_plain()
         check_processes(self.clipping.ranks)
         guards.check_alone(self.names)
         for path, module in self.batch_norms:

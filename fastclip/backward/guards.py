@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fastclip._torch import OPACUS_MARK, gradient_hooks
+from fastclip._torch import OPACUS_MARK, gradient_hooks, transformed
 from fastclip.errors import (
     VALUES_IN_LOSSES,
+    GraphError,
     ParameterLeakError,
     StepError,
     UnsupportedLayerError,
@@ -114,6 +115,21 @@ def untrained(names: Sequence[str]) -> str:
         "are not trained, whatever other optimizer holds them; freeze them (requires_grad_(False)), "
         "which saves their backward pass, or give all to one optimizer"
     )
+
+
+def check_plain() -> None:
+    """Refuse a forward pass inside a transform or a trace, neither of which a pass can begin from.
+
+    Raises:
+        GraphError: saying what to give them.
+    """
+    if transformed() or torch.jit.is_tracing():
+        raise GraphError(
+            "the private model runs inside torch.func (grad, vjp, jvp, vmap) or a trace "
+            "(torch.jit.trace, torch.onnx.export), where its samples cannot be followed: run it under "
+            "torch.no_grad(), or give these a copy that is not private (copied = copy.deepcopy(model); "
+            "copied.cleanup(); fastclip.unwrap(copied))"
+        )
 
 
 def check_hooks(names: Mapping[nn.Parameter, str], parameters: Iterable[nn.Parameter]) -> None:

@@ -17,8 +17,9 @@ from typing import Any, Protocol, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from fastclip._torch import Native, disable_dynamo, plain_apply, transformed, unwrap_dead
+from fastclip._torch import Native, disable_dynamo, plain_apply, unwrap_dead
 from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.backward.guards import check_plain
 from fastclip.backward.private_layer import Call, PrivateLayer
 from fastclip.errors import StepError, UnsupportedLayerError, where
 from fastclip.layers import LayerRule
@@ -240,10 +241,10 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
     forward.reached.add(handle.path)
     parameters = handle.parameters(module)
     _check_parameters(handle, module, parameters)
+    check_plain()
     call = Call(handle, module, forward, place, extra, parameters)
     try:
-        apply = PrivateLayer.apply if transformed() else _APPLY
-        out = apply(call, unwrap_dead(x), *parameters.values())
+        out = _APPLY(call, unwrap_dead(x), *parameters.values())
     except TypeError as error:
         raise _unsupported(handle, module, error) from error
     if rule.counts_rows and forward.batch_size == len(x):
