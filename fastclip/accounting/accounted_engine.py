@@ -17,7 +17,7 @@ from fastclip.accounting.run_state import RunState
 from fastclip.accounting.write_ahead import WriteAheadLog
 from fastclip.errors import ArgumentError, ArgumentTypeError, say
 from fastclip.files import write_whole
-from fastclip.parallel.checkpoints import Kept, as_alone, is_spread, optimizer_alone
+from fastclip.parallel.checkpoints import Kept, as_alone, is_spread, model_of, optimizer_alone
 from fastclip.parallel.ranks import Ranks, together
 
 _ACCOUNTANT, _MODULE = "privacy_accountant_state_dict", "module_state_dict"
@@ -139,6 +139,7 @@ class AccountedEngine(PrivacyEngine):
             ArgumentError: it would hold other things than tensors and plain values, which could not be
                 loaded; an old file stays.
         """
+        module = model_of(module)
         save, alone = super().save_checkpoint, as_alone(module)
         writes = self._writes
         if is_spread(module):
@@ -212,7 +213,9 @@ class AccountedEngine(PrivacyEngine):
             )
         # First: a module that fails halfway has got some of the weights.
         self.accountant.load_state_dict(saved[_ACCOUNTANT])
-        as_alone(module).load_state_dict(saved[_MODULE], **(module_load_dict_kwargs or {}))
+        as_alone(model_of(module)).load_state_dict(
+            saved[_MODULE], **(module_load_dict_kwargs or {})
+        )
         state = saved.pop("optimizer_state_dict", {})
         if optimizer is not None and state:
             optimizer_alone(optimizer).load_state_dict(state)
@@ -246,7 +249,7 @@ class AccountedEngine(PrivacyEngine):
         Raises:
             ArgumentTypeError: for another optimizer.
         """
-        return RunState(self.accountant, module, optimizer)
+        return RunState(self.accountant, model_of(module), optimizer)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy gets, in this process or another."""

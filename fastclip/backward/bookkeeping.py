@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastclip import ops
-from fastclip._torch import at_end_of_pass, current_task
+from fastclip._torch import at_end_of_pass, current_task, disable_dynamo
 from fastclip.backward import guards, outside
 from fastclip.backward.arithmetic import arithmetic
 from fastclip.backward.backward_pass import BackwardPass
@@ -105,8 +105,7 @@ class BookKeeper:
         """
         if self.depth:
             return self.forward, False
-        recompute = self._recomputing()
-        if recompute is not None:
+        if (recompute := self._recomputing()) is not None:
             return recompute, False
         if self.calls.outermost is not None and self.calls.outermost.forward is None:
             self.drop_stale()
@@ -122,8 +121,7 @@ class BookKeeper:
         """The Forward of what runs, without learning where its samples are."""
         if self.depth:
             return self.forward
-        recompute = self._recomputing()
-        if recompute is not None:
+        if (recompute := self._recomputing()) is not None:
             return recompute
         called = self.calls.outermost
         return None if called is None else called.forward
@@ -237,6 +235,7 @@ class BookKeeper:
         assert self._pass is not None
         self._pass.take_derived(target, record, wanted)
 
+    @disable_dynamo
     def close_pass(self, current: BackwardPass) -> None:
         """End of the backward pass: norms to scales, records to clipped sums, records freed."""
         current.check_kept(self._pass)

@@ -19,7 +19,7 @@ class ShownSum(Tensor):
 
     Whoever saves a parameter (`torch.save(net.head.weight, file)`, the state of an optimizer, a list of
     parameters) saves its attributes, and a sum without noise is raw data: it is pickled as an empty
-    tensor.
+    tensor. So are copies that are made of it with a module (`copy.deepcopy`).
     """
 
     __torch_function__ = plain_results  # type: ignore[assignment]
@@ -27,8 +27,8 @@ class ShownSum(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.new_empty(0).__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.detach().clone()
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShownSum:
+        return self.detach().clone().as_subclass(ShownSum)
 
 
 class SumsOfOne:

@@ -125,7 +125,14 @@ def check_inner_step(optimizer: Any) -> None:
         raise ArgumentTypeError(
             f"optimizer expects a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
-    kind = type(optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer)
+    inner = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
+    kind = type(inner)
+    if not _takes_hooks(inner):
+        raise ArgumentError(
+            f"{kind.__name__} has no step hooks, which torch.optim.Optimizer.__init__ makes: let its "
+            "__init__ call super().__init__(params, defaults); or, if it wraps another optimizer (as "
+            "Lookahead does), give make_private that one, and wrap what it returns"
+        )
     if issubclass(kind, torch.optim.SparseAdam):
         raise ArgumentError(
             "SparseAdam expects sparse gradients, but noise makes every gradient dense; use Adam"
@@ -139,6 +146,14 @@ def check_inner_step(optimizer: Any) -> None:
             "as it likes, but a private step releases one noisy gradient; use an optimizer whose "
             "step() takes one gradient, such as SGD or Adam"
         )
+
+
+def _takes_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    try:
+        optimizer.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError:
+        return False
+    return True
 
 
 def check_arguments(

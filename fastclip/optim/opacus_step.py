@@ -9,7 +9,7 @@ import torch
 from opacus.optimizers import DPOptimizer
 from torch import nn
 
-from fastclip._torch import OPACUS_MARK, forget_passes
+from fastclip._torch import OPACUS_MARK, disable_dynamo, forget_passes
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.backward.sums import ClippedSums
 from fastclip.errors import StepError
@@ -90,6 +90,7 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
                 forget_passes(self._model)
         keep_only(self, ())
 
+    @disable_dynamo
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear gradients, per-sample gradients, and the sums unless they are of a split batch."""
         self._gate.shut()
@@ -117,6 +118,7 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
 
     # Step
 
+    @disable_dynamo
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Opacus': closure, `pre_step`, inner step; an inner step that fails leaves the gate shut."""
         try:

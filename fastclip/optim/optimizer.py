@@ -10,13 +10,14 @@ import torch
 from opacus.optimizers import DPOptimizer
 from torch import Tensor
 
+from fastclip._torch import disable_dynamo
 from fastclip.accounting import NoiseLevels
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.guards import check_alone
 from fastclip.clipping.policy import split_refused
 from fastclip.errors import ArgumentError, StepError
 from fastclip.noise import NoiseSource
-from fastclip.optim.inner_step import gate_of
+from fastclip.optim.inner_step import gate_of, keep_only
 from fastclip.optim.noise import OwnsNoise
 from fastclip.optim.release import check_alike, noisy_gradients
 from fastclip.optim.step_hooks import KeepsAccount
@@ -194,15 +195,9 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         parameters, batches = self.params, self.accumulated_iterations
         divisor = self._divisor(batches)
         gradients = noisy_gradients(self.keeper, parameters, batches, divisor, self._record)
-        self._drop_gradients()
+        keep_only(self, ())
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-
-    def _drop_gradients(self) -> None:
-        """Whatever is not private must not reach the inner step."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
 
     def scale_grad(self) -> None:
         """Nothing to do: `add_noise` divides, in the same pass over the gradients."""
@@ -212,6 +207,7 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
             return 1.0
         return float(self.expected_batch_size) * batches  # type: ignore[arg-type]
 
+    @disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `p.grad` and the sums; the sums of a split batch stay until its real step.
 
@@ -224,7 +220,7 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Everything before the inner step; False if this step only accumulates."""
         if not (parameters := self.params):
-            self._drop_gradients()
+            keep_only(self, ())
             return True
         ranks, known = self.keeper.clipping.ranks, set(map(id, self.keeper.names))
         unknown = [p for p in parameters if id(whole_of(ranks, p)) not in known]
@@ -246,12 +242,13 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
             state.release(self.accumulated_iterations)
             self._run_hooks()
         except BaseException:  # not accounted, or a hook failed, Ctrl-C: nothing is released
-            self._drop_gradients()
+            keep_only(self, ())
             state.restore(before)
             raise
         state.advance()
         return True
 
+    @disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One private step, or only an accumulation where the batch memory manager says so."""
         if closure is not None:
@@ -278,7 +275,7 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         batches is skipped. Nothing of it is released, so it costs nothing.
         """
         self.keeper.discard()
-        self._drop_gradients()
+        keep_only(self, ())
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """As in Opacus: the next step() only accumulates (BatchMemoryManager calls this).

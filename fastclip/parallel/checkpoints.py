@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from opacus.grad_sample import AbstractGradSampleModule
+from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -14,6 +15,12 @@ from fastclip.parallel.shards import let_go
 
 _WRAPPED = "_module."
 """Before the keys of a model that make_private returned, as with Opacus."""
+
+
+def model_of(module: Any) -> nn.Module:
+    """The model itself, where `module` is the handle that make_private(wrap_model=False) returned."""
+    handle = isinstance(module, AbstractGradSampleHooks) and not isinstance(module, nn.Module)
+    return module._module if handle else module
 
 
 def as_alone(module: nn.Module) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine, bare_state_dict, unwrap
-from tests.oracle import norms, per_sample_gradients, row_loss
+from tests.oracle import make_private, norms, per_sample_gradients, row_loss
 
 D, N, B = 4, 32, 8
 
@@ -62,6 +63,22 @@ def test_unwrap_of_a_handle() -> None:
     model = mlp()
     handle, *_ = private(model, wrap_model=False)
     assert unwrap(handle) is model
+
+
+@pytest.mark.parametrize("mode", ["fast", "hooks"])
+def test_a_checkpoint_of_a_handle(tmp_path: Path, mode: str) -> None:
+    """It stands for its model, whose keys the file has."""
+    model = mlp()
+    engine, handle, optimizer, _ = make_private(model, wrap_model=False, grad_sample_mode=mode)
+    engine.save_checkpoint(path=tmp_path / "run.pt", module=handle, optimizer=optimizer)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    engine.load_checkpoint(path=tmp_path / "run.pt", module=handle, optimizer=optimizer)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    if mode == "fast":
+        assert engine.run_state(module=handle, optimizer=optimizer).state_dict()
 
 
 @pytest.mark.parametrize("wrong", [None, {}, "model"])

@@ -56,6 +56,17 @@ class PassesOn(torch.optim.SGD):
         return super().step(*args, **kwargs)
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another one, and leaves out what torch's own __init__ makes."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+        self.state, self.defaults = inner.state, inner.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
 @pytest.mark.parametrize("mode", ["fast", "ghost", "hooks", "functorch"])
 @pytest.mark.parametrize(
     ("build", "message"),
@@ -64,6 +75,7 @@ class PassesOn(torch.optim.SGD):
         (lambda p: NeedsClosure(p, lr=0.1), r"NeedsClosure\.step expects \['closure'\]"),
         (lambda p: NeedsLoss(p, lr=0.1), r"NeedsLoss\.step expects \['loss'\]"),
         (lambda p: torch.optim.SparseAdam(p), "noise makes every gradient dense; use Adam"),
+        (lambda p: Lookahead(torch.optim.SGD(p, lr=0.1)), r"Lookahead has no step hooks.*wraps? "),
     ],
 )
 def test_optimizers_that_are_refused(build: Build, message: str, mode: str) -> None:

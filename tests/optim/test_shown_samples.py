@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import fastclip
 from tests.opacus_runs import MODES, C, backward, gradients, moved, rows, start, weights
@@ -69,15 +70,23 @@ def test_saved_parameters_hold_no_rows(mode: str, what: str, moment: str, passes
         assert all(not part.numel() for part in (held if isinstance(held, list) else [held]))
 
 
+COPIES: dict[str, Callable[[nn.Module], Any]] = {
+    "itself": lambda model: model,
+    "a deep copy": copy.deepcopy,
+    "an average": lambda model: AveragedModel(fastclip.unwrap(model)),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_model_saved_before_its_backward_pass_holds_no_rows(mode: str) -> None:
+def test_a_model_saved_before_its_backward_pass_holds_no_rows(mode: str, copied: str) -> None:
     """Opacus keeps what its layers were given until then; the pass goes on as it would have."""
     net, model, _, _ = start(mode)
     x = rows()
     reference = gradients(net, x)["0.weight"]
     loss = 1e3 * row_loss(model(x)).mean()
     try:
-        file = saved(model)
+        file = saved(COPIES[copied](model))
     except (AttributeError, TypeError, pickle.PicklingError):
         assert mode == "functorch"
     else:
@@ -98,7 +107,9 @@ def test_what_is_shown_are_the_gradients(mode: str) -> None:
     assert relative_error(shown, reference) < 1e-4
     assert type(shown * 2) is Tensor
     assert type(torch.cat([shown, shown])) is Tensor
-    assert type(copy.deepcopy(shown)) is Tensor
+    copied = copy.deepcopy(shown)
+    assert torch.equal(copied, shown * 1)
+    assert type(copied + 1) is Tensor
     before = weights(net)
     optimizer.step()
     assert 0 < max(moved(net, before)) <= C * (1 + 1e-5)

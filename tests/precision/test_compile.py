@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -261,6 +262,38 @@ def test_compiled_parts() -> None:
     assert graphs() == 2  # none of a probe of two or three rows
     assert relative_error(optimizer.per_sample_norms, norms(grads)) <= F32
     assert_sums(summed(params), clipped_sum(grads, C), F32)
+
+
+@pytest.mark.parametrize(("mode", "whole"), [("fast", False), ("fast", True), ("hooks", False)])
+def test_compiled_steps(mode: str, whole: bool) -> None:
+    """torch.compile around the optimizer's step, or a whole training step: no release is compiled."""
+    moved = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        engine, private, optimizer, _ = make_private(
+            model, grad_sample_mode=mode, noise_multiplier=1.0,
+            noise_generator=torch.Generator().manual_seed(7),
+        )  # fmt: skip
+
+        def step(x: torch.Tensor, private: Any = private, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            row_loss(private(x)).mean().backward()
+            optimizer.step()
+
+        take = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        train = torch.compile(step, backend="eager") if compiled else step
+        for k in range(3):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(k))
+            if whole:
+                train(x)
+                continue
+            optimizer.zero_grad()
+            backward(private, x)
+            take()
+        assert sum(steps for *_, steps in engine.accountant.history) == 3
+        moved.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *moved))
 
 
 def test_a_full_graph_is_refused() -> None:
