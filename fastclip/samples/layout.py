@@ -74,8 +74,8 @@ class BatchLayout:
         """Layers and uses whose rows were seen in other places when other rows changed."""
         self.uses: dict[Hashable, bool] = {}
         """Calls of functions with parameters: True: with a batch; False: with constants alone."""
-        self.routers: dict[Hashable, str] = {}
-        """For uses whose rows are moved: the module from which they come out in their places."""
+        self.routers: dict[Hashable, set[str]] = {}
+        """For uses whose rows are moved: the modules from which they come out in their places."""
         self.returns: dict[str, dict[int, Place]] = {}
         """For these modules: where the samples are in what they return."""
         self.astray: set[str] = set()
@@ -146,7 +146,7 @@ class BatchLayout:
         """These modules have been seen to return rows in other places."""
         self.astray.update(paths)
         self.returns = {p: found for p, found in self.returns.items() if p not in self.astray}
-        self.routers = {n: p for n, p in self.routers.items() if p not in self.astray}
+        self.routers = {name: found - self.astray for name, found in self.routers.items()}
 
     def knows(self, name: Hashable) -> bool:
         """A probe has seen this layer or use (or cannot see any: inputs that cannot be cut)."""

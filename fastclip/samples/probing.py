@@ -88,8 +88,8 @@ class Probe:
     constants: set[Hashable] = field(default_factory=set)
     """Uses of nothing but parameters and the number of rows."""
     closed: bool = False  # the run is over: a backward pass may compute parts of it again
-    users: dict[Hashable, tuple[str, ...]] = field(default_factory=dict)
-    """The modules inside which a use was made."""
+    users: dict[Hashable, dict[tuple[str, ...], None]] = field(default_factory=dict)
+    """The modules inside which a use was made, wherever that was."""
     graph: Any = None  # of the values derived in this run
     trusted: bool = False  # inside a layer that is known to keep account of its rows
     draws: bool = False

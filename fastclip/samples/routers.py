@@ -39,23 +39,32 @@ def places_returned(probe: Probe, influence: Influence) -> dict[str, dict[int, l
 def route(
     names: Iterable[Hashable], probes: Iterable[Probe], returned: dict[str, dict[int, list[Place]]]
 ) -> set[Hashable]:
-    """Note the router of uses whose rows are moved; those that have none.
+    """Note the routers of uses whose rows are moved; those that have none.
+
+    One line of code may use a parameter in several modules (all blocks of a T5 are given the position
+    bias of the first): each has a router of its own. Where one has none, a gradient is refused there.
 
     Args:
         probes: in which they were made. returned: of `places_returned`.
     """
     probes = list(probes)
     layout = probes[0].layout
+    routers = {
+        path: {number: found[0] for number, found in held.items()}
+        for path, held in returned.items()
+        if held and all(held.values()) and path not in layout.astray
+    }
     lost: set[Hashable] = set()
     for name in names:
-        users = next((p.users[name] for p in probes if name in p.users), ())
-        for path in reversed(users):
-            mine = returned.get(path)
-            if mine and all(mine.values()) and path not in layout.astray:
-                layout.routers[name] = path
-                layout.returns[path] = {number: found[0] for number, found in mine.items()}
-                break
-        else:
+        made_in = dict.fromkeys(users for probe in probes for users in probe.users.get(name, ()))
+        innermost = (
+            next((path for path in reversed(users) if path in routers), None) for users in made_in
+        )
+        found = [path for path in innermost if path is not None]
+        for path in found:
+            layout.routers.setdefault(name, set()).add(path)
+            layout.returns[path] = routers[path]
+        if not found:
             lost.add(name)
     return lost
 

@@ -190,9 +190,9 @@ class Interceptor:
 
     def _follow(self, layout: BatchLayout, forward: Forward, key: Key, call: UseCall) -> None:
         """Rows that are moved: the module that runs around them will tell whose they are."""
-        router = layout.routers.get(key)
+        routers = layout.routers.get(key, ())
         for path, routing in forward.routings:
-            if router is None or path == router:  # else one that was never met: the innermost
+            if not routers or path in routers:  # the innermost; of one never met, of any
                 call.routing = routing
 
 

@@ -57,7 +57,7 @@ def probed(
     if taint is not None and not any(map(taint.holds, plain)):
         probe.constants.add(key)
     if not probe.closed:
-        probe.users[key] = tuple(probe.inside)
+        probe.users.setdefault(key, {})[tuple(probe.inside)] = None
     changes = in_place(func)
     with Native():
         plain_args, plain_kwargs = mapped(detached, (args, kwargs))

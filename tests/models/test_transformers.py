@@ -206,3 +206,20 @@ def test_fused_attention(make: Callable) -> None:
     batch = Batch(kwargs=inputs, target=target)
     model, dtype = randomised(make(), attention="sdpa"), torch.float64
     check_exact(model, batch, loss_fn, dtype=dtype)
+
+
+@pytest.mark.parametrize("padded", [0, 1])
+def test_a_mask_that_is_left_out_where_no_row_is_padded(padded: int) -> None:
+    """transformers gives fused attention T5's bias alone then, as for copies of a row without padding."""
+    source, labels = ids(6), ids(5)
+    keep = torch.ones_like(source)
+    keep[padded, 2:] = 0
+    inputs = {"input_ids": source, "attention_mask": keep, "labels": labels.clone()}
+    labels[2, 3:] = inputs["labels"][2, 3:] = -100
+
+    def predict_labels(output: Any, labels: torch.Tensor) -> torch.Tensor:
+        losses = F.cross_entropy(output.logits.transpose(1, 2), labels, reduction="none")
+        return losses.sum(1) / (labels != -100).sum(1)
+
+    model = randomised(t5(), attention="sdpa")
+    check_exact(model, Batch(kwargs=inputs, target=labels), predict_labels, dtype=torch.float64)

@@ -14,7 +14,7 @@ from fastclip.errors import BatchSizeError, FastclipError
 from fastclip.uses.derived import DerivedGraph
 from fastclip.uses.routing import Routing
 from fastclip.uses.tap import UseBackward
-from tests.oracle import check_exact, make_private
+from tests.oracle import check_exact, check_exact_or_refused, make_private
 from tests.uses.functions import B, batch, no_replay
 
 T, D, E, H = 9, 8, 3, 12
@@ -190,3 +190,65 @@ def test_grouped_contribution(dtype: torch.dtype, cancels: bool) -> None:
         x, g = x.to(dtype), g.to(dtype)
         (private(x) * g).sum().backward()
         assert model.weight.summed_grad.double().norm().item() <= 1e-3
+
+
+class Block(nn.Module):
+    """Leaves the mask out where no row of the batch is padded, as transformers does.
+
+    Args:
+        couple: what else becomes of the rows of a padded batch.
+    """
+
+    def __init__(self, couple: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.inner, self.couple = nn.Linear(D, D, dtype=torch.float64), couple
+
+    def forward(self, x: Tensor, keep: Tensor, bias: Tensor) -> Tensor:
+        if keep.all():
+            return self.inner(x + bias).tanh()
+        x = self.inner(x + torch.where(keep[..., None], bias, -1.0)).tanh()
+        return x if self.couple is None else self.couple(x)
+
+
+class Shared(nn.Module):
+    """Blocks that use one parameter, at one line of code."""
+
+    def __init__(self, *blocks: Block) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bias = nn.Parameter(torch.randn(T, D, dtype=torch.float64))
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, keep, self.bias)
+        return x
+
+
+def padded(row: int) -> tuple[Tensor, Tensor]:
+    keep = torch.ones(B, T, dtype=torch.bool)
+    keep[row, T // 2 :] = False
+    return batch(B, T, D), keep
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_use_that_several_modules_make_is_followed_in_each(row: int) -> None:
+    check_exact(Shared(Block(), Block(), Block()), padded(row), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize(
+    "couple", [lambda x: x + 1e-3 * x.mean(0), lambda x: x.flip(0)], ids=["mean", "flip"]
+)
+def test_a_module_that_couples_rows_is_refused_whichever_makes_the_use(
+    couple: Callable, number: int, row: int
+) -> None:
+    blocks = [Block(couple if i == number else None) for i in range(3)]
+    with pytest.raises(BatchSizeError):
+        check_exact(Shared(*blocks), padded(row), dtype=torch.float64)
+
+
+def test_rows_that_one_module_moves_and_another_puts_back() -> None:
+    blocks = [Block(lambda x: x.flip(0)), Block(), Block(lambda x: x.flip(0))]
+    check_exact_or_refused(Shared(*blocks), padded(1), dtype=torch.float64)
