@@ -27,7 +27,7 @@ from fastclip.samples.layout import BatchLayout
 from fastclip.samples.mixed_outputs import find_mixed
 from fastclip.samples.owners import agrees
 from fastclip.samples.place import Place, called, places
-from fastclip.samples.positions import check_constants, check_copies, check_first
+from fastclip.samples.positions import check_constants, check_copied, check_copies
 from fastclip.samples.probing import Opened, Probe, Runs
 from fastclip.samples.routers import places_returned, route
 from fastclip.samples.sizes import Sizes
@@ -76,7 +76,8 @@ class Comparison:
             BatchSizeError: one does.
         """
         real = self.run.distinct(self.cuts)
-        attempts = [(real, False, False), (real[:2], False, True)]  # rows may have to be in order
+        two_rows = self.run.distinct(self.cuts, 2)
+        attempts = [(real, False, False), (two_rows, False, True)]  # they may have to be in order
         if len(real) < 2:  # a row made up of the first one's values, if the model can take it
             attempts = [(real, True, False), (real, False, False)]
         for number, (rows, synthetic, ordered) in enumerate(attempts, 1):
@@ -101,7 +102,8 @@ class Comparison:
             pair = (self.unfolded(self.outputs[0], 2), self.unfolded(self.outputs[1], 3))
             self.sizes.compare_copies(two, three, pair)
             if self.several is not None:
-                check_first(pair[0], *self.several, self.unfolded.axes)
+                copied = rows.index(self.run.copied) if real else 0
+                check_copied(pair[0], *self.several, copied, self.unfolded.axes)
         self.layout.compared = max(self.layout.compared, len(real))
 
     def _compare(self, real: list[int], synthetic: bool, ordered: bool) -> None:

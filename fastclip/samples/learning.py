@@ -77,7 +77,7 @@ def learn(layout: BatchLayout, run: Runs, path: Hashable | None = None) -> None:
                 learner.look()
             layout.settle()
             layout.known = True
-            if run.copies_another(path):
+            if run.copies_another():
                 continue
             if path is None or layout.knows(path):
                 layout.watch = layout.watch or Watch(run.model, run.args, run.kwargs, layout.read)

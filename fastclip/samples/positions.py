@@ -57,8 +57,13 @@ def _alike(rows: Tensor, probe: Probe) -> bool:
     return not len(rows) or close(rows, rows[:1].expand_as(rows), allowed)
 
 
-def check_first(copies: Any, several: Any, rows: list[int], of_outputs: list[int]) -> None:
-    """Among several rows, the first one's output is that of its copies.
+def check_copied(
+    copies: Any, several: Any, rows: list[int], copied: int, of_outputs: list[int]
+) -> None:
+    """Among several rows, one's output is that of its copies.
+
+    Args:
+        copies: the output of these. several: that of `rows`, among which it is called `copied`.
 
     Raises:
         BatchSizeError: it is not.
@@ -67,7 +72,9 @@ def check_first(copies: Any, several: Any, rows: list[int], of_outputs: list[int
         if axis < 0 or one.dim() != other.dim() or other.shape[axis] != len(rows):
             continue
         index = torch.tensor(
-            [i for i, row in enumerate(rows) if row == 0], dtype=torch.int64, device=other.device
+            [i for i, row in enumerate(rows) if row == copied],
+            dtype=torch.int64,
+            device=other.device,
         )
         mine = other.index_select(axis, index)
         first = one.narrow(axis, 0, 1)

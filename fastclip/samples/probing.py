@@ -183,17 +183,18 @@ class Runs(TakenRows):
         self._rounding = SINGLE
         self._told: Told = {}
 
-    def copies_another(self, name: Hashable) -> bool:
-        """Let another row be run in copies, if other rows alone have come to this use.
+    def copies_another(self) -> bool:
+        """Let another row be run in copies, if there are uses to which other rows alone have come.
 
         Returns:
-            False where that is not so, or enough rows were copied: it has been looked for.
+            False where there are none, or enough rows were copied: they have been looked for.
         """
-        if not self.layout.beside(name):
+        beside = [name for name in self.layout.met if self.layout.beside(name)]
+        if not beside:
             return False
         if self.takes_another():
             return True
-        self.layout.copied.add(name)
+        self.layout.copied.update(beside)
         return False
 
     def fillers(self, *, counted: bool = False) -> list[Shorter]:

@@ -61,6 +61,11 @@ class TakenRows:
         """How they are nested, and of what kinds they are."""
         return way_of(self._leaves, self._structure)
 
+    @property
+    def copied(self) -> int:
+        """Number of the row of the real inputs that is run in copies."""
+        return (self._copied or [self.first_row])[-1]
+
     def ways(self, axis: int, known: Callable[[Way], Cuts | None], most: int) -> Iterator[Cuts]:
         """Ways to cut them, likely ones first, of each reading so many at most; until the next one is
         asked for, they are read as it says.
@@ -104,7 +109,7 @@ class TakenRows:
             synthetic: add a row made of the first one's values in another order.
         """
         self._cuts = cuts
-        real = real or (self._copied or [self.first_row])[-1:]
+        real = real or [self.copied]
         self._pool = [
             leaf if axis is None else take_rows(leaf, axis, real)
             for leaf, axis in zip(self._leaves, cuts, strict=True)
@@ -124,8 +129,8 @@ class TakenRows:
     @contextmanager
     def another_row(self) -> Iterator[None]:
         """Inside, another row is the one to be run in copies, if there is one."""
-        pool, now = self._pool, (self._copied or [self.first_row])[-1]
-        self.cut(self._cuts, [i for i in self.distinct(self._cuts) if i != now][:1])
+        pool = self._pool
+        self.cut(self._cuts, [i for i in self.distinct(self._cuts) if i != self.copied][:1])
         try:
             yield
         finally:
@@ -172,14 +177,16 @@ class TakenRows:
         pairs = enumerate(zip(self._pool, self._cuts, strict=True))
         return [(number, x, axis) for number, (x, axis) in pairs if axis is not None]
 
-    def distinct(self, cuts: Cuts) -> list[int]:
-        """Numbers of rows of the real inputs that differ from one another, at most MOST_ROWS."""
+    def distinct(self, cuts: Cuts, most: int = MOST_ROWS) -> list[int]:
+        """Numbers of rows of the real inputs that differ from one another, in their order: the one
+        that is run in copies, and the first others."""
         cut = [(x, a) for x, a in zip(self._leaves, cuts, strict=True) if a is not None]
+        rows = range(self.first_row, min(self.rows(cuts), self.first_row + _LOOKED_AT))
         found: list[int] = []
-        for i in range(self.first_row, min(self.rows(cuts), self.first_row + _LOOKED_AT)):
-            if len(found) < MOST_ROWS and all(rows_differ(cut, i, j) for j in found):
+        for i in [*(i for i in (self.copied,) if i < self.rows(cuts)), *rows]:
+            if len(found) < most and all(rows_differ(cut, i, j) for j in found):
                 found.append(i)
-        return found
+        return sorted(found)
 
     def rows(self, cuts: Cuts) -> int:
         """Number of samples in the real inputs, cut this way."""

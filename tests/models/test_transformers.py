@@ -210,7 +210,7 @@ def test_fused_attention(make: Callable) -> None:
 
 @pytest.mark.parametrize("padded", [0, 1])
 def test_a_mask_that_is_left_out_where_no_row_is_padded(padded: int) -> None:
-    """transformers gives fused attention T5's bias alone then, as for copies of a row without padding."""
+    """transformers gives fused attention T5's bias alone then, as among copies of an unpadded row."""
     source, labels = ids(6), ids(5)
     keep = torch.ones_like(source)
     keep[padded, 2:] = 0

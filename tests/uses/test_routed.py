@@ -225,10 +225,12 @@ class Shared(nn.Module):
         return x
 
 
-def padded(row: int) -> tuple[Tensor, Tensor]:
-    keep = torch.ones(B, T, dtype=torch.bool)
-    keep[row, T // 2 :] = False
-    return batch(B, T, D), keep
+def padded(*rows: int, of: int = B) -> tuple[Tensor, Tensor]:
+    """Each of these rows is a little longer than the one before."""
+    keep = torch.ones(of, T, dtype=torch.bool)
+    for number, row in enumerate(rows):
+        keep[row, 1 + number :] = False
+    return batch(of, T, D), keep
 
 
 @pytest.mark.parametrize("row", [0, 1])
@@ -247,6 +249,23 @@ def test_a_module_that_couples_rows_is_refused_whichever_makes_the_use(
     blocks = [Block(couple if i == number else None) for i in range(3)]
     with pytest.raises(BatchSizeError):
         check_exact(Shared(*blocks), padded(row), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("rows", [(2,), (1, 2, 3, 4, 5)])
+def test_a_way_that_other_rows_decide(rows: tuple[int, ...]) -> None:
+    """The first few rows are not padded; or copies of another row than the first are run."""
+    check_exact(Shared(Block(), Block()), padded(*rows, of=6), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("also", [lambda keep: False, lambda keep: not keep.all()])
+def test_a_way_that_the_number_of_rows_decides_is_refused(also: Callable) -> None:
+    class Larger(Block):
+        def forward(self, x: Tensor, keep: Tensor, bias: Tensor) -> Tensor:
+            x = self.inner(x).tanh()
+            return x + 1e-13 * (x * bias) if len(x) > 4 or also(keep) else x
+
+    with pytest.raises(BatchSizeError, match="number of rows"):
+        check_exact(Shared(Larger()), padded(2, of=6), dtype=torch.float64)
 
 
 def test_rows_that_one_module_moves_and_another_puts_back() -> None:
