@@ -12,10 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastclip._torch import tree_flatten, tree_unflatten
 from fastclip.errors import ArgumentError
+from fastclip.losses import per_sample_cross_entropy
 
 IGNORED = -100
 WAY_OUT = (
@@ -30,6 +32,41 @@ MOST_ROWS = 8
 """Compared where each costs a forward pass of the model."""
 
 
+def answer_losses(outputs: Any, labels: dict[str, Tensor], mask: Any = None) -> Tensor:
+    """The loss of every row of extractive question answering: half the cross entropies of both ends.
+
+    An end outside of the row does not count, as in transformers. Padding is no answer there: what a row
+    would lose to it would follow from the longest row of the batch.
+
+    Args:
+        outputs: with start_logits and end_logits, [b, t]. labels: start_positions and end_positions,
+            [b] or [b, 1]. mask: 0 where the row is padded, [b, t]; None: nowhere.
+
+    Returns:
+        [b]; entry i depends on row i alone.
+
+    Raises:
+        ArgumentError: the outputs hold no such logits.
+    """
+    held = list(outputs) if isinstance(outputs, dict) else [type(outputs).__name__]
+    if not {"start_logits", "end_logits"} <= {*held}:
+        raise ArgumentError(
+            "the loss of question answering is known for outputs with start_logits and end_logits, got "
+            f"{held}; {WAY_OUT}"
+        )
+    losses = []
+    for end in ("start", "end"):
+        logits = outputs[f"{end}_logits"]
+        positions, length = labels[f"{end}_positions"].reshape(len(logits)), logits.shape[1]
+        positions = positions.clamp(0, length)
+        if isinstance(mask, Tensor) and mask.shape == logits.shape:
+            kept = F.pad(mask != 0, (0, 1))  # one more: outside
+            positions = positions.where(kept.gather(1, positions[:, None])[:, 0], length)
+            logits = logits.masked_fill(mask == 0, torch.finfo(logits.dtype).min)
+        losses.append(per_sample_cross_entropy(logits, positions, ignore_index=length))
+    return (losses[0] + losses[1]) / 2
+
+
 def rows_of(inputs: dict[str, Any]) -> int:
     """Rows of a batch: the first dimension of its labels, or of the first tensor."""
     tensors = [v for v in inputs.values() if isinstance(v, Tensor) and v.dim()]
@@ -40,10 +77,17 @@ def rows_of(inputs: dict[str, Any]) -> int:
 def take(inputs: dict[str, Any], rows: list[int]) -> dict[str, Any]:
     """These rows of a batch."""
     size = rows_of(inputs)
-    return {
-        name: v[rows] if isinstance(v, Tensor) and v.dim() and len(v) == size else v
-        for name, v in inputs.items()
-    }
+
+    def few(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: few(v) for name, v in value.items()}
+        return (
+            value[rows]
+            if isinstance(value, Tensor) and value.dim() and len(value) == size
+            else value
+        )
+
+    return {name: few(value) for name, value in inputs.items()}
 
 
 def telling(inputs: dict[str, Any], most: int = MOST_ROWS) -> dict[str, Any]:
@@ -162,12 +206,13 @@ def check_function(
     Raises:
         ArgumentError: with the way out.
     """
-    size, inputs = rows_of(inputs), {"labels": inputs.get("labels")}
+    size = rows_of(inputs)
     values, shape = tree_flatten(outputs)
     values = [v.detach() if isinstance(v, Tensor) else v for v in values]
     places = [i for i, v in enumerate(values) if _differentiable(v)]
-    few = telling({"rows": torch.arange(size, device="cpu"), **inputs}, most=size)
-    chosen, labels = few["rows"].tolist(), few.get("labels")
+    order = torch.arange(size, device="cpu")
+    few = telling({"rows": order, "labels": inputs.get("labels")}, most=size)
+    chosen, labels = few["rows"].tolist(), few["labels"]
     generator = torch.Generator().manual_seed(0)
     for synthetic in (True, False):  # a loss of probabilities may not take any number
         leaves = list(values)
@@ -193,7 +238,7 @@ def check_function(
         try:
             together = gradients(chosen, labels)
             alone = [
-                gradients([row], None if labels is None else labels[number : number + 1])
+                gradients([row], take({"rows": order, "labels": labels}, [number])["labels"])
                 for number, row in enumerate(chosen)
             ]
         except Exception:

@@ -15,6 +15,7 @@ from fastclip.errors import ArgumentError
 from fastclip.integrations.row_losses import (
     WAY_OUT,
     Checked,
+    answer_losses,
     check_function,
     check_uncoupled,
     rows_of,
@@ -26,6 +27,7 @@ from fastclip.losses import per_sample_cross_entropy
 from fastclip.parallel.ranks import whole
 
 _CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification")
+_ANSWERS, _ENDS = "ForQuestionAnswering", ("start_positions", "end_positions")
 _TOKEN_LOSSES = ("ForTokenClassification", "ForMaskedLM", "ForCausalLM")
 
 
@@ -56,7 +58,11 @@ class RowLossTrainer(RanksTrainer):
     ) -> Any:  # fmt: skip
         """The mean of the rows' own losses while training; the Trainer's own loss elsewhere."""
         if not self._private or not model.training:
-            return super().compute_loss(model, inputs, return_outputs)
+            if self.compute_loss_func is None or not isinstance(self._labels(inputs), dict):
+                return super().compute_loss(model, inputs, return_outputs)
+            # to which the Trainer would give no labels
+            loss, outputs = self._training_loss(model, inputs)
+            return (loss, outputs) if return_outputs else loss
         if self.compute_loss_func is None:
             due = self._checked.due(inputs)
             with whole(self.ranks, due):  # all processes come here, if one of them has to look
@@ -67,7 +73,7 @@ class RowLossTrainer(RanksTrainer):
 
     def _training_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
         inputs = dict(inputs)
-        labels = inputs.get("labels")
+        labels = self._labels(inputs)
         if self.compute_loss_func is not None:
             inputs.pop("labels", None)
             outputs = model(**inputs)
@@ -85,6 +91,9 @@ class RowLossTrainer(RanksTrainer):
                 )
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
             return loss, outputs
+        if isinstance(labels, dict):
+            outputs = model(**{n: v for n, v in inputs.items() if n not in labels})
+            return answer_losses(outputs, labels, inputs.get("attention_mask")).mean(), outputs
         assert labels is not None
         if not self._config("is_encoder_decoder"):  # whose decoder's inputs are made from labels
             inputs.pop("labels")
@@ -106,8 +115,18 @@ class RowLossTrainer(RanksTrainer):
             )
         return losses
 
+    def _labels(self, inputs: dict[str, Any]) -> Any:
+        """What the loss compares with: `labels`, or a dict of what has other names; None without any."""
+        ends = _ENDS if self._loss_type() == _ANSWERS else ()
+        names = dict.fromkeys([*self.label_names, *ends])
+        named = {n: inputs[n] for n in names if isinstance(inputs.get(n), Tensor)}
+        return inputs.get("labels", named or None)
+
     def _has_row_loss(self, labels: Any) -> bool:
         """The model's loss is a cross entropy that can be computed row by row from its logits."""
+        if isinstance(labels, dict):
+            known = self._loss_type() == _ANSWERS and set(labels) == {*_ENDS}
+            return known and self.label_smoother is None
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return False
         if self._loss_type() in _CLASSIFIERS:
@@ -131,9 +150,11 @@ class RowLossTrainer(RanksTrainer):
 
     def _check_loss(self, model: nn.Module, inputs: dict[str, Any]) -> None:
         """The loss keeps rows apart, and on one row it is the model's own."""
-        if self._loss_type() == "ForQuestionAnswering":
+        if self._loss_type() == _ANSWERS and not self._has_row_loss(self._labels(inputs)):
             raise ArgumentError(
-                f"the loss of question answering averages over the answers inside the batch; {WAY_OUT}"
+                "the loss of question answering averages over the answers inside the batch, and is "
+                "known row by row for start_positions and end_positions alone, without label smoothing; "
+                f"got {sorted(inputs)}; {WAY_OUT}"
             )
         few = telling(inputs)
         smoothed = self.label_smoother is not None
@@ -143,7 +164,7 @@ class RowLossTrainer(RanksTrainer):
                 check_uncoupled(
                     lambda batch: self._loss_and_logits(model, batch), few, _rounding(model)
                 )
-                if not smoothed and self._has_row_loss(inputs.get("labels")):
+                if not smoothed and self._has_row_loss(self._labels(inputs)):
                     self._check_own_loss(model, take(inputs, [0]))
         finally:
             model.train()
@@ -156,8 +177,12 @@ class RowLossTrainer(RanksTrainer):
 
     @torch.no_grad()
     def _check_own_loss(self, model: nn.Module, one: dict[str, Any]) -> None:
-        own = float(super().compute_loss(model, dict(one)))  # type: ignore[arg-type]
-        ours = float(self._training_loss(model, one)[0])
+        found = super().compute_loss(model, dict(one), return_outputs=True)  # type: ignore[arg-type]
+        own, labels = float(found[0]), self._labels(one)
+        if isinstance(labels, dict):  # padding may be an answer there
+            ours = float(answer_losses(found[1], labels))
+        else:
+            ours = float(self._training_loss(model, one)[0])
         if math.isfinite(own) and not abs(own - ours) <= _rounding(model) * max(1.0, abs(own)):
             raise ArgumentError(
                 f"{type(self._plain_model()).__name__} computes a loss of its own ({own:.6g} on "
