@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fastclip.errors import ArgumentError
 from fastclip.integrations.row_losses import (
+    IGNORED,
     WAY_OUT,
     Checked,
     answer_losses,
@@ -100,7 +102,7 @@ class RowLossTrainer(RanksTrainer):
         outputs = model(**inputs)
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
         losses = per_sample_cross_entropy(
-            logits, labels, shift=self._loss_type() == "ForCausalLM",
+            logits, self._behind_prompts(labels, logits), shift=self._loss_type() == "ForCausalLM",
             label_smoothing=self.args.label_smoothing_factor,
         )  # fmt: skip
         return losses.mean(), outputs
@@ -121,6 +123,14 @@ class RowLossTrainer(RanksTrainer):
         names = dict.fromkeys([*self.label_names, *ends])
         named = {n: inputs[n] for n in names if isinstance(inputs.get(n), Tensor)}
         return inputs.get("labels", named or None)
+
+    def _behind_prompts(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """The labels, and none for the virtual tokens that PEFT puts before a row's own."""
+        config = getattr(self.model, "active_peft_config", None)
+        more = logits.shape[1] - labels.shape[1] if labels.dim() == 2 else 0
+        if more and more == getattr(config, "num_virtual_tokens", None):
+            return F.pad(labels, (more, 0), value=IGNORED)
+        return labels
 
     def _has_row_loss(self, labels: Any) -> bool:
         """The model's loss is a cross entropy that can be computed row by row from its logits."""

@@ -181,7 +181,8 @@ class Sums(hf.TrainerCallback):
         self.model, self.found = model, found
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
-        self.found += [p.summed_grad.clone() for p in self.model.parameters()]
+        trained = (p for p in self.model.parameters() if p.requires_grad)
+        self.found += [p.summed_grad.clone() for p in trained]
 
 
 def test_evaluation_is_the_plain_model_s(tmp_path: Path) -> None:
