@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -20,6 +21,8 @@ COLOURS = {
     "opacus_ghost": "#a142f4",
 }
 FAILURE = "#b3261e"
+WIDTH = 160
+"""Characters of the caption in a line."""
 PANELS = (  # key of a run, title, how a bar is labelled
     ("time_ratio", "Step time (lower is better)", "{:.2f}x"),
     ("memory_ratio", "Peak memory (lower is better)", "{:.2f}x"),
@@ -51,15 +54,18 @@ def draw(
         part.suptitle(f"{mine[0]['title']}{_budget(mine)}", fontsize=13, fontweight="bold")
         for axes, (key, title, label) in zip(part.subplots(1, 3), PANELS, strict=True):
             _panel(axes, mine, key, title, label)
-    figure.supxlabel(
-        "Time and memory as multiples of training without privacy (dashed line at 1x). "
-        f"One run each, same model, data and settings; {where}."
-        + (f"\n{warning}" if warning else ""),
-        fontsize=9,
-        color=FAILURE if warning else None,
-    )
+    figure.supxlabel(caption(where, warning), fontsize=9, color=FAILURE if warning else None)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def caption(where: str, warning: str | None) -> str:
+    """What stands below, in lines that the picture has room for."""
+    told = (
+        "Time and memory as multiples of training without privacy (dashed line at 1x). "
+        f"One run each, same model, data and settings; {where}."
+    )
+    return "\n".join(textwrap.fill(line, WIDTH) for line in (told, warning) if line)
 
 
 def _budget(runs: list[dict]) -> str:

@@ -7,8 +7,10 @@ import dataclasses
 from matplotlib.figure import Figure
 
 from bench.demo import fairness
+from bench.demo.picture import WIDTH, caption
 from bench.demo.tasks import TASKS
 from bench.demo.train import ENGINES, train
+from bench.measure import busy_warning
 
 
 def test_a_short_run_of_the_demo() -> None:
@@ -46,3 +48,13 @@ def test_seeds_that_agree_are_drawn() -> None:
     axes = Figure().subplots()
     fairness.panel(axes, found)
     assert len(axes.get_lines()) == len(fairness.COMPARED)
+
+
+def test_the_caption_has_room() -> None:
+    """Where every run was disturbed, as where none was."""
+    warning = busy_warning((f"{task} {engine}", 0.9) for task in TASKS for engine in ENGINES)
+    assert warning is not None
+    lines = caption("a machine of 2 cores", warning).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert " ".join(lines).endswith(warning)
+    assert len(caption("a machine of 2 cores", None).splitlines()) == 1
