@@ -98,12 +98,7 @@ def _check_embedding(where: str, module: nn.Embedding | nn.EmbeddingBag) -> None
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> None:
-    """Refuse an optimizer of another model, or one that Accelerate has prepared."""
-    if type(optimizer).__name__ == "AcceleratedOptimizer":
-        raise ArgumentError(
-            "make_private expects the optimizer before Accelerate has prepared it (a prepared one skips "
-            "or scales steps that are accounted); call make_private first, then accelerator.prepare"
-        )
+    """Refuse an optimizer of another model."""
     let_go(model)
     own = set(model.parameters())
     foreign = sum(p not in own for group in optimizer.param_groups for p in group["params"])
@@ -125,13 +120,18 @@ def check_inner_step(optimizer: Any) -> None:
         raise ArgumentTypeError(
             f"optimizer expects a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
+    if type(optimizer).__name__ == "AcceleratedOptimizer":
+        raise ArgumentError(
+            "make_private expects the optimizer before Accelerate has prepared it (a prepared one skips "
+            "or scales steps that are accounted); call make_private first, then accelerator.prepare"
+        )
     inner = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
     kind = type(inner)
     if not _takes_hooks(inner):
         raise ArgumentError(
-            f"{kind.__name__} has no step hooks, which torch.optim.Optimizer.__init__ makes: let its "
-            "__init__ call super().__init__(params, defaults); or, if it wraps another optimizer (as "
-            "Lookahead does), give make_private that one, and wrap what it returns"
+            f"{kind.__name__} has no step hooks, which torch.optim.Optimizer.__init__ makes: let "
+            "its __init__ call super().__init__(params, defaults); or, if it wraps another optimizer "
+            "(as Lookahead does), give make_private that one, and wrap what it returns"
         )
     if issubclass(kind, torch.optim.SparseAdam):
         raise ArgumentError(
