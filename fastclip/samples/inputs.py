@@ -205,12 +205,13 @@ def ways_to_cut(leaves: list[Any], sizes: list[int], own_axis: int) -> Iterator[
     """The axis of each input that holds samples (None: it has none), likely ways first.
 
     An input without samples may have the batch's size by accident, so every subset of the
-    inputs is a way; a state may hold its samples along axis 1, so the other axis comes last.
+    inputs is a way. A state may hold its samples along axis 1, which comes last; where that is the
+    model's own, labels and features beside it have theirs along axis 0, which is tried at once.
 
     Args:
         leaves: the inputs. sizes: what the number of samples may be, the likeliest first.
     """
-    for axes in ((own_axis,), (own_axis, 1 - own_axis)):
+    for axes in ((0,), (0, 1)) if own_axis == 0 else ((own_axis, 0),):
         for size in sizes:
             options = [
                 [

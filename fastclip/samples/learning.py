@@ -23,6 +23,7 @@ from fastclip.errors import BatchSizeError, FastclipError, where
 from fastclip.memory import no_memory
 from fastclip.samples.carried import Kept, next_batch, note_kept
 from fastclip.samples.comparison import Comparison
+from fastclip.samples.crossed import GivenUp, crossed
 from fastclip.samples.drawn import in_lists, tells, unclear
 from fastclip.samples.freed import give_back
 from fastclip.samples.independence import UNBATCHED, by_row, followed, rows_come_out
@@ -30,7 +31,8 @@ from fastclip.samples.inputs import Cuts, without_graph
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.lengths import check_lengths
 from fastclip.samples.outlets import note_outlets
-from fastclip.samples.place import Place, called
+from fastclip.samples.place import called
+from fastclip.samples.plain import note_plain
 from fastclip.samples.probe_state import stirred
 from fastclip.samples.probing import Misjudged, Opened, Probe, Runs
 from fastclip.samples.routers import selected, shorter
@@ -162,8 +164,10 @@ class _Learner:
 
     def _first_run(self) -> tuple[Cuts, list[Probe], list[Any]] | None:
         """The first way to cut the inputs with which rows go in and come out."""
-        unfollowed = None
-        for cuts in self.run.ways(self.layout.axis, self.layout.cuts, _MOST_CUTS):
+        unfollowed, given_up = None, GivenUp(self.run)
+        # of one row alone, what has as many entries may be anything
+        known = self.layout.cuts if self.layout.tried > 1 else lambda _: None
+        for cuts in self.run.ways(self.layout.axis, known, _MOST_CUTS):
             self.run.cut(cuts)
             if not self.layout.known:  # nothing of another way of cutting
                 self.layout.forget()
@@ -175,12 +179,18 @@ class _Learner:
                 if no_memory(error):
                     raise
                 self.run.last_error = f" ({type(error).__name__}: {error})"
+                given_up.fails(cuts, self.run.last_error)
                 continue
             axes = followed(probes[0].shapes, probes[1].shapes)
             follows = (*axes.values(), *followed(probes[0].derived, probes[1].derived).values())
             layers = any(axis != UNBATCHED for axis in follows)
             if not rows_come_out(outputs, self.layout.axis):
+                given_up.note(cuts, outputs)
                 continue
+            if given_up.check(cuts):
+                if not self.layout.known:
+                    self.layout.forget()
+                probes, outputs = self._both()
             if layers:
                 return self._only_way(cuts, probes, outputs)
             if self.layout.met and unfollowed is None:
@@ -239,7 +249,7 @@ class _Learner:
             while self._opened(probes):
                 self.run.cut(cuts)
                 probes[:], outputs[:] = self._both()
-            self._place(probes)
+            note_plain(self.layout, probes)
             masked = any(probe.taint and probe.taint.selects for probe in probes)
             if (masked and selected(self.run, cuts)) or shorter(self.run, probes[1]):
                 self.run.cut(cuts)
@@ -260,6 +270,7 @@ class _Learner:
                 "row of the batch be computed from itself alone"
             )
         note_outlets(self.layout, probes, outputs)
+        self.layout.mixed |= {n: x.dim() for n, x in crossed(outputs).items()}
         number = next(i for i, axis in enumerate(cuts) if axis == self.layout.axis)
         self.layout.told_by = [(number, way), *(x for x in self.layout.told_by if x[1] != way)]
 
@@ -276,24 +287,6 @@ class _Learner:
         uses = [key for key, axis in follows.items() if axis != UNBATCHED]
         layout.uses |= dict.fromkeys(uses, True)
         return bool(opened or uses)
-
-    def _place(self, probes: list[Probe]) -> None:
-        """What is plain needs no more than its shapes, until gradients say otherwise.
-
-        Raises:
-            BatchSizeError: it contradicts what was known.
-        """
-        layout = self.layout
-        for name, axis in followed(probes[0].shapes, probes[1].shapes).items():
-            if axis < 0 or probes[0].shapes[name][0][axis] != probes[0].rows:
-                continue
-            known = layout.places.get(name)
-            if layout.known and known is not None and known.axis != axis:
-                raise BatchSizeError(
-                    f"{where(called(name))}: its samples lay along axis {known.axis} before, and now "
-                    f"along {axis}; keep them along one axis"
-                )
-            layout.places.setdefault(name, Place(axis))
 
 
 def _finite(outputs: list[Any]) -> list[Tensor]:

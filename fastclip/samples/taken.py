@@ -172,6 +172,11 @@ class TakenRows:
         return any(a is not None and (is_rows(x) or counts(x)) for x, a in pairs)
 
     @property
+    def leaves(self) -> list[Any]:
+        """The inputs, by number."""
+        return self._leaves
+
+    @property
     def taken(self) -> list[tuple[int, Any, int]]:
         """Inputs that have rows: number, the rows that were taken, axis."""
         pairs = enumerate(zip(self._pool, self._cuts, strict=True))
