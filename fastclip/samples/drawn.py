@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastclip.errors import BatchSizeError
 from fastclip.samples.inputs import tensors_of
@@ -65,6 +65,19 @@ def in_lists(error: BatchSizeError) -> BatchSizeError:
     return BatchSizeError(
         f"{error} (the samples are the entries of a list, which may be of unlike lengths: pad and stack "
         "them to one tensor with a row for each sample, or pool each entry by itself)"
+    )
+
+
+def has_time_first(model: nn.Module) -> bool:
+    """Whether a layer in it takes its samples along axis 1: nn.LSTM, unless it is told otherwise."""
+    return any(getattr(module, "batch_first", True) is False for module in model.modules())
+
+
+def time_first(error: BatchSizeError) -> BatchSizeError:
+    """The same refusal, of a model some of whose layers take their samples along axis 1."""
+    return BatchSizeError(
+        f"{error}; if its samples lie along axis 1 of its inputs ([t, b, ...], as nn.LSTM and "
+        "nn.MultiheadAttention take them by default), pass batch_first=False to make_private"
     )
 
 

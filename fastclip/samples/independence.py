@@ -227,12 +227,16 @@ def extreme_rows(probe: Probe, places: Mapping[Hashable, Place]) -> list[int]:
     return list(dict.fromkeys([*apart, *order]))
 
 
-def coupled(where: str, other_size: bool = False) -> BatchSizeError:
+class Coupled(BatchSizeError):
+    """What one sample has somewhere follows from other rows."""
+
+
+def coupled(where: str, other_size: bool = False) -> Coupled:
     """The refusal of a model whose rows are not apart."""
     cause = "the number of rows" if other_size else "another sample's row"
     looked_up = where.endswith(" in embedding")  # E(ids.unique())[inverse]
     hint = "; look the ids up directly, not those of the batch made unique" if looked_up else ""
-    return BatchSizeError(
+    return Coupled(
         f"{where}: what one sample has there depends on {cause}, so no per-sample gradient exists; let "
         f"every row of the batch be computed from itself alone{hint}"
     )

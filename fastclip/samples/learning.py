@@ -24,9 +24,9 @@ from fastclip.memory import no_memory
 from fastclip.samples.carried import Kept, next_batch, note_kept
 from fastclip.samples.comparison import Comparison
 from fastclip.samples.crossed import GivenUp, crossed
-from fastclip.samples.drawn import in_lists, tells, unclear
+from fastclip.samples.drawn import has_time_first, in_lists, tells, time_first, unclear
 from fastclip.samples.freed import give_back
-from fastclip.samples.independence import UNBATCHED, by_row, followed, rows_come_out
+from fastclip.samples.independence import UNBATCHED, Coupled, by_row, followed, rows_come_out
 from fastclip.samples.inputs import Cuts, without_graph
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.lengths import check_lengths
@@ -157,6 +157,12 @@ class _Learner:
         except Exception as error:
             if isinstance(error, BatchSizeError) and self.run.in_lists(cuts):
                 raise in_lists(error) from error
+            if (
+                self.layout.axis == 0
+                and isinstance(error, Coupled)
+                and has_time_first(self.run.model)
+            ):
+                raise time_first(error) from error
             if not self.layout.flat or no_memory(error):
                 raise
             # ids of all bags in one row: not to be cut

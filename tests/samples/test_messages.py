@@ -81,3 +81,19 @@ class Unique(nn.Module):
 def test_ids_made_unique() -> None:
     with refused("look the ids up directly"):
         make_private(Unique())[1](torch.randint(0, 9, (B, 5)))
+
+
+class TimeFirst(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x, x)[0] if hasattr(self.layer, "num_heads") else self.layer(x)[0]
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.MultiheadAttention])
+def test_samples_along_axis_1(layer: type[nn.Module]) -> None:
+    with refused(r"pass batch_first=False to make_private"):
+        make_private(TimeFirst(layer(D, 2)))[1](torch.randn(5, B, D))
+    make_private(TimeFirst(layer(D, 2)), batch_first=False)[1](torch.randn(5, B, D))
