@@ -116,13 +116,13 @@ class DrawingEngine(AccountedEngine):
         independent = poisson_sampling or draws_independently(loader)
         draws = Draws(independent=independent, required=required, placeholders=rand_on_empty)
         draws.filling = filling_of(ranks, rand_on_empty)
-        if not isinstance(loader.dataset, IterableDataset):  # whose rows no sampler chooses
-            sampler, same = loader.batch_sampler, None
-            if isinstance(sampler, UnitSampler):
-                same = SameRows(loader.dataset, sampler.owners(len(loader.dataset)))  # type: ignore[arg-type]
-            elif isinstance(sampler, PoissonSampler):  # of numbers, whatever is left of the rows
-                same = SameRows(loader.dataset)
-            watch_draws(loader, draws, distinct, same)
+        draws.stream = isinstance(loader.dataset, IterableDataset)
+        sampler, same = loader.batch_sampler, None
+        if isinstance(sampler, UnitSampler):
+            same = SameRows(loader.dataset, sampler.owners(len(loader.dataset)))  # type: ignore[arg-type]
+        elif isinstance(sampler, PoissonSampler):  # of numbers, whatever is left of the rows
+            same = SameRows(loader.dataset)
+        watch_draws(loader, draws, distinct, same)
         return draws
 
     def _prepare_sampling(

@@ -67,6 +67,8 @@ class Draws:
         """Rows of the physical batches into which the training loop itself cuts a draw of units."""
         self.filling: Filling | None = None
         """What makes all ranks hand out equally many physical batches, where they must."""
+        self.stream = False
+        """The rows come of a stream, so that a draw says only how many there are at most."""
 
     def __reduce__(self) -> Any:
         """A copy hears of no draws: loaders tell the original."""
@@ -86,9 +88,7 @@ class Draws:
         if who is not None:
             iteration.reader, iteration.kept = weakref.ref(who), who
             self._read_by[who] = weakref.ref(iteration)
-        place = iteration.drawn if who is None else place_of(who)
-        iteration.drawn += 1
-        iteration.look()
+        place = iteration.next_place(who)
         last = self._waiting[-1] if self._waiting else None
         if last is not None and last.draw.iteration is iteration and last.place == place:
             self._waiting.pop()  # a sampler around this one passed it over, or reading it failed
@@ -158,7 +158,7 @@ class Draws:
 
     @property
     def in_hand(self) -> frozenset[int]:
-        """Rows of the draws that may be in hand; 0 alone where they are split."""
+        """Rows of the draws that may be in hand; 0 alone where they are split, or of a stream."""
         return PhysicalBatch.rows_of(self._out())
 
     @property
@@ -227,8 +227,7 @@ class Draws:
         batch.draw.iteration.used = True
         if not self._used or self._used[-1] is not batch:
             self._used.append(batch)
-        batch.draw.credited += rows if batch.draw.size else 0
-        batch.draw.called_twice |= calls > 1
+        batch.draw.credit(rows, calls)
         return batch.draw.size > 0
 
     def contribute(self, parts: list[int]) -> bool:
@@ -335,7 +334,7 @@ class Draws:
             raise self._used[-1].too_many(rows)
         if self.independent:
             raise StepError(UNDRAWN)
-        batch = PhysicalBatch(Draw(self._largest, Iteration()), 0)
+        batch = PhysicalBatch(Draw(self._largest, Iteration(stream=self.stream)), 0)
         if not batch.fits(rows):
             raise batch.too_many(rows)
         return batch

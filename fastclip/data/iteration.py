@@ -15,7 +15,7 @@ from opacus.utils.batch_memory_manager import BatchSplittingSampler
 
 from fastclip._torch import INDEX_SAMPLER, NEXT_INDEX, RECEIVED, SENT, YIELDED, LoaderIterator
 from fastclip.data.callers import calling
-from fastclip.data.refusals import HALVES, SHARED, TOO_MANY
+from fastclip.data.refusals import HALVES, ONE_PASS, SHARED, TOO_MANY
 from fastclip.data.units import UnitBatch
 from fastclip.errors import BatchSizeError, StepError
 from fastclip.forks import this_process
@@ -41,6 +41,26 @@ class Iteration:
     cuts: int = 0
     """Of the ledger, when they were."""
     newest: PhysicalBatch | None = None
+    stream: bool = False
+    """A draw is a number of rows that a stream is asked for, which may give fewer, or none."""
+    first: int = 0
+    """Place of the first draw."""
+
+    def next_place(self, who: Any) -> int:
+        """Place of the draw that is being made, which is counted.
+
+        The draws of a stream are alike, so that the number of batches that were handed out tells of
+        which: of those drawn for a worker whose stream has ended none is.
+
+        Args:
+            who: the iterator of the DataLoader that draws; None where none does.
+        """
+        if self.stream and who is not None and not self.drawn:
+            self.first = int(getattr(who, YIELDED))
+        place = self.first + self.drawn if self.stream or who is None else place_of(who)
+        self.drawn += 1
+        self.look()
+        return place
 
     @property
     def alive(self) -> bool:
@@ -51,7 +71,7 @@ class Iteration:
         """`handed` as it is now; of a reader that is gone, as it was last."""
         who = None if self.reader is None else self.reader()
         if who is not None:
-            self.handed = _handed_out(who)
+            self.handed = float(getattr(who, YIELDED)) if self.stream else _handed_out(who)
         return self.handed
 
     def end_of(self, who: Any) -> None:
@@ -78,6 +98,15 @@ class Draw:
     """In which it was drawn."""
     released_by: list[Any] = field(default_factory=list)
     """Who has released it; one list for all models that hear of the draws of this sampler."""
+
+    def credit(self, rows: int, calls: int) -> None:
+        """A backward pass over so many of its rows, through `calls` calls of the model, contributes.
+
+        Of a stream's batch, which may hold fewer rows than were drawn, none are left then.
+        """
+        if self.size:
+            self.credited = self.size if self.iteration.stream else self.credited + rows
+        self.called_twice |= calls > 1
 
     def check_release(self, who: Any, independent: bool) -> None:
         """Refuse a release whose rows are not one sample each, or not a draw of its own.
@@ -113,9 +142,10 @@ class PhysicalBatch:
 
     @staticmethod
     def rows_of(out: Collection[PhysicalBatch]) -> frozenset[int]:
-        """The numbers of rows that these hold; 0 alone where how draws are split is not known."""
-        split = any(b.skip is not None for b in out)
-        return frozenset(b.rows_left for b in out if not (split and b.draw.size))
+        """The numbers of rows that these hold; 0 alone where it is not known how draws are split, or
+        how many rows a stream gave."""
+        unknown = any(b.skip is not None or b.draw.iteration.stream for b in out)
+        return frozenset(b.rows_left for b in out if not (unknown and b.draw.size))
 
     def fits(self, rows: int) -> bool:
         """Whether it may hold `rows` rows; whatever stands for an empty draw contributes nothing."""
@@ -124,6 +154,8 @@ class PhysicalBatch:
     def too_many(self, rows: int) -> BatchSizeError:
         """The refusal of a backward pass over so many rows."""
         draw = self.draw
+        if draw.iteration.stream and draw.credited:
+            return BatchSizeError(ONE_PASS)
         return BatchSizeError(
             TOO_MANY.format(left=self.rows_left, drawn=draw.size, used=draw.credited, rows=rows)
         )

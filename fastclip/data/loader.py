@@ -66,7 +66,7 @@ class _Watched:
     ) -> None:
         self._rows, self._draws, self._unchanged = rows, draws, unchanged
         self._distinct = None if distinct is None else distinct.one_pass()
-        self._iteration = Iteration()
+        self._iteration = Iteration(stream=draws.stream)
         self.released_by: list[Any] = []
         """Who releases the newest draw."""
         if draws.filling is not None:  # of a pass over the data that was broken off

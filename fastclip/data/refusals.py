@@ -61,6 +61,13 @@ TOO_MANY = (
     "instead); where tensors of one batch are joined for one call (torch.cat), call the model once for "
     "each, or let its forward join them"
 )
+ONE_PASS = (
+    "a batch of a stream (IterableDataset) serves one backward pass in a step, for it is not known how "
+    "many rows the stream gave, so that a second pass may hold the same rows again: pass the whole "
+    "batch through the model at once and take a step before it is used again (average the losses of "
+    "several views inside the model's row); where the batch is too large, make batch_size smaller and "
+    "call optimizer.step() after several batches"
+)
 UNCLEAR = (
     "several batches have been drawn ahead, one of them is empty (rand_on_empty=True puts a placeholder "
     "row in its place), and it cannot be told whether that row is the one of this backward pass; draw "

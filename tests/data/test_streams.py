@@ -1,4 +1,4 @@
-"""Streams that several workers read: each of them may bring every row."""
+"""Streams: a batch holds at most the rows that were drawn, once; each worker may bring every row."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     TensorDataset,
+    default_collate,
     get_worker_info,
 )
 
 from fastclip import FastPrivacyEngine
 from fastclip.data.streams import readers_of
-from fastclip.errors import StepError
+from fastclip.errors import BatchSizeError, StepError
 from tests.refusal import refused
 
 N = 16
@@ -88,3 +89,113 @@ def test_how_many_read() -> None:
     hugging = type("IterableDataset", (Stream,), {"__module__": "datasets.iterable_dataset"})()
     for dataset, readers in ((rows, 1), (Stream(), 3), (both, 1), (one, 3), (hugging, 1)):
         assert readers_of(DataLoader(dataset, 4, num_workers=3)) == readers
+
+
+def views(rows: list[Tensor]) -> Tensor:
+    return default_collate(rows + rows)
+
+
+def start(dataset: Any = None, mode: str = "fast", size: int = 4, **options: Any) -> tuple:
+    """(engine, model, optimizer, loader) of a stream."""
+    engine, net = FastPrivacyEngine(accountant="rdp"), nn.Linear(1, 1)
+    made = engine.make_private(
+        module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.0), poisson_sampling=False,
+        data_loader=DataLoader(Stream() if dataset is None else dataset, size, **options),
+        noise_multiplier=1.0, max_grad_norm=1.0, grad_sample_mode=mode,
+    )  # fmt: skip
+    return engine, *made
+
+
+@pytest.mark.parametrize("mode", ["fast", "hooks", "functorch"])
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_two_rows_of_one(workers: int, mode: str) -> None:
+    engine, model, optimizer, loader = start(mode=mode, num_workers=workers, collate_fn=views)
+    with refused("drew 4 rows .* got 8: .* nor collate_fn make several rows", BatchSizeError):
+        model(next(iter(loader))).mean().backward()
+        optimizer.step()
+    assert engine.accountant.history == []
+
+
+@pytest.mark.parametrize("mode", ["fast", "hooks", "functorch"])
+@pytest.mark.parametrize("size", [4, 3, 64])
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_several_passes_over_a_batch(workers: int, size: int, mode: str) -> None:
+    """Of any batch, that in which the stream ends too, though it holds fewer rows than were drawn."""
+    engine, model, optimizer, loader = start(mode=mode, num_workers=workers, size=size)
+    taken = 0
+    for x in loader:
+        with refused("a stream .* serves one backward pass", BatchSizeError):
+            for _ in range(2):
+                model(x).mean().backward()
+            optimizer.step()
+        optimizer.discard_logical_batch()
+        taken += 1
+    assert taken
+    assert engine.accountant.history == []
+
+
+@pytest.mark.parametrize("mode", ["fast", "hooks"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_was_drawn_at_the_end_and_never_came_leaves_no_room(workers: int, mode: str) -> None:
+    """The last batch joined with one that was kept; alone in a step of its own it may be used again."""
+    engine, model, optimizer, loader = start(mode=mode, num_workers=workers)
+    batches = list(loader)
+    assert len(batches) == 4
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    model(batches[0]).mean().backward()
+    optimizer.step()
+    assert engine.accountant.history == [(1.0, 1.0, 5)]
+    optimizer.zero_grad()
+    for x in loader:
+        model(x).mean().backward()
+    with refused("a stream .* serves one backward pass", BatchSizeError):
+        model(batches[0]).mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["fast", "hooks"])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    ("workers", "persistent"), [(0, False), (1, True), (2, False), (2, True), (3, False)]
+)
+def test_loops_over_a_stream(workers: int, persistent: bool, drop_last: bool, mode: str) -> None:
+    """Every batch a step, and (where no two workers bring a row) several joined; pass after pass."""
+    dataset = Shared() if workers else Stream()
+    options: Any = {"num_workers": workers, "drop_last": drop_last, "mode": mode, "size": 3}
+    options["persistent_workers"] = persistent
+    for joined in (1, 2):
+        engine, model, optimizer, loader = start(dataset, **options)
+        steps = 0
+        for _ in range(2):
+            ahead = list(loader) if joined == 2 else loader  # a list: all of it drawn ahead
+            for i, x in enumerate(ahead):
+                if not i % joined:
+                    optimizer.zero_grad()
+                model(x).mean().backward()
+                if i % joined == joined - 1:
+                    optimizer.step()
+                    steps += 1
+            if i % joined != joined - 1:
+                optimizer.step()
+                steps += 1
+        assert engine.accountant.history == [(1.0, 1.0, steps)]
+
+
+def test_two_calls_under_one_loss() -> None:
+    """The batch in which the stream ends is shorter than its draw, as honest loops have it."""
+    engine, model, optimizer, loader = start(size=3)
+    for x in loader:
+        optimizer.zero_grad()
+        (model(x) + model(x)).mean().backward()
+        optimizer.step()
+    assert engine.accountant.history == [(1.0, 1.0, 6)]
+
+
+def test_batches_that_the_stream_makes_itself() -> None:
+    """How many rows are in them is known to nobody."""
+    with refused("batch_size=None"):
+        start(size=None)  # type: ignore[arg-type]
