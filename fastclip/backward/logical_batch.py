@@ -195,8 +195,11 @@ class LogicalBatch:
 
     def end_pass(self, rows: int, calls: int) -> None:
         """The pass has contributed, through `calls` calls of the model."""
-        if self.draws is not None and self._found is not None:
-            self.draws.use(self._found, rows, calls)
+        if self.draws is not None and not self._fills:
+            if self._found is not None:
+                self.draws.use(self._found, rows, calls)
+            elif not self.draws.watching:
+                self.draws.unknown.gathered += 1
         self._found, self._fills = None, False
         self._contributed(1)
 

@@ -90,7 +90,8 @@ class Releases:
     shuffled or given order a row is in one step of each pass, and which one does not depend on what it
     holds: for neighbours in which a row is zeroed out, a pass is one Gaussian mechanism of q = 1 with
     the noise of that step (parallel composition), recorded at the least noise of the pass. Of a stream
-    every step is one. So is one on batches that no loader has told of (`UnknownPasses`).
+    every step is one. So is one on batches that no loader has told of, with the noise over their
+    number (`UnknownPasses`).
 
     Args:
         design: how rows are drawn. draws: of the loader. accountant: who records, when a step is taken.
@@ -130,8 +131,9 @@ class Releases:
         accountant, sigma = self._accountant(), optimizer.noise_multiplier
         accountant.protected = accountant.protected.beside(self.design.protected)
         releasing = getattr(optimizer, "releasing", True)
-        if self.design.poisson and (shares := self._unknown(joined, releasing)):
-            self._draws.unknown.say(self.design.rate)
+        shares = self._unknown(joined, releasing)
+        if shares > (not self.design.poisson):  # one alone is a step like any other there
+            self._draws.unknown.say(self.design.rate if self.design.poisson else None)
             with accountant.on_all_ranks():
                 accountant.step(noise_multiplier=sigma / shares, sample_rate=1.0)
             self.steps += 1
@@ -157,7 +159,7 @@ class Releases:
         """How often a row may be in a release with batches that no loader has told of; 0: none is."""
         draws = self._draws
         if not releasing:  # `add_noise` was called by hand
-            return 0 if draws.watching else joined
+            return 0 if draws.watching and self.design.poisson else joined
         unknown = draws.unknown.released
         return unknown and unknown + bool(draws.released)
 

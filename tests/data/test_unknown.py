@@ -189,3 +189,44 @@ def test_noise_that_is_added_by_hand() -> None:
     with pytest.warns(UserWarning, match=SAID):
         optimizer.add_noise()
     assert engine.accountant.history == [(SIGMA, 1.0, 1)]
+
+
+@pytest.mark.parametrize("mode", ["fast", *MODES])
+def test_passes_that_one_step_joins_without_poisson_sampling(mode: str) -> None:
+    """Batches made by hand, four passes a step: a row may be in each, 4 C for the noise of C."""
+    engine, private, optimizer, _, _ = run(mode, poisson_sampling=False)
+    x = torch.randn(B, 6)
+    with pytest.warns(UserWarning, match=SAID):
+        join(private, optimizer, x, True, True, True, False)
+    assert engine.accountant.history == [(SIGMA / 4, 1.0, 1)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", SAID)
+        step(private, optimizer, x)
+    assert engine.accountant.history[1:] == [(SIGMA, 1.0, 1)]
+
+
+@pytest.mark.parametrize("mode", ["fast", "hooks", "functorch"])
+def test_four_backward_passes_before_a_step(mode: str) -> None:
+    engine, private, optimizer, _, _ = run(mode, poisson_sampling=False)
+    optimizer.zero_grad()
+    for _ in range(4):
+        row_loss(private(torch.randn(B, 6))).mean().backward()
+    with pytest.warns(UserWarning, match=SAID):
+        optimizer.step()
+    assert engine.accountant.history == [(SIGMA / 4, 1.0, 1)]
+
+
+@pytest.mark.parametrize("mode", ["fast", "hooks"])
+def test_a_draw_joined_with_a_batch_made_by_hand(mode: str) -> None:
+    """Without Poisson sampling a row of the draw may be in that batch, too."""
+    engine, private, optimizer, loader, _ = run(mode, poisson_sampling=False)
+    join(private, optimizer, torch.randn(B, 6), True)
+    optimizer.discard_logical_batch()
+    join(private, optimizer, torch.randn(B, 6), True)
+    batches = iter(loader)
+    with pytest.warns(UserWarning, match=SAID):
+        join(private, optimizer, next(batches)[0], False)
+    assert engine.accountant.history == [(SIGMA / 2, 1.0, 1)]
+    join(private, optimizer, next(batches)[0], True)
+    join(private, optimizer, next(batches)[0], False)  # two of one pass
+    assert engine.accountant.history[1:] == [(SIGMA, 1.0, 1)]
