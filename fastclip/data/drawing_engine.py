@@ -31,6 +31,8 @@ class DrawingEngine(AccountedEngine):
 
     _drawn_by: SamplingDesign | None = None
     """How the loader of the make_private under way draws."""
+    _shared_by: Ranks | None = None
+    """Who makes the same model private in one of Opacus' modes, which draw shares of their own."""
 
     @property
     def dataset(self) -> None:
@@ -52,6 +54,8 @@ class DrawingEngine(AccountedEngine):
         plan = self._plan_sampling(
             data_loader, poisson_sampling=poisson_sampling, distributed=distributed
         )
+        if self._shared_by is not None:
+            self._agree_to_draw(self._shared_by, plan, data_loader, poisson_sampling)
         return self._planned_loader(
             plan, data_loader, poisson_sampling=poisson_sampling, distributed=distributed,
             batch_first=batch_first, rand_on_empty=rand_on_empty,
@@ -102,6 +106,28 @@ class DrawingEngine(AccountedEngine):
         self._drawn_by = plan.design
         return loader
 
+    def _agree_to_draw(
+        self, ranks: Ranks, plan: Plan, data_loader: DataLoader, poisson_sampling: bool
+    ) -> None:
+        """All ranks draw from the same rows in the same way, each a share of its own.
+
+        Raises:
+            ArgumentError: naming what differs.
+        """
+        # ranks of a model that is spread meet in every draw, those ahead included
+        ahead = ranks.shards and (data_loader.num_workers, data_loader.prefetch_factor)
+        ranks.agree(
+            {
+                "way in which rows are drawn": plan.design.described(),
+                "ledger of steps before": str(self.accountant.history),
+                "rows of the data set, in one order": told_of(data_loader.dataset),
+                **plan.told(),
+                "num_workers and prefetch_factor of the data loader": ahead,
+            }
+        )
+        if not poisson_sampling:
+            check_shares(data_loader, ranks)
+
     @staticmethod
     def _watched(
         loader: DataLoader, poisson_sampling: bool, rand_on_empty: bool, *, required: bool,
@@ -145,19 +171,7 @@ class DrawingEngine(AccountedEngine):
             data_loader, poisson_sampling=poisson_sampling, distributed=ranks is not None, **request
         )
         if ranks is not None:
-            # ranks of a model that is spread meet in every draw, those ahead included
-            ahead = ranks.shards and (data_loader.num_workers, data_loader.prefetch_factor)
-            ranks.agree(
-                {
-                    "way in which rows are drawn": plan.design.described(),
-                    "ledger of steps before": str(self.accountant.history),
-                    "rows of the data set, in one order": told_of(data_loader.dataset),
-                    **plan.told(),
-                    "num_workers and prefetch_factor of the data loader": ahead,
-                }
-            )
-            if not poisson_sampling:
-                check_shares(data_loader, ranks)
+            self._agree_to_draw(ranks, plan, data_loader, poisson_sampling)
         plan = plan.shared(ranks)
         if ranks is not None:
             self.accountant.share_names(ranks.first(new_name()))

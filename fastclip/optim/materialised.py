@@ -205,4 +205,9 @@ _OURS: dict[type, type] = {
 
 def optimizer_class(clipping: str, distributed: bool, grad_sample_mode: str) -> type[DPOptimizer]:
     """The class that takes the place of Opacus'; its errors for combinations that do not exist."""
+    if distributed and clipping == "adaptive":
+        raise ArgumentError(
+            "clipping='adaptive' of several ranks expects the fast mode, which adds their counts, got "
+            f"grad_sample_mode={grad_sample_mode!r}; omit grad_sample_mode, or clip 'flat'"
+        )
     return _OURS[get_optimizer_class(clipping, distributed, grad_sample_mode)]

@@ -11,6 +11,7 @@ from opacus.optimizers import DPOptimizer
 from opacus.validators import ModuleValidator
 from torch import nn
 
+from fastclip.accounting.segments import new_name
 from fastclip.backward.guards import say_untrained
 from fastclip.data.drawing_engine import DrawingEngine
 from fastclip.data.recorded import Releases
@@ -18,6 +19,9 @@ from fastclip.errors import say
 from fastclip.model.ownership import account_of, check_free
 from fastclip.optim.inner_step import parameters_of
 from fastclip.optim.materialised import optimizer_class
+from fastclip.optim.release import agree_to_train
+from fastclip.parallel.processes import ranks_of_opacus, refuse
+from fastclip.parallel.ranks import Ranks
 
 
 class OpacusModes(DrawingEngine):
@@ -56,22 +60,27 @@ class OpacusModes(DrawingEngine):
         rand_on_empty: bool, **kwargs: Any,
     ) -> tuple:  # fmt: skip
         """One of Opacus' own modes; on an error the model is left as it was."""
-        if isinstance(module, nn.Module):
-            trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
-            self._go_on_with(module if wrap_model else None, module, trained)
+        ranks = ranks_of_opacus(module) if isinstance(module, nn.Module) else None
         try:
+            if isinstance(module, nn.Module):
+                trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
+                self._go_on_with(module if wrap_model else None, module, trained)
+            self._shared_by = ranks
             made = super().make_private(
                 module=module, wrap_model=wrap_model, poisson_sampling=poisson_sampling,
                 rand_on_empty=rand_on_empty, **kwargs,
             )  # fmt: skip
-        except Exception:
+            if ranks is not None:
+                self._agree_to_train(ranks, made[1], trained, **kwargs)
+        except Exception as error:
             if self._new is not None:
                 self._new.cleanup()
+            refuse(ranks, error)
             raise
         finally:
-            self._new = None
+            self._new = self._shared_by = None
         wrapper, optimizer, loader = made[0], made[1], made[-1]
-        optimizer.bind(wrapper)
+        optimizer.bind(wrapper, ranks)
         held = set(parameters_of(optimizer))
         say_untrained({p: n for n, p in wrapper._module.named_parameters() if p not in held})
         assert self._drawn_by is not None
@@ -79,6 +88,25 @@ class OpacusModes(DrawingEngine):
         optimizer.batch.draws = draws
         optimizer.account_with(Releases(self._drawn_by, draws, lambda: self.accountant))
         return made
+
+    def _agree_to_train(
+        self, ranks: Ranks, private: DPOptimizer, trained: Mapping[nn.Parameter, str], *,
+        noise_multiplier: float, max_grad_norm: Any, clipping: str, loss_reduction: str,
+        grad_sample_mode: str, **_: Any,
+    ) -> None:  # fmt: skip
+        """All ranks have been given the same; their steps have one name on all of them.
+
+        Raises:
+            ArgumentError: naming what differs.
+        """
+        held = set(parameters_of(private))
+        agree_to_train(
+            ranks, private.original_optimizer, {p: n for p, n in trained.items() if p in held},
+            noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, clipping=clipping,
+            loss_reduction=loss_reduction, grad_sample_mode=grad_sample_mode,
+            secure_mode=self.secure_mode,
+        )  # fmt: skip
+        self.accountant.share_names(ranks.first(new_name()))
 
     def _prepare_model(self, module: nn.Module, **kwargs: Any) -> Any:
         ModuleValidator.validate(module, strict=True)  # these modes have no rule for more

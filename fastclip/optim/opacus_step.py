@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -17,8 +18,10 @@ from fastclip.model.ownership import claim_for_opacus
 from fastclip.optim.inner_step import gate_of, keep_only, parameters_of
 from fastclip.optim.noise import OwnsNoise
 from fastclip.optim.raw_steps import watch_steps
+from fastclip.optim.release import names_told, number_of
 from fastclip.optim.shown_samples import only_shown, watch_passes
 from fastclip.optim.step_hooks import KeepsAccount
+from fastclip.parallel.ranks import Ranks
 
 
 class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
@@ -39,8 +42,9 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
         super().__init__(optimizer, **kwargs)
         self._gate = gate_of(self.original_optimizer)
 
-    def bind(self, wrapper: Any) -> None:
-        """Tell the optimizer what make_private returned for its model."""
+    def bind(self, wrapper: Any, ranks: Ranks | None = None) -> None:
+        """Tell the optimizer what make_private returned for its model, and who trains it."""
+        self._ranks = ranks
         claim_for_opacus(wrapper, self.batch)
         watch_steps(wrapper, self.original_optimizer, self._gate)
         watch_passes(wrapper)
@@ -150,8 +154,9 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
             self.clip_and_accumulate()
             if skip:
                 return False
-            self.releasing = True
             try:
+                self._meet()
+                self.releasing = True
                 self.add_noise()
                 self.scale_grad()
                 self._run_hooks()
@@ -162,6 +167,24 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
         keep_only(self, released)
         self._gate.open = True
         return True
+
+    def _meet(self) -> None:
+        """All ranks are about to release the same step, clipped at the thresholds of its noise.
+
+        Raises:
+            StepError: naming what differs, on every rank.
+        """
+        if self._ranks is None or self._model is None:
+            return
+        clipped, trained = self._clipped_at, set(self.params)
+        self._ranks.in_step(
+            batches=self.accumulated_iterations,
+            expected_batch_size=self.expected_batch_size or 0.0,
+            noise_multiplier=self.noise_multiplier,
+            max_grad_norm=math.hypot(*clipped) if isinstance(clipped, list) else clipped,
+            **{"a digest of all thresholds": number_of(clipped)},
+            **names_told(n for n, p in self._model.named_parameters() if p in trained),
+        )
 
     def _check_known(self, parameters: list[nn.Parameter]) -> None:
         assert self._known is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -11,12 +11,14 @@ from zlib import crc32
 from torch import Tensor, nn
 
 from fastclip import ops
+from fastclip._torch import FSDPModule
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.clipping_state import ClippingState
 from fastclip.backward.sharded_sums import ShardedSums
 from fastclip.errors import ArgumentError
 from fastclip.parallel import release
 from fastclip.parallel.digest import digest
+from fastclip.parallel.ranks import Ranks, whole_of
 
 
 def noisy_gradients(
@@ -48,6 +50,8 @@ def noisy_gradients(
         std = state.ranks.largest(std)  # ranks that clip at other thresholds would need it
     else:
         told["noise_std"] = std
+    whole = [whole_of(state.ranks, p) for p in parameters]
+    told |= names_told(keeper.names.get(p, "") for p in whole)
     state.ranks.in_step(**told)
     rest: Any = parameters, std, divisor, state.noise
     if isinstance(given, ShardedSums):
@@ -63,24 +67,45 @@ def check_alike(keeper: BookKeeper, optimizer: Any, **settings: Any) -> None:
     Raises:
         ArgumentError: naming what differs.
     """
-    state, ranks = keeper.clipping, keeper.clipping.ranks
-    if ranks is None:
+    state = keeper.clipping
+    if state.ranks is None:
         return
+    agree_to_train(
+        state.ranks, optimizer, keeper.names, noise_multiplier=state.first_multiplier,
+        max_grad_norm=[value.tolist() for value in state.next.tensors().values()],
+        clipping=re.sub(r" at 0x[0-9a-f]+", "", repr(state.strategy)), **settings,
+    )  # fmt: skip
+
+
+def agree_to_train(
+    ranks: Ranks, optimizer: Any, names: Mapping[nn.Parameter, str], **settings: Any
+) -> None:
+    """`check_alike` of any mode.
+
+    Args:
+        optimizer: the inner one. names: of the trained parameters.
+    """
     ranks.followed["a digest of the optimizer's settings (lr, ...)"] = partial(_settings, optimizer)
-    replicated = ranks.wrapper.parameters() if ranks.shards is None else ()
+    spread = isinstance(ranks.wrapper, FSDPModule)
+    replicated = () if spread else ranks.wrapper.parameters()
     ranks.agree(
         {
-            "trained parameters": [
-                (n, tuple(p.shape), str(p.dtype)) for p, n in keeper.names.items()
-            ],
-            "noise_multiplier": state.first_multiplier,
-            "max_grad_norm": [value.tolist() for value in state.next.tensors().values()],
-            "clipping": re.sub(r" at 0x[0-9a-f]+", "", repr(state.strategy)),
+            "trained parameters": [(n, tuple(p.shape), str(p.dtype)) for p, n in names.items()],
             "weights": digest([*replicated, *ranks.wrapper.buffers()]),
             **settings,
         }
     )
     ranks.check_replicas()
+
+
+def names_told(names: Iterable[str]) -> dict[str, float]:
+    """What ranks tell each other in a step of the parameters that it trains."""
+    return {"a digest of the trained parameters' names (requires_grad)": number_of(list(names))}
+
+
+def number_of(settings: Any) -> float:
+    """A number that tells settings (plain values) from others."""
+    return float(crc32(repr(settings).encode()))
 
 
 def _noise_std(state: ClippingState) -> float | Tensor:
@@ -102,4 +127,4 @@ def _settings(optimizer: Any) -> float:
         for name, value in sorted(group.items())
         if not isinstance(value, (Tensor, list))
     ]
-    return float(crc32(repr((type(optimizer).__name__, told)).encode()))
+    return number_of((type(optimizer).__name__, told))

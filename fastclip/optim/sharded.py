@@ -11,6 +11,7 @@ from torch import Tensor
 from fastclip._torch import implicit_replication
 from fastclip.errors import StepError
 from fastclip.optim.opacus_step import OpacusStep
+from fastclip.parallel.ranks import Ranks
 
 
 class ShardedOptimizer(OpacusStep, FSDPOptimizerFastGradientClipping):
@@ -23,9 +24,9 @@ class ShardedOptimizer(OpacusStep, FSDPOptimizerFastGradientClipping):
     _norms: Tensor | None = None
     """The norms of the physical batch that was summed last: each pass makes new ones."""
 
-    def bind(self, wrapper: Any) -> None:
+    def bind(self, wrapper: Any, ranks: Ranks | None = None) -> None:
         """As OpacusStep; and let the model clip at this optimizer's threshold."""
-        super().bind(wrapper)
+        super().bind(wrapper, ranks)
         self._wrapper = wrapper
         self._begin()
 

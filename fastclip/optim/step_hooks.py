@@ -8,7 +8,15 @@ from typing import Any
 
 from opacus.optimizers import DPOptimizer
 
+from fastclip.accounting.segments import told_of_history
+from fastclip.parallel.ranks import Ranks
+
 Hook = Callable[[DPOptimizer], None]
+
+_LEDGER = (
+    "a digest of the ledger (load the same checkpoint on every rank, and begin each pass over the "
+    "loader on all of them)"
+)
 
 
 class KeepsAccount:
@@ -18,6 +26,8 @@ class KeepsAccount:
     """
 
     _account: Hook | None = None
+    _ranks: Ranks | None = None
+    """Of Opacus' modes; see `trained_by`."""
     _in_hooks = False
     releasing = False
     """step() is about to record what it releases; False where `add_noise` is called by hand."""
@@ -28,6 +38,14 @@ class KeepsAccount:
         """Record every real step with `fn`; make_private calls this, in the place of earlier hooks."""
         self._account, self._step_hooks = fn, []
         self.noise_source.account = self._gathered.account = fn
+        if self.trained_by is not None:
+            self.trained_by.followed[_LEDGER] = partial(_told, fn)
+
+    @property
+    def trained_by(self) -> Ranks | None:
+        """The ranks that take each step together; None in one process."""
+        keeper = getattr(self, "keeper", None)
+        return self._ranks if keeper is None else keeper.clipping.ranks
 
     @property
     def _gathered(self) -> Any:
@@ -94,3 +112,9 @@ class KeepsAccount:
                 hook(optimizer)
         finally:
             self._in_hooks = not outermost
+
+
+def _told(account: Any) -> float:
+    """Of what records the steps: a number that is the same where as much is recorded."""
+    ledger = getattr(account, "ledger", None)
+    return 0.0 if ledger is None else told_of_history(ledger.history)

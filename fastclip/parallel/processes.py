@@ -57,6 +57,22 @@ def ranks_of(model: nn.Module) -> Ranks | None:
     return Ranks(model, group)
 
 
+def ranks_of_opacus(model: nn.Module) -> Ranks | None:
+    """The ranks that train a model together in one of Opacus' modes, whose optimizers send the sums.
+
+    Raises:
+        GraphError: several processes, and none of Opacus' wrappers around the model.
+    """
+    if not isinstance(model, (DDP, DPDDP, FSDPModule)):
+        spread = any(isinstance(p, DTensor) for p in model.parameters())  # "ghost_tp": one model
+        if not spread:
+            check_processes(None)
+        return None
+    if distributed.get_world_size() == 1:
+        return None
+    return Ranks(model, distributed.group.WORLD, follows=False)
+
+
 def refuse(ranks: Ranks | None, error: Exception) -> None:
     """This process cannot train: the others need not wait for it."""
     if ranks is not None:

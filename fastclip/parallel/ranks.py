@@ -33,9 +33,10 @@ class Ranks:
 
     Args:
         wrapper: what the model came in. group: of the processes; it carries the sums.
+        follows: where the parameters are; Opacus' modes do that themselves.
     """
 
-    def __init__(self, wrapper: nn.Module, group: Any) -> None:
+    def __init__(self, wrapper: nn.Module, group: Any, *, follows: bool = True) -> None:
         self.wrapper, self._group = wrapper, group
         self.number, self.count = distributed.get_rank(group), distributed.get_world_size(group)
         spread = isinstance(wrapper, FSDPModule)  # whose own exchanges must meet none of these
@@ -43,9 +44,9 @@ class Ranks:
         """Carries numbers of the host, so that no device is waited for."""
         self.followed: dict[str, Callable[[], float]] = {}
         """What must be the same on all ranks in every step, and may change between two."""
-        self.shards = Shards(wrapper) if spread else None
+        self.shards = Shards(wrapper) if spread and follows else None
         """Where the parameters are, if each rank holds a part of them."""
-        self._draws = _of_the_host(group, another=True) if spread else None
+        self._draws = _of_the_host(group, another=True) if self.shards else None
         """The same; its exchanges happen while a loader draws, ahead of others."""
         self._sources: WeakKeyDictionary[NoiseSource, SeededNoise] = WeakKeyDictionary()
 

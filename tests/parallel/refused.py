@@ -50,7 +50,9 @@ def trained_later(wrap: Callable[[nn.Module], nn.Module], private: nn.Module) ->
 
 def hooks() -> None:
     """The way out."""
-    _, private, optimizer, _ = make_private(DPDDP(mlp()), grad_sample_mode="hooks")
+    _, private, optimizer, _ = make_private(
+        DPDDP(mlp()), grad_sample_mode="hooks", poisson_sampling=True
+    )
     row_loss(private(rows())).mean().backward()
     optimizer.step()
 
