@@ -230,9 +230,21 @@ def _batched(
 @contextmanager
 def _unpacked() -> Iterator[None]:
     """What is saved here is kept as it is: a checkpoint around it would compute it again."""
-    with saved_tensors_hooks(Tensor.detach, _same):  # what was saved would hold itself else
+    with saved_tensors_hooks(_packed, _as_it_was):
         yield
 
 
-def _same(x: Tensor) -> Tensor:
+def _packed(x: Tensor) -> tuple[Tensor, int]:
+    return x.detach(), x._version  # what was saved would hold itself else
+
+
+def _as_it_was(packed: tuple[Tensor, int]) -> Tensor:
+    """What was saved; torch compares versions only of what no hooks have packed."""
+    x, version = packed
+    if x._version != version:
+        raise GraphError(
+            f"a tensor of shape {list(x.shape)} (a parameter, or a value computed from such) was "
+            "changed in place after another value had been computed from it, whose gradient asks for "
+            "what it was; change a clone of it, or change it after loss.backward()"
+        )
     return x

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.apart import check_exact_as_it_is, step
-from tests.oracle import make_private
+from tests.oracle import (
+    assert_sums,
+    clipped_sum,
+    make_private,
+    per_sample_gradients,
+    row_loss,
+    summed,
+)
 from tests.refusal import refused
 
 aten = torch.ops.aten
@@ -60,11 +67,11 @@ def builtins(m: Model, x: Tensor) -> Tensor:
     return operator.matmul(operator.mul(x, m.w), m.v)
 
 
-def summed(m: Model, x: Tensor) -> Tensor:
+def added_up(m: Model, x: Tensor) -> Tensor:
     return sum(x[:, i, None] * w for i, w in enumerate(m.v)) * sum([m.w, m.w])
 
 
-@pytest.mark.parametrize("use", [builtins, summed])
+@pytest.mark.parametrize("use", [builtins, added_up])
 def test_built_in_functions_that_an_interpreter_specialises(use: Callable) -> None:
     """In Python 3.11 another instruction runs them, once the line has run some times."""
     check_exact_as_it_is(Model(use), batch())
@@ -91,6 +98,73 @@ def test_a_value_changed_after_a_use_whose_gradient_does_not_ask() -> None:
         out = x * weight
         weight.mul_(2)
         return out + weight
+
+    check_exact_as_it_is(Model(use), batch())
+
+
+DERIVED: dict[str, Callable[[Model], Tensor]] = {
+    "square": lambda m: m.v**2,
+    "product": lambda m: m.v * m.w,
+    "normalised": lambda m: nn.functional.normalize(m.v),
+    "softplus": lambda m: nn.functional.softplus(m.v),
+    "low rank": lambda m: m.v[:, :2] @ m.v[:2],
+    "sine": lambda m: m.v.sin(),
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_a_parameter_changed_between_the_passes(name: str) -> None:
+    """A value of it is computed again by nobody, and the way back asks for what it was."""
+
+    def changed(m: Model, x: Tensor) -> Tensor:
+        loss = row_loss(m(x)).mean()
+        with torch.no_grad():
+            model.v.mul_(3)
+        return loss
+
+    model = Model(lambda m, x: m.lin(x) @ DERIVED[name](m))
+    with pytest.raises(RuntimeError, match="inplace"):
+        changed(model, batch()).backward()
+    _, private, _, _ = make_private(model)
+    with refused("changed in place after another value had been computed.*clone"):
+        changed(private, batch()).backward()
+
+
+def test_a_parameter_changed_between_the_passes_where_no_gradient_asks() -> None:
+    """exp keeps its own result, and a transposed matrix nothing."""
+    model = Model(lambda m, x: m.lin(x) * m.w.exp() @ m.v.T)
+    grads = per_sample_gradients(model, batch())
+    params = dict(model.named_parameters())
+    _, private, _, _ = make_private(model)
+    loss = row_loss(private(batch())).mean()
+    with torch.no_grad():
+        model.w.mul_(3)
+    loss.backward()
+    assert_sums(summed(params), clipped_sum(grads, 1.0), 1e-5)
+
+
+@pytest.mark.parametrize("function", [torch.exp, torch.tanh, torch.sigmoid])
+def test_a_derived_value_changed_after_it_was_used(function: Callable) -> None:
+    """The use's own gradient does not ask for it; the way back to the parameter does."""
+
+    def use(m: Model, x: Tensor) -> Tensor:
+        value = function(m.w)
+        out = m.lin(x) + value
+        value.mul_(2)
+        return out
+
+    model = Model(use)
+    with pytest.raises(RuntimeError, match="inplace"):
+        row_loss(model(batch())).mean().backward()
+    _, private, optimizer, _ = make_private(model)
+    with refused("changed in place after another value had been computed.*clone"):
+        step(private, optimizer, batch())
+
+
+def test_a_derived_value_changed_before_it_is_used() -> None:
+    def use(m: Model, x: Tensor) -> Tensor:
+        value = (m.w * 2).mul_(m.v[0]).add_(1)
+        return m.lin(x) * value.pow(2)
 
     check_exact_as_it_is(Model(use), batch())
 
