@@ -94,7 +94,7 @@ def _linear(
 ) -> Choice:  # fmt: skip
     """`Planner.linear`; every layer asks in every step."""
     held = b * t * (d + p) * itemsize
-    if t == 1:
+    if t <= 1:
         return Choice("ghost", 0.0, held)
     flops = 2 * b * t * d * p
     product = flops / costs.matmul
