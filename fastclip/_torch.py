@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -72,6 +72,9 @@ base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """What a tensor is a view of; None if of nothing."""
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """Counts the changes in place of a tensor's memory."""
+coo_indices: Callable[[Tensor], Tensor] = methodcaller("_indices")
+coo_values: Callable[[Tensor], Tensor] = methodcaller("_values")
+"""Of what a sparse tensor is made, coalesced or not: its own method asks for one that is."""
 foreach_add_: Callable[..., None] = torch._foreach_add_
 """x += alpha y for every pair of two lists, in one call."""
 
@@ -210,10 +213,8 @@ def can_compile() -> bool:
 
 @contextmanager
 def at_rest(modules: Iterable[Any]) -> Iterator[None]:
-    """Inside, the hooks of fully_shard's modules cast, but neither gather nor reshard.
-
-    So they do where a backward pass computes a part of the model again.
-    """
+    """Inside, the hooks of fully_shard's modules cast, but neither gather nor reshard: so they do where
+    a backward pass computes a part of the model again."""
     states = {id(state): state for state in (m._get_fsdp_state() for m in modules)}
     before = [(state, state._training_state) for state in states.values()]
     for state in states.values():
@@ -262,7 +263,6 @@ INDEX_SAMPLER = "_index_sampler"
 
 OPACUS_MARK = "_forward_counter"
 """Opacus keeps it on every trainable parameter until cleanup(): its uses that had no backward yet."""
-
 OPACUS_HOOKS = "autograd_grad_sample_hooks"
 """The list, on a wrapped model, of the handles that its cleanup() removes."""
 

@@ -34,16 +34,20 @@ class Kept:
         self._left: list[tuple[dict[str, Any], str, Any]] = []
         self.names: list[str] = []
         """Of the attributes."""
+        self._following: list[Tensor] = []
         for path, table in tables_of(model):
             for name, value in table.items():
                 if name not in TORCHS and self.reaches(_tensors(value)):
                     # containers as they are now: afterwards they hold what they did before
                     self._left.append((table, name, tree_map(_itself, value)))
                     self.names.append(f"{path}.{name}".lstrip("."))
+                    self._following += filter(self._taint.follows, _tensors(value))
 
     def __enter__(self) -> None:
         for table, name, value in self._left:
             table[name] = tree_map(_itself, value)
+        for x in self._following:  # a sparse one lies elsewhere, once it is put back
+            self._taint.mark(x)
         self._taint.__enter__()
 
     def __exit__(self, *error: Any) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastclip._torch import StorageWeakRef, TorchDispatchMode, memory_of, tree_leaves
 from fastclip.samples.ignored import Told, tell
+from fastclip.samples.parts import parts_of
 from fastclip.samples.selected import selects
 from fastclip.samples.undrawn import Undrawn
 from fastclip.samples.writes import written_by
@@ -53,12 +54,16 @@ class Taint(TorchDispatchMode):
 
     def holds(self, x: Tensor) -> bool:
         """Whether `x` holds numbers of the batch."""
-        storage = _storage(x)
-        return storage is None or memory_of(x) in self._memory
+        return self._among(x, self._memory)
 
     def follows(self, x: Tensor) -> bool:
         """Whether its numbers follow from those of the batch, not from its shape alone."""
-        return _storage(x) is None or memory_of(x) in self._numbers
+        return self._among(x, self._numbers)
+
+    @staticmethod
+    def _among(x: Tensor, memory: dict[int, Any]) -> bool:
+        parts = parts_of(x)
+        return any(_storage(part) is None or memory_of(part) in memory for part in parts)
 
     def __enter__(self) -> Taint:
         self._outside.append(self.undrawn.outside_torch())
@@ -94,15 +99,18 @@ class Taint(TorchDispatchMode):
 
     def mark(self, x: Tensor, follows: bool = True) -> None:
         """`x` holds numbers of the batch if it `follows`, or has its samples."""
-        storage = _storage(x)
-        if storage is not None:  # its number is no other's until this is let go, its memory is free
-            self._memory[memory_of(x)] = StorageWeakRef(storage)
+        for part in parts_of(x):
+            storage = _storage(part)
+            if storage is None:
+                continue
+            # its number is no other's until this is let go, its memory is free
+            self._memory[memory_of(part)] = StorageWeakRef(storage)
             if follows:
-                self._numbers[memory_of(x)] = self._memory[memory_of(x)]
+                self._numbers[memory_of(part)] = self._memory[memory_of(part)]
 
 
 def _storage(x: Tensor) -> torch.UntypedStorage | None:
     try:
         return x.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse tensors have none
+    except (NotImplementedError, RuntimeError):  # shards have none
         return None

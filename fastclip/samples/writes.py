@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastclip._torch import TorchDispatchMode, memory_of, tree_leaves
 from fastclip.errors import UnsupportedLayerError
+from fastclip.samples.parts import parts_of
 
 
 def written_by(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -34,20 +35,20 @@ class Writes(TorchDispatchMode):
         """Each tensor, and one that lies where it lay."""
         for name, x in state.items():
             try:
-                self._state.setdefault(memory_of(x), []).append((name, x))
+                for part in parts_of(x):
+                    self._state.setdefault(memory_of(part), []).append((name, part))
                 self._held[name] = x, x.data
-            except (
-                NotImplementedError,
-                RuntimeError,
-            ):  # sparse tensors, and shards, have no one memory
+            except (NotImplementedError, RuntimeError):  # shards have no one memory
                 continue
-        self._saved: dict[str, tuple[Tensor, Tensor]] = {}
+        self._saved: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         self._put_back: list[str] = []
 
     @property
     def written(self) -> list[str]:
         """Names of what was written to, or lies elsewhere."""
-        return list(dict.fromkeys([*self._saved, *self._put_back, *self._moved()]))
+        return list(
+            dict.fromkeys([*(name for name, _ in self._saved), *self._put_back, *self._moved()])
+        )
 
     def _moved(self) -> list[str]:
         return [name for name, (x, lain) in self._held.items() if not _lies_as(x, lain)]
@@ -63,12 +64,13 @@ class Writes(TorchDispatchMode):
     def _save(self, tensors: Iterable[Tensor]) -> None:
         for x in tensors:
             try:
-                own = self._state.get(memory_of(x), ())
+                places = [memory_of(part) for part in parts_of(x)]
             except (NotImplementedError, RuntimeError):
                 continue
-            for name, kept in own:
-                if name not in self._saved:
-                    self._saved[name] = kept, kept.detach().clone()
+            for place in places:
+                for name, kept in self._state.get(place, ()):
+                    if (name, place) not in self._saved:
+                        self._saved[name, place] = kept, kept.detach().clone()
 
     def check(self, holds: Callable[[Tensor], bool]) -> None:
         """No parameter takes numbers of the batch.
@@ -99,7 +101,8 @@ class Writes(TorchDispatchMode):
 
 def _lies_as(x: Tensor, other: Tensor) -> bool:
     """They are the same entries of the same memory."""
-    same = x.dtype == other.dtype and memory_of(x) == memory_of(other)
-    return same and (x.shape, x.stride(), x.storage_offset()) == (
-        other.shape, other.stride(), other.storage_offset()
-    )  # fmt: skip
+    return x.shape == other.shape and [*map(_where, parts_of(x))] == [*map(_where, parts_of(other))]
+
+
+def _where(x: Tensor) -> tuple[Any, ...]:
+    return x.dtype, memory_of(x), x.shape, x.stride(), x.storage_offset()

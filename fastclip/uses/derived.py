@@ -213,6 +213,8 @@ def _batched(
                     is_grads_batched=True,
                 )
             )  # fmt: skip
+        except GraphError:
+            raise
         except RuntimeError:  # a backward that cannot be batched: one sample at a time
             rows = [
                 torch.autograd.grad(
