@@ -41,6 +41,16 @@ class Slots:
         return getattr(self.held, name, None)
 
 
+class Scripted(Slots):
+    """A module of TorchScript: whether it trains, and its own tensors."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+        self.names = [
+            n for n, _ in (*held.named_parameters("", False), *held.named_buffers("", False))
+        ]
+
+
 class Attributes:
     """A class, read by name."""
 

@@ -153,7 +153,8 @@ def _parts_of(model: nn.Module) -> Iterator[dict[Any, Any]]:
     """The tables in which torch keeps hooks, of each module and of all, and the modules of a module."""
     yield from hooks_of_all_modules()
     for module in model.modules():
-        yield from (vars(module)[name] for name in _PARTS if name in vars(module))
+        tables = (vars(module).get(name) for name in _PARTS)
+        yield from (table for table in tables if isinstance(table, dict))  # TorchScript has others
 
 
 def _own_tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fastclip._torch import tree_unflatten
+from fastclip.errors import UnsupportedLayerError, where
 from fastclip.samples.beside import Beside
 from fastclip.samples.ignored import Told, labels
 from fastclip.samples.inputs import INPUT, take_rows, tensors_of
-from fastclip.samples.place import Place
+from fastclip.samples.place import Place, called
 from fastclip.samples.probe_state import generators_of, tables_of, undisturbed
 from fastclip.samples.seen import Seen
 from fastclip.samples.selected import MASKS, Fewer, Shorter, fillers, holds_ids, shortened
@@ -138,6 +139,12 @@ class Probe:
         """The input of a layer, or the output of a use."""
         if self.closed:
             return
+        if value.is_nested and value.layout == torch.strided:  # it has no shape
+            raise UnsupportedLayerError(
+                f"{where(called(name))}: expected a dense tensor, got a nested one, whose samples have "
+                "no axis; pad them (torch.nested.to_padded_tensor) and use a mask, or pack them "
+                "(torch.nn.utils.rnn.pack_sequence)"
+            )
         self.shapes.setdefault(name, []).append(tuple(value.shape))
         kept = self.shows and not self.trusted and not self.differentiable
         if kept and not (self.beside and self.beside.show(name, value)):

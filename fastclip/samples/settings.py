@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastclip.samples.held import Attributes, Items, Slots, native, reader
+from fastclip.samples.held import Attributes, Items, Scripted, Slots, native, reader
 from fastclip.samples.hooks import StandingHooks, numbers_of, tables_of_hooks
 from fastclip.samples.probe_state import TORCHS, is_object
 
@@ -114,6 +114,11 @@ class Settings:
         self._keys += [("hooks", id(table)) for table in self._hooks]
 
     def _of_module(self, module: nn.Module) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            own = Scripted(module)
+            self._plain.append((own, "training"))
+            self._tensors += [(own, name) for name in own.names]
+            return
         self._sized.append(module._modules)
         self._held += [(module._modules, name) for name in module._modules]
         for table in (module._buffers, module._parameters):
@@ -121,8 +126,8 @@ class Settings:
         self._plain.append((vars(module), "training"))
         self._home = type(module).__module__
         if self._home.startswith("torch.nn."):
-            own = [name for name in ("dim",) if name in vars(module)]
-            self._plain += [(vars(module), name) for name in ("forward", *own)]
+            dims = [name for name in ("dim",) if name in vars(module)]
+            self._plain += [(vars(module), name) for name in ("forward", *dims)]
             return
         self._of_table(vars(module), vars(module), 0)
         for base in type(module).__mro__:

@@ -58,6 +58,9 @@ class ContractionUse(UseRule):
         product: Product = operands["product"]
         if out.dim() != len(product.out) or out.is_complex():
             return False
+        tensors = (operands[n] for n in _factors(operands))
+        if any(x.layout != torch.strided for x in tensors):
+            return False  # sparse rows: there is no stack of their products
         if place is None:
             return _maps_rows(product, operands, private)
         sample = product.out[place.axis]
