@@ -81,11 +81,6 @@ def saved_entries(entries: Iterable[Entry]) -> list[tuple[float, Any, int]]:
     return [(float(sigma), encoded(rate), int(steps)) for sigma, rate, steps in entries]
 
 
-def told_of_history(history: History) -> float:
-    """A number that tells it from others, for ranks that compare theirs in every step."""
-    return float(hash(tuple(map(tuple, history))) % 2**32)
-
-
 def digest(state: Mapping[str, Any]) -> str:
     """Of what a state says was spent: a flipped bit of a ledger is seen, wherever it was stored.
 

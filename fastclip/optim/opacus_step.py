@@ -18,9 +18,10 @@ from fastclip.model.ownership import claim_for_opacus
 from fastclip.optim.inner_step import gate_of, keep_only, parameters_of
 from fastclip.optim.noise import OwnsNoise
 from fastclip.optim.raw_steps import watch_steps
-from fastclip.optim.release import names_told, number_of
+from fastclip.optim.release import names_told
 from fastclip.optim.shown_samples import only_shown, watch_passes
 from fastclip.optim.step_hooks import KeepsAccount
+from fastclip.parallel.digest import number_of
 from fastclip.parallel.ranks import Ranks
 
 

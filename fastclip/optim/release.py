@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 from torch import Tensor, nn
 
@@ -17,7 +16,7 @@ from fastclip.backward.clipping_state import ClippingState
 from fastclip.backward.sharded_sums import ShardedSums
 from fastclip.errors import ArgumentError
 from fastclip.parallel import release
-from fastclip.parallel.digest import digest
+from fastclip.parallel.digest import digest, number_of
 from fastclip.parallel.ranks import Ranks, whole_of
 
 
@@ -101,11 +100,6 @@ def agree_to_train(
 def names_told(names: Iterable[str]) -> dict[str, float]:
     """What ranks tell each other in a step of the parameters that it trains."""
     return {"a digest of the trained parameters' names (requires_grad)": number_of(list(names))}
-
-
-def number_of(settings: Any) -> float:
-    """A number that tells settings (plain values) from others."""
-    return float(crc32(repr(settings).encode()))
 
 
 def _noise_std(state: ClippingState) -> float | Tensor:

@@ -8,7 +8,8 @@ from typing import Any
 
 from opacus.optimizers import DPOptimizer
 
-from fastclip.accounting.segments import told_of_history
+from fastclip.accounting.segments import saved_entries
+from fastclip.parallel.digest import number_of
 from fastclip.parallel.ranks import Ranks
 
 Hook = Callable[[DPOptimizer], None]
@@ -117,4 +118,4 @@ class KeepsAccount:
 def _told(account: Any) -> float:
     """Of what records the steps: a number that is the same where as much is recorded."""
     ledger = getattr(account, "ledger", None)
-    return 0.0 if ledger is None else told_of_history(ledger.history)
+    return 0.0 if ledger is None else number_of(saved_entries(ledger.history))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -19,3 +20,8 @@ def digest(tensors: Iterable[Tensor]) -> str:
             entries: Any = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             found.update(entries)
     return found.hexdigest()[:16]
+
+
+def number_of(settings: Any) -> float:
+    """A number that tells settings (plain values) from others, the same in every process."""
+    return float(crc32(repr(settings).encode()))
