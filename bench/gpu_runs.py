@@ -13,7 +13,7 @@ NAMES = 3  # of a run that has told nothing: its round, task and mode
 FIRST, SECOND = ("non_private", "fastclip"), ("opacus_hooks", "opacus_ghost")
 MAIN, EXTRA = ("resnet50", "vit_b", "bert_t128", "bert_t512", "gpt2"), ("resnet50_float32",)
 
-COMPILERS = {"resnet50": 4, "bert_t128": 2, "bert_t512": 2, "gpt2": 2, "vit_b": 2}
+COMPILERS = {"resnet50": 4, "bert_t128": 2, "bert_t512": 2, "gpt2": 1, "vit_b": 2}
 """Processes that compile a task's kernels ahead, each a share of every search: most for a ResNet-50, of
 which the most is compiled (`python -m bench.host --first`)."""
 GOALS = {

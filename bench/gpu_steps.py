@@ -38,7 +38,9 @@ ALONE = 5  # steps of which the host's time is taken
 GRAPHS = ("non_private", "fastclip")  # modes whose step is also tried as a CUDA graph
 TOLD_EVERY = 5.0  # seconds
 AHEAD = 16  # samples of a step that only compiles: a multiple of 16, as every batch that is timed
-AHEAD_MEMORY = 0.25  # of the card, that such a process may take
+AHEAD_MEMORY = (
+    0.4  # of the card, that such a process may take: GPT-2 takes 23 GiB, the others a few
+)
 SLACK = 0.01  # relative error of a clipped gradient that two orders of summing may leave
 
 
