@@ -24,7 +24,7 @@ class Entry:
     """The contributions of one pass to one parameter."""
 
     records: list[Record]
-    norm_sq: Tensor | ops.RaisedNorm | None
+    norm_sq: Tensor | ops.LaterNorm | None
     """[b], or what it is made of; None while it waits: for another use, or for other parameters."""
 
     def join(self, record: Record) -> None:
@@ -154,12 +154,12 @@ def stack_small(entries: dict[nn.Parameter, Entry]) -> list[Stack]:
 
 def finish_norms(entries: Iterable[Entry]) -> None:
     """The last operations of norms that wait for those of other layers."""
-    groups: dict[Any, list[tuple[Entry, ops.RaisedNorm]]] = {}
+    groups: dict[Any, list[tuple[Entry, ops.LaterNorm]]] = {}
     for entry in entries:
-        if type(entry.norm_sq) is not Tensor and isinstance(entry.norm_sq, ops.RaisedNorm):
+        if type(entry.norm_sq) is not Tensor and isinstance(entry.norm_sq, ops.LaterNorm):
             groups.setdefault(entry.norm_sq.kind, []).append((entry, entry.norm_sq))
     for pairs in groups.values():
-        norms = ops.raised_together([norm for _, norm in pairs])
+        norms = pairs[0][1].together([norm for _, norm in pairs])
         for (entry, _), norm_sq in zip(pairs, norms.unbind(), strict=True):
             entry.norm_sq = norm_sq
 

@@ -272,8 +272,8 @@ def group_norm(
     if not runs_on(x, *params):
         return NotImplemented
     how = cut(c, t, k)
-    y = x.new_empty(b, t, c, dtype=dtype).mT.view(x.shape)
-    mean, rstd = x.new_empty(2, b, k, dtype=torch.float32).unbind()
+    y = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=x.device)
+    mean, rstd = (x.new_empty(b, k, dtype=torch.float32) for _ in range(2))
     own = x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous()
     same = alike(rows, *own, y), weight is None, bias is None, k, eps
     given = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, **how.constants}
@@ -282,7 +282,7 @@ def group_norm(
         launch(_whole, b * how.blocks, same, tensors, t, c, k, how.blocks, eps,
                T2=next_power_of_2(t), **given)  # fmt: skip
         return y, mean, rstd
-    parts = x.new_empty(2, b, how.chunks, k, dtype=torch.float32).unbind()
+    parts = [x.new_empty(b, how.chunks, k, dtype=torch.float32) for _ in range(2)]
     programs = b * how.chunks * how.blocks
     cuts = t, c, k, how.blocks, how.chunks, how.rows
     launch(_moments, programs, same, (x, *parts), *cuts, **how.constants)

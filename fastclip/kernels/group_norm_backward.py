@@ -146,21 +146,25 @@ def group_norm_backward(
     w = x if weight is None else weight.contiguous()
     given = x, g.mT.contiguous(), mean.contiguous(), rstd.contiguous()
     same = alike(*given, w), weight is None, need_input
-    dx = x.new_empty(b, t, c).mT if need_input else None
-    dw, db = x.new_empty(2, b, c, dtype=torch.float32).unbind()
+    dx = (
+        torch.empty_strided((b, c, t), (c * t, 1, c), dtype=x.dtype, device=x.device)
+        if need_input
+        else None
+    )
+    dw, db = (x.new_empty(b, c, dtype=torch.float32) for _ in range(2))
     has_weight = weight is not None
     if how.whole:
         tensors = *given, w, x if dx is None else dx, dw, db
         launch(_whole, b * how.blocks, same, tensors, t, c, k, how.blocks, T2=next_power_of_2(t),
                HAS_WEIGHT=has_weight, NEED_INPUT=need_input, **how.constants)  # fmt: skip
         return dx, dw, db
-    parts = x.new_empty(2, b, how.chunks, c, dtype=torch.float32)
+    parts = [x.new_empty(b, how.chunks, c, dtype=torch.float32) for _ in range(2)]
     programs = b * how.chunks * how.blocks
     cuts = t, c, k, how.blocks, how.chunks, how.rows
-    launch(_sums, programs, same, (*given, *parts.unbind()), *cuts, **how.constants)
+    launch(_sums, programs, same, (*given, *parts), *cuts, **how.constants)
     if dx is None:
-        dw, db = parts.sum(2).unbind()
+        dw, db = (part.sum(1) for part in parts)
         return None, dw, db
-    launch(_gradient, programs, same, (*given, w, *parts.unbind(), dx, dw, db), b, *cuts,
+    launch(_gradient, programs, same, (*given, w, *parts, dx, dw, db), b, *cuts,
            CHUNKS2=next_power_of_2(how.chunks), HAS_WEIGHT=has_weight, **how.constants)  # fmt: skip
     return dx, dw, db

@@ -50,10 +50,11 @@ class ConvRule(LayerRule):
         self, module: Any, x: Tensor, extra: Any
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         geo: ops.ConvGeometry = extra
-        weight, bias = module.weight, module.bias
+        weight = autocast_operand(module.weight)
         conv = _CONV[len(geo.stride)]
-        out = conv(x, weight, bias, geo.stride, geo.padding, geo.dilation, geo.groups)
-        return out, (x, weight)
+        out = conv(x, weight, module.bias, geo.stride, geo.padding, geo.dilation, geo.groups)
+        # The weight as it was multiplied, as torch's own layer saves it: it is cast once a step.
+        return out, (x, weight if x.requires_grad else None)
 
     def backward(self, call: LayerCall) -> Tensor | None:
         x, weight = call.saved
@@ -69,9 +70,13 @@ class ConvRule(LayerRule):
         if not call.needs_input_grad:
             return None
         return torch.ops.aten.convolution_backward(
-            g, x.to(g.dtype), weight.to(g.dtype), None, geo.stride, geo.padding, geo.dilation,
-            False, [0] * len(geo.stride), geo.groups, [True, False, False],
+            g, _as(x, g), _as(weight, g), None, geo.stride, geo.padding, geo.dilation, False,
+            [0] * len(geo.stride), geo.groups, [True, False, False],
         )[0]  # fmt: skip
+
+
+def _as(x: Tensor, other: Tensor) -> Tensor:
+    return x if x.dtype == other.dtype else x.to(other.dtype)
 
 
 def conv_record(call: Plans, x: Tensor, g: Tensor, geometry: ops.ConvGeometry) -> Record:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from fastclip import ops
@@ -35,13 +34,17 @@ class KernelRowsRecord(Record):
         return any(row.instantiates for row in self.rows)
 
     def norm_sq(self) -> Tensor:
+        return self._norms().raised()
+
+    def norm_parts(self, last_input: ops.LastInput) -> ops.LaterNorm:
+        return self._norms()
+
+    def _norms(self) -> ops.AddedNorm:
         together = [row.together for row in self.rows]
         if None in together:
-            return _total([row.norm_sq() for row in self.rows])
-        return _total([
-            norm for few in _some([(row.a, row.g) for row in together])
-            for norm in ops.ghost_norms(few, False)[0]
-        ])  # fmt: skip
+            return ops.AddedNorm([row.norm_sq() for row in self.rows])
+        some = _some([(row.a, row.g) for row in together])
+        return ops.AddedNorm([norm for few in some for norm in ops.ghost_norms(few, False)[0]])
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
         return ops.of_kernel_rows(self._sums(scale), self.geometry)
@@ -63,7 +66,7 @@ class KernelRowsRecord(Record):
 
     def slack(self) -> Tensor | None:
         known = [s for row in self.rows if (s := row.slack()) is not None]
-        return _total([s.square() for s in known]).sqrt() if known else None
+        return ops.AddedNorm([s.square() for s in known]).raised().sqrt() if known else None
 
     def of_units(self, units: UnitRows) -> Record:
         return KernelRowsRecord([row.of_units(units) for row in self.rows], self.geometry)
@@ -73,8 +76,3 @@ def _some(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Ten
     """As many at a time as a kernel takes."""
     for first in range(0, len(pairs), ops.LAYERS_TOGETHER):
         yield pairs[first : first + ops.LAYERS_TOGETHER]
-
-
-def _total(parts: Sequence[Tensor]) -> Tensor:
-    """Their sum: many, added up one after the other in float32, could come out low."""
-    return torch.stack(list(parts)).sum(0, dtype=torch.float64).to(parts[0].dtype)

@@ -65,7 +65,7 @@ class Record(ABC):
     def norm_sq(self) -> Tensor:
         """Squared norms of the samples' gradients, [b]."""
 
-    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.RaisedNorm:
+    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.LaterNorm:
         """The same, or what it is made of, to be finished with that of other layers.
 
         Args:
@@ -145,7 +145,7 @@ class KeptRecord(Record):
         norm_sq = ops.row_norm_sq(self.gradients)
         return norm_sq if self._hidden is None else (norm_sq.sqrt() + self._hidden).square()
 
-    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.RaisedNorm:
+    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.LaterNorm:
         return self._hidden if isinstance(self._hidden, ops.ProductNorm) else self.norm_sq()
 
     def clipped_sum(self, scale: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ class ViewedRecord(Record):
     def norm_sq(self) -> Tensor:
         return self.record.norm_sq()
 
-    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.RaisedNorm:
+    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.LaterNorm:
         return self.record.norm_parts(last_input)
 
     @property

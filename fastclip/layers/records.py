@@ -53,7 +53,7 @@ class LinearRecord(LaidRecord):
     def norm_sq(self) -> Tensor:
         return ops.ghost_norm(self.a, self.g) if self.ghost else norm_apart(self)
 
-    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.RaisedNorm:
+    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.LaterNorm:
         if self.ghost and ops.computes_reference(self.a):
             return ops.ghost_parts(self.a, self.g, last_input)
         return self.norm_sq()
@@ -141,7 +141,7 @@ class ConvRecord(LaidRecord):
             return ops.conv_ghost_norm(self.x, self.g, self.geometry)
         return norm_apart(self)
 
-    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.RaisedNorm:
+    def norm_parts(self, last_input: ops.LastInput) -> Tensor | ops.LaterNorm:
         whole = self.ghost and self.geometry.groups == 1 and len(self.x) > 0
         if whole and ops.computes_reference(self.x):
             return ops.conv_ghost_parts(self.x, self.g, self.geometry)

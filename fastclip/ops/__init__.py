@@ -2,10 +2,10 @@
 
 from fastclip.ops.accumulate import clip_accumulate
 from fastclip.ops.bounds import (
+    AddedNorm,
+    LaterNorm,
     ProductNorm,
-    RaisedNorm,
     product_slack,
-    raised_together,
 )
 from fastclip.ops.clip import clip_scale, threshold_step
 from fastclip.ops.conv import (
@@ -87,10 +87,11 @@ from fastclip.ops.routed import (
 
 __all__ = [
     "LAYERS_TOGETHER",
+    "AddedNorm",
     "ConvGeometry",
     "LastInput",
+    "LaterNorm",
     "ProductNorm",
-    "RaisedNorm",
     "by_matrices",
     "channels_last",
     "check_floating",
@@ -146,7 +147,6 @@ __all__ = [
     "patches_apart",
     "per_sample_gradients",
     "product_slack",
-    "raised_together",
     "rms_norm_backward",
     "rms_norm_grads",
     "routed_gradients_apart",

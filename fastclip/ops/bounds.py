@@ -22,11 +22,27 @@ from fastclip.ops.numerics import (
 )
 
 
-@dataclass
-class RaisedNorm(ABC):
-    """A squared norm before it is raised by its rounding bound: of one layer, or stacked, of l layers.
+class LaterNorm(ABC):
+    """Squared norms of a parameter's gradients, whose last operations are made for a `kind` at once."""
 
-    The last operations are made for all layers of a `kind` at once: `raised_together`.
+    @property
+    @abstractmethod
+    def kind(self) -> Hashable:
+        """Those of one kind are finished together."""
+
+    @abstractmethod
+    def raised(self) -> Tensor:
+        """The squared norms, [b], never below those of what the samples add to the clipped sum."""
+
+    @staticmethod
+    @abstractmethod
+    def together(norms: Sequence[Any]) -> Tensor:
+        """`raised` of l of a kind, [l, b], with as many operations as of one."""
+
+
+@dataclass
+class RaisedNorm(LaterNorm):
+    """A squared norm before it is raised by its rounding bound: of one layer, or stacked, of l layers.
 
     Attributes:
         total: as computed, [b]; or [l, b], and numbers as columns [l, 1].
@@ -39,12 +55,41 @@ class RaisedNorm(ABC):
 
     @property
     def kind(self) -> Hashable:
-        """Those of one kind are raised together."""
         return type(self), self.total.shape, self.total.dtype, self.total.device
 
-    @abstractmethod
+    @staticmethod
+    def together(norms: Sequence[Any]) -> Tensor:
+        first = norms[0]
+        stacked: list[Any] = []
+        for field in fields(first):
+            own = [getattr(norm, field.name) for norm in norms]
+            if isinstance(own[0], Tensor):
+                stacked.append(torch.stack(own))
+            else:
+                stacked.append(_column(tuple(own), first.total.dtype, first.total.device))
+        return type(first)(*stacked).raised()
+
+
+@dataclass
+class AddedNorm(LaterNorm):
+    """The sum of the squared norms [b] of a parameter's parts: many, added up one after the other in
+    float32, could come out low."""
+
+    parts: list[Tensor]
+
+    @property
+    def kind(self) -> Hashable:
+        first = self.parts[0]
+        return AddedNorm, len(self.parts), first.shape, first.dtype, first.device
+
     def raised(self) -> Tensor:
-        """The squared norms, never below those of what the samples add to the clipped sum."""
+        return AddedNorm.together([self])[0]
+
+    @staticmethod
+    def together(norms: Sequence[Any]) -> Tensor:
+        parts = [part for norm in norms for part in norm.parts]
+        stacked = torch.stack(parts).unflatten(0, (len(norms), -1))
+        return stacked.sum(1, dtype=torch.float64).to(stacked.dtype)
 
 
 @dataclass
@@ -129,23 +174,6 @@ def product_slack(a: Tensor, g: Tensor, taps: int = 1) -> Tensor:
 def _slack(norm_a: Tensor, norm_g: Tensor, taps: int | Tensor) -> Tensor:
     size = (taps * norm_a * norm_g).sqrt()
     return PRODUCT_ERROR_FACTOR * unit_roundoff(size.dtype) * size
-
-
-def raised_together(norms: Sequence[RaisedNorm]) -> Tensor:
-    """The squared norms of l layers, [l, b], with as many operations as those of one.
-
-    Args:
-        norms: of one kind and type, of as many samples and on one device.
-    """
-    first = norms[0]
-    stacked: list[Any] = []
-    for field in fields(first):
-        own = [getattr(norm, field.name) for norm in norms]
-        if isinstance(own[0], Tensor):
-            stacked.append(torch.stack(own))
-        else:
-            stacked.append(_column(tuple(own), first.total.dtype, first.total.device))
-    return type(first)(*stacked).raised()
 
 
 @functools.lru_cache(maxsize=256)

@@ -39,6 +39,8 @@ def matrices(geometry: ConvGeometry) -> int:
 def patches_apart(x: Tensor, geometry: ConvGeometry) -> Tensor:
     """The patches of x [b, c, *space] where `geometry.is_apart`, [b, t, c * taps]; of pointwise
     convolutions without strides a view."""
+    if geometry.is_pointwise and max(geometry.stride) == 1:
+        return x.flatten(2).transpose(1, 2)
     dims = len(geometry.kernel)
     for axis, (k, s) in enumerate(zip(geometry.kernel, geometry.stride, strict=True), 2):
         x = x.unfold(axis, k, s)

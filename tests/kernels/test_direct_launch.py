@@ -289,3 +289,50 @@ def test_repeated_sums_of_layers(splits: int, monkeypatch: pytest.MonkeyPatch) -
     assert by_name["g11"] is pairs[0][1]
     assert by_name["scale"] is scale
     assert by_name["out"].shape == (splits, 2, 16, 8)
+
+
+@pytest.mark.parametrize("block", [(64, 128), (128, 64)])
+def test_repeated_norms_have_the_tiles_of_their_configuration(
+    block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second launch reads no more than the first has written."""
+    module = import_module("fastclip.kernels.instantiated_norm")
+    found: list[Any] = []
+
+    def tiles(same: object, *tensors: torch.Tensor) -> runtime.Compiled:
+        found.extend(tensors)
+        return runtime.Compiled(Code([]), {"BLOCK_P": block[0], "BLOCK_D": block[1]}, ())
+
+    def finish(same: tuple, stats: torch.Tensor, norms: torch.Tensor) -> bool:
+        found.append(same)
+        norms.fill_(7.0)
+        return True
+
+    monkeypatch.setattr(module, "_tiles_kernel", SimpleNamespace(repeat=tiles))
+    monkeypatch.setattr(module, "_finish_kernel", SimpleNamespace(repeat=finish))
+    a, g = torch.zeros(2, 8, 200), torch.zeros(2, 8, 300)
+    same = runtime.alike(a, g), by_tf32(a, g), True
+    monkeypatch.setattr(module, "_KNOWN", {same: True})
+    norms, gradients = module.instantiated_norm(a, g, keep=True)
+    assert torch.equal(norms, torch.full((2,), 7.0))
+    assert gradients.shape == (2, 300, 200)
+    stats, stored, mark = found[2:]
+    assert stored is gradients
+    assert stats.shape == (3, 2, 20)
+    assert mark == (same, (5, 2) if block[0] == 64 else (3, 4))
+
+
+def test_repeated_sums_of_kept_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of gradients whose axes lie in another order, in the order of their parameter."""
+    module = import_module("fastclip.kernels.kept_sum")
+
+    def repeat(same: object, x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> bool:
+        out.copy_(torch.einsum("b,bnm->nm", scale, x.transpose(1, 2)))
+        return True
+
+    monkeypatch.setattr(module, "_sum_kernel", SimpleNamespace(repeat=repeat))
+    x, scale = torch.randn(2, 4, 3).transpose(1, 2), torch.rand(2)
+    monkeypatch.setattr(module, "_KNOWN", {runtime.alike(x, scale): (torch.Size([4, 3]), [1, 0])})
+    found = module.kept_sum(x, scale)
+    assert found.is_contiguous()
+    assert torch.allclose(found, torch.einsum("b,bnm->nm", scale, x))

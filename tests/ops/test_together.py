@@ -18,9 +18,9 @@ def test_products_of_grams(dtype: torch.dtype) -> None:
     pairs[1][0][1] *= 1e-30  # nothing of its norm is left in float32 but what underflow can hide
     pairs[2][1][2] = torch.inf
     parts = [ops.ghost_parts(a, g, ops.LastInput()) for a, g in pairs]
-    norms = [part for part in parts if isinstance(part, ops.RaisedNorm)]
+    norms = [part for part in parts if isinstance(part, ops.LaterNorm)]
     assert len(norms) == len(pairs)
-    together, single = ops.raised_together(norms), torch.stack([n.raised() for n in norms])
+    together, single = norms[0].together(norms), torch.stack([n.raised() for n in norms])
     torch.testing.assert_close(together, single, rtol=1e-6, atol=0, equal_nan=True)
     assert (together[1] > 0).all()
 
@@ -86,3 +86,15 @@ def test_scales_are_looked_at_once(dead: bool) -> None:
         assert found[0] == 0
     (found,) = ops.drop_zeroed(scales[0] * 0, x)
     assert (found == 0).all()
+
+
+def test_norms_of_parts() -> None:
+    """In float64, many parts: their order takes nothing away."""
+    parts = [[torch.rand(B) for _ in range(3)] for _ in range(4)]
+    norms = [ops.AddedNorm(own) for own in parts]
+    exact = torch.stack([torch.stack(own).double().sum(0) for own in parts]).float()
+    assert torch.equal(norms[0].together(norms), exact)
+    assert torch.equal(norms[2].raised(), exact[2])
+    small = ops.AddedNorm([torch.tensor([1.0]), *[torch.tensor([2.0**-25])] * 64])
+    assert small.raised().item() > 1.0
+    assert small.kind != norms[0].kind
