@@ -42,6 +42,13 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def left_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that earlier tests of this process left (torch.compile's wait for work) do not draw."""
+    there, real = {*threading.enumerate()} - {threading.main_thread()}, alone._never_draws
+    monkeypatch.setattr(alone, "_never_draws", lambda one: one in there or real(one))
+
+
 def empty(shapes: list[tuple[int, ...]]) -> list[Tensor]:
     return [torch.full(shape, torch.nan) for shape in shapes]
 
