@@ -175,7 +175,7 @@ def _keep(MEAN, RSTD, at, group, there, mean, rstd, SIZE2: tl.constexpr, COLUMNS
     tl.store(RSTD + at + group, rstd, mask=first)
 
 
-@autotuned(warps(8, 4, 16), key=["SIZE", "COLUMNS", "T2", "work"], prune=held)
+@autotuned(warps(8, 4), key=["SIZE", "COLUMNS", "T2", "work"], prune=held)
 @launched(do_not_specialize=["work"])
 def _whole(X, W, BIAS, Y, MEAN, RSTD, t, c, k, blocks, eps, work,
            T2: tl.constexpr, SIZE: tl.constexpr, SIZE2: tl.constexpr, COLUMNS: tl.constexpr,

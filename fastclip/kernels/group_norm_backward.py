@@ -54,7 +54,7 @@ def _input(x, g, w, rstd, total, product):
     return (g * w[None, :] - total[None, :] - x * product[None, :]) * rstd[None, :]
 
 
-@autotuned(warps(8, 4, 16), key=["SIZE", "COLUMNS", "T2", "NEED_INPUT", "work"], prune=held)
+@autotuned(warps(8, 4), key=["SIZE", "COLUMNS", "T2", "NEED_INPUT", "work"], prune=held)
 @launched(do_not_specialize=["work"])
 def _whole(X, G, MEAN, RSTD, W, DX, DW, DB, t, c, k, blocks, work,
            T2: tl.constexpr, SIZE: tl.constexpr, SIZE2: tl.constexpr, COLUMNS: tl.constexpr,

@@ -74,8 +74,9 @@ _SPILLS = {
 
 def usable_here(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> list[Any]:
     """As of instantiated_norm; of the largest tiles the longest, where there are positions, and memory
-    on the processor (not on an Ampere), for them; tails where there are some; of exact float32 products
-    small tiles where one operand lies by positions and the other by features: larger ones spill."""
+    on the processor (not on an Ampere), for them; tails where there are some, and nothing else for wide
+    layers, for which they won each search on an H100; of exact float32 products small tiles where one
+    operand lies by positions and the other by features: larger ones spill."""
     options = {**named, **kwargs}
     long = _WHOLE if options["bucket"] >= _WHOLE and generation() == "hopper" else 64
     unlike = options["MODE"] == "ieee" and (options["a_t"] == 1) != (options["g_t"] == 1)
@@ -87,7 +88,9 @@ def usable_here(configs: list[Any], named: dict[str, Any], **kwargs: Any) -> lis
             return False
         return block["BLOCK_T"] in (STEP, long) or min(block["BLOCK_P"], block["BLOCK_D"]) < SIDE
 
-    return [c for c in usable(configs, named, _SPILLS, **kwargs) if suits(c.kwargs)]
+    kept = [c for c in usable(configs, named, _SPILLS, **kwargs) if suits(c.kwargs)]
+    tails = [c for c in kept if c.kwargs["TAILS"]]
+    return tails if tails and min(options["p"], options["d"]) >= 4 * SIDE else kept
 
 
 @autotuned(
