@@ -293,6 +293,7 @@ class ClippingState:
             )
         step = whole("the checkpoint's step", saved.get("step", 0), 0)
         device = self.next.threshold.device
-        self.next = Thresholds(**{n: v.to(device, torch.float64) for n, v in values.items()})
-        self.noisy_counts = None if counts is None else counts.to(device)
+        values = {n: v.to(device, torch.float64, copy=True) for n, v in values.items()}
+        self.next = Thresholds(**values)
+        self.noisy_counts = None if counts is None else counts.to(device, copy=True)
         self.step = step

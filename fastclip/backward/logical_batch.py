@@ -108,6 +108,10 @@ class LogicalBatch:
         """The change that has begun was refused before it touched the sums."""
         self._changing = False
 
+    def break_off(self) -> None:
+        """Some of what was to contribute together has, and the rest has failed."""
+        self._changing = True
+
     @contextmanager
     def abandon(self) -> Iterator[None]:
         """Forget the logical batch that is being gathered, whose sums are cleared inside."""

@@ -94,15 +94,24 @@ class Step:
                 "holds every draw"
             )
         recorder = self._recorder(device)
-        total: Tensor | None = None
-        for number in keeper.clipping.by_parts([last - first for first, last in parts]):
-            first, last = parts[number]
-            if number:
-                keeper.batch.step(skip=True)
-            part = [x[first:last] if _is_tensor(x) else x for x in leaves]
-            losses = self._train(part, structure, last - first, recorder).sum()
-            total = losses if total is None else total + losses
-        assert total is not None
+        totals: list[Tensor] = []
+        norms: list[Tensor | None] = []
+        before = keeper.batch.state, keeper.batch.pending
+        try:
+            for number in keeper.clipping.by_parts([last - first for first, last in parts]):
+                first, last = parts[number]
+                if number:
+                    keeper.batch.step(skip=True)
+                part = [x[first:last] if _is_tensor(x) else x for x in leaves]
+                totals.append(self._train(part, structure, last - first, recorder).sum())
+                norms.append(keeper.per_sample_norms)
+        except BaseException:  # of a batch that is tried again no row may count twice
+            if totals or before != (keeper.batch.state, keeper.batch.pending):
+                keeper.batch.break_off()
+            raise
+        if len(norms) > 1:
+            keeper.per_sample_norms = torch.cat([x for x in norms if x is not None])
+        total = sum(totals[1:], totals[0])
         return total / max(rows, 1) if keeper.mean_loss else total
 
     def _parts(self, leaves: list[Any]) -> tuple[int, list[tuple[int, int]]]:
@@ -118,6 +127,12 @@ class Step:
         policy, batch = self._keeper.clipping.strategy.threshold, self._keeper.batch
         if len(parts) > 1 and policy.same_step:
             raise StepError(split_refused(type(policy).__name__))
+        if len(parts) > 1 and batch.draws is not None and batch.draws.stream:
+            raise BatchSizeError(
+                f"a batch of a stream (IterableDataset) is run at once, but this one holds {rows} rows "
+                f"and physical_batch is {most}: make the loader's batch_size no larger, and call "
+                "optimizer.step() after several batches"
+            )
         units = batch.next_units is not None or (batch.draws is not None and batch.draws.by_units)
         if units and (len(parts) > 1 or self._graphs):
             raise StepError(
@@ -168,6 +183,12 @@ class Step:
             raise BatchSizeError(
                 "loss_function is to return the loss of each row, but gave one number of the whole "
                 'batch, expanded; give the criterion reduction="none", the step reduces it'
+            )
+        if not losses.requires_grad:
+            raise GraphError(
+                "loss_function is to return losses that depend on the private model's parameters, got "
+                "some without a gradient: call the model that the step gives it, without detach(), "
+                "no_grad() or a conversion to integers"
             )
         if self._keeper.caught is not None:
             self._check_leaves(losses)

@@ -164,6 +164,8 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
             except BaseException:  # not accounted (a hook failed, Ctrl-C)
                 keep_only(self, ())
                 raise
+            finally:
+                self.releasing = False
             self._move_threshold()
         keep_only(self, released)
         self._gate.open = True

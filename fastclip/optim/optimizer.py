@@ -19,7 +19,7 @@ from fastclip.errors import ArgumentError, StepError
 from fastclip.noise import NoiseSource
 from fastclip.optim.inner_step import gate_of, keep_only
 from fastclip.optim.noise import OwnsNoise
-from fastclip.optim.release import check_alike, noisy_gradients
+from fastclip.optim.release import check_alike, copied, noisy_gradients
 from fastclip.optim.step_hooks import KeepsAccount
 from fastclip.parallel.ranks import whole_of
 
@@ -131,19 +131,20 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         """What the norms of the current (or last) logical batch are compared with.
 
         C, a scalar, or one a group or layer; Z of a global function. Public after the step; before
-        it, where thresholds come from the same step's counts, it is not accounted yet.
+        it, where thresholds come from the same step's counts, it is not accounted yet. A copy: the
+        noise follows from the one that rows were clipped at.
         """
-        return self.keeper.clipping.current.threshold
+        return self.keeper.clipping.current.threshold.clone()
 
     @property
     def group_weights(self) -> Tensor | None:
         """theta_k of the current (or last) logical batch, [k], where a strategy reweights groups."""
-        return self.keeper.clipping.current.weights
+        return copied(self.keeper.clipping.current.weights)
 
     @property
     def sensitivity(self) -> Tensor:
         """L2 sensitivity S of the sum at which its noise is scaled, a scalar."""
-        return self.keeper.clipping.sensitivity()
+        return self.keeper.clipping.sensitivity().clone()
 
     @property
     def per_sample_norms(self) -> Tensor | None:
@@ -169,7 +170,7 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         A scalar for a quantile; [2, k] for groups (beyond and within the threshold; for a quantile
         of groups counted and not); [k], the sizes of the groups, for reweighting.
         """
-        return self.keeper.clipping.noisy_counts
+        return copied(self.keeper.clipping.noisy_counts)
 
     @property
     def grad_samples(self) -> list[Tensor]:
@@ -245,6 +246,8 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
             keep_only(self, ())
             state.restore(before)
             raise
+        finally:
+            self.releasing = False
         state.advance()
         return True
 

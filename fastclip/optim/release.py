@@ -58,6 +58,11 @@ def noisy_gradients(
     return release.noisy_gradients(state.ranks, [given.take(p) for p in parameters], *rest)
 
 
+def copied(x: Tensor | None) -> Tensor | None:
+    """For a reader, who may change it: no noise follows from it."""
+    return None if x is None else x.clone()
+
+
 def check_alike(keeper: BookKeeper, optimizer: Any, **settings: Any) -> None:
     """All ranks that train are about to train the same model, in the same way; one process is.
 
