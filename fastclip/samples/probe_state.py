@@ -26,6 +26,7 @@ from fastclip._torch import (
     tree_leaves,
 )
 from fastclip.errors import UnsupportedLayerError
+from fastclip.ops.precision import full_float32
 from fastclip.samples.gradients import in_order
 from fastclip.samples.randomness import Generators
 from fastclip.samples.reentrant import applied_by
@@ -76,6 +77,9 @@ def no_training() -> Iterator[None]:
 def undisturbed(model: nn.Module, seed: int) -> Iterator[Writes]:
     """Without dropout, from generators of `seed`; afterwards everything is as before.
 
+    And in full float32: libraries take tf32 for batches of one size, for another they may not, and what
+    that rounds away would look like another row's.
+
     Yields what is written to inside.
 
     Raises:
@@ -89,6 +93,7 @@ def undisturbed(model: nn.Module, seed: int) -> Iterator[Writes]:
         stack.enter_context(generators_of(model).seeded(seed))
         stack.enter_context(_uncompiled())
         stack.enter_context(in_order())
+        stack.enter_context(full_float32())
         stack.enter_context(parametrizations_apart())
         stack.enter_context(_whole_checkpoints())
         stack.callback(writes.put_back)
