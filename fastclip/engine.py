@@ -208,7 +208,7 @@ class FastPrivacyEngine(SteppingEngine):
         batch.accumulation_allowed, batch.draws = not poisson_sampling, draws
         private.account_with(releases)
         self._runs = [run for run in self._runs if not run.keeper.batch.retired]
-        self._runs.append(Run(module.keeper, private, releases))
+        self._runs.append(Run(module.keeper, private, releases, loader))
         made = module, private, criterion, loader
         return made if grad_sample_mode == "ghost" else (module, private, loader)
 

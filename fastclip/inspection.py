@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.checks import between, positive
 from fastclip.data.design import SamplingDesign
 from fastclip.data.recorded import Releases, planned_history
+from fastclip.data.sampling import draws_securely
 from fastclip.errors import ArgumentError, StepError
 from fastclip.explanation import Explanation, Setup, explain
 from fastclip.mechanism import Mechanism, neighbours, trusted
@@ -25,7 +27,7 @@ from fastclip.parallel.ranks import Ranks
 from fastclip.planner.report import Plan
 from fastclip.samples.special import untried
 
-_DRAWN = (
+_NOISE, _ROWS, _BITS, _TAILS = (
     "noise of the gradients and of counts", "which rows are drawn",
     "the last bits of noise, from which sums could be read",
     "the tails of noise, which end where those of a normal do not",
@@ -40,15 +42,28 @@ class Run:
     keeper: BookKeeper
     optimizer: FastDPOptimizer
     releases: Releases
+    loader: InitVar[DataLoader]
+    """Not kept: it holds the rows."""
     epochs: float | None = None
     """Passes that its noise was found for."""
     delta: float | None = None
     """Of the budget that its noise was found for."""
+    _loader: ref[DataLoader] = field(init=False)
+
+    def __post_init__(self, loader: DataLoader) -> None:
+        self._loader = ref(loader)
 
     @property
     def design(self) -> SamplingDesign:
         """How its rows are drawn."""
         return self.releases.design
+
+    def secured(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What is kept from those who could foresee or repeat it, and what is not, as it runs now."""
+        source, loader = self.optimizer.noise_source, self._loader()
+        rows = self.design.secure if loader is None else draws_securely(loader)
+        kept = {_NOISE: source.secure, _ROWS: rows, _BITS: source.guarded, _TAILS: source.secure}
+        return tuple(t for t in kept if kept[t]), tuple(t for t in kept if not kept[t])
 
 
 class InspectedEngine(OpacusModes):
@@ -157,7 +172,7 @@ class InspectedEngine(OpacusModes):
         design, state, accountant = run.design, run.keeper.clipping, self.accountant.mechanism()
         delta = run.delta if delta is None else between("delta", delta, 0, 1)
         epochs = run.epochs if epochs is None else positive("epochs", epochs)
-        schedule, planned = state.strategy.noise, []
+        schedule, planned, (secure, insecure) = state.strategy.noise, [], run.secured()
         hidden = self.accountant.protected.beside(design.protected).size_is_secret
         if epochs is not None:
             planned = planned_history(design, schedule, state.first_multiplier, epochs)
@@ -172,7 +187,7 @@ class InspectedEngine(OpacusModes):
             accountant=accountant, delta=delta,
             epsilon=None if delta is None else self.get_epsilon(delta),
             planned_epsilon=epsilon(planned, delta, accountant) if delta and planned else None,
-            secure=_DRAWN if self.secure_mode else (), insecure=() if self.secure_mode else _DRAWN,
+            secure=secure, insecure=insecure,
             trusted=(*trusted(design, hidden), *untried(run.keeper.calls.layouts)),
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from fastclip.data.distinct import Distinct
 from fastclip.data.draws import Draws
@@ -115,6 +115,12 @@ class _Around(Sampler):
 def unwatched(sampler: Any) -> type:
     """The type of a sampler, whoever is told of its draws."""
     return getattr(type(sampler), "unwatched", type(sampler))
+
+
+def drawing(loader: DataLoader) -> Any:
+    """The sampler that draws the rows of a loader, whatever cuts them into batches."""
+    outer: Any = loader.batch_sampler
+    return outer.sampler if unwatched(outer) is BatchSampler else outer
 
 
 def check_batches(loader: DataLoader) -> None:

@@ -19,16 +19,10 @@ from opacus.utils.uniform_sampler import (
     UniformWithReplacementSampler,
 )
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-)
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from fastclip._torch import disable_dynamo
-from fastclip.data.loader import unwatched
+from fastclip.data.loader import drawing, unwatched
 from fastclip.errors import ArgumentError
 from fastclip.noise.forks import claim
 from fastclip.noise.keystream import KeyStream
@@ -247,9 +241,10 @@ class SecureSubsetSampler(SubsetRandomSampler):
 
 _SECURE: dict[type, type] = {
     kind.__bases__[0]: kind
-    for kind in (SecureDistributedSampler, SecureRandomSampler, SecureSubsetSampler)
-}
-_SECURE[UniformWithReplacementSampler] = PoissonSampler
+    for kind in (
+        PoissonSampler, SecureDistributedSampler, SecureRandomSampler, SecureSubsetSampler
+    )
+}  # fmt: skip
 
 
 def draw_exactly(loader: DataLoader) -> None:
@@ -280,8 +275,7 @@ def check_secure(loader: DataLoader) -> tuple[Any, type | None]:
     Raises:
         ArgumentError: for a sampler that draws in a way of its own, or not at all.
     """
-    outer: Any = loader.batch_sampler
-    sampler = outer.sampler if unwatched(outer) is BatchSampler else outer
+    sampler = drawing(loader)
     kind = unwatched(sampler)
     if kind in _SECURE.values():
         return sampler, None
@@ -295,3 +289,9 @@ def check_secure(loader: DataLoader) -> tuple[Any, type | None]:
             "pass poisson_sampling=True, or a data loader with shuffle=True"
         )
     return sampler, secure
+
+
+def draws_securely(loader: DataLoader) -> bool:
+    """Whether its rows are drawn from cryptographic randomness, as it is now."""
+    sampler = drawing(loader)
+    return bool(getattr(sampler, "secure", unwatched(sampler) in _SECURE.values()))

@@ -339,3 +339,42 @@ def test_an_error_of_the_source_is_not_hidden_by_another_backend(monkeypatch) ->
     monkeypatch.setitem(dispatch._STATE.kernels, "cuda", {"fill_normal": refuses})
     with dispatch.use_backend("cuda"), pytest.raises(StepError, match="captured"):
         ops.fill_normal(torch.empty(3), 1.0, SecureNoise())
+
+
+# What mechanism() says of it
+
+
+def test_what_is_said_to_be_secure_is_what_draws() -> None:
+    """Not the engine's attribute, which anyone can set afterwards."""
+    engine, _, optimizer, loader = start(secure=False)
+    engine.secure_mode = True
+    assert engine.mechanism().secure == ()
+    optimizer.secure_mode = True  # from the next draw: but of the noise alone
+    found = engine.mechanism()
+    assert found.insecure == ("which rows are drawn",)
+    assert len(found.secure) == 3
+
+    engine, _, optimizer, loader = start(secure=True)
+    engine.secure_mode = False
+    assert engine.mechanism().insecure == ()
+    loader.batch_sampler.secure = False
+    assert engine.mechanism().insecure == ("which rows are drawn",)
+
+
+def test_noise_that_is_cryptographic_but_not_guarded() -> None:
+    engine, _, optimizer, _ = start(secure=False)
+    optimizer.noise_source = SecureNoise(guarded=False)
+    found = engine.mechanism()
+    assert "noise of the gradients and of counts" in found.secure
+    assert found.insecure == (
+        "which rows are drawn",
+        "the last bits of noise, from which sums could be read",
+    )
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_a_random_order_in_secure_mode(secure: bool) -> None:
+    engine, _, _, loader = start(secure=secure, poisson_sampling=False)
+    assert ("which rows are drawn" in engine.mechanism().secure) is secure
+    del loader
+    assert ("which rows are drawn" in engine.mechanism().secure) is secure
