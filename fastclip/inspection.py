@@ -58,6 +58,13 @@ class Run:
         """How its rows are drawn."""
         return self.releases.design
 
+    def sensitivity(self) -> float:
+        """At which the next step's noise is scaled; of the last, where that is not paid for yet."""
+        state = self.keeper.clipping
+        ahead = state.next if self.keeper.batch.fresh else state.current
+        same_step = state.strategy.threshold.same_step
+        return float(state.strategy.sensitivity(state.paid if same_step else ahead))
+
     def secured(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What is kept from those who could foresee or repeat it, and what is not, as it runs now."""
         source, loader = self.optimizer.noise_source, self._loader()
@@ -182,7 +189,7 @@ class InspectedEngine(OpacusModes):
             public_size=design.public, units=None if hidden else design.units,
             expected_batch_size=design.expected_batch_size, max_batch_size=design.max_batch_size,
             max_rows_per_unit=design.max_rows_per_unit, clipping=state.strategy.kind,
-            sensitivity=float(state.strategy.sensitivity(state.paid)), noise=run.optimizer.noise_levels,
+            sensitivity=float(run.sensitivity()), noise=run.optimizer.noise_levels,
             schedule=str(schedule), taken=tuple(self.accountant.history), planned=tuple(planned),
             accountant=accountant, delta=delta,
             epsilon=None if delta is None else self.get_epsilon(delta),

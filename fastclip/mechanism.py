@@ -47,7 +47,8 @@ class Mechanism:
     clipping: str
     """The strategy."""
     sensitivity: float
-    """L2 sensitivity of the sum at which the next step's noise is scaled."""
+    """L2 sensitivity of the sum at which the next step's noise is scaled; of the last step, where it
+    follows from counts of the next one's own batch, which that step pays for."""
     noise: NoiseLevels
     """Noise multipliers of the next step: total, of the gradients, of count queries."""
     schedule: str

@@ -11,7 +11,7 @@ from opacus.accountants import PRVAccountant
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from fastclip import FastPrivacyEngine
+from fastclip import FastPrivacyEngine, clipping
 from fastclip.errors import ArgumentError
 from tests.refusal import refused
 
@@ -183,3 +183,65 @@ def test_a_plan_of_many_steps() -> None:
     engine = FastPrivacyEngine()
     private(engine)
     assert engine.mechanism(epochs=1e9).planned == ((1.0, 1 / 3, 3 * 10**9),)
+
+
+# At what the next step's noise is scaled
+
+
+def adaptive(engine: FastPrivacyEngine) -> tuple:
+    return private(engine, clipping=clipping.adaptive(threshold_lr=2.0), poisson_sampling=False)
+
+
+def test_the_sensitivity_is_that_of_the_next_step() -> None:
+    engine = FastPrivacyEngine()
+    made = adaptive(engine)
+    model, optimizer, loader = made
+    scaled = []
+    optimizer.attach_step_hook(lambda o: scaled.append(float(o.sensitivity)))
+    optimizer.max_grad_norm = 7.0
+    for (x,) in loader:
+        optimizer.zero_grad()
+        said = [engine.mechanism().sensitivity]
+        model(x).sum().backward()
+        said.append(engine.mechanism().sensitivity)
+        optimizer.step()
+        assert said == [scaled[-1]] * 2
+    assert scaled[0] == 7.0
+    assert len(set(scaled)) == len(scaled) > 1
+
+
+def test_a_threshold_that_is_set_too_late_for_this_batch() -> None:
+    engine = FastPrivacyEngine()
+    model, optimizer, _ = adaptive(engine)
+    model(torch.ones(4, D)).sum().backward()
+    optimizer.max_grad_norm = 7.0
+    assert engine.mechanism().sensitivity == 1.0
+    optimizer.zero_grad()
+    assert engine.mechanism().sensitivity == 7.0
+
+
+def from_optimizer(earlier: Any, made: tuple, engine: Any, later: tuple) -> None:
+    later[1].load_state_dict(made[1].state_dict())
+
+
+def from_run_state(earlier: Any, made: tuple, engine: Any, later: tuple) -> None:
+    state = earlier.run_state(module=made[0], optimizer=made[1]).state_dict()
+    engine.run_state(module=later[0], optimizer=later[1]).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("load", "begun"), [(from_optimizer, False), (from_optimizer, True), (from_run_state, False)]
+)
+def test_a_state_that_was_loaded_is_shown(load: Any, begun: bool) -> None:
+    earlier, engine = FastPrivacyEngine(), FastPrivacyEngine()
+    train(made := adaptive(earlier))
+    C = float(made[1].max_grad_norm)
+    model, optimizer, _ = later = adaptive(engine)
+    if begun:  # what was clipped at 1 has noise for 1
+        model(torch.ones(4, D)).sum().backward()
+    load(earlier, made, engine, later)
+    expected = 1.0 if begun else C
+    assert C != 1.0
+    assert float(optimizer.max_grad_norm) == C
+    assert engine.mechanism().sensitivity == expected
+    assert float(optimizer.threshold) == float(optimizer.sensitivity) == expected

@@ -39,14 +39,14 @@ class RunState(Stateful):
             )
         model: Any = module._module if isinstance(module, AbstractGradSampleModule) else module
         self._model, self._inner = bare(uncompiled(model)), optimizer.original_optimizer
-        self._ledger, self._clipping = ledger, optimizer.keeper.clipping
+        self._ledger, self._keeper = ledger, optimizer.keeper
 
     def state_dict(self) -> dict[str, Any]:
         let_go(self._model)
         run = io.BytesIO()
         torch.save(
             {
-                "ledger": self._ledger.state_dict(), "clipping": self._clipping.state_dict(),
+                "ledger": self._ledger.state_dict(), "clipping": self._keeper.clipping.state_dict(),
                 KEY: stamp(),
             },
             run,
@@ -74,4 +74,4 @@ class RunState(Stateful):
         self._ledger.load_state_dict(run["ledger"])
         set_model_state_dict(self._model, state_dict[_MODEL])
         set_optimizer_state_dict(self._model, self._inner, state_dict[_OPTIMIZER])
-        self._clipping.load_state_dict(run["clipping"])
+        self._keeper.clipping.load_state_dict(run["clipping"], self._keeper.batch.fresh)

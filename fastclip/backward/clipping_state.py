@@ -263,8 +263,8 @@ class ClippingState:
         saved: dict[str, Any] = {"strategy": self.strategy.kind, "step": self.step}
         return saved | {name: value.clone() for name, value in tensors.items()}
 
-    def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
-        """Continue from `state_dict`; takes effect at the next logical batch.
+    def load_state_dict(self, saved: Mapping[str, Any] | None, fresh: bool) -> None:
+        """Continue from `state_dict` at the next logical batch; `fresh`: none is under way.
 
         Raises:
             ArgumentError: for the state of another strategy. Nothing is changed.
@@ -291,9 +291,10 @@ class ClippingState:
             raise ArgumentError(
                 f"the checkpoint's thresholds expect numbers from {SMALLEST} to {LARGEST}"
             )
-        step = whole("the checkpoint's step", saved.get("step", 0), 0)
+        self.step = whole("the checkpoint's step", saved.get("step", 0), 0)
         device = self.next.threshold.device
         values = {n: v.to(device, torch.float64, copy=True) for n, v in values.items()}
         self.next = Thresholds(**values)
+        if fresh:
+            self.current = self.paid = self.next
         self.noisy_counts = None if counts is None else counts.to(device, copy=True)
-        self.step = step

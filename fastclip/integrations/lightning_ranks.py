@@ -125,7 +125,8 @@ def read_into_inner(strategy: Any) -> None:
         states = checkpoint.get(_STATES) or [saved.get(STATE) for saved in one_file]
         for optimizer, state in zip(private, states, strict=False):
             if isinstance(optimizer, FastDPOptimizer):
-                optimizer.keeper.clipping.load_state_dict(state)
+                keeper = optimizer.keeper
+                keeper.clipping.load_state_dict(state, keeper.batch.fresh)
         return checkpoint
 
     strategy.load_checkpoint = load_checkpoint

@@ -154,7 +154,8 @@ class RanksTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
         path = os.path.join(checkpoint, _CLIPPING)
         if os.path.isfile(path):
-            self.dp_optimizer.keeper.clipping.load_state_dict(torch.load(path, weights_only=True))
+            keeper = self.dp_optimizer.keeper
+            keeper.clipping.load_state_dict(torch.load(path, weights_only=True), keeper.batch.fresh)
 
     @contextmanager
     def _inner_optimizer(self) -> Iterator[None]:

@@ -320,5 +320,5 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
             ArgumentError: if it holds the thresholds of another strategy; nothing is loaded.
         """
         inner = dict(state_dict)
-        self.keeper.clipping.load_state_dict(inner.pop(STATE, None))
+        self.keeper.clipping.load_state_dict(inner.pop(STATE, None), self.keeper.batch.fresh)
         super().load_state_dict(inner)
