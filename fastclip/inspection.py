@@ -169,7 +169,7 @@ class InspectedEngine(OpacusModes):
 
         Returns:
             A `fastclip.mechanism.Mechanism`: neighbours, privacy unit, sampling, noise by step,
-            sensitivity, steps taken and planned, epsilon, what is secure and what is trusted.
+            sensitivity, steps recorded and planned, epsilon, what is secure and what is trusted.
 
         Raises:
             StepError: before make_private. ArgumentError: for a delta or number of epochs out of range.

@@ -54,7 +54,8 @@ class Mechanism:
     schedule: str
     """How the noise changes from step to step."""
     taken: tuple[Entry, ...]
-    """(sigma, q, steps) that the accountant has recorded."""
+    """(sigma, q, steps) that the accountant has recorded: without Poisson sampling a pass over the data
+    is one of its steps, however many the optimizer takes in it."""
     planned: tuple[Entry, ...]
     """The same of the whole run, where its length is known."""
     accountant: str
@@ -88,6 +89,7 @@ class Mechanism:
             drawn += f", at most {self.max_rows_per_unit} rows of each"
         if not self.sampled_independently:
             drawn += "; accounted without amplification"
+            drawn += "" if self.sampler == STREAM else ", a pass as one step"
         counts = "none" if self.noise.counts is None else f"sigma = {self.noise.counts:.4g}"
         rows = {
             "neighbours": self.neighbours,
@@ -99,8 +101,8 @@ class Mechanism:
             "noise": f"sigma = {self.noise.total:.4g} (gradients {self.noise.gradients:.4g}), "
             f"{self.schedule}",
             "count queries": counts,
-            "steps taken": _steps(self.taken),
-            "steps planned": _steps(self.planned) if self.planned else "not known",
+            "steps recorded": _steps(self.taken),
+            "planned in all": _steps(self.planned) if self.planned else "not known",
             "accountant": self.accountant,
             "epsilon": _epsilon(self.epsilon, self.planned_epsilon, self.delta),
         }
@@ -164,5 +166,5 @@ def _steps(entries: Sequence[Entry]) -> str:
 def _epsilon(spent: float | None, planned: float | None, delta: float | None) -> str:
     if spent is None or delta is None:
         return "pass delta to state it"
-    found = f"{spent:.4f} at delta = {delta:g}, for the steps taken"
+    found = f"{spent:.4f} at delta = {delta:g}, for the steps recorded"
     return found if planned is None else f"{found}; {planned:.4f} for the steps planned"

@@ -105,15 +105,17 @@ def noise_to_signal(optimizer: Any) -> float:
     """Expected norm of the step's noise over the norm of the gradient that it released.
 
     1 says that the step is nothing but noise; NaN where parameters are spread over ranks, or before a
-    step. Of what is released, so private.
+    step. Of what is released, so private. To be asked in a step hook, as `Monitor` does: later on
+    a noise schedule, or a `noise_multiplier` that was set, tells of the next step's noise.
     """
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]
                  if p.requires_grad and p.grad is not None]  # fmt: skip
     if not gradients or any(hasattr(g, "placements") for g in gradients):
         return math.nan
-    divisor = optimizer.expected_batch_size if optimizer.loss_reduction == "mean" else 1.0
+    state, batches = optimizer.keeper.clipping, optimizer.keeper.batch.accumulated
+    divisor, sensitivity = optimizer._divisor(batches), state.strategy.sensitivity(state.paid)
     entries = sum(g.numel() for g in gradients)
-    std = optimizer.noise_levels.gradients * float(optimizer.sensitivity) / divisor
+    std = optimizer.noise_levels.gradients * float(sensitivity) / divisor
     norm = torch.stack([g.detach().double().norm() for g in gradients]).norm().item()
     return std * math.sqrt(entries) / norm if norm else math.nan
 
@@ -129,7 +131,9 @@ def tensorboard(writer: Any) -> Callable[[Reading], None]:
 
 
 def spending(engine: Any, delta: float) -> list[tuple[int, float]]:
-    """(real steps, epsilon) from the first step to the last, at most `POINTS` of them.
+    """(steps recorded, epsilon) from the first step to the last, at most `POINTS` of them.
+
+    As the ledger counts steps: without Poisson sampling a pass over the data is one.
 
     Raises:
         ArgumentError: before the first step, or for a delta outside (0, 1).
@@ -155,7 +159,7 @@ def _first(history: Sequence[tuple[float, Any, int]], steps: int) -> list[tuple[
 
 
 def plot_privacy(engine: Any, *, delta: float, budget: float | None = None) -> Figure:
-    """Epsilon over the steps of an engine's runs, and what is left of a budget.
+    """Epsilon over the steps that an engine has recorded (see `spending`), and what is left of a budget.
 
     Args:
         engine: whose ledger is drawn.
@@ -179,8 +183,8 @@ def plot_privacy(engine: Any, *, delta: float, budget: float | None = None) -> F
     figure = Figure(figsize=(6.0, 3.8), layout="constrained")
     axes = figure.subplots()
     axes.plot((0, *steps), (0.0, *spent), color="#0072b2", linewidth=2)
-    axes.set(xlabel="real steps", ylabel=f"epsilon at delta {delta:g}", xlim=(0, steps[-1]))
-    title = f"Spent: epsilon {spent[-1]:.3g} in {steps[-1]} steps"
+    axes.set(xlabel="steps recorded", ylabel=f"epsilon at delta {delta:g}", xlim=(0, steps[-1]))
+    title = f"Spent: epsilon {spent[-1]:.3g} in {steps[-1]} steps recorded"
     if budget is not None:
         over = spent[-1] > budget
         axes.axhline(budget, color="#d55e00", linestyle="--")

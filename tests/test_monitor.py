@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,14 @@ from tests.oracle import make_private, row_loss
 DELTA, D, B = 1e-4, 5, 8
 
 
-def start(strategy: Any = "flat", sigma: float = 1.0, **options: Any) -> tuple:
+def start(
+    strategy: Any = "flat", sigma: float = 1.0, sampled: bool = True, **options: Any
+) -> tuple:
     torch.manual_seed(0)
     return make_private(
         nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, 3)),
         dataset=TensorDataset(torch.randn(64, D)), clipping=strategy, noise_multiplier=sigma,
-        poisson_sampling=True, batch_size=B, **options,
+        poisson_sampling=sampled, batch_size=B, **options,
     )  # fmt: skip
 
 
@@ -76,6 +79,40 @@ def test_noise_beside_signal() -> None:
     mean = sum(1 / ratio**2 for ratio in ratios) / len(ratios)
     assert len(ratios) == 40
     assert abs(mean - 1) < 5 * math.sqrt(2 / (entries * len(ratios)))
+
+
+@pytest.mark.parametrize("loss_reduction", ["mean", "sum"])
+def test_noise_beside_signal_of_joined_batches(loss_reduction: str) -> None:
+    """The noisy sum is divided by B for each of them, and so is the noise that is expected."""
+    _, model, optimizer, loader = start(sampled=False, loss_reduction=loss_reduction)
+    ratios: list[float] = []
+    optimizer.attach_step_hook(lambda optimizer: ratios.append(noise_to_signal(optimizer)))
+    for _ in range(20):
+        for k, (x,) in enumerate(loader):
+            optimizer.signal_skip_step(k % 4 < 3)
+            optimizer.zero_grad()
+            (0.0 * model(x).sum()).backward()
+            optimizer.step()
+    entries = sum(p.numel() for p in model.parameters())
+    assert len(ratios) == 40
+    mean = sum(1 / ratio**2 for ratio in ratios) / len(ratios)
+    assert abs(mean - 1) < 5 * math.sqrt(2 / (entries * len(ratios)))
+
+
+def test_the_next_batch_says_nothing_of_the_last_step() -> None:
+    """Its thresholds and its number of passes are its own."""
+    _, model, optimizer, _ = start(clipping.adaptive(threshold_lr=2.0), sampled=False)
+    x = torch.randn(B, D)
+    for k in range(2):
+        optimizer.signal_skip_step(k < 1)
+        optimizer.zero_grad()
+        row_loss(model(x)).mean().backward()
+        optimizer.step()
+    found, sensitivity = noise_to_signal(optimizer), float(optimizer.sensitivity)
+    optimizer.keeper.zero_grad()  # gradients stay
+    row_loss(model(x)).mean().backward()
+    assert float(optimizer.sensitivity) != sensitivity
+    assert noise_to_signal(optimizer) == found
 
 
 def test_without_noise_nothing_is_private() -> None:
@@ -158,6 +195,23 @@ def test_spending_is_epsilon_of_every_prefix() -> None:
     assert [step for step, _ in spending(FewSteps(), DELTA)] == [1, 2, 3]
 
 
+def test_a_pass_without_sampling_is_one_step_of_the_ledger() -> None:
+    """However many the optimizer takes: what is counted is said."""
+    engine, model, optimizer, loader = start(sampled=False)
+    steps: list[int] = []
+    optimizer.attach_step_hook(lambda optimizer: steps.append(1))
+    run(model, optimizer, loader)
+    assert len(steps) == 8
+    assert spending(engine, DELTA) == [(1, engine.get_epsilon(DELTA))]
+    (axes,) = plot_privacy(engine, delta=DELTA).axes
+    assert axes.get_xlabel() == "steps recorded"
+    said = str(engine.mechanism(delta=DELTA, epochs=2))
+    assert "taken" not in said
+    assert re.search(r"steps recorded +1 \(1 at sigma = 1\)", said)
+    assert re.search(r"planned in all +2 \(2 at sigma = 1\)", said)
+    assert "accounted without amplification, a pass as one step" in said
+
+
 class FewSteps(FastPrivacyEngine):
     def __init__(self) -> None:
         super().__init__(accountant="rdp")
@@ -174,9 +228,9 @@ def test_the_picture(budget: float | None, said: str, tmp_path: Path) -> None:
     (axes,) = figure.axes
     spent = engine.get_epsilon(DELTA)
     title = axes.get_title(loc="left")
-    assert title.startswith(f"Spent: epsilon {spent:.3g} in 3 steps")
+    assert title.startswith(f"Spent: epsilon {spent:.3g} in 3 steps recorded")
     assert said in title
-    assert axes.get_xlabel() == "real steps"
+    assert axes.get_xlabel() == "steps recorded"
     assert axes.lines[0].get_ydata()[-1] == spent
     figure.savefig(tmp_path / "privacy.png")
 
