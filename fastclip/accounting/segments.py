@@ -14,9 +14,10 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastclip.accounting.protected import KEY as PROTECTED
+from fastclip.accounting.protected import Protected
 from fastclip.accounting.truncation import Rate, decoded, encoded, probability
 from fastclip.errors import ArgumentError
 
@@ -26,6 +27,14 @@ History = Sequence[Entry]
 """What an accountant holds of a whole run."""
 Segments = dict[str, list[Entry]]
 """Name -> what was recorded under it, in the order in which it was first seen."""
+
+
+class Spent(NamedTuple):
+    """Of a ledger as it stood: its steps, and whom they protect."""
+
+    segments: Segments
+    protected: Protected
+
 
 KEY = "segments"
 DIGEST = "fastclip_digest"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fastclip.accounting.segments import Spent
 from fastclip.backward.batch_states import TABLE, Event, Refusal, State
 from fastclip.data.draws import Draws
 from fastclip.data.iteration import PhysicalBatch
@@ -42,6 +43,8 @@ class LogicalBatch:
         """Of the data loader; None where there is none."""
         self.account: Any = None
         """Of the steps that are taken on these sums; its `ledger` records them."""
+        self._spent: Spent | None = None
+        """In a copy, which no ledger counts: what the original was trained with until then."""
         self._found: PhysicalBatch | None = None
         self._begun: PhysicalBatch | None = None
         """The batch by whose units the pass under way clips; a loader in another thread draws on."""
@@ -245,8 +248,14 @@ class LogicalBatch:
             raise StepError(FORKED)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of a model is accounted for by nobody yet."""
-        return {**self.__dict__, "account": None}
+        """A copy of a model is accounted for by nobody yet, but its weights have seen these steps."""
+        return {**self.__dict__, "account": None, "_spent": self.spent}
+
+    @property
+    def spent(self) -> Spent | None:
+        """What the model was trained with, as the ledger stands now."""
+        ledger = getattr(self.account, "ledger", None)
+        return self._spent if ledger is None else Spent(ledger.segments(), ledger.protected)
 
     def keeps_sums(self) -> bool:
         """zero_grad() was called; whether the sums are of a split batch, which stay.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from torch import nn
@@ -23,8 +23,10 @@ from fastclip.parallel.ranks import Ranks, whole_of
 
 _FAST: WeakKeyDictionary[nn.Module, ref[BookKeeper]] = WeakKeyDictionary()
 """Models that were intercepted, and their book-keepers."""
-_OPACUS: WeakKeyDictionary[AbstractGradSampleHooks, LogicalBatch] = WeakKeyDictionary()
-"""What make_private returned in Opacus' modes, and the logical batch of its newest optimizer."""
+_OPACUS: WeakSet[AbstractGradSampleHooks] = WeakSet()
+"""What make_private returned in Opacus' modes."""
+_BATCH = "fastclip_batch"
+"""Its attribute: the logical batch of its newest optimizer, which a copy has, too."""
 
 _TWICE = "a sample would be released once by each of the two engines"
 
@@ -51,10 +53,11 @@ def claim(model: nn.Module, keeper: BookKeeper) -> None:
 def claim_for_opacus(wrapper: AbstractGradSampleHooks, batch: LogicalBatch) -> None:
     """`wrapper` has a new optimizer; those that its parameters had before release nothing any more."""
     mine = {p for p in wrapper._module.parameters() if p.requires_grad}
-    for other, before in list(_OPACUS.items()):
+    for other in list(_OPACUS):
         if other is wrapper or not mine.isdisjoint(other._module.parameters()):
-            before.retire()
-    _OPACUS[wrapper] = batch
+            other.__dict__[_BATCH].retire()
+    wrapper.__dict__[_BATCH] = batch
+    _OPACUS.add(wrapper)
 
 
 def check_free(model: nn.Module, parameters: Mapping[nn.Parameter, str], again: Any = None) -> None:
@@ -75,13 +78,13 @@ def check_free(model: nn.Module, parameters: Mapping[nn.Parameter, str], again: 
         raise UnsupportedLayerError(conflict)
 
 
-def account_of(again: Any) -> Any:
-    """What records the steps of a model that an earlier make_private returned; None if nothing does."""
+def batch_of(again: Any) -> LogicalBatch | None:
+    """That of what an earlier make_private returned, or of a copy of it; None where it is over."""
     if again is None:
         return None
     keeper = getattr(again, "keeper", None)
-    batch = _OPACUS.get(again) if keeper is None else keeper.batch
-    return None if batch is None or batch.retired else batch.account
+    batch = again.__dict__.get(_BATCH) if keeper is None else keeper.batch
+    return None if batch is None or batch.retired else batch
 
 
 def _conflict(model: nn.Module, parameters: Mapping[nn.Parameter, str], again: Any) -> str | None:

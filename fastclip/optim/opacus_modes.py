@@ -11,12 +11,12 @@ from opacus.optimizers import DPOptimizer
 from opacus.validators import ModuleValidator
 from torch import nn
 
-from fastclip.accounting.segments import new_name
+from fastclip.accounting.segments import new_name, union
 from fastclip.backward.guards import say_untrained
 from fastclip.data.drawing_engine import DrawingEngine
 from fastclip.data.recorded import Releases
 from fastclip.errors import say
-from fastclip.model.ownership import account_of, check_free
+from fastclip.model.ownership import batch_of, check_free
 from fastclip.optim.inner_step import parameters_of
 from fastclip.optim.materialised import optimizer_class
 from fastclip.optim.release import agree_to_train
@@ -36,7 +36,8 @@ class OpacusModes(DrawingEngine):
         """A model that may be made private here, with all that its steps have spent so far.
 
         Args:
-            again: what an earlier make_private returned, whichever engine's, if the model is that.
+            again: what an earlier make_private returned, whichever engine's, or a copy of that, if the
+                model is that.
             trained: the parameters that are to become private, and their names.
 
         Raises:
@@ -44,11 +45,15 @@ class OpacusModes(DrawingEngine):
             ArgumentError: this accountant cannot compose its steps with its own.
         """
         check_free(module, trained, again=again)
-        ledger = getattr(account_of(again), "ledger", None)
-        if ledger is None or ledger is self.accountant or not len(ledger):
+        batch = batch_of(again)
+        if batch is None or (spent := batch.spent) is None:
             return
-        self.accountant.join(ledger.segments(), ledger.protected)
-        self.accountant.drawn.join(ledger.drawn)
+        if (ledger := getattr(batch.account, "ledger", None)) is not None:  # a copy has none
+            self.accountant.drawn.join(ledger.drawn)
+        known = self.accountant.segments()
+        if union(known, spent.segments) == known:
+            return
+        self.accountant.join(*spent)
         say(
             "the model is private already, by another FastPrivacyEngine whose steps are in its weights: "
             "this engine counts them from now on beside its own; for a model that is to begin anew, "

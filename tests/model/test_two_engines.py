@@ -322,3 +322,52 @@ def test_sums_that_are_parts_of_one_buffer() -> None:
     assert torch.equal(sums.take(first), 3 * buffer[:4].view(2, 2))
     assert torch.equal(sums.take(second), 3 * buffer[4:])
     assert torch.equal(buffer, torch.arange(6.0))
+
+
+# What a copy was trained with
+
+
+def trained(mode: str) -> tuple:
+    """(engine, model, optimizer) after a step."""
+    engine, held, optimizer = private(model(), mode, noise_multiplier=1.0)
+    backward(held)
+    optimizer.step()
+    optimizer.zero_grad()
+    return engine, held, optimizer
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_copy_takes_the_steps_in_its_weights_along(mode: str) -> None:
+    """As of the copy; what the original is trained with later is not in them."""
+    engine, held, optimizer = trained(mode)
+    twin = copy.deepcopy(held)
+    backward(held)
+    optimizer.step()
+    with pytest.warns(
+        UserWarning, match="another FastPrivacyEngine whose steps are in its weights"
+    ):
+        other, again, _ = private(copy.deepcopy(twin), mode, noise_multiplier=1.0)
+    assert other.accountant.history == [(1.0, 1.0, 1)]
+    assert other.accountant.protected == engine.accountant.protected
+    optimizer = torch.optim.SGD(again.parameters(), lr=1.0)
+    other, again, optimizer = private(again, mode, type(engine), optimizer=optimizer)
+    assert other.accountant.history == [(1.0, 1.0, 1)]
+
+
+@pytest.mark.parametrize("mode", ["fast", "hooks"])
+def test_an_engine_knows_the_steps_of_its_own_copies(mode: str) -> None:
+    engine, held, optimizer = trained(mode)
+    twin = copy.deepcopy(held)
+    backward(held)
+    optimizer.step()
+    before = list(engine.accountant.history)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the model is private already")
+        private(twin, mode, lambda: engine, noise_multiplier=1.0)
+    assert engine.accountant.history == before
+
+
+def test_a_copy_from_before_the_first_step_owes_nothing() -> None:
+    _, held, _ = private(model(), "fast", noise_multiplier=1.0)
+    other, _, _ = private(copy.deepcopy(held), "fast", noise_multiplier=1.0)
+    assert other.accountant.history == []
