@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,11 @@ class Constant(ThresholdPolicy):
     """One threshold that never moves by itself: Abadi et al. 2016."""
 
 
+def listed(value: Any) -> Any:
+    """Thresholds of an array or a tensor as a list of numbers; all else as it is."""
+    return value.tolist() if getattr(value, "ndim", 0) == 1 else value
+
+
 @dataclass(frozen=True)
 class PerLayer(ThresholdPolicy):
     """One threshold a parameter tensor, S = sqrt(sum C_l^2): Opacus' "per_layer"."""
@@ -27,7 +33,8 @@ class PerLayer(ThresholdPolicy):
     per_layer = True
 
     def initial(self, value: float | Sequence[float], parameters: int) -> Thresholds:
-        if isinstance(value, (int, float)) or not isinstance(value, Sequence):
+        value = listed(value)
+        if not isinstance(value, Sequence):
             raise ArgumentTypeError(
                 f"clipping='per_layer' expects max_grad_norm as a list of {parameters} numbers, "
                 f"one a trainable parameter tensor of the optimizer, got {value!r}"
@@ -42,6 +49,7 @@ class PerLayer(ThresholdPolicy):
         return Thresholds(thresholds, thresholds)
 
     def rescaled(self, state: Thresholds, value: float | Sequence[float]) -> Thresholds:
+        value = listed(value)
         if not isinstance(value, Sequence):
             factor = threshold(value) / self.reading(state)
             value = (state.threshold * factor).tolist()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fastclip import FastPrivacyEngine, clipping
+from fastclip import FastPrivacyEngine, GradScaler, clipping
 from fastclip.captured import step as step_module
 from fastclip.ops.dispatch import use_backend
 from tests.captured.tape import TapeRecorder
@@ -177,3 +177,29 @@ def _gradients(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         loss = nn.functional.cross_entropy(out, y[i : i + 1])
         rows.append(torch.autograd.grad(loss, [leaves[n] for n in names]))
     return {n: torch.stack([row[k] for row in rows]) for k, n in enumerate(names)}
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_a_scaled_loss_in_a_step(cuda_graph: bool) -> None:
+    """Its scale leaves neither norms nor sums; the loss that comes back has it."""
+    scaler = GradScaler(init_scale=1024.0)
+    found = []
+    for scale in (lambda loss: loss, scaler.scale):
+        torch.manual_seed(0)
+        _, model, optimizer, loader, step = start(
+            flat().double(), torch.randn(64, 6).double(), cuda_graph=cuda_graph,
+            function=lambda m, x, y, scale=scale: scale(losses(m, x, y)), noise_multiplier=0.0,
+        )  # fmt: skip
+        seen = []
+        for x, y in loader:
+            loss = step(x, y)
+            sums = summed(dict(model._module.named_parameters()))
+            seen.append([loss, optimizer.per_sample_norms, *sums.values()])
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        assert step.captured == cuda_graph
+        found.append(seen)
+    for (plain, *rest), (scaled, *others) in zip(*found, strict=True):
+        assert torch.allclose(scaled, 1024.0 * plain, rtol=1e-12)
+        for a, b in zip(rest, others, strict=True):
+            assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)

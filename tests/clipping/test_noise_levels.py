@@ -7,7 +7,9 @@ mean by z at the same level; the seed is fixed.
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from fastclip import clipping
 from fastclip.clipping import Clipping, Group, Hard, Quantile, Reweighted, StepNoise
+from fastclip.errors import ArgumentError, ArgumentTypeError
 from tests.clipping.cases import CASES, K
 from tests.clipping.reference_run import shares
 from tests.oracle import make_private
@@ -157,3 +160,20 @@ def test_no_noise_at_sigma_0(name: str) -> None:
         assert counts is None or torch.equal(counts, torch.zeros_like(counts))
         levels = idle.optimizer.noise_levels
         assert (levels.total, levels.gradients, levels.counts or 0.0) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, tuple])
+def test_thresholds_of_layers_in_an_array(kind: Any) -> None:
+    strategy, numbers = clipping.per_layer(), [0.5, 0.25]
+    state = strategy.initial(kind(numbers), 2)
+    assert state.threshold.tolist() == numbers
+    assert strategy.rescaled(state, kind([1.0, 0.125])).threshold.tolist() == [1.0, 0.125]
+    assert strategy.rescaled(state, kind([0.5, 0.5])).threshold.tolist() == [0.5, 0.5]
+    with pytest.raises(ArgumentError, match="expects 3 thresholds in max_grad_norm"):
+        strategy.initial(kind(numbers), 3)
+
+
+def test_an_array_of_another_form_is_no_list() -> None:
+    for value in (np.float64(0.5), np.ones((2, 1)), torch.tensor(0.5), 0.5):
+        with pytest.raises(ArgumentTypeError, match="as a list of 2 numbers"):
+            clipping.per_layer().initial(value, 2)
