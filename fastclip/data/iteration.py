@@ -15,9 +15,9 @@ from opacus.utils.batch_memory_manager import BatchSplittingSampler
 
 from fastclip._torch import INDEX_SAMPLER, NEXT_INDEX, RECEIVED, SENT, YIELDED, LoaderIterator
 from fastclip.data.callers import calling
-from fastclip.data.refusals import HALVES, ONE_PASS, SHARED, TOO_MANY
+from fastclip.data.refusals import HALVES, ONE_PASS, SHARDED, SHARED, TOO_MANY
 from fastclip.data.units import UnitBatch
-from fastclip.errors import BatchSizeError, StepError
+from fastclip.errors import ArgumentError, BatchSizeError, StepError
 from fastclip.forks import this_process
 
 
@@ -206,6 +206,21 @@ def sampler_between(who: Any) -> str | None:
         if not isinstance(sampler, BatchSplittingSampler) and not _accelerates(sampler):
             return type(sampler).__name__
     return None
+
+
+def refuse_shards(who: Any) -> None:
+    """Refuse a sampler of Accelerate's that hands each rank but a part of what is drawn.
+
+    Args:
+        who: the iterator of the DataLoader that draws; None where none does.
+
+    Raises:
+        ArgumentError: with the way out.
+    """
+    for sampler in samplers_around(who):
+        ranks = getattr(sampler, "num_processes", 1) if _accelerates(sampler) else 1
+        if ranks > 1:
+            raise ArgumentError(SHARDED.format(name=type(sampler).__name__, ranks=ranks))
 
 
 def _accelerates(sampler: Any) -> bool:

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from fastclip.data.distinct import Distinct
 from fastclip.data.draws import Draws
-from fastclip.data.iteration import Iteration, reading, sampler_between
+from fastclip.data.iteration import Iteration, reading, refuse_shards, sampler_between
 from fastclip.data.refusals import REORDERED
 from fastclip.data.same_rows import SameRows
 from fastclip.data.unchanged import Unchanged
@@ -64,6 +64,7 @@ class _Watched:
     def __init__(
         self, rows: Iterator[Any], draws: Draws, distinct: Distinct | None, unchanged: Unchanged
     ) -> None:
+        refuse_shards(reading())
         self._rows, self._draws, self._unchanged = rows, draws, unchanged
         self._distinct = None if distinct is None else distinct.one_pass()
         self._iteration = Iteration(stream=draws.stream)

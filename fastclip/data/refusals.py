@@ -83,3 +83,9 @@ UNKNOWN_CUT = (
     "rows of one unit may be in two parts: split by Opacus' BatchMemoryManager, "
     "or bound the draw by max_batch_size and max_rows_per_unit"
 )
+SHARDED = (
+    "the data loader that make_private returned draws this rank's share of the rows, and Accelerate's "
+    "{name} around its sampler would share it out again, among {ranks} ranks: prepare everything but "
+    "the data loader with Accelerate, and iterate over the one that make_private returned (move its "
+    "batches with .to(accelerator.device))"
+)

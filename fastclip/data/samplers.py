@@ -101,12 +101,13 @@ def check_poisson(data_loader: DataLoader, distributed: bool) -> Choice:
     Raises:
         ArgumentError: a sampler whose choice cannot be kept: of the user's own, or a subclass.
     """
-    check_loader(data_loader)
     if isinstance(data_loader.dataset, IterableDataset):
         raise ArgumentError(
             "Uniform sampling is not supported for IterableDataset, whose rows cannot be drawn one by "
-            "one; pass a data set with __getitem__ and __len__, or poisson_sampling=False"
+            "one; pass a data set with __getitem__ and __len__, or poisson_sampling=False, which takes "
+            "a stream with a __len__"
         )
+    check_loader(data_loader)
     check_batches(data_loader)
     outer: Any = data_loader.batch_sampler
     sampler = outer.sampler if unwatched(outer) is BatchSampler else outer

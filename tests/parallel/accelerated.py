@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import distributed
 
 from tests.oracle import row_loss
+from tests.parallel.refused import refusal
 from tests.parallel.training import batches, full, model, private
 from tests.parallel.world import as_torchrun
 
@@ -43,3 +44,11 @@ def loop(kind: str) -> dict[str, Any]:
         drawn.append(numbers.tolist())
     weights = torch.cat([full(p.detach()).reshape(-1) for p in plain.parameters()])
     return {"drawn": drawn, "weights": weights}
+
+
+def prepared_too() -> str:
+    """What is said where the private loader is prepared, which shares out the share."""
+    as_torchrun()
+    accelerator = Accelerator(cpu=True)
+    loader = private(accelerator.prepare_model(model()))[3]
+    return refusal(lambda: next(iter(accelerator.prepare(loader))))
