@@ -26,14 +26,12 @@ from opacus.data_loader import DPDataLoader
 from torch.utils.data import DataLoader
 
 from fastclip.checks import between
-from fastclip.data.design import epochs_of
-from fastclip.data.plan import Request, plan_sampling, use_sampler
+from fastclip.data.plan import SAMPLING, Request, plan_sampling, use_sampler
 from fastclip.engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.integrations.budget import Budget
 from fastclip.integrations.lightning_ranks import (
     as_wrapped,
-    check_strategy,
     keep_batch_sampler,
     read_as_before,
     read_into_inner,
@@ -42,12 +40,23 @@ from fastclip.integrations.lightning_ranks import (
     strategies_to_optimizers,
     write_strategies,
 )
+from fastclip.integrations.lightning_trainer import check_trainer, in_place, length_in_epochs
 from fastclip.optim.optimizer import FastDPOptimizer
 
 try:
     from lightning.pytorch import Callback, LightningDataModule, LightningModule
 except ImportError:  # the older name of the same library, with types of its own
     from pytorch_lightning import Callback, LightningDataModule, LightningModule  # type: ignore
+
+
+_OWN = {"datamodule", "generator", "private_loader"}
+"""Attributes of a DPLightningDataModule that are not the inner data module's."""
+
+
+def _of_inner(name: str) -> Any:
+    """The inner data module's method: Lightning, which asks whether a hook is overridden and takes that
+    of the LightningModule if not, sees whether it is there."""
+    return property(lambda outer: getattr(outer.datamodule, name))
 
 
 class DPLightningDataModule(LightningDataModule):
@@ -58,55 +67,70 @@ class DPLightningDataModule(LightningDataModule):
     together; of each rank where it has a DistributedSampler.
 
     Args:
-        datamodule: the ordinary one; everything but its training loader is passed through.
-        generator: of the sampling of all fits; that of the first loader if None.
+        datamodule: the ordinary one, of one training loader. Everything else is its own: hooks, state,
+            hyperparameters, trainer and attributes, to read and to set.
+        generator: of the Poisson sampling of all fits; that of the first loader if None.
     """
 
     def __init__(
         self, datamodule: LightningDataModule, generator: torch.Generator | None = None
     ) -> None:
-        super().__init__()
+        # without Lightning's own, whose attributes are the inner data module's here
         self.datamodule, self.generator = datamodule, generator
         self.private_loader: DataLoader | None = None
-
-    def prepare_data(self) -> None:
-        self.datamodule.prepare_data()
-
-    def setup(self, stage: str | None = None) -> None:
-        self.datamodule.setup(stage)  # type: ignore[arg-type]
 
     def train_dataloader(self) -> DataLoader:
         """The training loader, drawing every row independently: of those and as often as its sampler."""
         if self.private_loader is not None:
             return self.private_loader
-        loader = self.datamodule.train_dataloader()
-        # of the first: one that is seeded alike for every fit would draw the same rows again
-        self.generator = self.generator or loader.generator
+        loader = self.plain_loader()
         several = self.trainer is not None and self.trainer.world_size > 1
         plan = plan_sampling(loader, Request(), poisson_sampling=True, distributed=several)
-        private = DPDataLoader.from_data_loader(loader, generator=self.generator)
-        use_sampler(private, plan, self.generator)
+        private = DPDataLoader.from_data_loader(loader, generator=loader.generator)
+        use_sampler(private, plan, loader.generator)
         return private
 
-    def val_dataloader(self) -> Any:
-        return self.datamodule.val_dataloader()
+    def plain_loader(self) -> DataLoader:
+        """The inner data module's training loader, with the generator of all fits.
 
-    def test_dataloader(self) -> Any:
-        return self.datamodule.test_dataloader()
+        Raises:
+            ArgumentTypeError: for several, or another kind.
+        """
+        loader = self.datamodule.train_dataloader()
+        if not isinstance(loader, DataLoader):
+            raise ArgumentTypeError(
+                "DPLightningDataModule expects train_dataloader() of the data module to return one "
+                f"torch.utils.data.DataLoader, got {type(loader).__name__}: a step is one draw from one "
+                "data set; join several in one loader (torch.utils.data.ConcatDataset, or StackDataset "
+                "for rows that belong together)"
+            )
+        # of the first: one that is seeded alike for every fit would draw the same rows again
+        loader.generator = self.generator = self.generator or loader.generator
+        return loader
 
-    def predict_dataloader(self) -> Any:
-        return self.datamodule.predict_dataloader()
+    prepare_data = _of_inner("prepare_data")
+    setup = _of_inner("setup")
+    teardown = _of_inner("teardown")
+    val_dataloader = _of_inner("val_dataloader")
+    test_dataloader = _of_inner("test_dataloader")
+    predict_dataloader = _of_inner("predict_dataloader")
+    on_before_batch_transfer = _of_inner("on_before_batch_transfer")
+    transfer_batch_to_device = _of_inner("transfer_batch_to_device")
+    on_after_batch_transfer = _of_inner("on_after_batch_transfer")
+    state_dict = _of_inner("state_dict")
+    load_state_dict = _of_inner("load_state_dict")
+    on_exception = _of_inner("on_exception")
 
-    def transfer_batch_to_device(
-        self, batch: Any, device: torch.device, dataloader_idx: int
-    ) -> Any:
-        return self.datamodule.transfer_batch_to_device(batch, device, dataloader_idx)
+    def __getattr__(self, name: str) -> Any:
+        if name == "datamodule" or name.startswith("__"):  # asked for by copies that have none yet
+            raise AttributeError(name)
+        return getattr(self.datamodule, name)
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return self.datamodule.on_before_batch_transfer(batch, dataloader_idx)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return self.datamodule.on_after_batch_transfer(batch, dataloader_idx)
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or hasattr(type(self), name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.datamodule, name, value)
 
 
 def make_private(
@@ -124,14 +148,16 @@ def make_private(
             fully_shard on the module itself.
         optimizer: over the module's parameters.
         arguments: as of `FastPrivacyEngine.make_private`, or, with target_epsilon, of
-            `make_private_with_epsilon`, whose `epochs` are the trainer's if not given.
+            `make_private_with_epsilon`, whose `epochs` are the trainer's if not given; the loader is
+            the data module's, the mode the fast one, and the module is not wrapped.
 
     Raises:
         fastclip.errors.*: for trainers that cannot be private, checkpoints that do not say what
             their run has spent, and as `make_private`.
     """
     trainer: Any = module.trainer
-    _check_trainer(trainer)
+    check_trainer(trainer)
+    arguments = in_place(arguments)
     _check_resumed(trainer, engine)
     earlier = module.__dict__.pop("_fastclip_handle", None)
     if earlier is not None:
@@ -144,13 +170,15 @@ def make_private(
             "datamodule=fastclip.integrations.lightning.DPLightningDataModule(your_datamodule)"
         )
     data.private_loader = None
-    loader = data.train_dataloader()
+    loader = data.plain_loader()
     make: Callable[..., tuple] = engine.make_private
     module.__dict__.pop("_fastclip_budget", None)
     if "target_epsilon" in arguments:
         make = engine.make_private_with_epsilon
         if "epochs" not in arguments:
-            arguments["epochs"] = _epochs(trainer, len(loader))
+            asked = {n: arguments[n] for n in (*SAMPLING, "poisson_sampling") if n in arguments}
+            design = engine.plan_sampling(loader, **asked)
+            arguments["epochs"] = length_in_epochs(trainer, design.steps)
     model = as_wrapped(trainer.strategy, module)
     handle, private, data.private_loader = make(
         module=model.train(), optimizer=optimizer, data_loader=loader, wrap_model=False,
@@ -265,36 +293,3 @@ def _unknown(trainer: Any) -> ArgumentError:
         "its run has spent is not known; train and resume with Trainer(callbacks=[PrivacyCallback("
         "engine, delta)]), or load its model and train anew"
     )
-
-
-def _epochs(trainer: Any, steps_an_epoch: int) -> float:
-    if trainer.max_steps is not None and trainer.max_steps > 0:
-        return epochs_of(trainer.max_steps, steps_an_epoch)
-    if trainer.max_epochs is None or trainer.max_epochs < 1:
-        raise ArgumentError("target_epsilon needs the length of the run: Trainer(max_epochs=...)")
-    return trainer.max_epochs
-
-
-def _check_trainer(trainer: Any) -> None:
-    """Refuse what would couple, scale or skip gradients."""
-    check_strategy(trainer.strategy)
-    if trainer.world_size > 1 and trainer.overfit_batches:
-        raise ArgumentError(
-            "overfit_batches repeats the same batches, but each rank draws its share anew; use "
-            "limit_train_batches"
-        )
-    if str(trainer.precision).startswith("16"):
-        raise ArgumentError(
-            f"Trainer(precision={trainer.precision!r}) scales the loss and skips steps on overflow, "
-            "which tells something about raw gradients; use precision='bf16-mixed'"
-        )
-    if trainer.accumulate_grad_batches != 1:
-        raise ArgumentError(
-            "accumulate_grad_batches joins several Poisson samples in one step, where a row may be "
-            "in each; leave it at 1 and make the batch larger"
-        )
-    if trainer.gradient_clip_val:
-        raise ArgumentError(
-            "gradient_clip_val would clip the mean of the batch, before there is any; each row's "
-            "threshold is max_grad_norm: omit gradient_clip_val"
-        )

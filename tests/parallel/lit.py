@@ -42,6 +42,14 @@ class Shares(Data):
         return DataLoader(Rows(), int(BATCH), sampler=DistributedSampler(Rows()))
 
 
+class Dealt(Data):
+    """The same, of which each rank has as many."""
+
+    def train_dataloader(self) -> DataLoader:
+        share: DistributedSampler = DistributedSampler(Rows(), drop_last=True)
+        return DataLoader(Rows(), int(BATCH), sampler=share)
+
+
 class Module(pl.LightningModule):
     """The network of the other tests; who was drawn is noted."""
 
@@ -214,12 +222,14 @@ def ways() -> dict[str, Any]:
 
 
 def loaders() -> dict[str, Any]:
-    """Rates of a loader of all ranks' batches, and of one with a DistributedSampler."""
+    """Rates of a loader of all ranks' batches, of one with a DistributedSampler, and in its order."""
     as_torchrun()
     done: dict[str, Any] = {}
-    for name, kind in {"plain": Data, "share": Shares}.items():
-        engine, *_ = fit(told={"sample_rate": None, "expected_batch_size": None}, data=kind())
-        done[name] = {"history": list(engine.accountant.history)}
+    for name, kind in {"plain": Data, "share": Shares, "in order": Dealt}.items():
+        told = {"sample_rate": None, "expected_batch_size": None}
+        told |= {"poisson_sampling": False} if kind is Dealt else {}
+        engine, module, _ = fit(told=told, data=kind())
+        done[name] = {"history": list(engine.accountant.history), "drawn": module.drawn}
     return done
 
 

@@ -129,8 +129,16 @@ def test_on_in_one_process(saved: tuple[Path, list[dict[str, Any]]], number: int
 
 @pytest.mark.slow
 def test_rates(tmp_path: Path) -> None:
-    """A plain loader's batch is of all ranks together, that of a DistributedSampler of each."""
-    for rank in world.run(2, "tests.parallel.lit:loaders", tmp_path):
+    """A plain loader's batch is of all ranks together, that of a DistributedSampler of each, whose order
+    Lightning changes from pass to pass where it is kept."""
+    ranks = world.run(2, "tests.parallel.lit:loaders", tmp_path)
+    drawn = together([rank["in order"] for rank in ranks])
+    assert len(drawn) == 6
+    first, then = ([row for rows in drawn[k : k + 3] for row in rows] for k in (0, 3))
+    assert first != then
+    assert len(set(first)) == len(first) == len(set(then)) == len(then) == 22
+    for rank in ranks:
+        assert rank["in order"]["history"] == [(0.0, 1.0, 2)]
         assert rank["plain"]["history"] == [(0.0, 1 / 6, 12)]
         assert rank["share"]["history"] == [(0.0, 1 / 3, 6)]
 
