@@ -213,14 +213,17 @@ def test_a_data_set_without_a_length() -> None:
         def __iter__(self) -> Any:
             return iter([(torch.zeros(D), 0)] * N)
 
-    model = mlp()
-    with pytest.raises(
-        ValueError, match=r"got a data set without one \(Stream\); give the data set a __len__$"
+    for poisson_sampling, sentence in (
+        (True, "or poisson_sampling=False, which takes a stream with a __len__$"),
+        (False, r"got a data set without one \(Stream\); give the data set a __len__$"),
     ):
-        FastPrivacyEngine().make_private(
-            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=DataLoader(Stream(), batch_size=B), noise_multiplier=1.0, max_grad_norm=1.0,
-        )  # fmt: skip
+        model = mlp()
+        with pytest.raises(ValueError, match=sentence):
+            FastPrivacyEngine().make_private(
+                module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                data_loader=DataLoader(Stream(), batch_size=B), noise_multiplier=1.0,
+                max_grad_norm=1.0, poisson_sampling=poisson_sampling,
+            )  # fmt: skip
 
 
 def test_a_model_in_eval_mode() -> None:
