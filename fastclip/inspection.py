@@ -242,7 +242,7 @@ class InspectedEngine(OpacusModes):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the ledger, and no model, rows or rates: what was released goes on elsewhere."""
-        return {**super().__getstate__(), "_runs": [], "_drawn_by": None}
+        return {**super().__getstate__(), "_runs": [], "_drawn_by": None, "_by_opacus": False}
 
     @property
     def _ranks(self) -> Ranks | None:
@@ -250,6 +250,11 @@ class InspectedEngine(OpacusModes):
 
     def _require_keepers(self) -> list[BookKeeper]:
         keepers = [run.keeper for run in self._runs]
+        if not keepers and self._by_opacus:
+            raise StepError(
+                "this is told of models in the fast mode, and those of this engine are private in one "
+                "of Opacus' modes: omit grad_sample_mode; get_epsilon counts their steps, too"
+            )
         if not keepers:
             raise StepError("call make_private first (in the fast mode): there is no model yet")
         return keepers

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from fastclip import FastPrivacyEngine, clipping
-from fastclip.errors import ArgumentError
+from fastclip.errors import ArgumentError, StepError
 from tests.refusal import refused
 
 N, D = 12, 3
@@ -245,3 +245,18 @@ def test_a_state_that_was_loaded_is_shown(load: Any, begun: bool) -> None:
     assert float(optimizer.max_grad_norm) == C
     assert engine.mechanism().sensitivity == expected
     assert float(optimizer.threshold) == float(optimizer.sensitivity) == expected
+
+
+def test_a_model_of_opacus_modes() -> None:
+    """It is there, but not known well enough for these questions."""
+    engine, net = FastPrivacyEngine(accountant="rdp"), nn.Linear(4, 2)
+    with refused("call make_private first", StepError):
+        _ = engine.sampling
+    engine.make_private(
+        module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), max_grad_norm=1.0,
+        data_loader=DataLoader(TensorDataset(torch.zeros(8, 4)), 2), noise_multiplier=1.0,
+        grad_sample_mode="hooks",
+    )  # fmt: skip
+    for ask in (lambda: engine.sampling, engine.mechanism, engine.plan):
+        with refused("told of models in the fast mode.*omit grad_sample_mode", StepError):
+            ask()

@@ -29,6 +29,8 @@ class OpacusModes(DrawingEngine):
 
     _new: AbstractGradSampleHooks | None = None
     """What the make_private under way has wrapped."""
+    _by_opacus = False
+    """A model has been made private in one of these modes."""
 
     def _go_on_with(
         self, again: Any, module: nn.Module, trained: Mapping[nn.Parameter, str]
@@ -92,6 +94,7 @@ class OpacusModes(DrawingEngine):
         draws = self._watched(loader, poisson_sampling, rand_on_empty, required=False)
         optimizer.batch.draws = draws
         optimizer.account_with(Releases(self._drawn_by, draws, lambda: self.accountant))
+        self._by_opacus = True
         return made
 
     def _agree_to_train(
