@@ -19,7 +19,7 @@ from fastclip.data.plan import Plan, Request, plan_sampling, use_sampler
 from fastclip.data.row_order import check_row_order, know_empty
 from fastclip.data.rows_told import told_of
 from fastclip.data.same_rows import SameRows
-from fastclip.data.samplers import check_order, check_shares, draws_independently, set_steps
+from fastclip.data.samplers import check_order, check_shares, draws_independently
 from fastclip.data.sampling import PoissonSampler, check_secure, draw_exactly, draw_securely
 from fastclip.data.unit_sampler import UnitSampler
 from fastclip.errors import ArgumentError
@@ -32,7 +32,7 @@ class DrawingEngine(AccountedEngine):
     _drawn_by: SamplingDesign | None = None
     """How the loader of the make_private under way draws."""
     _shared_by: Ranks | None = None
-    """Who makes the same model private in one of Opacus' modes, which draw shares of their own."""
+    """Who makes the same model private in one of Opacus' modes."""
 
     @property
     def dataset(self) -> None:
@@ -47,18 +47,16 @@ class DrawingEngine(AccountedEngine):
         self, data_loader: DataLoader, *, poisson_sampling: bool, distributed: bool,
         batch_first: bool = True, rand_on_empty: bool = False,
     ) -> DataLoader:  # fmt: skip
-        """Opacus' loader, of as many batches as the given one; its design is noted.
+        """Opacus' loader, which draws as the fast mode's; its design is noted.
 
         In secure mode its rows are drawn from cryptographic randomness.
         """
-        plan = self._plan_sampling(
-            data_loader, poisson_sampling=poisson_sampling, distributed=distributed
+        plan = self._shared_plan(
+            data_loader, self._shared_by, poisson_sampling=poisson_sampling, distributed=distributed
         )
-        if self._shared_by is not None:
-            self._agree_to_draw(self._shared_by, plan, data_loader, poisson_sampling)
         return self._planned_loader(
-            plan, data_loader, poisson_sampling=poisson_sampling, distributed=distributed,
-            batch_first=batch_first, rand_on_empty=rand_on_empty,
+            plan, data_loader, poisson_sampling=poisson_sampling, batch_first=batch_first,
+            rand_on_empty=rand_on_empty,
         )  # fmt: skip
 
     def _plan_sampling(
@@ -76,13 +74,25 @@ class DrawingEngine(AccountedEngine):
         canaries = canaries_of(data_loader.dataset, plan.choice, plan.unit)
         return replace(plan, design=replace(plan.design, canaries=canaries))
 
+    def _shared_plan(
+        self, data_loader: DataLoader, ranks: Ranks | None, *, poisson_sampling: bool,
+        distributed: bool, **request: Any,
+    ) -> Plan:  # fmt: skip
+        """The plan of this rank's share of the draws, upon which all ranks agree."""
+        plan = self._plan_sampling(
+            data_loader, poisson_sampling=poisson_sampling, distributed=distributed, **request
+        )
+        if ranks is not None:
+            self._agree_to_draw(ranks, plan, data_loader, poisson_sampling)
+        return plan.shared(ranks)
+
     def _planned_loader(
-        self, plan: Plan, data_loader: DataLoader, *, poisson_sampling: bool, distributed: bool,
-        batch_first: bool, rand_on_empty: bool,
+        self, plan: Plan, data_loader: DataLoader, *, poisson_sampling: bool, batch_first: bool,
+        rand_on_empty: bool,
     ) -> DataLoader:  # fmt: skip
-        try:
+        try:  # of all rows: Opacus' own sampler of a rank's share is not what is accounted
             loader = super()._prepare_data_loader(
-                data_loader, poisson_sampling=poisson_sampling, distributed=distributed,
+                data_loader, poisson_sampling=poisson_sampling, distributed=False,
                 batch_first=batch_first, rand_on_empty=rand_on_empty,
             )  # fmt: skip
         except KeyError as error:  # of its row 0, at which Opacus looks
@@ -93,14 +103,11 @@ class DrawingEngine(AccountedEngine):
                 f"({type(data_loader.dataset).__name__}) has no row 0; where its keys are names, pass "
                 "torch.utils.data.Subset(dataset, list_of_names)"
             ) from error
-        if poisson_sampling and not distributed:
+        if poisson_sampling:
             use_sampler(loader, plan, data_loader.generator)
             know_empty(loader, plan.first_row)
         else:
-            if poisson_sampling:
-                set_steps(loader, len(data_loader))
-            else:
-                draw_exactly(loader)
+            draw_exactly(loader)
             if self.secure_mode:
                 draw_securely(loader)
         self._drawn_by = plan.design
@@ -167,12 +174,10 @@ class DrawingEngine(AccountedEngine):
                 change the order of a unit's rows, or steps that protect another unit than the engine's
                 others. Nothing is changed.
         """
-        plan = self._plan_sampling(
-            data_loader, poisson_sampling=poisson_sampling, distributed=ranks is not None, **request
-        )
-        if ranks is not None:
-            self._agree_to_draw(ranks, plan, data_loader, poisson_sampling)
-        plan = plan.shared(ranks)
+        plan = self._shared_plan(
+            data_loader, ranks, poisson_sampling=poisson_sampling, distributed=ranks is not None,
+            **request,
+        )  # fmt: skip
         if ranks is not None:
             self.accountant.share_names(ranks.first(new_name()))
         self.accountant.protected.beside(plan.design.protected)
@@ -180,7 +185,7 @@ class DrawingEngine(AccountedEngine):
             drawn = (plan.unit >= 0).nonzero().reshape(-1).tolist()
             check_row_order(data_loader, drawn, batch_first)
         loader = self._planned_loader(
-            plan, data_loader, poisson_sampling=poisson_sampling, distributed=False,
-            batch_first=batch_first, rand_on_empty=rand_on_empty,
+            plan, data_loader, poisson_sampling=poisson_sampling, batch_first=batch_first,
+            rand_on_empty=rand_on_empty,
         )  # fmt: skip
         return loader, plan.design

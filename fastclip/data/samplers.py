@@ -122,10 +122,9 @@ def check_poisson(data_loader: DataLoader, distributed: bool) -> Choice:
         return Choice(len(chosen), chosen % rows, generator=generator)
     if kind is WeightedRandomSampler:
         return Choice(sampler.num_samples, weights=_weights(sampler, rows), generator=generator)
-    if kind in POISSON_OF_ROWS:
+    of_ranks = kind is DistributedUniformWithReplacementSampler and distributed
+    if of_ranks or kind in POISSON_OF_ROWS:
         return _as_before(sampler, rows)
-    if kind is DistributedUniformWithReplacementSampler and distributed:
-        return Choice(rows)
     everywhere = kind is DistributedSampler and (distributed or sampler.num_replicas == 1)
     if kind not in _ALL_ROWS and not everywhere:
         raise ArgumentError(
@@ -170,7 +169,7 @@ def _weights(sampler: WeightedRandomSampler, rows: int) -> Tensor:
 
 
 def _as_before(sampler: Any, rows: int) -> Choice:
-    """Of a loader that samples by Poisson: the same rows, at the same rate."""
+    """Of a loader that samples by Poisson, all rows or a rank's share: the same rows and rate."""
     if getattr(sampler, "max_batch_size", None) is not None:
         raise ArgumentError(
             "the data loader cuts its draws (max_batch_size) already; pass the data loader that "
@@ -182,12 +181,12 @@ def _as_before(sampler: Any, rows: int) -> Choice:
             "make_private was given, not the one that it returned"
         )
     chosen, rates = getattr(sampler, "rows", None), getattr(sampler, "rates", None)
-    if sampler.num_samples != (rows if chosen is None else len(chosen)):
+    a_pass = getattr(sampler, "total_size", sampler.num_samples)
+    if a_pass != (rows if chosen is None else len(chosen)):
         raise ArgumentError(
-            f"the data loader's {unwatched(sampler).__name__} draws from {sampler.num_samples} rows, "
+            f"the data loader's {unwatched(sampler).__name__} draws from {a_pass} rows, "
             f"and the data set has {rows}{_HELD_OUT}"
         )
-    a_pass = sampler.num_samples
     return Choice(
         a_pass, chosen, rate=sampler.sample_rate, rates=rates, generator=sampler.generator
     )
@@ -279,15 +278,3 @@ def order_of(loader: DataLoader) -> tuple[int, bool]:
     if kind in (RandomSampler, SecureRandomSampler):
         return sampler.num_samples, True
     return len(loader.dataset), False  # type: ignore[arg-type]
-
-
-def set_steps(loader: DataLoader, steps: int) -> None:
-    """Make a pass of Poisson sampling `steps` batches, at a rate of 1 / steps.
-
-    Opacus' samplers take int(1 / q), one too few where 1 / (1 / steps) is rounded down (steps = 49).
-    """
-    sampler: Any = loader.batch_sampler
-    if isinstance(sampler, UniformWithReplacementSampler):
-        sampler.steps = steps
-    elif isinstance(sampler, DistributedUniformWithReplacementSampler):
-        sampler.num_batches = steps

@@ -14,10 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from opacus.utils.uniform_sampler import (
-    DistributedUniformWithReplacementSampler,
-    UniformWithReplacementSampler,
-)
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
@@ -207,21 +204,6 @@ class PoissonSampler(UniformWithReplacementSampler):
         return order[:most].sort().values
 
 
-class SecureDistributedSampler(DistributedUniformWithReplacementSampler):
-    """Opacus' Poisson sampler of one rank's share of the rows; who has which share is public."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        share = torch.arange(self.total_size, device="cpu")
-        if self.shuffle:
-            everywhere_alike = torch.Generator().manual_seed(self.shuffle_seed + self.epoch)
-            share = torch.randperm(self.total_size, generator=everywhere_alike, device="cpu")
-        share = share[self.rank : self.total_size : self.num_replicas]
-        for _ in range(self.num_batches):
-            drawn = poisson_sample(len(share), self.sample_rate)
-            if len(drawn):
-                yield share[drawn]
-
-
 class SecureRandomSampler(RandomSampler):
     """Rows in a random order, drawn from cryptographic randomness."""
 
@@ -240,11 +222,8 @@ class SecureSubsetSampler(SubsetRandomSampler):
 
 
 _SECURE: dict[type, type] = {
-    kind.__bases__[0]: kind
-    for kind in (
-        PoissonSampler, SecureDistributedSampler, SecureRandomSampler, SecureSubsetSampler
-    )
-}  # fmt: skip
+    kind.__bases__[0]: kind for kind in (PoissonSampler, SecureRandomSampler, SecureSubsetSampler)
+}
 
 
 def draw_exactly(loader: DataLoader) -> None:

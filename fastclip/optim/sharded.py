@@ -66,6 +66,9 @@ class ShardedOptimizer(OpacusStep, FSDPOptimizerFastGradientClipping):
         """Of the pass whose norms the model keeps."""
         return [] if self._norms is None else [len(self._norms)]
 
+    def _drop_samples(self) -> None:
+        """None are kept: the model has clipped the pass without rows to sums of zero."""
+
     def clip_and_accumulate(self) -> None:
         """Add the clipped gradients of this physical batch to the sums."""
         for p in self.params:
@@ -78,12 +81,19 @@ class ShardedOptimizer(OpacusStep, FSDPOptimizerFastGradientClipping):
             self.accumulate()
 
     def add_noise(self) -> None:
-        """Every rank draws for the whole parameter and keeps its shard."""
+        """Every rank draws for the whole parameter and keeps its shard of a mean over the ranks."""
         self._record()
-        share = 1 / self.world_size if self.loss_reduction == "mean" else 1.0
+        share = 1 / self.world_size
         with implicit_replication():
             for p in self.params:
                 total = self.grad_state[p]["summed_grad"]
                 whole = torch.empty(p.grad.shape, dtype=p.grad.dtype, device=p.grad.device)
                 noise = self._source.draw(whole, self._noise_std() * share)
                 p.grad = (total if noise is None else total + noise).view_as(p)
+
+    def scale_grad(self) -> None:
+        """The mean over ranks of the noisy sums becomes their sum, or the mean over the batch."""
+        super().scale_grad()
+        if self.loss_reduction == "sum":
+            for p in self.params:
+                p.grad.mul_(self.world_size)

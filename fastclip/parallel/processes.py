@@ -62,6 +62,7 @@ def ranks_of_opacus(model: nn.Module) -> Ranks | None:
 
     Raises:
         GraphError: several processes, and none of Opacus' wrappers around the model.
+        UnsupportedLayerError: as `check_shards`.
     """
     if not isinstance(model, (DDP, DPDDP, FSDPModule)):
         spread = any(isinstance(p, DTensor) for p in model.parameters())  # "ghost_tp": one model
@@ -70,6 +71,8 @@ def ranks_of_opacus(model: nn.Module) -> Ranks | None:
         return None
     if distributed.get_world_size() == 1:
         return None
+    if isinstance(model, FSDPModule):
+        check_shards(model, follows=False)  # type: ignore[arg-type]
     return Ranks(model, distributed.group.WORLD, follows=False)
 
 
@@ -126,8 +129,12 @@ def check_set_up(model: nn.Module) -> None:
         check_processes(None)
 
 
-def check_shards(model: nn.Module) -> None:
+def check_shards(model: nn.Module, *, follows: bool = True) -> None:
     """Every trained parameter is spread by fully_shard alone, over all processes, on their device.
+
+    Args:
+        follows: as of `Ranks`. Opacus' code may keep parameters on another device, and takes no
+            replicas of a shard: each would get noise of its own.
 
     Raises:
         UnsupportedLayerError: naming the parameter and the way out.
@@ -148,12 +155,18 @@ def check_shards(model: nn.Module) -> None:
                 "gives (Shard,), or (Replicate, Shard); leave out tensor, pipeline and context "
                 "parallelism"
             )
+        if kinds[0] is Replicate and not follows:
+            raise UnsupportedLayerError(
+                f"parameter {name!r} lies on its processes as {p.placements}, and "
+                "grad_sample_mode='ghost_fsdp' would add other noise to each replica, so that they "
+                "drift apart; give fully_shard a mesh of one axis, or omit grad_sample_mode"
+            )
         if mesh.size() != world:
             raise UnsupportedLayerError(
                 f"parameter {name!r} is spread over {mesh.size()} processes of {world}; give "
                 "fully_shard a mesh of all of them"
             )
-        if p.to_local().device.type != mesh.device_type:
+        if follows and p.to_local().device.type != mesh.device_type:
             raise UnsupportedLayerError(
                 f"parameter {name!r} is kept on the {p.to_local().device.type} while its layer computes "
                 f"on {mesh.device_type} (CPUOffloadPolicy), which is not followed; omit offload_policy"

@@ -9,7 +9,6 @@ from fractions import Fraction
 
 import pytest
 import torch
-from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler
 from scipy import stats
 from torch.utils.data import (
     BatchSampler,
@@ -23,12 +22,7 @@ from torch.utils.data import (
 from fastclip.data import sampling
 from fastclip.data.draws import Draws
 from fastclip.data.loader import watch_draws
-from fastclip.data.sampling import (
-    SecureDistributedSampler,
-    draw_securely,
-    permutation,
-    poisson_sample,
-)
+from fastclip.data.sampling import draw_securely, permutation, poisson_sample
 from fastclip.errors import ArgumentError
 from tests.noise.laws import ALPHA
 
@@ -129,27 +123,6 @@ def test_samplers_that_draw_in_a_way_of_their_own_are_refused(sampler) -> None:
     kind = "batch_sampler" if isinstance(sampler, BatchSampler) else "sampler"
     with pytest.raises(ArgumentError, match=r"secure_mode=True draws rows by.*(Random|Bucket)"):
         draw_securely(DataLoader(DATA, **{kind: sampler}))
-
-
-def test_ranks_share_the_rows(monkeypatch) -> None:
-    """Every rank draws from its own share, alike on all ranks, and by its own words."""
-
-    def sampler(rank: int, rate: float) -> SecureDistributedSampler:
-        monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
-        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
-        plain = DistributedUniformWithReplacementSampler(total_size=20, sample_rate=rate, steps=2)
-        plain.__class__ = SecureDistributedSampler
-        return plain
-
-    everyone = [next(iter(sampler(rank, 1.0))).tolist() for rank in range(3)]
-    assert sorted(row for share in everyone for row in share) == list(range(20))
-    assert [len(share) for share in everyone] == [7, 7, 6]
-    for drawn in sampler(1, 0.5):
-        assert set(drawn.tolist()) <= set(everyone[1])
-    torch.manual_seed(0)
-    first = [drawn.tolist() for _ in range(10) for drawn in sampler(0, 0.5)]
-    torch.manual_seed(0)
-    assert first != [drawn.tolist() for _ in range(10) for drawn in sampler(0, 0.5)]
 
 
 def test_long_lists_of_rows_are_drawn_in_pieces(monkeypatch) -> None:
