@@ -7,11 +7,10 @@ import json
 import os
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from transformers import TrainerCallback
 
-from fastclip.accounting.segments import read_segments
+from fastclip.accounting.segments import History, joined, read_segments
 from fastclip.errors import ArgumentError
 from fastclip.files import write_whole
 from fastclip.integrations.budget import Budget
@@ -22,10 +21,7 @@ ACCOUNTANT_NAME = "privacy_accountant.json"
 _DIGEST = "file_digest"
 """Of all that the file says, the run whose draws go on among it."""
 _RUN_STRIDE = 1_000_003
-"""Between the seeds of two runs of one trainer: more than either has epochs."""
-
-_NEWEST: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Of each engine: the number of the run that has begun last."""
+"""Between the seeds of runs that begin a step apart: more than either has epochs."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +31,21 @@ class Resumed:
     folder: str
     saved: dict[str, Any]
     run: int
-    """Which of its engine's runs the checkpoint belongs to."""
+    """The number of the checkpoint's run (`AccountedCheckpoints`)."""
+    steps: int
+    """How many the checkpoint's ledger holds."""
 
-    def draws_on(self, rate: float, processes: int) -> bool:
-        """Rows are drawn as in that run, so that its draws go on where the checkpoint left them."""
+    def draws_on(self, recorded: int, rate: float, processes: int) -> bool:
+        """The draws of that run go on where the checkpoint left them.
+
+        Rows are drawn as in that run, and no step is known that came after the checkpoint.
+
+        Args:
+            recorded: steps in this run's ledger, in which those of the checkpoint are.
+        """
         now = {"sample_rate": rate, "processes": processes}
-        return all(self.saved.get(name, value) == value for name, value in now.items())
+        same = all(self.saved.get(name, value) == value for name, value in now.items())
+        return same and recorded == self.steps
 
     def check(self, trainer: Any, steps: int) -> None:
         """Refuse to go on where the budget would be exceeded, or the strategy begin again.
@@ -88,8 +93,12 @@ def read_checkpoint(folder: str, accountant: Any) -> Resumed:
         except ValueError:
             saved = None  # which is refused
     whole = not isinstance(saved, dict) or saved.pop(_DIGEST, None) in (None, _digest(saved))
-    read_segments(saved if whole else None, accountant.mechanism(), path)
-    return Resumed(folder, saved, int(saved.get("run", 0)))
+    held = read_segments(saved if whole else None, accountant.mechanism(), path)
+    return Resumed(folder, saved, int(saved.get("run", 0)), _steps(joined(held)))
+
+
+def _steps(history: History) -> int:
+    return sum(steps for *_, steps in history)
 
 
 def _digest(saved: dict[str, Any]) -> str:
@@ -97,34 +106,42 @@ def _digest(saved: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(saved, sort_keys=True).encode()).hexdigest()
 
 
-def begin_run(engine: Any, resumed: Resumed | None, *, anew: bool = False) -> int:
-    """The number of the run that begins, from which the seeds of its draws follow.
-
-    Steps are accounted as if their draws were independent, so no two runs of one engine share a number.
-    A checkpoint of an earlier process keeps its own, and goes on with its draws.
-
-    Args:
-        anew: the draws of the checkpoint's run are not gone on with.
-    """
-    number = resumed.run + anew if resumed else 0
-    _NEWEST[engine] = max(number, _NEWEST.get(engine, number - 1) + 1)
-    return _NEWEST[engine]
-
-
 class AccountedCheckpoints(TrainerCallback):
-    """Saves what was spent with every checkpoint, checks a resumed run, seeds the epochs' draws."""
+    """Saves what was spent with every checkpoint, checks a resumed run, seeds the epochs' draws.
+
+    Steps are accounted as if their draws were independent, so none may come again under one ledger.
+    Seeds follow from the number of the epoch and that of the run: how many steps the ledger held when
+    its draws began, whoever took them, in this process or, by the engine's file (`write_ahead`), in one
+    that was killed. Only a resumed run whose ledger is the checkpoint's keeps that one's number.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
+        self._newest: int | None = None
+        """The epoch of the run that has begun last."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Everything is loaded, and nothing has been released."""
+        self._newest = None
         if self.trainer.resumed is not None:
             self.trainer.resumed.check(self.trainer, state.max_steps - state.global_step)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """As Accelerate does, so that a resumed epoch skips the batches that were drawn before."""
-        self.trainer.seed_draws(int(state.epoch or 0) + _RUN_STRIDE * self.trainer.run_number)
+        """As Accelerate does, so that a resumed epoch skips the batches that were drawn before.
+
+        The epoch is told by the steps, as the Trainer tells it when it resumes. After one that ended
+        early it may be the same again: what follows has the number of another run.
+        """
+        trainer, resumed = self.trainer, self.trainer.resumed
+        epoch = state.global_step // len(trainer.private_loader)
+        recorded = _steps(trainer.engine.accountant.history)
+        how = trainer.mechanism[1], args.world_size
+        if self._newest is None and resumed is not None and resumed.draws_on(recorded, *how):
+            trainer.run_number = resumed.run
+        elif self._newest is None or epoch <= self._newest:
+            trainer.run_number = recorded
+        self._newest = epoch
+        trainer.seed_draws(epoch + _RUN_STRIDE * trainer.run_number)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Beside the optimizer's state, whose steps it prices."""

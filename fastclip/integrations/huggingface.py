@@ -33,7 +33,6 @@ from fastclip.integrations.checkpoints import (
     ACCOUNTANT_NAME,
     AccountedCheckpoints,
     Resumed,
-    begin_run,
     read_checkpoint,
 )
 from fastclip.integrations.physical import SplitCollate, by_units
@@ -103,10 +102,9 @@ class PrivateTrainer(RowLossTrainer):
         self._noise_generator = noise_generator
         self.sampling_generator = torch.Generator()
         self.sampling_generator.seed()
-        self.run_number = 0
+        self.run_number = 0  # which the draws of this run follow from
         self.mechanism = (0.0, 0.0)  # sigma and q of this run's first step
         self._handle: Any = None
-        self._loader: DataLoader | None = None  # the private one, within train()
         self.resumed: Resumed | None = None  # what this run goes on from
         super().__init__(model, args, *rest, **kwargs)
         check_still_private(self)
@@ -129,12 +127,11 @@ class PrivateTrainer(RowLossTrainer):
                     "noise of the first steps again if that run had this seed; restore the generator's "
                     "state yourself (set_state), or seed it differently"
                 )
-        self.run_number = begin_run(self.engine, self.resumed)
         self._private, self._checked = True, Checked()
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            self._private, self._loader = False, None
+            self._private, self.private_loader = False, None
             if self._handle is not None:
                 self._handle.cleanup()
                 self.model.__dict__.pop("_original_forward", None)  # Accelerate's, for bf16
@@ -202,11 +199,9 @@ class PrivateTrainer(RowLossTrainer):
         private.collate_fn = SplitCollate(loader.collate_fn, dataset, self.physical_batch_size)
         self._placeholder = private.collate_fn.placeholder
         self._draw_from(private)
-        self._loader = private
+        self.private_loader = private
         self.mechanism = (self.dp_optimizer.noise_multiplier, self.engine.sampling.rate)
         if self.resumed:
-            if not self.resumed.draws_on(self.mechanism[1], self.args.world_size):
-                self.run_number = begin_run(self.engine, self.resumed, anew=True)
             self.engine.accountant.load_state_dict(self.resumed.saved)
         return private
 
@@ -251,7 +246,7 @@ class PrivateTrainer(RowLossTrainer):
 
     def num_examples(self, dataloader: DataLoader) -> int:
         """Rows expected in a pass, of which speeds are told; the data set's may be nobody's to know."""
-        if dataloader is not self._loader:
+        if dataloader is not self.private_loader:
             return super().num_examples(dataloader)
         design = self.engine.sampling
         return round(design.steps * design.expected_batch_size)

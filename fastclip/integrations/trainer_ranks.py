@@ -37,6 +37,8 @@ class RanksTrainer(Trainer):
 
     sampling_generator: torch.Generator
     """Of the loader; draws of rows are seeded from it."""
+    private_loader: DataLoader | None = None
+    """Within train()."""
     _drawing: PoissonSampler | None = None
     _share: DistributedSampler | None = None
     """What deals rows out to processes, without Poisson sampling."""
