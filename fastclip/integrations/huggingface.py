@@ -35,7 +35,7 @@ from fastclip.integrations.checkpoints import (
     Resumed,
     read_checkpoint,
 )
-from fastclip.integrations.physical import SplitCollate, by_units
+from fastclip.integrations.physical import LogicalBatchData, SplitCollate, by_units
 from fastclip.integrations.row_losses import Checked
 from fastclip.integrations.trainer_loss import RowLossTrainer
 from fastclip.integrations.trainer_ranks import innermost
@@ -221,6 +221,7 @@ class PrivateTrainer(RowLossTrainer):
             The mean of its rows' losses (not private); 0 for an empty batch.
         """
         check_still_private(self)
+        self._check_drawn(isinstance(inputs, LogicalBatchData))
         optimizer, batches = self.dp_optimizer, inputs
         optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float32, device=self.args.device)

@@ -83,14 +83,27 @@ class RanksTrainer(Trainer):
         self.model_wrapped = model
         return model.train()
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        """What was wrapped for several processes is not wrapped once more."""
+    def _prepare_for_training(
+        self, max_steps: Any, train_dataloader: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """What was made with the loader (the optimizer, the wrapped model) is not made once more."""
+        self._check_drawn(train_dataloader is self.private_loader)
         if self.model_wrapped is not self.model:
             self.accelerator.prepare_model(self.model, evaluation_mode=True)  # autocast alone
-        if not self.is_fsdp_enabled:
-            return super()._prepare_for_training(*args, **kwargs)
-        with _models_prepared(self.accelerator):
-            return super()._prepare_for_training(*args, **kwargs)
+        with _optimizer_made(self):
+            if not self.is_fsdp_enabled:
+                return super()._prepare_for_training(max_steps, train_dataloader, *args, **kwargs)
+            with _models_prepared(self.accelerator):
+                return super()._prepare_for_training(max_steps, train_dataloader, *args, **kwargs)
+
+    def _check_drawn(self, privately: bool) -> None:
+        """Refuse batches of a loader of the user's own."""
+        if not privately:
+            raise ArgumentError(
+                f"the loader of {type(self).__name__}.get_train_dataloader is not the one that draws "
+                "rows privately, or was changed: let it return super().get_train_dataloader() as it is; "
+                "pass the rows to train on as train_dataset, and what joins them as data_collator"
+            )
 
     def _shares(self, dataset: Dataset, shuffle: bool) -> dict[str, Any]:
         """Arguments of a loader whose rows are drawn by all processes together.
@@ -199,6 +212,16 @@ def _without_autocast(accelerator: Any) -> Iterator[None]:
         yield
     finally:
         accelerator.native_amp = before
+
+
+@contextmanager
+def _optimizer_made(trainer: Trainer) -> Iterator[None]:
+    """Inside, `create_optimizer` returns the private one: a user's own may make another at each call."""
+    trainer.__dict__["create_optimizer"] = lambda *_, **__: trainer.optimizer
+    try:
+        yield
+    finally:
+        del trainer.__dict__["create_optimizer"]
 
 
 @contextmanager

@@ -9,11 +9,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from fastclip import clipping
 from fastclip.integrations.arguments import check_training_arguments
-from tests.integrations.tiny import bert, gpt2, hf, integration, pad_tokens, rows, trainer
+from tests.integrations.tiny import (
+    BATCH,
+    bert,
+    gpt2,
+    hf,
+    integration,
+    pad,
+    pad_tokens,
+    rows,
+    trainer,
+)
 from tests.refusal import refused
 
 
@@ -192,6 +202,31 @@ def test_a_sampler_of_the_users_own(tmp_path: Path) -> None:
     run.__class__ = chosen
     with refused("overrides _get_train_sampler.*train_dataset"):
         run.train()
+
+
+def test_a_loader_of_the_users_own(tmp_path: Path) -> None:
+    """Whether it is another, or the private one with another collator, nothing is released."""
+
+    class Another(integration.PrivateTrainer):
+        def get_train_dataloader(self):
+            super().get_train_dataloader()
+            return DataLoader(self.train_dataset, BATCH, collate_fn=pad)
+
+    class Plain(Another):
+        def get_train_dataloader(self):
+            return DataLoader(self.train_dataset, BATCH, collate_fn=pad)
+
+    class Changed(integration.PrivateTrainer):
+        def get_train_dataloader(self):
+            loader = super().get_train_dataloader()
+            loader.collate_fn = pad
+            return loader
+
+    for kind in (Another, Plain, Changed):
+        run = trainer(tmp_path, kind=kind)
+        with refused(f"{kind.__name__}.get_train_dataloader.*return super.*train_dataset"):
+            run.train()
+        assert run.engine.accountant.history == []
 
 
 def test_a_checkpoint_of_an_ordinary_trainer(tmp_path: Path) -> None:

@@ -310,3 +310,30 @@ def test_training_arguments_are_the_user_s_own(tmp_path: Path) -> None:
     assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (2, 4)
     assert (run.args.per_device_train_batch_size, run.physical_batch_size) == (8, 2)
     assert run.get_train_dataloader().batch_size == 8
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.one_in(2)
+def test_an_optimizer_of_the_users_own(tmp_path: Path, resume: bool) -> None:
+    """Made anew whenever it is asked for, it trains as one that was passed."""
+
+    class Own(integration.PrivateTrainer):
+        def create_optimizer(self, *args):
+            self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
+            return self.optimizer
+
+    passed, made = bert(), bert()
+    given = torch.optim.SGD(passed.parameters(), 0.1, momentum=0.9)
+    trainer(tmp_path, passed, optimizers=(given, None)).train()
+    saving = {"save_strategy": "steps", "save_steps": STEPS}
+    run = trainer(tmp_path, made, kind=Own, arguments=saving)
+    run.train()
+    assert type(run.dp_optimizer.original_optimizer) is torch.optim.SGD
+    assert furthest(weights(made), weights(passed)) < 1e-6
+    assert run.engine.accountant.history == [(1.0, pytest.approx(1 / 3), STEPS)]
+    if resume:
+        again = trainer(tmp_path, kind=Own, arguments={"num_train_epochs": 3}, noise_generator=None)
+        again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS}"))
+        (state,) = {len(s) for s in again.dp_optimizer.original_optimizer.state.values()}
+        assert state == 1  # its momentum went on
+        assert again.state.global_step == STEPS + STEPS // 2
