@@ -189,7 +189,7 @@ class InspectedEngine(OpacusModes):
             public_size=design.public, units=None if hidden else design.units,
             expected_batch_size=design.expected_batch_size, max_batch_size=design.max_batch_size,
             max_rows_per_unit=design.max_rows_per_unit, clipping=state.strategy.kind,
-            sensitivity=float(run.sensitivity()), noise=run.optimizer.noise_levels,
+            sensitivity=run.sensitivity(), noise=run.optimizer.noise_levels,
             schedule=str(schedule), taken=tuple(self.accountant.history), planned=tuple(planned),
             accountant=accountant, delta=delta,
             epsilon=None if delta is None else self.get_epsilon(delta),

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
     ConcatDataset,
     DataLoader,
     IterableDataset,
@@ -21,7 +20,7 @@ from torch.utils.data import (
 )
 
 from fastclip.data.base_rows import keys_of, numbers, parts_of
-from fastclip.data.loader import unwatched
+from fastclip.data.loader import drawing, unwatched
 from fastclip.data.samplers import SUBSETS, Choice
 from fastclip.data.sampling import PoissonSampler
 from fastclip.errors import ArgumentError
@@ -81,8 +80,7 @@ def _drawn(loader: DataLoader, choice: Choice | None, unit: Tensor | None) -> np
     if unit is not None:
         return (unit >= 0).nonzero().reshape(-1).numpy()
     if choice is None:
-        outer: Any = loader.batch_sampler
-        sampler = outer.sampler if unwatched(outer) is BatchSampler else outer
+        sampler = drawing(loader)
         if unwatched(sampler) in SUBSETS:
             rows = numbers(sampler.indices)
             return None if rows is None else rows % len(loader.dataset)  # type: ignore[arg-type]

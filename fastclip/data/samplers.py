@@ -17,7 +17,6 @@ from opacus.utils.uniform_sampler import (
 )
 from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
@@ -28,7 +27,7 @@ from torch.utils.data import (
 )
 
 from fastclip.data.distinct import Distinct
-from fastclip.data.loader import check_batches, unwatched
+from fastclip.data.loader import check_batches, drawing, unwatched
 from fastclip.data.sampling import PoissonSampler, SecureRandomSampler, SecureSubsetSampler
 from fastclip.data.unit_sampler import UnitSampler
 from fastclip.errors import ArgumentError
@@ -109,8 +108,7 @@ def check_poisson(data_loader: DataLoader, distributed: bool) -> Choice:
         )
     check_loader(data_loader)
     check_batches(data_loader)
-    outer: Any = data_loader.batch_sampler
-    sampler = outer.sampler if unwatched(outer) is BatchSampler else outer
+    sampler = drawing(data_loader)
     kind = unwatched(sampler)
     rows = len(data_loader.dataset)  # type: ignore[arg-type]
     generator = getattr(sampler, "generator", None)
@@ -203,7 +201,7 @@ def check_order(data_loader: DataLoader) -> Distinct | None:
     """
     check_loader(data_loader)
     outer: Any = data_loader.batch_sampler
-    sampler = outer.sampler if unwatched(outer) is BatchSampler else outer
+    sampler = drawing(data_loader)
     kind = unwatched(sampler)
     if isinstance(data_loader.dataset, IterableDataset):
         return None
@@ -243,8 +241,7 @@ def check_shares(data_loader: DataLoader, ranks: Ranks) -> None:
     Raises:
         ArgumentError: two ranks would train on the same row.
     """
-    outer: Any = data_loader.batch_sampler
-    sampler = outer.sampler if unwatched(outer) is BatchSampler else outer
+    sampler = drawing(data_loader)
     mine = (ranks.count, ranks.number)
     if unwatched(sampler) is not DistributedSampler or mine != (sampler.num_replicas, sampler.rank):
         raise ArgumentError(
@@ -270,8 +267,7 @@ def draws_independently(loader: DataLoader) -> bool:
 
 def order_of(loader: DataLoader) -> tuple[int, bool]:
     """(rows in one pass, whether their order is drawn at random) of a loader's own sampler."""
-    outer: Any = loader.batch_sampler
-    sampler = outer.sampler if unwatched(outer) is BatchSampler else outer
+    sampler = drawing(loader)
     kind = unwatched(sampler)
     if kind in SUBSETS:
         return len(sampler.indices), True

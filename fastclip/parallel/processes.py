@@ -64,15 +64,16 @@ def ranks_of_opacus(model: nn.Module) -> Ranks | None:
         GraphError: several processes, and none of Opacus' wrappers around the model.
         UnsupportedLayerError: as `check_shards`.
     """
-    if not isinstance(model, (DDP, DPDDP, FSDPModule)):
+    sharded = isinstance(model, FSDPModule)
+    if not sharded and not isinstance(model, (DDP, DPDDP)):
         spread = any(isinstance(p, DTensor) for p in model.parameters())  # "ghost_tp": one model
         if not spread:
             check_processes(None)
         return None
     if distributed.get_world_size() == 1:
         return None
-    if isinstance(model, FSDPModule):
-        check_shards(model, follows=False)  # type: ignore[arg-type]
+    if sharded:
+        check_shards(model, follows=False)
     return Ranks(model, distributed.group.WORLD, follows=False)
 
 
