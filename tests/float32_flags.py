@@ -13,7 +13,7 @@ from fastclip.ops import precision
 fine = pytest.mark.skipif(not precision._FINE, reason="torch 2.9 and newer")
 NODES = [
     ("generic", "all"), ("cuda", "all"), ("mkldnn", "all"), ("cuda", "matmul"), ("cuda", "conv"),
-    ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"),
+    ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn"),
 ]  # fmt: skip
 
 
@@ -103,6 +103,7 @@ SETTINGS: dict[str, Any] = {
     "oneDNN": pytest.param(
         fine_setting(("mkldnn", "all", "bf16"), ("mkldnn", "matmul", "tf32")), marks=fine
     ),
+    "cuDNN, each of its own": legacy("highest", True),
     "oneDNN's convolutions": pytest.param(fine_setting(("mkldnn", "conv", "bf16")), marks=fine),
     "mixed": pytest.param(mixed, marks=fine),
 }
@@ -112,4 +113,4 @@ each_setting = pytest.mark.parametrize("allow", SETTINGS.values(), ids=SETTINGS)
 def keeps_float32(found: dict[Any, Any]) -> bool:
     if not precision._FINE:
         return found["products"] == "highest" and not found["cuDNN"]
-    return all(found[node] in ("ieee", "none") for node in NODES if node[1] in ("matmul", "conv"))
+    return all(found[node] in ("ieee", "none") for node in NODES if node[1] != "all")

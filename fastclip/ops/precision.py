@@ -30,7 +30,7 @@ from fastclip._torch import precision_of, set_precision
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _FINE = precision_of is not None
 """torch 2.9 has a tree of settings, of which an operation's own may inherit from those above."""
-_TREE = {"cuda": ("matmul", "conv"), "mkldnn": ("matmul", "conv")}
+_TREE = {"cuda": ("matmul", "conv", "rnn"), "mkldnn": ("matmul", "conv", "rnn")}
 _PRODUCTS = [(backend, operator) for backend, named in _TREE.items() for operator in named]
 _FULL = {"ieee", "none"}
 

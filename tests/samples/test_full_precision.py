@@ -28,6 +28,7 @@ class Notes(nn.Module):
 def test_a_look_is_in_full_float32(precision: str) -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = True  # its default, now a value of each operation's own
     try:
         users, seen = gpu_products(), []
         model = nn.Sequential(nn.Linear(6, 8), Notes(seen), nn.Tanh(), nn.Linear(8, 3))
