@@ -17,9 +17,10 @@ from fastclip.layers.records import (
     Record,
     ViewedRecord,
 )
-from fastclip.layers.reuse import joint_record
+from fastclip.layers.reuse import _GhostsTogether, joint_record
 from fastclip.ops.dispatch import use_backend
 from fastclip.planner import Choice, Planner
+from fastclip.planner.costs import _GPU, Costs
 from tests.kernels.oracle import relative_error
 from tests.kernels.test_conv_norm import CASES, operands
 
@@ -90,14 +91,17 @@ def test_two_uses_of_a_weight(method: str) -> None:
         check(joint_record([record_of(method, *p, geometry) for p in pairs], Planner()), exact)
 
 
-def test_two_uses_of_a_pointwise_weight_are_laid_along_positions() -> None:
+@pytest.mark.parametrize("kind", [LinearRecord, _GhostsTogether])
+def test_two_uses_of_a_pointwise_weight_are_laid_along_positions(kind: type[Record]) -> None:
+    """As gradients of both, or, where Grams are cheap (as they are on a GPU), in one Gram."""
+    planner = Planner(costs=Costs() if kind is LinearRecord else _GPU)
     space, geometry = CASES["pointwise"]
     x, g = operands(space, geometry, torch.bfloat16, 3)
     exact = ops.conv_per_sample_gradients(x.cpu().double(), g.cpu().double(), geometry)
     with use_backend("triton"):
-        record = joint_record([record_of("ghost", x, g, geometry)] * 2, Planner())
+        record = joint_record([record_of("ghost", x, g, geometry)] * 2, planner)
         assert isinstance(record, ViewedRecord)
-        assert isinstance(record.record, LinearRecord)
+        assert type(record.record) is kind
         check(record, 2 * exact)
 
 

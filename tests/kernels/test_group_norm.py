@@ -15,6 +15,7 @@ from fastclip.kernels.group_norm import MAX_SIZE, cut, group_norm, is_channels_l
 from fastclip.kernels.group_norm_backward import group_norm_backward
 from fastclip.ops import dispatch
 from fastclip.ops.dispatch import use_backend
+from fastclip.ops.precision import full_float32
 from tests.kernels.oracle import (
     DEVICE,
     DTYPES,
@@ -276,9 +277,12 @@ def randomised(*layers: nn.Module) -> nn.Module:
 def trained(
     model: nn.Module, x: Tensor, backend: str
 ) -> tuple[Tensor, dict[str, Tensor], list[bool]]:
-    """Norms and clipped sums of a step, and of every output of a norm whether it is channels-last."""
+    """Norms and clipped sums of a step, and of every output of a norm whether it is channels-last.
+
+    In full float32: cuDNN's convolutions around the norm would round to tf32.
+    """
     found: list[bool] = []
-    with use_backend(backend), warnings.catch_warnings():
+    with use_backend(backend), full_float32(), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*kernel of group_norm.*")
         _, private, optimizer, _ = make_private(model, max_grad_norm=0.5)
         for layer in model.modules():
