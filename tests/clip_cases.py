@@ -11,11 +11,13 @@ EXTREMES = [0.0, 1e-30, 1e-12, 0.5, 4.0, 1e18, 3e38, float("inf"), float("nan")]
 
 
 def norms_of(b: int, device: str | torch.device) -> torch.Tensor:
-    """Squared norms [l, b], extreme ones first; non-contiguous."""
+    """Squared norms [l, b], extreme ones first, then one layer's that is negative; non-contiguous."""
     generator = torch.Generator().manual_seed(b)
     norm_sq = torch.rand(b, LAYERS, generator=generator).square() * 10
     for i, value in enumerate(EXTREMES[:b]):
         norm_sq[i] = value
+    negative = norm_sq[len(EXTREMES) : len(EXTREMES) + 1]
+    negative[:, 0] = -0.5 * negative[:, 1:].sum(1)
     return norm_sq.to(device).T
 
 

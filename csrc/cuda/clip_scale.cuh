@@ -119,7 +119,8 @@ FASTCLIP_HD void clip_sample(const ClipArguments& a, int64_t b) {
     for (int64_t l = 0; l < a.l; ++l) {
       const double size = sqrt(static_cast<double>(own[l * a.stride_l]));
       const double limit = a.threshold[a.layers == nullptr ? l : a.layers[l]];
-      const double scale = alive ? fmin(scale_of(a, size, limit * a.within) * factor, kLargest) : 0;
+      const bool known = alive && size == size;  // a negative square has no root
+      const double scale = known ? fmin(scale_of(a, size, limit * a.within) * factor, kLargest) : 0;
       a.scales[l * a.b + b] = static_cast<float>(scale);
     }
   } else {

@@ -180,7 +180,7 @@ class BackwardPass:
             for graph, contributions in by_graph.items():
                 for parameter, gradient in graph.pull_back(contributions).items():
                     if parameter in self._wanted:
-                        self._hold(parameter, KeptRecord(ops.widen(gradient)))
+                        self._hold(parameter, KeptRecord(gradient))
 
     def places(self, parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
         """Of those that took part, in the order of all `parameters`, int64."""

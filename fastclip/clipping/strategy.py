@@ -120,12 +120,13 @@ class Clipping:
 
         Returns:
             [b], or [l, b] for a per-layer policy. A sample whose norm is not finite gets scale 0
-            everywhere.
+            everywhere, and a layer whose norm is no number there.
         """
         dead = ~torch.isfinite(norms)
         thresholds, factor = state.threshold, self._factor(state)
         if layer_norms is not None:
             norms = layer_norms
+            dead = dead | torch.isnan(norms)
             thresholds = (thresholds if layers is None else thresholds[layers])[:, None]
         if groups is not None and self.threshold.num_groups is not None:
             index = groups.clamp(min=0)

@@ -137,7 +137,7 @@ def _clip_kernel(
             c_own = tl.load(threshold + place, mask=layer < L, other=1.0)
             c_own *= tl.full((1, 1), ROOM_WITHIN, tl.float64)
             value = _scale(own, c_own, KIND, PARAMETER) * factor[None, :]
-            value = tl.minimum(tl.where(alive[None, :], value, 0.0), _LARGEST)
+            value = tl.minimum(tl.where(alive[None, :] & (own == own), value, 0.0), _LARGEST)
             tl.store(scales + layer * B + b[None, :], value.to(tl.float32), mask=here)
     else:
         n = n32.to(tl.float64)

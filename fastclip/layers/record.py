@@ -123,8 +123,8 @@ class KeptRecord(Record):
     """
 
     def __init__(self, gradients: Tensor, hidden: Tensor | ops.ProductNorm | None = None) -> None:
-        super().__init__(gradients)
-        self.gradients = gradients
+        self.gradients = ops.widen(gradients)
+        super().__init__(self.gradients)
         self._hidden = hidden
 
     def merge(self, other: Record) -> Record | None:

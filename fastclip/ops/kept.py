@@ -8,15 +8,18 @@ import torch
 from torch import Tensor
 
 from fastclip.ops.dispatch import host_operation, operation
-from fastclip.ops.numerics import drop_zeroed
+from fastclip.ops.numerics import drop_zeroed, widen
 from fastclip.ops.precision import in_full_float32
 
 
 @operation
 @in_full_float32
 def kept_sum(gradients: Tensor, scale: Tensor) -> Tensor:
-    """sum_b scale_b gradients_b, for gradients [b, *shape] and scale [b]: [*shape]."""
-    (gradients,) = drop_zeroed(scale, gradients)
+    """sum_b scale_b gradients_b, for gradients [b, *shape] and scale [b]: [*shape], accumulated widely.
+
+    A scale that was rounded to 16 bits would be up to 2^-8 too large, and if tiny by a factor of two.
+    """
+    (gradients,) = drop_zeroed(scale, widen(gradients))
     rows, back = as_they_lie(gradients)
     total = scale.to(rows.dtype) @ rows.reshape(len(scale), rows.shape[1:].numel())
     return total.view(rows.shape[1:]).permute(back).contiguous()
@@ -52,6 +55,7 @@ def parted_sum(parts: Iterable[Tensor], scale: Tensor) -> Tensor:
 @in_full_float32
 def kept_sums(gradients: Tensor, scales: Tensor) -> Tensor:
     """The same for k parameters of one size, [k, b, n], at scales [b] or [k, b]: [k, n]."""
+    gradients = widen(gradients)
     if scales.dim() == 1:
         (rows,) = drop_zeroed(scales, gradients.transpose(0, 1))
         return torch.matmul(scales.to(rows.dtype), rows.transpose(0, 1))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from fastclip.errors import GraphError
+from fastclip.errors import GraphError, say
 from fastclip.samples.calls import Forward
 from fastclip.samples.inputs import way_of
 
@@ -19,15 +19,25 @@ _FEW = 4
 """Whole numbers of a row below which rows are alike by accident: a letter, a category."""
 
 
+_NOTHING_SHARED = (
+    "two forward passes under one loss have no row in common, and row i of each is taken for what one "
+    "sample has given: two views of it, or two parts of what the data loader drew for it. If one takes "
+    "rows of another source (a public data set, a replay buffer), one row less moves every pair behind "
+    "it, and a sample changes the sum by many times max_grad_norm: let the data set that is drawn from "
+    "return both rows of a pair"
+)
+
+
 class RowOrders:
     """Refuses samples that enter one backward pass in two rows, where they would contribute 2 C.
 
     `criterion(model(x), y) + criterion(model(x[order]), y[order])` clips what two samples have given
-    to one row. Inputs are compared bit for bit.
+    to one row. Inputs are compared bit for bit. Where passes have no row in common (two views of each
+    row, or rows of two sources), whoever trains is told once what is taken for granted.
     """
 
     def __init__(self) -> None:
-        self._left = _COMPARED
+        self._left, self._told = _COMPARED, False
 
     def finish(self, forwards: Sequence[Forward]) -> None:
         """One backward pass has reached these forward passes; none may reach them again.
@@ -52,6 +62,9 @@ class RowOrders:
                         "up to twice what it is clipped to; each row of all forward passes under "
                         "one loss must be computed from one sample"
                     )
+                if kind == other and not self._told and set(before).isdisjoint(rows):
+                    self._told = True
+                    say(_NOTHING_SHARED)
         self._left -= len(seen) > 1
         for forward in forwards:
             forward.inputs = None

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastclip import ops
 from fastclip.layers.records import KeptRecord
 from fastclip.uses.elementwise import flat_operands
 from fastclip.uses.rule import Operands, UseRule
@@ -65,7 +64,7 @@ class ReplayUse(UseRule):
         else:
             found = self._finite(use, wanted, owner)
         for name, own in zip(wanted, found, strict=True):
-            use.record(name, KeptRecord(ops.widen(own)))
+            use.record(name, KeptRecord(own))
 
     @staticmethod
     def _finite(use: UseBackward, wanted: list[str], owner: Tensor) -> list[Tensor]:

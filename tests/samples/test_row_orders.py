@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -151,3 +152,29 @@ def test_only_the_first_passes_wait() -> None:
     gc.collect()
     assert losses.grad_fn is not None  # its graph is
     assert alive() is None
+
+
+def told_of(loss: Callable[[nn.Module, Tensor], Tensor], steps: int = 3) -> list[str]:
+    """Warnings in steps over batches that are drawn anew."""
+    _, private = trained()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            loss(private, rows()).mean().backward()
+    return [str(w.message) for w in caught if "no row in common" in str(w.message)]
+
+
+def test_rows_of_another_source_are_told_once() -> None:
+    public = rows()
+    assert len(told_of(lambda m, x: m(x) + m(public[: len(x)]))) == 1
+    assert len(told_of(lambda m, x: m(x) + m(x + 0.1))) == 1  # two views cannot be told from them
+
+
+@pytest.mark.parametrize("case", ["again", "rows", "alone"])
+def test_rows_in_common_are_not_told(case: str) -> None:
+    losses: dict[str, Losses] = {
+        "again": lambda m, x: m(x) + m(x),
+        "rows": lambda m, x: m(x) + m(torch.cat([x[:1], x[1:] + 0.1])),
+        "alone": lambda m, x: m(x),
+    }
+    assert not told_of(losses[case])
