@@ -19,8 +19,8 @@ _FEW = 4
 """Whole numbers of a row below which rows are alike by accident: a letter, a category."""
 
 
-_NOTHING_SHARED = (
-    "two forward passes under one loss have no row in common, and row i of each is taken for what one "
+_FEW_SHARED = (
+    "two forward passes under one loss have few rows in common, and row i of each is taken for what one "
     "sample has given: two views of it, or two parts of what the data loader drew for it. If one takes "
     "rows of another source (a public data set, a replay buffer), one row less moves every pair behind "
     "it, and a sample changes the sum by many times max_grad_norm: let the data set that is drawn from "
@@ -32,7 +32,7 @@ class RowOrders:
     """Refuses samples that enter one backward pass in two rows, where they would contribute 2 C.
 
     `criterion(model(x), y) + criterion(model(x[order]), y[order])` clips what two samples have given
-    to one row. Inputs are compared bit for bit. Where passes have no row in common (two views of each
+    to one row. Inputs are compared bit for bit. Where passes have few rows in common (two views of each
     row, or rows of two sources), whoever trains is told once what is taken for granted.
     """
 
@@ -62,9 +62,9 @@ class RowOrders:
                         "up to twice what it is clipped to; each row of all forward passes under "
                         "one loss must be computed from one sample"
                     )
-                if kind == other and not self._told and set(before).isdisjoint(rows):
+                if kind == other and not self._told and 2 * len({*before} & {*rows}) < len({*rows}):
                     self._told = True
-                    say(_NOTHING_SHARED)
+                    say(_FEW_SHARED)
         self._left -= len(seen) > 1
         for forward in forwards:
             forward.inputs = None
