@@ -186,7 +186,7 @@ class FastPrivacyEngine(SteppingEngine):
         )
         inner = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
         try:
-            ranks = module.keeper.clipping.ranks
+            batch, ranks = module.keeper.batch, module.keeper.clipping.ranks
             loader, design = self._prepare_sampling(
                 data_loader, poisson_sampling=poisson_sampling, batch_first=batch_first,
                 rand_on_empty=rand_on_empty, ranks=ranks, **sampling,
@@ -204,7 +204,7 @@ class FastPrivacyEngine(SteppingEngine):
             module.cleanup()
             refuse(ranks, error)
             raise
-        batch, releases = module.keeper.batch, Releases(design, draws, lambda: self.accountant)
+        releases = Releases(design, draws, lambda: self.accountant, ranks)
         batch.accumulation_allowed, batch.draws = not poisson_sampling, draws
         private.account_with(releases)
         self._runs = [run for run in self._runs if not run.keeper.batch.retired]

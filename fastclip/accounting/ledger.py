@@ -11,6 +11,7 @@ from opacus.accountants import IAccountant
 
 from fastclip.accounting.asked import Asked, asks_of
 from fastclip.accounting.history import refuse_changing_noise
+from fastclip.accounting.names import Names
 from fastclip.accounting.protected import BY_OPACUS, Protected, protected_by
 from fastclip.accounting.protected import KEY as PROTECTED
 from fastclip.accounting.segments import (
@@ -21,7 +22,6 @@ from fastclip.accounting.segments import (
     check_entries,
     digest,
     joined,
-    new_name,
     read_segments,
     remainder,
     runs,
@@ -49,12 +49,10 @@ class Ledger(Asked):
     """Whom all these steps protect."""
     _others: Segments
     _name: str
-    _process: tuple[int, int] = (0, 0)
     _log: WriteAheadLog | NotWritten | None = None
     _recorded: list[Entry]
     """The history as it was left here: whoever has changed it since speaks for it."""
-    _shared: list[str]
-    """The names that all ranks of a training give to their segments, the first one of the training."""
+    _names: Names
     _lock: OwnLock
     cuts = 0
     """How often its history was found cleared, cut or assigned by hand; see `check_cuts`."""
@@ -68,7 +66,7 @@ class Ledger(Asked):
             StepError: its file (`write_ahead`) cannot be written; the step is not recorded.
         """
         refuse_truncated([(0.0, kwargs.get("sample_rate"), 1)], self.mechanism())
-        if self._process != this_process():  # a fork: its parent goes on under the same name
+        if self._names.process != this_process():  # a fork: its parent goes on under the same name
             self._begin(self.segments())
         self.check_cuts()
         write_down = step_beside(self, Ledger, *args, **kwargs)
@@ -241,13 +239,7 @@ class Ledger(Asked):
 
     def _begin(self, others: Segments) -> None:
         """What is recorded from now on has a name of its own."""
-        process = this_process()
-        if self._shared and self._process == process:
-            self._shared.append(f"{self._shared[0]}.{len(self._shared)}")
-            name = self._shared[-1]
-        else:
-            self._shared, name = [], new_name()
-        self._others, self._name, self._process = others, name, process
+        self._others, self._name = others, self._names.new()
         self._recorded = list(self.history)
 
     @undisturbed
@@ -257,8 +249,14 @@ class Ledger(Asked):
         Args:
             name: that all of them have been given, and nobody else.
         """
-        self._process, self._shared = this_process(), [name]
+        self._names.share(name)
         self._begin(self.segments())
+
+    @undisturbed
+    def taken_by(self, *, ranks: bool) -> None:
+        """Who takes the next step: all ranks, or this process on a model of its own."""
+        if self._names.alone(not ranks):
+            self._begin(self.segments())
 
     @undisturbed
     def __reduce__(self) -> Any:
@@ -267,7 +265,7 @@ class Ledger(Asked):
             **self.__dict__,
             "history": list(self.history),
             "_others": self.segments(),
-            "_shared": [],
+            "_names": Names(),
             "_log": None if self._log is None else self._log.copied(),
         }
         del state["_lock"]
@@ -283,7 +281,7 @@ def keep_ledger(accountant: IAccountant) -> Ledger:
     ledger = cast("Ledger", accountant)
     ledger._lock = OwnLock()
     ledger.protected = BY_OPACUS if ledger.history else Protected()
-    ledger._shared = []
+    ledger._names = Names()
     ledger._begin({})
     return ledger
 

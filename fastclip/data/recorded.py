@@ -18,6 +18,7 @@ from fastclip.data.design import STREAM, SamplingDesign
 from fastclip.data.draws import Draws
 from fastclip.data.streams import TWICE
 from fastclip.errors import ArgumentError, ArgumentTypeError, StepError
+from fastclip.parallel.ranks import Ranks
 
 
 def accounted_rate(design: SamplingDesign) -> Rate:
@@ -95,12 +96,15 @@ class Releases:
 
     Args:
         design: how rows are drawn. draws: of the loader. accountant: who records, when a step is taken.
+        ranks: who take each step together, where several train.
     """
 
     def __init__(
-        self, design: SamplingDesign, draws: Draws, accountant: Callable[[], Ledger]
-    ) -> None:
+        self, design: SamplingDesign, draws: Draws, accountant: Callable[[], Ledger],
+        ranks: Ranks | None = None,
+    ) -> None:  # fmt: skip
         self.design, self._draws, self._accountant = design, draws, accountant
+        self._of_ranks = ranks is not None
         self._rate: Any = accounted_rate(design)
         self._taken: Counter[float] = Counter()
         """Steps of one Poisson draw each, by their noise multiplier."""
@@ -130,6 +134,7 @@ class Releases:
             raise StepError(TWICE.format(joined=joined, readers=readers, most=most))
         accountant, sigma = self._accountant(), optimizer.noise_multiplier
         accountant.protected = accountant.protected.beside(self.design.protected)
+        accountant.taken_by(ranks=self._of_ranks)
         releasing = getattr(optimizer, "releasing", True)
         shares = self._unknown(joined, releasing)
         if shares > (not self.design.poisson):  # one alone is a step like any other there

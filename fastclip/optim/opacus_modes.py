@@ -93,7 +93,7 @@ class OpacusModes(DrawingEngine):
         assert self._drawn_by is not None
         draws = self._watched(loader, poisson_sampling, rand_on_empty, required=False)
         optimizer.batch.draws = draws
-        optimizer.account_with(Releases(self._drawn_by, draws, lambda: self.accountant))
+        optimizer.account_with(Releases(self._drawn_by, draws, lambda: self.accountant, ranks))
         self._by_opacus = True
         return made
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
+from torch.utils.data import DataLoader
 
 from fastclip import FastPrivacyEngine
 from fastclip.accounting.write_ahead import WriteAheadLog
-from tests.parallel.training import batches, private, rank, step, wrapped
+from tests.parallel.training import WRAPPERS, D, Rows, batches, private, rank, step, wrapped
 
 
 def logged(path: Path) -> int:
@@ -114,3 +115,36 @@ def full(folder: str, kind: str) -> dict[str, Any]:
         "told": told, "stayed": stayed, "counted": counted, "later": later, "names": name,
         "names later": list(made[0].accountant.segments()), "logged": logged(path),
     }  # fmt: skip
+
+
+def alone(folder: str, mode: str) -> dict[str, Any]:
+    """Steps of all ranks; before and after those of models of each rank's own, without a group."""
+    engine, mine, world = FastPrivacyEngine(accountant="rdp"), rank(), distributed.get_world_size()
+
+    def private(wrapper: str) -> tuple:
+        module = WRAPPERS.get(wrapper, lambda net: net)(nn.Linear(D, 3).double())
+        return engine.make_private(
+            module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+            data_loader=DataLoader(Rows(), batch_size=8), noise_multiplier=1.0, max_grad_norm=0.5,
+            grad_sample_mode=mode, rand_on_empty=mode == "fast",
+        )  # fmt: skip
+
+    def train(made: tuple, steps: int) -> None:
+        module, optimizer, loader = made
+        for x, _ in batches(loader, steps):
+            optimizer.zero_grad()
+            module(x).pow(2).mean().backward()
+            optimizer.step()
+
+    distributed.destroy_process_group()
+    own = private("none")
+    train(own, 1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/again", rank=mine, world_size=world
+    )
+    train(private("ddp" if mode == "fast" else "dpddp"), 2)
+    distributed.destroy_process_group()
+    train(own, 4 + mine)
+    train(private("none"), 2)
+    torch.save(engine.accountant.state_dict(), f"{folder}/ledger of {mine}")
+    return {"steps": sum(steps for *_, steps in engine.accountant.history)}

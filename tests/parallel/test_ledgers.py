@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from fastclip import FastPrivacyEngine
 from tests.accounting.runs import one_sentence
 from tests.parallel import world
 
@@ -48,3 +50,14 @@ def test_a_full_disk_of_the_first_rank(tmp_path: Path, kind: str) -> None:
         assert (rank["counted"], rank["later"], rank["logged"]) == (2, 4, 4)
         assert rank["names"] == found[0]["names"]
         assert rank["names later"] == found[0]["names later"]
+
+
+@pytest.mark.parametrize("mode", ["fast", "hooks"])
+def test_steps_that_ranks_take_alone_add_up(tmp_path: Path, mode: str) -> None:
+    """What they take together counts once."""
+    found = world.run(2, "tests.parallel.ledgers:alone", tmp_path, str(tmp_path), mode)
+    assert [rank["steps"] for rank in found] == [9, 10]
+    both = FastPrivacyEngine(accountant="rdp").accountant
+    for rank in (0, 1):
+        both.load_state_dict(torch.load(tmp_path / f"ledger of {rank}", weights_only=True))
+    assert sum(steps for *_, steps in both.history) == 2 + 7 + 8

@@ -72,7 +72,8 @@ def main(rank: int, world: int, folder: Path, name: str, *arguments: str) -> Non
     module, function = name.split(":")
     found = getattr(import_module(module), function)(*arguments)
     _save(found, folder / f"{rank}.pt")
-    distributed.destroy_process_group()
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
     sys.stdout.flush()
     os._exit(
         0
