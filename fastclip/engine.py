@@ -311,8 +311,8 @@ class FastPrivacyEngine(SteppingEngine):
                 batch_axis=0 if batch_first else 1, frozen=frozen, planner=self._planner,
             )  # fmt: skip
             keeper.clipping.ranks = ranks
+            self._go_on_with(wrapper, module, keeper.names)
             if wrapper is not None:
-                self._go_on_with(wrapper, module, keeper.names)
                 wrapper.to_standard_module()  # all is checked: the earlier engine may let go
             kind = FastGradSampleModule if wrap_model else FastGradSampleHooks
             options = {"batch_first": batch_first, "loss_reduction": loss_reduction}

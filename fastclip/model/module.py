@@ -20,6 +20,7 @@ from fastclip.errors import UnsupportedLayerError
 from fastclip.layers import find_rule
 from fastclip.model import entries
 from fastclip.model.interception import ATTRIBUTE, Handle, attach, detach
+from fastclip.model.let_go import let_go
 from fastclip.model.ownership import check_free, claim
 from fastclip.model.scopes import PartScope, RecurrentScope, RootScope, SortedScope
 from fastclip.parallel.processes import (
@@ -68,6 +69,8 @@ def uninstall(model: nn.Module) -> None:
         entries.detach(module)
         handle = module.__dict__.get(ATTRIBUTE)
         if handle is not None:
+            if any(True for _ in module.parameters(recurse=False)):
+                let_go([module], handle.keeper.batch)
             handle.keeper.retire()
             detach(module)
     for parameter in model.parameters():

@@ -19,6 +19,7 @@ from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.errors import UnsupportedLayerError
 from fastclip.model.interception import ATTRIBUTE
+from fastclip.model.let_go import let_go_with, owners
 from fastclip.parallel.ranks import Ranks, whole_of
 
 _FAST: WeakKeyDictionary[nn.Module, ref[BookKeeper]] = WeakKeyDictionary()
@@ -57,6 +58,7 @@ def claim_for_opacus(wrapper: AbstractGradSampleHooks, batch: LogicalBatch) -> N
         if other is wrapper or not mine.isdisjoint(other._module.parameters()):
             other.__dict__[_BATCH].retire()
     wrapper.__dict__[_BATCH] = batch
+    let_go_with(wrapper, owners(wrapper._module), batch)
     _OPACUS.add(wrapper)
 
 
@@ -78,13 +80,18 @@ def check_free(model: nn.Module, parameters: Mapping[nn.Parameter, str], again: 
         raise UnsupportedLayerError(conflict)
 
 
-def batch_of(again: Any) -> LogicalBatch | None:
-    """That of what an earlier make_private returned, or of a copy of it; None where it is over."""
-    if again is None:
-        return None
-    keeper = getattr(again, "keeper", None)
-    batch = again.__dict__.get(_BATCH) if keeper is None else keeper.batch
-    return None if batch is None or batch.retired else batch
+def batches_of(again: Any, model: nn.Module) -> list[LogicalBatch]:
+    """Whose releases are in the weights of a model, and may go on.
+
+    Args:
+        again: what an earlier make_private returned, or a copy of it, if the model is that.
+    """
+    inside = set(owners(model))
+    found = [w for w in list(_OPACUS) if not inside.isdisjoint(owners(w._module))]
+    if again is not None and again not in found:
+        found.append(again)
+    batches = [w.keeper.batch if hasattr(w, "keeper") else w.__dict__.get(_BATCH) for w in found]
+    return [batch for batch in batches if batch is not None and not batch.retired]
 
 
 def _conflict(model: nn.Module, parameters: Mapping[nn.Parameter, str], again: Any) -> str | None:

@@ -15,8 +15,9 @@ from fastclip.accounting.segments import new_name, union
 from fastclip.backward.guards import say_untrained
 from fastclip.data.drawing_engine import DrawingEngine
 from fastclip.data.recorded import Releases
-from fastclip.errors import say
-from fastclip.model.ownership import batch_of, check_free
+from fastclip.errors import ArgumentError, say
+from fastclip.model.let_go import found_in, trained_by
+from fastclip.model.ownership import batches_of, check_free
 from fastclip.optim.inner_step import parameters_of
 from fastclip.optim.materialised import optimizer_class
 from fastclip.optim.release import agree_to_train
@@ -47,19 +48,30 @@ class OpacusModes(DrawingEngine):
             ArgumentError: this accountant cannot compose its steps with its own.
         """
         check_free(module, trained, again=again)
-        batch = batch_of(again)
-        if batch is None or (spent := batch.spent) is None:
-            return
-        if (ledger := getattr(batch.account, "ledger", None)) is not None:  # a copy has none
-            self.accountant.drawn.join(ledger.drawn)
+        before = found_in(module)
+        for batch in batches_of(again, module):
+            before += trained_by(batch)
         known = self.accountant.segments()
-        if union(known, spent.segments) == known:
-            return
-        self.accountant.join(*spent)
+        segments, protected = known, self.accountant.protected
+        try:
+            for spent, drawn in before:
+                if drawn is not None:
+                    self.accountant.drawn.join(drawn)
+                segments = union(segments, spent.segments)
+                protected = protected.beside(spent.protected)
+            if segments == known:
+                return
+            self.accountant.join(segments, protected)
+        except ArgumentError as error:
+            raise ArgumentError(
+                f"this engine cannot count the steps that are in the model's weights: {error}; to state "
+                "an epsilon of each, call cleanup() on what make_private returned first and pass a "
+                "copy.deepcopy of the model"
+            ) from error
         say(
-            "the model is private already, by another FastPrivacyEngine whose steps are in its weights: "
-            "this engine counts them from now on beside its own; for a model that is to begin anew, "
-            "call make_private with one that was made anew"
+            "the model was made private before, by another FastPrivacyEngine whose steps are in its "
+            "weights: this engine counts them from now on beside its own; for a model that is to begin "
+            "anew, call make_private with one that was made anew"
         )
 
     def _make_private_by_opacus(

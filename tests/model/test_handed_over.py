@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from typing import Any
 
 import pytest
@@ -98,12 +100,61 @@ def test_what_cannot_be_counted_is_refused(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_model_that_was_let_go_begins_anew(mode: str) -> None:
+@pytest.mark.parametrize("held", ["wrapper", "model", "part"])
+def test_what_was_let_go_is_counted(mode: str, held: str, recwarn) -> None:
+    """cleanup() takes no step out of the weights, whoever holds them and whatever they are put into."""
+    made = private(first := engine(), mode=mode)
+    epoch(made)
+    made[0].cleanup()
+    wrapper, module, loader = made[0], made[0]._module, made[2]
+    del made, first
+    if held != "wrapper":
+        del wrapper
+        gc.collect()
+    if held == "part":
+        module = nn.Sequential(nn.Linear(4, 4), module)
+    for number in (1, 2):
+        given = wrapper if held == "wrapper" and mode == "fast" else module
+        inner = torch.optim.SGD(given.parameters(), lr=0.1)
+        made = private(last := engine(), (given, inner, loader), mode)
+        epoch(made)
+        wrapper = made[0]
+        wrapper.cleanup()
+        assert sum(steps for *_, steps in last.accountant.history) == 4 + 4 * number
+    assert sum("counts them" in str(w.message) for w in recwarn.list) == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_begins_anew(mode: str, recwarn) -> None:
+    """A copy that is made afterwards, and a part that was not trained, beside a new one."""
+    body, head = nn.Linear(4, 4), nn.Linear(4, 2)
+    body.requires_grad_(False)
+    model = nn.Sequential(body, head)
+    loader = DataLoader(TensorDataset(torch.ones(32, 4)), batch_size=8)
+    made = private(engine(), (model, torch.optim.SGD(head.parameters(), lr=0.1), loader), mode)
+    epoch(made)
+    made[0].cleanup()
+    for net in (copy.deepcopy(model), nn.Sequential(body, nn.Linear(4, 2))):
+        inner = torch.optim.SGD(net[1].parameters(), lr=0.1)
+        epoch(private(last := engine(), (net, inner, loader), mode))
+        assert sum(steps for *_, steps in last.accountant.history) == 4
+    assert not any("counts them" in str(w.message) for w in recwarn.list)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_was_let_go_and_cannot_be_counted_is_refused(mode: str) -> None:
     made = private(engine(), mode=mode)
+    epoch(made)
+    made[1].noise_multiplier = 2.0
     epoch(made)
     made[0].cleanup()
     module = made[0]._module
-    inner = torch.optim.SGD(module.parameters(), lr=0.1)
-    second = engine()
-    epoch(private(second, (module, inner, made[2]), mode))
-    assert sum(steps for *_, steps in second.accountant.history) == 4
+    given = module, torch.optim.SGD(module.parameters(), lr=0.1), made[2]
+    with pytest.raises(ArgumentError, match="pass a copy"):
+        private(engine("gdp"), given, mode)
+    module = copy.deepcopy(module)
+    epoch(
+        private(
+            engine("gdp"), (module, torch.optim.SGD(module.parameters(), lr=0.1), made[2]), mode
+        )
+    )
