@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from fastclip.data.filling import Filling
 from fastclip.data.iteration import Draw, Iteration, PhysicalBatch, leaves_empty, place_of, reading
+from fastclip.data.pace import Pace
 from fastclip.data.refusals import AHEAD, ANOTHER, BORDER, EMPTY, UNCLEAR, UNDRAWN
 from fastclip.data.unit_rows import PassedOver, unit_rows
 from fastclip.data.units import UnitBatch
@@ -56,8 +56,7 @@ class Draws:
         """Batches are handed out before the ones before them are used; None: not known yet."""
         self._last_out: PhysicalBatch | None = None
         """The newest that was out when a batch was used last."""
-        self._ahead = inf
-        """Fewest batches of this iteration that were out beyond those being used."""
+        self._pace = Pace()
         self._locked = ""
         """Which physical batch is in hand cannot be told any more in this iteration."""
         self.by_units = False
@@ -130,7 +129,8 @@ class Draws:
             gone.discard(out[-1])  # a pass inside another, whose batch is in hand
         self._waiting = [b for b in self._waiting if b not in gone]
         self._passed.new_pass(before, [b for b in out if b in gone], self._lags is False)
-        self.watching, self._lags, self._locked, self._ahead = True, None, "", inf
+        self.watching, self._lags, self._locked = True, None, ""
+        self._pace.begin()
         if before is not None and before.used and before.over:
             self._check_empty([*gone], before)
 
@@ -219,8 +219,7 @@ class Draws:
         out = self._out()
         if batch in out:
             self._last_out = out[-1]
-            if not batch.draw.iteration.over:
-                self._ahead = min(self._ahead, len(out) - 1)
+            self._pace.use(out, more=self._waiting != out or not batch.draw.iteration.over)
             gone = out[: out.index(batch) + 1]
             self._waiting = [b for b in self._waiting if b not in gone]
             self._passed.add(gone[:-1])
@@ -238,9 +237,9 @@ class Draws:
             self._lags = True
             more = len(out) - len(parts)
             if out and not out[-1].draw.iteration.over:
-                self._ahead = min(self._ahead, max(more, 0))
-            if not self._used and more > self._ahead:
-                skipped = out[: more - int(self._ahead)]
+                self._pace.see(more)
+            if not self._used and more > self._pace.ahead:
+                skipped = out[: more - int(self._pace.ahead)]
                 self._check_empty(skipped, out[-1].draw.iteration)
                 self._waiting = [b for b in self._waiting if b not in skipped]
         for rows in parts:
@@ -255,7 +254,8 @@ class Draws:
 
     def release(self) -> None:
         """A real step has used up the logical batch."""
-        self.released = list(dict.fromkeys(b.draw.iteration for b in self._used))
+        known = self.independent or self._pace.step()
+        self.released = list(dict.fromkeys(b.draw.iteration for b in self._used if known))
         for draw in {b.draw for b in self._used}:
             draw.released_by.append(self)
         self._used.clear()
@@ -326,7 +326,8 @@ class Draws:
 
     def _first_in_hand(self, out: list[PhysicalBatch]) -> bool:
         """Whether no batch but the first can be the one in hand: none was skipped."""
-        return bool(self._lags) and not out[-1].draw.iteration.over and len(out) <= self._ahead + 1
+        over, ahead = out[-1].draw.iteration.over, self._pace.ahead
+        return bool(self._lags) and not over and len(out) <= ahead + 1
 
     def _again(self, rows: int) -> PhysicalBatch:
         """A batch of an earlier pass, which without Poisson sampling the next one may repeat."""

@@ -90,9 +90,10 @@ class Releases:
     Formal guarantee: Poisson steps are subsampled Gaussian mechanisms at the design's rate. Of a
     shuffled or given order a row is in one step of each pass, and which one does not depend on what it
     holds: for neighbours in which a row is zeroed out, a pass is one Gaussian mechanism of q = 1 with
-    the noise of that step (parallel composition), recorded at the least noise of the pass. Of a stream
-    every step is one. So is one on batches that no loader has told of, with the noise over their
-    number (`UnknownPasses`).
+    the noise of that step (parallel composition), recorded at the least noise of the pass. A step that
+    may be on rows of another one of the pass (`Pace`) is a mechanism of its own, and so is every step on
+    a stream, or on batches that no loader has told of, with the noise over their number
+    (`UnknownPasses`).
 
     Args:
         design: how rows are drawn. draws: of the loader. accountant: who records, when a step is taken.
