@@ -27,7 +27,7 @@ from fastclip.samples.layout import BatchLayout
 from fastclip.samples.mixed_outputs import find_mixed
 from fastclip.samples.owners import agrees
 from fastclip.samples.place import Place, called, places
-from fastclip.samples.positions import check_constants, check_copied, check_copies
+from fastclip.samples.positions import check_constants, check_copied, check_copies, told_apart
 from fastclip.samples.probing import Opened, Probe, Runs
 from fastclip.samples.routers import places_returned, route
 from fastclip.samples.sizes import Sizes
@@ -249,9 +249,11 @@ class Comparison:
                 self.layout.moved |= dict.fromkeys(moved)
                 self.layout.open |= {name for name in moved if isinstance(name, str)}
                 raise Opened
-            check_somewhere(self.layout.moved, base, probe, self.owned if first else {}, kept)
-            check_values(base, probe, (out, found), sorted(kept), self.unfolded.axes)
-            check_slopes(base, probe, sorted(kept), self.layout.places)
+            owned = self.owned if first else {}
+            with told_apart(base, probe):
+                check_somewhere(self.layout.moved, base, probe, owned, kept)
+                check_values(base, probe, (out, found), sorted(kept), self.unfolded.axes)
+                check_slopes(base, probe, sorted(kept), self.layout.places)
             halves += [probe.without(self.reached)] * (kept in groups)
             del probe, found  # before the next run
         if not drawn:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -86,13 +87,26 @@ def check_copied(
             raise coupled("the output", other_size=True)
 
 
-def drawn_by_others() -> BatchSizeError:
-    """The refusal of a model that has drawn for its rows, which differ in batches of other sizes."""
-    return BatchSizeError(
-        "what a sample has in a batch of another size is something else, but NumPy's or Python's own "
-        "generators have drawn other numbers for it there, so whether it depends on the number of rows "
-        "cannot be told; draw with torch's own functions, such as torch.rand"
-    )
+@contextmanager
+def told_apart(base: Probe, probe: Probe) -> Iterator[None]:
+    """A refusal of what has changed names the generators that drew other numbers in the second run.
+
+    Raises:
+        BatchSizeError: what was raised inside, or, if any has, that nothing can be told.
+    """
+    try:
+        yield
+    except BatchSizeError as error:
+        others = [name for name, stand in base.stand.items() if probe.stand.get(name) != stand]
+        if not others:
+            raise
+        raise BatchSizeError(
+            f"what a sample has among other rows is something else, but {' and '.join(others)} drew "
+            "other numbers for it there, so whether it depends on these rows, or on how many there are, "
+            "cannot be told; draw with torch's own functions, such as torch.rand, as many numbers for "
+            "every row whatever it holds, or draw in the data set, and switch an augmentation that the "
+            "model brings off (transformers: config.apply_spec_augment = False)"
+        ) from error
 
 
 def placed(where: str, drawn: bool = False) -> BatchSizeError:

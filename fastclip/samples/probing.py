@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fastclip._torch import tree_unflatten
 from fastclip.errors import UnsupportedLayerError, where
 from fastclip.samples.beside import Beside
+from fastclip.samples.elsewhere import drawn_by, evenly
 from fastclip.samples.ignored import Told, labels
 from fastclip.samples.inputs import INPUT, take_rows, tensors_of
 from fastclip.samples.place import Place, called
@@ -95,7 +96,7 @@ class Probe:
     trusted: bool = False  # inside a layer that is known to keep account of its rows
     draws: bool = False
     """Random numbers were drawn, in the forward pass or in the gradients that were asked for."""
-    stand: list[Any] = field(default_factory=list)  # of the generators, afterwards
+    stand: dict[str, Any] = field(default_factory=dict)  # of the generators, afterwards
     slopes: list[tuple[Hashable, Tensor | None]] | None = None
     """Gradients of the sources, if they are asked for: fastclip.samples.slopes."""
     rounding: float = SINGLE
@@ -259,9 +260,11 @@ class Runs(TakenRows):
         with _LOOKING.bit(), self._watch(probe), alone as writes, graph:
             generators = generators_of(self.model)
             before = generators.states()
-            if probe.taint is not None:
-                probe.taint.undrawn.take_over(table for _, table in tables_of(self.model))
             with ExitStack() as stack:
+                if not probe.trusted:
+                    draw = evenly if probe.taint is None else probe.taint.undrawn.elsewhere
+                    tables = [table for _, table in tables_of(self.model)]
+                    stack.enter_context(drawn_by(draw, tables))
                 ties = None if probe.trusted else Ties()
                 even = None if probe.trusted else Even()
                 for mode in (even, left, probe.taint, ties, Fewer() if probe.fewer else None):

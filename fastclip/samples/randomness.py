@@ -27,14 +27,17 @@ class Generators:
             kinds += (self._numpy.random.Generator, self._numpy.random.RandomState)
         self._own = list({id(one): one for one in held if isinstance(one, kinds)}.values())
 
-    def states(self) -> list[Any]:
-        """Where they stand: equal lists if nothing was drawn between."""
+    def states(self) -> dict[str, Any]:
+        """Where they stand, by whose they are: equal if nothing was drawn between."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         array = None if self._numpy is None else self._numpy.random.get_state()
-        own = [state_of(one) for one in self._own]
-        return [
-            _comparable(x) for x in (random.getstate(), array, torch.get_rng_state(), *cuda, *own)
-        ]
+        found: dict[str, list[Any]] = {
+            "Python's random": [random.getstate()],
+            "numpy.random": [array],
+            "torch": [torch.get_rng_state(), *cuda],
+            "a generator that the model holds": [state_of(one) for one in self._own],
+        }
+        return {name: [_comparable(x) for x in states] for name, states in found.items()}
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:

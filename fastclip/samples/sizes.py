@@ -5,19 +5,18 @@ Random numbers are others there, so whatever draws them runs as if nothing were 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
-from fastclip.errors import BatchSizeError, FastclipError
+from fastclip.errors import FastclipError
 from fastclip.memory import no_memory
 from fastclip.samples.folded_outputs import Unfolded
 from fastclip.samples.groups import MANY, smaller
 from fastclip.samples.independence import check_layers, check_values
 from fastclip.samples.inputs import without_graph
-from fastclip.samples.positions import check_copies, drawn_by_others
+from fastclip.samples.positions import check_copies, told_apart
 from fastclip.samples.probing import Opened, Probe, Runs
 from fastclip.samples.slopes import check_copied_slopes, check_slopes
 from fastclip.samples.taint import Taint
@@ -56,7 +55,7 @@ class Sizes:
         for some in smaller(rows, self.batch):
             probe, kept = self._like(base, len(some)), list(range(len(some)))
             found = self.unfolded.once(self.run, probe, some, seed)
-            with _told_apart(base, probe):
+            with told_apart(base, probe):
                 check_values(base, probe, (out, found), kept, self.unfolded.axes, other_size=True)
                 other_ways = self._other_ways(base, probe, some, seed)
                 alike = {n: place for n, place in places.items() if n not in other_ways}
@@ -120,7 +119,7 @@ class Sizes:
             x.index_select(axis, stands.to(x.device)) if axis >= 0 and x.shape[axis] == len(rows) else x
             for x, axis in zip(out, axes, strict=False)
         ]  # fmt: skip
-        with _told_apart(base, probe):
+        with told_apart(base, probe):
             check_values(probe, probe, (own, found), [*range(count)], axes, other_size=True)
 
     def compare_undrawn(self, rows: list[int], seed: int) -> tuple[Any, list[int]] | None:
@@ -172,14 +171,3 @@ def _of_rows(probes: list[Probe]) -> set[int]:
     if len({len(found) for _, found in sizes}) != 1:
         return set()
     return {n for n in range(len(sizes[0][1])) if all(found[n] == rows for rows, found in sizes)}
-
-
-@contextmanager
-def _told_apart(base: Probe, probe: Probe) -> Iterator[None]:
-    """A refusal names what drew other numbers in the second run, if anything has."""
-    try:
-        yield
-    except BatchSizeError as error:
-        if probe.stand == base.stand:
-            raise
-        raise drawn_by_others() from error

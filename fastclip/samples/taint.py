@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -39,7 +38,6 @@ class Taint(TorchDispatchMode):
     def __init__(self, batch: Iterable[Tensor], undrawn: Undrawn | None = None) -> None:
         super().__init__()
         self.undrawn = Undrawn() if undrawn is None else undrawn.again()
-        self._outside: list[AbstractContextManager[None]] = []
         self._memory: dict[int, Any] = {}
         self._numbers: dict[int, Any] = {}
         """Of these, what holds more than the shape of the batch: zeros of as many rows do not."""
@@ -64,16 +62,6 @@ class Taint(TorchDispatchMode):
     def _among(x: Tensor, memory: dict[int, Any]) -> bool:
         parts = parts_of(x)
         return any(_storage(part) is None or memory_of(part) in memory for part in parts)
-
-    def __enter__(self) -> Taint:
-        self._outside.append(self.undrawn.outside_torch())
-        self._outside[-1].__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._outside.pop().__exit__(None, None, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None

@@ -6,19 +6,15 @@ And what is made of all rows' numbers would be the same in every batch; so rows 
 
 from __future__ import annotations
 
-import random
-import sys
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial, wraps
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastclip._torch import TorchDispatchMode
-from fastclip.samples.randomness import is_outside_torch, put_back, start, state_of
+from fastclip.samples.elsewhere import evenly
+from fastclip.samples.randomness import put_back, start, state_of
 
 MIDDLE, LOW, HIGH, BY_ROW = range(4)
 """The first row MIDDLE, the second one LOW, all others HIGH."""
@@ -43,8 +39,8 @@ _MEANS: dict[str, Callable[[dict[str, Any]], Tensor]] = {
 """Of what follows from numbers that a model computes: so these still show."""
 _UNEVEN = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "rrelu_with_noise")
 """How far these move a generator on, values say: what a row draws follows from the rows before it."""
-_OTHERS = {"getstate", "setstate", "get_state", "set_state", "seed", "shuffle", "permutation"}
-"""Functions of Python's and NumPy's generators that draw nothing, or rows in another order."""
+_ORDERS = {"shuffle", "permutation"}
+"""Functions of Python's and NumPy's generators that draw an order, which is one for all rows."""
 _SEEDS = (50, 19357, 20837)
 """For which both of these begin with such a `_PART`."""
 
@@ -112,38 +108,10 @@ class Undrawn:
             return out.copy_(p) if isinstance(p, Tensor) else out.fill_(1)
         return _fill(name, out, MIDDLE if self.level == BY_ROW else self.level, given)
 
-    @contextmanager
-    def outside_torch(self) -> Iterator[None]:
-        """Inside, the functions of Python's `random` and of `numpy.random` do the same."""
-        numpy = sys.modules.get("numpy")
-        modules: list[Any] = [random] if numpy is None else [random, numpy.random]
-        saved = [
-            (module, name, function)
-            for module in modules for name, function in list(vars(module).items())
-            if name not in _OTHERS
-            and getattr(function, "__self__", None) is getattr(module.random, "__self__", module)
-        ]  # fmt: skip
-        here = threading.get_ident()
-        try:
-            for module, name, function in saved:
-                setattr(module, name, wraps(function)(partial(self._first, here, function)))
-            yield
-        finally:
-            for module, name, function in saved:
-                setattr(module, name, function)
-
-    def take_over(self, tables: Iterable[dict[str, Any]]) -> None:
-        """Python's and NumPy's generators among these attributes do the same, until put back."""
-        here = threading.get_ident()
-        for table in tables:
-            for name, value in table.items():
-                if is_outside_torch(value):
-                    table[name] = _StandIn(value, partial(self._first, here))
-
-    def _first(self, thread: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The first number that it draws, for all that it draws at once."""
-        if threading.get_ident() != thread or not self._more():
-            return function(*args, **kwargs)
+    def elsewhere(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The first number that a function of Python's or NumPy's draws, for all it draws at once."""
+        if function.__name__ in _ORDERS or not self._more():
+            return evenly(function, *args, **kwargs)
         self.varies = True
         one = function.__self__  # type: ignore[attr-defined]  # a bound method
         before = state_of(one)
@@ -155,22 +123,6 @@ class Undrawn:
         if getattr(out, "shape", ()) and out.size:  # NumPy's
             out[...] = out.flat[0]
         return out
-
-
-class _StandIn:
-    """For a generator: calls of its methods go through `first`."""
-
-    def __init__(self, one: Any, first: Callable[..., Any]) -> None:
-        self._one, self._through = one, first
-
-    @property  # type: ignore[misc]  # mypy knows __class__ as an attribute
-    def __class__(self) -> Any:  # so that it is one for isinstance
-        return type(self._one)
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._one, name)
-        draws = name not in _OTHERS and getattr(found, "__self__", None) is self._one
-        return partial(self._through, found) if draws else found
 
 
 def _as_long(x: Any, out: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from numpy.random import rand as imported
 from torch import Tensor, nn
 
-from tests.oracle import backward, make_private, norms, relative_error, row_loss
+from tests.oracle import Batch, backward, make_private, norms, relative_error, row_loss
 from tests.refusal import refused
 
 B, D = 4, 3
@@ -299,3 +300,122 @@ def test_a_way_back_that_is_seldom_taken() -> None:
     _, private, _, _ = make_private(dropped(Seldom.apply))
     with refused("the number of rows"):
         backward(private, torch.randn(8, D, dtype=torch.float64))
+
+
+class Chosen(nn.Module):
+    """Every row's length says how many of its entries are left out, which are drawn elsewhere."""
+
+    def __init__(self, choose: Callable[[nn.Module, int, int], Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.choose = nn.Linear(D, D), nn.Linear(D, 2), choose
+        self.numpys, self.pythons = np.random.default_rng(0), random.Random(0)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        kept = torch.ones_like(h[..., :1])
+        for row, length in zip(kept, lengths.tolist(), strict=True):
+            row[torch.tensor(self.choose(self, length, length // 2), dtype=torch.int64)] = 0
+        return self.second((h * kept).sum(1))
+
+
+def until_apart(model: nn.Module, length: int, count: int) -> list[int]:
+    """One by one: chance says how often is drawn, row by row."""
+    found: dict[int, None] = {}
+    while len(found) < count:
+        found[np.random.randint(length)] = None
+    return [*found]
+
+
+def ragged() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(8, 40, D, dtype=torch.float64), torch.tensor([40, 6, 31, 13, 22, 9, 37, 18])
+
+
+CHOICES: dict[str, Callable[[Any, int, int], Any]] = {
+    "numpy": lambda model, length, count: np.random.choice(length, count, replace=False),
+    "permutation": lambda model, length, count: np.random.permutation(length)[:count],
+    "python": lambda model, length, count: random.sample(range(length), count),
+    "numpy's own": lambda model, length, count: model.numpys.choice(length, count, replace=False),
+    "python's own": lambda model, length, count: model.pythons.sample(range(length), count),
+}
+
+
+@pytest.mark.parametrize("how", CHOICES)
+def test_as_many_draws_as_a_row_says(how: str) -> None:
+    """SpecAugment: what a row draws moves generators on, for the rows after it."""
+    (x, lengths), twin = ragged(), Chosen(CHOICES[how]).double()
+    model = copy.deepcopy(twin)
+    _, private, optimizer, _ = make_private(model, max_grad_norm=0.1, batch_size=8)
+    start(1)
+    backward(private, Batch((x, lengths)))
+    start(1)
+    out, parameters = twin(x, lengths), dict(twin.named_parameters())
+    rows = [
+        torch.autograd.grad(row_loss(out[i : i + 1]).sum(), parameters.values(), retain_graph=True)
+        for i in range(len(x))
+    ]
+    truth = norms(dict(zip(parameters, map(torch.stack, zip(*rows, strict=True)), strict=True)))
+    assert relative_error(optimizer.per_sample_norms, truth) <= 1e-10
+
+
+@pytest.mark.parametrize("how", CHOICES)
+def test_a_coupling_among_such_draws(how: str) -> None:
+    def choose(model: nn.Module, length: int, count: int) -> Any:
+        return CHOICES[how](model, length, count)
+
+    class Shared(Chosen):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            h = x + 0.1 * self.first(x).mean(0, keepdim=True).detach()
+            return super().forward(h, lengths)
+
+    private = make_private(Shared(choose).double(), batch_size=8)[1]
+    with refused("computed from itself alone|depends on the number of rows"):
+        backward(private, Batch(ragged()))
+
+
+def test_a_seed_that_follows_from_the_batch() -> None:
+    class Seeded(Chosen):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            np.random.seed(int(lengths.sum()))
+            return super().forward(x, lengths)
+
+    private = make_private(Seeded(CHOICES["numpy"]).double(), batch_size=8)[1]
+    with refused("draw with torch's own functions"):
+        backward(private, Batch(ragged()))
+
+
+def test_draws_that_nothing_counts() -> None:
+    private = make_private(Chosen(until_apart).double(), batch_size=8)[1]
+    with refused("numpy.random drew other numbers.*switch an augmentation .* off"):
+        backward(private, Batch(ragged()))
+
+
+@pytest.mark.slow
+def test_spec_augment_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Wav2Vec2Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        conv_dim=(8, 8), conv_stride=(5, 4), conv_kernel=(10, 4), num_feat_extract_layers=2,
+        num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, num_labels=3,
+        classifier_proj_size=8, feat_extract_norm="layer", layerdrop=0.0, hidden_dropout=0.0,
+        attention_dropout=0.0, feat_proj_dropout=0.0, final_dropout=0.0, activation_dropout=0.0,
+    )  # fmt: skip
+    assert config.mask_time_prob > 0
+    torch.manual_seed(0)
+    twin = transformers.Wav2Vec2ForSequenceClassification(config).double().train()
+    lengths = torch.tensor([4000, 1700, 3100, 2500])
+    mask = (torch.arange(4000) < lengths[:, None]).long()
+    x = torch.randn(4, 4000, dtype=torch.float64) * mask
+    _, private, optimizer, _ = make_private(copy.deepcopy(twin), max_grad_norm=0.1)
+    start(1)
+    row_loss(private(x, attention_mask=mask).logits).mean().backward()
+    start(1)
+    losses = row_loss(twin(x, attention_mask=mask).logits)
+    rows = [
+        torch.autograd.grad(row, [*twin.parameters()], retain_graph=True, allow_unused=True)
+        for row in losses
+    ]
+    truth = torch.stack(
+        [torch.cat([g.flatten() for g in row if g is not None]).norm() for row in rows]
+    )
+    assert relative_error(optimizer.per_sample_norms, truth) <= 1e-8
