@@ -154,8 +154,9 @@ PREFIX = "_module."
 class FastGradSampleModule(AbstractGradSampleModule):
     """The private model: `m` with its trainable layers intercepted.
 
-    Behaves as `m`: what it has not, `m` is asked for. state_dict keys carry the prefix `_module.`, as
-    with Opacus; load_state_dict takes those of `m`, too, and fastclip.unwrap gives `m`.
+    Behaves as `m`: what it has not, `m` is asked for, and what `m` has is set there. Keys of its
+    state_dict carry the prefix `_module.`, as with Opacus; load_state_dict takes those of `m`, too, and
+    fastclip.unwrap gives `m`.
 
     Args:
         m: the model.
@@ -182,6 +183,16 @@ class FastGradSampleModule(AbstractGradSampleModule):
             if name == "_module":  # not there yet
                 raise
             return getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What is read from the model is set there, where its forward reads it."""
+        parts = self.__dict__.get("_modules", {})
+        model = parts.get("_module")
+        own = name in vars(self) or name in parts or hasattr(type(self), name)
+        if model is None or own or not hasattr(model, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(model, name, value)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
         """As torch's; keys of the bare model are as good as those of this one."""
@@ -228,11 +239,11 @@ def _attach(
     owner: Any, m: nn.Module, keeper: BookKeeper, batch_first: bool, loss_reduction: str
 ) -> None:
     install(m, keeper)
-    owner._module = m
     owner.keeper = keeper
     owner.batch_first = batch_first
     owner.loss_reduction = loss_reduction
     owner.grad_accumulation_hook = None
+    owner._module = m  # behind what the wrapper has itself: some models have such names, too
     for parameter in m.parameters():
         for name in OPACUS_PARAM_MONKEYPATCH_ATTRS:  # of an engine that is gone without cleanup()
             parameter.__dict__.pop(name, None)
