@@ -26,6 +26,9 @@ _PART = "_fastclip_part"
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _LOGS = ("log", "log_dict")
 """Lightning's methods that keep numbers elsewhere: a look on a few rows leaves nothing there."""
+_MOST = 64
+_signatures: dict[FunctionType, inspect.Signature] = {}
+"""Of so many functions: torch.compile, which may trace whoever asks, warns of functools.lru_cache."""
 
 
 class Method:
@@ -72,10 +75,14 @@ class Method:
             )
 
 
-@functools.lru_cache(maxsize=64)
 def _signature(function: FunctionType) -> inspect.Signature:
     """Of a function as a method of an object."""
-    return inspect.signature(MethodType(function, object()))
+    found = _signatures.get(function)
+    if found is None:
+        if len(_signatures) >= _MOST:
+            _signatures.clear()
+        _signatures[function] = found = inspect.signature(MethodType(function, object()))
+    return found
 
 
 def attach_methods(path: str, module: nn.Module, keeper: BookKeeper) -> None:
