@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -23,18 +25,36 @@ from fastclip.samples.inputs import tensors_of
 from fastclip.uses.recurrent import sorted_by
 from fastclip.uses.routing import Routing
 
-_NO_ROWS = (
-    " (the batch has no rows, as Poisson draws have none at times: let the forward pass take 0 rows, "
-    "x.flatten(1) where it was x.view(len(x), -1), or pass rand_on_empty=True to make_private, which "
-    "makes such a batch a placeholder row that contributes nothing)"
+_NO_ROWS = "the batch has no rows, as Poisson draws have none at times: "
+_PLACEHOLDER = (
+    "pass rand_on_empty=True to make_private, which makes such a batch a placeholder row that "
+    "contributes nothing"
 )
+_TAKEN = "let the forward pass take 0 rows, x.flatten(1) where it was x.view(len(x), -1)"
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 
 
 def _tell(error: BaseException | None, rows: int | None) -> None:
     """Add the way out to what a forward pass over no rows has raised."""
     plain = type(error) in (RuntimeError, ValueError, IndexError, ZeroDivisionError)
     if error is not None and plain and rows == 0 and len(error.args) == 1:
-        error.args = (f"{error}{_NO_ROWS}",)
+        library = _library(error)
+        ways = (
+            f"{_PLACEHOLDER}, for {library} takes no 0 rows"
+            if library
+            else f"{_TAKEN}, or {_PLACEHOLDER}"
+        )
+        error.args = (f"{error} ({_NO_ROWS}{ways})",)
+
+
+def _library(error: BaseException) -> str:
+    """Whose installed code has failed, inside of which torch's or not; empty where it is a script's."""
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if name not in ("torch", "fastclip"):
+            found = name if frame.f_code.co_filename.startswith(_INSTALLED) else ""
+    return found
 
 
 @contextmanager
