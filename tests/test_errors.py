@@ -51,6 +51,7 @@ def call(model: nn.Module | None = None, **changes: Any) -> tuple:
         ({"rand_on_empty": 0}, TypeError, "rand_on_empty expects True or False"),
         ({"noise_generator": 42}, TypeError, "noise_generator expects a torch.Generator"),
         ({"optimizer": "sgd"}, TypeError, "optimizer expects a torch.optim.Optimizer"),
+        ({"optimizer": ["sgd", "sgd"]}, TypeError, "got list; .* one optimizer of several groups"),
         ({"data_loader": [1, 2]}, TypeError, "data_loader expects"),
         ({"module": "net"}, TypeError, "module expects a torch.nn.Module"),
         ({"max_grad_norms": 1.0}, TypeError, r"\['max_grad_norms'\]"),

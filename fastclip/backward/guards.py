@@ -158,7 +158,8 @@ def check_frozen(frozen: Mapping[nn.Parameter, str]) -> None:
         more = f" and {len(thawed) - 3} more" if len(thawed) > 3 else ""
         raise StepError(
             f"parameters {thawed[:3]}{more} have become trainable since make_private, which does not "
-            "clip them; call make_private again after unfreezing"
+            "clip them; call make_private again after unfreezing, or, to unfreeze gradually, let all be "
+            "trainable at make_private, freeze them before the first step, and unfreeze them later"
         )
 
 

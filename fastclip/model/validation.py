@@ -117,8 +117,13 @@ def check_inner_step(optimizer: Any) -> None:
         ArgumentError, ArgumentTypeError: naming what it asks for, and the way out.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
+        several = isinstance(optimizer, (list, tuple))
+        way_out = (
+            "; a private step is one of all parameters: give it one optimizer of several groups"
+        )
         raise ArgumentTypeError(
             f"optimizer expects a torch.optim.Optimizer, got {type(optimizer).__name__}"
+            + several * f"{way_out}, SGD([{{'params': ..., 'lr': ...}}, ...])"
         )
     if type(optimizer).__name__ == "AcceleratedOptimizer":
         raise ArgumentError(

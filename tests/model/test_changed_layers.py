@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.oracle import backward, make_private
+from tests.oracle import backward, make_private, relative_error, row_loss
 from tests.refusal import refused
 
 
@@ -59,3 +60,24 @@ def test_frozen_and_thawed() -> None:
         assert first.weight.summed_grad is not None
         assert last.bias.summed_grad is not None
         clear()
+
+
+def test_unfrozen_gradually() -> None:
+    """What is frozen at make_private stays so; what is frozen afterwards may be trained later."""
+    torch.manual_seed(0)
+    bare, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double(), torch.randn(4, 3).double()
+    frozen = copy.deepcopy(bare)
+    frozen[0].requires_grad_(False)
+    _, model, *_ = make_private(frozen, optimizer_params=[*frozen.parameters()])
+    frozen[0].requires_grad_(True)
+    with refused("let all be trainable at make_private, freeze them before the first step"):
+        backward(model, x)
+    model, (_, private, optimizer, _) = bare, make_private(copy.deepcopy(bare), max_grad_norm=0.1)
+    for trained in (False, True):
+        private._module[0].requires_grad_(trained)
+        optimizer.zero_grad()
+        backward(private, x)
+        parameters = [*model[int(not trained) :].parameters()]
+        rows = [torch.autograd.grad(row_loss(model(row[None])).sum(), parameters) for row in x]
+        truth = torch.stack([torch.cat([g.flatten() for g in row]).norm() for row in rows])
+        assert relative_error(optimizer.per_sample_norms, truth) <= 1e-10
