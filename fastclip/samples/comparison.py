@@ -217,7 +217,7 @@ class Comparison:
         if known is None:  # no gradient says it: what shapes and values let be
             known = {shape[place.axis] // 2 for shape in self.probes[0].shapes.get(name, [])}
         lengths = self.layout.lengths(self.run.args, self.run.kwargs)
-        self.layout.note_folds(name, place, known, lengths)
+        self.layout.folds.note(name, place, known, lengths)
 
     # Disturbance
 

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from fastclip.errors import BatchSizeError, where
 from fastclip.samples.aside import Aside, Lengths
 from fastclip.samples.drawn import check_drawn
+from fastclip.samples.folds import Folds
 from fastclip.samples.groups import MANY
 from fastclip.samples.inputs import Cuts, Drawn, Way, batch_sizes_of, readings, rows_of, way_of
-from fastclip.samples.place import Place, called
+from fastclip.samples.place import Place
 from fastclip.samples.probing import Probe
 from fastclip.samples.selected import Shorter
 from fastclip.samples.taken import MOST_ROWS
@@ -66,8 +67,8 @@ class BatchLayout:
         """Layers among them that count their samples themselves."""
         self.places: dict[Hashable, Place] = {}
         """Where the samples are, by a layer's path or the key of a use."""
-        self.folds: dict[tuple[Hashable, int, Lengths], Place] = {}
-        """The same for what is folded, by the number of its entries a sample and the inputs' lengths."""
+        self.folds = Folds()
+        """The same for what is folded."""
         self.open: set[str] = set()
         """Layers without rules: their input has no samples, or rows that the model has moved."""
         self.moved: dict[Hashable, None] = {}
@@ -137,10 +138,9 @@ class BatchLayout:
         self.met = {name for name in self.met if name in told or not isinstance(name, str)}
 
     def facts(self) -> set[tuple[Hashable, Hashable]]:
-        """What calls rely on: layers and uses, each with what is known of it."""
-        places = {(n, p) for n, p in self.places.items() if n not in self.open}
-        folds = {(n, (size, lengths, p)) for (n, size, lengths), p in self.folds.items()}
-        return {*places, *folds, *self.uses.items()}
+        """What calls rely on: layers and uses, each with what is known of it, whatever lengths are."""
+        places = {(n, p.axis) for n, p in self.places.items() if n not in self.open}
+        return {*places, *self.folds.facts(), *self.uses.items()}
 
     def lost(self, paths: Iterable[str]) -> None:
         """These modules have been seen to return rows in other places."""
@@ -213,40 +213,10 @@ class BatchLayout:
             if isinstance(leaf, Tensor)
         )
 
-    def note_folds(
-        self, name: Hashable, place: Place, known: Iterable[int], lengths: Lengths
-    ) -> None:
-        """A sample had so many entries there, with inputs of these lengths.
-
-        What is known is known of a name, whatever the model's state and the way it is called.
-
-        Raises:
-            BatchSizeError: in an earlier call they lay in another order.
-        """
-        for each in known:
-            folded = place.fold(2 * each, 2)
-            if folded is None:
-                continue
-            key, found = (name, each, lengths), Place(place.axis, *folded)
-            same = self.folds.get(key, found) == found
-            others = [other for (n, *_), other in self.folds.items() if n == name]
-            if not same or not all(map(found.like, others)):
-                raise BatchSizeError(
-                    f"{where(called(name))}: its rows are those of the samples in another order than in "
-                    "an earlier call (sample by sample, or time by time), so whose they are depends on "
-                    "how the model is called; keep one layout (permute the dimensions before they are "
-                    "flattened), or use a module of its own for each"
-                )
-            self.folds[key] = found
-
     def place_of(
         self, name: Hashable, x: Tensor, batch: int, lengths: Lengths | None
     ) -> Place | None:
-        """Where the samples are in `x`, of a layer or use that was met; None if that was not seen.
-
-        What is folded has been seen with inputs of these very lengths: with others, another of the
-        folded dimensions may have grown.
-        """
+        """Where the samples are in `x`, of a layer or use that was met; None if that is not known."""
         place = self.places.get(name)
         if place is None or x.dim() <= place.axis:
             return None
@@ -258,7 +228,7 @@ class BatchLayout:
             return place if not size else None
         if lengths is None or not batch or size % batch:
             return None
-        return self.folds.get((name, size // batch, lengths))
+        return self.folds.find(name, size // batch, lengths)
 
     def locate(
         self, path: str, x: Tensor, batch: int | None, fixed: int | None,

@@ -131,10 +131,10 @@ class _Learner:
     def _look_as_they_are(self) -> None:
         """What parameters that say something have shown stays so, unless rows are seen to move."""
         layout = self.layout
-        places, folds = dict(layout.places), dict(layout.folds)
+        places, folds = dict(layout.places), layout.folds.copy()
         self._learn(must_be_finite=False)
         layout.places |= {name: place for name, place in places.items() if name in layout.places}
-        layout.folds |= folds
+        layout.folds.put_back(folds)
 
     def _are_finite(self, where: list[Tensor]) -> bool:
         """Whether outputs are finite there and nowhere else, as parameters are: masked scores."""
