@@ -51,6 +51,11 @@ def _is_number(value: Any) -> bool:
     return type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
 
 
+def is_counter(value: Any) -> bool:
+    """A number, which may be another one in every step."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def is_flag(value: Any) -> bool:
     """A tensor that holds one whole number, or whether something is so."""
     one = isinstance(value, Tensor) and value.numel() == 1
@@ -80,10 +85,19 @@ class Settings:
                 self._find()
                 values = self._read()
             self.values = values
+            # what is new stands in what has grown, or in the place of another, which has changed
             now = zip(self._keys, values, strict=True)
-            found = [key for key, value in now if key not in known or known[key] != value]
+            found = [key for key, value in now if key in known and known[key] != value]
         self._standing = _Standing(self)
         return found
+
+    def state(self) -> tuple[Any, ...]:
+        """What of the last values may come again: no numbers, nor which tensors there are, and their
+        versions; of these, which are trained."""
+        start = len(self._sized) + len(self._held)
+        end = start + len(self._plain)
+        plain = (v for v in self.values[start:end] if not is_counter(v))
+        return (*plain, *map(type, self.values[end : end + len(self._tensors)]))
 
     def _read(self) -> list[Any]:
         return [

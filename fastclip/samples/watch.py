@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fastclip.samples.inputs import Way, way_of
-from fastclip.samples.settings import Key, Settings, is_flag, kind
+from fastclip.samples.settings import Key, Settings, is_counter, is_flag, kind
 
 _PATIENCE = 16
 """Changes of one setting that are looked at; then only every doubling of the calls is one: counters
@@ -115,8 +115,8 @@ class Watch:
         return way, *((size - 1).bit_length() for size in sizes)
 
     def _flags(self, way: int) -> tuple[Any, ...]:
-        values = (*self._settings.values, *self._given[way])
-        return way, *(v for v in values if not isinstance(v, (int, float)) or isinstance(v, bool))
+        given = (value for value in self._given[way] if not is_counter(value))
+        return way, *self._settings.state(), *given
 
 
 def _sizes(leaf: Any) -> tuple[int, ...]:

@@ -209,6 +209,58 @@ def test_a_setting_that_changed_in_a_call_of_another_way(kind: type) -> None:
         private(x)
 
 
+def taking_turns(m: Any, step: int) -> None:
+    m.first.requires_grad_(step % 2 == 0)
+    m.head.requires_grad_(step % 2 == 1)
+
+
+MOVES: dict[str, Callable[[Any, int], Any]] = {
+    "an average of weights": lambda m, step: m.frozen.lerp_(m.first.bias.detach().mean(), 0.1),
+    "a buffer": lambda m, step: m.gate.add_(1),
+    "another buffer": lambda m, step: setattr(m, "gate", torch.rand(())),
+    "turns of training": taking_turns,
+    "a list that grows": lambda m, step: m.items[1].append(step),
+    "a table that grows": lambda m, step: m.table.update({str(step): 0.5 * step}),
+    "another list": lambda m, step: setattr(m, "items", [0, [False, *range(step)]]),
+    "another object": lambda m, step: setattr(m, "config", SimpleNamespace(last=step, on=True)),
+}
+
+
+@pytest.mark.parametrize("case", MOVES)
+def test_what_moves_in_every_step(case: str) -> None:
+    """Sixteen times it is looked at, then at doublings; what has not moved, at once."""
+    calls: list[int] = []
+    model = Switched(lambda m: "coupled" in m.items or m.stage is Stage.FULL)
+    model.middle.register_forward_pre_hook(lambda module, args: calls.append(1))
+    private, optimizer = make_private(model)[1:3]
+    looked = []
+    for number in range(40):
+        optimizer.zero_grad()
+        calls.clear()
+        backward(private, torch.randn(B, D))
+        looked += [number] * (len(calls) > 1)
+        optimizer.step()
+        MOVES[case](model, number)
+    assert looked[:17] == [*range(17)]
+    assert set(looked[17:]) <= {17, 32}
+    model.items = [*model.items, "coupled"]
+    with refused(COUPLED):
+        private(torch.randn(B, D))
+
+
+def test_parts_that_are_frozen_together_after_they_have_taken_turns() -> None:
+    model = Switched(lambda m: not m.first.weight.requires_grad and not m.head.weight.requires_grad)
+    private, optimizer = make_private(model)[1:3]
+    for number in range(40):
+        optimizer.zero_grad()
+        backward(private, torch.randn(B, D))
+        taking_turns(model, number)
+    model.first.requires_grad_(False)
+    model.head.weight.requires_grad_(False)
+    with refused(COUPLED):
+        private(torch.randn(B, D))
+
+
 def test_a_copy_looks_for_itself() -> None:
     private = make_private(Switched())[1]
     private(torch.randn(B, D))
