@@ -181,7 +181,8 @@ SCENES: dict[str, list[Callable[[], Known] | None]] = {
     "docs/losses.md": [tokens, tokens, two_tasks],
     "docs/mixed_precision.md": [one_batch, private, plain],
     "docs/own_loop.md": [
-        evaluated, evaluated, private, lambda: private() | {"noise_like": torch.randn_like}, private, plain
+        evaluated, evaluated, private, lambda: private() | {"noise_like": torch.randn_like}, private,
+        plain,
     ],
     "docs/secure_mode.md": [plain],
 }  # fmt: skip
