@@ -23,7 +23,7 @@ import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, distributed, multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from fastclip.accounting.shares import split
 from fastclip.audit.canaries import (
@@ -34,6 +34,7 @@ from fastclip.audit.canaries import (
     collate,
     groups_of,
     loudness,
+    weights_of,
 )
 from fastclip.audit.claims import Step, by_steps
 from fastclip.clipping import Clipping, Thresholds, dp_sgd
@@ -51,12 +52,17 @@ class Setting:
         groups: number of them.
         lookup: canaries are rows of embedding tables, not entries of linear layers.
         tied: the two linear layers share their weight.
-        max_grad_norm: first threshold.
+        max_grad_norm: first threshold, or one a parameter.
+        expected: B over the rows that are drawn on average.
         physical: rows of a physical batch; None: the whole draw at once.
         rows: of each canary, which is then a unit.
         poisson: draw rows; else every pass takes all of them, in their order.
         secure: noise and draws from ChaCha20.
         ranks: processes of DistributedDataParallel.
+        weighted: every fourth canary is drawn at a quarter of the rate, and not guessed.
+        cut: the largest draw over the average one. Their number is public then: canaries that are out
+            are rows without a gradient.
+        most: canaries at the most.
     """
 
     name: str
@@ -67,12 +73,16 @@ class Setting:
     groups: int = 1
     lookup: bool = False
     tied: bool = False
-    max_grad_norm: float = 0.5
+    max_grad_norm: float | tuple[float, ...] = 0.5
+    expected: float = 1.0
     physical: int | None = None
     rows: int = 1
     poisson: bool = True
     secure: bool = False
     ranks: int = 1
+    weighted: bool = False
+    cut: float | None = None
+    most: int | None = None
 
 
 class Attacked(NamedTuple):
@@ -84,11 +94,12 @@ class Attacked(NamedTuple):
         noise: what was released beside exactly clipped sums, over its claimed deviation,
             [steps, entries].
         sizes: entries of each parameter.
-        draws: of those that are in, shares of their rows that came, [steps, canaries that are in].
+        draws: of those that are there, shares of their rows that came, [steps, canaries].
         counts: noise of the counts over its claimed deviation, flat; empty where nothing is counted.
         reach: the largest contribution over the sensitivity.
         history: steps that the engine recorded.
         claimed: epsilon that it states.
+        weights: of the draws' rates, where these differ, [canaries].
     """
 
     scores: Tensor
@@ -100,6 +111,7 @@ class Attacked(NamedTuple):
     reach: float
     history: list[Step]
     claimed: float
+    weights: Tensor | None = None
 
 
 def attack(
@@ -109,24 +121,31 @@ def attack(
     """Run the setting with the canaries that are in."""
     width = math.isqrt(len(inside))
     model = Tables(width) if setting.lookup else Entries(width, setting.tied)
-    data = Canaries(inside, setting.rows)
-    expected = setting.rate * len(inside) / 2  # public: fixed before the coins
+    seen = Observer(setting, model, inside)
+    data = Canaries(seen.present, setting.rows)
+    expected = setting.expected * setting.rate * len(inside) / 2  # public: fixed before the coins
     options: dict[str, Any] = {"sample_rate": setting.rate, "expected_batch_size": expected}
+    book, sampler = {}, None
+    if setting.cut is not None:
+        options["max_batch_size"] = int(setting.cut * setting.rate * len(inside))
+        book = {"accountant": "pld"}
+    if setting.weighted:
+        weights = seen.weights[data.numbers].tolist()
+        sampler = WeightedRandomSampler(weights, len(data))
     if setting.rows > 1:
         options["unit_ids"] = data.numbers
     if not setting.poisson:
         options = {"poisson_sampling": False}
-    made = engine(secure_mode=setting.secure)
+    made = engine(secure_mode=setting.secure, **book)
     private, optimizer, loader = made.make_private(
         module=wrapper(model), optimizer=torch.optim.SGD(groups_of(model), lr=1.0),
-        data_loader=DataLoader(data, batch_size=len(data), collate_fn=collate),
+        data_loader=DataLoader(data, len(data), sampler=sampler, collate_fn=collate),
         noise_multiplier=setting.noise_multiplier, max_grad_norm=setting.max_grad_norm,
         clipping=setting.clipping, **options,
     )  # fmt: skip
-    seen = Observer(setting, model, inside)
     for _ in range(setting.steps):
         before, levels = optimizer.keeper.clipping.next, optimizer.noise_levels
-        drawn = one_step(setting, made, private, optimizer, loader, seen.loud)
+        drawn = one_step(setting, made, private, optimizer, loader, seen.loud * inside)
         seen.step(
             optimizer.keeper.clipping.current, before, levels.gradients,
             drawn, optimizer.expected_batch_size, optimizer.noisy_counts,
@@ -140,8 +159,15 @@ class Observer:
 
     def __init__(self, setting: Setting, model: Model, inside: Tensor) -> None:
         self.setting, self.model, self.inside = setting, model, inside
-        self.loud, self.guessed = loudness(len(inside), model.norm, setting.max_grad_norm)
+        first = torch.tensor(setting.max_grad_norm, dtype=torch.float64, device="cpu").norm()
+        self.loud, self.guessed = loudness(len(inside), model.norm, float(first))
         self.norms = self.loud.double() * model.norm
+        self.parts = self.loud.double() * model.parts[:, None]  # by parameter
+        self.present = inside | (setting.cut is not None)
+        self.weights = torch.ones(len(inside), dtype=torch.float64, device="cpu")
+        if setting.weighted:
+            self.weights = weights_of(len(inside))
+            self.guessed &= self.weights == 1
         self.groups = torch.arange(len(inside), device="cpu") % setting.groups
         self.scores = torch.zeros(len(inside), dtype=torch.float64, device="cpu")
         self.noise: list[Tensor] = []
@@ -156,24 +182,27 @@ class Observer:
     ) -> None:  # fmt: skip
         """A release, of these rows at these thresholds; counts are of those `before` them."""
         clipping, s = self.setting.clipping, float(self.setting.clipping.sensitivity(state))
-        lengths = clipping.scales(self.norms, state, self.groups) * self.norms / s
+        layers = self.parts if clipping.threshold.per_layer else None
+        scales = clipping.scales(self.norms, state, self.groups, layers) / s
         if counts is not None:
             policy, here = clipping.threshold, self.inside & (drawn > 0)
             groups = None if policy.num_groups is None else self.groups[here]
             noise = counts - policy.count(self.norms[here].float(), before, groups)
             self.counts.append((noise / policy.count_sensitivity).reshape(-1))
-        self.release(lengths, sigma, drawn, divisor / s)
+        self.release(scales, sigma, drawn, divisor / s)
 
-    def release(self, lengths: Tensor, sigma: float, drawn: Tensor, factor: float) -> None:
-        """Gradients, `factor` times which are sums in units of S; so are canaries' `lengths`."""
-        self.reach = max(self.reach, float(lengths.max()))
+    def release(self, scales: Tensor, sigma: float, drawn: Tensor, factor: float) -> None:
+        """Gradients, `factor` times which are sums in units of S, of canaries that have these scales."""
+        parts = scales * self.parts
+        self.reach = max(self.reach, float(parts.norm(dim=0).max()))
         released = [factor * p.grad.double().reshape(-1) for p in self.model.parameters()]  # type: ignore[union-attr]
-        sums = self.model.sums(lengths * drawn)
+        sums = self.model.sums(parts * drawn * self.inside)
         self.noise.append(torch.cat([r - c for r, c in zip(released, sums, strict=True)]))
-        self.draws.append(drawn[self.inside])
-        own = torch.tensor(self.model.own, dtype=torch.float64, device="cpu")
-        x = own @ torch.stack(released[: len(own)]) / own.norm()
-        self.scores += ratios(self.setting, lengths * float(own.norm()) / self.model.norm, x, sigma)
+        self.draws.append(drawn[self.present])
+        own = parts[: len(self.model.own)]
+        along = (own * torch.stack(released[: len(own)])).sum(0)
+        rates = self.weights * self.setting.rate if self.setting.poisson else self.weights
+        self.scores += ratios(rates, own.square().sum(0), along, sigma)
 
     def found(self, history: list[Step], claimed: float) -> Attacked:
         """All of it. Deviations are those of the steps as they were recorded."""
@@ -187,6 +216,7 @@ class Observer:
         return Attacked(
             self.scores, self.guessed, torch.stack(noise), self.sizes, torch.stack(self.draws),
             torch.cat([nothing, *counts]), self.reach, history, claimed,
+            self.weights[self.present] if self.setting.weighted else None,
         )  # fmt: skip
 
 
@@ -239,14 +269,14 @@ def one_step(
     return came / setting.rows
 
 
-def ratios(setting: Setting, lengths: Tensor, x: Tensor, sigma: float) -> Tensor:
+def ratios(rates: Tensor, squares: Tensor, along: Tensor, sigma: float) -> Tensor:
     """Log-likelihood ratios of "in" to "out" for every canary, from what a step released.
 
-    In units of S the release along a canary's gradient is N(c b, sigma^2), with its contribution c,
-    and b being 1 where it is in and drawn (with probability q), else 0.
+    In units of S the release at a canary's own entries is N(c b, sigma^2), with its contribution c, and
+    b being 1 where it is in and drawn (with probability q), else 0.
+
+    Args:
+        rates: q, [canaries]. squares: |c|^2. along: inner products of c with the release.
     """
-    exponent = (lengths * x - lengths**2 / 2) / sigma**2
-    if setting.rate == 1 or not setting.poisson:
-        return exponent
-    drawn = math.log(setting.rate) + exponent
-    return torch.logaddexp(drawn, torch.full_like(drawn, math.log1p(-setting.rate)))
+    exponent = (along - squares / 2) / sigma**2
+    return torch.logaddexp(rates.log() + exponent, torch.log1p(-rates))

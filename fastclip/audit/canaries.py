@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -21,10 +20,10 @@ _GOLDEN = 0.6180339887498949
 
 
 class Canaries(Dataset):
-    """Those that are in, one or several rows each; a row is the number of its canary."""
+    """Those that are there, one or several rows each; a row is the number of its canary."""
 
-    def __init__(self, inside: Tensor, rows: int) -> None:
-        self.numbers = inside.nonzero().flatten().repeat_interleave(rows)
+    def __init__(self, present: Tensor, rows: int) -> None:
+        self.numbers = present.nonzero().flatten().repeat_interleave(rows)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -42,19 +41,25 @@ class Model(nn.Module):
 
     Attributes:
         own: at its entry of each of the first parameters, [parameters].
-        norm: of a canary's gradient whose `loud` is 1.
+        shared: norm of its gradient in the last one, whose entries are others', too; 0: there is none.
     """
 
     own: tuple[float, ...]
     shared = 0.0
 
     @property
-    def norm(self) -> float:
-        return math.sqrt(sum(x * x for x in self.own) + self.shared**2)
+    def parts(self) -> Tensor:
+        """Norms of a canary's gradient whose `loud` is 1 in each parameter, [parameters]."""
+        found = [*self.own, self.shared] if self.shared else self.own
+        return torch.tensor(found, dtype=torch.float64, device="cpu")
 
-    def sums(self, lengths: Tensor) -> list[Tensor]:
-        """Of canaries' gradients, scaled to these lengths, [canaries]: one a parameter, flat."""
-        return [x * lengths / self.norm for x in self.own]
+    @property
+    def norm(self) -> float:
+        return float(self.parts.norm())
+
+    def sums(self, parts: Tensor) -> list[Tensor]:
+        """Of canaries' gradients with these lengths in each parameter, [parameters, canaries]: flat."""
+        return list(parts[: len(self.own)])
 
 
 class Entries(Model):
@@ -82,9 +87,8 @@ class Entries(Model):
         out = _SHARED * (self.layers[0](columns) + self.layers[1](columns))
         return out.gather(1, (numbers // self.width).unsqueeze(1)).squeeze(1)
 
-    def sums(self, lengths: Tensor) -> list[Tensor]:
-        by_row = lengths.reshape(self.width, self.width).sum(1)
-        return [*super().sums(lengths), _SHARED * by_row / self.norm]
+    def sums(self, parts: Tensor) -> list[Tensor]:
+        return [*super().sums(parts), parts[-1].reshape(self.width, self.width).sum(1)]
 
 
 class Tables(Model):
@@ -99,6 +103,12 @@ class Tables(Model):
 
     def forward(self, numbers: Tensor) -> Tensor:
         return (self.layers[0](numbers) + self.layers[1](numbers)).squeeze(1)
+
+
+def weights_of(canaries: int) -> Tensor:
+    """Factors of the rate, float64 [canaries], where they differ: a quarter of it for every fourth."""
+    numbers = torch.arange(canaries, dtype=torch.int64, device="cpu")
+    return torch.where(numbers % 4 == 3, 0.25, 1.0).to(torch.float64)
 
 
 def loudness(canaries: int, norm: float, threshold: float) -> tuple[Tensor, Tensor]:

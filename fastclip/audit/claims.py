@@ -15,10 +15,11 @@ from typing import Any
 from scipy import optimize, special, stats
 
 from fastclip.accounting.pld import loss_distribution
+from fastclip.accounting.truncation import Rate, TruncatedPoisson, probability
 from fastclip.audit.one_run import epsilon_of_gdp
 
-Step = tuple[float, float, int]
-"""Noise multiplier, sampling rate, number of steps."""
+Step = tuple[float, Rate, int]
+"""Noise multiplier, sampling rate (or a draw that is cut), number of steps."""
 MESH, _TAIL = 0.02, 1e-9
 """Of losses that are composed: a tight epsilon is at most MESH too large, a bound is lowered by it."""
 
@@ -41,8 +42,10 @@ def refuted_epsilon(history: Sequence[Step], right: int, guesses: int, significa
                     delta: float) -> float:  # fmt: skip
     """The largest epsilon of the family, at any noise, that so many right guesses refute.
 
-    Guesses are independent: of canaries that share no coordinate of a release whose noise is claimed to
-    be independent from coordinate to coordinate. Their rate is bounded below by Clopper and Pearson.
+    Of a mechanism with cut draws it is that of any mechanism: their price is of rows that take each
+    other's place, which canaries with entries of their own do not see. Guesses are independent: of
+    canaries that share no coordinate of a release whose noise is claimed to be independent from
+    coordinate to coordinate. Their rate is bounded below by Clopper and Pearson.
 
     Args:
         history: claimed; the family has its noise multipliers times any factor.
@@ -55,13 +58,15 @@ def refuted_epsilon(history: Sequence[Step], right: int, guesses: int, significa
     found = 2 * rate - 1
     if found <= 0:
         return 0.0
+    if _cut(history):
+        return provable_epsilon(right, guesses, significance, delta)
     if all(rate == 1 for _, rate, _ in history):
         return epsilon_of_gdp(float(2 * special.ndtri(rate)), delta)
 
     def scaled(log_factor: float) -> list[Step]:
         return [(sigma * math.exp(log_factor), rate, steps) for sigma, rate, steps in history]
 
-    most = 1 - math.prod((1 - rate) ** steps for _, rate, steps in history)
+    most = 1 - math.prod((1 - probability(rate)) ** steps for _, rate, steps in history)
     if found >= most:
         return math.inf  # no noise at all would let nobody find so many
     low, high = _bracket(lambda x: advantage(scaled(x)) - found)
@@ -83,7 +88,7 @@ def provable_epsilon(right: int, guesses: int, significance: float, delta: float
     return math.inf if found >= 1 else math.log((1 + found - 2 * delta) / (1 - found))
 
 
-def by_steps(history: Sequence[Step]) -> list[tuple[float, float]]:
+def by_steps(history: Sequence[Step]) -> list[tuple[float, Rate]]:
     """(sigma, q) of each recorded step."""
     return [(sigma, rate) for sigma, rate, steps in history for _ in range(steps)]
 
@@ -117,7 +122,13 @@ def _mu(history: Sequence[Step]) -> float:
 
 def p_of_so_few(history: Sequence[Step], right: int, guesses: int) -> float:
     """Probability of no more right guesses, if the claim holds and the attack is the best one."""
+    if _cut(history):
+        return 1.0  # it is not
     return float(special.bdtr(right, guesses, (1 + advantage(history)) / 2))
+
+
+def _cut(history: Sequence[Step]) -> bool:
+    return any(isinstance(rate, TruncatedPoisson) for _, rate, _ in history)
 
 
 @lru_cache

@@ -32,7 +32,7 @@ from fastclip.engine import FastPrivacyEngine
 
 ALARM = 1e-3
 """Probability that a whole command calls anything refuted of an engine whose claims are true."""
-MADE = 21
+MADE = 27
 """Audits of the standard command, which share it."""
 FEWEST = 900
 """Canaries of which a halved sigma is found in every setting (99%)."""
@@ -108,6 +108,7 @@ def audit(setting: Setting, *, canaries: int = 100_000, delta: float = 1e-5,
     start = time.perf_counter()
     generator = torch.Generator("cpu")
     generator.manual_seed(generator.seed() if seed is None else seed)
+    canaries = min(canaries, setting.most or canaries)
     inside = coins(canaries, generator)
     if setting.ranks > 1:
         return judge(setting.name, on_ranks(setting, inside, delta), inside, delta, significance,
@@ -171,7 +172,7 @@ def looks(found: Attacked, again: Sequence[Attacked]) -> dict[str, float]:
     noise = noise_law.p_values(found.noise, found.sizes)
     rates = [rate for _, rate in by_steps(found.history)]
     rates += rates[-1:] * (len(found.draws) - len(rates))
-    draws = draws_law.p_values(found.draws, rates[: len(found.draws)])
+    draws = draws_law.p_values(found.draws, rates[: len(found.draws)], found.weights)
     tests = {f"noise: {look}": p for look, p in noise.items()}
     tests |= {f"draws: {look}": p for look, p in draws.items()}
     if again:

@@ -30,14 +30,24 @@ from fastclip.audit.broken import (
     shares,
     sums,
 )
+from fastclip.audit.broken_draws import (
+    as_many_steps_as_rows,
+    at_mean_rate,
+    blocks,
+    first_rows,
+    of_one_size,
+    recorded_uncut,
+    same_draw,
+    shuffled,
+    size_of_data,
+)
 from fastclip.audit.mechanism import Finding, audit
 from fastclip.audit.neighbours import Neighbours, Told, audit_neighbours
-from fastclip.audit.settings import NEIGHBOURS
+from fastclip.audit.settings import NEIGHBOURS, SETTINGS
+from fastclip.backward import clipping_state
 from fastclip.backward.clipping_state import ClippingState
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.clipping import adaptive
-from fastclip.data.plan import Plan
-from fastclip.data.sampling import PoissonSampler
 from fastclip.engine import FastPrivacyEngine
 from fastclip.noise.source import NoiseSource, SecureNoise, SeededNoise
 
@@ -49,6 +59,11 @@ TIED = Setting("tied weights", tied=True)
 COUNTED = Setting("adaptive, counts", 2.8, 8, clipping=adaptive(count_noise_ratio=6.0))
 SECURE = Setting("secure", secure=True)
 FLAT, MOVING = NEIGHBOURS
+_SAME = {setting.name: setting for setting in SETTINGS}
+GROUPS, WEIGHTS, LAYERS = (
+    _SAME[name] for name in ("groups, same step", "reweighted, same step", "per layer")
+)
+WEIGHTED, CUT, LONG = (_SAME[name] for name in ("weighted draws", "cut draws", "240 steps"))
 
 
 @dataclass(frozen=True)
@@ -126,30 +141,6 @@ def _last_as_it_is(found: Tensor, *_: Any) -> Tensor:
     return found
 
 
-def _same_draw(sampler: PoissonSampler, own: Any) -> Tensor:
-    return sampler.__dict__.setdefault("first", own(sampler))
-
-
-def _blocks(sampler: PoissonSampler, own: Any) -> Tensor:
-    count = -(-sampler.num_samples // 64)
-    blocks = torch.rand(count, dtype=torch.float32, device="cpu") < sampler.sample_rate
-    return blocks.repeat_interleave(64)[: sampler.num_samples].nonzero().flatten()
-
-
-def _of_one_size(sampler: PoissonSampler, own: Any) -> Tensor:
-    rows = sampler.num_samples
-    return torch.randperm(rows, device="cpu")[: round(rows * sampler.sample_rate)].sort().values
-
-
-def _shuffled(sampler: PoissonSampler, own: Any) -> Tensor:
-    """Batches of a shuffled pass."""
-    kept, size = sampler.__dict__, round(sampler.num_samples * sampler.sample_rate)
-    if len(kept.get("left", ())) < size:
-        kept["left"] = torch.randperm(sampler.num_samples, device="cpu")
-    found, kept["left"] = kept["left"][:size], kept["left"][size:]
-    return found.sort().values
-
-
 def _tenth_of_epsilon() -> AbstractContextManager[None]:
     return replaced(
         FastPrivacyEngine,
@@ -167,23 +158,21 @@ def _first_sensitivity() -> AbstractContextManager[None]:
     )
 
 
+def _largest_c() -> AbstractContextManager[None]:
+    """Noise is scaled to the largest C, whatever else S depends on."""
+    return replaced(
+        ClippingState, "sensitivity", lambda own: lambda self: self.current.threshold.max()
+    )
+
+
+def _counts_for_nothing() -> AbstractContextManager[None]:
+    """Gradients have all of sigma where counts of the same step were released before."""
+    return replaced(clipping_state, "remaining", lambda own: lambda sigma, counts: sigma)
+
+
 def _rows_alone() -> AbstractContextManager[None]:
     """The units of a batch are drawn, but its rows are clipped one by one."""
     return replaced(LogicalBatch, "unit_rows", lambda own: lambda *args: (own(*args), None)[1])
-
-
-def _as_many_steps_as_rows() -> AbstractContextManager[None]:
-    """Of a pass."""
-
-    def made(sampler: Any) -> Any:
-        def broken(self: Plan, generator: Any) -> Any:
-            found = sampler(self, generator)
-            found.steps = found.num_samples
-            return found
-
-        return broken
-
-    return replaced(Plan, "sampler", made)
 
 
 def _averaged(found: Tensor, norms: Tensor, c: Tensor, norm_sq: Tensor) -> Tensor:
@@ -214,20 +203,6 @@ def _by_rows_drawn(clean: list[Tensor], drawn: list[Tensor], step: Release) -> l
 def _raw_counts() -> AbstractContextManager[None]:
     """Counts get no noise."""
     return replaced(NoiseSource, "draw", lambda draw: lambda self, like, std: draw(self, like, 0.0))
-
-
-def _size_of_data() -> AbstractContextManager[None]:
-    """B = int(N q), whatever was asked for."""
-
-    def made(prepare: Any) -> Any:
-        def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
-            loader, design = prepare(self, *args, **kwargs)
-            size = float(max(1, int(design.units * design.rate)))
-            return loader, replace(design, expected_batch_size=size)
-
-        return broken
-
-    return replaced(FastPrivacyEngine, "_prepare_sampling", made)
 
 
 MUTANTS = (
@@ -261,6 +236,14 @@ MUTANTS = (
            shares(lambda s: NoiseLevels(s.total, s.gradients, (s.counts or 0) / 10))),
     Mutant("counts that are not paid for", COUNTED,
            shares(lambda s: NoiseLevels(s.total, s.total, s.counts))),
+    Mutant("counts of the same step that are not paid for", GROUPS, _counts_for_nothing),
+    Mutant("raw counts of the same step", GROUPS, _raw_counts),
+    Mutant("S without the weights of groups", WEIGHTS, _largest_c),
+    Mutant("S of layers is the largest C", LAYERS, _largest_c),
+    Mutant("no noise from step 41 on", LONG,
+           noise(lambda n, s: n if s.number < 40 else [0 * x for x in n])),
+    Mutant("no noise in one step of 240", LONG,
+           noise(lambda n, s: n if s.number != 200 else [0 * x for x in n])),
     Mutant("no clipping", FOUR, scales(lambda s, n, c, q: torch.ones_like(s))),
     Mutant("clipped at 2 C", FOUR, scales(lambda s, n, c, q: 2 * s)),
     Mutant("norm of one parameter", FOUR,
@@ -276,11 +259,14 @@ MUTANTS = (
         lambda x, s: [torch.where(y == 0, y, math.nan) for y in x])),
     Mutant("rows clipped, not units", UNITS, _rows_alone),
     Mutant("sums of the last step are kept", FOUR, sums(_stale)),
-    Mutant("the same draw in every step", DRAWN, draws(_same_draw)),
-    Mutant("rows drawn in blocks of 64", DRAWN, draws(_blocks)),
-    Mutant("draws of one size", DRAWN, draws(_of_one_size)),
-    Mutant("a shuffled pass, cut to batches", DRAWN, draws(_shuffled)),
+    Mutant("the same draw in every step", DRAWN, draws(same_draw)),
+    Mutant("rows drawn in blocks of 64", DRAWN, draws(blocks)),
+    Mutant("draws of one size", DRAWN, draws(of_one_size)),
+    Mutant("a shuffled pass, cut to batches", DRAWN, draws(shuffled)),
     Mutant("drawn at twice the rate", DRAWN, rates(2.0)),
+    Mutant("draws that are cut, recorded as uncut", CUT, recorded_uncut),
+    Mutant("draws cut to their first rows", CUT, first_rows),
+    Mutant("several rates recorded as their mean", WEIGHTED, at_mean_rate),
     Mutant("every second step recorded", FOUR,
            accounting(lambda k, sigma, q: (sigma, q) if k % 2 else None)),
     Mutant("q recorded as q / 2", DRAWN, accounting(lambda k, sigma, q: (sigma, q / 2))),
@@ -288,8 +274,8 @@ MUTANTS = (
     Mutant("the stated epsilon is a tenth", FOUR, _tenth_of_epsilon),
     Mutant("empty steps skipped", FLAT, lambda: released(_empty_skipped)),
     Mutant("divided by the rows drawn", FLAT, lambda: released(_by_rows_drawn)),
-    Mutant("B = int(N q)", replace(FLAT, others=2), _size_of_data),
-    Mutant("a pass of as many steps as rows", FLAT, _as_many_steps_as_rows),
+    Mutant("B = int(N q)", replace(FLAT, others=2), size_of_data),
+    Mutant("a pass of as many steps as rows", FLAT, as_many_steps_as_rows),
     Mutant("thresholds from raw counts", MOVING, _raw_counts),
 )  # fmt: skip
 """Broken engines, each of which the audit flags."""

@@ -21,10 +21,10 @@ _LARGE = 1000
 def p_values(noise: Tensor, sizes: Sequence[int]) -> dict[str, float]:
     """Of what is most unlike the law, by what is looked at; each is shared by its own looks.
 
-    Kolmogorov and Smirnov's distance of each parameter's entries, and their squares; how many lie in
-    the tails; the largest; correlations of entries at any distance within a step; of two steps at one
-    entry, and of a step with the next one at any distance; two pieces of noise that hold the same values
-    in another order, or negated.
+    Kolmogorov and Smirnov's distance of each parameter's entries, and their squares, and those of each
+    step; how many lie in the tails; the largest; correlations of entries at any distance within a step;
+    of two steps at one entry, and of a step with the next one at any distance; two pieces of noise that
+    hold the same values in another order, or negated.
 
     Args:
         noise: [steps, entries] over its claimed deviation.
@@ -33,7 +33,7 @@ def p_values(noise: Tensor, sizes: Sequence[int]) -> dict[str, float]:
     values = noise.numpy()
     pieces = np.split(values, np.cumsum(sizes)[:-1], axis=1)
     laws = [float(stats.kstest(piece.ravel(), "norm").pvalue) for piece in pieces]
-    laws += [of_squares(piece) for piece in pieces]
+    laws += [of_squares(part) for part in (*pieces, *(values if len(values) > 1 else ()))]
     within, between = _largest_within(values)
     found = {
         "entries": shared(laws),

@@ -53,7 +53,8 @@ def attack(setting: Setting, inside: Tensor, delta: float, mode: str) -> Attacke
     )  # fmt: skip
     seen = Observer(setting, model, inside)
     c = setting.max_grad_norm
-    lengths = seen.norms * (c / (seen.norms + 1e-6)).clamp(max=1) / c
+    assert isinstance(c, float)
+    scales = (c / (seen.norms + 1e-6)).clamp(max=1) / c
     while len(seen.noise) < setting.steps:
         for (numbers,) in loader:
             optimizer.zero_grad()
@@ -62,7 +63,7 @@ def attack(setting: Setting, inside: Tensor, delta: float, mode: str) -> Attacke
             came = torch.zeros(len(inside), dtype=torch.float64, device="cpu")
             came.index_add_(0, numbers, torch.ones_like(numbers, dtype=torch.float64))
             before = seen.scores.clone()
-            seen.release(lengths, setting.noise_multiplier, came, optimizer.expected_batch_size / c)
+            seen.release(scales, setting.noise_multiplier, came, optimizer.expected_batch_size / c)
             if setting.rate < 1 and not setting.poisson:
                 # In the loader's order a canary can only have been in one batch.
                 mine = torch.arange(len(inside), device="cpu") * setting.steps // len(inside)

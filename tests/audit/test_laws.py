@@ -10,6 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
+from fastclip.accounting import TruncatedPoisson
 from fastclip.audit import draws_law, noise_law
 from fastclip.audit.noise_law import of_repeats, of_squares, p_value, p_values, shared
 
@@ -31,14 +32,59 @@ def test_p_values_of_noise_are_uniform_or_larger() -> None:
     assert rare([shared(one.values()) for one in found])
 
 
-def test_p_values_of_draws_are_uniform_or_larger() -> None:
+QUARTERS = np.tile([1, 1, 1, 0.25], 2000)
+CUT = TruncatedPoisson(0.2, 5000, 1000)
+
+
+def _cut(rng: np.random.Generator, most: int = 1000) -> np.ndarray:
+    """Draws of 5000 rows, those of more than `most` cut to as many, whichever they are."""
+    drawn = [rng.permutation(np.flatnonzero(rng.random(5000) < 0.2))[:most] for _ in range(10)]
+    return np.stack([np.isin(np.arange(5000), rows) for rows in drawn])
+
+
+@pytest.mark.parametrize("kind", ["one rate", "several rates", "cut"])
+def test_p_values_of_draws_are_uniform_or_larger(kind: str) -> None:
     rng = np.random.default_rng(0)
-    found = [
-        draws_law.p_values(torch.from_numpy(1.0 * (rng.random((10, 8000)) < 0.2)), [0.2] * 10)
-        for _ in range(200)
-    ]
+    weights = torch.from_numpy(QUARTERS) if kind == "several rates" else None
+    rates = [CUT if kind == "cut" else 0.2] * 10
+    found = []
+    for _ in range(200):
+        factors = 1 if weights is None else QUARTERS
+        came = _cut(rng) if kind == "cut" else rng.random((10, 8000)) < 0.2 * factors
+        found.append(draws_law.p_values(torch.from_numpy(1.0 * came), rates, weights))
     for look in found[0]:
         assert rare([one[look] for one in found]), look
+
+
+def test_draws_of_several_rates_that_are_recorded_as_another() -> None:
+    rng = np.random.default_rng(0)
+    came = torch.from_numpy(1.0 * (rng.random((10, 8000)) < 0.2 * QUARTERS))
+    weights = torch.from_numpy(QUARTERS)
+    assert shared(draws_law.p_values(came, [0.2 * QUARTERS.mean()] * 10, weights).values()) < 1e-6
+    assert shared(draws_law.p_values(came, [0.2] * 10).values()) < 1e-6
+
+
+def test_draws_that_are_cut_in_another_way_than_is_recorded() -> None:
+    rng = np.random.default_rng(0)
+    cut, less = torch.from_numpy(1.0 * _cut(rng)), torch.from_numpy(1.0 * _cut(rng, 900))
+    ascending = np.cumsum(rng.random((10, 5000)) < 0.2, axis=1)
+    first = np.diff(np.minimum(ascending, 500), axis=1, prepend=0)
+    often = TruncatedPoisson(0.2, 5000, 900)
+    assert shared(draws_law.p_values(less, [often] * 10).values()) > 1e-3
+    for draws, rate in (
+        (less, 0.2), (cut, often), (less, CUT), (cut, TruncatedPoisson(0.2, 4000, 1000)),
+        (cut, TruncatedPoisson(0.3, 5000, 1000)),
+        (torch.from_numpy(1.0 * first), TruncatedPoisson(0.2, 5000, 500)),
+    ):  # fmt: skip
+        assert shared(draws_law.p_values(draws, [rate] * 10).values()) < 1e-5, rate
+
+
+def test_one_step_of_many_without_noise() -> None:
+    rng = np.random.default_rng(0)
+    noise = torch.from_numpy(rng.normal(size=(240, 2000)))
+    assert shared(p_values(noise, [1000, 1000]).values()) > 1e-3
+    noise[200] = 0
+    assert p_values(noise, [1000, 1000])["entries"] < 1e-100
 
 
 def test_p_values_of_counts_and_of_two_runs() -> None:
