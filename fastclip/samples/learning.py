@@ -82,8 +82,9 @@ def learn(layout: BatchLayout, run: Runs, path: Hashable | None = None) -> None:
             if run.copies_another():
                 continue
             if path is None or layout.knows(path):
-                layout.watch = layout.watch or Watch(run.model, run.args, run.kwargs, layout.read)
-                layout.tried = max(layout.tried, layout.batch_size(run.args, run.kwargs) or 0)
+                model, given = run.model, (run.args, run.kwargs)
+                layout.watch = layout.watch or Watch(model, *given, layout.read, layout.axis)
+                layout.tried = max(layout.tried, layout.batch_size(*given) or 0)
                 give_back()
                 return
     except BaseException:

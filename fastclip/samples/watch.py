@@ -41,13 +41,14 @@ class Watch:
 
     Args:
         model: what is watched. args, kwargs: of the call that was looked at. read: flattens them.
+        axis: of the samples in them.
     """
 
     def __init__(
         self, model: nn.Module, args: tuple, kwargs: dict,
-        read: Callable[[tuple, dict], tuple[list[Any], Any]],
+        read: Callable[[tuple, dict], tuple[list[Any], Any]], axis: int,
     ) -> None:  # fmt: skip
-        self._settings, self._read = Settings(model), read
+        self._settings, self._read, self._axis = Settings(model), read, axis
         self._ways: list[Way] = []
         """The ways of calling it that were met."""
         self._given: list[list[Any]] = []
@@ -108,10 +109,9 @@ class Watch:
         pairs = enumerate(zip(before, given, strict=True))
         return way, [("way", way, number) for number, (old, new) in pairs if old != new]
 
-    @staticmethod
-    def _long(way: int, leaves: list[Any]) -> tuple[int, ...]:
+    def _long(self, way: int, leaves: list[Any]) -> tuple[int, ...]:
         """How long rows are, to a factor of two: a longer one may take another way."""
-        sizes = (size for x in leaves for size in _sizes(x))
+        sizes = (size for x in leaves for size in _sizes(x, self._axis))
         return way, *((size - 1).bit_length() for size in sizes)
 
     def _flags(self, way: int) -> tuple[Any, ...]:
@@ -119,11 +119,15 @@ class Watch:
         return way, *self._settings.state(), *given
 
 
-def _sizes(leaf: Any) -> tuple[int, ...]:
-    """Of one row, as far as its samples lie along axis 0."""
+def _sizes(leaf: Any, axis: int) -> tuple[int, ...]:
+    """Of one row, as far as its samples lie along this axis, or the first where there is none."""
     if isinstance(leaf, PackedSequence):
         return (len(leaf.batch_sizes),)
-    return tuple(leaf.shape[1:]) if isinstance(leaf, Tensor) else ()
+    if not isinstance(leaf, Tensor):
+        return ()
+    return tuple(
+        leaf.shape[:axis] + leaf.shape[axis + 1 :] if leaf.dim() > axis else leaf.shape[1:]
+    )
 
 
 def _shown(leaf: Any) -> Any:

@@ -70,11 +70,6 @@ class Switched(nn.Module):
         return self.head(self.softmax(coupled(h) if self.when(self, *args, **kwargs) else h))
 
 
-class OfLength(Switched):
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x, x.shape[1])
-
-
 class Centred(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return coupled(x)
@@ -171,13 +166,19 @@ def test_an_argument(first: Batch, second: Batch) -> None:
         private(torch.randn(B, D), *second.args, **second.kwargs)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("first", [3, 20])
-def test_longer_rows(first: int) -> None:
+def test_longer_rows(first: int, axis: int) -> None:
     """A model may take another way for long rows, as attention in pieces does."""
-    private = make_private(OfLength(lambda m, t: (t > 8) != (first > 8)))[1]
-    private(torch.randn(B, first, D))
+
+    class OfTime(Switched):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x.transpose(0, axis), x.shape[1 - axis]).transpose(0, axis)
+
+    private = make_private(OfTime(lambda m, t: (t > 8) != (first > 8)), batch_first=not axis)[1]
+    private(torch.randn(B, first, D).transpose(0, axis))
     with refused(COUPLED):
-        private(torch.randn(B, 23 - first, D))
+        private(torch.randn(B, 23 - first, D).transpose(0, axis))
 
 
 def test_ways_to_call_that_take_turns() -> None:
