@@ -21,6 +21,7 @@ from fastclip.samples.independence import (
 )
 from fastclip.samples.inputs import without_graph
 from fastclip.samples.place import Place, places
+from fastclip.samples.positions import told_apart
 from fastclip.samples.probing import Probe, Runs
 from fastclip.samples.slopes import note_slopes
 
@@ -90,11 +91,10 @@ class Unfolded:
         if not self._folded:
             return
         count, changed = len(rows), [others_changed(rows, kept) for kept in groups]
+        probes = [Probe(run.layout, count, shows=False) for _ in (rows, *changed)]
         base, *others = (
-            list(
-                by_row(without_graph(run.once(Probe(run.layout, count, shows=False), given, seed)))
-            )
-            for given in (rows, *changed)
+            list(by_row(without_graph(run.once(probe, given, seed))))
+            for probe, given in zip(probes, (rows, *changed), strict=True)
         )
         selects = any(probe.taint and probe.taint.selects for probe in copies)
         for n in (n for n in self._folded if all(n < len(out) for out in (base, *others))):
@@ -109,4 +109,5 @@ class Unfolded:
             if fits:
                 self._places[n] = fits[0]
             elif not selects and all(other.shape == x.shape for other, _ in pairs):
-                raise coupled("the output")  # not rows of as many entries as their values say
+                with told_apart(*probes):
+                    raise coupled("the output")  # not rows of as many entries as their values say

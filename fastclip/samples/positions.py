@@ -88,8 +88,8 @@ def check_copied(
 
 
 @contextmanager
-def told_apart(base: Probe, probe: Probe) -> Iterator[None]:
-    """A refusal of what has changed names the generators that drew other numbers in the second run.
+def told_apart(base: Probe, *others: Probe) -> Iterator[None]:
+    """A refusal of what has changed names the generators that drew other numbers in other runs.
 
     Raises:
         BatchSizeError: what was raised inside, or, if any has, that nothing can be told.
@@ -97,11 +97,12 @@ def told_apart(base: Probe, probe: Probe) -> Iterator[None]:
     try:
         yield
     except BatchSizeError as error:
-        others = [name for name, stand in base.stand.items() if probe.stand.get(name) != stand]
-        if not others:
+        stands = [other.stand for other in others]
+        moved = [n for n, x in base.stand.items() if any(other.get(n) != x for other in stands)]
+        if not moved:
             raise
         raise BatchSizeError(
-            f"what a sample has among other rows is something else, but {' and '.join(others)} drew "
+            f"what a sample has among other rows is something else, but {' and '.join(moved)} drew "
             "other numbers for it there, so whether it depends on these rows, or on how many there are, "
             "cannot be told; draw with torch's own functions, such as torch.rand, as many numbers for "
             "every row whatever it holds, or draw in the data set, and switch an augmentation that the "

@@ -384,8 +384,14 @@ def test_a_seed_that_follows_from_the_batch() -> None:
         backward(private, Batch(ragged()))
 
 
-def test_draws_that_nothing_counts() -> None:
-    private = make_private(Chosen(until_apart).double(), batch_size=8)[1]
+@pytest.mark.parametrize("folded", [False, True])
+def test_draws_that_nothing_counts(folded: bool) -> None:
+    class Folded(Chosen):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            kept = super().forward(x, lengths)
+            return (x[..., :2] * kept[:, None]).flatten(0, 1) if folded else kept
+
+    private = make_private(Folded(until_apart).double(), batch_size=8)[1]
     with refused("numpy.random drew other numbers.*switch an augmentation .* off"):
         backward(private, Batch(ragged()))
 
