@@ -120,4 +120,5 @@ def test_pairs_of_batches(mode: str, poisson: bool) -> None:
             for x in pair:
                 run.one_pass(x)
                 assert empty(x) or run.released().sum() == len(x)
-    assert run.steps == (12 if poisson else 2)  # a shuffled pass is accounted as one
+    # a shuffled pass is accounted as one, but the second of a pair may be on the rows of the first again
+    assert run.steps == (12 if poisson else 2 * (1 + 3))
