@@ -189,7 +189,7 @@ class FastGradSampleModule(AbstractGradSampleModule):
         parts = self.__dict__.get("_modules", {})
         model = parts.get("_module")
         own = name in vars(self) or name in parts or hasattr(type(self), name)
-        if model is None or own or not hasattr(model, name):
+        if model is None or own or not _has(model, name):
             super().__setattr__(name, value)
         else:
             setattr(model, name, value)
@@ -233,6 +233,13 @@ class FastGradSampleHooks(AbstractGradSampleHooks):
     allow_grad_accumulation = FastGradSampleModule.allow_grad_accumulation
     remove_hooks = FastGradSampleModule.remove_hooks
     cleanup = FastGradSampleModule.cleanup
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    try:
+        return hasattr(model, name)
+    except Exception:  # a property of its own, which cannot be read now
+        return True
 
 
 def _attach(

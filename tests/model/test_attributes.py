@@ -112,3 +112,26 @@ def test_what_the_wrapper_has_stays_its_own() -> None:
     assert "forward" not in vars(model) or vars(model)["forward"] is not vars(private)["forward"]
     private.note = 1  # which neither has
     assert not hasattr(model, "note")
+
+
+class Attached(Net):
+    """A property that cannot be read before it is set, as Lightning's `trainer`."""
+
+    _owner: str | None = None
+
+    @property
+    def owner(self) -> str:
+        if self._owner is None:
+            raise RuntimeError("not attached")
+        return self._owner
+
+    @owner.setter
+    def owner(self, value: str) -> None:
+        self._owner = value
+
+
+def test_a_property_that_cannot_be_read_yet() -> None:
+    model = Attached()
+    _, private, _, _ = make_private(model)
+    private.owner = "somebody"
+    assert model.owner == private.owner == "somebody"
