@@ -95,7 +95,7 @@ class ClippingState:
             not isinstance(ids, Tensor) or ids.dim() != 1 or ids.layout != torch.strided
             or ids.is_floating_point() or ids.is_complex()
         ):  # fmt: skip
-            got = f"{ids.dtype}, {[*ids.shape]}" if isinstance(ids, Tensor) else type(ids).__name__
+            got = f"{ids.dtype}, {(*ids.shape,)}" if isinstance(ids, Tensor) else type(ids).__name__
             raise ArgumentTypeError(
                 f"set_groups expects the group of each row as an int64 tensor [b], got {got}"
             )
