@@ -6,9 +6,13 @@ STAMP := $(VENV)/.installed
 # A file is one process': what its tests share is set up once.
 SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 TESTS := $(BIN)/python -m pytest $(SPREAD)
+QUICK := not slow and not extras and not conformance
+# Of all tests: each part ends in under an hour on two cores.
+PARTS := 1 2 3 4
+SEED := $(or $(SEED),$(shell date +%s))
 
 TORCH ?= 2.13.0
-.PHONY: venv build dist sbom docs demo test test-all test-with other conformance lint bench clean
+.PHONY: venv build dist sbom docs demo test test-extras test-part test-all test-with other conformance lint bench clean
 
 venv: $(STAMP)
 
@@ -47,10 +51,19 @@ demo: $(STAMP)
 	$(BIN)/python -m bench.demo
 
 test: $(STAMP)
-	$(TESTS) -m "not slow and not conformance"
+	$(TESTS) -m "$(QUICK)"
 
+# What `make test` leaves out and is not long: whole commands, examples, pages, the site, audits.
+test-extras: $(STAMP)
+	$(TESTS) -m "extras and not slow and not conformance"
+
+# Everything but conformance, in an order of its own: `make test-all SEED=7` is the same one again.
 test-all: $(STAMP)
-	$(TESTS) -m "not conformance"
+	failed=0; for part in $(PARTS); do $(MAKE) test-part PART=$$part SEED=$(SEED) || failed=1; done; exit $$failed
+
+test-part: $(STAMP)
+	@echo "part $(PART) of $(words $(PARTS)), order of SEED=$(SEED)"
+	$(TESTS) -p randomly --randomly-seed=$(SEED) --part $(PART)/$(words $(PARTS)) -m "not conformance"
 
 # The same tests in an environment of their own: make test-with PYTHON=python3.10, or, with libraries of its
 # time, make test-with TORCH=2.6.0 WITH=transformers==5.0.0; or a PART of them, with what is built already.
@@ -58,7 +71,7 @@ test-all: $(STAMP)
 OTHER = build/torch-$(TORCH)-$(notdir $(PYTHON))
 test-with: other
 	$(if $(PART),,FASTCLIP_BUILD=strict $(OTHER)/bin/python setup.py build_ext --inplace)
-	$(OTHER)/bin/python -m pytest $(SPREAD) -m "not slow and not conformance" $(PART)
+	$(OTHER)/bin/python -m pytest $(SPREAD) -m "$(QUICK)" $(PART)
 
 other:
 	$(PYTHON) -m venv $(OTHER)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import tempfile
 import threading
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from multiprocessing import active_children
 from zlib import crc32
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 
@@ -36,9 +39,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:Secure RNG turned off:UserWarning")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """A part of all files: `--part 2/4`."""
+    parser.addoption("--part", default="1/1", help="K/N: the K-th of N parts of the files")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is slow, before that is left out."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is slow, before that is left out; and of all files those of a part."""
+    part, parts = map(int, config.getoption("part").split("/"))
+    files = sorted({item.nodeid.partition("::")[0] for item in items})
+    chosen = {file for i, file in enumerate(files) if i % parts == part - 1}
+    left_out = [item for item in items if item.nodeid.partition("::")[0] not in chosen]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item.nodeid.partition("::")[0] in chosen]
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         cases[item.nodeid.partition("[")[0]].append(item)
@@ -73,7 +87,10 @@ def _values(case: pytest.Item) -> list[tuple[str, str]]:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    """Of each generator that is everybody's: what came before a test changes none of its numbers."""
     torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
 
 
 def _process() -> dict[str, object]:
@@ -85,6 +102,8 @@ def _process() -> dict[str, object]:
         "gradients": torch.is_grad_enabled(),
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "hidden warnings": [f for f in warnings.filters if f[0] == "ignore" and not f[1]],
+        "warnings are shown by": warnings.showwarning,
     }
 
 

@@ -181,6 +181,7 @@ def test_the_law_and_the_sums(source: SecureNoise, keys: list[bytes]) -> None:
 def test_it_serves_a_step_and_what_is_filled(
     source: SecureNoise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert secure.serves()  # a process' first look at the loop draws samples
     calls = []
     real = secure._draw
     monkeypatch.setattr(secure, "_draw", lambda *args: calls.append(args[3]) or real(*args))
