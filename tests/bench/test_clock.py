@@ -75,6 +75,7 @@ def test_the_clock_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(clocks.clock_for(torch.device("cuda")), clocks.CudaClock)
 
 
+@pytest.mark.extras
 def test_autotuner_patches(tmp_path: Path) -> None:
     """In a process of their own: what they change is triton's, for good."""
     pytest.importorskip("triton")

@@ -119,6 +119,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.extras
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", LIMITS)
 @pytest.mark.parametrize("workload", LIMITS["auto"])
@@ -132,6 +133,7 @@ def test_no_step_gets_heavier(workload: str, backend: str) -> None:
     assert all(map(float.__le__, found, LIMITS[backend][workload])), (found, row["places"])
 
 
+@pytest.mark.extras
 def test_a_short_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from matplotlib.figure import Figure
 
 from bench.demo import fairness
@@ -13,6 +14,7 @@ from bench.demo.train import ENGINES, train
 from bench.measure import busy_warning
 
 
+@pytest.mark.extras
 def test_a_short_run_of_the_demo() -> None:
     """One epoch spends what it says; the private engines agree on the noise that affords it."""
     task = dataclasses.replace(TASKS["digits"], epochs=1)
@@ -25,6 +27,7 @@ def test_a_short_run_of_the_demo() -> None:
     assert 0 <= private["accuracy"] <= 1
 
 
+@pytest.mark.extras
 def test_the_demo_shows_what_clipping_does_to_each_digit() -> None:
     found = fairness.measure(seeds=1, epochs=1)
     assert {len(of) for runs in found.values() for of in runs} == {10}

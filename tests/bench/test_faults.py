@@ -43,6 +43,7 @@ def test_a_quick_look(tmp_path: Path) -> None:
     assert (tmp_path / "faults.png").stat().st_size > 1000
 
 
+@pytest.mark.extras
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("defect", "told", "case", "seeds"),

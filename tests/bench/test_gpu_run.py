@@ -152,6 +152,7 @@ def told(capsys: pytest.CaptureFixture) -> list[dict]:
     return [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
 
 
+@pytest.mark.extras
 def test_the_child_that_times_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, send: Callable, capsys: pytest.CaptureFixture
 ) -> None:
@@ -219,6 +220,7 @@ def test_a_child_tells_how_far_it_is(
     assert not told(capsys)  # no more
 
 
+@pytest.mark.extras
 def test_tests_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_tests, "gpu_marked", lambda folder: [])
     (tmp_path / "test_toy.py").write_text(
@@ -286,6 +288,7 @@ def test_a_whole_run(
     assert printed[-1].startswith("written to")
 
 
+@pytest.mark.extras
 def test_what_is_missing_is_said_before_anything_else(tmp_path: Path) -> None:
     """Without opacus fastclip cannot be imported at all."""
     program = "import sys; sys.modules['opacus'] = None; from bench.gpu import main; "

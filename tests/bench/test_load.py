@@ -35,6 +35,7 @@ def failed(row: dict[str, Any]) -> set[str]:
     }
 
 
+@pytest.mark.extras
 def test_nothing_grows() -> None:
     row = runs.steps(SHORT)
     assert not failed(row)
@@ -75,6 +76,7 @@ def test_drift_of_a_steps_time_is_seen() -> None:
     ]
 
 
+@pytest.mark.extras
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """Each case in a process of its own; a case that dies or passes a limit is said, and drawn."""
     out = tmp_path / "load.json"

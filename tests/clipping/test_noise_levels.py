@@ -138,7 +138,7 @@ def many_groups(stages: int) -> list[Clipping]:
     return [Clipping(Hard(), policy, noise) for policy in policies]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("strategy", many_groups(stages=3), ids=str)
 def test_count_noise_of_groups_in_stages(strategy: Clipping) -> None:
     """sigma_count falls with the stages, like the noise of the gradients."""

@@ -118,6 +118,7 @@ def test_honest_functions(scale: str) -> None:
     make_private(nn.Linear(3, 2), clipping=Clipping(HONEST[scale], Constant()))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("value", [1e-12, 0.3, 1e30])
 def test_those_that_come_with_the_engine(value: float) -> None:
     for strategy in [*COMBINATIONS, *PRESETS.values()]:

@@ -59,6 +59,7 @@ def test_the_toys_first_steps_by_hand() -> None:
     assert thresholds[1] == pytest.approx(torch.tensor(-0.1).exp().item())
 
 
+@pytest.mark.extras
 def test_the_example_keeps_its_budget(results) -> None:
     for (one,) in results.values():
         assert 0 < one["epsilon"] <= strategies.EPSILON

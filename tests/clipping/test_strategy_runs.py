@@ -392,7 +392,7 @@ def test_epsilon_of_a_schedule_is_composed() -> None:
     assert run[3].threshold.item() == pytest.approx(0.8**2)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", ["adaptive", "sad_dpsgd", "auto_l", "dpsgd_f"])
 @pytest.mark.parametrize("accountant", ["rdp", "prv"])
 def test_budget_is_met_by_any_strategy(name: str, accountant: str) -> None:

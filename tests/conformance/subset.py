@@ -1,11 +1,11 @@
-"""The most telling of the quick cases: `make test` runs them, too, in less than a minute."""
+"""The most telling of the quick cases: `make test` runs them, too, in half a minute."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-_MODELS = ("ConvNet", "ConvNetFrozen", "Text", "TiedWeights", "CustomLayer")
-_LAYERS = ("Conv1d", "GroupNorm", "LayerNorm", "Linear")
+_MODELS = ("ConvNet", "Text", "TiedWeights")
+_LAYERS = ("Conv1d",)
 
 PATTERNS = (
     *(f"privacy_engine::PrivacyEngine{model}Test_fast::*" for model in _MODELS),

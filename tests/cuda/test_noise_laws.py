@@ -149,6 +149,7 @@ def test_where_a_tensor_lies_changes_no_value(cipher: str, guarded: bool, device
                 assert not memory[offset + n :].any()
 
 
+@pytest.mark.one_in(2)
 @guards
 @ciphers
 def test_values_of_1500_tensors_differ_and_are_normal(cipher: str, guarded: bool) -> None:

@@ -104,6 +104,7 @@ LOOPS = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_pass_costs_one_step(mode: str, loop: Callable[[Run], None], recwarn) -> None:

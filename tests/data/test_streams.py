@@ -116,6 +116,7 @@ def test_two_rows_of_one(workers: int, mode: str) -> None:
     assert engine.accountant.history == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["fast", "hooks", "functorch"])
 @pytest.mark.parametrize("size", [4, 3, 64])
 @pytest.mark.parametrize("workers", [0, 1, 2])
@@ -157,6 +158,7 @@ def test_what_was_drawn_at_the_end_and_never_came_leaves_no_room(workers: int, m
         optimizer.step()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mode", ["fast", "hooks"])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(

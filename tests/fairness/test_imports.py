@@ -35,12 +35,14 @@ def output(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.extras
 def test_fastclip_imports_none_of_them() -> None:
     found = output("import sys, fastclip; print(*sys.modules)").split()
     assert "torch" in found
     assert not {name for name in LIBRARIES if name in found}
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("library", ["fairlearn", "matplotlib"])
 def test_which_extra_is_missing(library: str) -> None:
     assert output(WITHOUT.format(library=library)) == (

@@ -348,6 +348,7 @@ def train(name: str, seen: FairnessRecorder | None) -> dict[str, Any]:
     }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", PRESETS)
 def test_observing_changes_nothing(name: str) -> None:
     seen = recorder()

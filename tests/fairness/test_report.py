@@ -107,6 +107,7 @@ def test_thresholds_of_counts_without_noise(tmp_path: Path) -> None:
     })  # fmt: skip
 
 
+@pytest.mark.extras
 def test_a_run_beside_one_without_privacy(tmp_path: Path) -> None:
     found, sections = written(
         tmp_path, run(), delta=1e-3, baseline=run("dp_sgd"), title="Mine & <yours>"
@@ -160,7 +161,7 @@ def test_a_run_that_was_searched_for(tmp_path: Path) -> None:
     assert NOTES["caution"] not in costs
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("options", "kinds"),
     [
@@ -189,6 +190,7 @@ def test_what_was_not_recorded_is_left_out(
     assert len(found.of("img")) == expected - (options.get("strategy") == "per_layer")
 
 
+@pytest.mark.extras
 def test_rows_that_trained_are_not_held_out(tmp_path: Path) -> None:
     seen = run(part="train")
     _, sections = written(tmp_path, seen, part="train", baseline=seen)
@@ -211,6 +213,7 @@ def test_what_was_measured_twice_is_told_once(tmp_path: Path) -> None:
     assert "female21" in sections["Groups at the end"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["<script>alert(1)</script>", "_a|$x^"])
 def test_names_of_groups_are_text(name: str, tmp_path: Path) -> None:
     found, sections = written(tmp_path, run(sex=(name, "b", "c")))
@@ -218,6 +221,7 @@ def test_names_of_groups_are_text(name: str, tmp_path: Path) -> None:
     assert not found.of("script")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -82,6 +82,7 @@ def alone(shape: tuple[int, ...], x: Tensor, g: Tensor, weight: Tensor | None) -
     return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("centre", [0.0, 50.0])
 @pytest.mark.parametrize("shape", CASES)

@@ -38,6 +38,7 @@ def test_lora_with_a_trainer(tmp_path: Path) -> None:
     torch.testing.assert_close(model.merge_and_unload()(**tokens).logits, merged)
 
 
+@pytest.mark.slow
 def test_lora_resumes(tmp_path: Path) -> None:
     saving = {"save_strategy": "epoch"}
     trainer(tmp_path, lora(), arguments=saving).train()
@@ -46,6 +47,7 @@ def test_lora_resumes(tmp_path: Path) -> None:
     assert sum(steps for _, _, steps in run.engine.accountant.history) == 6
 
 
+@pytest.mark.slow
 def test_merged_adapters_are_refused(tmp_path: Path) -> None:
     """Their matrices would be trained on noise alone."""
     model = lora()

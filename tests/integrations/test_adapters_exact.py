@@ -17,6 +17,7 @@ from tests.models.test_transformers import (
 from tests.oracle import DTYPES, Batch, backward, check_exact, make_private, relative_error
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [{}, {"bias": "lora_only", "use_rslora": True}])
 def test_lora_is_exact(options: dict, dtype: torch.dtype) -> None:

@@ -101,6 +101,7 @@ def test_on_one_row_it_is_transformers_own() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_users_own_is_given_both_ends(tmp_path: Path) -> None:
     given = {
         "train_dataset": questions(),

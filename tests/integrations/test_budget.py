@@ -50,7 +50,7 @@ def test_a_resumed_run_of_stages_keeps_its_budget(tmp_path: Path) -> None:
     assert taken(run) == STEPS
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "after",
     [
@@ -74,11 +74,13 @@ def test_noise_that_is_given_is_no_budget(planned: Path) -> None:
     assert resume(planned, privacy=told, arguments={"num_train_epochs": 3}).epsilon() > TARGET
 
 
+@pytest.mark.slow
 def test_a_run_under_a_larger_budget_goes_on(planned: Path) -> None:
     larger = {"target_epsilon": 8.0, "target_delta": 1e-3}
     assert TARGET < resume(planned, privacy=larger).epsilon() <= 8.0
 
 
+@pytest.mark.slow
 def test_a_ledger_that_holds_more_than_the_checkpoint_counts(tmp_path: Path) -> None:
     """The same trainer set back: the steps since then were taken."""
     run = trainer(tmp_path, privacy=BUDGET, arguments=SAVING)
@@ -88,6 +90,7 @@ def test_a_ledger_that_holds_more_than_the_checkpoint_counts(tmp_path: Path) -> 
     assert taken(run) == STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("privacy", [BUDGET, {"noise_multiplier": 1.0}])
 @pytest.mark.one_in(2)
 def test_stages_and_thresholds_do_not_begin_again(tmp_path: Path, privacy: dict) -> None:
@@ -99,6 +102,7 @@ def test_stages_and_thresholds_do_not_begin_again(tmp_path: Path, privacy: dict)
         resume(tmp_path, privacy=privacy | {"clipping": "adaptive"})
 
 
+@pytest.mark.slow
 def test_a_constant_strategy_needs_nothing_but_the_ledger(tmp_path: Path) -> None:
     trainer(tmp_path, privacy=BUDGET, arguments=MODEL_ONLY).train()
     assert not (tmp_path / "checkpoint-2" / "optimizer.pt").exists()
@@ -164,7 +168,7 @@ def test_lightning_without_a_ledger_is_refused(tmp_path: Path, without: str) -> 
         (4, {"noise_multiplier": 1.0}, True),
     ],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_lightning_keeps_its_budget(tmp_path: Path, epochs: int, after: dict, fits: bool) -> None:
     """Cut after one of two epochs, and gone on with."""
     private = rdp()

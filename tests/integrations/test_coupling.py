@@ -33,6 +33,7 @@ def only_inputs(drawn: list) -> dict:
     return {**four_chunks(drawn), "labels": pad(drawn)["labels"]}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("collate", [four_chunks, packed, dropping, only_inputs])
 def test_a_row_must_stay_a_row(tmp_path: Path, collate) -> None:
     model = gpt2() if collate is packed else bert()
@@ -71,7 +72,7 @@ def each_row(outputs, labels, num_items_in_batch=None):
     return token_losses(outputs, labels).sum(1) / (labels[:, 1:] != -100).sum(1)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("loss", [mean_over_tokens, each_token, each_valid_token])
 def test_losses_of_tokens(tmp_path: Path, loss, bf16: bool) -> None:
@@ -110,6 +111,7 @@ class LanguageModel(nn.Module):
         return {"loss": self.loss(outputs, labels).mean(), **outputs}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_model_s_own_mean_over_tokens(tmp_path: Path, bf16: bool) -> None:
     """All its losses are ln 50, so only gradients tell."""
@@ -121,7 +123,7 @@ def test_the_model_s_own_mean_over_tokens(tmp_path: Path, bf16: bool) -> None:
     assert run.state.global_step == 6
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", range(4))
 def test_weighted_classes(tmp_path: Path, seed: int) -> None:
     """Their mean divides by the weights of the batch; most batches here hold one class only."""

@@ -89,6 +89,7 @@ def apart(*drawn: list[tuple]) -> bool:
     return len(set(together)) == len(together)
 
 
+@pytest.mark.slow
 def test_a_killed_run_draws_its_lost_steps_anew(tmp_path: Path) -> None:
     """The file of the ledger tells of them: resumed from a checkpoint before them, or begun again."""
     ledger = tmp_path / "ledger"

@@ -13,6 +13,7 @@ hf_trainer = pytest.importorskip("examples.hf_trainer")
 clinicalbert = pytest.importorskip("examples.clinicalbert")
 
 
+@pytest.mark.extras
 def test_hf_trainer_starts(tmp_path: Path) -> None:
     """Two releases of 512 rows in physical batches, within the budget of the whole run."""
     run = hf_trainer.train(str(tmp_path), epochs=0.3, physical=128)
@@ -29,6 +30,7 @@ def test_hf_trainer(tmp_path: Path) -> None:
     assert best[-1] > 0.4
 
 
+@pytest.mark.extras
 def test_clinicalbert(tmp_path: Path) -> None:
     """Patients are units, in physical batches of 100 notes; the encoder comes out as it went in."""
     model, notes = clinicalbert.made_up_model(), clinicalbert.made_up_notes(600)

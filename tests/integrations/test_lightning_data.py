@@ -280,6 +280,7 @@ def test_weights_with_a_public_rate() -> None:
     assert max(module.sizes) < 24
 
 
+@pytest.mark.slow
 def test_a_budget_is_for_the_steps_of_the_rate_that_is_given() -> None:
     """20 steps, of which a pass has 2, not the loader's 4."""
     who = engine()

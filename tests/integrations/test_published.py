@@ -55,6 +55,7 @@ def ordinary(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return published(folder)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("data", [longer(rows()), rows()[1:]], ids=["longer rows", "one row fewer"])
 def test_a_state_tells_nothing_of_rows(tmp_path: Path, data: Any, ordinary: dict[str, Any]) -> None:
     """Neither how many there are, nor how many or how long those are that were drawn."""
@@ -62,6 +63,7 @@ def test_a_state_tells_nothing_of_rows(tmp_path: Path, data: Any, ordinary: dict
     assert published(tmp_path) == ordinary
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("physical", [8, 2])
 def test_speed_is_of_the_expected_batch(
     tmp_path: Path, physical: int, caplog: pytest.LogCaptureFixture

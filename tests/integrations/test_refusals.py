@@ -229,6 +229,7 @@ def test_a_loader_of_the_users_own(tmp_path: Path) -> None:
         assert run.engine.accountant.history == []
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_an_ordinary_trainer(tmp_path: Path) -> None:
     run = trainer(tmp_path, arguments={"save_strategy": "epoch"})
     run.train()

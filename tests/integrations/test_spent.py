@@ -23,6 +23,7 @@ def taken(run) -> int:
     return sum(steps for _, _, steps in run.engine.accountant.history)
 
 
+@pytest.mark.slow
 def test_resuming_the_same_trainer_adds_up(tmp_path: Path) -> None:
     run = trainer(tmp_path, arguments=SAVING)
     run.train()
@@ -30,6 +31,7 @@ def test_resuming_the_same_trainer_adds_up(tmp_path: Path) -> None:
     assert taken(run) == STEPS + STEPS - 2
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", [str, Path])
 def test_resuming_under_a_shared_engine_adds_up(tmp_path: Path, form) -> None:
@@ -42,6 +44,7 @@ def test_resuming_under_a_shared_engine_adds_up(tmp_path: Path, form) -> None:
     assert taken(run) == STEPS + 2 + STEPS - 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [None, "{", "[]"])
 @pytest.mark.one_in(3)
 def test_a_resume_that_fails_forgets_nothing(tmp_path: Path, text: str | None) -> None:

@@ -44,6 +44,7 @@ def test_the_trainer_is_the_loop_by_hand(tmp_path: Path, physical: int, accumula
     assert run.engine.accountant.history == engine.accountant.history
 
 
+@pytest.mark.slow
 def test_accumulation_changes_nothing(tmp_path: Path) -> None:
     """A logical batch is clipped row by row and released once, however it is cut."""
     whole, cut = bert(), bert()
@@ -55,6 +56,7 @@ def test_accumulation_changes_nothing(tmp_path: Path) -> None:
     assert [entry["step"] for entry in second.state.log_history] == [*range(1, STEPS + 1), STEPS]
 
 
+@pytest.mark.slow
 def test_one_optimizer_and_scheduler_step_a_release(tmp_path: Path) -> None:
     run = trainer(tmp_path, physical=2, accumulation=4)
     run.train()
@@ -137,6 +139,7 @@ class Watch(hf.TrainerCallback):
             self.fn()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_foretells_no_noise(tmp_path: Path) -> None:
     """Noise comes neither from the seed, which is 42 by default, nor from the saved states."""
     runs = [bert(), bert()]
@@ -201,6 +204,7 @@ def test_evaluation_is_the_plain_model_s(tmp_path: Path) -> None:
     assert after["eval_accuracy"] == during[-1]["eval_accuracy"]
 
 
+@pytest.mark.slow
 def test_training_twice_adds_up(tmp_path: Path) -> None:
     run = trainer(tmp_path)
     run.train()
@@ -210,7 +214,7 @@ def test_training_twice_adds_up(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", [clipping.dpsgd_f(2), clipping.bounded_adaptive(0.1)])
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_groups_come_from_a_column(tmp_path: Path, strategy, workers: int) -> None:
     run = trainer(
         tmp_path, privacy={"clipping": strategy, "group_column": "group"},
@@ -227,6 +231,7 @@ def test_secure_mode(tmp_path: Path) -> None:
     assert run.state.global_step == STEPS
 
 
+@pytest.mark.slow
 def test_bfloat16(tmp_path: Path) -> None:
     model = bert()
     trainer(tmp_path, model, arguments={"bf16": True}).train()
@@ -236,6 +241,7 @@ def test_bfloat16(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing(tmp_path: Path) -> None:
     whole, cut = bert(), bert()
     trainer(tmp_path, whole).train()
@@ -282,6 +288,7 @@ def test_label_smoothing_is_the_trainer_s(tmp_path: Path) -> None:
     assert loss == pytest.approx(LabelSmoother(0.1)({"logits": logits}, labels).item())
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_users_own(tmp_path: Path) -> None:
     """One loss a row, or its mean."""
     results = []
@@ -312,6 +319,7 @@ def test_training_arguments_are_the_user_s_own(tmp_path: Path) -> None:
     assert run.get_train_dataloader().batch_size == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.one_in(2)
 def test_an_optimizer_of_the_users_own(tmp_path: Path, resume: bool) -> None:

@@ -67,7 +67,7 @@ def test_stretches(n: int, step: int) -> None:
         assert len(parts) <= max(1, -(-size // alignment.ROOM))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("t", [3, 20, 130])
 @pytest.mark.parametrize(("d", "p"), [(32, 35), (35, 32), (21, 50)])

@@ -16,7 +16,7 @@ from tests.strategies import COMBINATIONS, label
 strategies = pytest.mark.parametrize("strategy", COMBINATIONS, ids=label)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("b", [0, 1, 7, 300])
 @strategies
 def test_scales_norms_and_counts(strategy: Clipping, b: int) -> None:

@@ -29,6 +29,7 @@ def compiled(folder: Path, *options: str) -> list[dict[str, Any]]:
     return json.loads(out.read_text())["rows"]
 
 
+@pytest.mark.slow
 def test_first_configurations(tmp_path: Path) -> None:
     rows = compiled(tmp_path, "--quick")
     assert {row["arch"] for row in rows} == {"sm_80", "sm_90"}

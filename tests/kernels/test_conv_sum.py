@@ -84,7 +84,7 @@ def test_any_strides(case: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 40])
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 def test_any_split(
     splits: int, dtype: torch.dtype, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +149,7 @@ def test_bitwise_repeatable(dtype: torch.dtype, name: str) -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="the autotuner runs every configuration")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("side", [3, 4, 9, 12])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_every_configuration(
     side: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def test_entries_in_any_order(padding_idx: int | None) -> None:
     assert relative_error(found, expected) < 1e-5
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("n", [ROWS - 1, ROWS, ROWS + 1, 20 * ROWS + 5])
 def test_one_id_many_times(n: int) -> None:
     """A run over every program, alone and between others: the longest takes three launches."""

@@ -52,7 +52,7 @@ def test_every_layer_has_its_own(count: int) -> None:
     check_all(layers(count, 3, 17, 7, 5, torch.bfloat16)[0])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("t", [3, 150])
 def test_it_is_the_norm_of_one(t: int, dtype: torch.dtype) -> None:
@@ -68,6 +68,7 @@ def test_it_is_the_norm_of_one(t: int, dtype: torch.dtype) -> None:
     assert torch.equal(same, gradients)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.skipif(not INTERPRETED, reason="the autotuner runs every configuration")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("t", [30, 130])
@@ -77,6 +78,7 @@ def test_every_configuration(t: int, dtype: torch.dtype, monkeypatch: pytest.Mon
         check_all(pairs)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("t", [3, 150])
 def test_a_sample_that_is_not_finite_touches_no_other(value: float, t: int) -> None:
@@ -94,6 +96,7 @@ def test_a_sample_that_is_not_finite_touches_no_other(value: float, t: int) -> N
     assert torch.equal(gradients, sums)
 
 
+@pytest.mark.slow
 def test_what_is_left_to_single_launches() -> None:
     pairs, _ = layers(3, 2, 17, 8, 16)
     off = torch.cat([pairs[0][0].new_zeros(1), pairs[0][0].flatten()])[1:].view_as(pairs[0][0])
@@ -145,7 +148,7 @@ class Shared(nn.Module):
         return self.parts(x)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
     "kind", ["alike", "of two sizes", "shared", "frozen weight", "frozen bias"]
 )

@@ -36,6 +36,7 @@ def tails(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return taken
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(
     ("t", "rest"),
@@ -94,6 +95,7 @@ def test_whole_tiles_and_several_layers(t: int, tails: list[int]) -> None:
     assert all(tails)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("t", [77, 197])
 def test_dead_samples(t: int, value: float, tails: list[int]) -> None:

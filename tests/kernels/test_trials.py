@@ -165,6 +165,7 @@ def test_sums(t: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
     check(monkeypatch, lambda: KERNELS["scaled_sum"](a, g, scale), [expected], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
 @pytest.mark.one_in(2)
 def test_sums_of_layers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +212,7 @@ def test_norm_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, lambda: group(x, g, mean, rstd, weight, True), expected, 1e-5)
 
 
+@pytest.mark.slow
 def test_channels_last_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of samples in chunks; those in registers have no tile to choose."""
     x, g, weight = normal(2, 30, 29, 6), normal(2, 30, 29, 6, seed=1), normal(6, seed=2)

@@ -88,6 +88,7 @@ def test_all_hooks_together(layer: str, dtype: torch.dtype) -> None:
     check_exact(model, torch.randn(4, 5, 6), dtype=dtype)
 
 
+@pytest.mark.one_in(2)
 @layers
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_hook_runs_once(hook: str, layer: str) -> None:

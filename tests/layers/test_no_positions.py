@@ -58,6 +58,7 @@ def batch(t: int) -> tuple[Tensor, Tensor]:
     return torch.randn(B, D, generator=generator), torch.randn(B, t, D, generator=generator)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("lengths", [(0, 0), (3, 0), (0, 3), (0, 40)], ids=str)
 def test_exact(use: str, lengths: tuple[int, int]) -> None:

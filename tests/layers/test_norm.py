@@ -36,6 +36,7 @@ def randomised(layer: nn.Module) -> nn.Module:
     return layer
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(5, 4, 6), (5, 3, 4, 6)])
 @pytest.mark.parametrize("layer", LAST)

@@ -82,6 +82,7 @@ CALLED_TWICE = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("times", [2, 3])
 @pytest.mark.parametrize("case", CALLED_TWICE)

@@ -44,7 +44,7 @@ def columns(batch: Batch, i: int) -> Batch:
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 def test_as_the_root(
     kind: str, layers: int, bidirectional: bool, batch_first: bool, dtype: torch.dtype
 ) -> None:
@@ -55,6 +55,7 @@ def test_as_the_root(
     check_exact(model, batch, loss_fn, dtype=dtype, batch_first=batch_first)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("loss_reduction", ["mean", "sum"])
 @pytest.mark.parametrize("bias", [True, False])
@@ -116,7 +117,7 @@ def padded_loss(output: tuple, _: Any) -> torch.Tensor:
 @pytest.mark.parametrize("order", LENGTHS)
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 def test_packed_root(kind: str, bidirectional: bool, order: str, dtype: torch.dtype) -> None:
     """The rows of a packed sequence are sorted by length and shrink over time."""
     x, lengths = torch.randn(4, STEPS, 3), LENGTHS[order]
@@ -149,7 +150,7 @@ class Packing(nn.Module):
         return self.head(sequence.sum(1))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("order", LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)

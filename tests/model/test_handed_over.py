@@ -99,6 +99,7 @@ def test_what_cannot_be_counted_is_refused(mode: str) -> None:
     assert sum(steps for *_, steps in first.accountant.history) == 12
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("held", ["wrapper", "model", "part"])
 def test_what_was_let_go_is_counted(mode: str, held: str, recwarn) -> None:

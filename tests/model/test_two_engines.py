@@ -78,7 +78,7 @@ def backward(net: nn.Module, rows: int = 3, scale: float = 100.0) -> Tensor:
 @pytest.mark.parametrize("how", SHARED)
 @pytest.mark.parametrize("second", MODES)
 @pytest.mark.parametrize("first", MODES)
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 def test_what_a_living_engine_owns_is_refused(first: str, second: str, how: str) -> None:
     """Whole, in part or by one parameter; the first goes on; after cleanup() the second may."""
     net = model()
@@ -160,6 +160,7 @@ def test_plain_opacus_first(mode: str) -> None:
     optimizer.step()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_an_engine_that_is_gone_owns_nothing(mode: str) -> None:
     """Models refer to themselves; dropping them is enough all the same."""

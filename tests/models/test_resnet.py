@@ -15,6 +15,7 @@ def classify(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output, labels, reduction="none")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("size", "dtype"), [(16, torch.float64), (32, torch.float32)])
 def test_resnet18(size: int, dtype: torch.dtype) -> None:
     batch = Batch((torch.randn(3, 3, size, size),), target=torch.tensor([1, 5, 9]))

@@ -149,7 +149,7 @@ def randomised(model: nn.Module, attention: str = "eager") -> nn.Module:
     return model.train()
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [ROWS, 7])
 @pytest.mark.parametrize("padded", [False, True])
@@ -163,7 +163,7 @@ def test_classifiers(make: Callable, padded: bool, length: int, dtype: torch.dty
     check_exact(randomised(make()), batch, classify, dtype=dtype)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [ROWS, 7])
 @pytest.mark.parametrize("make", [gpt2, llama])
@@ -173,7 +173,7 @@ def test_language_models(make: Callable, length: int, dtype: torch.dtype) -> Non
     check_exact(randomised(make()), batch, predict_next, dtype=dtype)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("source", "target"), [(7, 5), (ROWS, 5), (6, ROWS), (ROWS, ROWS)])
 def test_encoder_decoder(source: int, target: int, dtype: torch.dtype) -> None:
@@ -208,6 +208,7 @@ def test_fused_attention(make: Callable) -> None:
     check_exact(model, batch, loss_fn, dtype=dtype)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("padded", [0, 1])
 def test_a_mask_that_is_left_out_where_no_row_is_padded(padded: int) -> None:
     """transformers gives fused attention T5's bias alone then, as among copies of an unpadded row."""

@@ -24,6 +24,7 @@ def drawn(
     return out
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("guarded", [False, True])
 def test_ten_million_secure_draws_are_normal(guarded: bool) -> None:
     assert_standard_normal(SecureNoise(guarded).normal_(torch.empty(MANY)))

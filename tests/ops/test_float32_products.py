@@ -143,7 +143,7 @@ class Several(nn.Module):
 EVERY_MODEL = {**MODELS, "several": (Several, lambda: torch.randn(4, 6, 5))}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @each_setting
 @pytest.mark.parametrize("name", EVERY_MODEL)
 def test_a_step(name: str, allow: Callable[[], None]) -> None:
@@ -262,6 +262,7 @@ def test_ctrl_c_leaves_nobody_inside(set_before: str) -> None:
     assert interrupted > 10
 
 
+@pytest.mark.slow
 @fine
 def test_a_fresh_process_keeps_its_defaults() -> None:
     """cuDNN's default yields to what is set above it later, which an explicit tf32 would not."""

@@ -232,6 +232,7 @@ def test_a_scheduler_cannot_turn_the_noise_off() -> None:
         optimizer.step()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_noise_and_counts_of_adaptive_clipping(mode: str) -> None:
     """Over 400 steps: sigma of the gradients by Theorem 1 of Andrew et al., and the count's own."""

@@ -12,6 +12,7 @@ from tests.parallel import training, world
 trainers = pytest.importorskip("tests.parallel.trainers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.one_in(2)
 def test_a_trainer(tmp_path, kind: str) -> None:

@@ -115,6 +115,7 @@ def options(**told: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**default, **told})
 
 
+@pytest.mark.extras
 def test_a_search_costs_what_the_theorem_says() -> None:
     experiment = EXPERIMENTS["breast-cancer"]
     data = with_validation(breast_cancer.load())
@@ -133,6 +134,7 @@ def test_a_search_costs_what_the_theorem_says() -> None:
     assert cost.epsilon > cost.base_epsilon >= one
 
 
+@pytest.mark.extras
 def test_a_search_goes_on_where_it_was_killed_and_shows_one_run_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +183,7 @@ def test_a_search_goes_on_where_it_was_killed_and_shows_one_run_only(
     assert other.exists()
 
 
+@pytest.mark.extras
 def test_a_released_model_is_the_one_that_was_scored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

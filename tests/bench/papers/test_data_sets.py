@@ -91,6 +91,7 @@ def test_the_same_twice_and_otherwise_with_another_seed(name: str, folders) -> N
     assert (first.split["sha256"] == other.split["sha256"]) == published
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", DATA_SETS)
 def test_classes_can_be_learnt(name: str, folders) -> None:
     data = DATA_SETS[name].load(folders.get(name))

@@ -100,6 +100,7 @@ def test_strategies_of_a_seed_start_alike_and_draw_alike(data: Dataset) -> None:
     assert not torch.equal(weights(one)[0], weights(trainer(data, seed=1))[0])
 
 
+@pytest.mark.extras
 def test_epsilon_is_the_target(data: Dataset) -> None:
     made = Trainer(EXPERIMENTS[NAME], Run(NAME, "dp_sgd", 8.0, 0, EPOCHS), data)
     table = made.train(None, lambda epoch: None)
@@ -184,6 +185,7 @@ LARGE = ("mnist-zhao-resnet", "fashion-zhao-resnet", "ham10000-sad", "celeba-esi
 """Networks that take tens of seconds for ten steps."""
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in EXPERIMENTS]
 )
