@@ -2,6 +2,8 @@
 
 Modules import these names from here. Where a release of torch or Opacus changes one of them, this file
 and tests/test_torch_names.py, which holds each to what is assumed of it, are the places to look at.
+fastclip.ops imports this file: Opacus and FSDP, which take longer to import than torch, are imported by
+the functions that need them.
 """
 
 from __future__ import annotations
@@ -14,16 +16,10 @@ from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
 
 import torch
-from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS as OPACUS_ATTRIBUTES
-from opacus.optimizers.optimizer import _check_processed_flag as check_unprocessed
-from opacus.optimizers.optimizer import _mark_as_processed as mark_processed
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as Native
 from torch._compile import _disable_dynamo as disable_dynamo
 from torch.autograd import Function, Variable
-from torch.distributed._composable.fsdp import FSDPModule
-from torch.distributed._tensor.experimental import implicit_replication
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
@@ -40,18 +36,13 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
 __all__ = [
-    "OPACUS_ATTRIBUTES",  # of parameters, which its engine leaves behind
     "CheckpointFunction",  # reentrant checkpoints: its `apply` runs the part without a graph
-    "FSDPModule",  # what fully_shard makes of a module
     "LoaderIterator",  # what iter() of a DataLoader gives
     "Native",  # inside, classes of tensors do not hear of functions
     "StorageWeakRef",  # keeps the number of a tensor's memory, not the memory
     "TorchDispatchMode",  # hears of every operation
     "TreeSpec",  # the nesting of inputs and outputs, which the pytree functions take apart
-    "check_unprocessed",  # Opacus' mark on gradients that were clipped: raises if it is there
     "disable_dynamo",  # torch.compiler.disable, without importing dynamo
-    "implicit_replication",  # plain tensors meet DTensors
-    "mark_processed",  # sets Opacus' mark
     "register_pytree_node",
     "tree_flatten",
     "tree_leaves",
@@ -215,6 +206,8 @@ def can_compile() -> bool:
 def at_rest(modules: Iterable[Any]) -> Iterator[None]:
     """Inside, the hooks of fully_shard's modules cast, but neither gather nor reshard: so they do where
     a backward pass computes a part of the model again."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
     states = {id(state): state for state in (m._get_fsdp_state() for m in modules)}
     before = [(state, state._training_state) for state in states.values()]
     for state in states.values():
@@ -265,6 +258,20 @@ OPACUS_MARK = "_forward_counter"
 """Opacus keeps it on every trainable parameter until cleanup(): its uses that had no backward yet."""
 OPACUS_HOOKS = "autograd_grad_sample_hooks"
 """The list, on a wrapped model, of the handles that its cleanup() removes."""
+
+
+def check_unprocessed(gradient: Any) -> None:
+    """Raises ValueError if a gradient, or one of a list, has Opacus' mark of those that were clipped."""
+    from opacus.optimizers.optimizer import _check_processed_flag
+
+    _check_processed_flag(gradient)
+
+
+def mark_processed(gradient: Any) -> None:
+    """Sets that mark on a gradient, or on each of a list."""
+    from opacus.optimizers.optimizer import _mark_as_processed
+
+    _mark_as_processed(gradient)
 
 
 def forget_passes(module: nn.Module) -> None:

@@ -9,8 +9,23 @@ from __future__ import annotations
 
 import sys
 import warnings
+from typing import TYPE_CHECKING
 
-from opacus.validators.errors import UnsupportedModuleError
+__all__ = [
+    "VALUES_IN_LOSSES",
+    "ArgumentError",
+    "ArgumentTypeError",
+    "BatchSizeError",
+    "CheckError",
+    "FastclipError",
+    "GraphError",
+    "ParameterLeakError",
+    "SecureModeError",
+    "StepError",
+    "UnsupportedLayerError",
+    "say",
+    "where",
+]
 
 
 class FastclipError(Exception):
@@ -23,10 +38,6 @@ class ArgumentError(FastclipError, ValueError):
 
 class ArgumentTypeError(FastclipError, TypeError):
     """A keyword has a value of the wrong type, or is not known."""
-
-
-class UnsupportedLayerError(FastclipError, UnsupportedModuleError, NotImplementedError):
-    """A module for which no exact per-sample rule exists, or whose samples are coupled."""
 
 
 class BatchSizeError(FastclipError, ValueError):
@@ -57,6 +68,27 @@ def where(path: str | None, module: object = None) -> str:
     """A part of the model as messages name it."""
     name = path or "the model"
     return name if module is None else f"{name} ({type(module).__name__})"
+
+
+if TYPE_CHECKING:
+    from opacus.validators.errors import UnsupportedModuleError
+
+    class UnsupportedLayerError(FastclipError, UnsupportedModuleError, NotImplementedError):
+        """A module for which no exact per-sample rule exists, or whose samples are coupled."""
+
+else:
+
+    def __getattr__(name: str) -> type[FastclipError]:
+        """The class above, made when it is first asked for: it needs Opacus, whose import takes longer
+        than torch's, and fastclip.ops and fastclip.clipping need none of it."""
+        if name != "UnsupportedLayerError":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from opacus.validators.errors import UnsupportedModuleError
+
+        bases = (FastclipError, UnsupportedModuleError, NotImplementedError)
+        doc = "A module for which no exact per-sample rule exists, or whose samples are coupled."
+        made = type(name, bases, {"__module__": __name__, "__doc__": doc})
+        return globals().setdefault(name, made)
 
 
 VALUES_IN_LOSSES = (

@@ -15,6 +15,7 @@ from typing import Any
 import opacus
 import pytest
 import torch
+from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -389,7 +390,7 @@ def test_what_opacus_leaves() -> None:
     wrapped = opacus.GradSampleModule(layer)
     wrapped(torch.ones(2, 1, requires_grad=True)).sum().backward()
     assert _torch.OPACUS_MARK in layer.weight.__dict__
-    assert {"grad_sample", _torch.OPACUS_MARK} <= set(_torch.OPACUS_ATTRIBUTES)
+    assert {"grad_sample", _torch.OPACUS_MARK} <= set(OPACUS_PARAM_MONKEYPATCH_ATTRS)
     assert "grad_sample" in layer.weight.__dict__
     wrapped.cleanup()
     assert _torch.OPACUS_MARK not in layer.weight.__dict__

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from fastclip._torch import FSDPModule
 from fastclip.captured.step import Step
 from fastclip.checks import whole
 from fastclip.errors import ArgumentError

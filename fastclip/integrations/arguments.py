@@ -1,4 +1,4 @@
-"""What a Trainer is told about privacy, and which of its own arguments cannot be private."""
+"""What a Trainer is told about privacy, and which of its own arguments are not supported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastclip.data.unit_ids import unit_numbers
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.explanation import Setup, explain
 
-_WAYS = "start one process a GPU (torchrun), for DistributedDataParallel or FSDP2 (fsdp=True)"
+_WAYS = "Start one process per GPU (torchrun), for DistributedDataParallel or FSDP2 (fsdp=True)"
 
 
 @dataclass
@@ -71,7 +71,7 @@ class PrivacyArguments:
 
 
 def check_training_arguments(args: Any, privacy: Any) -> None:
-    """Refuse what a Trainer may be asked for and cannot do privately.
+    """Refuse what a Trainer may be asked for and is not supported.
 
     Raises:
         ArgumentError: naming the argument, why, and the way out.
@@ -89,7 +89,7 @@ def check_training_arguments(args: Any, privacy: Any) -> None:
         )
     for name, (refused, way_out) in _refusals(args, privacy).items():
         if refused:
-            raise ArgumentError(f"TrainingArguments({name}) is not private: {way_out}")
+            raise ArgumentError(f"TrainingArguments({name}) is not supported: {way_out}")
 
 
 def check_still_private(trainer: Any) -> None:
@@ -101,7 +101,9 @@ def check_still_private(trainer: Any) -> None:
     args = trainer.args
     refused, way_out = _counts_tokens(args)
     if refused:
-        raise ArgumentError(f"trainer.args.include_num_input_tokens_seen is not private: {way_out}")
+        raise ArgumentError(
+            f"trainer.args.include_num_input_tokens_seen is not supported: {way_out}"
+        )
     if args.gradient_accumulation_steps != 1:
         raise ArgumentError(
             f"trainer.args.gradient_accumulation_steps was set to {args.gradient_accumulation_steps}, "
@@ -155,7 +157,8 @@ def _counts_tokens(args: Any) -> tuple[bool, str]:
     """Whether the Trainer is to count tokens, and what to do instead."""
     counts = getattr(args, "include_num_input_tokens_seen", "no")
     return counts not in (False, None, "no"), (
-        "it counts the tokens of the rows drawn exactly, in the log and in checkpoints; leave it at 'no'"
+        "it writes how many tokens the drawn samples have, without noise, into the log and checkpoints. "
+        "Leave it at 'no'"
     )
 
 
@@ -171,54 +174,54 @@ def _refusals(args: Any, privacy: PrivacyArguments) -> dict[str, tuple[bool, str
     return {
         "fp16=True": (
             bool(of("fp16")),
-            "its loss scaler skips steps on overflow, which tells something about raw gradients; "
-            "use bf16=True",
+            "its loss scaler skips steps on overflow, which tells something about raw gradients. "
+            "Use bf16=True",
         ),
-        "deepspeed": (bool(of("deepspeed")), f"it takes the gradients over; {_WAYS}"),
+        "deepspeed": (bool(of("deepspeed")), f"it takes the gradients over. {_WAYS}"),
         "fsdp_config={'version': 1}": (
             bool(of("fsdp")) and int((of("fsdp_config") or {}).get("version", 2)) == 1,
-            "its flat parameters hide the layers' own; use version 2",
+            "its flat parameters hide the layers' own. Use version 2",
         ),
         "parallelism_config": (
             bool(of("parallelism_config")),
-            f"it splits layers or rows; {_WAYS}",
+            f"it splits layers or samples. {_WAYS}",
         ),
-        "n_gpu > 1": (args.n_gpu > 1, f"DataParallel replicates the model; {_WAYS}"),
+        "n_gpu > 1": (args.n_gpu > 1, f"DataParallel replicates the model. {_WAYS}"),
         "auto_find_batch_size=True": (
             bool(of("auto_find_batch_size")),
-            "it would start again with another logical batch after steps were released; choose "
+            "it would start again with another logical batch after steps were released. Choose "
             "per_device_train_batch_size",
         ),
         f"train_sampling_strategy={sampling!r}": (
             sampling != "random" or bool(of("group_by_length")),
-            "rows must be drawn at random, whatever their length; leave it at 'random'",
+            "samples must be drawn at random, whatever their length. Leave it at 'random'",
         ),
         "dataloader_drop_last=True": (
             bool(of("dataloader_drop_last")) and privacy.poisson_sampling,
-            "Poisson sampling draws every row independently and has no last batch to drop; leave it "
-            "False",
+            "Poisson sampling draws every sample independently and has no last batch to drop. Leave "
+            "it False",
         ),
         "ignore_data_skip=True, data_seed=...": (
             bool(of("ignore_data_skip")) and of("data_seed") is not None,
-            "a resumed epoch would begin with the very batches that were drawn before; omit either",
+            "a resumed epoch would begin with the very batches that were drawn before. Omit either",
         ),
         f"include_num_input_tokens_seen={of('include_num_input_tokens_seen')!r}": _counts_tokens(
             args
         ),
         "neftune_noise_alpha": (
             of("neftune_noise_alpha") is not None,
-            "it scales a row's noise by the length that the batch was padded to; omit it",
+            "it scales a sample's noise by the length that the batch was padded to. Omit it",
         ),
         "use_liger_kernel=True": (
             bool(of("use_liger_kernel")),
-            "its fused kernels bypass the layers whose gradients are clipped; omit it",
+            "its fused kernels bypass the layers whose gradients are clipped. Omit it",
         ),
         "torch_compile=True": (
             bool(of("torch_compile")),
-            "a compiled model hides the layers whose gradients are clipped; omit it",
+            "a model that the Trainer compiles hides the layers whose gradients are clipped. Omit it",
         ),
         f"optim={optimizer!r}": (
             "layerwise" in optimizer or "lomo" in optimizer,
-            "it steps inside the backward pass, before noise is added; use 'adamw_torch'",
+            "it steps inside the backward pass, before noise is added. Use 'adamw_torch'",
         ),
     }

@@ -69,7 +69,7 @@ class PrivateTrainer(RowLossTrainer):
             loss a row, [b].
 
     Raises:
-        fastclip.errors.*: for arguments, losses and adapters that cannot be private.
+        fastclip.errors.*: for arguments, losses and adapters that are not supported.
 
     Formal guarantee: `engine.get_epsilon` composes every step taken, those before a checkpoint that
     was resumed included. The unit is one row of `train_dataset`; neighbours differ in one that was

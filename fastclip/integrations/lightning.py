@@ -152,7 +152,7 @@ def make_private(
             the data module's, the mode the fast one, and the module is not wrapped.
 
     Raises:
-        fastclip.errors.*: for trainers that cannot be private, checkpoints that do not say what
+        fastclip.errors.*: for trainers that are not supported, checkpoints that do not say what
             their run has spent, and as `make_private`.
     """
     trainer: Any = module.trainer

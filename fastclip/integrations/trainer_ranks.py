@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import Trainer
 
-from fastclip._torch import FSDPModule
 from fastclip.data.sampling import PoissonSampler
 from fastclip.errors import ArgumentError
 from fastclip.files import write_whole

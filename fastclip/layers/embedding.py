@@ -20,7 +20,7 @@ def _check_options(module: Any) -> None:
     """Refuse what make_private refuses where it has been set since: no rule computes it."""
     options = [n for n in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, n)]
     if options:
-        raise TypeError(f"{', '.join(options)} cannot be private; leave them off")
+        raise TypeError(f"{', '.join(options)} is not supported, leave it off")
 
 
 def _padding(module: Any) -> int | None:

@@ -294,5 +294,5 @@ def _check_parameters(
 
 def _unsupported(handle: Handle, module: nn.Module, error: TypeError) -> UnsupportedLayerError:
     return UnsupportedLayerError(
-        f"{where(handle.path, module)} cannot be trained privately: {error}; {HOW_TO_REGISTER}"
+        f"{where(handle.path, module)} is not supported: {error}; {HOW_TO_REGISTER}"
     )

@@ -83,17 +83,20 @@ def _check_parameters(where: str, module: nn.Module) -> None:
 def _check_embedding(where: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
     trains = trained(module)
     traps = {
-        "max_norm": (module.max_norm is not None, "it rescales rows that the batch looked up"),
+        "max_norm": (
+            module.max_norm is not None,
+            "it rescales rows of the table that the batch looks up, without noise",
+        ),
         "scale_grad_by_freq": (
             trains and module.scale_grad_by_freq,
-            "it divides by counts over the batch",
+            "it divides a sample's gradient by counts over the batch",
         ),
         "sparse": (trains and module.sparse, "noise makes every gradient dense"),
     }
     for option, (used, why) in traps.items():
         if used:
             raise UnsupportedLayerError(
-                f"{where}: {option} is not private ({why}); construct it without {option}"
+                f"{where}: {option} is not supported: {why}. Construct it without {option}"
             )
 
 

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from fastclip import ops
-from fastclip._torch import FSDPModule
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.clipping_state import ClippingState
 from fastclip.backward.sharded_sums import ShardedSums

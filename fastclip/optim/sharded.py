@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from opacus.optimizers import FSDPOptimizerFastGradientClipping
 from torch import Tensor
+from torch.distributed.tensor.experimental import implicit_replication
 
-from fastclip._torch import implicit_replication
 from fastclip.errors import StepError
 from fastclip.optim.opacus_step import OpacusStep
 from fastclip.parallel.ranks import Ranks

@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
 
-from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
+from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS, AbstractGradSampleHooks
 from torch import Tensor, nn
 
-from fastclip._torch import OPACUS_ATTRIBUTES, OPACUS_HOOKS, at_end_of_pass, tree_leaves
+from fastclip._torch import OPACUS_HOOKS, at_end_of_pass, tree_leaves
 from fastclip.backward.sums import ShownSum
 
 _WATCHED: WeakSet[AbstractGradSampleHooks] = WeakSet()
@@ -58,7 +58,7 @@ def only_shown(parameters: Iterable[nn.Parameter]) -> None:
     """Keep what Opacus has left on these parameters as what is not pickled; its values stay."""
     for p in parameters:
         own = p.__dict__
-        for name in OPACUS_ATTRIBUTES:
+        for name in OPACUS_PARAM_MONKEYPATCH_ATTRS:
             held = own.get(name)
             if type(held) is Tensor:
                 own[name] = _shown(held)

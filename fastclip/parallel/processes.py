@@ -10,11 +10,12 @@ from typing import NoReturn
 
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from fastclip._torch import FSDPModule, running_ddp
+from fastclip._torch import running_ddp
 from fastclip.errors import GraphError, UnsupportedLayerError
 from fastclip.parallel.ranks import Ranks
 

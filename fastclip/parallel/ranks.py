@@ -9,8 +9,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
 
-from fastclip._torch import FSDPModule, timeout_of
+from fastclip._torch import timeout_of
 from fastclip.errors import ArgumentError, StepError
 from fastclip.noise import NoiseSource, SeededNoise
 from fastclip.parallel.reaching import reaching

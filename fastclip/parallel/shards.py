@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from fastclip._torch import FSDPModule, at_rest, casts_at_rest
+from fastclip._torch import at_rest, casts_at_rest
 from fastclip.errors import ArgumentError, StepError
 from fastclip.ops.numerics import accumulation_dtype
 from fastclip.parallel.digest import digest

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from fastclip._torch import FSDPModule
 from fastclip.errors import GraphError, UnsupportedLayerError
 from fastclip.parallel.shards import Shards
 

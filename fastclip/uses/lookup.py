@@ -80,6 +80,6 @@ def check_options(name: str, operands: Operands) -> None:
     asked = [option for option in OPTIONS if operands.get(option)]
     if asked:
         raise UnsupportedLayerError(
-            f"F.{name} with {', '.join(asked)} cannot be private: it depends on what else the batch "
-            "looks up, or its gradient is sparse, which noise makes dense; leave it off"
+            f"F.{name} with {', '.join(asked)} is not supported: it depends on what else the batch "
+            "looks up, or its gradient is sparse, which noise makes dense. Leave it off"
         )

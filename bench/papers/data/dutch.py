@@ -30,7 +30,8 @@ CLASSES = ("low", "high")
 ATTRIBUTES = {"sex": ("female", "male")}
 OCCUPATIONS = ("5_4_9", "2_1")
 SEXES = ("2", "1")
-COUNTS = (30_147, 30_273)  # of each sex
+COUNTS = (30_273, 30_147)
+"""Females and males in both published files; Xu et al. 2020 exchange the two numbers."""
 UNBALANCED = (10_000, 30_000)
 """Females and males in the unbalanced data of Xu et al. 2020."""
 AS_CODES = {

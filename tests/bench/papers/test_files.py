@@ -219,7 +219,7 @@ def test_missing_values_of_gossis(copy) -> None:
 REAL = [
     ("adult", "rows, but the published data have 30,162: the file is cut off or another version"),
     ("celeba", "list_attr_celeba.txt: 40 rows, but the published data have 202,599"),
-    ("dutch", "rows, but the published data have 30,147"),
+    ("dutch", "rows, but the published data have 30,273"),
     ("ham10000", "HAM10000_metadata.csv: 90 rows, but the published data have 10,015"),
     ("mimic", "ADMISSIONS.csv.gz: 300 rows, but the published data have 58,976"),
     (
