@@ -519,6 +519,7 @@ PYBIND11_MODULE(_host, module) {
 """
 
 
+@pytest.mark.extras
 @needs_cxx
 def test_the_loops_ask_for_no_nvcc(tmp_path: Path) -> None:
     """A C++ compiler makes them; that there is nothing to build the other module with is no error."""

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"bench", "examples", "fastclip", "tests"}
 
@@ -24,6 +26,7 @@ def test_packages_at_the_top() -> None:
     assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == PACKAGES
 
 
+@pytest.mark.extras
 def test_models_of_transformers_import() -> None:
     """transformers asks for a package `kernels`, and must not find a part of this one."""
     found = run_in_root(

@@ -44,6 +44,7 @@ def test_names_are_found() -> None:
     assert named(text) == {"a/b.py", "../docs/c.md", "bench/gpu"}
 
 
+@pytest.mark.extras
 def test_what_the_page_on_fairness_shows(tmp_path: Path) -> None:
     """Its loop as it is written; what its table lets be published is what is recorded as private."""
     page = (ROOT / "docs" / "fairness.md").read_text()

@@ -62,6 +62,7 @@ def test_readings_are_those_of_the_run() -> None:
     assert found[0] == Reading(4, "epsilon", epsilon(half, DELTA), True)
 
 
+@pytest.mark.extras
 def test_noise_beside_signal() -> None:
     """Where rows contribute nothing it is all noise: 1 / ratio^2 is chi-square over its mean."""
     engine, model, optimizer, loader = start()

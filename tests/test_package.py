@@ -59,6 +59,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return sdist, backend("build_wheel", source, folder)
 
 
+@pytest.mark.extras
 def test_the_sdist_builds_the_kernels_and_the_wheel_holds_the_package_alone(
     built: tuple[Path, Path],
 ) -> None:
@@ -78,6 +79,7 @@ def test_the_sdist_builds_the_kernels_and_the_wheel_holds_the_package_alone(
     assert extras == {"hf", "lightning", "fairness", "pld", "test", "dev"}
 
 
+@pytest.mark.extras
 def test_the_readmes_snippet_from_the_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
     _, wheel = built
     with zipfile.ZipFile(wheel) as files:

@@ -200,6 +200,7 @@ def test_every_block_has_a_scene() -> None:
     }
 
 
+@pytest.mark.extras
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("page", "number"), [(page, n) for page, scenes in SCENES.items() for n in range(len(scenes))]
@@ -224,6 +225,7 @@ def released(code: str, known: Known) -> bool:
     return "step()" not in code or len(known["engine"].accountant) > 0
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("page", RULES)
 def test_rules_of_ones_own(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checked as the page says, by the code that it says, in one namespace."""

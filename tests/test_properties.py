@@ -40,6 +40,7 @@ def test_linear(
     check(seed, build, (b, *inner, d), dtype=dtype, loss_reduction=reduction)
 
 
+@pytest.mark.slow
 @COMMON
 @given(
     seed=SEED, b=st.integers(2, 4), groups=st.integers(1, 3), c=st.integers(1, 4),
@@ -88,6 +89,7 @@ def test_embedding(
     check(seed, build, (b, *inner), ids=rows, dtype=dtype, loss_reduction=reduction, C=1.0)
 
 
+@pytest.mark.slow
 @COMMON
 @given(
     seed=SEED, b=st.integers(2, 5), groups=st.integers(1, 4), per=st.integers(1, 4),

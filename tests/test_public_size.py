@@ -66,6 +66,7 @@ def test_noise_tells_the_number_of_rows_unless_they_are_given(rows: int) -> None
     assert torch.equal(one, more)
 
 
+@pytest.mark.slow
 def test_an_attacker_of_few_rows() -> None:
     """Two rows or three, by the size of one release: a certain guess without the arguments, none with.
 

@@ -14,6 +14,7 @@ import pytest
 from bench.processes import ROOT
 
 pytest.importorskip("mkdocs")
+pytestmark = pytest.mark.extras
 
 
 class Links(HTMLParser):

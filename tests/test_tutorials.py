@@ -19,6 +19,7 @@ SPREAD = ROOT / "docs" / "tutorials" / "distributed.md"
 PAGES = sorted(set((ROOT / "docs" / "tutorials").glob("*.md")) - {SPREAD})
 
 
+@pytest.mark.extras
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_code_of_a_tutorial(

@@ -81,7 +81,7 @@ def test_contribution_is_within_the_sensitivity(strategy, dtype, batch) -> None:
     assert (size <= float(strategy.sensitivity(state))).all()
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 @dtypes
 @strategies
 @FEWER

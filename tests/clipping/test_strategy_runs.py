@@ -81,6 +81,7 @@ def state_of(run) -> dict[str, torch.Tensor]:
 # Physical batches
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SPLIT)
 def test_split_batches_are_whole_batches(name: str) -> None:
     """Counts accumulate, thresholds move and noise is drawn once: the same run, however split."""

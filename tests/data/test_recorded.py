@@ -149,6 +149,7 @@ def test_noise_found_for_a_shuffled_loader_keeps_its_budget(epochs: int) -> None
     assert engine.mechanism().planned_epsilon == pytest.approx(engine.get_epsilon(1e-5))
 
 
+@pytest.mark.slow
 def test_a_poisson_loader_of_opacus_draws_with_the_rate_that_is_accounted() -> None:
     """Opacus' own sampler compares float32 numbers, multiples of 2^-24: it would draw at 2^-24 here."""
     rows, rate = 10**6, 0.05 * 2**-24

@@ -69,6 +69,7 @@ def by_answers(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> tor
     return answer_losses(outputs, labels)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("physical", [2, 8])
 def test_sums_are_those_of_one_row_at_a_time(tmp_path: Path, physical: int) -> None:
     model, sums, drawn = answering(), [], []
@@ -116,6 +117,7 @@ def test_a_loss_of_the_users_own_is_given_both_ends(tmp_path: Path) -> None:
     assert run.evaluate()["eval_loss"] > 0
 
 
+@pytest.mark.slow
 def test_a_coupled_loss_of_the_users_own_is_refused(tmp_path: Path) -> None:
     def coupled(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         return by_answers(outputs, labels) * labels["start_positions"].float().mean()

@@ -68,6 +68,7 @@ def test_a_run_that_would_exceed_it_is_refused(planned: Path, after: dict) -> No
     assert taken(run) == 2  # the model has the checkpoint's weights, and no step was taken
 
 
+@pytest.mark.slow
 def test_noise_that_is_given_is_no_budget(planned: Path) -> None:
     saved = json.loads((planned / "checkpoint-2" / "privacy_accountant.json").read_text())
     told = {"noise_multiplier": saved["noise_multiplier"]}

@@ -86,6 +86,7 @@ def test_losses_of_tokens(tmp_path: Path, loss, bf16: bool) -> None:
     assert run.engine.accountant.history == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_loss_of_rows_passes(tmp_path: Path, bf16: bool) -> None:
     run = trainer(
@@ -155,6 +156,7 @@ def test_ignored_rows(tmp_path: Path) -> None:
         trainer(tmp_path, train_dataset=some, compute_loss_func=mean).train()
 
 
+@pytest.mark.slow
 def test_losses_that_do_not_take_any_number(tmp_path: Path) -> None:
     """Probabilities: the model's own outputs are looked at instead."""
 

@@ -152,6 +152,7 @@ def test_lightning_is_the_loop_by_hand() -> None:
     assert not any("forward" in m.__dict__ for m in module.modules())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [Direct, Parts, Manual])
 def test_training_steps_past_forward(kind: type) -> None:
     """The same, and what is logged is of the batches alone."""

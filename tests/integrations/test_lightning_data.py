@@ -246,6 +246,7 @@ def test_several_training_loaders_are_refused() -> None:
             fit(over(several))
 
 
+@pytest.mark.slow
 def test_a_loader_of_its_own_order() -> None:
     """Without Poisson sampling: each row in every pass, in two fits with one loader."""
     who, loader = engine(), rows(shuffle=True)
@@ -257,6 +258,7 @@ def test_a_loader_of_its_own_order() -> None:
         assert who.accountant.history == [(1.0, 1.0, 2 * fits)]
 
 
+@pytest.mark.slow
 def test_a_stream() -> None:
     with refused("poisson_sampling=False, which takes a stream with a __len__"):
         fit(over(DataLoader(Stream(), 6)))

@@ -23,6 +23,7 @@ def prompted(kind: str) -> nn.Module:
     return peft.get_peft_model(base, config).double().train()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "threshold"), [("PromptTuningConfig", 0.009), ("PrefixTuningConfig", 0.02)]
 )

@@ -117,6 +117,7 @@ def test_a_second_run_draws_batches_of_its_own(tmp_path: Path) -> None:
     assert draws.drawn[-2:] == second[-2:]
 
 
+@pytest.mark.slow
 def test_no_two_runs_of_an_engine_draw_the_same_batches(tmp_path: Path) -> None:
     """Its ledger counts both, as if their draws were independent."""
     draws = Draws()

@@ -148,6 +148,7 @@ def test_a_checkpoint_foretells_no_noise(tmp_path: Path) -> None:
     assert furthest(weights(runs[0]), weights(runs[1])) > 1e-3
 
 
+@pytest.mark.slow
 def test_the_spent_budget_is_in_the_checkpoint(tmp_path: Path) -> None:
     run = trainer(tmp_path, arguments={"save_strategy": "epoch"})
     run.train()
@@ -188,6 +189,7 @@ class Sums(hf.TrainerCallback):
         self.found += [p.summed_grad.clone() for p in trained]
 
 
+@pytest.mark.slow
 def test_evaluation_is_the_plain_model_s(tmp_path: Path) -> None:
     """In the middle of training and after it, on batches of its own size."""
     model = bert()
@@ -276,6 +278,7 @@ def test_a_language_model_is_averaged_row_by_row(tmp_path: Path) -> None:
     assert relative_error(found, clipped_sum(grads, 0.5)) < 1e-5
 
 
+@pytest.mark.slow
 def test_label_smoothing_is_the_trainer_s(tmp_path: Path) -> None:
     """On classes without padding it equals transformers' own."""
     from transformers.trainer_pt_utils import LabelSmoother

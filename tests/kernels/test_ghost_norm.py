@@ -104,6 +104,7 @@ def test_not_finite(value: float, t: int, dtype: torch.dtype) -> None:
     assert torch.equal(found[0], clean[0])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("t", "d", "p"), [(2, 512, 4), (64, 8, 96), (130, 16, 16)])
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
@@ -113,6 +114,7 @@ def test_cancellation(construction: str, t: int, d: int, p: int, dtype: torch.dt
     assert (ghost_norm(a, g).double().cpu() >= exact((a, g))).all()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("d", "p"), [(3072, 30), (30, 9000)])
 def test_equal_entries(d: int, p: int, dtype: torch.dtype) -> None:
@@ -157,6 +159,7 @@ def test_cross_term_of_two_uses(dtype: torch.dtype) -> None:
     assert torch.equal(ghost_cross(*x, *y), ghost_cross(*x, *y))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lengths", [(1, 1), (7, 70), (65, 0, 1), (3, 1, 2, 1, 5, 1)])
 def test_concatenated_uses(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -172,6 +175,7 @@ def test_uses_that_cancel() -> None:
     assert (ghost_norm_concat(uses).double().cpu() >= exact(*uses)).all()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bitwise_repeatable(dtype: torch.dtype) -> None:
     a, g = operands(2, 70, 20, 30, dtype)

@@ -53,6 +53,7 @@ def check(a: Tensor, g: Tensor) -> None:
     assert relative_error(kept, exact) <= max(SUM_TOLERANCE[a.dtype], SUM_TOLERANCE[g.dtype])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_norm_and_gradients(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -96,6 +97,7 @@ def test_not_finite(value: float, t: int, dtype: torch.dtype) -> None:
         assert torch.equal(found.isfinite().cpu(), torch.tensor([True, False, False, False]))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("t", "d", "p"), [(2, 512, 4), (64, 8, 96), (130, 16, 16)])
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
@@ -116,6 +118,7 @@ def test_equal_entries(dtype: torch.dtype) -> None:
         assert (instantiated_norm(a, g).double().cpu() >= true).all()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bitwise_repeatable(dtype: torch.dtype) -> None:
     a, g = operands(2, 150, 70, 130, dtype)

@@ -65,7 +65,7 @@ def test_any_split(splits: int, t: int, monkeypatch: pytest.MonkeyPatch) -> None
     check(*layers(4, 5, t, 20, 70, torch.bfloat16))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("t", [3, 70])
 def test_bitwise_repeatable(t: int, dtype: torch.dtype) -> None:
@@ -157,7 +157,7 @@ def step(model: nn.Module, backend: str, **options: Any) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("widths", "expected"),
     [

@@ -73,6 +73,7 @@ def test_a_tail_is_tried_where_it_saves(size: int) -> None:
     assert ((128, False) in tried) == (size < 512)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("splits", [1, 2, 3, 7])
 @pytest.mark.parametrize("t", [77, 197])
 def test_any_split(t: int, splits: int, tails: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

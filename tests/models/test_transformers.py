@@ -208,6 +208,7 @@ def test_fused_attention(make: Callable) -> None:
     check_exact(model, batch, loss_fn, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("padded", [0, 1])
 def test_a_mask_that_is_left_out_where_no_row_is_padded(padded: int) -> None:

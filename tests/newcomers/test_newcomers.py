@@ -23,6 +23,7 @@ DOCUMENTED = "\n".join(
 LONG = ("opacus_images", "opacus_text", "tabular_groups", "trainer_lora", "with_lightning")
 
 
+@pytest.mark.extras
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "script",

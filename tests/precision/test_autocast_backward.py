@@ -46,6 +46,7 @@ def test_it_changes_nothing(seed: int, half: torch.dtype) -> None:
     assert torch.allclose(found_norms, norms, rtol=1e-5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("half", HALF)
 def test_no_contribution_exceeds_the_threshold(half: torch.dtype) -> None:
     """One sample at a time, over 20 draws."""

@@ -121,6 +121,7 @@ def test_exact(way: str, backend: str) -> None:
     check(WAYS[way], Net(), Batch((torch.randn(4, 6),)), backend=backend)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", ["before", "after"])
 def test_convolutions(way: str) -> None:
     check(WAYS[way], *FAMILIES["resnet"]())
@@ -198,6 +199,7 @@ def test_a_loop_of_the_loader() -> None:
     assert all(torch.isfinite(p).all() for p in parameters)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_names_and_evaluation(way: str) -> None:
     """Parameters keep torch's names for compiled modules; evaluation gives the plain outputs."""
@@ -264,6 +266,7 @@ def test_compiled_parts() -> None:
     assert_sums(summed(params), clipped_sum(grads, C), F32)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("mode", "whole"), [("fast", False), ("fast", True), ("hooks", False)])
 def test_compiled_steps(mode: str, whole: bool) -> None:
     """torch.compile around the optimizer's step, or a whole training step: no release is compiled."""

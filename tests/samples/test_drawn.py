@@ -218,6 +218,7 @@ def test_couplings_behind_draws(draw: Callable, coupling: Callable) -> None:
         backward(private, torch.randn(8, D, dtype=torch.float64))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("draw", DRAWS, ids=lambda f: f.__name__)
 def test_draws_without_a_coupling(draw: Callable) -> None:
     model, twin, x = dropped(draw), dropped(draw), torch.randn(8, D, dtype=torch.float64)
@@ -384,6 +385,7 @@ def test_a_seed_that_follows_from_the_batch() -> None:
         backward(private, Batch(ragged()))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("folded", [False, True])
 def test_draws_that_nothing_counts(folded: bool) -> None:
     class Folded(Chosen):

@@ -98,6 +98,7 @@ def _column(batch: Batch, i: int) -> Batch:
     return replace(batch, args=(batch.args[0][:, i : i + 1].contiguous(),))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", MODELS)
 def test_lengths_that_change_in_every_step(case: str) -> None:
     """Sums are exact at all of them, also where there are as many samples as anything else; and looks

@@ -42,6 +42,7 @@ class Deep(nn.Module):
         return self.layers(x) + self.beside(x)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("depth", [150, 200])
 def test_gradients_that_vanish(depth: int) -> None:
     """Below the normal numbers a power of two rounds: these are nobody's, and the model is exact."""

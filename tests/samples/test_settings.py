@@ -118,7 +118,7 @@ LATER: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("late", [1, 40])
 @pytest.mark.parametrize("case", LATER)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_a_setting_that_changes(case: str, late: int) -> None:
     """At once, also where a counter has moved all the time."""
     when, change = LATER[case]
@@ -227,6 +227,7 @@ MOVES: dict[str, Callable[[Any, int], Any]] = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", MOVES)
 def test_what_moves_in_every_step(case: str) -> None:
     """Sixteen times it is looked at, then at doublings; what has not moved, at once."""
