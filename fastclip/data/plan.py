@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from opacus.data_loader import CollateFnWithEmpty, DPDataLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -19,7 +20,9 @@ from fastclip.data.design import (
     TRUNCATED,
     SamplingDesign,
 )
+from fastclip.data.empty import EmptyBatches
 from fastclip.data.loader import unwatched
+from fastclip.data.row_order import know_empty
 from fastclip.data.samplers import (
     POISSON_OF_ROWS,
     Choice,
@@ -230,10 +233,29 @@ def plan_sampling(
     )  # fmt: skip
 
 
-def use_sampler(loader: DataLoader, plan: Plan, generator: Any) -> None:
-    """Make Opacus' Poisson loader draw by the plan."""
-    object.__setattr__(loader, "batch_sampler", plan.sampler(generator))
-    loader.sample_rate = plan.design.rate  # type: ignore[attr-defined]
+def poisson_loader(
+    loader: DataLoader, plan: Plan, *, batch_first: bool = True, rand_on_empty: bool = False
+) -> DPDataLoader:
+    """Opacus' Poisson loader, drawing by the plan.
+
+    Its own constructor iterates over sample 0, which need not be a sequence.
+
+    Raises:
+        ArgumentError: as `know_empty`.
+    """
+    made = DPDataLoader.__new__(DPDataLoader)
+    made.sample_rate, made.distributed = plan.design.rate, False
+    kept = (
+        "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+        "generator", "prefetch_factor", "persistent_workers",
+    )  # fmt: skip
+    DataLoader.__init__(
+        made, loader.dataset, batch_sampler=plan.sampler(loader.generator),
+        collate_fn=EmptyBatches(CollateFnWithEmpty(loader.collate_fn, batch_first, rand_on_empty)),
+        **{name: getattr(loader, name) for name in kept},
+    )  # fmt: skip
+    know_empty(made, plan.first_row)
+    return made
 
 
 def _weighted(loader: DataLoader, request: Request, choice: Choice, secure: bool) -> SamplingDesign:

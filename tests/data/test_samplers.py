@@ -342,6 +342,6 @@ def test_a_loader_that_makes_its_own_batches(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_poisson_sampling_of_rows_with_names(mode: str) -> None:
     named: Any = {name: (torch.ones(1),) for name in "abcdef"}
-    with refused(r"\(dict\) has no row 0; .*Subset", ArgumentError):
+    with refused(r"\(dict\) has no sample 0\. .*Subset", ArgumentError):
         start(DataLoader(named, 2), mode=mode)
     start(DataLoader(Subset(named, list(named)), 2), mode=mode)  # the way out
