@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fastclip.accounting.accounted_engine import AccountedEngine
 from fastclip.accounting.segments import new_name
 from fastclip.data.copies import check_copies
-from fastclip.data.design import SamplingDesign
+from fastclip.data.design import ENDLESS, SamplingDesign
 from fastclip.data.draws import Draws
 from fastclip.data.filling import filling_of
 from fastclip.data.loader import watch_draws
@@ -50,10 +50,18 @@ class DrawingEngine(AccountedEngine):
         """Opacus' loader, which draws as the fast mode's; its design is noted.
 
         In secure mode its rows are drawn from cryptographic randomness.
+
+        Raises:
+            ArgumentError: a stream without a length, of which Opacus' modes make q = 1 / length.
         """
         plan = self._shared_plan(
             data_loader, self._shared_by, poisson_sampling=poisson_sampling, distributed=distributed
         )
+        if plan.design.steps == ENDLESS:
+            raise ArgumentError(
+                "Opacus' modes need the length of the data loader, and its IterableDataset has none. "
+                "Give the data set a __len__, or omit grad_sample_mode"
+            )
         return self._planned_loader(
             plan, data_loader, poisson_sampling=poisson_sampling, batch_first=batch_first,
             rand_on_empty=rand_on_empty,

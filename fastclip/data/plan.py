@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fastclip.accounting.calibration import steps_of
 from fastclip.checks import between, positive, whole
 from fastclip.data.design import (
+    ENDLESS,
     GIVEN_ORDER,
     POISSON,
     SHUFFLED,
@@ -29,6 +30,7 @@ from fastclip.data.samplers import (
     check_order,
     check_poisson,
     draws_independently,
+    length_of,
     order_of,
 )
 from fastclip.data.sampling import PoissonSampler
@@ -301,7 +303,12 @@ def _of_its_own(loader: DataLoader, request: Request, secure: bool) -> SamplingD
     """What the loader's own sampler does; B = rows of a pass / batches, unless it is given."""
     check_order(loader)
     sampler: Any = loader.batch_sampler
-    steps = len(loader)
+    steps = length_of(loader)
+    if steps is None:  # a stream, of which every step is recorded at q = 1, however many they are
+        size = request.expected_batch_size or float(loader.batch_size or 1)
+        return SamplingDesign(
+            STREAM, 1.0, size, ENDLESS, 0, secure=secure, readers=readers_of(loader)
+        )
     rows, shuffled = order_of(loader)
     size = request.expected_batch_size or int(rows / steps) or rows / steps
     if isinstance(loader.dataset, IterableDataset):

@@ -53,19 +53,18 @@ def check_loader(data_loader: Any) -> None:
     Raises:
         ArgumentError: no batch sampler, no length, or no batch.
     """
-    try:
-        batches = len(data_loader)
-    except TypeError as error:
+    batches = length_of(data_loader)
+    if batches is None and not isinstance(data_loader.dataset, IterableDataset):
         raise ArgumentError(
             "data_loader expects a length, for the sampling rate is q = 1 / len(data_loader), got a "
-            f"data set without one ({type(data_loader.dataset).__name__}); give the data set a __len__"
-        ) from error
+            f"data set or sampler without one ({type(data_loader.dataset).__name__}); give it a __len__"
+        )
     if data_loader.batch_sampler is None:
         raise ArgumentError(
             "data_loader expects to make batches of rows, got batch_size=None, whose rows nobody "
             "counts; pass batch_size=... or batch_sampler=..., and a data set of single rows"
         )
-    if not batches:
+    if batches == 0:
         raise ArgumentError(
             "data_loader has no batch (drop_last=True with a batch larger than the data?); make the "
             "batch smaller"
@@ -104,7 +103,7 @@ def check_poisson(data_loader: DataLoader, distributed: bool) -> Choice:
         raise ArgumentError(
             "Uniform sampling is not supported for IterableDataset, whose rows cannot be drawn one by "
             "one; pass a data set with __getitem__ and __len__, or poisson_sampling=False, which takes "
-            "a stream with a __len__"
+            "a stream"
         )
     check_loader(data_loader)
     check_batches(data_loader)
@@ -263,6 +262,14 @@ def check_shares(data_loader: DataLoader, ranks: Ranks) -> None:
 def draws_independently(loader: DataLoader) -> bool:
     """Whether a row may be in several draws of one pass."""
     return isinstance(loader.batch_sampler, _POISSON)
+
+
+def length_of(loader: DataLoader) -> int | None:
+    """Batches of a pass; None if nobody knows."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def order_of(loader: DataLoader) -> tuple[int, bool]:

@@ -242,8 +242,9 @@ def test_streams(mode: str) -> None:
     for data in (Stream(), Measured()):
         with refused("__len__|poisson_sampling=False", ArgumentError):
             start(DataLoader(data, batch_size=2), mode=mode)
-    with refused("__len__", ArgumentError):
-        start(DataLoader(Stream(), batch_size=2), poisson=False, mode=mode)
+    if mode != "fast":
+        with refused("__len__", ArgumentError):
+            start(DataLoader(Stream(), batch_size=2), poisson=False, mode=mode)
     _, model, optimizer, loader = start(
         DataLoader(Measured(), batch_size=2), poisson=False, mode=mode
     )
