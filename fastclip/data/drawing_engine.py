@@ -147,6 +147,7 @@ class DrawingEngine(AccountedEngine):
         draws = Draws(independent=independent, required=required, placeholders=rand_on_empty)
         draws.filling = filling_of(ranks, rand_on_empty)
         draws.stream = isinstance(loader.dataset, IterableDataset)
+        draws.at_once = loader.batch_sampler is None
         sampler, same = loader.batch_sampler, None
         if isinstance(sampler, UnitSampler):
             same = SameRows(loader.dataset, sampler.owners(len(loader.dataset)))  # type: ignore[arg-type]

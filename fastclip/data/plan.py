@@ -22,7 +22,7 @@ from fastclip.data.design import (
     SamplingDesign,
 )
 from fastclip.data.empty import EmptyBatches
-from fastclip.data.loader import unwatched
+from fastclip.data.loader import outermost, unwatched
 from fastclip.data.row_order import know_empty
 from fastclip.data.samplers import (
     POISSON_OF_ROWS,
@@ -302,8 +302,7 @@ def _weighted(loader: DataLoader, request: Request, choice: Choice, secure: bool
 def _of_its_own(loader: DataLoader, request: Request, secure: bool) -> SamplingDesign:
     """What the loader's own sampler does; B = rows of a pass / batches, unless it is given."""
     check_order(loader)
-    sampler: Any = loader.batch_sampler
-    steps = length_of(loader)
+    sampler, steps = outermost(loader), length_of(loader)
     if steps is None:  # a stream, of which every step is recorded at q = 1, however many they are
         size = request.expected_batch_size or float(loader.batch_size or 1)
         return SamplingDesign(

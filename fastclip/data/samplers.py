@@ -26,8 +26,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fastclip.data.distinct import Distinct
-from fastclip.data.loader import check_batches, drawing, unwatched
+from fastclip.data.loader import asks_at_once, check_batches, drawing, outermost, unwatched
+from fastclip.data.sample_keys import Distinct
 from fastclip.data.sampling import PoissonSampler, SecureRandomSampler, SecureSubsetSampler
 from fastclip.data.unit_sampler import UnitSampler
 from fastclip.errors import ArgumentError
@@ -59,10 +59,10 @@ def check_loader(data_loader: Any) -> None:
             "data_loader expects a length, for the sampling rate is q = 1 / len(data_loader), got a "
             f"data set or sampler without one ({type(data_loader.dataset).__name__}); give it a __len__"
         )
-    if data_loader.batch_sampler is None:
+    if data_loader.batch_sampler is None and not asks_at_once(data_loader):
         raise ArgumentError(
-            "data_loader expects to make batches of rows, got batch_size=None, whose rows nobody "
-            "counts; pass batch_size=... or batch_sampler=..., and a data set of single rows"
+            "data_loader expects to make batches of samples, got batch_size=None, whose samples nobody "
+            "counts. Pass batch_size=... and a data set of single samples, or a BatchSampler as sampler"
         )
     if batches == 0:
         raise ArgumentError(
@@ -108,6 +108,13 @@ def check_poisson(data_loader: DataLoader, distributed: bool) -> Choice:
     check_loader(data_loader)
     check_batches(data_loader)
     sampler = drawing(data_loader)
+    if asks_at_once(data_loader):
+        raise ArgumentError(
+            "poisson_sampling=True draws batches instead of the data loader's sampler, a "
+            f"{unwatched(data_loader.sampler).__name__}, and asks the data set for single samples. "
+            "Pass batch_size=... instead of the sampler (a data set with __getitems__ still reads a "
+            "batch at once), or poisson_sampling=False"
+        )
     kind = unwatched(sampler)
     rows = len(data_loader.dataset)  # type: ignore[arg-type]
     generator = getattr(sampler, "generator", None)
@@ -199,7 +206,7 @@ def check_order(data_loader: DataLoader) -> Distinct | None:
         ArgumentError: a sampler that is known to draw rows twice, or more often than others.
     """
     check_loader(data_loader)
-    outer: Any = data_loader.batch_sampler
+    outer = outermost(data_loader)
     sampler = drawing(data_loader)
     kind = unwatched(sampler)
     if isinstance(data_loader.dataset, IterableDataset):
@@ -207,7 +214,9 @@ def check_order(data_loader: DataLoader) -> Distinct | None:
     if isinstance(sampler, UnitSampler):
         raise ArgumentError(_UNITS)
     rows = len(data_loader.dataset)  # type: ignore[arg-type]
-    inner = getattr(outer, "sampler", outer)
+    inner = sampler
+    while hasattr(inner, "sampler"):
+        inner = inner.sampler
     again = "; use shuffle=True, or poisson_sampling=True without a sampler"
     if isinstance(inner, WeightedRandomSampler):
         raise ArgumentError(
@@ -226,7 +235,7 @@ def check_order(data_loader: DataLoader) -> Distinct | None:
         )
     if isinstance(sampler, _POISSON):  # a row may be in several of its draws, but once in each
         return Distinct(rows, kind.__name__, once=False)
-    if kind in _ALL_ROWS and sampler is not outer:
+    if kind in _ALL_ROWS and sampler is getattr(outer, "sampler", None):
         return None
     checked = Distinct(rows, kind.__name__)
     if kind in SUBSETS:
@@ -261,7 +270,7 @@ def check_shares(data_loader: DataLoader, ranks: Ranks) -> None:
 
 def draws_independently(loader: DataLoader) -> bool:
     """Whether a row may be in several draws of one pass."""
-    return isinstance(loader.batch_sampler, _POISSON)
+    return isinstance(outermost(loader), _POISSON)
 
 
 def length_of(loader: DataLoader) -> int | None:

@@ -155,7 +155,7 @@ TWICE = {
     "weights, each once": (WeightedRandomSampler([1.0] * N, 6, False), "some rows more often"),
     "replacement": (RandomSampler(DATA, replacement=True), "a row twice into one batch"),
     "a longer pass": (RandomSampler(DATA, num_samples=20), "20 rows in a pass from 12"),
-    "a repeated row": (SubsetRandomSampler([1, 2, 1]), "row 1 twice"),
+    "a repeated row": (SubsetRandomSampler([1, 2, 1]), "sample 1 twice"),
 }
 
 
@@ -220,7 +220,7 @@ def test_rows_by_name(names: list[str]) -> None:
     loader = DataLoader(Keyed(), batch_size=2, sampler=Own(names))
     _, model, optimizer, loader = start(loader, poisson=False)
     if names[2] == "a":
-        with refused("row 'a' twice", ArgumentError):
+        with refused("sample 'a' twice", ArgumentError):
             train(model, optimizer, loader)
     else:
         assert len(train(model, optimizer, loader)) == 2
