@@ -15,6 +15,7 @@ from torch.utils.data import (
     Dataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
 )
 
@@ -89,6 +90,12 @@ class ByKey(Dataset):
 
     def __getitem__(self, key: Any) -> Tensor:
         return torch.eye(N)[0]
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+def test_a_subset_of_objects(poisson: bool) -> None:
+    with refused("the data set's Subset has keys of type Identity", ArgumentError):
+        start(data=Subset(ByKey(), [Identity() for _ in range(N)]), poisson=poisson)  # type: ignore
 
 
 def test_a_sampler_of_objects() -> None:
