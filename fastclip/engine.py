@@ -102,7 +102,10 @@ class FastPrivacyEngine(SteppingEngine):
             batch_first: samples lie along axis 0 of the model's inputs; else along axis 1.
             loss_reduction: "mean" (over the physical batch) or "sum".
             poisson_sampling: draw every row independently with rate q. Else rows are trained on in
-                the loader's order, and accounted without amplification: each is in every pass.
+                the loader's order, and accounted without amplification: each is in every pass. An
+                IterableDataset needs False, a batch_size, and to bring a sample at most once in a
+                step (on trust); every step is then recorded at q = 1, so that it needs no length:
+                without one B is expected_batch_size, or the loader's batch_size.
             clipping: a strategy of fastclip.clipping, or the name of a preset, whose arguments are
                 further keywords here; "flat" and the keywords of "adaptive" are Opacus'.
             noise_generator: drawn from as it is, for reproducible runs; not seeded as torch is.

@@ -267,7 +267,7 @@ def _loader_traps(setup: Setup, loader: DataLoader) -> Iterator[str]:
             f"delta = {setup.delta:g} is larger than 1 / N = {1 / n:.2g}: a mechanism that publishes "
             f"a random patient's {unit} outright would satisfy it; choose delta well below 1 / N"
         )
-    if not design.public:
+    if not design.public and n:
         yield (
             f"q = {design.rate:.4g} and B = {B:g} follow from the number of {unit}s, N = {n}: epsilon "
             f"takes N for public, and protects what a {unit} holds, not whether it is there; pass "

@@ -186,7 +186,7 @@ class InspectedEngine(OpacusModes):
         return Mechanism(
             unit=design.unit, neighbours=neighbours(design, hidden), sampler=design.sampler,
             sample_rate=design.rate, sampled_independently=design.poisson,
-            public_size=design.public, units=None if hidden else design.units,
+            public_size=design.public, units=None if hidden else design.units or None,
             expected_batch_size=design.expected_batch_size, max_batch_size=design.max_batch_size,
             max_rows_per_unit=design.max_rows_per_unit, clipping=state.strategy.kind,
             sensitivity=run.sensitivity(), noise=run.optimizer.noise_levels,

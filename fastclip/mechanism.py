@@ -139,7 +139,8 @@ def trusted(design: SamplingDesign, size_is_secret: bool) -> tuple[str, ...]:
             why = "which other steps of epsilon tell"
         if design.public and design.max_batch_size is not None:
             why = "on which the price of cut draws depends"
-        found.insert(0, f"N = {design.units}, {why}, is public knowledge")
+        number = f"N = {design.units}" if design.units else "N, the length of the stream"
+        found.insert(0, f"{number}, {why}, is public knowledge")
     if design.unit == "unit":
         found.append(
             "unit_ids says of every row whose it is, and a unit's rows follow from it alone"

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from fastclip import FastPrivacyEngine, clipping
 from fastclip.clipping.resolve import resolve
@@ -208,21 +208,30 @@ def test_the_loader_that_was_given_to_make_private() -> None:
         epoch(model, optimizer, plain)
 
 
-def test_a_data_set_without_a_length() -> None:
+def test_what_has_no_length() -> None:
     class Stream(IterableDataset):
         def __iter__(self) -> Any:
             return iter([(torch.zeros(D), 0)] * N)
 
-    for poisson_sampling, sentence in (
-        (True, "or poisson_sampling=False, which takes a stream with a __len__$"),
-        (False, r"got a data set without one \(Stream\); give the data set a __len__$"),
-    ):
+    class Order(Sampler):
+        def __iter__(self) -> Any:
+            return iter(range(N))
+
+    loaders = (
+        (True, DataLoader(Stream(), B), "or poisson_sampling=False, which takes a stream$"),
+        (
+            False,
+            DataLoader([(torch.zeros(D), 0)] * N, B, sampler=Order()),  # type: ignore[arg-type]
+            r"got a data set or sampler without one \(list\); give it a __len__$",
+        ),
+    )
+    for poisson_sampling, loader, sentence in loaders:
         model = mlp()
         with pytest.raises(ValueError, match=sentence):
             FastPrivacyEngine().make_private(
                 module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-                data_loader=DataLoader(Stream(), batch_size=B), noise_multiplier=1.0,
-                max_grad_norm=1.0, poisson_sampling=poisson_sampling,
+                data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0,
+                poisson_sampling=poisson_sampling,
             )  # fmt: skip
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Subset
+
+from fastclip.data.sample_keys import unknown_keys, value_of
+from fastclip.errors import ArgumentError
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,13 +29,19 @@ class Part:
     rows: np.ndarray
 
 
-def parts_of(dataset: Any) -> list[Part]:
-    """All rows of a data set, by the data sets that they come from: random_split's and nested ones too.
+def parts_of(dataset: Any, rows: np.ndarray | None = None) -> list[Part]:
+    """Rows of a data set, by the data sets that they come from: random_split's and nested ones too.
 
     Data sets of the user's own that repeat or reorder what they hold are taken as they are.
+
+    Args:
+        rows: int64 [rows], the numbers of those that are asked for; None: all.
+
+    Raises:
+        ArgumentError: a Subset has keys that do not say which of its samples are the same.
     """
-    places = np.arange(len(dataset), dtype=np.int64)
-    return list(_parts(dataset, places, places))
+    rows = np.arange(len(dataset), dtype=np.int64) if rows is None else rows
+    return list(_parts(dataset, np.arange(len(rows), dtype=np.int64), rows))
 
 
 def _parts(dataset: Any, places: np.ndarray, rows: np.ndarray) -> Iterator[Part]:
@@ -43,10 +50,14 @@ def _parts(dataset: Any, places: np.ndarray, rows: np.ndarray) -> Iterator[Part]
         if chosen is not None:
             yield from _parts(dataset.dataset, places, chosen[rows])
             return
-        with suppress(TypeError):  # of names that cannot be compared nothing is known
-            first: dict[Any, int] = {}
-            same = [first.setdefault(name, place) for place, name in enumerate(dataset.indices)]
-            rows = np.asarray(same, dtype=np.int64)[rows]
+        first: dict[Any, int] = {}
+        try:
+            keys = [value_of(key) for key in dataset.indices]
+        except TypeError as error:
+            who = f"the data set's {type(dataset).__name__} has"
+            raise ArgumentError(unknown_keys(who, error)) from error
+        same = [first.setdefault(key, place) for place, key in enumerate(keys)]
+        rows = np.asarray(same, dtype=np.int64)[rows]
     elif isinstance(dataset, ConcatDataset) and len(dataset) == dataset.cumulative_sizes[-1]:
         rows = np.where(rows < 0, rows + len(dataset), rows)
         ends = np.asarray(dataset.cumulative_sizes, dtype=np.int64)
@@ -82,61 +93,3 @@ def numbers(indices: Any) -> np.ndarray | None:
         return np.fromiter((operator.index(i) for i in indices), np.int64, len(indices))
     except TypeError:
         return None
-
-
-def keys_of(dataset: Any) -> np.ndarray:
-    """int64 [rows, k], alike where two rows are one: the same row of the same data set or memory.
-
-    A row of a StackDataset is those of its members.
-    """
-    rows = np.arange(len(dataset), dtype=np.int64)
-    keys = _keys(dataset, rows, {})
-    if len(keys):
-        keys = keys[:, (keys != keys[0]).any(0)]  # what tells none apart only costs
-    return keys if keys.shape[1] else np.zeros((len(rows), 1), dtype=np.int64)
-
-
-def _keys(dataset: Any, rows: np.ndarray, known: dict[Hashable, int]) -> np.ndarray:
-    """Args: known: the number of each data set so far."""
-    found: list[tuple[np.ndarray, np.ndarray]] = []
-    for part in _parts(dataset, np.arange(len(rows), dtype=np.int64), rows):
-        if isinstance(part.dataset, StackDataset):
-            members: Any = part.dataset.datasets
-            members = members.values() if isinstance(members, dict) else members
-            columns = [_keys(member, part.rows, known) for member in members]
-        else:
-            whose, first = _identity(part.dataset)
-            number = known.setdefault(whose, len(known))
-            columns = [np.stack([np.full_like(part.rows, number), part.rows + first], axis=1)]
-        found.append((part.places, np.concatenate(columns, axis=1)))
-    width = max((own.shape[1] for _, own in found), default=2)
-    keys = np.full((len(rows), width), -1, dtype=np.int64)  # no data set has this number
-    for places, own in found:
-        keys[places, : own.shape[1]] = own
-    return keys
-
-
-def _identity(dataset: Any) -> tuple[Hashable, int]:
-    """One for data sets of the same rows, and the number there of this one's row 0.
-
-    A TensorDataset is its tensors; of views of one memory row i is where it lies, in steps of a row.
-    """
-    tensors = dataset.tensors if type(dataset) is TensorDataset else (dataset,)
-    if not all(_lies_in_rows(tensor) for tensor in tensors):
-        ids = tuple(id(tensor) for tensor in tensors)
-        return ids, 0
-    steps = [tensor.stride(0) * tensor.element_size() for tensor in tensors]
-    first = tensors[0].data_ptr() // steps[0]
-    layouts = (
-        (t.device, t.dtype, t.shape[1:], t.stride(), t.is_conj(), t.is_neg()) for t in tensors
-    )
-    starts = (t.data_ptr() - first * step for t, step in zip(tensors, steps, strict=True))
-    return tuple(zip(layouts, starts, strict=True)), first
-
-
-def _lies_in_rows(tensor: Any) -> bool:
-    """An ordinary tensor, each row of which has memory of its own."""
-    return (
-        type(tensor) is Tensor and tensor.layout is torch.strided and tensor.dim() > 0
-        and tensor.numel() > 0 and tensor.stride(0) > 0 and tensor.device.type != "meta"
-    )  # fmt: skip

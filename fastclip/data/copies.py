@@ -1,82 +1,94 @@
-"""Rows that a data set has several times.
+"""Samples that a loader may draw apart, by their numbers, and that are one record or share a part of it.
 
-A loader draws numbers, each at most once; where two of them are one row (a Subset with a row ten times,
-a data set joined with itself, or views of one tensor that overlap), that row contributes more often than
-epsilon says.
+Such a record contributes more often than epsilon states: a Subset with a sample ten times, a data set
+joined with itself, one tensor expanded to many samples, overlapping windows of a series.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    IterableDataset,
-    StackDataset,
-    Subset,
-)
+from torch.utils.data import DataLoader, IterableDataset
 
-from fastclip.data.base_rows import keys_of, numbers, parts_of
+from fastclip.data.base_rows import numbers
 from fastclip.data.loader import drawing, unwatched
+from fastclip.data.row_order import generators_restored
+from fastclip.data.sample_memory import (
+    Shared,
+    leaves_of,
+    leaves_of_items,
+    reads_by_itself,
+    shared,
+)
 from fastclip.data.samplers import SUBSETS, Choice
 from fastclip.data.sampling import PoissonSampler
 from fastclip.errors import ArgumentError
 
-_JOINED = (Subset, ConcatDataset, StackDataset)
-"""Of whose rows two may be one."""
-
 
 def check_copies(loader: DataLoader, choice: Choice | None, unit: Tensor | None) -> None:
-    """Refuse rows that may be drawn apart and are the same row.
+    """Raise an error if a record is in several samples that may be drawn apart.
+
+    Formal guarantee: none of the samples that torch's data sets, tensors, arrays and lists hold shares
+    memory with another unit's (`sample_memory.shared`). Of a data set of the user's own, four samples
+    are read and compared, unless its workers are the first to read it.
 
     Args:
-        choice: of the rows to draw; None where the loader's own sampler draws.
-        unit: of each row, -1 for those that are not drawn: copies must be one unit's. None where rows
-            are drawn one by one.
+        choice: of the samples to draw; None if the loader's own sampler draws.
+        unit: of each sample, -1 for those that are not drawn: what shares memory must be one unit's.
+            None if samples are drawn one by one.
 
     Raises:
         ArgumentError: naming two of them.
     """
     dataset = loader.dataset
-    if isinstance(dataset, IterableDataset) or not isinstance(dataset, _JOINED):
+    if isinstance(dataset, IterableDataset):
         return
-    keys, drawn = keys_of(dataset), _drawn(loader, choice, unit)
-    keys = keys if drawn is None else keys[drawn]
-    order = np.lexsort(keys.T[::-1])
-    again = (keys[order[1:]] == keys[order[:-1]]).all(axis=1)
-    if unit is not None:
-        owners = unit.numpy() if drawn is None else unit.numpy()[drawn]
-        again &= owners[order[1:]] != owners[order[:-1]]
-    if not again.any():
-        return
-    first = int(again.argmax())
-    i, j = (int(k if drawn is None else drawn[k]) for k in order[first : first + 2])
-    part = next(each for each in parts_of(dataset) if i in each.places)
-    row = int(part.rows[part.places == i][0])
-    count = int(again.sum())
-    _refuse(dataset, f"{i} and {j}", f"{row} of {type(part.dataset).__name__}", count, unit)
+    everything = np.arange(len(dataset), dtype=np.int64)  # type: ignore[arg-type]
+    drawn = _drawn(loader, choice, unit)
+    drawn = everything if drawn is None else drawn
+    owner = everything if unit is None else unit.numpy()
+    found = shared(list(leaves_of(dataset, drawn, drawn)), owner)
+    # workers may be the first to open a file, which does not survive being opened before the fork
+    if found is None and reads_by_itself(dataset) and not (choice is None and loader.num_workers):
+        found = _as_read(dataset, drawn, owner)
+    if found is not None:
+        raise ArgumentError(_said(type(dataset).__name__, found, unit is not None))
 
 
-def _refuse(dataset: Any, pair: str, row: str, count: int, unit: Tensor | None) -> None:
-    if unit is not None:
-        raise ArgumentError(
-            f"unit_ids gives rows {pair} of the data set ({type(dataset).__name__}) to two units, and "
-            f"they are one row ({row}; so are {count} pairs), which would contribute with both: give "
-            "all copies of a row one id, or leave the copies out"
+def _as_read(dataset: Any, drawn: np.ndarray, owner: np.ndarray) -> Shared | None:
+    """Of some samples that are read, all of which are held: memory that is free again is nobody's."""
+    few = (
+        np.unique(drawn[[0, min(1, len(drawn) - 1), len(drawn) // 2, -1]]) if len(drawn) else drawn
+    )
+    with (
+        generators_restored(),
+        suppress(Exception),
+    ):  # of a sample that cannot be read, the loader tells
+        items = [dataset[i] for i in few.tolist()]
+        return shared(list(leaves_of_items(items, few, "numbers", few)), owner)
+    return None
+
+
+def _said(name: str, found: Shared, units: bool) -> str:
+    pair = f"samples {found.first} and {found.second} of the data set ({name})"
+    how = "overlap in memory" if found.in_part else "are the same sample, by number or memory"
+    if units:
+        return (
+            f"unit_ids gives two units to {pair}, which {how}. Give both the same id, or leave one out "
+            "(clone() memory that belongs to several units)"
         )
-    raise ArgumentError(
-        "data_loader expects a data set that has each row once, for epsilon is stated for rows that are "
-        f"drawn once, got rows {pair} of a {type(dataset).__name__} that are one row ({row}; {count} "
-        "rows are copies); leave the copies out, or pass unit_ids (with poisson_sampling=True), one id "
-        "for all copies of a row, such as the indices of the Subset, which are then drawn as one"
+    first = "samples that overlap" if found.in_part else "the copies"
+    return (
+        f"{pair} {how}, so one record contributes with both. Leave out {first}, or pass unit_ids (with "
+        "poisson_sampling=True), one id for all samples of a record"
     )
 
 
 def _drawn(loader: DataLoader, choice: Choice | None, unit: Tensor | None) -> np.ndarray | None:
-    """Numbers of the rows that may be drawn, int64; None: all."""
+    """Numbers of the samples that may be drawn, int64; None: all."""
     if unit is not None:
         return (unit >= 0).nonzero().reshape(-1).numpy()
     if choice is None:

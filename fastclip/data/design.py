@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from fastclip.accounting.calibration import in_passes
 from fastclip.accounting.protected import Protected
 from fastclip.data.mixed import Canaries
+from fastclip.errors import ArgumentError
 
 POISSON = "Poisson"
 """Every unit is in a draw independently of all others."""
@@ -21,6 +23,9 @@ GIVEN_ORDER = "given order"
 STREAM = "stream"
 """Nobody knows which rows come, and how often in a pass: an IterableDataset, a Poisson sampler of the
 user's own."""
+
+ENDLESS = sys.maxsize
+"""Draws in a pass over a stream that has no length: no run has as many."""
 
 
 def epochs_of(steps: int, a_pass: int) -> float:
@@ -53,9 +58,9 @@ class SamplingDesign:
     expected_batch_size: float
     """B, the divisor of the noisy sums, in units."""
     steps: int
-    """Draws in one pass over the data."""
+    """Draws in one pass over the data; ENDLESS of a stream without a length."""
     units: int
-    """N, how many may be drawn."""
+    """N, how many may be drawn; 0 of a stream without a length."""
     rates: Tensor | None = field(default=None, compare=False)
     """Row-wise probabilities, float64 [n], where they differ."""
     public: bool = False
@@ -92,5 +97,14 @@ class SamplingDesign:
         return f"{replace(self, rates=None)}, rates {rates}"
 
     def steps_in(self, epochs: float) -> int:
-        """Steps in `epochs` passes; `steps_of(rate, epochs)` wherever 1 / q is the length of a pass."""
+        """Steps in `epochs` passes; `steps_of(rate, epochs)` wherever 1 / q is the length of a pass.
+
+        Raises:
+            ArgumentError: a stream has no length.
+        """
+        if self.steps == ENDLESS:
+            raise ArgumentError(
+                "epochs needs the length of a pass, and the data set is an IterableDataset without one. "
+                "Give it a __len__, or pass noise_multiplier to make_private"
+            )
         return in_passes(self.steps, epochs)

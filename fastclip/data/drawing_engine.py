@@ -10,13 +10,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from fastclip.accounting.accounted_engine import AccountedEngine
 from fastclip.accounting.segments import new_name
 from fastclip.data.copies import check_copies
-from fastclip.data.design import SamplingDesign
+from fastclip.data.design import ENDLESS, SamplingDesign
 from fastclip.data.draws import Draws
 from fastclip.data.filling import filling_of
 from fastclip.data.loader import watch_draws
 from fastclip.data.mixed import canaries_of
-from fastclip.data.plan import Plan, Request, plan_sampling, use_sampler
-from fastclip.data.row_order import check_row_order, know_empty
+from fastclip.data.plan import Plan, Request, plan_sampling, poisson_loader
+from fastclip.data.row_order import check_row_order
 from fastclip.data.rows_told import told_of
 from fastclip.data.same_rows import SameRows
 from fastclip.data.samplers import check_order, check_shares, draws_independently
@@ -50,10 +50,18 @@ class DrawingEngine(AccountedEngine):
         """Opacus' loader, which draws as the fast mode's; its design is noted.
 
         In secure mode its rows are drawn from cryptographic randomness.
+
+        Raises:
+            ArgumentError: a stream without a length, of which Opacus' modes make q = 1 / length.
         """
         plan = self._shared_plan(
             data_loader, self._shared_by, poisson_sampling=poisson_sampling, distributed=distributed
         )
+        if plan.design.steps == ENDLESS:
+            raise ArgumentError(
+                "Opacus' modes need the length of the data loader, and its IterableDataset has none. "
+                "Give the data set a __len__, or omit grad_sample_mode"
+            )
         return self._planned_loader(
             plan, data_loader, poisson_sampling=poisson_sampling, batch_first=batch_first,
             rand_on_empty=rand_on_empty,
@@ -90,22 +98,11 @@ class DrawingEngine(AccountedEngine):
         self, plan: Plan, data_loader: DataLoader, *, poisson_sampling: bool, batch_first: bool,
         rand_on_empty: bool,
     ) -> DataLoader:  # fmt: skip
-        try:  # of all rows: Opacus' own sampler of a rank's share is not what is accounted
-            loader = super()._prepare_data_loader(
-                data_loader, poisson_sampling=poisson_sampling, distributed=False,
-                batch_first=batch_first, rand_on_empty=rand_on_empty,
-            )  # fmt: skip
-        except KeyError as error:  # of its row 0, at which Opacus looks
-            if error.args != (0,):
-                raise
-            raise ArgumentError(
-                "poisson_sampling=True draws rows by their numbers, from 0 on, and the data set "
-                f"({type(data_loader.dataset).__name__}) has no row 0; where its keys are names, pass "
-                "torch.utils.data.Subset(dataset, list_of_names)"
-            ) from error
+        loader = data_loader
         if poisson_sampling:
-            use_sampler(loader, plan, data_loader.generator)
-            know_empty(loader, plan.first_row)
+            loader = poisson_loader(
+                loader, plan, batch_first=batch_first, rand_on_empty=rand_on_empty
+            )
         else:
             draw_exactly(loader)
             if self.secure_mode:
@@ -150,6 +147,7 @@ class DrawingEngine(AccountedEngine):
         draws = Draws(independent=independent, required=required, placeholders=rand_on_empty)
         draws.filling = filling_of(ranks, rand_on_empty)
         draws.stream = isinstance(loader.dataset, IterableDataset)
+        draws.at_once = loader.batch_sampler is None
         sampler, same = loader.batch_sampler, None
         if isinstance(sampler, UnitSampler):
             same = SameRows(loader.dataset, sampler.owners(len(loader.dataset)))  # type: ignore[arg-type]

@@ -66,6 +66,8 @@ class Draws:
         """Rows of the physical batches into which the training loop itself cuts a draw of units."""
         self.filling: Filling | None = None
         """What makes all ranks hand out equally many physical batches, where they must."""
+        self.at_once = False
+        """The data set is asked for all samples of a draw at once (`Draw.at_once`)."""
         self.stream = False
         """The rows come of a stream, so that a draw says only how many there are at most."""
 
@@ -77,9 +79,14 @@ class Draws:
     # The data loader's side
 
     def drawn(
-        self, iteration: Iteration, size: int, units: UnitBatch | None, released_by: list[Any]
-    ) -> None:
-        """The batch sampler has drawn `size` rows, of these units, and told those of `released_by`."""
+        self, iteration: Iteration, size: int, units: UnitBatch | None, released_by: list[Any],
+        *, at_once: bool = False,
+    ) -> None:  # fmt: skip
+        """The batch sampler has drawn `size` rows, of these units, and told those of `released_by`.
+
+        Args:
+            at_once: as of Draw.
+        """
         self.by_units |= units is not None
         if not iteration.drawn:
             self._begin(iteration)
@@ -92,7 +99,7 @@ class Draws:
         if last is not None and last.draw.iteration is iteration and last.place == place:
             self._waiting.pop()  # a sampler around this one passed it over, or reading it failed
         self._largest = max(self._largest, size)
-        draw = Draw(size, iteration, units, released_by=released_by)
+        draw = Draw(size, iteration, units, released_by=released_by, at_once=at_once)
         self._add(PhysicalBatch(draw, place))
 
     def exhausted(self, iteration: Iteration) -> None:

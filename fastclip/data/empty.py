@@ -65,8 +65,12 @@ class EmptyBatches(CollateFnWithEmpty):
             if not self.known:
                 self.learn(output, len(batch))
             return output
-        if not self.known:
-            return super().__call__(batch)
+        if not self.known:  # no sample was read yet, nor could one be
+            try:
+                return self.collated([])
+            except Exception as error:
+                what = "no sample has been read yet"
+                raise ArgumentError(_CANNOT.format(what=what)) from error
         if self.refusal is not None:
             raise ArgumentError(self.refusal)
         return copy.deepcopy(self.first_batch)

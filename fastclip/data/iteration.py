@@ -15,7 +15,7 @@ from opacus.utils.batch_memory_manager import BatchSplittingSampler
 
 from fastclip._torch import INDEX_SAMPLER, NEXT_INDEX, RECEIVED, SENT, YIELDED, LoaderIterator
 from fastclip.data.callers import calling
-from fastclip.data.refusals import HALVES, ONE_PASS, SHARDED, SHARED, TOO_MANY
+from fastclip.data.refusals import AT_ONCE, HALVES, ONE_PASS, SHARDED, SHARED, TOO_MANY
 from fastclip.data.units import UnitBatch
 from fastclip.errors import ArgumentError, BatchSizeError, StepError
 from fastclip.forks import this_process
@@ -98,6 +98,8 @@ class Draw:
     """In which it was drawn."""
     released_by: list[Any] = field(default_factory=list)
     """Who has released it; one list for all models that hear of the draws of this sampler."""
+    at_once: bool = False
+    """The data set was asked for several samples by one key, and lays them out along an axis itself."""
 
     def credit(self, rows: int, calls: int) -> None:
         """A backward pass over so many of its rows, through `calls` calls of the model, contributes.
@@ -116,12 +118,15 @@ class Draw:
 
         Raises:
             StepError: another model has released this draw.
-            BatchSizeError: several calls of the model held fewer rows than were drawn.
+            BatchSizeError: several calls of the model held fewer rows than were drawn, or a pass held
+                fewer of the samples that the data set returned at once.
         """
         if independent and any(other is not who for other in self.released_by):
             raise StepError(SHARED)
         if self.called_twice and self.credited < self.size:
             raise BatchSizeError(HALVES.format(rows=self.credited, drawn=self.size))
+        if self.at_once and self.credited < self.size:
+            raise BatchSizeError(AT_ONCE.format(rows=self.credited, drawn=self.size))
 
 
 @dataclass(eq=False)

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
-from fastclip.data.distinct import Distinct
 from fastclip.data.draws import Draws
 from fastclip.data.iteration import Iteration, reading, refuse_shards, sampler_between
 from fastclip.data.refusals import REORDERED
 from fastclip.data.same_rows import SameRows
+from fastclip.data.sample_keys import Distinct
 from fastclip.data.unchanged import Unchanged
 from fastclip.data.units import UnitBatch
 from fastclip.errors import ArgumentError
@@ -32,7 +32,7 @@ def watch_draws(
         distinct: refuses rows drawn twice in one pass; None where the sampler cannot draw them.
         same: refuses a data set whose rows are gone or moved when a pass begins; None looks at nothing.
     """
-    sampler: Any = loader.batch_sampler
+    sampler = outermost(loader)
     try:
         _watch(sampler, draws, distinct, same)
     except TypeError:  # a list of batches, or another type that cannot be replaced
@@ -87,14 +87,14 @@ class _Watched:
         except StopIteration:
             self._draws.exhausted(self._iteration)
             raise
-        if self._distinct is not None:
-            self._distinct.check(drawn)
+        count = len(drawn) if self._distinct is None else self._distinct.check(drawn)
         units = drawn if isinstance(drawn, UnitBatch) else None
         if units is not None and (name := sampler_between(reading())):
             raise ArgumentError(REORDERED.format(name=name))
         # another model's loader may be this one: then both hear of one draw
         self.released_by = self._rows.released_by if isinstance(self._rows, _Watched) else []
-        self._draws.drawn(self._iteration, len(drawn), units, self.released_by)
+        at_once = self._draws.at_once or count != len(drawn)
+        self._draws.drawn(self._iteration, count, units, self.released_by, at_once=at_once)
         if filling is not None:
             filling.drawn(len(drawn), reading())
         return drawn
@@ -118,10 +118,28 @@ def unwatched(sampler: Any) -> type:
     return getattr(type(sampler), "unwatched", type(sampler))
 
 
+def outermost(loader: DataLoader) -> Any:
+    """The sampler whose draws are a loader's batches.
+
+    With batch_size=None it is `sampler`, and the data set is asked for all samples of a draw at once.
+    """
+    batches: Any = getattr(loader, "batch_sampler", None)
+    return loader.sampler if batches is None else batches
+
+
 def drawing(loader: DataLoader) -> Any:
-    """The sampler that draws the rows of a loader, whatever cuts them into batches."""
-    outer: Any = loader.batch_sampler
-    return outer.sampler if unwatched(outer) is BatchSampler else outer
+    """The sampler that draws the samples of a loader, whatever cuts them into batches."""
+    sampler = outermost(loader)
+    while unwatched(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    return sampler
+
+
+def asks_at_once(loader: DataLoader) -> bool:
+    """Whether a `sampler` draws batches, for which the data set is asked with a list of numbers."""
+    batches = loader.batch_sampler
+    inner = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    return isinstance(inner, BatchSampler)
 
 
 def check_batches(loader: DataLoader) -> None:

@@ -6,12 +6,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from opacus.data_loader import CollateFnWithEmpty, DPDataLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from fastclip.accounting.calibration import steps_of
 from fastclip.checks import between, positive, whole
 from fastclip.data.design import (
+    ENDLESS,
     GIVEN_ORDER,
     POISSON,
     SHUFFLED,
@@ -19,13 +21,16 @@ from fastclip.data.design import (
     TRUNCATED,
     SamplingDesign,
 )
-from fastclip.data.loader import unwatched
+from fastclip.data.empty import EmptyBatches
+from fastclip.data.loader import outermost, unwatched
+from fastclip.data.row_order import know_empty
 from fastclip.data.samplers import (
     POISSON_OF_ROWS,
     Choice,
     check_order,
     check_poisson,
     draws_independently,
+    length_of,
     order_of,
 )
 from fastclip.data.sampling import PoissonSampler
@@ -230,10 +235,29 @@ def plan_sampling(
     )  # fmt: skip
 
 
-def use_sampler(loader: DataLoader, plan: Plan, generator: Any) -> None:
-    """Make Opacus' Poisson loader draw by the plan."""
-    object.__setattr__(loader, "batch_sampler", plan.sampler(generator))
-    loader.sample_rate = plan.design.rate  # type: ignore[attr-defined]
+def poisson_loader(
+    loader: DataLoader, plan: Plan, *, batch_first: bool = True, rand_on_empty: bool = False
+) -> DPDataLoader:
+    """Opacus' Poisson loader, drawing by the plan.
+
+    Its own constructor iterates over sample 0, which need not be a sequence.
+
+    Raises:
+        ArgumentError: as `know_empty`.
+    """
+    made = DPDataLoader.__new__(DPDataLoader)
+    made.sample_rate, made.distributed = plan.design.rate, False
+    kept = (
+        "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+        "generator", "prefetch_factor", "persistent_workers",
+    )  # fmt: skip
+    DataLoader.__init__(
+        made, loader.dataset, batch_sampler=plan.sampler(loader.generator),
+        collate_fn=EmptyBatches(CollateFnWithEmpty(loader.collate_fn, batch_first, rand_on_empty)),
+        **{name: getattr(loader, name) for name in kept},
+    )  # fmt: skip
+    know_empty(made, plan.first_row)
+    return made
 
 
 def _weighted(loader: DataLoader, request: Request, choice: Choice, secure: bool) -> SamplingDesign:
@@ -278,8 +302,12 @@ def _weighted(loader: DataLoader, request: Request, choice: Choice, secure: bool
 def _of_its_own(loader: DataLoader, request: Request, secure: bool) -> SamplingDesign:
     """What the loader's own sampler does; B = rows of a pass / batches, unless it is given."""
     check_order(loader)
-    sampler: Any = loader.batch_sampler
-    steps = len(loader)
+    sampler, steps = outermost(loader), length_of(loader)
+    if steps is None:  # a stream, of which every step is recorded at q = 1, however many they are
+        size = request.expected_batch_size or float(loader.batch_size or 1)
+        return SamplingDesign(
+            STREAM, 1.0, size, ENDLESS, 0, secure=secure, readers=readers_of(loader)
+        )
     rows, shuffled = order_of(loader)
     size = request.expected_batch_size or int(rows / steps) or rows / steps
     if isinstance(loader.dataset, IterableDataset):

@@ -53,6 +53,11 @@ HALVES = (
     "its rows in the same order (BatchMemoryManager splits large batches; leave out rows in the data "
     "set, not in collate_fn)"
 )
+AT_ONCE = (
+    "the sampler drew {drawn} samples by one key, and the model was given {rows}, so several may be "
+    "clipped as one. Give the model all samples that the data set returns, along its batch axis, or let "
+    "the data set return one sample for each key"
+)
 TOO_MANY = (
     "expected at most {left} samples in this backward pass, for the data loader drew {drawn} rows "
     "({used} of them have contributed to this step), got {rows}: a row of the data set must stay one "

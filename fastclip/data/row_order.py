@@ -27,6 +27,15 @@ _WAY_OUT = (
     "them), and whose leaves are tensors, arrays or lists with the rows along their first axis"
 )
 
+_NAMES = (
+    "poisson_sampling=True draws samples by their numbers, and the data set ({kind}) has no sample "
+    "{row}. If its keys are names, pass torch.utils.data.Subset(dataset, list_of_names)"
+)
+_NONE = (
+    "{kind}.__getitems__ of the data set raises an error for an empty list of numbers, which Poisson "
+    "sampling draws at times. Let it return an empty list"
+)
+
 
 def check_row_order(loader: DataLoader, rows: list[int], batch_first: bool = True) -> None:
     """Refuse a collate function, or a data set's __getitems__, that may change the order of rows.
@@ -52,7 +61,7 @@ def check_row_order(loader: DataLoader, rows: list[int], batch_first: bool = Tru
     name = f"collate_fn {getattr(collate, '__name__', type(collate).__name__)}"
     if _reads_at_once(dataset):
         name = f"{type(dataset).__name__}.__getitems__, or {name},"
-    with _generators_restored() as again:
+    with generators_restored() as again:
         read = _reader(dataset, chosen)
         plain = list(_leaves(collate(read(range(n)))))
         moved = 0
@@ -76,22 +85,30 @@ def know_empty(loader: DataLoader, row: int) -> None:
     """Let the collate function of a Poisson loader learn from a row what a batch looks like.
 
     Raises:
-        ArgumentError: draws may be empty, and no such batch can be made.
+        ArgumentError: the data set has no samples by number, or draws may be empty, and no such batch
+            can be made.
     """
-    if not isinstance(loader.collate_fn, CollateFnWithEmpty):
-        return
-    loader.collate_fn = collate = EmptyBatches(loader.collate_fn)
-    with (
-        _generators_restored(),
-        suppress(Exception),
-    ):  # of a row that cannot be read, the loader tells
-        read, longer = _reader(loader.dataset, [row]), None
-        batch = collate.collated(read([0]))
-        with suppress(Exception):
-            longer = collate.collated(read([0, 0]))
-        collate.learn(batch, 1, longer)
-    if collate.refusal is not None and draws_none(loader.batch_sampler):
-        raise ArgumentError(collate.refusal)
+    collate, dataset = loader.collate_fn, loader.dataset
+    assert isinstance(collate, EmptyBatches)
+    with generators_restored():
+        try:
+            read, longer = _reader(dataset, [row]), None
+            batch = collate.collated(read([0]))
+            with suppress(Exception):
+                longer = collate.collated(read([0, 0]))
+            collate.learn(batch, 1, longer)
+        except Exception as error:  # of a row that cannot be read, the loader tells
+            if isinstance(error, KeyError) and error.args == (row,):
+                raise ArgumentError(_NAMES.format(kind=type(dataset).__name__, row=row)) from error
+        if not draws_none(loader.batch_sampler):
+            return
+        if collate.refusal is not None:
+            raise ArgumentError(collate.refusal)
+        if _reads_at_once(dataset):
+            try:
+                dataset.__getitems__([])  # type: ignore[attr-defined]
+            except Exception as error:  # whatever it raises
+                raise ArgumentError(_NONE.format(kind=type(dataset).__name__)) from error
 
 
 def _reads_at_once(dataset: Any) -> bool:
@@ -173,7 +190,7 @@ def _leaves(batch: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def _generators_restored() -> Iterator[Any]:
+def generators_restored() -> Iterator[Any]:
     """Gives what sets random numbers back to the block's start, as its end does."""
     with set_aside():
         states = torch.get_rng_state(), np.random.get_state(), random.getstate()

@@ -26,8 +26,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fastclip.data.distinct import Distinct
-from fastclip.data.loader import check_batches, drawing, unwatched
+from fastclip.data.loader import asks_at_once, check_batches, drawing, outermost, unwatched
+from fastclip.data.sample_keys import Distinct
 from fastclip.data.sampling import PoissonSampler, SecureRandomSampler, SecureSubsetSampler
 from fastclip.data.unit_sampler import UnitSampler
 from fastclip.errors import ArgumentError
@@ -53,19 +53,18 @@ def check_loader(data_loader: Any) -> None:
     Raises:
         ArgumentError: no batch sampler, no length, or no batch.
     """
-    try:
-        batches = len(data_loader)
-    except TypeError as error:
+    batches = length_of(data_loader)
+    if batches is None and not isinstance(data_loader.dataset, IterableDataset):
         raise ArgumentError(
             "data_loader expects a length, for the sampling rate is q = 1 / len(data_loader), got a "
-            f"data set without one ({type(data_loader.dataset).__name__}); give the data set a __len__"
-        ) from error
-    if data_loader.batch_sampler is None:
-        raise ArgumentError(
-            "data_loader expects to make batches of rows, got batch_size=None, whose rows nobody "
-            "counts; pass batch_size=... or batch_sampler=..., and a data set of single rows"
+            f"data set or sampler without one ({type(data_loader.dataset).__name__}); give it a __len__"
         )
-    if not batches:
+    if data_loader.batch_sampler is None and not asks_at_once(data_loader):
+        raise ArgumentError(
+            "data_loader expects to make batches of samples, got batch_size=None, whose samples nobody "
+            "counts. Pass batch_size=... and a data set of single samples, or a BatchSampler as sampler"
+        )
+    if batches == 0:
         raise ArgumentError(
             "data_loader has no batch (drop_last=True with a batch larger than the data?); make the "
             "batch smaller"
@@ -104,11 +103,18 @@ def check_poisson(data_loader: DataLoader, distributed: bool) -> Choice:
         raise ArgumentError(
             "Uniform sampling is not supported for IterableDataset, whose rows cannot be drawn one by "
             "one; pass a data set with __getitem__ and __len__, or poisson_sampling=False, which takes "
-            "a stream with a __len__"
+            "a stream"
         )
     check_loader(data_loader)
     check_batches(data_loader)
     sampler = drawing(data_loader)
+    if asks_at_once(data_loader):
+        raise ArgumentError(
+            "poisson_sampling=True draws batches instead of the data loader's sampler, a "
+            f"{unwatched(data_loader.sampler).__name__}, and asks the data set for single samples. "
+            "Pass batch_size=... instead of the sampler (a data set with __getitems__ still reads a "
+            "batch at once), or poisson_sampling=False"
+        )
     kind = unwatched(sampler)
     rows = len(data_loader.dataset)  # type: ignore[arg-type]
     generator = getattr(sampler, "generator", None)
@@ -200,7 +206,7 @@ def check_order(data_loader: DataLoader) -> Distinct | None:
         ArgumentError: a sampler that is known to draw rows twice, or more often than others.
     """
     check_loader(data_loader)
-    outer: Any = data_loader.batch_sampler
+    outer = outermost(data_loader)
     sampler = drawing(data_loader)
     kind = unwatched(sampler)
     if isinstance(data_loader.dataset, IterableDataset):
@@ -208,7 +214,9 @@ def check_order(data_loader: DataLoader) -> Distinct | None:
     if isinstance(sampler, UnitSampler):
         raise ArgumentError(_UNITS)
     rows = len(data_loader.dataset)  # type: ignore[arg-type]
-    inner = getattr(outer, "sampler", outer)
+    inner = sampler
+    while hasattr(inner, "sampler"):
+        inner = inner.sampler
     again = "; use shuffle=True, or poisson_sampling=True without a sampler"
     if isinstance(inner, WeightedRandomSampler):
         raise ArgumentError(
@@ -227,7 +235,7 @@ def check_order(data_loader: DataLoader) -> Distinct | None:
         )
     if isinstance(sampler, _POISSON):  # a row may be in several of its draws, but once in each
         return Distinct(rows, kind.__name__, once=False)
-    if kind in _ALL_ROWS and sampler is not outer:
+    if kind in _ALL_ROWS and sampler is getattr(outer, "sampler", None):
         return None
     checked = Distinct(rows, kind.__name__)
     if kind in SUBSETS:
@@ -262,7 +270,15 @@ def check_shares(data_loader: DataLoader, ranks: Ranks) -> None:
 
 def draws_independently(loader: DataLoader) -> bool:
     """Whether a row may be in several draws of one pass."""
-    return isinstance(loader.batch_sampler, _POISSON)
+    return isinstance(outermost(loader), _POISSON)
+
+
+def length_of(loader: DataLoader) -> int | None:
+    """Batches of a pass; None if nobody knows."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def order_of(loader: DataLoader) -> tuple[int, bool]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
+from fastclip.data.sample_keys import value_of
 from fastclip.errors import ArgumentError, ArgumentTypeError
 
 _EACH = "unit_ids expects one id for each row of the data set, in its order"
@@ -58,16 +59,15 @@ def _comparable(unit: Any, row: int) -> Any:
     """The id as something that is equal where ids are."""
     if isinstance(unit, tuple):
         return tuple(_comparable(part, row) for part in unit)
-    if isinstance(unit, Tensor):  # compared by identity
-        if unit.dim():
-            raise ArgumentError(f"{_EACH}, got a tensor of shape {list(unit.shape)} for row {row}")
-        unit = unit.item()
-    kind = type(unit)
-    if unit is not None and (kind.__hash__ is None or kind.__eq__ is object.__eq__):
+    if isinstance(unit, Tensor) and unit.dim():
+        raise ArgumentError(f"{_EACH}, got a tensor of shape {list(unit.shape)} for row {row}")
+    try:
+        unit = value_of(unit)
+    except TypeError as error:
         raise ArgumentTypeError(
             f"{_EACH}, each of which can be hashed and compared by value (a number, a string, a tuple), "
-            f"got {kind.__name__} for row {row}"
-        )
+            f"got {error} for row {row}"
+        ) from error
     try:
         missing = unit is None or bool(unit != unit)
     except TypeError:  # pandas' missing value is neither equal to itself nor not

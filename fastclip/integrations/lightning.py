@@ -22,11 +22,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from opacus.data_loader import DPDataLoader
 from torch.utils.data import DataLoader
 
 from fastclip.checks import between
-from fastclip.data.plan import SAMPLING, Request, plan_sampling, use_sampler
+from fastclip.data.plan import SAMPLING, Request, plan_sampling, poisson_loader
 from fastclip.engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.integrations.budget import Budget
@@ -86,9 +85,7 @@ class DPLightningDataModule(LightningDataModule):
         loader = self.plain_loader()
         several = self.trainer is not None and self.trainer.world_size > 1
         plan = plan_sampling(loader, Request(), poisson_sampling=True, distributed=several)
-        private = DPDataLoader.from_data_loader(loader, generator=loader.generator)
-        use_sampler(private, plan, loader.generator)
-        return private
+        return poisson_loader(loader, plan)
 
     def plain_loader(self) -> DataLoader:
         """The inner data module's training loader, with the generator of all fits.

@@ -41,6 +41,24 @@ class Keyed(Dataset):
         return (torch.zeros(1),)
 
 
+class OneBuffer(Keyed):
+    """Returns the same memory for every sample."""
+
+    buffer = torch.zeros(3)
+
+    def __getitem__(self, row: Any) -> Any:
+        return (self.buffer.fill_(row),)
+
+
+class Windows(Keyed):
+    """Windows of a series, as they are commonly read."""
+
+    series = torch.zeros(N + 2)
+
+    def __getitem__(self, row: Any) -> Any:
+        return self.series[row : row + 3]
+
+
 class Transformed(Subset):
     """A Subset of the user's own."""
 
@@ -51,6 +69,9 @@ class Transformed(Subset):
         return [self[row] for row in rows]
 
 
+TABLE = torch.eye(2)
+SERIES = torch.zeros(9, 9)
+FORTRAN = torch.zeros(6, N).T
 X, Y = torch.randn(N, 3, generator=torch.Generator().manual_seed(0)), torch.arange(N)
 
 
@@ -88,7 +109,40 @@ COPIES: dict[str, Dataset] = {
         ConcatDataset([pairs(slice(None)), pairs(slice(6, 7))]), [6, 12]
     ),
     "a tensor and its part": ConcatDataset([X, X[5:]]),  # type: ignore[list-item]
+    "a list of one tensor": ConcatDataset([[(torch.zeros(1),)] * 3]),
+    "one input for several labels": stack([0, 0, 1, 2], [0, 1, 2, 3]),
+    "pairs crossed": ConcatDataset([stack([1, 2], [1, 2]), stack([1, 2], [2, 1])]),
+    "views of other labels": ConcatDataset(
+        [TensorDataset(X[:4], Y[:4]), TensorDataset(X[:4], Y[4:8])]
+    ),
+    "expanded": TensorDataset(X[:1].expand(N, 3)),
+    "expanded, with labels": TensorDataset(X[:1].expand(N, 3), Y),
+    "one object in dicts": [{"x": X[0]}, {"x": X[0]}],  # type: ignore[dict-item]
+    "an array, broadcast": np.broadcast_to(np.zeros((1, 3)), (N, 3)),  # type: ignore[dict-item]
+    "a list of views": [X[0], X[1], X[0]],  # type: ignore[dict-item]
+    "the user's own, one buffer": OneBuffer(),
     "stacked views": StackDataset(ConcatDataset([X[:3], X[2:4]]), ConcatDataset([Y[:3], Y[2:4]])),  # type: ignore
+}
+
+OVERLAPPING: dict[str, Dataset] = {
+    "windows": TensorDataset(X.view(-1).unfold(0, 6, 3)),
+    "windows of a random split": random_split(TensorDataset(X.view(-1).unfold(0, 6, 1)), [28, 3])[
+        0
+    ],
+    "windows and their next value": TensorDataset(
+        X.view(-1)[:-1].unfold(0, 5, 5), X.view(-1)[5::5]
+    ),
+    "shifted tokens": TensorDataset(X.view(-1)[:-1].view(5, 7), X.view(-1)[1:].view(5, 7)),
+    "windows with holes": TensorDataset(X.view(-1).as_strided((8, 3), (2, 4))),
+    "overlapping columns": TensorDataset(X.T.unfold(1, 4, 2).flatten(0, 0).transpose(0, 1)),
+    "shifted views": ConcatDataset(
+        [TensorDataset(X[:8]), TensorDataset(X.view(-1)[1:25].view(8, 3))]
+    ),
+    "arrays": np.lib.stride_tricks.sliding_window_view(np.zeros(20), 4),  # type: ignore[dict-item]
+    "a list of slices": [SERIES[0, i : i + 3] for i in range(6)],  # type: ignore[dict-item]
+    "images and their patches": [(SERIES, SERIES[:2]), (SERIES[2:4], SERIES[5])],  # type: ignore
+    "the user's own": Windows(),
+    "a subset of the user's own": Subset(Windows(), range(3, 9)),
 }
 
 ORDINARY: dict[str, Dataset] = {
@@ -99,20 +153,31 @@ ORDINARY: dict[str, Dataset] = {
     "joined splits": ConcatDataset([TEST, TRAIN]),
     "one row of each": Subset(ConcatDataset([DATA, OTHER]), [0, 12, 1, 13, -1]),
     "an empty part": ConcatDataset([Subset(DATA, []), Subset(DATA, range(3))]),
-    "a list": ConcatDataset([[(torch.zeros(1),)] * 3, [(torch.zeros(1),)] * 3]),
+    "a list": ConcatDataset([[(torch.zeros(1),) for _ in range(3)], [(torch.ones(1),)]]),
+    "a list of numbers": [3, 1, 3, 3],  # type: ignore[dict-item]
     "names": Subset({"a": (torch.zeros(1),), "b": (torch.ones(1),)}, ["a", "b"]),  # type: ignore
     "a subclass": Transformed(DATA, range(5)),
     "a stack": StackDataset(DATA, OTHER),
-    "a stack with one input for several labels": stack([0, 0, 1, 2], [0, 1, 2, 3]),
-    "joined stacks of other pairs": ConcatDataset([stack([1, 2], [1, 2]), stack([1, 2], [2, 1])]),
+    "a stack with one label for several inputs": stack([0, 1, 2, 3], [0, 0, 1, 2]),
     "views apart": ConcatDataset([pairs(slice(0, 4)), pairs(slice(4, 12))]),
-    "views of other labels": ConcatDataset(
-        [TensorDataset(X[:4], Y[:4]), TensorDataset(X[:4], Y[4:8])]
-    ),
-    "shifted views": ConcatDataset([TensorDataset(X[:8], Y[:8]), TensorDataset(X[1:9], Y[:8])]),
     "halves of the columns": ConcatDataset([X[:, :1], X[:, 1:2]]),  # type: ignore[list-item]
-    "rows that lie in each other": ConcatDataset([X.view(-1).unfold(0, 6, 3)]),  # type: ignore
-    "a row for all": Subset(TensorDataset(torch.zeros(1, 3).expand(N, 3)), range(4)),
+    "transposed": TensorDataset(X.T.contiguous().T, Y),
+    "channels last": TensorDataset(
+        X[:, :, None, None].contiguous(memory_format=torch.channels_last)
+    ),
+    "every second column": TensorDataset(FORTRAN[:, ::2], FORTRAN[:, 1::2]),
+    "windows side by side": TensorDataset(X.view(-1).unfold(0, 6, 6)),
+    "every second window": Subset(TensorDataset(X.view(-1).unfold(0, 6, 3)), range(0, 10, 2)),
+    "windows of each sample": TensorDataset(SERIES.unfold(1, 3, 1)),
+    "windows of each column": TensorDataset(SERIES.unfold(0, 3, 1).transpose(0, 1)),
+    "windows with holes, between each other": TensorDataset(X.view(-1).as_strided((4, 3), (1, 4))),
+    "one label": TensorDataset(X, torch.zeros(1).expand(N)),
+    "a mask for all": TensorDataset(X, torch.ones(3, dtype=torch.bool).expand(N, 3)),
+    "positions for all": [(X[i], torch.arange(3)) for i in range(N)],  # type: ignore[dict-item]
+    "one-hot labels of a table": [(X[i], TABLE[i % 2]) for i in range(N)],  # type: ignore[dict-item]
+    "a sample and a view of it": TensorDataset(X, X[:, :2], X[:, 0]),
+    "one sample": TensorDataset(torch.zeros(3).expand(1, 3)),
+    "an array from behind": np.arange(36.0)[::-1].reshape(N, 3),  # type: ignore[dict-item]
     "rows of nothing": Subset(TensorDataset(torch.zeros(N, 0)), range(4)),
 }
 
@@ -120,13 +185,22 @@ ORDINARY: dict[str, Dataset] = {
 @pytest.mark.parametrize("poisson", [True, False])
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_are_refused(name: str, poisson: bool) -> None:
-    with refused("leave the copies out, or pass unit_ids", ArgumentError):
+    with refused("Leave out the copies, or pass unit_ids", ArgumentError):
         start(DataLoader(COPIES[name], 2, shuffle=True), poisson=poisson)
 
 
 @pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_samples_that_overlap(name: str, poisson: bool) -> None:
+    with refused("overlap in memory.*unit_ids", ArgumentError):
+        start(DataLoader(OVERLAPPING[name], 2, shuffle=True), poisson=poisson)
+
+
+@pytest.mark.parametrize("poisson", [True, False])
 def test_copies_in_opacus_modes(poisson: bool) -> None:
-    with refused("rows 0 and 12 of a ConcatDataset that are one row", ArgumentError):
+    with refused(
+        r"samples 0 and 12 of the data set \(ConcatDataset\) are the same sample", ArgumentError
+    ):
         start(
             DataLoader(COPIES["joined with itself"], 2, shuffle=True), poisson=poisson, mode="hooks"
         )
@@ -146,7 +220,7 @@ def test_copies_of_which_one_may_be_drawn() -> None:
     for sampler in (SubsetRandomSampler(range(8)), WeightedRandomSampler(weights.tolist(), 12)):
         start(DataLoader(copies, 2, sampler=sampler))
     start(DataLoader(copies, 2, sampler=SubsetRandomSampler(range(1, 9))), poisson=False)
-    with refused("rows 0 and 11 of a Subset", ArgumentError):
+    with refused(r"samples 0 and 11 of the data set \(Subset\)", ArgumentError):
         start(DataLoader(copies, 2, sampler=SubsetRandomSampler([0, 5, -1])))
 
 
@@ -157,11 +231,31 @@ def test_copies_of_one_unit() -> None:
     make_private(
         mlp(), dataset=Subset(data, chosen), unit_ids=chosen, batch_size=2, poisson_sampling=True
     )
-    with refused("rows 0 and 6 .* to two units", ArgumentError):
+    with refused("two units to samples 0 and 6 ", ArgumentError):
         make_private(
             mlp(), dataset=Subset(data, chosen), unit_ids=range(8), batch_size=2,
             poisson_sampling=True,
         )  # fmt: skip
+
+
+def test_windows_of_one_unit() -> None:
+    """Two patients' windows: of one series each they overlap, of both they do not."""
+    windows = TensorDataset(torch.zeros(2, 20).unfold(1, 5, 1).flatten(0, 1), torch.zeros(32))
+    series = torch.zeros(40)
+    views = ConcatDataset(
+        [TensorDataset(part.unfold(0, 5, 1)) for part in (series[:20], series[20:])]
+    )
+    ids = [0] * 16 + [1] * 16
+    for data in (windows, views):
+        make_private(mlp(5), dataset=data, unit_ids=ids, batch_size=8, poisson_sampling=True)
+    with refused("unit_ids gives two units to samples 1[45] and 1[56] .* overlap", ArgumentError):
+        make_private(
+            mlp(5),
+            dataset=views,
+            unit_ids=[*ids[:15], 2, *ids[16:]],
+            batch_size=8,
+            poisson_sampling=True,
+        )
 
 
 def test_many_rows() -> None:
@@ -169,5 +263,5 @@ def test_many_rows() -> None:
     rows = TensorDataset(torch.zeros(10**6, 1))
     joined = ConcatDataset([Subset(rows, range(0, 10**6, 2)), Subset(rows, range(1, 10**6, 2))])
     start(DataLoader(joined, 1000, shuffle=True))
-    with refused("rows 0 and 1000000 of a ConcatDataset", ArgumentError):
+    with refused("samples 0 and 1000000 of the data set", ArgumentError):
         start(DataLoader(ConcatDataset([joined, Subset(rows, [0])]), 1000, shuffle=True))

@@ -75,7 +75,7 @@ class Run:
 def start(
     batch_size: int = 4, *, data: Dataset | None = None, seed: int = 0, poisson: bool = True,
     mode: str = "fast", rand_on_empty: bool = False, noise: float = 0.0, secure: bool = False,
-    **options: Any,
+    unit_ids: Any = None, **options: Any,
 ) -> Run:  # fmt: skip
     net = nn.Linear(N, 1, bias=False)
     engine = FastPrivacyEngine(accountant="rdp", secure_mode=secure)
@@ -86,7 +86,7 @@ def start(
     model, optimizer, loader = engine.make_private(
         module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.0), data_loader=original,
         noise_multiplier=noise, max_grad_norm=1.0, poisson_sampling=poisson,
-        grad_sample_mode=mode, rand_on_empty=rand_on_empty,
+        grad_sample_mode=mode, rand_on_empty=rand_on_empty, unit_ids=unit_ids,
     )  # fmt: skip
     return Run(engine, net, model, optimizer, loader, original)
 

@@ -261,9 +261,9 @@ def test_subsets_keep_their_rows() -> None:
         prepared(DataLoader(rows(), 2, sampler=SubsetRandomSampler(["a", "b"])))  # type: ignore[list-item]
     tensors = DataLoader(rows(), 2, sampler=SubsetRandomSampler(torch.tensor([3, 5])))  # type: ignore[arg-type]
     assert design(tensors).units == 2
-    with refused("row 3 twice", ArgumentError):
+    with refused("sample 3 twice", ArgumentError):
         prepared(DataLoader(rows(), 2, sampler=SubsetRandomSampler([3, 5, 3])))
-    with refused("drew row 12 of a data set of 12", ArgumentError):
+    with refused("drew sample 12 of a data set of 12", ArgumentError):
         prepared(DataLoader(rows(), 2, sampler=SubsetRandomSampler([3, 12])))
 
 

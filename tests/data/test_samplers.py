@@ -155,7 +155,7 @@ TWICE = {
     "weights, each once": (WeightedRandomSampler([1.0] * N, 6, False), "some rows more often"),
     "replacement": (RandomSampler(DATA, replacement=True), "a row twice into one batch"),
     "a longer pass": (RandomSampler(DATA, num_samples=20), "20 rows in a pass from 12"),
-    "a repeated row": (SubsetRandomSampler([1, 2, 1]), "row 1 twice"),
+    "a repeated row": (SubsetRandomSampler([1, 2, 1]), "sample 1 twice"),
 }
 
 
@@ -220,7 +220,7 @@ def test_rows_by_name(names: list[str]) -> None:
     loader = DataLoader(Keyed(), batch_size=2, sampler=Own(names))
     _, model, optimizer, loader = start(loader, poisson=False)
     if names[2] == "a":
-        with refused("row 'a' twice", ArgumentError):
+        with refused("sample 'a' twice", ArgumentError):
             train(model, optimizer, loader)
     else:
         assert len(train(model, optimizer, loader)) == 2
@@ -242,8 +242,9 @@ def test_streams(mode: str) -> None:
     for data in (Stream(), Measured()):
         with refused("__len__|poisson_sampling=False", ArgumentError):
             start(DataLoader(data, batch_size=2), mode=mode)
-    with refused("__len__", ArgumentError):
-        start(DataLoader(Stream(), batch_size=2), poisson=False, mode=mode)
+    if mode != "fast":
+        with refused("__len__", ArgumentError):
+            start(DataLoader(Stream(), batch_size=2), poisson=False, mode=mode)
     _, model, optimizer, loader = start(
         DataLoader(Measured(), batch_size=2), poisson=False, mode=mode
     )
@@ -342,6 +343,6 @@ def test_a_loader_that_makes_its_own_batches(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_poisson_sampling_of_rows_with_names(mode: str) -> None:
     named: Any = {name: (torch.ones(1),) for name in "abcdef"}
-    with refused(r"\(dict\) has no row 0; .*Subset", ArgumentError):
+    with refused(r"\(dict\) has no sample 0\. .*Subset", ArgumentError):
         start(DataLoader(named, 2), mode=mode)
     start(DataLoader(Subset(named, list(named)), 2), mode=mode)  # the way out

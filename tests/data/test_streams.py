@@ -201,3 +201,65 @@ def test_batches_that_the_stream_makes_itself() -> None:
     """How many rows are in them is known to nobody."""
     with refused("batch_size=None"):
         start(size=None)  # type: ignore[arg-type]
+
+
+class Endless(IterableDataset):
+    """Says nothing of its length."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from 9 * torch.eye(N)[:, :, None]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_without_a_length(workers: int) -> None:
+    """Every step is one of q = 1, however many there are; B is what a batch is asked for."""
+    engine, model, optimizer, loader = start(Endless(), num_workers=workers, size=3)
+    assert optimizer.expected_batch_size == 3
+    steps = 0
+    for _ in range(2):
+        for x in loader:
+            optimizer.zero_grad()
+            model(x[:, 0]).mean().backward()
+            optimizer.step()
+            steps += 1
+    assert engine.accountant.history == [(1.0, 1.0, steps)] == [(1.0, 1.0, 12)]
+    assert "N, the length of the stream" in str(engine.mechanism())
+
+
+def test_what_a_stream_without_a_length_cannot_be_asked() -> None:
+    net = nn.Linear(1, 1)
+    options: dict[str, Any] = {
+        "module": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.0), "max_grad_norm": 1.0,
+        "data_loader": DataLoader(Endless(), 4), "poisson_sampling": False,
+    }  # fmt: skip
+    with refused("epochs .* IterableDataset without one"):
+        FastPrivacyEngine().make_private_with_epsilon(
+            target_epsilon=1.0, target_delta=1e-5, epochs=1, **options
+        )
+    with refused("IterableDataset .* __len__"):
+        FastPrivacyEngine().make_private(noise_multiplier=1.0, grad_sample_mode="hooks", **options)
+    _, optimizer, _ = FastPrivacyEngine().make_private(
+        noise_multiplier=1.0, expected_batch_size=7, **options
+    )
+    assert optimizer.expected_batch_size == 7
+
+
+class Wrong(Endless):
+    """Says another length than it has."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+@pytest.mark.parametrize("length", [1, 8, 1000])
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
+def test_a_wrong_length_changes_no_record(length: int) -> None:
+    engine, model, optimizer, loader = start(Wrong(length))
+    for x in loader:
+        optimizer.zero_grad()
+        model(x[:, 0]).mean().backward()
+        optimizer.step()
+    assert engine.accountant.history == [(1.0, 1.0, 4)]
