@@ -141,9 +141,12 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     most = mu * (
         mu / 2 + math.sqrt(-2 * log_delta)
     )  # where the loss is larger with probability delta
-    found = brentq(
-        lambda eps: _gaussian_log_delta(eps, mu) - log_delta, 0, most, xtol=1e-12 * most, rtol=1e-13
-    )
+    found = most
+    if _gaussian_log_delta(most, mu) < log_delta:  # else mu is so large that the two are one number
+        found = brentq(
+            lambda eps: _gaussian_log_delta(eps, mu) - log_delta,
+            0, most, xtol=1e-12 * most, rtol=1e-13,
+        )  # fmt: skip
     return float(found * (1 + 1e-9) + 1e-12 * most)
 
 

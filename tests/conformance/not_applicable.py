@@ -37,8 +37,8 @@ _LUCK = (
     "within for the seed of the test, and ours does not"
 )
 _TIGHT = (
-    "asks for the noise of Opacus' PRV, which adds 0.01 to its estimate; ours is a tight upper bound and "
-    "spends the same budget with less"
+    "asks for the noise of Opacus' PRV, which adds 0.01 to its estimate; ours is a tight upper bound, "
+    "and keeps the budget with less"
 )
 _MUST_FAIL = "asks that training fails where ExpandedWeights do not know the layer; ours trains it"
 
