@@ -53,7 +53,7 @@ class FastPrivacyEngine(SteppingEngine):
         >>> engine.get_epsilon(delta=1e-5)
 
     Args:
-        accountant: "prv" (default), "rdp" or "gdp", as in Opacus.
+        accountant: "prv" (default), "pld", "rdp" or "gdp".
         secure_mode: noise of gradients and counts, and sampling, from ChaCha20 under keys of the
             operating system, guarded against floating-point attacks (docs/secure_mode.md).
         planner: chooses how norms are computed, within its memory budget; `plan()` shows what it
@@ -245,6 +245,7 @@ class FastPrivacyEngine(SteppingEngine):
         clipping, options = named(clipping, options)
         asked = (*SAMPLING, "poisson_sampling")
         design = self.plan_sampling(data_loader, **{n: options[n] for n in asked if n in options})
+        self._check_delta("make_private_with_epsilon", target_delta, design)
         known = {"epsilon_tolerance", *inspect.signature(self.accountant.get_epsilon).parameters}
         accounting = {name: value for name, value in options.items() if name in known}
         rest = {name: value for name, value in options.items() if name not in known}

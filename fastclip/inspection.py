@@ -18,7 +18,7 @@ from fastclip.checks import between, positive
 from fastclip.data.design import SamplingDesign
 from fastclip.data.recorded import Releases, planned_history
 from fastclip.data.sampling import draws_securely
-from fastclip.errors import ArgumentError, StepError
+from fastclip.errors import ArgumentError, StepError, say
 from fastclip.explanation import Explanation, Setup, explain
 from fastclip.mechanism import Mechanism, neighbours, trusted
 from fastclip.optim.opacus_modes import OpacusModes
@@ -77,6 +77,30 @@ class InspectedEngine(OpacusModes):
     """The part of FastPrivacyEngine that answers questions."""
 
     _runs: list[Run]
+    _warned_of_delta = False
+
+    def get_epsilon(self, delta: float) -> float:
+        """As of `AccountedEngine`; warns once of a delta of at least 1 / N."""
+        found = super().get_epsilon(delta)
+        for run in self._runs:
+            self._check_delta("get_epsilon", float(delta), run.design)
+        return found
+
+    def _check_delta(self, call: str, delta: float, design: SamplingDesign) -> None:
+        """Warn, once an engine, of a delta that lets a run publish one whole sample of N.
+
+        Where q and B are public N is B / q, which tells nothing of the data.
+        """
+        size = design.expected_batch_size / design.rate if design.public else design.units
+        if self._warned_of_delta or delta * size < 1:
+            return
+        self._warned_of_delta = True
+        unit = "sample" if design.unit == "row" else design.unit
+        say(
+            f"delta={delta:g} in {call} is at least 1/N (N = {size:.0f} {unit}s), which allows a run to "
+            f"publish one whole {unit}. Choose a smaller delta, or silence this with "
+            'warnings.filterwarnings("ignore", "delta=").'
+        )
 
     @property
     def sampling(self) -> SamplingDesign:

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
-from opacus.accountants.utils import get_noise_multiplier
-
 from fastclip.accounting.history import (
-    Entry,
     epsilon,
     history,
     open_accountant,
     refuse_changing_noise,
 )
-from fastclip.accounting.rdp import quiet_orders, quiet_prv
+from fastclip.accounting.rdp import quiet_orders
 from fastclip.accounting.truncation import Rate, checked_rate, probability, refuse_truncated
 from fastclip.checks import between, positive, whole
 from fastclip.clipping.schedules import ConstantNoise, NoiseSchedule
 from fastclip.errors import ArgumentError
 
 _CONSTANT = ConstantNoise()
-_DOUBLINGS = 20  # up to a million times the multiplier the search starts at, as in Opacus
-_SHRINK = 0.7  # small: PRV's cost explodes when the noise is far below what the target needs
-_HALVINGS = 60
+_FIRST, _LARGEST = 20.0, 1e6
+"""Where the search starts and ends, of the least multiplier of the run, as in Opacus."""
+_HALVINGS = 100
+_SHARE = 0.01
+"""Of the target, that epsilon may stay below it however large the tolerance is."""
 
 
 def find_noise_multiplier(
@@ -55,14 +53,14 @@ def find_noise_multiplier(
         steps: length in real steps; give either.
         schedule: how the multiplier changes during the run.
         accountant: "prv", "pld" or "rdp"; "gdp" for constant noise.
-        epsilon_tolerance: how far below the target epsilon may stay.
+        epsilon_tolerance: how far below the target epsilon may stay; at most 1 % of the target.
         options: of the accountant (`eps_error`, `delta_error`; `alphas`).
 
     Returns:
         sigma_1 with target_epsilon - epsilon_tolerance <= epsilon <= target_epsilon. For constant
-        noise it is opacus.accountants.utils.get_noise_multiplier's, unless float64 has rounded that
-        one's epsilon down. Where epsilon jumps past that
-        interval, the smallest sigma_1 found that keeps the budget.
+        noise and an equal tolerance it is opacus.accountants.utils.get_noise_multiplier's, if both
+        find the same epsilons. If epsilon jumps past that interval, the smallest sigma_1 found that
+        keeps the budget.
 
     Raises:
         ArgumentError: for a value out of range, or a target that no multiplier reaches.
@@ -82,22 +80,16 @@ def find_noise_multiplier(
     if accountant == "gdp":
         refuse_changing_noise(unit)
 
-    def spent(sigma: float) -> float:
-        """Epsilon, inf where the accountant gives up: it does so for too little noise."""
+    def spent(least: float) -> float:
+        """Epsilon at the run's least multiplier; inf where the accountant gives up: too little noise."""
+        scaled = [(least * (factor / min(factors)), rate, length) for factor, rate, length in unit]
         try:
             with quiet_orders():
-                return epsilon(_scaled(unit, sigma), delta, accountant, **options)
+                return epsilon(scaled, delta, accountant, **options)
         except ArgumentError:
             return math.inf
 
-    if len(unit) == 1:
-        _, rate, length = unit[0]
-        constant = _by_opacus(
-            target, delta, rate, length, accountant, epsilon_tolerance=tolerance, **options
-        )
-        if spent(constant / factors[0]) <= target:
-            return constant / factors[0]
-    return _search(spent, target, tolerance, start=1 / min(factors))
+    return _search(spent, target, min(tolerance, _SHARE * target), accountant) / min(factors)
 
 
 def steps_of(rate: float, epochs: float = 1) -> int:
@@ -132,78 +124,32 @@ def planned_steps(sample_rate: Rate, epochs: float | None, steps: int | None) ->
     return steps_of(rate, positive("epochs", epochs))
 
 
-def _scaled(unit: list[Entry], sigma: float) -> list[Entry]:
-    return [(sigma * factor, rate, length) for factor, rate, length in unit]
-
-
-def _by_opacus(
-    target: float, delta: float, rate: Rate, steps: int, accountant: str, **options: Any
-) -> float:
-    try:
-        with quiet_prv([rate]) if accountant == "prv" else nullcontext():
-            return get_noise_multiplier(
-                target_epsilon=target,
-                target_delta=delta,
-                sample_rate=rate,
-                steps=steps,
-                accountant=accountant,
-                **options,
-            )
-    except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
-        raise _unreachable(target, f"{accountant}: {str(error).rstrip('.')}") from error
-
-
 def _search(
-    spent: Callable[[float], float], target: float, tolerance: float, start: float
+    spent: Callable[[float], float], target: float, tolerance: float, accountant: str
 ) -> float:
-    """Smallest known sigma with spent(sigma) <= target, by at most 141 evaluations.
-
-    `spent` need not be monotone: the answer is always a sigma that was evaluated.
-    """
-    low = high = start
-    too_much, reached = math.inf, spent(start)  # epsilon at low, once low < high, and at high
-    for _ in range(_DOUBLINGS):
-        if reached <= target:
-            break
-        low, too_much, high = high, reached, 2 * high
+    """Opacus' bisection; the answer is a sigma that was evaluated, so `spent` need not be monotone."""
+    low, high, reached = 0.0, _FIRST, spent(_FIRST)
+    while reached > target:
+        if high > _LARGEST:
+            raise _unreachable(target, accountant, reached, high)
+        low, high = high, 2 * high
         reached = spent(high)
-    if reached > target:
-        raise _unreachable(target, f"it is still {reached:.3g} at {high:.3g}")
     for _ in range(_HALVINGS):
-        if low < high or target - reached <= tolerance:
+        if target - reached <= tolerance or high - low <= 1e-12 * high:
             break
-        low, found = _SHRINK * high, spent(_SHRINK * high)
+        middle = (low + high) / 2
+        found = spent(middle)
         if found <= target:
-            high, reached = low, found
+            high, reached = middle, found
         else:
-            too_much = found
-    for attempt in range(_HALVINGS):
-        if target - reached <= tolerance:
-            break
-        candidate = (low + high) / 2
-        if attempt % 2 == 0:  # every other one halves, so that no curve can stall the search
-            aim = target - tolerance / 2
-            candidate = _power_law(low, too_much, high, reached, aim, candidate)
-        found = spent(candidate)
-        if found <= target:
-            high, reached = candidate, found
-        else:
-            low, too_much = candidate, found
+            low = middle
     return high
 
 
-def _power_law(
-    low: float, at_low: float, high: float, at_high: float, aim: float, otherwise: float
-) -> float:
-    """Where the power law through two points of epsilon takes the value `aim`, between them."""
-    if not at_high > 0 or not math.isfinite(at_low) or low == high:
-        return otherwise
-    exponent = math.log(high / low) / math.log(at_low / at_high)
-    return min(max(high * (at_high / aim) ** exponent, low), high)
-
-
-def _unreachable(target: float, why: str) -> ArgumentError:
+def _unreachable(target: float, accountant: str, reached: float, sigma: float) -> ArgumentError:
+    other = " use accountant='prv'," if accountant == "rdp" else ""
     return ArgumentError(
-        f"no noise multiplier reaches target_epsilon={target:g} ({why}): raise target_epsilon or "
-        "target_delta, plan fewer steps, or give the accountant finer options (eps_error, alphas)"
+        f"no noise multiplier reaches target_epsilon={target:g} ({accountant!r} still finds "
+        f"{reached:.3g} at {sigma:.3g}):{other} raise target_epsilon or target_delta, or plan fewer "
+        "steps"
     )

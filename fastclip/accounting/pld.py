@@ -1,4 +1,4 @@
-"""Privacy loss distributions, by the library dp-accounting: tight, for schedules and truncated draws."""
+"""The accountant "pld": privacy loss distributions, those of truncated draws by dp-accounting."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from opacus.accountants import IAccountant, RDPAccountant, register_accountant
 from scipy.stats import binom
 
+from fastclip.accounting.numerical import numerical_epsilon
 from fastclip.accounting.rdp import quiet_orders
 from fastclip.accounting.segments import Entry, saved_entries
 from fastclip.accounting.truncation import Rate, TruncatedPoisson, decoded, probability
@@ -53,32 +54,40 @@ class PLDAccountant(IAccountant):
             self.history.append((noise_multiplier, sample_rate, 1))
 
     def get_epsilon(
-        self, delta: float, *, eps_error: float = 0.01, delta_error: float | None = None
+        self, delta: float, *, eps_error: float | None = None, delta_error: float | None = None
     ) -> float:
         """Epsilon of what was recorded.
 
-        Formal guarantee: at least the tight epsilon, and at most eps_error + eps_error^2 above that of
-        delta - delta_error (the mesh is fine enough for Hoeffding's bound on its rounding, which is
-        never downwards), as long as float64 carries it.
+        Formal guarantee: as of `numerical_epsilon`. If there are truncated draws: at least the tight
+        epsilon, and at most eps_error + eps_error^2 above that of delta - delta_error (the mesh is
+        fine enough for Hoeffding's bound on its rounding, which is never downwards), as long as
+        float64 carries it.
 
         Args:
             delta: in (0, 1).
-            eps_error: as above.
-            delta_error: delta / 1000 by default.
+            eps_error: as above; for truncated draws 0.01 by default.
+            delta_error: as above; for truncated draws delta / 1000 by default.
 
         Raises:
-            ArgumentError: for a value out of range, a delta that float64 cannot tell from rounding
-                in so many steps, or a mesh beyond the memory.
+            ArgumentError: for a value out of range; for truncated draws also a delta that float64
+                cannot tell from rounding in so many steps, or a mesh beyond the memory.
         """
         delta = between("delta", delta, 0, 1)
+        if not self.history:
+            return 0.0
+        if any(sigma == 0 for sigma, _, _ in self.history):
+            return math.inf
+        if not any(isinstance(rate, TruncatedPoisson) for _, rate, _ in self.history):
+            return numerical_epsilon(
+                self.history, delta, eps_error=eps_error, delta_error=delta_error
+            )
+        eps_error = 0.01 if eps_error is None else eps_error
         error = (
             delta / 1000 if delta_error is None else between("delta_error", delta_error, 0, delta)
         )
-        if not self.history:
-            return 0.0
         visible = above_rounding(self.history, delta)
         losses = loss_distribution(self.history, eps_error, error)
-        return float(losses.get_epsilon_for_delta(visible)) if losses else math.inf
+        return float(losses.get_epsilon_for_delta(visible))
 
     def state_dict(self, destination: Any = None) -> Any:
         """As Opacus; truncated draws as plain values."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,16 +83,4 @@ def quiet_orders() -> Iterator[None]:
     """Without Opacus' advice on the grid: the bound at an end of the grid is loose, not wrong."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Optimal order is the")
-        yield
-
-
-@contextmanager
-def quiet_prv(rates: Iterable[Any]) -> Iterator[None]:
-    """Without what tells nothing of a PRV's epsilon, whose mesh alone is sized by RDP.
-
-    Args:
-        rates: of the steps; at 1 a loss has no least value, log(1 - q) = -inf, of which NumPy warns.
-    """
-    ignored: Any = "ignore" if 1.0 in rates else None
-    with quiet_orders(), np.errstate(divide=ignored):
         yield

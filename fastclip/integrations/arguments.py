@@ -30,7 +30,7 @@ class PrivacyArguments:
         noise_multiplier: sigma, if the noise is given.
         target_epsilon: the budget of the whole run, if the noise is to be found; give either.
         clipping: a strategy of fastclip.clipping (a Clipping), or "flat", "per_layer", "adaptive".
-        accountant: "prv", "rdp" or "gdp".
+        accountant: "prv", "pld", "rdp" or "gdp".
         secure_mode: noise and sampling from ChaCha20 (docs/secure_mode.md).
         poisson_sampling: draw every row independently. Else a pass is accounted as one step of q = 1.
         sample_rate, expected_batch_size, max_batch_size, unit_ids, max_rows_per_unit, unit_reduction: as

@@ -38,15 +38,17 @@ def test_an_ordinary_run_has_the_epsilon_of_opacus(name: str) -> None:
     theirs.history = [SMALL]
     found = one.accountant.get_epsilon(1e-5)
     assert found == one.accountant.get_epsilon(delta=1e-5) == one.get_epsilon(1e-5)
-    assert found == pytest.approx(theirs.get_epsilon(delta=1e-5), rel=1e-6)
+    said = theirs.get_epsilon(delta=1e-5)  # Opacus' PRV adds its error, at most 0.01 of an estimate
+    assert said - 0.02 * (name == "prv") <= found * (1 + 1e-6)
+    assert found <= said * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("name", ["prv", "pld"])
-def test_a_delta_that_rounding_hides_is_refused_by_both(name: str) -> None:
+def test_a_delta_that_rounding_would_hide(name: str) -> None:
     one = engine(name, TINY)
-    for ask in (one.get_epsilon, one.accountant.get_epsilon):
-        with refused("rounding", ArgumentError):
-            ask(delta=1e-12)
+    found = one.get_epsilon(1e-12)
+    assert found == one.accountant.get_epsilon(delta=1e-12)
+    assert one.get_epsilon(1e-11) < found < engine("rdp", TINY).get_epsilon(1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -178,7 +178,7 @@ def test_infinite_epsilon_is_not_json() -> None:
         ([*RUN, *SIGMA, "--epsilon", "1"], "not allowed with argument"),
         ([*RUN, "--steps", "5", *SIGMA], "not allowed with argument"),
         ([*RUN, "--noise-multiplier", "0"], "--noise-multiplier expects a positive"),
-        ([*RUN, "--noise-multiplier", "0.001"], "accountant='rdp'"),
+        ([*RUN, "--noise-multiplier", "1e-200", "--accountant", "rdp"], "use more noise"),
         ([*RUN, "--epsilon", "-1"], "target_epsilon expects"),
         ([*RUN, "--epsilon", "1e-5", "--accountant", "rdp"], "no noise multiplier reaches"),
         ([*RUN, *SIGMA, "--delta", "0"], "delta expects"),
@@ -229,13 +229,15 @@ def test_as_a_module(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_run_that_another_accountant_cannot_compose(capsys: pytest.CaptureFixture) -> None:
-    """PRV would need too large a mesh; "rdp" was asked for, and tells."""
-    little = ["--noise-multiplier", "1e-3", "--accountant", "rdp"]
-    printed = as_json(capsys, *little)
-    assert printed["epsilon"] == epsilon([(1e-3, RATE, STEPS)], printed["delta"], "rdp")
-    assert printed["stages"][0]["epsilon"]["prv"] is None
-    assert main([*RUN, *little]) == 0
-    assert capsys.readouterr().out.splitlines()[3].split()[-1] == "-"
+    """RDP divides by a square that is 0; "prv" was asked for, and tells."""
+    none = ["--noise-multiplier", "1e-200"]
+    assert main([*RUN, *none]) == 0
+    assert capsys.readouterr().out.splitlines()[3].split()[-2:] == ["-", "inf"]
     with pytest.raises(SystemExit):
-        main([*RUN, "--noise-multiplier", "1e-3"])
-    assert "use more noise, or accountant='rdp'" in capsys.readouterr().err
+        main([*RUN, *none, "--accountant", "rdp"])
+    assert "use more noise" in capsys.readouterr().err
+
+
+def test_little_noise_has_an_upper_bound(capsys: pytest.CaptureFixture) -> None:
+    spent = as_json(capsys, "--noise-multiplier", "1e-3")["stages"][0]["epsilon"]
+    assert 1e6 < spent["prv"] < spent["rdp"]

@@ -105,13 +105,12 @@ def test_rdp_on_fractional_orders_is_never_above_dp_accounting() -> None:
 def test_prv_against_privacy_loss_distributions(
     schedule: NoiseSchedule, sigma: float, rate: float, steps: int, eps_error: float
 ) -> None:
-    """PRV reports its estimate + eps_error, and the estimate is good to eps_error."""
+    """Never more than eps_error above them, nor below but for what their own mesh adds."""
     entries = history(schedule, sigma, rate, steps)
     tight = PLDAccountant(value_discretization_interval=1e-3)
     theirs = tight.compose(event(entries)).get_epsilon(DELTA)
     ours = epsilon(entries, DELTA, "prv", eps_error=eps_error)
-    assert theirs < ours
-    assert abs(ours - eps_error - theirs) < eps_error
+    assert theirs * (1 - 1e-3) < ours < theirs + eps_error
 
 
 def test_prv_is_the_default_and_below_rdp() -> None:
@@ -148,12 +147,6 @@ def test_gdp_composes_constant_noise_only() -> None:
     assert one_sentence(caught.value)
     halves = epsilon([(1.0, 0.01, 50), (1.0, 0.01, 50)], DELTA, "gdp")
     assert halves == epsilon([(1.0, 0.01, 100)], DELTA, "gdp")
-
-
-def test_prv_beyond_its_memory() -> None:
-    with pytest.raises(ArgumentError, match=r"mesh points.*accountant='rdp'") as caught:
-        epsilon([(0.01, 0.01, 1000)], DELTA, "prv")
-    assert one_sentence(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -67,12 +68,14 @@ def killed(folder: Path, workers: int, physical: int, steps: int, seconds: float
         process.send_signal(signal.SIGKILL)
 
 
-def check_killed(tmp_path: Path, times: int, seed: int) -> None:
+Kill = tuple[int, int, int, float]
+"""(workers, physical batch, steps before it, seconds after them)."""
+
+
+def check_killed(tmp_path: Path, kills: Iterable[Kill]) -> None:
     """The file never holds fewer steps than were released, and at most one more for each kill."""
-    draw = random.Random(seed)
-    for kill in range(1, times + 1):
-        workers, physical = draw.choice([0, 0, 2]), draw.choice([3, 64])
-        killed(tmp_path, workers, physical, draw.choice([0, 1, 2, 9, 30]), draw.uniform(0.0, 0.2))
+    for kill, how in enumerate(kills, 1):
+        killed(tmp_path, *how)
         released, counted = len((tmp_path / "released").read_bytes()), logged(tmp_path / "ledger")
         assert released <= counted <= released + kill
         if (tmp_path / "run.pt").exists():  # an old one or a new one, never half of one
@@ -81,9 +84,22 @@ def check_killed(tmp_path: Path, times: int, seed: int) -> None:
 
 
 def test_a_killed_run_has_counted_all_that_it_released(tmp_path: Path) -> None:
-    check_killed(tmp_path, 3, seed=0)
+    """One that reads the batches itself, in pieces; then one that resumes with workers, whole."""
+    check_killed(tmp_path, [(0, 3, 9, 0.05), (2, 64, 1, 0.0)])
 
 
 @pytest.mark.slow
 def test_a_hundred_kills(tmp_path: Path) -> None:
-    check_killed(tmp_path, 100, seed=1)
+    draw = random.Random(1)
+    check_killed(
+        tmp_path,
+        (
+            (
+                draw.choice([0, 0, 2]),
+                draw.choice([3, 64]),
+                draw.choice([0, 1, 2, 9, 30]),
+                draw.uniform(0.0, 0.2),
+            )
+            for _ in range(100)
+        ),
+    )

@@ -6,13 +6,12 @@ import warnings
 
 import pytest
 
-from fastclip.accounting.calibration import _by_opacus
-from fastclip.accounting.history import epsilon
+from fastclip.accounting import epsilon, find_noise_multiplier
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.05])
 def test_prv_warns_of_nothing(rate: float) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        epsilon([(1.0, rate, 20)], 1e-5)
-        _by_opacus(10.0, 1e-5, rate, 20, "prv")
+        epsilon([(1.0, rate, 20), (1e-3, rate, 1), (1e9, rate, 10**9)], 1e-5)
+        find_noise_multiplier(target_epsilon=10.0, target_delta=1e-5, sample_rate=rate, steps=20)
