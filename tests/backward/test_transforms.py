@@ -42,6 +42,7 @@ PARTS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("before", [True, False])

@@ -51,6 +51,7 @@ def test_two_backward_passes_after_a_loop_that_only_looked(workers: int, mode: s
     assert run.steps == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["fast", "hooks", "functorch"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ahead", [0, 1])

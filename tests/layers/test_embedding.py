@@ -84,6 +84,7 @@ def one_bag(batch: Batch, i: int) -> Batch:
     return Batch((ids[start:end], new_offsets, None if weights is None else weights[start:end]))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ class Frozen(Parent):
         self.f.gate.requires_grad_(False)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("b", [1, 4])
 @pytest.mark.parametrize("gate", [1.0, 1e-6, 0.0])
 @pytest.mark.parametrize("make", [Parent, Frozen])

@@ -41,6 +41,7 @@ FROZEN = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("which", FROZEN)
 def test_requires_no_gradient(which: str, dtype: torch.dtype) -> None:

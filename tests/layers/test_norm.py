@@ -54,6 +54,7 @@ def test_alone_over_rows(layer: str, loss_reduction: str, dtype: torch.dtype) ->
     check_exact(model, torch.randn(5, 6), dtype=dtype, loss_reduction=loss_reduction)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ndim", CONV)
 @pytest.mark.parametrize("layer", CHANNEL)

@@ -72,6 +72,7 @@ def linear_case(construction: str, t: int, d: int, p: int) -> tuple:
     return nn.Linear(d, p, bias=False), a, g, true
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("t", "d", "p"), SHAPES)
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
 def test_linear_norm(construction: str, t: int, d: int, p: int) -> None:
@@ -79,6 +80,7 @@ def test_linear_norm(construction: str, t: int, d: int, p: int) -> None:
     assert norms_and_contribution(model, a, g)[0].item() >= true * (1 - ULP)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("t", "d", "p"), SHAPES)
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
 def test_linear_contribution(construction: str, t: int, d: int, p: int) -> None:

@@ -102,6 +102,7 @@ def test_a_second_fit_draws_rows_of_its_own(ways: list[dict[str, Any]]) -> None:
     assert drawn[12:15] != drawn[:3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(SAVED) - 1))
 def test_checkpoints(saved: tuple[Path, list[dict[str, Any]]], number: int) -> None:
     """On from ModelCheckpoint's: weights, momentum, thresholds; a ledger that counts steps once."""

@@ -61,6 +61,7 @@ def stepped(scale: float | None, strategy: str, model: nn.Module, x: torch.Tenso
     return found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("scale", SCALES)
 def test_bit_for_bit(scale: float, strategy: str) -> None:

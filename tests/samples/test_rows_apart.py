@@ -112,7 +112,7 @@ APART: dict[str, Use] = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("behind", BEHIND)
 @pytest.mark.parametrize("use", APART)
 def test_what_is_apart_is_exact(use: str, behind: str) -> None:

@@ -58,6 +58,7 @@ def by_attribute(model: nn.Module, x: Tensor, turned: Any) -> Tensor:
 CALLS = [by_keyword, by_argument, by_attribute]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", [bool, int])

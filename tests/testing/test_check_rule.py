@@ -33,7 +33,7 @@ def run(layer: nn.Module, shape: tuple | None, **kwargs: Any) -> RuleCheck:
     return check_rule(layer, x, **kwargs)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_exact_rules(layer: str) -> None:
     make, shape = LAYERS[layer]

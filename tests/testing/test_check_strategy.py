@@ -16,7 +16,7 @@ from fastclip.testing import check_strategy
 from tests.strategies import PRESETS
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", [*PRESETS, "flat", "per_layer", "adaptive"])
 def test_those_that_come_with_the_engine(name: str) -> None:
     found = check_strategy(PRESETS.get(name, name), points=20_000)

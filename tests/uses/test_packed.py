@@ -24,7 +24,7 @@ def padded_loss(output: tuple, _: object) -> torch.Tensor:
     )
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @orders
 @pytest.mark.parametrize("bidirectional", [True, False])
 @kinds
@@ -78,6 +78,7 @@ def test_packed_inside(kind: str, given: bool, order: str) -> None:
     check_exact(model, (IDS, torch.tensor(LENGTHS[order])), dtype=torch.float64)
 
 
+@pytest.mark.one_in(3)
 @orders
 def test_projected_states(order: str) -> None:
     model = Packing("lstm", order != "unsorted")
@@ -119,6 +120,7 @@ class SortsItself(nn.Module):
         return self.head(out[order.argsort()].tanh().sum(1))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("order", LENGTHS)
 @kinds
 def test_sorted_by_the_model(kind: str, order: str) -> None:

@@ -46,7 +46,7 @@ def columns(batch: Batch, i: int) -> Batch:
     return Batch(tuple(x[:, i : i + 1] for x in batch.args))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @dtypes
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("bidirectional", [True, False])
@@ -60,6 +60,7 @@ def test_as_the_root(kind: str, bidirectional: bool, batch_first: bool, dtype: t
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("loss_reduction", ["mean", "sum"])
 @kinds
 def test_without_biases(kind: str, loss_reduction: str) -> None:
@@ -82,6 +83,7 @@ class TimeFirst(nn.Module):
         return self.head(self.rnn(self.embedding(ids).transpose(0, 1))[0][-1])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("steps", [1, 3, 4])
 @kinds
 def test_time_first_inside(kind: str, steps: int) -> None:
@@ -110,6 +112,7 @@ class WithStates(nn.Module):
         return torch.cat([out.flatten(1), last.transpose(0, 1).flatten(1)], 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("learned", [True, False])
 @kinds
 def test_given_states(kind: str, learned: bool) -> None:
@@ -176,7 +179,7 @@ def test_tied_directions(kind: str) -> None:
     check_exact(model, torch.randn(4, STEPS, 3), loss_over(0), dtype=torch.float64)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("trained", ["ih", "hh", "weight", "bias", "weight_hh_l0_reverse", "l1"])
 @kinds
 def test_partly_frozen(kind: str, trained: str) -> None:
@@ -212,6 +215,7 @@ class Constant(Prompt):
         self.register_buffer("table", torch.randn(1, STEPS, 3))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("trained", ["ih", "hh", "bias_hh", "weight"])
 @kinds
 def test_over_a_constant(kind: str, trained: str) -> None:
@@ -271,7 +275,7 @@ def check_in_one_forward(model: nn.Module, x: torch.Tensor, loss_fn: Any) -> Non
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 @kinds
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_dropout_between_layers(kind: str, bidirectional: bool) -> None:
     """The random numbers are torch's own."""
     model = rnn(kind, num_layers=3, dropout=0.4, bidirectional=bidirectional).double()
@@ -337,6 +341,7 @@ def test_a_loop_that_begins_with_zeros() -> None:
     check_exact(ByHand(), torch.randn(4, STEPS, 3), dtype=torch.float64)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("b", [0, 1])
 @kinds
 def test_few_samples(kind: str, b: int) -> None:
@@ -359,7 +364,7 @@ def test_one_sequence_without_a_batch() -> None:
         private(torch.randn(STEPS, 3))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("bidirectional", [True, False])

@@ -50,6 +50,7 @@ class Between(nn.Module):
 X = torch.linspace(-2, 3, 4 * STEPS * 3).sin().mul(2).view(4, STEPS, 3)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("reentrant", [True, False])
 @kinds
 def test_checkpointed(kind: str, reentrant: bool) -> None:
@@ -58,6 +59,7 @@ def test_checkpointed(kind: str, reentrant: bool) -> None:
     check_exact(model, X, dtype=torch.float64)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_with_dropout(reentrant: bool) -> None:
     """What is computed again draws the same random numbers."""
@@ -74,6 +76,7 @@ def test_checkpointed_with_dropout(reentrant: bool) -> None:
     assert relative_error(found[1], found[0]) <= 1e-12
 
 
+@pytest.mark.one_in(2)
 @kinds
 def test_packed_and_checkpointed(kind: str) -> None:
     class Whole(nn.Module):
@@ -94,6 +97,7 @@ class Cells(Loop):
         super().__init__(cells.get(kind, nn.RNNCell)(3, 4), given=False)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("make", [Between, Cells])
 @kinds
 def test_autocast(kind: str, make: type) -> None:
@@ -120,7 +124,7 @@ def test_autocast(kind: str, make: type) -> None:
     assert_sums(summed(named), clipped_sum(grads, C), 2e-2)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @kinds
 def test_the_model_as_it_was(kind: str, dtype: torch.dtype) -> None:
@@ -139,6 +143,7 @@ def test_the_model_as_it_was(kind: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(seen[-1], expected, rtol=0, atol=rounding)
 
 
+@pytest.mark.one_in(2)
 @kinds
 def test_copied_and_not_wrapped(kind: str) -> None:
     model = Between(kind).double()
@@ -153,6 +158,7 @@ def test_copied_and_not_wrapped(kind: str) -> None:
     assert again.rnn._flat_weights[0] is again.rnn.weight_ih_l0
 
 
+@pytest.mark.one_in(2)
 @kinds
 def test_compiled(kind: str) -> None:
     model = Between(kind).double()

@@ -44,6 +44,7 @@ def record(
     return found, truth(a, g, owner, len(counts))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("wide", [1, 40], ids=["instantiated", "ghost"])
 @pytest.mark.parametrize("counted", [True, False])

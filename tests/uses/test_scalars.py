@@ -17,6 +17,7 @@ FUNCTIONS: dict[str, Function] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_scalars_are_exact(name: str) -> None:
     """An empty draw contributes nothing to them, too."""
