@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 from weakref import ref
@@ -225,20 +225,16 @@ class InspectedEngine(OpacusModes):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Forward passes made inside contribute nothing, however often they are differentiated.
+        """What runs inside contributes nothing: forward passes, wherever they are differentiated, and
+        backward passes. Holds for the models of this engine, their methods and their parts.
 
         For adversarial inputs, saliency maps and the like: gradients of the inputs are exact, the
         parameters receive none.
         """
-        keepers = list(self._require_keepers())
-        before = [keeper.paused for keeper in keepers]
-        for keeper in keepers:
-            keeper.paused = True
-        try:
+        with ExitStack() as stack:
+            for keeper in self._require_keepers():
+                stack.enter_context(keeper.pause())
             yield
-        finally:
-            for keeper, paused in zip(keepers, before, strict=True):
-                keeper.paused = paused
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the ledger, and no model, rows or rates: what was released goes on elsewhere."""

@@ -35,7 +35,6 @@ class Forward:
     """One forward pass of the model; private layers stamp their graph with it."""
 
     batch_size: int | None
-    recording: bool = True
     finished: bool = False
     """A backward pass has taken its contributions; a second one would clip each part alone."""
     layout: BatchLayout | None = None
@@ -99,6 +98,8 @@ class Calls:
         """Lets parameters notice their uses."""
         self.known: set[nn.Parameter] = set()
         """All parameters of the model as it was intercepted."""
+        self.paused = False
+        """What runs now contributes nothing."""
         self.shards: Shards | None = None
         """Where the parameters are spread over ranks."""
         self._running: list[Entered] = []
@@ -107,8 +108,9 @@ class Calls:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, which may be pickled, learns its layouts anew: they name places in running code."""
-        left = dict.fromkeys(("probe", "intercepting", "shards"))
-        return {**self.__dict__, **left, "_running": [], "layouts": {}, "looks": []}
+        left: dict[str, Any] = dict.fromkeys(("probe", "intercepting", "shards"))
+        left = {**left, "_running": [], "layouts": {}, "looks": [], "paused": False}
+        return {**self.__dict__, **left}
 
     @property
     def outermost(self) -> Entered | None:
@@ -155,10 +157,9 @@ class Calls:
             self.end(called)
 
     def _returned_by(self, called: Entered, out: Any) -> Any:
-        recording = called.forward is not None and called.forward.recording
-        return self.returned(called, out) if recording else out
+        return out if called.forward is None or self.paused else self.returned(called, out)
 
-    def reached(self, path: Hashable | None, recording: bool) -> Entered | None:
+    def reached(self, path: Hashable | None) -> Entered | None:
         """The call that a private layer belongs to, with its Forward; None if it is called by itself.
 
         Raises:
@@ -174,7 +175,7 @@ class Calls:
                 given = called.args, called.kwargs
                 size = layout.batch_size(*given, begins=True)
                 long = layout.lengths(*given) if layout.folds else None
-                called.forward = Forward(size, recording, layout=layout, lengths=long, inputs=given)
+                called.forward = Forward(size, layout=layout, lengths=long, inputs=given)
             except Trains:
                 called.drives = layout.drives = True
                 called = self.outermost

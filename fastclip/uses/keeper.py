@@ -27,6 +27,10 @@ class Keeper(Protocol):
     plan_log: PlanLog
 
     @property
+    def paused(self) -> bool:
+        """What runs now contributes nothing."""
+
+    @property
     def last_input(self) -> LastInput:
         """What is known of the input that the running pass has met last."""
 

@@ -77,6 +77,7 @@ class UseCall:
         self.versions = {n: target.value._version for n, target in targets.items()}
         self.shares_memory = False
         """The output is in the memory of a private operand, which must stay as it is."""
+        self.paused = interceptor.keeper.paused
         self.number = 0
         """By which the routing knows the output."""
         self.number_of_output = 0
@@ -147,7 +148,8 @@ class Tap(Function):
         nothing = (None,) * ctx.edges
         if g is None:
             return None, None, *nothing
-        known = call.interceptor.keeper.names if call.forward.recording else ()
+        keeper = call.interceptor.keeper
+        known = () if call.paused or keeper.paused else keeper.names
         wanted = set(compress(call.parameters, taking_part(ctx, call.parameters, known)))
         if wanted:
             operands = dict(zip(call.saved, saved(ctx), strict=True))
