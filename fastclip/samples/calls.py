@@ -22,6 +22,7 @@ from fastclip.samples.outlets import guarded
 from fastclip.samples.place import called as called_by
 from fastclip.samples.probe_state import Trains, no_training
 from fastclip.samples.probing import Probe, Runs
+from fastclip.samples.special import untried
 from fastclip.samples.spread import check_look, check_moves
 from fastclip.samples.taken import MOST_ROWS
 from fastclip.samples.watch import Look
@@ -105,11 +106,13 @@ class Calls:
         self._running: list[Entered] = []
         self.looks: list[Look] = []
         """What the calls cost that were looked at."""
+        self.trusted: list[str] = []
+        """What is taken on faith of rows of which the model takes none, in words."""
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, which may be pickled, learns its layouts anew: they name places in running code."""
         left: dict[str, Any] = dict.fromkeys(("probe", "intercepting", "shards"))
-        left = {**left, "_running": [], "layouts": {}, "looks": [], "paused": False}
+        left = {**left, "_running": [], "layouts": {}, "looks": [], "trusted": [], "paused": False}
         return {**self.__dict__, **left}
 
     @property
@@ -293,6 +296,7 @@ class Calls:
         with nullcontext() if called.name == FORWARD else no_training():
             learn(layout, run, path)
         check_moves(self.shards, called.model, layout.returns)
+        self.trusted[:] = untried(self.layouts)
         self.looks.append(Look(called.name, run.passes, time.perf_counter() - begun))
         # in a branch that has not run yet: when it does, it is looked at
         unmet = (
