@@ -58,6 +58,7 @@ def _alive(parts: dict[str, weakref.ref]) -> list[str]:
     return [name for name, part in parts.items() if part() is not None]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options",
     [

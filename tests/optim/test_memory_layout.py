@@ -123,6 +123,7 @@ def _train(name: str, layout: Any, mode: str, dtype: torch.dtype, **options: Any
     return model
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_all_rules(name: str, layout: str) -> None:
@@ -134,6 +135,7 @@ def test_all_rules(name: str, layout: str) -> None:
             assert relative_error(p.detach(), q.detach()) <= 1e-12
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_half_precision(name: str) -> None:
     """Sums of half-precision parameters are float32, and their gradients are rounded last."""
