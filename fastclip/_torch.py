@@ -197,6 +197,10 @@ def parametrizations_apart() -> Iterator[None]:
         parametrize._cache = kept
 
 
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+"""torch.export traces; never before torch 2.7."""
+
+
 def can_compile() -> bool:
     """Whether anything has been compiled, or can have been: dynamo is imported."""
     return "torch._dynamo" in sys.modules

@@ -210,8 +210,12 @@ class FastPrivacyEngine(SteppingEngine):
         releases = Releases(design, draws, lambda: self.accountant, ranks)
         batch.accumulation_allowed, batch.draws = not poisson_sampling, draws
         private.account_with(releases)
-        self._runs = [run for run in self._runs if not run.keeper.batch.retired]
-        self._runs.append(Run(module.keeper, private, releases, loader))
+        # what was released of a model that is gone without cleanup() is still part of the claim
+        self._runs = [
+            run for run in self._runs
+            if run.keeper is not None or (run.releases.steps and not run.batch.retired)
+        ]  # fmt: skip
+        self._runs.append(Run.of(module.keeper, releases, loader))
         made = module, private, criterion, loader
         return made if grad_sample_mode == "ghost" else (module, private, loader)
 
@@ -265,7 +269,7 @@ class FastPrivacyEngine(SteppingEngine):
         made = self.make_private(
             data_loader=data_loader, noise_multiplier=noise_multiplier, clipping=clipping, **rest
         )
-        if self._runs and made[1] is self._runs[-1].optimizer:
+        if isinstance(made[1], FastDPOptimizer):
             self._runs[-1].epochs, self._runs[-1].delta = epochs, target_delta
         return made
 

@@ -29,7 +29,6 @@ from fastclip.model.validation import check_inner_step, check_module, check_opti
 from fastclip.parallel.processes import check_set_up
 from fastclip.parallel.shards import check_whole
 from fastclip.planner.report import PlanRow
-from fastclip.samples.special import untried
 from fastclip.uses.replay import ReplayUse
 
 _BROADCAST = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
@@ -223,7 +222,7 @@ def _look(
     except Exception as error:
         refused.append(str(error))
     plan = keeper.plan_log.plan(keeper.calls.looks)
-    return plan.rows, (*plan.looks, *untried(keeper.calls.layouts)), tuple(refused)
+    return plan.rows, (*plan.looks, *keeper.calls.trusted), tuple(refused)
 
 
 def _traps(setup: Setup, owned: set[nn.Parameter]) -> Iterator[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 
 from fastclip.accounting.history import epsilon
 from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.backward.clipping_state import ClippingState
+from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.checks import between, positive
 from fastclip.data.design import SamplingDesign
 from fastclip.data.recorded import Releases, planned_history
@@ -22,10 +24,8 @@ from fastclip.errors import ArgumentError, StepError, say
 from fastclip.explanation import Explanation, Setup, explain
 from fastclip.mechanism import Mechanism, neighbours, trusted
 from fastclip.optim.opacus_modes import OpacusModes
-from fastclip.optim.optimizer import FastDPOptimizer
 from fastclip.parallel.ranks import Ranks
-from fastclip.planner.report import Plan
-from fastclip.samples.special import untried
+from fastclip.planner.report import Plan, PlanLog
 
 _NOISE, _ROWS, _BITS, _TAILS = (
     "noise of the gradients and of counts", "which rows are drawn",
@@ -37,37 +37,49 @@ _NOISE, _ROWS, _BITS, _TAILS = (
 
 @dataclass
 class Run:
-    """One model that was made private."""
+    """What is told of one model that was made private, also when it is gone: it is not kept."""
 
-    keeper: BookKeeper
-    optimizer: FastDPOptimizer
+    design: SamplingDesign
+    """How its rows are drawn."""
     releases: Releases
-    loader: InitVar[DataLoader]
-    """Not kept: it holds the rows."""
+    clipping: ClippingState
+    batch: LogicalBatch
+    plan_log: PlanLog
+    looks: Sequence[object]
+    trusted: Sequence[str]
+    """Of the calls of its book-keeper, which these belong to."""
+    held: ref[BookKeeper]
+    loader: ref[DataLoader]
     epochs: float | None = None
     """Passes that its noise was found for."""
     delta: float | None = None
     """Of the budget that its noise was found for."""
-    _loader: ref[DataLoader] = field(init=False)
 
-    def __post_init__(self, loader: DataLoader) -> None:
-        self._loader = ref(loader)
+    @classmethod
+    def of(cls, keeper: BookKeeper, releases: Releases, loader: DataLoader) -> Run:
+        """Of a model that has just been made private."""
+        calls = keeper.calls
+        return cls(
+            releases.design, releases, keeper.clipping, keeper.batch, keeper.plan_log, calls.looks,
+            calls.trusted, ref(keeper), ref(loader),
+        )  # fmt: skip
 
     @property
-    def design(self) -> SamplingDesign:
-        """How its rows are drawn."""
-        return self.releases.design
+    def keeper(self) -> BookKeeper | None:
+        """The book-keeper, while anybody has the model or its optimizer, and it is private."""
+        keeper = self.held()
+        return None if keeper is None or self.batch.retired else keeper
 
     def sensitivity(self) -> float:
         """At which the next step's noise is scaled; of the last, where that is not paid for yet."""
-        state = self.keeper.clipping
-        ahead = state.next if self.keeper.batch.fresh else state.current
+        state = self.clipping
+        ahead = state.next if self.batch.fresh else state.current
         same_step = state.strategy.threshold.same_step
         return float(state.strategy.sensitivity(state.paid if same_step else ahead))
 
     def secured(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What is kept from those who could foresee or repeat it, and what is not, as it runs now."""
-        source, loader = self.optimizer.noise_source, self._loader()
+        source, loader = self.clipping.noise, self.loader()
         rows = self.design.secure if loader is None else draws_securely(loader)
         kept = {_NOISE: source.secure, _ROWS: rows, _BITS: source.guarded, _TAILS: source.secure}
         return tuple(t for t in kept if kept[t]), tuple(t for t in kept if not kept[t])
@@ -109,8 +121,7 @@ class InspectedEngine(OpacusModes):
         Raises:
             StepError: before make_private.
         """
-        self._require_keepers()
-        return self._runs[-1].design
+        return self._last_run().design
 
     def plan_sampling(
         self, data_loader: DataLoader, *, poisson_sampling: bool = True, **sampling: Any
@@ -141,8 +152,7 @@ class InspectedEngine(OpacusModes):
         Raises:
             StepError: before make_private. ArgumentError: for a rate or delta out of range.
         """
-        self._require_keepers()
-        entries = self._runs[-1].releases.at_rate(self.accountant.history, rate)
+        entries = self._last_run().releases.at_rate(self.accountant.history, rate)
         return epsilon(entries, delta, self.accountant.mechanism())
 
     def plan(self) -> Plan:
@@ -150,8 +160,8 @@ class InspectedEngine(OpacusModes):
 
         Shapes and methods are those of the last backward pass of the last model made private.
         """
-        keeper = self._require_keepers()[-1]
-        return keeper.plan_log.plan(keeper.calls.looks)
+        run = self._last_run()
+        return run.plan_log.plan(run.looks)
 
     def explain(
         self, *, module: nn.Module, optimizer: torch.optim.Optimizer | None = None,
@@ -198,9 +208,8 @@ class InspectedEngine(OpacusModes):
         Raises:
             StepError: before make_private. ArgumentError: for a delta or number of epochs out of range.
         """
-        self._require_keepers()
-        run = self._runs[-1]
-        design, state, accountant = run.design, run.keeper.clipping, self.accountant.mechanism()
+        run = self._last_run()
+        design, state, accountant = run.design, run.clipping, self.accountant.mechanism()
         delta = run.delta if delta is None else between("delta", delta, 0, 1)
         epochs = run.epochs if epochs is None else positive("epochs", epochs)
         schedule, planned, (secure, insecure) = state.strategy.noise, [], run.secured()
@@ -213,13 +222,13 @@ class InspectedEngine(OpacusModes):
             public_size=design.public, units=None if hidden else design.units or None,
             expected_batch_size=design.expected_batch_size, max_batch_size=design.max_batch_size,
             max_rows_per_unit=design.max_rows_per_unit, clipping=state.strategy.kind,
-            sensitivity=run.sensitivity(), noise=run.optimizer.noise_levels,
+            sensitivity=run.sensitivity(), noise=state.levels,
             schedule=str(schedule), taken=tuple(self.accountant.history), planned=tuple(planned),
             accountant=accountant, delta=delta,
             epsilon=None if delta is None else self.get_epsilon(delta),
             planned_epsilon=epsilon(planned, delta, accountant) if delta and planned else None,
             secure=secure, insecure=insecure,
-            trusted=(*trusted(design, hidden), *untried(run.keeper.calls.layouts)),
+            trusted=(*trusted(design, hidden), *run.trusted),
         )  # fmt: skip
 
     def set_groups(self, ids: Tensor, module: nn.Module | None = None) -> None:
@@ -237,7 +246,7 @@ class InspectedEngine(OpacusModes):
         Raises:
             ArgumentError, ArgumentTypeError: for other values, shapes or types, or no such model.
         """
-        live = [keeper for keeper in self._require_keepers() if not keeper.batch.retired]
+        live = self._keepers()
         if module is not None:
             live = [keeper for keeper in live if keeper is getattr(module, "keeper", None)]
         if len(live) != 1:
@@ -249,20 +258,16 @@ class InspectedEngine(OpacusModes):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Forward passes made inside contribute nothing, however often they are differentiated.
+        """What runs inside contributes nothing: forward passes, wherever they are differentiated, and
+        backward passes. Holds for the models of this engine, their methods and their parts.
 
         For adversarial inputs, saliency maps and the like: gradients of the inputs are exact, the
         parameters receive none.
         """
-        keepers = list(self._require_keepers())
-        before = [keeper.paused for keeper in keepers]
-        for keeper in keepers:
-            keeper.paused = True
-        try:
+        with ExitStack() as stack:
+            for keeper in self._keepers():
+                stack.enter_context(keeper.pause())
             yield
-        finally:
-            for keeper, paused in zip(keepers, before, strict=True):
-                keeper.paused = paused
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the ledger, and no model, rows or rates: what was released goes on elsewhere."""
@@ -270,15 +275,19 @@ class InspectedEngine(OpacusModes):
 
     @property
     def _ranks(self) -> Ranks | None:
-        return self._runs[-1].keeper.clipping.ranks if self._runs else None
+        return self._runs[-1].clipping.ranks if self._runs else None
 
-    def _require_keepers(self) -> list[BookKeeper]:
-        keepers = [run.keeper for run in self._runs]
-        if not keepers and self._by_opacus:
+    def _last_run(self) -> Run:
+        if not self._runs and self._by_opacus:
             raise StepError(
                 "this is told of models in the fast mode, and those of this engine are private in one "
                 "of Opacus' modes: omit grad_sample_mode; get_epsilon counts their steps, too"
             )
-        if not keepers:
+        if not self._runs:
             raise StepError("call make_private first (in the fast mode): there is no model yet")
-        return keepers
+        return self._runs[-1]
+
+    def _keepers(self) -> list[BookKeeper]:
+        """Of the models that are private, and in use."""
+        self._last_run()
+        return [keeper for run in self._runs if (keeper := run.keeper) is not None]

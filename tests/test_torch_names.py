@@ -348,6 +348,18 @@ def test_what_was_asked_of_a_compiled_module(fullgraph: bool) -> None:
     assert _torch.is_one_graph(compiled) is fullgraph
 
 
+def test_export_is_told() -> None:
+    """A branch on it is taken while a program is traced, and not otherwise."""
+
+    class Branch(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1 if _torch.is_exporting() else x
+
+    x = torch.zeros(2)
+    assert torch.equal(torch.export.export(Branch(), (x,)).module()(x), x + 1)
+    assert torch.equal(Branch()(x), x)
+
+
 def test_no_ddp_runs() -> None:
     assert _torch.running_ddp() is None
     assert hasattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module")

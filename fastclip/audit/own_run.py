@@ -219,7 +219,9 @@ class OwnRun:
             )
         inside = self._inside.numpy()
         neighbours = neighbours_of(engine, self._watch, self._coins)
-        self._scored.check(given, [run.keeper.names for run in engine._runs])
+        self._scored.check(
+            given, [run.keeper.names for run in engine._runs if run.keeper is not None]
+        )
         looked_at = self._announced.check(given, delta, significance, reports)
         auditor = CanaryScoreAuditor.of_run(given, inside)
         report = Report(

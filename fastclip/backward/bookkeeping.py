@@ -36,6 +36,7 @@ from fastclip.planner.report import PlanLog
 from fastclip.samples.calls import Calls, Forward
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.row_orders import RowOrders
+from fastclip.uses.checkpoints import followed_checkpoints
 from fastclip.uses.interceptor import Interceptor
 from fastclip.uses.tap import Target
 
@@ -68,12 +69,35 @@ class BookKeeper:
         self.monitor, self.row_orders = guards.NonFiniteMonitor(), RowOrders()
         self.caught: Callable[[BackwardPass, float], None] | None = None
         """Takes a pass that is rehearsed or captured, with its factor: it contributes nothing."""
-        self.depth, self.forward, self.paused = 0, Forward(None), False
+        self.depth, self.forward = 0, Forward(None)
         self.per_sample_norms: Tensor | None = None
         self.batch_norms: list[tuple[str, nn.Module]] = []
         self._shared: set[nn.Parameter] = set()
         self._pass: BackwardPass | None = None
         self.interceptor = Interceptor(self)
+
+    @property
+    def paused(self) -> bool:
+        """What runs now contributes nothing, whether in its forward pass or in its backward pass.
+
+        Each private layer and use remembers the answer of its forward pass, and asks again in its
+        backward pass; a pass is opened under the same condition.
+        """
+        return self.calls.paused
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside the model is paused; parts that are called by themselves leave nothing behind."""
+        before = self.paused, self.forward
+        self.calls.paused = True
+        if not self.depth:
+            self.forward = Forward(None)
+        try:
+            # A reentrant checkpoint runs its part again later, which may be outside.
+            with followed_checkpoints():
+                yield
+        finally:
+            self.calls.paused, self.forward = before
 
     # Forward
 
@@ -85,7 +109,7 @@ class BookKeeper:
         self.drop_stale()
         previous, depth, recompute = self.forward, self.depth, self._recomputing()
         if not depth:
-            self.forward = recompute or Forward(batch_size, not self.paused, layout=layout)
+            self.forward = recompute or Forward(batch_size, layout=layout)
         self.depth, entered = depth + 1, self.forward
         try:
             yield entered
@@ -109,11 +133,11 @@ class BookKeeper:
             return recompute, False
         if self.calls.outermost is not None and self.calls.outermost.forward is None:
             self.drop_stale()
-        called = self.calls.reached(path, not self.paused)
+        called = self.calls.reached(path)
         if called is None or called.forward is None:  # by itself: its input's rows are the samples
             if self.forward.finished or self.forward.batch_size is not None:
                 self.drop_stale()
-                self.forward = Forward(None, not self.paused)
+                self.forward = Forward(None)
             return self.forward, True
         return called.forward, True
 
@@ -168,6 +192,8 @@ class BookKeeper:
 
     def open_pass(self, forward: Forward, gradient: Tensor | None = None) -> None:
         """Hook on the model's output: the gradient has reached it."""
+        if self.paused:
+            return
         task = current_task()
         if self._pass is None or self._pass.task != task:
             check_processes(self.clipping.ranks)
@@ -183,7 +209,7 @@ class BookKeeper:
         """A layer or use past the model's own forward gives `out`, whose gradient opens the pass."""
         self.check_unchanged()
         guards.arm(self)
-        if forward.recording and out.requires_grad:
+        if not self.paused and out.requires_grad:
             out.register_hook(partial(self.open_pass, forward))
 
     @property

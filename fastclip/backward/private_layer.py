@@ -32,6 +32,7 @@ class Call:
         self.handle, self.module, self.forward = handle, module, forward
         self.place, self.extra, self.parameters = place, extra, parameters
         self.row_order = forward.row_order
+        self.paused = handle.keeper.paused
 
 
 @private_function
@@ -99,9 +100,9 @@ def _kinds(saved: Any) -> str:
 
 def _wanted(ctx: Any, call: Call) -> dict[str, nn.Parameter]:
     """The parameters whose contribution this backward pass wants, by name."""
-    if not call.forward.recording:
-        return {}
     keeper, parameters = call.handle.keeper, call.parameters
+    if call.paused or keeper.paused:
+        return {}
     wanted = taking_part(ctx, parameters.values(), keeper.names)
     found = dict(compress(parameters.items(), wanted))
     keeper.check_hooks(found.values())

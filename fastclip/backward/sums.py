@@ -72,6 +72,7 @@ class ClippedSums(SumsOfOne):
             # A part of a larger buffer would change its version together with the other parts.
             own = base_of(clipped) is None or clipped.untyped_storage().nbytes() == clipped.nbytes
             total = ops.shaped(clipped if own else clipped.clone(), *parameter.shape)
+            total = ops.laid_out_as(total, parameter)
             shown: Tensor = total.as_subclass(ShownSum)
         else:
             total.add_(ops.shaped(clipped, *parameter.shape))

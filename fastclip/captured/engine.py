@@ -54,9 +54,7 @@ class SteppingEngine(InspectedEngine):
                 "spread, whose passes all ranks make together; call model, loss and backward() yourself"
             )
         own: set[Any] = set(model.parameters())
-        found = [
-            run.keeper for run in self._runs if not run.keeper.batch.retired and run.keeper.names
-        ]
+        found = [run.keeper for run in self._runs if run.keeper is not None and run.keeper.names]
         found = [keeper for keeper in found if own.issuperset(keeper.names)]
         if len(found) != 1:
             raise ArgumentError(

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fastclip._torch import disable_dynamo
+from fastclip._torch import disable_dynamo, is_exporting
 from fastclip.errors import GraphError
-from fastclip.model.following import follow
+from fastclip.model.following import exported_as_it_was, follow
 
 if TYPE_CHECKING:
     from fastclip.backward.bookkeeping import BookKeeper
@@ -52,8 +52,13 @@ class Method:
     def _plain(self) -> MethodType:
         return MethodType(getattr(type(self.model), self.name), self.model)
 
-    @functools.partial(disable_dynamo, recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_exporting():
+            return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    @functools.partial(disable_dynamo, recursive=False)
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         plain = self._plain
         lightnings = plain.__func__.__module__.startswith(_LIGHTNING)
         if lightnings and self.name == "all_gather":
@@ -106,6 +111,7 @@ def detach(module: nn.Module) -> None:
         module.__dict__.pop("forward", None)
 
 
+@exported_as_it_was
 @functools.partial(disable_dynamo, recursive=False)
 def _part_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     path, keeper = self.__dict__[_PART]

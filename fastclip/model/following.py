@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fastclip._torch import disable_dynamo
+from fastclip._torch import disable_dynamo, is_exporting
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.errors import BatchSizeError, where
 from fastclip.samples.calls import Forward
@@ -49,6 +50,21 @@ def follow(
     finally:
         _, routing = forward.inside.pop()
     return left(path, forward, routing, out)
+
+
+def exported_as_it_was(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of the forward of an intercepted module: torch.export finds the one of its class.
+
+    What is exported is a program that is not private: no gradient comes back from it to the engine.
+    """
+
+    @functools.wraps(forward)
+    def either(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_exporting():
+            return type(self).forward(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    return either
 
 
 @disable_dynamo

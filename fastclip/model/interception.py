@@ -23,7 +23,7 @@ from fastclip.backward.guards import check_plain
 from fastclip.backward.private_layer import Call, PrivateLayer
 from fastclip.errors import StepError, UnsupportedLayerError, where
 from fastclip.layers import LayerRule
-from fastclip.model.following import eagerly, follow
+from fastclip.model.following import eagerly, exported_as_it_was, follow
 from fastclip.samples.place import Place
 from fastclip.uses.arguments import leaves_of
 from fastclip.uses.proxy import Derived, is_private
@@ -163,6 +163,7 @@ class _Bound:
         return scope.run(handle, module, inner, args, kwargs)
 
 
+@exported_as_it_was
 @disable_dynamo
 def private_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of every intercepted module; torch.compile breaks its graph around it."""
@@ -170,6 +171,7 @@ def private_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return handle.call(self, args, kwargs)
 
 
+@exported_as_it_was
 @partial(disable_dynamo, recursive=False)
 def private_root_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a root that only opens the pass: its own code may be compiled.

@@ -87,7 +87,7 @@ class RootScope:
             return RootCall(args, kwargs)
         outermost = not keeper.depth and torch.is_grad_enabled()
         if outermost and current_task() != -1:
-            if not keeper.running:
+            if not keeper.running and not keeper.paused:
                 raise GraphError(
                     "the whole private model is recomputed inside a backward pass of its own "
                     "(checkpoint(model, ..., use_reentrant=True)); use use_reentrant=False, or "
@@ -159,7 +159,7 @@ class RootCall:
         """The model's output, whose gradient opens the backward pass."""
         if self._routing is not None:
             out = left("", self._forward, self._routing, out)
-        if self._keeper is not None and self._called is not None and self._forward.recording:
+        if self._keeper is not None and self._called is not None and not self._keeper.paused:
             hook = partial(self._keeper.open_pass, self._forward)
             for tensor in tensors_of(out):
                 if tensor.grad_fn is not None:

@@ -114,7 +114,8 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
 
 
 def check_inner_step(optimizer: Any) -> None:
-    """Refuse what is no optimizer, and one whose step cannot be taken from one noisy gradient.
+    """Refuse what is no optimizer, one that trains nothing, and one whose step takes other gradients
+    than one that is noisy.
 
     Raises:
         ArgumentError, ArgumentTypeError: naming what it asks for, and the way out.
@@ -153,6 +154,13 @@ def check_inner_step(optimizer: Any) -> None:
             f"{kind.__name__}.step expects {asked}: it computes the loss again within a step, as often "
             "as it likes, but a private step releases one noisy gradient; use an optimizer whose "
             "step() takes one gradient, such as SGD or Adam"
+        )
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(p.requires_grad for p in held):
+        raise ArgumentError(
+            f"nothing is trained: all {len(held)} parameters of the optimizer are frozen "
+            "(requires_grad=False), and what is frozen at make_private stays frozen. Call "
+            "requires_grad_(True) on the parameters to train before make_private."
         )
 
 

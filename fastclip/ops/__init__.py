@@ -68,6 +68,7 @@ from fastclip.ops.norm_backward import (
 from fastclip.ops.norm_forward import channels_last, group_norm
 from fastclip.ops.numerics import (
     drop_zeroed,
+    laid_out_as,
     looked_at,
     row_norm_sq,
     samples_at_once,
@@ -133,6 +134,7 @@ __all__ = [
     "kept_sum",
     "kept_sums",
     "kernel_rows",
+    "laid_out_as",
     "layer_norm_backward",
     "layer_norm_grads",
     "looked_at",

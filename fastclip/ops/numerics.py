@@ -50,6 +50,22 @@ def shaped(x: Tensor, *shape: int) -> Tensor:
     return x if x.shape == shape else x.reshape(shape)
 
 
+def laid_out_as(x: Tensor, parameter: Tensor) -> Tensor:
+    """`x` with the strides of a parameter of its shape, as autograd lays out gradients.
+
+    Fused optimizers walk through the memory of a parameter and of its gradient side by side. Of a
+    parameter whose elements share memory, or leave gaps in it, autograd's gradient is dense, and so is
+    this.
+
+    Returns:
+        `x` itself where it has these strides.
+    """
+    if x.stride() == parameter.stride():
+        return x
+    out = torch.empty_like(parameter.detach(), dtype=x.dtype, device=x.device)
+    return out.copy_(x)
+
+
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Unit roundoff u of the accumulation type of `dtype`."""
     return torch.finfo(accumulation_dtype(dtype)).eps / 2

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fastclip import ops
 from fastclip.backward.batch_states import State
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.guards import OPACUS_MARK
@@ -82,6 +83,12 @@ def is_open(optimizer: Optimizer) -> bool:
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """All parameters of an optimizer, frozen ones included."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def release_to(parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor]) -> None:
+    """Let the inner optimizer find these released gradients, each in its parameter's memory layout."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = ops.laid_out_as(gradient, parameter)
 
 
 def keep_only(optimizer: Optimizer, released: Iterable[nn.Parameter]) -> None:

@@ -28,6 +28,7 @@ from fastclip import ops
 from fastclip._torch import check_unprocessed, mark_processed
 from fastclip.accounting.shares import remaining
 from fastclip.errors import ArgumentError
+from fastclip.optim.inner_step import release_to
 from fastclip.optim.opacus_step import OpacusStep
 from fastclip.optim.sharded import ShardedOptimizer
 
@@ -63,8 +64,7 @@ class _Clip(OpacusStep):
         sums = self._use_up()
         self._record()
         gradients = ops.noise_finalize(sums, self.params, self._noise_std(), 1.0, self._source)
-        for p, gradient in zip(self.params, gradients, strict=True):
-            p.grad = gradient
+        release_to(self.params, gradients)
 
     def _use_up(self) -> list[Tensor | None]:
         """The sums, which serve one real step. They are marked first: an interrupted one counts."""
@@ -99,8 +99,7 @@ class _FirstRank(DPOptimizer):
             return
         sums = self._use_up()  # type: ignore[attr-defined]
         self._record()  # type: ignore[attr-defined]
-        for p, total in zip(self.params, sums, strict=True):
-            p.grad = total.to(p.dtype).view_as(p)
+        release_to(self.params, [x.to(p.dtype) for x, p in zip(sums, self.params, strict=True)])
 
 
 class MaterialisedDPOptimizer(_Clip):

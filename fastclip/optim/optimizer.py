@@ -17,7 +17,7 @@ from fastclip.backward.guards import check_alone
 from fastclip.clipping.policy import split_refused
 from fastclip.errors import ArgumentError, StepError
 from fastclip.noise import NoiseSource
-from fastclip.optim.inner_step import gate_of, keep_only
+from fastclip.optim.inner_step import gate_of, keep_only, release_to
 from fastclip.optim.noise import OwnsNoise
 from fastclip.optim.release import check_alike, copied, noisy_gradients
 from fastclip.optim.step_hooks import KeepsAccount
@@ -197,8 +197,7 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         divisor = self._divisor(batches)
         gradients = noisy_gradients(self.keeper, parameters, batches, divisor, self._record)
         keep_only(self, ())
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+        release_to(parameters, gradients)
 
     def scale_grad(self) -> None:
         """Nothing to do: `add_noise` divides, in the same pass over the gradients."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -89,13 +90,14 @@ def agree_to_train(
     Args:
         optimizer: the inner one. names: of the trained parameters.
     """
-    ranks.followed["a digest of the optimizer's settings (lr, ...)"] = partial(_settings, optimizer)
-    spread = isinstance(ranks.wrapper, FSDPModule)
-    replicated = () if spread else ranks.wrapper.parameters()
+    wrapper, settings_of = ranks.wrapper, partial(_settings, ref(optimizer))
+    assert wrapper is not None
+    ranks.followed["a digest of the optimizer's settings (lr, ...)"] = settings_of
+    replicated = () if isinstance(wrapper, FSDPModule) else wrapper.parameters()
     ranks.agree(
         {
             "trained parameters": [(n, tuple(p.shape), str(p.dtype)) for p, n in names.items()],
-            "weights": digest([*replicated, *ranks.wrapper.buffers()]),
+            "weights": digest([*replicated, *wrapper.buffers()]),
             **settings,
         }
     )
@@ -118,8 +120,10 @@ def _noise_std(state: ClippingState) -> float | Tensor:
     return noise * sensitivity
 
 
-def _settings(optimizer: Any) -> float:
+def _settings(held: ref[Any]) -> float:
     """A number that tells an optimizer's settings from others; tensors among them are not read."""
+    optimizer = held()
+    assert optimizer is not None, "somebody steps with it"
     told = [
         (name, value)
         for group in optimizer.param_groups

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from fastclip.errors import StepError
+from fastclip.optim.inner_step import release_to
 from fastclip.optim.opacus_step import OpacusStep
 from fastclip.parallel.ranks import Ranks
 
@@ -89,7 +90,7 @@ class ShardedOptimizer(OpacusStep, FSDPOptimizerFastGradientClipping):
                 total = self.grad_state[p]["summed_grad"]
                 whole = torch.empty(p.grad.shape, dtype=p.grad.dtype, device=p.grad.device)
                 noise = self._source.draw(whole, self._noise_std() * share)
-                p.grad = (total if noise is None else total + noise).view_as(p)
+                release_to([p], [total if noise is None else total + noise])
 
     def scale_grad(self) -> None:
         """The mean over ranks of the noisy sums becomes their sum, or the mean over the batch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, distributed, nn
@@ -38,7 +38,7 @@ class Ranks:
     """
 
     def __init__(self, wrapper: nn.Module, group: Any, *, follows: bool = True) -> None:
-        self.wrapper, self._group = wrapper, group
+        self._wrapper, self._group = ref(wrapper), group
         self.number, self.count = distributed.get_rank(group), distributed.get_world_size(group)
         spread = isinstance(wrapper, FSDPModule)  # whose own exchanges must meet none of these
         self._host = _of_the_host(group, another=spread)
@@ -50,6 +50,11 @@ class Ranks:
         self._draws = _of_the_host(group, another=True) if self.shards else None
         """The same; its exchanges happen while a loader draws, ahead of others."""
         self._sources: WeakKeyDictionary[NoiseSource, SeededNoise] = WeakKeyDictionary()
+
+    @property
+    def wrapper(self) -> nn.Module | None:
+        """What the model came in, as long as somebody has it."""
+        return self._wrapper()
 
     def share(self, rows: Tensor) -> Tensor:
         """Those of them that are this rank's: each is one rank's, and which is public."""

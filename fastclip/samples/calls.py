@@ -22,6 +22,7 @@ from fastclip.samples.outlets import guarded
 from fastclip.samples.place import called as called_by
 from fastclip.samples.probe_state import Trains, no_training
 from fastclip.samples.probing import Probe, Runs
+from fastclip.samples.special import untried
 from fastclip.samples.spread import check_look, check_moves
 from fastclip.samples.taken import MOST_ROWS
 from fastclip.samples.watch import Look
@@ -35,7 +36,6 @@ class Forward:
     """One forward pass of the model; private layers stamp their graph with it."""
 
     batch_size: int | None
-    recording: bool = True
     finished: bool = False
     """A backward pass has taken its contributions; a second one would clip each part alone."""
     layout: BatchLayout | None = None
@@ -99,16 +99,21 @@ class Calls:
         """Lets parameters notice their uses."""
         self.known: set[nn.Parameter] = set()
         """All parameters of the model as it was intercepted."""
+        self.paused = False
+        """What runs now contributes nothing."""
         self.shards: Shards | None = None
         """Where the parameters are spread over ranks."""
         self._running: list[Entered] = []
         self.looks: list[Look] = []
         """What the calls cost that were looked at."""
+        self.trusted: list[str] = []
+        """What is taken on faith of rows of which the model takes none, in words."""
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, which may be pickled, learns its layouts anew: they name places in running code."""
-        left = dict.fromkeys(("probe", "intercepting", "shards"))
-        return {**self.__dict__, **left, "_running": [], "layouts": {}, "looks": []}
+        left: dict[str, Any] = dict.fromkeys(("probe", "intercepting", "shards"))
+        left = {**left, "_running": [], "layouts": {}, "looks": [], "trusted": [], "paused": False}
+        return {**self.__dict__, **left}
 
     @property
     def outermost(self) -> Entered | None:
@@ -155,10 +160,9 @@ class Calls:
             self.end(called)
 
     def _returned_by(self, called: Entered, out: Any) -> Any:
-        recording = called.forward is not None and called.forward.recording
-        return self.returned(called, out) if recording else out
+        return out if called.forward is None or self.paused else self.returned(called, out)
 
-    def reached(self, path: Hashable | None, recording: bool) -> Entered | None:
+    def reached(self, path: Hashable | None) -> Entered | None:
         """The call that a private layer belongs to, with its Forward; None if it is called by itself.
 
         Raises:
@@ -174,7 +178,7 @@ class Calls:
                 given = called.args, called.kwargs
                 size = layout.batch_size(*given, begins=True)
                 long = layout.lengths(*given) if layout.folds else None
-                called.forward = Forward(size, recording, layout=layout, lengths=long, inputs=given)
+                called.forward = Forward(size, layout=layout, lengths=long, inputs=given)
             except Trains:
                 called.drives = layout.drives = True
                 called = self.outermost
@@ -292,6 +296,7 @@ class Calls:
         with nullcontext() if called.name == FORWARD else no_training():
             learn(layout, run, path)
         check_moves(self.shards, called.model, layout.returns)
+        self.trusted[:] = untried(self.layouts)
         self.looks.append(Look(called.name, run.passes, time.perf_counter() - begun))
         # in a branch that has not run yet: when it does, it is looked at
         unmet = (

@@ -75,10 +75,9 @@ class Influence:
         for x, y in zip(one, other, strict=True):
             if x is not None and y is not None and not torch.equal(x.nan_to_num(), y.nan_to_num()):
                 raise BatchSizeError(
-                    f"{called(name)}: two backward passes over the same rows give different gradients, "
-                    "so whose they are cannot be told: a kernel adds up in another order each time; let "
-                    "it keep one order (by its library's switch for deterministic gradients, or by "
-                    "F.scaled_dot_product_attention in the place of another attention)"
+                    f"{called(name)}: two backward passes over the same rows give different gradients: "
+                    "one draws random numbers, or a kernel adds up in another order each time. Draw "
+                    "them in the forward pass, or switch its library to deterministic gradients."
                 )
         raise coupled(called(name))
 

@@ -84,6 +84,14 @@ def state_of(one: Any) -> Any:
     return one.bit_generator.state if hasattr(one, "bit_generator") else one.get_state()
 
 
+def has_moved(one: Any, since: Any) -> bool:
+    """Whether one generator stands elsewhere than `state_of` said."""
+    now = state_of(one)
+    if isinstance(now, torch.Tensor):
+        return not torch.equal(now, since)
+    return bool(_comparable(now) != _comparable(since))
+
+
 def _comparable(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
         return bytes(state.tolist())

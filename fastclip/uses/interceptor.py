@@ -19,6 +19,7 @@ from fastclip.samples.calls import Forward
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.place import Place
 from fastclip.uses.arguments import leaves_of, mapped, outputs
+from fastclip.uses.chance import Chance, is_of_torch
 from fastclip.uses.checkpoints import followed_checkpoints
 from fastclip.uses.composite import opened
 from fastclip.uses.derived import DerivedGraph, check_current, edge_of
@@ -26,7 +27,7 @@ from fastclip.uses.keeper import Keeper
 from fastclip.uses.key import Key, Keys
 from fastclip.uses.probed import probed
 from fastclip.uses.proxy import PrivateParameter, detached, intercepted, is_private
-from fastclip.uses.replay import RANDOM, ReplayUse
+from fastclip.uses.replay import ReplayUse
 from fastclip.uses.rule import Operands, UseRule, in_place, plain_name, rules_of
 from fastclip.uses.tap import Target, UseCall
 
@@ -115,8 +116,12 @@ class Interceptor:
             )
         out_args, out_kwargs = mapped(detached, (args, kwargs))
         before = target.detach().clone() if changes and _may_need(func, kwargs) else None
+        # torch's functions with a rule draw nothing, and are not called again but by that rule
+        known = is_of_torch(func) and rules_of(func)
+        chance = None if known else Chance(func, leaves_of((out_args, out_kwargs)))
         with Native():
             out = func(*out_args, **out_kwargs)
+        drew = chance is not None and chance.drew()
         tensors = [target] if changes else outputs(out)
         tapped: dict[int, Tensor] = {}
         for number, tensor in enumerate(tensors):
@@ -124,6 +129,8 @@ class Interceptor:
             call = self._call(
                 forward, key, func, args, kwargs, private, place, tensor, before, changes, number
             )
+            if chance is not None:
+                call.repeated_with(chance, drew, tensor)
             if place is None:
                 self._follow(layout, forward, key, call)
             result = call.tap(tensor)
@@ -167,11 +174,6 @@ class Interceptor:
         if not targets:
             rule, operands = _REPLAY, _REPLAY.bind(plain_name(func), args, kwargs)
             targets = {n: self._target(v, forward) for n, v in operands.items() if is_private(v)}
-        if rule is _REPLAY and plain_name(func) in RANDOM:
-            raise UnsupportedLayerError(
-                f"{key.label}: {func.__name__} draws random numbers, which cannot be drawn again in "
-                "the backward pass; apply it to the batch alone"
-            )
         call = UseCall(
             self, forward, func, rule, operands, targets, place, changes=changes, label=key.label
         )

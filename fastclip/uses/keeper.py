@@ -25,6 +25,12 @@ class Keeper(Protocol):
     calls: Calls
     planner: Planner
     plan_log: PlanLog
+    caught: Any
+    """Takes a pass that is rehearsed or captured; None while passes contribute."""
+
+    @property
+    def paused(self) -> bool:
+        """What runs now contributes nothing."""
 
     @property
     def last_input(self) -> LastInput:

@@ -2,11 +2,15 @@
 
 Sample i's gradient is what comes back where only its entries of the output's gradient are kept. That
 needs nothing but to know whose these entries are; it costs one backward of the function a sample.
+
+Random numbers are those of the first call: generators are put back to where they stood. A function that
+is not torch's may draw from others, so it is compared: its output with that of the first call, and the
+sum of its samples' gradients with that of the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,28 +23,11 @@ from fastclip.uses.rule import Operands, UseRule
 if TYPE_CHECKING:
     from fastclip.uses.tap import UseBackward
 
+Gradient = Callable[..., Any]
+"""As torch.autograd.grad."""
+
 _MOST_BYTES = 2**26
 """Of the gradients of all samples together; what is larger goes one sample at a time."""
-RANDOM = frozenset(
-    [
-        "dropout",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "alpha_dropout",
-        "feature_alpha_dropout",
-        "bernoulli",
-        "rrelu",
-        "normal",
-        "multinomial",
-        "poisson",
-        "gumbel_softmax",
-        "fractional_max_pool2d",
-        "fractional_max_pool3d",
-        "rand_like",
-    ]
-)
-"""Functions that would draw other numbers when they are called again."""
 
 
 class ReplayUse(UseRule):
@@ -84,17 +71,27 @@ class ReplayUse(UseRule):
 
 
 def _alone(use: UseBackward, wanted: list[str], owner: Tensor, *, clean: bool) -> list[Tensor]:
-    leaves = {name: use[name].detach().requires_grad_() for name in wanted}
-    out = use.replay(leaves, clean=clean)
-    return _each(out, list(leaves.values()), use.g.to(out.dtype), owner, use.batch)
+    leaves = [use[name].detach().requires_grad_() for name in wanted]
+    out = use.replay(dict(zip(wanted, leaves, strict=True)), clean=clean)
+    if not out.requires_grad:  # no derivative (a number drawn with a probability)
+        return [leaf.new_zeros(use.batch, *leaf.shape) for leaf in leaves]
+    g = use.g.to(out.dtype)
+    with use.backwards() as gradient:
+        found = _each(gradient, out, leaves, g, owner, use.batch)
+        if use.is_of_torch:
+            return found
+        whole = gradient(out, leaves, g, retain_graph=True, allow_unused=True)
+    return use.compared(found, whole, None if clean else out)
 
 
-def _each(out: Tensor, leaves: list[Tensor], g: Tensor, owner: Tensor, b: int) -> list[Tensor]:
+def _each(
+    gradient: Gradient, out: Tensor, leaves: list[Tensor], g: Tensor, owner: Tensor, b: int
+) -> list[Tensor]:
     if b * g.numel() * g.element_size() <= _MOST_BYTES:
         samples = torch.arange(b, dtype=owner.dtype, device=owner.device)
         mine = owner[None] == samples.view(b, *[1] * owner.dim())
         try:
-            found = torch.autograd.grad(
+            found = gradient(
                 out, leaves, torch.where(mine, g, 0.0), retain_graph=True, is_grads_batched=True,
                 allow_unused=True,
             )  # fmt: skip
@@ -107,7 +104,7 @@ def _each(out: Tensor, leaves: list[Tensor], g: Tensor, owner: Tensor, b: int) -
     rows = []
     for i in range(b):
         own = torch.where(owner == i, g, 0.0)
-        found = torch.autograd.grad(out, leaves, own, retain_graph=True, allow_unused=True)
+        found = gradient(out, leaves, own, retain_graph=True, allow_unused=True)
         rows.append(
             [torch.zeros_like(x) if f is None else f for x, f in zip(leaves, found, strict=True)]
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -22,6 +22,7 @@ from fastclip.layers.records import Record
 from fastclip.ops.units import UnitRows
 from fastclip.samples.owners import NOBODY
 from fastclip.samples.place import Place
+from fastclip.uses.chance import Chance, is_of_torch, other_numbers
 from fastclip.uses.routing import several
 from fastclip.uses.rule import Operands, UseRule, plain_name
 
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
 
 _SAVE_THEIR_OUTPUT = frozenset({"pow", "rpow", "float_power", "hypot"})
 """Functions whose backward looks at what they returned, which must stay as it is."""
+
+
+_ALIKE, _ALIKE_IN_FLOAT64 = 2e-2, 1e-9
+"""Relative distance of what differs in its rounding alone; float32 may come of half precision."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +82,30 @@ class UseCall:
         self.versions = {n: target.value._version for n, target in targets.items()}
         self.shares_memory = False
         """The output is in the memory of a private operand, which must stay as it is."""
+        self.paused = interceptor.keeper.paused
+        self.chance: Chance | None = None
+        """Where generators stood, if the call has drawn random numbers and will be repeated."""
+        self.shown: Tensor | None = None
+        """What it gave, if more than torch's generators may have decided about that."""
         self.number = 0
         """By which the routing knows the output."""
         self.number_of_output = 0
         self.keeps_output = rule.keeps_output or plain_name(func) in _SAVE_THEIR_OUTPUT
+
+    def repeated_with(self, chance: Chance, drew: bool, out: Tensor) -> None:
+        """The call will be repeated in the backward pass, with the random numbers that it drew.
+
+        Raises:
+            GraphError: the pass is being captured, and a replay of it draws others.
+        """
+        if drew and self.interceptor.keeper.caught is not None:
+            raise GraphError(
+                f"{self.label} draws random numbers, which are not the same ones when a CUDA graph "
+                "repeats it for the samples' gradients. Pass cuda_graph=False."
+            )
+        self.chance = chance if drew else None
+        if not is_of_torch(self.func):
+            self.shown = out.detach().clone() if self.changes else out.detach()
 
     def changed(self, name: str) -> bool:
         """Whether a private operand has been changed in place since the call."""
@@ -105,6 +130,13 @@ def _autocast(device: str) -> Callable[[], AbstractContextManager]:
         return nullcontext
     dtype = torch.get_autocast_dtype(device)
     return partial(torch.autocast, device, dtype=dtype, cache_enabled=False)
+
+
+def _alike(x: Tensor, y: Tensor, size: Tensor) -> Tensor:
+    """Whether these are equal but for the rounding of what has this size, where all are finite."""
+    finite = x.isfinite() & y.isfinite() & size.isfinite()
+    far, most = (torch.where(finite, z, 0).norm() for z in (x - y, size))
+    return far <= most * (_ALIKE if x.dtype != torch.float64 else _ALIKE_IN_FLOAT64)
 
 
 def _finite(x: Tensor) -> Tensor:
@@ -147,7 +179,8 @@ class Tap(Function):
         nothing = (None,) * ctx.edges
         if g is None:
             return None, None, *nothing
-        known = call.interceptor.keeper.names if call.forward.recording else ()
+        keeper = call.interceptor.keeper
+        known = () if call.paused or keeper.paused else keeper.names
         wanted = set(compress(call.parameters, taking_part(ctx, call.parameters, known)))
         if wanted:
             operands = dict(zip(call.saved, saved(ctx), strict=True))
@@ -269,8 +302,59 @@ class UseBackward(Contribution):
             clean: zeros take the place of what is not finite in the other operands.
         """
         others = {n: _finite(x) for n, x in self._saved.items()} if clean else {}
-        with torch.enable_grad(), self._call.autocast():
+        chance, label = self._call.chance, self._call.label
+        same = nullcontext() if chance is None else chance.again(label)
+        with torch.enable_grad(), self._call.autocast(), same:
             return self.called_on({**others, **leaves})
+
+    @property
+    def is_of_torch(self) -> bool:
+        """Nothing but torch's generators, and those among its arguments, decides what it gives."""
+        return is_of_torch(self._call.func)
+
+    @contextmanager
+    def backwards(self) -> Iterator[Callable[..., Any]]:
+        """torch.autograd.grad, in whose every run the function's backward draws the same numbers.
+
+        They are those that its backward pass over the batch will draw.
+        """
+        if self.is_of_torch:  # which draws nothing in backward passes
+            yield torch.autograd.grad
+            return
+        chance = Chance(self._call.func, list(self._saved.values()))
+
+        def gradient(*args: Any, **kwargs: Any) -> Any:
+            chance.put_back()
+            return torch.autograd.grad(*args, **kwargs)
+
+        try:
+            yield gradient
+        finally:
+            chance.put_back()
+
+    def compared(
+        self, found: list[Tensor], whole: Sequence[Tensor | None], out: Tensor | None
+    ) -> list[Tensor]:
+        """The gradients of all samples, if the function did what it did (on an accelerator NaN, if not).
+
+        Args:
+            whole: gradients of the batch. out: what the function gave when it was called again.
+
+        Raises:
+            GraphError: the samples' do not add up to them, or it gave something else at first.
+        """
+        known = [
+            (rows.sum(0), x, rows.abs().sum(0))
+            for rows, x in zip(found, whole, strict=True) if x is not None
+        ]  # fmt: skip
+        if out is not None and self._call.shown is not None:
+            known.append((out.detach(), self._call.shown, self._call.shown.abs()))
+        alike = torch.stack([_alike(*each).to(self.g.device) for each in known]).all()
+        if alike.device.type != "cpu":
+            return [torch.where(alike, x, torch.nan) for x in found]
+        if not bool(alike):
+            raise other_numbers(self._call.label, "values")
+        return found
 
     def called_on(self, values: dict[str, Tensor]) -> Tensor:
         """What the function makes of these values, and of the other operands as they were."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fastclip.errors import ArgumentError
 from tests.oracle import backward, make_private, relative_error, row_loss
 from tests.refusal import refused
 
@@ -60,6 +61,34 @@ def test_frozen_and_thawed() -> None:
         assert first.weight.summed_grad is not None
         assert last.bias.summed_grad is not None
         clear()
+
+
+@pytest.mark.parametrize("mode", ["fast", "ghost", "hooks", "functorch"])
+@pytest.mark.parametrize("trained", [(), (0,)])
+def test_nothing_to_train(trained: tuple[int, ...], mode: str) -> None:
+    """All that the optimizer holds is frozen, whatever else the model trains; nothing is changed."""
+    bare = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).requires_grad_(False)
+    for number in trained:
+        bare[number].requires_grad_(True)
+    held = [*bare[1].parameters()]
+    with refused(r"nothing is trained.*requires_grad_\(True\)", ArgumentError):
+        make_private(bare, optimizer_params=held, grad_sample_mode=mode)
+    assert "forward" not in vars(bare[1])
+    assert "_forward_counter" not in vars(bare[1].weight)
+
+
+def test_all_are_frozen_later() -> None:
+    """Then the model runs as any other, and a step releases nothing."""
+    bare, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double(), torch.randn(4, 3).double()
+    engine, private, optimizer, _ = make_private(copy.deepcopy(bare), noise_multiplier=1.0)
+    private.requires_grad_(False)
+    given = x.clone().requires_grad_()
+    out = private(given)
+    assert torch.equal(out, bare(x))
+    out.sum().backward()
+    optimizer.step()
+    assert torch.equal(private(x), bare(x))
+    assert len(engine.accountant) == 0
 
 
 def test_unfrozen_gradually() -> None:
