@@ -205,7 +205,7 @@ def test_no_false_alarm_in_a_hundred_audits() -> None:
 @pytest.mark.parametrize("setting", NEIGHBOURS, ids=lambda s: s.name)
 def test_neighbours_are_not_told_apart(setting: object) -> None:
     torch.manual_seed(0)
-    found = audit_neighbours(setting, runs=20)  # type: ignore[arg-type]
+    found = audit_neighbours(setting, runs=10)  # type: ignore[arg-type]
     assert not found.refuted
     assert 0.1 < found.claimed < 0.3
 
