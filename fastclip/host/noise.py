@@ -23,15 +23,13 @@ from fastclip.host import secure_noise
 from fastclip.host.alone import is_alone
 from fastclip.host.plain import is_written_to, lies_alike
 from fastclip.memory import loop_threads, pointer
-from fastclip.noise.source import SecureNoise, SeededNoise
+from fastclip.noise.source import SECURE, SEEDED, TORCHS, SecureNoise, SeededNoise
 from fastclip.ops.finalize import add_totals, check_std
 
 LEAST = 2**15
 """Numbers of a thread, and of a draw, of which fewer cost more than they save."""
 _ROW = 16
 """PyTorch makes so many normals of as many words; the rest of a tensor takes another row."""
-_PLAIN, _TORCHS = SeededNoise.normal_, Tensor.normal_
-_SECURE = SecureNoise.normal_
 _SAMPLE = (16, 2**17, 999, 31)
 
 
@@ -42,8 +40,8 @@ def draw_normals(
     """fastclip.ops.finalize.draw_normals, where PyTorch's generator draws enough, or none does."""
     if type(source) is SecureNoise:
         return _draw_securely(outs, std, source, totals, factor)
-    own = type(source) is SeededNoise and getattr(source.normal_, "__func__", None) is _PLAIN
-    own = own and Tensor.normal_ is _TORCHS  # what replaces it is to hear of every draw
+    own = type(source) is SeededNoise and getattr(source.normal_, "__func__", None) is SEEDED
+    own = own and Tensor.normal_ is TORCHS
     if not own or not std >= 0 or sum(map(Tensor.numel, outs)) < LEAST:
         return NotImplemented
     if dispatch_modes() or function_modes() or not is_alone():  # who would not hear of it
@@ -68,7 +66,7 @@ def _draw_securely(
 ) -> None:  # fmt: skip
     """All that lies in memory under one key."""
     check_std(std)
-    plain = getattr(source.normal_, "__func__", None) is _SECURE
+    plain = getattr(source.normal_, "__func__", None) is SECURE
     pairs = zip(outs, totals or [None] * len(outs), strict=True)
     kinds: dict[bool, list[tuple[Tensor, Tensor | None]]] = {True: [], False: []}
     for pair in pairs:

@@ -179,6 +179,11 @@ class SecureNoise(NoiseSource):
         return out
 
 
+SEEDED, SECURE, TORCHS = SeededNoise.normal_, SecureNoise.normal_, Tensor.normal_
+"""Before anyone can have replaced them: whoever does is to hear of every draw, so that faster loops,
+which are imported with the first draw, serve only while these three are in their places."""
+
+
 def refuse_capture(device: torch.device) -> None:
     """Raise StepError while a CUDA graph is captured: it would hold one key, for every replay."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -109,8 +109,10 @@ def test_clopper_pearson_of_scores_that_tell_all() -> None:
         assert found == pytest.approx(math.log((1 - rate - 1e-5) / rate))
 
 
-@pytest.mark.parametrize("name", ["epsilon_one_run", "epsilon_one_run_fdp", "epsilon_from_gdp",
-                                  "epsilon_clopper_pearson"])  # fmt: skip
+@pytest.mark.parametrize("name", [
+    pytest.param("epsilon_one_run", marks=pytest.mark.slow),  # quick: test_own_run_refusals.py
+    "epsilon_one_run_fdp", "epsilon_from_gdp", "epsilon_clopper_pearson",
+])  # fmt: skip
 def test_a_bound_is_rarely_wrong(name: str) -> None:
     """Scores of a mechanism that is exactly mu-GDP: at 5%, of 200 runs at most 21 may exceed epsilon.
 
@@ -129,6 +131,7 @@ def test_a_bound_is_rarely_wrong(name: str) -> None:
     assert np.median(found) > 0.05 * epsilon  # and says something
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["epsilon_clopper_pearson", "epsilon_from_gdp"])
 def test_scores_in_their_order(name: str) -> None:
     """Of sorted scores every second one would tell of those between them, and bounds be chosen by them.
@@ -167,7 +170,7 @@ def test_the_guesses_are_fixed_by_the_number_of_canaries() -> None:
     assert most_of_one_run(31, 0.05, 1e-5) == 0
 
 
-@pytest.mark.parametrize("count", [64, 1000])
+@pytest.mark.parametrize("count", [64, pytest.param(1000, marks=pytest.mark.slow)])
 def test_who_knows_every_coin_proves_the_most(count: int) -> None:
     """Whatever the coins, unless fewer fall on one side than are guessed: one set of coins in 370.
 
@@ -179,6 +182,7 @@ def test_who_knows_every_coin_proves_the_most(count: int) -> None:
     assert sum(bound < max(found) for bound in found) <= 3
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("count", "delta"), [(64, 1e-5), (256, 1e-3), (1000, 1e-5)])
 def test_the_most_is_of_all_guesses_right(count: int, delta: float) -> None:
     """No smaller number of right guesses proves more."""

@@ -42,6 +42,7 @@ def _cut(rng: np.random.Generator, most: int = 1000) -> np.ndarray:
     return np.stack([np.isin(np.arange(5000), rows) for rows in drawn])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["one rate", "several rates", "cut"])
 def test_p_values_of_draws_are_uniform_or_larger(kind: str) -> None:
     rng = np.random.default_rng(0)

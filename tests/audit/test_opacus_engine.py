@@ -9,6 +9,7 @@ from fastclip.audit.mechanism import Setting
 from fastclip.audit.opacus_engine import SETTINGS, audit
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "setting", [s for s in SETTINGS if s.poisson or s.rate == 1], ids=lambda s: s.name
 )
@@ -19,6 +20,7 @@ def test_its_claims(setting: Setting) -> None:
     assert found.bound > 0.5 * found.tight
 
 
+@pytest.mark.slow
 def test_batches_in_the_loaders_order_are_not_drawn() -> None:
     """Every row is in one of five batches, and accounted as if it were drawn at q = 1/5."""
     torch.manual_seed(0)

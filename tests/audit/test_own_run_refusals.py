@@ -63,8 +63,10 @@ def rarely(found: list[bool], rate: float) -> None:
     assert sum(found) <= stats.binom.ppf(1 - 1e-6, len(found), rate)
 
 
-@pytest.mark.parametrize("count", [70, 256, 1000, 1010])
-@pytest.mark.one_in(2)
+LARGE = [pytest.param(count, marks=pytest.mark.slow) for count in (256, 1000, 1010)]
+
+
+@pytest.mark.parametrize("count", [70, *LARGE])
 def test_scores_that_say_nothing_find_nothing(count: int) -> None:
     """Whatever the number of canaries: what breaks ties follows neither the coins nor the count."""
     draw = np.random.default_rng(count)
