@@ -108,7 +108,7 @@ def check_released(optimizer: Any, parameters: list[nn.Parameter], step: Step, t
         assert close(optimizer.noisy_counts, step.counts, EXACT)
 
 
-@pytest.mark.one_in(18)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_run_is_the_papers_loop(name: str, dtype: torch.dtype) -> None:
