@@ -31,6 +31,8 @@ from torch import distributed
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240
 _TICK = 0.02
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+"""Of libraries that start threads while they are imported; a fork has none of them."""
 _save = torch.save
 
 
@@ -82,6 +84,7 @@ def _server() -> Callable[[dict[str, Any]], list[tuple[Any, str]]]:
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.parallel.world"], cwd=ROOT, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={**os.environ, **dict.fromkeys(_THREADS, "1")},
     )  # fmt: skip
     assert process.stdin is not None
     assert process.stdout is not None
@@ -89,7 +92,9 @@ def _server() -> Callable[[dict[str, Any]], list[tuple[Any, str]]]:
 
     def ask(request: dict[str, Any]) -> list[tuple[Any, str]]:
         print(json.dumps(request), file=requests, flush=True)
-        return json.loads(answers.readline())
+        answer = answers.readline()
+        assert answer, "the server of ranks has ended; what it said is in the captured output"
+        return json.loads(answer)
 
     def end() -> None:
         requests.close()
