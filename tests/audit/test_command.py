@@ -36,7 +36,7 @@ def test_only_and_the_other_options_hold_of_every_table(capsys: pytest.CaptureFi
     assert "functorch" not in said
     assert "reused" not in said
     assert said.count("REFUTED") == 1
-    assert said.count("3.815") == 2  # epsilon at delta 1e-4
+    assert said.count("3.804") == said.count("3.815") == 1  # at delta 1e-4; Opacus' PRV adds 0.01
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_another_rate_goes_on_with_new_batches(tmp_path: Path) -> None:
 
 
 def test_skipping_no_data_would_repeat_draws(tmp_path: Path) -> None:
-    with refused("omit either"):
+    with refused("Omit either"):
         trainer(tmp_path, arguments={"ignore_data_skip": True})
     trainer(tmp_path, arguments={"ignore_data_skip": True, "data_seed": None})
 
