@@ -7,7 +7,6 @@ import os
 import random
 import tempfile
 import threading
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from multiprocessing import active_children
@@ -102,8 +101,6 @@ def _process() -> dict[str, object]:
         "gradients": torch.is_grad_enabled(),
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "hidden warnings": [f for f in warnings.filters if f[0] == "ignore" and not f[1]],
-        "warnings are shown by": warnings.showwarning,
     }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine, ops
-from fastclip.data.row_order import _generators_restored
+from fastclip.data.row_order import generators_restored
 from fastclip.data.sampling import PoissonSampler
 from fastclip.errors import StepError
 from fastclip.noise import SeededNoise, forks
@@ -235,7 +235,7 @@ class Elsewhere:
         self._thread.join(60)
 
 
-BLOCKS = [lambda: Generators([]).seeded(1234), _generators_restored, lambda: own_randomness(1234)]
+BLOCKS = [lambda: Generators([]).seeded(1234), generators_restored, lambda: own_randomness(1234)]
 DRAWS = [
     lambda: noise(SeededNoise()),
     lambda: PoissonSampler(num_samples=64, sample_rate=0.5, steps=1).draw(),
