@@ -280,6 +280,7 @@ def tensors_in(value) -> list[torch.Tensor]:
     return [t for v in value for t in tensors_in(v)] if isinstance(value, (list, tuple)) else []
 
 
+@pytest.mark.one_in(2)
 @presets
 def test_checkpoints_hold_nothing_secret(name: str) -> None:
     """No generator, no multiplier, and in the middle of a logical batch no raw count."""

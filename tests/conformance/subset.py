@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-_MODELS = ("ConvNet", "Text", "TiedWeights")
+_MODELS = ("ConvNet", "TiedWeights")
 _LAYERS = ("Conv1d",)
 
 PATTERNS = (

@@ -269,7 +269,7 @@ def test_batches_out_of_order() -> None:
 # The number of steps
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("secure", [False, True])
 @pytest.mark.parametrize("batches", [1, 3, 49, 93, 99, 105, 107])
 def test_a_pass_has_as_many_steps_as_the_loader(batches: int, secure: bool) -> None:

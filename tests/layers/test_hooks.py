@@ -78,6 +78,7 @@ def test_what_a_hook_changes(hook: str, layer: str, dtype: torch.dtype) -> None:
     check_exact(nn.Sequential(nn.Linear(6, 6), module), torch.randn(4, 5, 6), dtype=dtype)
 
 
+@pytest.mark.one_in(2)
 @dtypes
 @layers
 def test_all_hooks_together(layer: str, dtype: torch.dtype) -> None:

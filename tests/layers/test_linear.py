@@ -27,6 +27,7 @@ def test_alone(layer: str, rank: int, loss_reduction: str, dtype: torch.dtype) -
     check_exact(LAYERS[layer](), x, dtype=dtype, loss_reduction=loss_reduction)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rank", SHAPES)
 @pytest.mark.parametrize("layer", LAYERS)

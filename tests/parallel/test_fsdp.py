@@ -30,11 +30,13 @@ def ways(request, tmp_path_factory) -> list[dict[str, Any]]:
     return world.run(request.param, "tests.parallel.training:ways", folder, *KINDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strategies(strategies: list[dict[str, Any]], strategy: str) -> None:
     check_as_one_process([rank[strategy] for rank in strategies], strategy)
 
 
+@pytest.mark.slow
 def test_float32(strategies: list[dict[str, Any]]) -> None:
     check_as_one_process([rank["float32"] for rank in strategies], "flat", torch.float32)
 

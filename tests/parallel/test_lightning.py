@@ -113,6 +113,7 @@ def test_checkpoints(saved: tuple[Path, list[dict[str, Any]]], number: int) -> N
     assert all(rank["history"] == [(0.0, BATCH / N, 12)] for rank in then)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("number", [0, 4])
 def test_on_in_one_process(saved: tuple[Path, list[dict[str, Any]]], number: int) -> None:

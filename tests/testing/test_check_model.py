@@ -189,6 +189,7 @@ def test_models_that_compute_in_float32(make: type) -> None:
 # What is wrong
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("fault", "named"),
     [("one sample's gradient", "1.weight"), ("sum only", "1.weight"), ("norm only", "norms"),

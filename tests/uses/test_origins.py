@@ -125,6 +125,7 @@ def _x(b: int = B) -> Tensor:
     return torch.randn(b, T, D, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("function", DIRECT, ids=lambda f: f.__name__)
 def test_exact_without_the_general_way_back(
     function: Callable, monkeypatch: pytest.MonkeyPatch
