@@ -86,7 +86,9 @@ def test_trains_as_opacus_does(poisson_sampling: bool, loss_reduction: str, phys
 def test_epsilon_is_opacus(accountant: str) -> None:
     _, _, ours = train(FastPrivacyEngine(accountant=accountant))
     _, _, theirs = train(PrivacyEngine(accountant=accountant))
-    said = theirs.get_epsilon(1e-3)  # Opacus' PRV adds its error of 0.01 to an estimate as good as that
+    said = theirs.get_epsilon(
+        1e-3
+    )  # Opacus' PRV adds its error of 0.01 to an estimate as good as that
     assert said - 0.02 * (accountant == "prv") <= ours.get_epsilon(1e-3) * (1 + 1e-6)
     assert 0 < ours.get_epsilon(1e-3) <= said * (1 + 1e-6)
     assert ours.accountant.history == theirs.accountant.history
