@@ -317,7 +317,7 @@ def _one_way(
     rounding = log_delta - math.log(_ROUNDING * float(losses.steps.sum()))
     bulk = math.inf
     if rounding < 0 and not added:  # an added sample's losses are small
-        bulk = losses.rarely_above(math.exp(rounding) / 4)
+        bulk = max(losses.rarely_above(math.exp(rounding) / 4), 0.0)
     kinds = [(losses.upto(bulk), False, rounding)]
     if bulk < math.inf:
         kinds.append((losses, True, math.inf))
