@@ -86,7 +86,11 @@ def test_trains_as_opacus_does(poisson_sampling: bool, loss_reduction: str, phys
 def test_epsilon_is_opacus(accountant: str) -> None:
     _, _, ours = train(FastPrivacyEngine(accountant=accountant))
     _, _, theirs = train(PrivacyEngine(accountant=accountant))
-    assert ours.get_epsilon(1e-3) == theirs.get_epsilon(1e-3) > 0
+    said = theirs.get_epsilon(
+        1e-3
+    )  # Opacus' PRV adds its error of 0.01 to an estimate as good as that
+    assert said - 0.02 * (accountant == "prv") <= ours.get_epsilon(1e-3) * (1 + 1e-6)
+    assert 0 < ours.get_epsilon(1e-3) <= said * (1 + 1e-6)
     assert ours.accountant.history == theirs.accountant.history
 
 
@@ -98,10 +102,10 @@ def test_noise_for_a_budget_is_opacus(accountant: str) -> None:
         _, optimizer, _ = engine.make_private_with_epsilon(
             module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             data_loader=DataLoader(data(), batch_size=6), target_epsilon=3.0, target_delta=1e-3,
-            epochs=5, max_grad_norm=1.0, epsilon_tolerance=0.05,
+            epochs=5, max_grad_norm=1.0, epsilon_tolerance=0.03,
         )  # fmt: skip
         found.append(optimizer.noise_multiplier)
-    assert found[0] == found[1]
+    assert found[0] == found[1] if accountant != "prv" else 0.98 * found[1] <= found[0] <= found[1]
 
 
 def test_per_layer_clipping() -> None:

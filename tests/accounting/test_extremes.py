@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from scipy.optimize import brentq
 
-from fastclip.accounting import epsilon, find_noise_multiplier
+from fastclip.accounting import epsilon, find_noise_multiplier, numerical
 from fastclip.accounting.numerical import gaussian_epsilon
+from fastclip.errors import ArgumentError
 from tests.accounting.test_pld import gaussian_epsilon as by_definition
 from tests.accounting.test_pld import one_step_delta
 
@@ -54,7 +55,7 @@ def test_a_noise_multiplier_is_not_rounded_down() -> None:
         [(1e-100, 0.5, 7)],
         [(1e-200, 0.5, 7)],
         [(1e12, 0.5, 10**6), (5e-3, 1e-300, 10**9)],
-        [(1.0, 0.01, 10**15)],
+        [(1.0, 0.01, 10**9)],
     ],
 )
 @pytest.mark.parametrize("accountant", ["prv", "pld"])
@@ -76,6 +77,15 @@ def test_one_step(sigma: float, rate: float, delta: float) -> None:
     assert exact - 1e-9 <= epsilon([(sigma, rate, 1)], delta, "prv") <= 1.002 * exact + 2e-5
 
 
+@pytest.mark.parametrize("share", [0.99, 0.6, 0.1, 1e-3])
+@pytest.mark.parametrize(("sigma", "rate"), [(0.2, 1e-6), (0.3, 0.4), (0.7, 1e-5), (4.0, 0.01)])
+def test_rare_losses_are_neither_lost_nor_doubled(sigma: float, rate: float, share: float) -> None:
+    """Where delta is so small that compositions with a rare loss are told apart from the others."""
+    delta = share * numerical._ROUNDING
+    exact = brentq(lambda eps: one_step_delta(eps, sigma, rate) - delta, 0, 60, xtol=1e-13)
+    assert exact * (1 - 1e-4) <= epsilon([(sigma, rate, 1)], delta) <= 1.005 * exact
+
+
 @pytest.mark.parametrize("steps", [1, 1000, 100_000])
 @pytest.mark.parametrize("mu", [1e-3, 1.0])
 def test_many_steps_of_full_batches(mu: float, steps: int) -> None:
@@ -87,9 +97,6 @@ def test_many_steps_of_full_batches(mu: float, steps: int) -> None:
 
 def test_nothing_that_a_failing_computation_left_is_stated(monkeypatch: Any) -> None:
     """A NaN is no small number."""
-    from fastclip.accounting import numerical
-    from fastclip.errors import ArgumentError
-
     monkeypatch.setattr(numerical, "irfft", lambda change, length: [math.nan] * length)
     with pytest.raises(ArgumentError, match="the prv accountant failed"):
         epsilon([(1.2345, 0.01, 100)], 1e-5)
