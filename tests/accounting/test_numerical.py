@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastclip.accounting import epsilon
+from fastclip.accounting import epsilon, numerical
 from fastclip.accounting.numerical import _numerical_epsilon, numerical_epsilon
 from fastclip.errors import FastclipError
 
@@ -114,3 +115,25 @@ def test_no_step_costs_nothing_and_no_noise_everything(accountant: str) -> None:
     for nothing in ([], [(1.0, 0.1, 0)], [(0.0, 0.1, 0)]):
         assert epsilon(nothing, 1e-5, accountant) == 0
     assert epsilon([(0.0, 0.1, 1)], 1e-5, accountant) == math.inf
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("noise", "rate", "steps", "delta"),
+    [
+        ([1.1 + 0.001 * k for k in range(300)], 6e-5, 200, 4e-9),
+        ([0.3 + 0.002 * k for k in range(80)], 1e-3, 5, 1e-6),
+        ([5 - 0.01 * k for k in range(300)], 0.05, 40, 1e-6),
+    ],
+)
+def test_many_multipliers_are_few_transforms(
+    noise: list[float], rate: float, steps: int, delta: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of nearly the same noise count as those of the least: an upper bound, within 1 %."""
+    history = [(sigma, rate, steps) for sigma in noise]
+    found = numerical_epsilon(history, delta)
+    parts = len(numerical._merged(Counter({(s, rate): steps for s in noise})))
+    assert parts < len(noise) * 0.7
+    monkeypatch.setattr(numerical, "_MERGED", 0.0)
+    apart = numerical_epsilon(history, delta)
+    assert apart * (1 - 1e-3) <= found <= 1.01 * apart
