@@ -52,9 +52,9 @@ _ROUNDING = 1e-9
 may be: 1e-14 and 1e-5."""
 _ROUNDS = 8
 _MANY = 32
-"""Parts, above which ten times _TOLERANCE is allowed: each costs a transform."""
+"""Parts, above which ten times _TOLERANCE is allowed, and _MERGED."""
 _MERGED = 0.008
-"""Of epsilon, that steps of almost the same noise may add where there are many, in place of transforms."""
+"""Of epsilon, that steps of almost the same noise may add if there are many: each costs a transform."""
 _LEAST_NOISE, _MOST_NOISE, _LEAST_RATE = 1e-3, 1e7, 1e-30
 """Beyond, epsilon is that of a full batch, of this noise, of this rate: upper bounds that float64 has
 the digits for."""

@@ -122,7 +122,7 @@ def test_no_step_costs_nothing_and_no_noise_everything(accountant: str) -> None:
     ("noise", "rate", "steps", "delta"),
     [
         ([1.1 + 0.001 * k for k in range(300)], 6e-5, 200, 4e-9),
-        ([0.3 + 0.002 * k for k in range(80)], 1e-3, 5, 1e-6),
+        ([0.3 + 5e-5 * k for k in range(80)], 1e-3, 5, 1e-6),
         ([5 - 0.01 * k for k in range(300)], 0.05, 40, 1e-6),
     ],
 )
