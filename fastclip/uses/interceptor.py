@@ -29,7 +29,7 @@ from fastclip.uses.probed import probed
 from fastclip.uses.proxy import PrivateParameter, detached, intercepted, is_private
 from fastclip.uses.replay import ReplayUse
 from fastclip.uses.rule import Operands, UseRule, in_place, plain_name, rules_of
-from fastclip.uses.tap import Target, UseCall
+from fastclip.uses.tap import Target, UseCall, given
 
 _REPLAY = ReplayUse()
 
@@ -123,6 +123,7 @@ class Interceptor:
             out = func(*out_args, **out_kwargs)
         drew = chance is not None and chance.drew()
         tensors = [target] if changes else outputs(out)
+        shown = [] if is_of_torch(func) else given(out, target)
         tapped: dict[int, Tensor] = {}
         for number, tensor in enumerate(tensors):
             place = None if place is None else self._checked(layout, forward, key, place, tensor)
@@ -130,7 +131,7 @@ class Interceptor:
                 forward, key, func, args, kwargs, private, place, tensor, before, changes, number
             )
             if chance is not None:
-                call.repeated_with(chance, drew, tensor)
+                call.repeated_with(chance, drew, shown)
             if place is None:
                 self._follow(layout, forward, key, call)
             result = call.tap(tensor)

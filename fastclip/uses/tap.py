@@ -22,6 +22,7 @@ from fastclip.layers.records import Record
 from fastclip.ops.units import UnitRows
 from fastclip.samples.owners import NOBODY
 from fastclip.samples.place import Place
+from fastclip.uses.arguments import leaves_of
 from fastclip.uses.chance import Chance, is_of_torch, other_numbers
 from fastclip.uses.routing import several
 from fastclip.uses.rule import Operands, UseRule, plain_name
@@ -85,15 +86,18 @@ class UseCall:
         self.paused = interceptor.keeper.paused
         self.chance: Chance | None = None
         """Where generators stood, if the call has drawn random numbers and will be repeated."""
-        self.shown: Tensor | None = None
-        """What it gave, if more than torch's generators may have decided about that."""
+        self.shown: list[Tensor] = []
+        """All that it gave, if more than torch's generators may have decided about that."""
         self.number = 0
         """By which the routing knows the output."""
         self.number_of_output = 0
         self.keeps_output = rule.keeps_output or plain_name(func) in _SAVE_THEIR_OUTPUT
 
-    def repeated_with(self, chance: Chance, drew: bool, out: Tensor) -> None:
+    def repeated_with(self, chance: Chance, drew: bool, shown: list[Tensor]) -> None:
         """The call will be repeated in the backward pass, with the random numbers that it drew.
+
+        Args:
+            shown: all that it gave (`given`); empty where `chance` knows all that decides about it.
 
         Raises:
             GraphError: the pass is being captured, and a replay of it draws others.
@@ -103,9 +107,7 @@ class UseCall:
                 f"{self.label} draws random numbers, which are not the same ones when a CUDA graph "
                 "repeats it for the samples' gradients. Pass cuda_graph=False."
             )
-        self.chance = chance if drew else None
-        if not is_of_torch(self.func):
-            self.shown = out.detach().clone() if self.changes else out.detach()
+        self.chance, self.shown = chance if drew else None, shown
 
     def changed(self, name: str) -> bool:
         """Whether a private operand has been changed in place since the call."""
@@ -125,6 +127,26 @@ class UseCall:
         return Tap.apply(self, out, *held, *self.parameters)
 
 
+def given(out: Any, changed: Tensor | None) -> list[Tensor]:
+    """All tensors that a function gave, also those that only its own backward may look at.
+
+    Args:
+        out: what it returned. changed: the argument that it changed in place.
+    """
+    found = [x for x in leaves_of(out) if isinstance(x, Tensor) and x is not changed]
+    # of a number the tap hands on a clone; anything else is handed on as it is, and may be changed
+    shown = [x.detach() if _is_number(x) else x.detach().clone() for x in found]
+    return shown if changed is None else [changed.detach().clone(), *shown]
+
+
+def _is_number(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _kinds(tensors: list[Tensor]) -> list[tuple[torch.dtype, torch.Size]]:
+    return [(x.dtype, x.shape) for x in tensors]
+
+
 def _autocast(device: str) -> Callable[[], AbstractContextManager]:
     if not torch.is_autocast_enabled(device):
         return nullcontext
@@ -136,12 +158,27 @@ def _alike(x: Tensor, y: Tensor, size: Tensor) -> Tensor:
     """Whether these are equal but for the rounding of what has this size, where all are finite."""
     finite = x.isfinite() & y.isfinite() & size.isfinite()
     far, most = (torch.where(finite, z, 0).norm() for z in (x - y, size))
-    return far <= most * (_ALIKE if x.dtype != torch.float64 else _ALIKE_IN_FLOAT64)
+    return far <= most * _rounding(x)
+
+
+def _same(x: Tensor, y: Tensor) -> Tensor:
+    """Whether a repeated call gave what it gave at first: each entry, so that a rare one is seen."""
+    if not _is_number(x) or not x.numel():
+        return (x == y).all()
+    if x.itemsize == 1:  # eight bits, with which nothing is computed
+        x, y = x.float(), y.float()
+    finite = x.isfinite() & y.isfinite()
+    equal = finite | (x == y) | (x.isnan() & y.isnan())
+    far, most = (torch.where(finite, z, 0).abs().amax() for z in (x - y, y))
+    return equal.all() & (far <= most * _rounding(x)) & _alike(x, y, y.abs())
+
+
+def _rounding(x: Tensor) -> float:
+    return _ALIKE if x.dtype not in (torch.float64, torch.complex128) else _ALIKE_IN_FLOAT64
 
 
 def _finite(x: Tensor) -> Tensor:
-    numbers = x.is_floating_point() or x.is_complex()
-    return x.nan_to_num(0.0, 0.0, 0.0) if numbers else x
+    return x.nan_to_num(0.0, 0.0, 0.0) if _is_number(x) else x
 
 
 def _repeats(x: Tensor) -> bool:
@@ -212,6 +249,8 @@ class UseBackward(Contribution):
         self.private = list(call.targets)
         self.batch = call.forward.batch_size or 0
         self._owner: Tensor | None = None
+        self._given: list[Tensor] = []
+        """All that the function gave when it was called again."""
 
     def run(self) -> None:
         """Check that the contribution may enter the running pass, and let the rule record it."""
@@ -333,26 +372,30 @@ class UseBackward(Contribution):
             chance.put_back()
 
     def compared(
-        self, found: list[Tensor], whole: Sequence[Tensor | None], out: Tensor | None
+        self, found: list[Tensor], whole: Sequence[Tensor | None], *, clean: bool
     ) -> list[Tensor]:
         """The gradients of all samples, if the function did what it did (on an accelerator NaN, if not).
 
         Args:
-            whole: gradients of the batch. out: what the function gave when it was called again.
+            whole: gradients of the batch. clean: as of the `replay` that they come of, whose outputs
+                may differ from the first call's.
 
         Raises:
             GraphError: the samples' do not add up to them, or it gave something else at first.
         """
-        known = [
-            (rows.sum(0), x, rows.abs().sum(0))
+        alike = [
+            _alike(rows.sum(0), x, rows.abs().sum(0))
             for rows, x in zip(found, whole, strict=True) if x is not None
         ]  # fmt: skip
-        if out is not None and self._call.shown is not None:
-            known.append((out.detach(), self._call.shown, self._call.shown.abs()))
-        alike = torch.stack([_alike(*each).to(self.g.device) for each in known]).all()
-        if alike.device.type != "cpu":
-            return [torch.where(alike, x, torch.nan) for x in found]
-        if not bool(alike):
+        if not clean:
+            shown = self._call.shown
+            if _kinds(shown) != _kinds(self._given):
+                raise other_numbers(self._call.label, "values")
+            alike += map(_same, self._given, shown)
+        same = torch.stack([x.to(self.g.device) for x in alike]).all()
+        if same.device.type != "cpu":
+            return [torch.where(same, x, torch.nan) for x in found]
+        if not bool(same):
             raise other_numbers(self._call.label, "values")
         return found
 
@@ -368,6 +411,8 @@ class UseBackward(Contribution):
         if self._call.changes:
             args = (args[0].clone(), *args[1:])
         out = self._call.func(*args, **kwargs)
+        if not self.is_of_torch:
+            self._given = given(out, args[0] if self._call.changes else None)
         out = args[0] if out is None else out
         return out if isinstance(out, Tensor) else out[self._call.number_of_output]
 
