@@ -19,7 +19,7 @@ from fastclip.samples.calls import Forward
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.place import Place
 from fastclip.uses.arguments import leaves_of, mapped, outputs
-from fastclip.uses.chance import Chance, is_of_torch
+from fastclip.uses.chance import Chance, given, is_of_torch
 from fastclip.uses.checkpoints import followed_checkpoints
 from fastclip.uses.composite import opened
 from fastclip.uses.derived import DerivedGraph, check_current, edge_of
@@ -29,7 +29,7 @@ from fastclip.uses.probed import probed
 from fastclip.uses.proxy import PrivateParameter, detached, intercepted, is_private
 from fastclip.uses.replay import ReplayUse
 from fastclip.uses.rule import Operands, UseRule, in_place, plain_name, rules_of
-from fastclip.uses.tap import Target, UseCall, given
+from fastclip.uses.tap import Target, UseCall
 
 _REPLAY = ReplayUse()
 

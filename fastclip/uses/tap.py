@@ -22,8 +22,15 @@ from fastclip.layers.records import Record
 from fastclip.ops.units import UnitRows
 from fastclip.samples.owners import NOBODY
 from fastclip.samples.place import Place
-from fastclip.uses.arguments import leaves_of
-from fastclip.uses.chance import Chance, is_of_torch, other_numbers
+from fastclip.uses.chance import (
+    Chance,
+    alike,
+    given,
+    is_number,
+    is_of_torch,
+    other_numbers,
+    repeated,
+)
 from fastclip.uses.routing import several
 from fastclip.uses.rule import Operands, UseRule, plain_name
 
@@ -37,10 +44,6 @@ if TYPE_CHECKING:
 
 _SAVE_THEIR_OUTPUT = frozenset({"pow", "rpow", "float_power", "hypot"})
 """Functions whose backward looks at what they returned, which must stay as it is."""
-
-
-_ALIKE, _ALIKE_IN_FLOAT64 = 2e-2, 1e-9
-"""Relative distance of what differs in its rounding alone; float32 may come of half precision."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,26 +130,6 @@ class UseCall:
         return Tap.apply(self, out, *held, *self.parameters)
 
 
-def given(out: Any, changed: Tensor | None) -> list[Tensor]:
-    """All tensors that a function gave, also those that only its own backward may look at.
-
-    Args:
-        out: what it returned. changed: the argument that it changed in place.
-    """
-    found = [x for x in leaves_of(out) if isinstance(x, Tensor) and x is not changed]
-    # of a number the tap hands on a clone; anything else is handed on as it is, and may be changed
-    shown = [x.detach() if _is_number(x) else x.detach().clone() for x in found]
-    return shown if changed is None else [changed.detach().clone(), *shown]
-
-
-def _is_number(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
-
-
-def _kinds(tensors: list[Tensor]) -> list[tuple[torch.dtype, torch.Size]]:
-    return [(x.dtype, x.shape) for x in tensors]
-
-
 def _autocast(device: str) -> Callable[[], AbstractContextManager]:
     if not torch.is_autocast_enabled(device):
         return nullcontext
@@ -154,31 +137,8 @@ def _autocast(device: str) -> Callable[[], AbstractContextManager]:
     return partial(torch.autocast, device, dtype=dtype, cache_enabled=False)
 
 
-def _alike(x: Tensor, y: Tensor, size: Tensor) -> Tensor:
-    """Whether these are equal but for the rounding of what has this size, where all are finite."""
-    finite = x.isfinite() & y.isfinite() & size.isfinite()
-    far, most = (torch.where(finite, z, 0).norm() for z in (x - y, size))
-    return far <= most * _rounding(x)
-
-
-def _same(x: Tensor, y: Tensor) -> Tensor:
-    """Whether a repeated call gave what it gave at first: each entry, so that a rare one is seen."""
-    if not _is_number(x) or not x.numel():
-        return (x == y).all()
-    if x.itemsize == 1:  # eight bits, with which nothing is computed
-        x, y = x.float(), y.float()
-    finite = x.isfinite() & y.isfinite()
-    equal = finite | (x == y) | (x.isnan() & y.isnan())
-    far, most = (torch.where(finite, z, 0).abs().amax() for z in (x - y, y))
-    return equal.all() & (far <= most * _rounding(x)) & _alike(x, y, y.abs())
-
-
-def _rounding(x: Tensor) -> float:
-    return _ALIKE if x.dtype not in (torch.float64, torch.complex128) else _ALIKE_IN_FLOAT64
-
-
 def _finite(x: Tensor) -> Tensor:
-    return x.nan_to_num(0.0, 0.0, 0.0) if _is_number(x) else x
+    return x.nan_to_num(0.0, 0.0, 0.0) if is_number(x) else x
 
 
 def _repeats(x: Tensor) -> bool:
@@ -383,16 +343,13 @@ class UseBackward(Contribution):
         Raises:
             GraphError: the samples' do not add up to them, or it gave something else at first.
         """
-        alike = [
-            _alike(rows.sum(0), x, rows.abs().sum(0))
+        equal = [
+            alike(rows.sum(0), x, rows.abs().sum(0))
             for rows, x in zip(found, whole, strict=True) if x is not None
         ]  # fmt: skip
         if not clean:
-            shown = self._call.shown
-            if _kinds(shown) != _kinds(self._given):
-                raise other_numbers(self._call.label, "values")
-            alike += map(_same, self._given, shown)
-        same = torch.stack([x.to(self.g.device) for x in alike]).all()
+            equal += repeated(self._call.label, self._given, self._call.shown)
+        same = torch.stack([x.to(self.g.device) for x in equal]).all()
         if same.device.type != "cpu":
             return [torch.where(same, x, torch.nan) for x in found]
         if not bool(same):
