@@ -219,3 +219,17 @@ def test_generators_that_nobody_knows(where: str) -> None:
     _, private, _, _ = make_private(Model(HIDDEN[where], (6,)), max_grad_norm=1e6)
     with refused("random numbers" if "backward" in where else "(masked|straight).*random numbers"):
         row_loss(private(batch())).mean().backward()
+
+
+@pytest.mark.parametrize("kind", ["numbers", "booleans", "infinite", "one in many", "places"])
+def test_one_that_draws_later(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It drew nothing while the model was looked at: every backward pass compares all outputs, too."""
+    model = Model(lambda w, x: _straight(x, w[0], kind)[0], (6,))
+    _, private, optimizer, _ = make_private(model, max_grad_norm=1e6)
+    with monkeypatch.context() as patch:
+        patch.setitem(_DRAWS, "hidden", lambda shape: torch.ones(shape, dtype=torch.float64))
+        row_loss(private(batch())).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with refused("straight.*random numbers"):
+        row_loss(private(batch())).mean().backward()
