@@ -84,6 +84,8 @@ saving_hooks: Callable[[bool], Any] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
 )
 """(False) -> the hooks that take what is saved for a backward pass, a pair, or None."""
+RECOMPUTATION = "_recomputation_hook"
+"""In the names of such hooks while a checkpoint without reentry computes what it has not kept."""
 SAVED_REDUCTION, SAVED_WEIGHT = "_saved_reduction", "_saved_weight"
 """What the nodes of torch's losses hold: a code of the reduction, the weights of the classes."""
 BACKWARD_CODE = getattr(inspect.unwrap(torch.autograd.backward), "__code__", None)

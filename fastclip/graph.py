@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from fastclip._torch import StorageWeakRef, memory_of, node_type, saving_hooks, will_run
+from fastclip._torch import (
+    RECOMPUTATION,
+    StorageWeakRef,
+    memory_of,
+    node_type,
+    saving_hooks,
+    will_run,
+)
 from fastclip.errors import GraphError
 
 Node = Any
@@ -102,6 +109,15 @@ def saved(ctx: Any) -> tuple[Any, ...]:
                 "use torch's own (torch.autograd.graph.save_on_cpu, torch.utils.checkpoint)"
             )
     return found
+
+
+def fills_a_checkpoint() -> bool:
+    """Whether what runs is computed again for its saved tensors alone, by a checkpoint without reentry.
+
+    No gradient goes through what it computes: the nodes of the first computation take these tensors.
+    """
+    hooks = saving_hooks(False)
+    return hooks is not None and _is_of_torch(hooks[0]) and RECOMPUTATION in hooks[0].__qualname__
 
 
 def _is_of_torch(hook: Any) -> bool:

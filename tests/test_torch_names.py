@@ -205,8 +205,12 @@ def test_hooks_that_take_what_is_saved() -> None:
             assert _torch.saving_hooks(False)[0].__module__ == "torch.autograd.graph"
     seen = []
     x = torch.ones(2, requires_grad=True)
-    checkpoint(lambda y: seen.append(_torch.saving_hooks(False)) or y * y, x, use_reentrant=False)
-    assert seen[0][0].__module__ == "torch.utils.checkpoint"
+    out = checkpoint(
+        lambda y: seen.append(_torch.saving_hooks(False)) or y * y, x, use_reentrant=False
+    )
+    out.sum().backward()
+    assert seen[0][0].__module__ == seen[1][0].__module__ == "torch.utils.checkpoint"
+    assert [_torch.RECOMPUTATION in pack.__qualname__ for pack, _ in seen] == [False, True]
 
 
 def test_tensors_that_autograd_is_asked_for() -> None:

@@ -92,7 +92,7 @@ class Draws:
             self._begin(iteration)
         who = reading()
         if who is not None:
-            iteration.reader, iteration.kept = weakref.ref(who), who
+            iteration.read_by(who)
             self._read_by[who] = weakref.ref(iteration)
         place = iteration.next_place(who)
         last = self._waiting[-1] if self._waiting else None
@@ -157,7 +157,6 @@ class Draws:
                 out.append(batch)
             if handed or iteration.alive:
                 waiting.append(batch)
-            iteration.kept = None
         self._waiting = waiting
         return out
 

@@ -7,7 +7,7 @@ place of the batch that it draws, and how many it has handed out.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +26,9 @@ class Iteration:
     """One pass over the batch sampler."""
 
     reader: weakref.ref[Any] | None = None
-    """The iterator of the DataLoader that draws."""
+    """The iterator of the DataLoader that draws, which has the data set and the loader's workers."""
     handed: float = float("inf")
     """Places of batches below it have been handed out."""
-    kept: Any = None
-    """The same, kept alive until what it has handed out since was looked at."""
     over: bool = False
     """The sampler has no more draws."""
     drawn: int = 0
@@ -62,6 +60,24 @@ class Iteration:
         self.look()
         return place
 
+    def read_by(self, who: Any) -> None:
+        """`who`, the iterator of a DataLoader, draws; what it has handed out in the end stays known.
+
+        It is told by its attributes when it is gone, so that nobody needs to keep it alive for that.
+        """
+        if self.reader is not None and self.reader() is who:
+            return
+        me = weakref.ref(self)
+        facts = vars(who) if self.stream or RECEIVED in vars(who) else {}
+
+        def gone(reader: weakref.ref[Any]) -> None:
+            iteration = me()
+            if iteration is not None and iteration.reader is reader:
+                iteration._note(facts)
+                iteration.reader = None  # and with it these facts: the garbage collector keeps them
+
+        self.reader = weakref.ref(who, gone)
+
     @property
     def alive(self) -> bool:
         """Its DataLoader's iterator is held by somebody."""
@@ -71,13 +87,17 @@ class Iteration:
         """`handed` as it is now; of a reader that is gone, as it was last."""
         who = None if self.reader is None else self.reader()
         if who is not None:
-            self.handed = float(getattr(who, YIELDED)) if self.stream else _handed_out(who)
+            self._note(vars(who))
         return self.handed
+
+    def _note(self, facts: Mapping[str, Any]) -> None:
+        # without workers each is handed out as it is drawn
+        self.handed = float(facts[YIELDED] if self.stream else facts.get(RECEIVED, "inf"))
 
     def end_of(self, who: Any) -> None:
         """`who` begins another pass: worker processes that stay count from 0 again."""
         if who is not None and self.reader is not None and self.reader() is who:
-            self.reader = self.kept = None
+            self.reader = None
             if self.over:
                 self.handed = float("inf")
 
@@ -236,8 +256,3 @@ def place_of(who: Any) -> int:
     """Place, among the batches that are handed out, of the one being drawn."""
     sent = getattr(who, SENT, None)
     return int(getattr(who, YIELDED) if sent is None else sent)
-
-
-def _handed_out(who: Any) -> float:
-    """Batches handed out so far; without workers each is handed out as it is drawn."""
-    return float(getattr(who, RECEIVED, "inf"))

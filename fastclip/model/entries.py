@@ -17,7 +17,7 @@ from torch import nn
 
 from fastclip._torch import disable_dynamo, is_exporting
 from fastclip.errors import GraphError
-from fastclip.model.following import exported_as_it_was, follow
+from fastclip.model.following import exported_as_it_was, follow, shown_as
 
 if TYPE_CHECKING:
     from fastclip.backward.bookkeeping import BookKeeper
@@ -100,7 +100,7 @@ def attach_part(path: str, module: nn.Module, keeper: BookKeeper) -> None:
     """Let the book-keeper know of calls of a module that holds private layers."""
     attach_methods(path, module, keeper)
     module.__dict__[_PART] = (path, keeper)
-    module.__dict__["forward"] = MethodType(_part_forward, module)
+    module.__dict__["forward"] = shown_as(_part_forward, module)
 
 
 def detach(module: nn.Module) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from types import FunctionType, MethodType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +55,7 @@ def follow(
     return left(path, forward, routing, out)
 
 
-def exported_as_it_was(forward: Callable[..., Any]) -> Callable[..., Any]:
+def exported_as_it_was(forward: Callable[..., Any]) -> FunctionType:
     """Decorator of the forward of an intercepted module: torch.export finds the one of its class.
 
     What is exported is a program that is not private: no gradient comes back from it to the engine.
@@ -64,7 +67,22 @@ def exported_as_it_was(forward: Callable[..., Any]) -> Callable[..., Any]:
             return type(self).forward(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 
-    return either
+    return cast(FunctionType, either)
+
+
+def shown_as(forward: FunctionType, module: nn.Module) -> MethodType:
+    """`forward` bound to the module, with the signature of its class's own, which torch.export asks for.
+
+    Names of inputs and of dynamic shapes are those of the arguments there.
+    """
+    own = FunctionType(
+        forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__,
+        forward.__closure__,
+    )  # fmt: skip
+    own.__dict__.update(forward.__dict__)
+    with contextlib.suppress(TypeError, ValueError):  # a class's forward that is not Python's
+        own.__signature__ = inspect.signature(type(module).forward)  # type: ignore[attr-defined]
+    return MethodType(own, module)
 
 
 @disable_dynamo

@@ -23,7 +23,7 @@ from fastclip.backward.guards import check_plain
 from fastclip.backward.private_layer import Call, PrivateLayer
 from fastclip.errors import StepError, UnsupportedLayerError, where
 from fastclip.layers import LayerRule
-from fastclip.model.following import eagerly, exported_as_it_was, follow
+from fastclip.model.following import eagerly, exported_as_it_was, follow, shown_as
 from fastclip.samples.place import Place
 from fastclip.uses.arguments import leaves_of
 from fastclip.uses.proxy import Derived, is_private
@@ -199,7 +199,7 @@ def attach(module: nn.Module, handle: Handle) -> None:
         )
     forward = private_root_forward if handle.only_opens else private_forward
     module.__dict__[ATTRIBUTE] = handle
-    module.__dict__["forward"] = MethodType(forward, module)
+    module.__dict__["forward"] = shown_as(forward, module)
 
 
 def detach(module: nn.Module) -> None:

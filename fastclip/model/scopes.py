@@ -17,6 +17,7 @@ from fastclip._torch import current_task, disable_dynamo
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.guards import arm
 from fastclip.errors import GraphError
+from fastclip.graph import fills_a_checkpoint
 from fastclip.model.following import enter, follow, left
 from fastclip.model.interception import Handle
 from fastclip.parallel.ranks import whole
@@ -85,15 +86,17 @@ class RootScope:
         keeper = handle.keeper
         if keeper.calls.probe:
             return RootCall(args, kwargs)
-        outermost = not keeper.depth and torch.is_grad_enabled()
+        outermost, alone = not keeper.depth and torch.is_grad_enabled(), False
         if outermost and current_task() != -1:
-            if not keeper.running and not keeper.paused:
+            # without a pass nodes that were made while the model was paused may ask for their tensors
+            if not (keeper.running or keeper.paused or fills_a_checkpoint()):
                 raise GraphError(
                     "the whole private model is recomputed inside a backward pass of its own "
                     "(checkpoint(model, ..., use_reentrant=True)); use use_reentrant=False, or "
                     "checkpoint parts of the model"
                 )
-            outermost = False  # a recomputation: what it adds belongs to the running pass
+            # a recomputation: what it adds belongs to the running pass, if there is one
+            outermost, alone = False, not keeper.running
         layout = keeper.calls.layout_of(FORWARD)
         followed = partial(_followed, keeper, inner)
         called = Entered(FORWARD, module, followed, args, kwargs)
@@ -107,7 +110,18 @@ class RootScope:
             arm(keeper)
         batch = layout.batch_size(args, kwargs, begins=outermost)
         inside = keeper.root_forward(batch, layout)
+        if alone:
+            inside = _both(inside, keeper.calls.intercepted(layout.proxied))
         return RootCall(args, kwargs, keeper, inside, called if outermost else None)
+
+
+@contextmanager
+def _both(
+    inside: AbstractContextManager[Forward], noticing: AbstractContextManager[Any]
+) -> Iterator[Forward]:
+    """A recomputation outside any pass, in which parameters notice their uses as they did at first."""
+    with inside as forward, noticing:
+        yield forward
 
 
 def _followed(keeper: BookKeeper, inner: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,10 @@ from torch import Tensor
 
 from fastclip.errors import GraphError
 from fastclip.samples.randomness import has_moved, put_back, state_of
+from fastclip.uses.arguments import leaves_of
+
+_ALIKE, _ALIKE_IN_FLOAT64 = 2e-2, 1e-9
+"""Relative distance of what differs in its rounding alone; float32 may come of half precision."""
 
 
 class Chance:
@@ -76,6 +81,83 @@ def other_numbers(label: str, what: str) -> GraphError:
     )
 
 
+def given(out: Any, changed: Tensor | None) -> list[Tensor]:
+    """All tensors that a function gave, also those that only its own backward may look at.
+
+    Args:
+        out: what it returned. changed: the argument that it changed in place.
+    """
+    found = [x for x in leaves_of(out) if isinstance(x, Tensor) and x is not changed]
+    # of a number the tap hands on a clone; anything else is handed on as it is, and may be changed
+    shown = [x.detach() if is_number(x) else x.detach().clone() for x in found]
+    return shown if changed is None else [changed.detach().clone(), *shown]
+
+
+def is_number(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def repeated(label: str, again: list[Tensor], first: list[Tensor]) -> list[Tensor]:
+    """Whether a repeated call gave what it gave at first: one boolean for each of its tensors.
+
+    Raises:
+        GraphError: it gave others, as their types and shapes tell.
+    """
+    if _kinds(again) != _kinds(first):
+        raise other_numbers(label, "values")
+    return [_same(*pair) for pair in zip(again, first, strict=True)]
+
+
+def alike(x: Tensor, y: Tensor, size: Tensor) -> Tensor:
+    """Whether these are equal but for the rounding of what has this size, where all are finite."""
+    finite = x.isfinite() & y.isfinite() & size.isfinite()
+    far, most = (torch.where(finite, z, 0).norm() for z in (x - y, size))
+    return far <= most * _rounding(x)
+
+
+def _kinds(tensors: list[Tensor]) -> list[tuple[torch.dtype, torch.Size]]:
+    return [(x.dtype, x.shape) for x in tensors]
+
+
+def _same(x: Tensor, y: Tensor) -> Tensor:
+    """Whether a repeated call gave what it gave at first: each entry, so that a rare one is seen."""
+    if not is_number(x) or not x.numel():
+        return (x == y).all()
+    if x.itemsize == 1:  # eight bits, with which nothing is computed
+        x, y = x.float(), y.float()
+    finite = x.isfinite() & y.isfinite()
+    equal = finite | (x == y) | (x.isnan() & y.isnan())
+    far, most = (torch.where(finite, z, 0).abs().amax() for z in (x - y, y))
+    return equal.all() & (far <= most * _rounding(x)) & alike(x, y, y.abs())
+
+
+def _rounding(x: Tensor) -> float:
+    return _ALIKE if x.dtype not in (torch.float64, torch.complex128) else _ALIKE_IN_FLOAT64
+
+
+def check_repeats(label: str, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """What a function gives that is not torch's, which must give the same when it is called again.
+
+    Else what differs between two runs of the model would be taken for another sample's influence.
+
+    Raises:
+        GraphError: it gives something else, so it draws from generators that are not known.
+    """
+    leaves = leaves_of((args, kwargs))
+    chance, tensors = Chance(func, leaves), [x for x in leaves if isinstance(x, Tensor)]
+    versions = [x._version for x in tensors]
+    out = func(*args, **kwargs)
+    chance.drew()
+    if versions != [x._version for x in tensors]:  # what it has changed is not there any more
+        return out
+    first = given(out, None)
+    with chance.again(label):
+        again = given(func(*args, **kwargs), None)
+    if not all(map(bool, repeated(label, again, first))):
+        raise other_numbers(label, "values")
+    return out
+
+
 def _generators(func: Callable, leaves: Sequence[Any]) -> list[Any]:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return []  # what runs in a graph has run before, and drew nothing
@@ -87,7 +169,8 @@ def _generators(func: Callable, leaves: Sequence[Any]) -> list[Any]:
         devices.add(torch.device("cpu"))
         modules = [random, *([sys.modules["numpy"].random] if "numpy" in sys.modules else [])]
     own = [_default(device) for device in devices]
-    own += [getattr(module.random, "__self__", None) for module in modules]
+    # a look at the model puts functions around those that draw (samples/elsewhere.py)
+    own += [getattr(inspect.unwrap(module.random), "__self__", None) for module in modules]
     found |= {id(one): one for one in own if one is not None}
     return list(found.values())
 

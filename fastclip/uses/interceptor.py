@@ -19,7 +19,7 @@ from fastclip.samples.calls import Forward
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.place import Place
 from fastclip.uses.arguments import leaves_of, mapped, outputs
-from fastclip.uses.chance import Chance, is_of_torch
+from fastclip.uses.chance import Chance, given, is_of_torch
 from fastclip.uses.checkpoints import followed_checkpoints
 from fastclip.uses.composite import opened
 from fastclip.uses.derived import DerivedGraph, check_current, edge_of
@@ -123,6 +123,7 @@ class Interceptor:
             out = func(*out_args, **out_kwargs)
         drew = chance is not None and chance.drew()
         tensors = [target] if changes else outputs(out)
+        shown = [] if is_of_torch(func) else given(out, target)
         tapped: dict[int, Tensor] = {}
         for number, tensor in enumerate(tensors):
             place = None if place is None else self._checked(layout, forward, key, place, tensor)
@@ -130,7 +131,7 @@ class Interceptor:
                 forward, key, func, args, kwargs, private, place, tensor, before, changes, number
             )
             if chance is not None:
-                call.repeated_with(chance, drew, tensor)
+                call.repeated_with(chance, drew, shown)
             if place is None:
                 self._follow(layout, forward, key, call)
             result = call.tap(tensor)

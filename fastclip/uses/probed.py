@@ -14,6 +14,7 @@ from fastclip.errors import UnsupportedLayerError
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.probing import Misjudged, Probe
 from fastclip.uses.arguments import leaves_of, mapped, outputs
+from fastclip.uses.chance import check_repeats, is_of_torch
 from fastclip.uses.derived import DerivedGraph
 from fastclip.uses.keeper import Intercepts
 from fastclip.uses.key import Key
@@ -61,7 +62,10 @@ def probed(
     changes = in_place(func)
     with Native():
         plain_args, plain_kwargs = mapped(detached, (args, kwargs))
-        out = func(*plain_args, **plain_kwargs)
+        if is_of_torch(func):
+            out = func(*plain_args, **plain_kwargs)
+        else:
+            out = check_repeats(key.label, func, plain_args, plain_kwargs)
     shown = [args[0]] if changes else outputs(out)
     marks: dict[int, Tensor] = {}
     for x in shown:

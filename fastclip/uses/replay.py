@@ -4,8 +4,8 @@ Sample i's gradient is what comes back where only its entries of the output's gr
 needs nothing but to know whose these entries are; it costs one backward of the function a sample.
 
 Random numbers are those of the first call: generators are put back to where they stood. A function that
-is not torch's may draw from others, so it is compared: its output with that of the first call, and the
-sum of its samples' gradients with that of the batch.
+is not torch's may draw from others, so it is compared: all of its outputs with those of the first call,
+and the sum of its samples' gradients with that of the batch.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _alone(use: UseBackward, wanted: list[str], owner: Tensor, *, clean: bool) -
         if use.is_of_torch:
             return found
         whole = gradient(out, leaves, g, retain_graph=True, allow_unused=True)
-    return use.compared(found, whole, None if clean else out)
+    return use.compared(found, whole, clean=clean)
 
 
 def _each(

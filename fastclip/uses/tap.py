@@ -22,7 +22,15 @@ from fastclip.layers.records import Record
 from fastclip.ops.units import UnitRows
 from fastclip.samples.owners import NOBODY
 from fastclip.samples.place import Place
-from fastclip.uses.chance import Chance, is_of_torch, other_numbers
+from fastclip.uses.chance import (
+    Chance,
+    alike,
+    given,
+    is_number,
+    is_of_torch,
+    other_numbers,
+    repeated,
+)
 from fastclip.uses.routing import several
 from fastclip.uses.rule import Operands, UseRule, plain_name
 
@@ -36,10 +44,6 @@ if TYPE_CHECKING:
 
 _SAVE_THEIR_OUTPUT = frozenset({"pow", "rpow", "float_power", "hypot"})
 """Functions whose backward looks at what they returned, which must stay as it is."""
-
-
-_ALIKE, _ALIKE_IN_FLOAT64 = 2e-2, 1e-9
-"""Relative distance of what differs in its rounding alone; float32 may come of half precision."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,15 +89,18 @@ class UseCall:
         self.paused = interceptor.keeper.paused
         self.chance: Chance | None = None
         """Where generators stood, if the call has drawn random numbers and will be repeated."""
-        self.shown: Tensor | None = None
-        """What it gave, if more than torch's generators may have decided about that."""
+        self.shown: list[Tensor] = []
+        """All that it gave, if more than torch's generators may have decided about that."""
         self.number = 0
         """By which the routing knows the output."""
         self.number_of_output = 0
         self.keeps_output = rule.keeps_output or plain_name(func) in _SAVE_THEIR_OUTPUT
 
-    def repeated_with(self, chance: Chance, drew: bool, out: Tensor) -> None:
+    def repeated_with(self, chance: Chance, drew: bool, shown: list[Tensor]) -> None:
         """The call will be repeated in the backward pass, with the random numbers that it drew.
+
+        Args:
+            shown: all that it gave (`given`); empty where `chance` knows all that decides about it.
 
         Raises:
             GraphError: the pass is being captured, and a replay of it draws others.
@@ -103,9 +110,7 @@ class UseCall:
                 f"{self.label} draws random numbers, which are not the same ones when a CUDA graph "
                 "repeats it for the samples' gradients. Pass cuda_graph=False."
             )
-        self.chance = chance if drew else None
-        if not is_of_torch(self.func):
-            self.shown = out.detach().clone() if self.changes else out.detach()
+        self.chance, self.shown = chance if drew else None, shown
 
     def changed(self, name: str) -> bool:
         """Whether a private operand has been changed in place since the call."""
@@ -132,16 +137,8 @@ def _autocast(device: str) -> Callable[[], AbstractContextManager]:
     return partial(torch.autocast, device, dtype=dtype, cache_enabled=False)
 
 
-def _alike(x: Tensor, y: Tensor, size: Tensor) -> Tensor:
-    """Whether these are equal but for the rounding of what has this size, where all are finite."""
-    finite = x.isfinite() & y.isfinite() & size.isfinite()
-    far, most = (torch.where(finite, z, 0).norm() for z in (x - y, size))
-    return far <= most * (_ALIKE if x.dtype != torch.float64 else _ALIKE_IN_FLOAT64)
-
-
 def _finite(x: Tensor) -> Tensor:
-    numbers = x.is_floating_point() or x.is_complex()
-    return x.nan_to_num(0.0, 0.0, 0.0) if numbers else x
+    return x.nan_to_num(0.0, 0.0, 0.0) if is_number(x) else x
 
 
 def _repeats(x: Tensor) -> bool:
@@ -212,6 +209,8 @@ class UseBackward(Contribution):
         self.private = list(call.targets)
         self.batch = call.forward.batch_size or 0
         self._owner: Tensor | None = None
+        self._given: list[Tensor] = []
+        """All that the function gave when it was called again."""
 
     def run(self) -> None:
         """Check that the contribution may enter the running pass, and let the rule record it."""
@@ -333,26 +332,27 @@ class UseBackward(Contribution):
             chance.put_back()
 
     def compared(
-        self, found: list[Tensor], whole: Sequence[Tensor | None], out: Tensor | None
+        self, found: list[Tensor], whole: Sequence[Tensor | None], *, clean: bool
     ) -> list[Tensor]:
         """The gradients of all samples, if the function did what it did (on an accelerator NaN, if not).
 
         Args:
-            whole: gradients of the batch. out: what the function gave when it was called again.
+            whole: gradients of the batch. clean: as of the `replay` that they come of, whose outputs
+                may differ from the first call's.
 
         Raises:
             GraphError: the samples' do not add up to them, or it gave something else at first.
         """
-        known = [
-            (rows.sum(0), x, rows.abs().sum(0))
+        equal = [
+            alike(rows.sum(0), x, rows.abs().sum(0))
             for rows, x in zip(found, whole, strict=True) if x is not None
         ]  # fmt: skip
-        if out is not None and self._call.shown is not None:
-            known.append((out.detach(), self._call.shown, self._call.shown.abs()))
-        alike = torch.stack([_alike(*each).to(self.g.device) for each in known]).all()
-        if alike.device.type != "cpu":
-            return [torch.where(alike, x, torch.nan) for x in found]
-        if not bool(alike):
+        if not clean:
+            equal += repeated(self._call.label, self._given, self._call.shown)
+        same = torch.stack([x.to(self.g.device) for x in equal]).all()
+        if same.device.type != "cpu":
+            return [torch.where(same, x, torch.nan) for x in found]
+        if not bool(same):
             raise other_numbers(self._call.label, "values")
         return found
 
@@ -368,6 +368,8 @@ class UseBackward(Contribution):
         if self._call.changes:
             args = (args[0].clone(), *args[1:])
         out = self._call.func(*args, **kwargs)
+        if not self.is_of_torch:
+            self._given = given(out, args[0] if self._call.changes else None)
         out = args[0] if out is None else out
         return out if isinstance(out, Tensor) else out[self._call.number_of_output]
 

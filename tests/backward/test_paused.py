@@ -73,6 +73,7 @@ def _by_functional_call(model: Coder, x: Tensor) -> Tensor:
 
 
 PARTS: dict[str, Callable[[Coder, Tensor], Tensor]] = {
+    "the model in a checkpoint": lambda model, x: checkpoint(model, x, use_reentrant=False),
     "the model": lambda model, x: model(x),
     "a layer": lambda model, x: model.encoder(x),
     "two layers": lambda model, x: model.middle[0](model.encoder(x).tanh()),
@@ -169,6 +170,21 @@ def test_one_loss_of_both() -> None:
         other = private(_numbers(2))
     (row_loss(private(x)) + row_loss(other)).mean().backward()
     assert_sums(summed(dict(model.named_parameters())), clipped_sum(own, 0.5), 1e-10)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_whole_model_in_a_checkpoint(reentrant: bool) -> None:
+    """What was paused when it was first computed is so when a checkpoint computes it again, later."""
+    model, engine, private, _ = _made()
+    x = _numbers(2, B + 3).requires_grad_()
+    with engine.paused():
+        out = checkpoint(private, x, use_reentrant=reentrant)
+    row_loss(out).sum().backward()
+    assert all(getattr(p, "summed_grad", None) is None for p in model.parameters())
+    alone = x.detach().requires_grad_()
+    row_loss(_twin(model)(alone)).sum().backward()
+    assert relative_error(x.grad, alone.grad) <= 1e-10
+    _assert_next_step_is_exact(model, private)
 
 
 def test_inside_of_a_method() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -65,3 +66,39 @@ def test_the_model_as_it_was(strict: bool, name: str, whole: bool) -> None:
     model.train()
     row_loss(private(x)).mean().backward()
     assert all(p.summed_grad is not None for p in model.parameters())
+
+
+class Masked(nn.Module):
+    """Arguments with names and a default, and a part that is exported by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None, *, scale: float = 2.0) -> Tensor:
+        out = self.part(tokens) * scale
+        return out if mask is None else out * mask
+
+
+def test_its_arguments_are_those_of_its_class() -> None:
+    """Names of inputs and of dynamic shapes are the ones that the model has by itself."""
+    model, plain = Masked(), Masked()
+    make_private(model)
+    x, rows = torch.randn(8, 6), torch.export.Dim("rows", min=2, max=99)
+    named = {"tokens": x, "mask": torch.ones(8, 6)}
+    cases: list[tuple[Callable[[Masked], nn.Module], tuple, dict, object]] = [
+        (lambda m: m, (x,), {}, ({0: rows},)),
+        (lambda m: m, (), named, {"tokens": {0: rows}, "mask": {0: rows}}),
+        (lambda m: m.part, (x,), {}, {"input": {0: rows}}),
+        (lambda m: m.part[0], (x,), {}, {"input": {0: rows}}),
+    ]
+    for part, args, kwargs, shapes in cases:
+        programs = [
+            torch.export.export(part(m), args, kwargs, dynamic_shapes=shapes)
+            for m in (model, plain)
+        ]
+        names = [program.graph_signature.user_inputs for program in programs]
+        assert names[0] == names[1]
+        larger = {name: torch.ones(5, 6) for name in kwargs}
+        assert programs[0].module()(*[torch.ones(5, 6) for _ in args], **larger).shape == (5, 6)
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)

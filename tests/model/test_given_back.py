@@ -80,6 +80,51 @@ def test_nothing_is_kept(options: dict[str, Any]) -> None:
     assert _alive(_train(engine, **options)) == []
 
 
+def _untrained(engine: FastPrivacyEngine, end: str, **options: Any) -> dict:
+    """Weak references to a run and its workers, of which the last batch drawn is not trained on."""
+    model, data = nn.Linear(6, 3), TensorDataset(torch.randn(64, 6))
+    source = DataLoader(data, batch_size=8, **options)
+    private, optimizer, drawn = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=source,
+        noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=end != "shuffled",
+    )  # fmt: skip
+    batches = iter(drawn)
+    private(next(batches)[0]).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if end == "validation":
+        with torch.no_grad():
+            for (x,) in batches:
+                private(x)
+    elif end == "failure":
+        with pytest.raises(RuntimeError):
+            private(next(batches)[0][:, :5])
+    else:
+        next(batches)
+    workers = [weakref.ref(each) for each in getattr(batches, "_workers", [])]
+    parts = {"model": model, "data": data, "source": source, "drawn": drawn, "batches": batches}
+    found = {name: weakref.ref(part) for name, part in parts.items()}
+    return found | {f"worker {i}": each for i, each in enumerate(workers)}
+
+
+@pytest.mark.parametrize(
+    ("end", "options"),
+    [
+        ("early", {}),
+        ("early", {"num_workers": 1}),
+        ("shuffled", {"num_workers": 1, "persistent_workers": True}),
+        ("validation", {}),
+        ("failure", {}),
+    ],
+)
+def test_a_batch_that_is_not_trained_on(end: str, options: dict[str, Any]) -> None:
+    """The data set and the loader's processes are given back, too, and the ledger stays right."""
+    engine = FastPrivacyEngine(accountant="rdp")
+    assert _alive(_untrained(engine, end, **options)) == []
+    assert sum(steps for *_, steps in engine.accountant.history) == 1
+    assert engine.mechanism(delta=DELTA).epsilon == engine.get_epsilon(DELTA)
+
+
 def test_a_sweep() -> None:
     """What every model has spent is counted, whoever is gone; and what was told last is told."""
     engine = FastPrivacyEngine(accountant="rdp")

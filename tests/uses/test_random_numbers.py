@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
+from itertools import count
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from tests.oracle import (
 from tests.refusal import refused
 from tests.uses.functions import Function, Model, batch
 
-_HIDDEN = np.random.default_rng(0)
+_HIDDEN, _OWN, _COUNTER = np.random.default_rng(0), torch.Generator().manual_seed(0), count()
 _DRAWS: dict[str, Callable[[torch.Size], Tensor]] = {
     "torch": lambda shape: torch.rand(shape, dtype=torch.float64),
     "numpy": lambda shape: torch.from_numpy(np.random.random(tuple(shape))),
@@ -31,6 +33,11 @@ _DRAWS: dict[str, Callable[[torch.Size], Tensor]] = {
         [random.random() for _ in range(shape.numel())], dtype=torch.float64
     ).view(shape),
     "hidden": lambda shape: torch.from_numpy(_HIDDEN.random(tuple(shape))),
+    "own": lambda shape: torch.rand(shape, dtype=torch.float64, generator=_OWN),
+    "system": lambda shape: torch.frombuffer(
+        bytearray(os.urandom(shape.numel())), dtype=torch.uint8
+    ).view(shape) / 255,
+    "counter": lambda shape: torch.full(shape, float(next(_COUNTER) % 2)),
 }  # fmt: skip
 
 
@@ -69,6 +76,30 @@ def _round_back(ctx, g):
 
 
 _rounded.register_autograd(_round_back, setup_context=_keep_inputs)
+
+
+@torch.library.custom_op("fastclip_tests::straight", mutates_args=())
+def _straight(x: Tensor, w: Tensor, kind: str) -> list[Tensor]:
+    drawn = _DRAWS["hidden"](x.shape)
+    kept: dict[str, Callable[[], Tensor]] = {
+        "numbers": lambda: drawn,
+        "booleans": lambda: drawn > 0.5,
+        "infinite": lambda: torch.where(drawn > 0.5, 0.0, -torch.inf),
+        "one in many": lambda: torch.arange(drawn.numel()).view(x.shape) != int(drawn.sum()),
+        "places": lambda: (drawn > 0.5).nonzero(),
+    }
+    return [x * w, kept[kind]()]
+
+
+def _straight_back(ctx, g):
+    x, w, kept = ctx.saved_tensors
+    if kept.shape != x.shape:
+        kept = torch.zeros_like(x).index_put_(tuple(kept.T), x.new_ones(()))
+    seen = kept.exp() if kept.is_floating_point() and kept.min() < 0 else kept
+    return g[0] * w, (g[0] * x * seen).sum((0, 1)), None
+
+
+_straight.register_autograd(_straight_back, setup_context=_keep_mask)
 
 
 def _attention(weights: Sequence[Tensor], x: Tensor) -> Tensor:
@@ -166,14 +197,39 @@ def test_each_sample_is_clipped_alone(name: str) -> None:
 
 HIDDEN: dict[str, Function] = {
     "forward": lambda w, x: _masked(x, w[0], "hidden")[0],
+    "a generator of torch's": lambda w, x: _masked(x, w[0], "own")[0],
+    "the system's numbers": lambda w, x: _masked(x, w[0], "system")[0],
+    "a counter": lambda w, x: _masked(x, w[0], "counter")[0],
     "backward": lambda w, x: _rounded(x, w[0], "hidden", False),
     "backward of the input": lambda w, x: _rounded(x, w[0], "torch", True),
+    "numbers": lambda w, x: _straight(x, w[0], "numbers")[0],
+    "booleans": lambda w, x: _straight(x, w[0], "booleans")[0],
+    "infinite": lambda w, x: _straight(x, w[0], "infinite")[0],
+    "one in many": lambda w, x: _straight(x, w[0], "one in many")[0],
+    "places": lambda w, x: _straight(x, w[0], "places")[0],
 }
 
 
 @pytest.mark.parametrize("where", HIDDEN)
 def test_generators_that_nobody_knows(where: str) -> None:
-    """A custom operator that draws from a generator of its own is found out, and named."""
+    """A custom operator that draws from a generator of its own is found out, and named.
+
+    Also where only its own backward looks at what it drew, in another output.
+    """
     _, private, _, _ = make_private(Model(HIDDEN[where], (6,)), max_grad_norm=1e6)
-    with refused("masked|random numbers"):
+    with refused("random numbers" if "backward" in where else "(masked|straight).*random numbers"):
+        row_loss(private(batch())).mean().backward()
+
+
+@pytest.mark.parametrize("kind", ["numbers", "booleans", "infinite", "one in many", "places"])
+def test_one_that_draws_later(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It drew nothing while the model was looked at: every backward pass compares all outputs, too."""
+    model = Model(lambda w, x: _straight(x, w[0], kind)[0], (6,))
+    _, private, optimizer, _ = make_private(model, max_grad_norm=1e6)
+    with monkeypatch.context() as patch:
+        patch.setitem(_DRAWS, "hidden", lambda shape: torch.ones(shape, dtype=torch.float64))
+        row_loss(private(batch())).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with refused("straight.*random numbers"):
         row_loss(private(batch())).mean().backward()
