@@ -73,19 +73,24 @@ def check_copies(loader: DataLoader, choice: Choice | None, unit: Tensor | None)
     if found is None and asked and reads_by_itself(dataset):
         found = _as_read(dataset, drawn, owner)
     if found is not None:
-        name = f"the data set ({type(dataset).__name__})"
-        pair = f"samples {found.first} and {found.second} of {name}, which {_HOW[found.how]}"
-        if unit is not None:
-            raise ArgumentError(
-                f"unit_ids gives two units to {pair}. Give both the same id, or clone() memory that "
-                "belongs to several units"
-            )
-        if unknown:
-            raise ArgumentError(
-                f"the sampler ({type(sampler).__name__}) may draw {pair}. Pass a "
-                "torch.utils.data.Subset of the samples to draw"
-            )
-        raise ArgumentError(f"{pair.replace(', which', '', 1)}. {_FIX[found.how]}")
+        by = type(sampler).__name__ if unknown else None
+        raise ArgumentError(_said(type(dataset).__name__, found, by, unit is not None))
+
+
+def _said(name: str, found: Shared, sampler: str | None, units: bool) -> str:
+    pair = f"samples {found.first} and {found.second} of the data set ({name})"
+    how = _HOW[found.how]
+    if units:
+        return (
+            f"unit_ids gives two units to {pair}, which {how}. Give both the same id, or clone() memory "
+            "that belongs to several units"
+        )
+    if sampler is not None:
+        return (
+            f"the sampler ({sampler}) may draw {pair}, which {how}. Pass a torch.utils.data.Subset of "
+            "the samples to draw"
+        )
+    return f"{pair} {how}. {_FIX[found.how]}"
 
 
 def _as_read(dataset: Any, drawn: np.ndarray, owner: np.ndarray) -> Shared | None:
@@ -93,13 +98,12 @@ def _as_read(dataset: Any, drawn: np.ndarray, owner: np.ndarray) -> Shared | Non
     few = (
         np.unique(drawn[[0, min(1, len(drawn) - 1), len(drawn) // 2, -1]]) if len(drawn) else drawn
     )
-    with (
-        generators_restored(),
-        suppress(Exception),
-    ):  # of a sample that cannot be read, the loader tells
-        items = [dataset[i] for i in few.tolist()]
-        return shared(list(leaves_of_items(items, few, "numbers", few)), owner)
-    return None
+    items: list[Any] = []
+    with generators_restored(), suppress(Exception):  # of one that cannot be read, the loader tells
+        for row in few.tolist():
+            items.append(dataset[row])
+    read = few[: len(items)]
+    return shared(list(leaves_of_items(items, read, "numbers", read)), owner)
 
 
 def _drawn(loader: DataLoader, choice: Choice | None, unit: Tensor | None) -> np.ndarray | None:
