@@ -27,13 +27,26 @@ from fastclip.data.samplers import SUBSETS, Choice
 from fastclip.data.sampling import PoissonSampler
 from fastclip.errors import ArgumentError
 
+_HOW = {
+    "copies": "are the same sample, by number or memory",
+    "more": "share more than each has for itself",
+    "part": "overlap in memory",
+}
+_FIX = {
+    "copies": "Leave out the copies, or pass unit_ids with one id for all samples of a record",
+    "more": "Leave out the copies, or pass unit_ids (keep what is the same for all samples out of the "
+    "data set, or clone() it)",
+    "part": "Leave out samples that overlap, or pass unit_ids with one id for all samples of a record",
+}
+
 
 def check_copies(loader: DataLoader, choice: Choice | None, unit: Tensor | None) -> None:
     """Raise an error if a record is in several samples that may be drawn apart.
 
     Formal guarantee: none of the samples that torch's data sets, tensors, arrays and lists hold shares
     memory with another unit's (`sample_memory.shared`). Of a data set of the user's own, four samples
-    are read and compared, unless its workers are the first to read it.
+    are read and compared, unless its workers are the first to read it or a sampler of the user's own
+    draws, whose keys are not known.
 
     Args:
         choice: of the samples to draw; None if the loader's own sampler draws.
@@ -48,14 +61,36 @@ def check_copies(loader: DataLoader, choice: Choice | None, unit: Tensor | None)
         return
     everything = np.arange(len(dataset), dtype=np.int64)  # type: ignore[arg-type]
     drawn = _drawn(loader, choice, unit)
+    sampler = drawing(loader)
+    home = unwatched(sampler).__module__.split(".")[0]
+    unknown = choice is None and home not in ("torch", "fastclip", "opacus")
     drawn = everything if drawn is None else drawn
     owner = everything if unit is None else unit.numpy()
     found = shared(list(leaves_of(dataset, drawn, drawn)), owner)
-    # workers may be the first to open a file, which does not survive being opened before the fork
-    if found is None and reads_by_itself(dataset) and not (choice is None and loader.num_workers):
+    # workers may be the first to open a file, which does not survive being opened before the fork, and
+    # a sampler of the user's own may draw other keys than numbers
+    asked = choice is not None or not (unknown or loader.num_workers)
+    if found is None and asked and reads_by_itself(dataset):
         found = _as_read(dataset, drawn, owner)
     if found is not None:
-        raise ArgumentError(_said(type(dataset).__name__, found, unit is not None))
+        by = type(sampler).__name__ if unknown else None
+        raise ArgumentError(_said(type(dataset).__name__, found, by, unit is not None))
+
+
+def _said(name: str, found: Shared, sampler: str | None, units: bool) -> str:
+    pair = f"samples {found.first} and {found.second} of the data set ({name})"
+    how = _HOW[found.how]
+    if units:
+        return (
+            f"unit_ids gives two units to {pair}, which {how}. Give both the same id, or clone() memory "
+            "that belongs to several units"
+        )
+    if sampler is not None:
+        return (
+            f"the sampler ({sampler}) may draw {pair}, which {how}. Pass a torch.utils.data.Subset of "
+            "the samples to draw"
+        )
+    return f"{pair} {how}. {_FIX[found.how]}"
 
 
 def _as_read(dataset: Any, drawn: np.ndarray, owner: np.ndarray) -> Shared | None:
@@ -63,28 +98,12 @@ def _as_read(dataset: Any, drawn: np.ndarray, owner: np.ndarray) -> Shared | Non
     few = (
         np.unique(drawn[[0, min(1, len(drawn) - 1), len(drawn) // 2, -1]]) if len(drawn) else drawn
     )
-    with (
-        generators_restored(),
-        suppress(Exception),
-    ):  # of a sample that cannot be read, the loader tells
-        items = [dataset[i] for i in few.tolist()]
-        return shared(list(leaves_of_items(items, few, "numbers", few)), owner)
-    return None
-
-
-def _said(name: str, found: Shared, units: bool) -> str:
-    pair = f"samples {found.first} and {found.second} of the data set ({name})"
-    how = "overlap in memory" if found.in_part else "are the same sample, by number or memory"
-    if units:
-        return (
-            f"unit_ids gives two units to {pair}, which {how}. Give both the same id, or leave one out "
-            "(clone() memory that belongs to several units)"
-        )
-    first = "samples that overlap" if found.in_part else "the copies"
-    return (
-        f"{pair} {how}, so one record contributes with both. Leave out {first}, or pass unit_ids (with "
-        "poisson_sampling=True), one id for all samples of a record"
-    )
+    items: list[Any] = []
+    with generators_restored(), suppress(Exception):  # of one that cannot be read, the loader tells
+        for row in few.tolist():
+            items.append(dataset[row])
+    read = few[: len(items)]
+    return shared(list(leaves_of_items(items, read, "numbers", read)), owner)
 
 
 def _drawn(loader: DataLoader, choice: Choice | None, unit: Tensor | None) -> np.ndarray | None:

@@ -2,22 +2,32 @@
 
 A sample is the tensors that it is read from. Two laws say what samples may have in common:
 
-1. A sample has memory of its own: at least one of its largest tensors belongs to no other sample. A
-   smaller one may, as a whole: a constant label, a mask or position numbers that are expanded over all
-   samples, an entry of a table. It holds no more than what the sample has for itself.
+1. What two samples share is no more than what each has for itself. A tensor may be of several samples as
+   a whole: a constant label, a mask or position numbers that are expanded over all samples, an entry of
+   a table. So may a list or an object, which is known by its identity, as is the sample itself.
+   Of numbers and strings, equal ones may be one object, so that sharing them says nothing.
 2. Tensors of different samples never overlap in part. Where they do (windows of one series), what is
    in the middle of one sample is at the edge of another, so it is data of both.
 
-Memory is compared as intervals of bytes, and no value is read.
+Memory is compared as intervals of bytes, and no value is read. Containers and objects are opened.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from array import array
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from math import inf, prod
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,8 +36,20 @@ from torch import Tensor
 from torch.utils.data import StackDataset, TensorDataset
 
 from fastclip.data.base_rows import parts_of
+from fastclip.errors import ArgumentError
 
 _NUMBERS = (int, float, complex, np.generic, Enum)
+_NOTHING = (
+    type(None), type, torch.dtype, torch.layout, torch.memory_format, FunctionType, MethodType,
+    BuiltinFunctionType, ModuleType,
+)  # fmt: skip
+"""What holds no data."""
+_OPAQUE = 1024
+"""Elements that an object which cannot be looked into (an image) counts for where it is shared."""
+_DEEPEST, _LONGEST = 32, 64
+"""Objects are opened so deep. One with more in it than this is told to other samples as one leaf."""
+_MOST_RUNS = 2**22
+"""Runs of tensors that are compared at once."""
 
 
 class Layout(NamedTuple):
@@ -52,8 +74,8 @@ class Leaves:
 
     Args:
         starts: int64 [n], addresses of their first bytes. samples: int64 [n], whose they are.
-        least: elements that each is known to have. most: that it may have: more, if it cannot be looked
-            into.
+        least: elements that each counts for where samples share it. most: where it is of one alone: more
+            if it cannot be looked into, less if it is the numbers in a list, which any sample may hold.
     """
 
     layout: Layout
@@ -63,13 +85,29 @@ class Leaves:
     most: float
 
 
+_STRINGS, _OBJECTS, _ITEMS = (Layout(name, 1) for name in ("strings", "objects", "items"))
+
+
 class Shared(NamedTuple):
     """Two samples that are not independent."""
 
     first: int
     second: int
-    in_part: bool
-    """They overlap in part; else they have their largest tensor in common."""
+    how: str
+    """They are "copies", share "more" than what one of them has for itself, or overlap in "part"."""
+
+
+class _Held(NamedTuple):
+    """One leaf of a sample: its layout and address, and what it counts for (`Leaves`)."""
+
+    layout: Layout
+    start: int
+    least: float
+    most: float
+
+
+_Known = dict[int, tuple[Any, list[Any], list[_Held]]]
+"""By identity: an object, which is kept alive by it, as is what is in it, and what it holds."""
 
 
 def leaves_of(dataset: Any, rows: np.ndarray, samples: np.ndarray) -> Iterator[Leaves]:
@@ -104,20 +142,15 @@ def leaves_of_items(
         space, numbers: what plain values, which have no memory of their own, are identified by.
     """
     found: dict[tuple[Layout, float, float], list[tuple[int, int]]] = defaultdict(list)
+    known: _Known = {}
     for item, sample, number in zip(items, samples.tolist(), numbers.tolist(), strict=True):
-        values, before = 0.0, len(found)
-        for leaf in _leaves(item):
-            if _has_memory(leaf):
-                start, layout, size = _memory(leaf)
-                found[layout, size, size].append((start, sample))
-            elif isinstance(leaf, _NUMBERS):
-                values += 1
-            elif isinstance(leaf, (str, bytes)):  # of any length, and equal ones may be one object
-                values = inf
-            elif leaf is not None:
-                found[Layout("objects", 1), 1, inf].append((id(leaf), sample))
-        if values or len(found) == before == 0:
-            found[Layout(space, 1), values, values].append((number, sample))
+        held, plain = _held(item, known)
+        for each in held:
+            found[each.layout, each.least, each.most].append((each.start, sample))
+        if plain or not held:  # an object that holds more than values is the same as itself
+            values = all(each.layout is _STRINGS for each in held)
+            layout, start = (Layout(space, 1), number) if values else (_ITEMS, id(item))
+            found[layout, max(1, plain), 1].append((start, sample))
     for (layout, least, most), pairs in found.items():
         starts, called = np.array(pairs, dtype=np.int64).T
         yield Leaves(layout, starts, called, least, most)
@@ -151,10 +184,10 @@ def shared(leaves: list[Leaves], owner: np.ndarray) -> Shared | None:
     needed, own = np.zeros(len(owner)), np.zeros(len(owner))
     for whole in wholes:
         alone = ~whole.common[whole.which]
-        np.maximum.at(needed, whole.samples, whole.least)
+        np.maximum.at(needed, whole.samples[~alone], whole.least[~alone])
         np.maximum.at(own, whole.samples[alone], whole.most[alone])
     for sample in np.flatnonzero(own < needed)[:1].tolist():
-        return _same(wholes, owner, sample)
+        return _same(wholes, owner, sample, "more" if own[sample] else "copies")
     return _overlapping(wholes, owner)
 
 
@@ -199,15 +232,14 @@ def _whole(layout: Layout, members: list[Leaves], owner: np.ndarray) -> _Whole:
     return _Whole(layout, starts[first], first, common, which, samples, least[order], most[order])
 
 
-def _same(wholes: list[_Whole], owner: np.ndarray, sample: int) -> Shared:
-    """Another owner's sample that has the largest tensor of this one, which is common."""
+def _same(wholes: list[_Whole], owner: np.ndarray, sample: int, how: str) -> Shared:
+    """Another owner's sample that has the largest common tensor of this one."""
     mine = [(w, p) for w in wholes for p in np.flatnonzero(w.samples == sample).tolist()]
-    whole, place = max(
-        mine, key=lambda one: (one[0].least[one[1]], one[0].common[one[0].which[one[1]]])
-    )
+    common = [(w, p) for w, p in mine if w.common[w.which[p]]]
+    whole, place = max(common, key=lambda one: one[0].least[one[1]])
     users = whole.users(int(whole.which[place]))
     other = int(users[owner[users] != owner[sample]][0])
-    return Shared(min(sample, other), max(sample, other), False)
+    return Shared(min(sample, other), max(sample, other), how)
 
 
 def _overlapping(wholes: list[_Whole], owner: np.ndarray) -> Shared | None:
@@ -217,38 +249,70 @@ def _overlapping(wholes: list[_Whole], owner: np.ndarray) -> Shared | None:
         spaces[whole.layout.space].append(whole)
     for members in spaces.values():
         low = np.concatenate([w.starts for w in members])
-        high = np.concatenate([w.starts + w.layout.extent for w in members])
         whose = np.concatenate([np.where(w.common, -1, owner[w.samples[w.first]]) for w in members])
         number = np.repeat(np.arange(len(members)), [len(w.starts) for w in members])
         nth = np.concatenate([np.arange(len(w.starts)) for w in members])
-        left = _touching(low, high, whose)  # by their extents
-        several = _touching(low, high, number) & left
-        for i, whole in enumerate(members):
-            mine = left & (number == i)
-            if mine.any() and not several[mine].any() and _interleaved(whole.layout, low[mine]):
-                left &= ~mine
-        found = _first_pair([w.layout for w in members], np.flatnonzero(left), low, whose, number)
+        found = _first_pair([w.layout for w in members], low, whose, number)
         if found is not None:
             one, other = (members[number[k]].users(int(nth[k])).tolist() for k in found)
             a, b = next((a, b) for a in one for b in other if owner[a] != owner[b])
-            return Shared(min(a, b), max(a, b), True)
+            return Shared(min(a, b), max(a, b), "part")
     return None
 
 
 def _first_pair(
-    layouts: list[Layout], left: np.ndarray, low: np.ndarray, whose: np.ndarray, number: np.ndarray
+    layouts: list[Layout], low: np.ndarray, whose: np.ndarray, number: np.ndarray
 ) -> tuple[int, int] | None:
-    """Two of the tensors `left`, of different owners, whose runs overlap."""
-    lows, which = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    runs = [np.zeros(0, np.int64)]
-    for i in np.unique(number[left]).tolist():
-        mine, layout = left[number[left] == i], layouts[i]
-        offsets = np.zeros(1, np.int64)
-        for size, stride in layout.outer:
+    """Two tensors of different owners whose runs overlap.
+
+    Tensors that lie between each other's runs (a transposed data set) are told by a first run of each:
+    where all that touch fit into one step of a dimension, no step leads from one to another.
+
+    Raises:
+        ArgumentError: there are too many runs to compare.
+    """
+    extent = np.array([layout.extent for layout in layouts])[number]
+    left = np.flatnonzero(_touching(low, low + extent, whose))
+    own = [layouts[i].outer for i in np.unique(number[left]).tolist()]
+    below = np.full(len(low), np.iinfo(np.int64).max)
+    """Steps that are left to look at are smaller than this."""
+    for step in sorted({stride for outer in own for _, stride in outer}, reverse=True):
+        spans = [sum((n - 1) * step for n, stride in x.outer if stride == step) for x in layouts]
+        first = extent - np.array(spans)[number]
+        part = _connected(low[left], (low + extent)[left])
+        start, stop = np.full(len(left), np.iinfo(np.int64).max), np.zeros(len(left), np.int64)
+        np.minimum.at(start, part, low[left])
+        np.maximum.at(stop, part, (low + first)[left])
+        fitting = left[(stop - start)[part] <= step]
+        extent[fitting], below[fitting] = first[fitting], step
+        left = left[_touching(low[left], (low + extent)[left], whose[left])]
+    return _of_runs(layouts, left, low, whose, number, below) if len(left) else None
+
+
+def _of_runs(
+    layouts: list[Layout], left: np.ndarray, low: np.ndarray, whose: np.ndarray,
+    number: np.ndarray, below: np.ndarray,
+) -> tuple[int, int] | None:  # fmt: skip
+    """Two of the tensors `left`, each run compared with each; of steps `below` these."""
+    kinds, which_kind = np.unique(
+        np.stack([number[left], below[left]]), axis=1, return_inverse=True
+    )
+    which_kind = which_kind.reshape(-1)
+    dims = [[dim for dim in layouts[i].outer if dim[1] < step] for i, step in kinds.T.tolist()]
+    count = int(np.array([prod(n for n, _ in each) for each in dims])[which_kind].sum())
+    if count > _MOST_RUNS:
+        raise ArgumentError(
+            f"samples of the data set lie between each other in memory, in {count} pieces, too many to "
+            "compare. Call contiguous() on the tensors that they are read from"
+        )
+    lows, which, runs = [], [], []
+    for k, (i, _) in enumerate(kinds.T.tolist()):
+        mine, offsets = left[which_kind == k], np.zeros(1, np.int64)
+        for size, stride in dims[k]:
             offsets = np.add.outer(np.arange(size) * stride, offsets).reshape(-1)
         lows.append(np.add.outer(low[mine], offsets).reshape(-1))
         which.append(np.repeat(mine, len(offsets)))
-        runs.append(np.full(len(lows[-1]), layout.run))
+        runs.append(np.full(len(lows[-1]), layouts[i].run))
     start, tensor = np.concatenate(lows), np.concatenate(which)
     stop = start + np.concatenate(runs)
     mixed = np.flatnonzero(_touching(start, stop, whose[tensor]))
@@ -263,31 +327,21 @@ def _first_pair(
 
 def _touching(low: np.ndarray, high: np.ndarray, whose: np.ndarray) -> np.ndarray:
     """Which intervals [low, high) are connected, by overlapping ones, with one of another owner."""
-    touching = np.zeros(len(low), dtype=bool)
-    if len(low):
-        order = np.argsort(low, kind="stable")
-        new = np.ones(len(low), dtype=bool)
-        new[1:] = low[order[1:]] >= np.maximum.accumulate(high[order])[:-1]
-        first, owners = np.flatnonzero(new), whose[order]
-        mixed = np.minimum.reduceat(owners, first) != np.maximum.reduceat(owners, first)
-        touching[order] = mixed[np.cumsum(new) - 1]
-    return touching
+    if not len(low):
+        return np.zeros(0, dtype=bool)
+    part = _connected(low, high)
+    order = np.argsort(part, kind="stable")
+    first, owners = np.flatnonzero(np.diff(part[order], prepend=-1)), whose[order]
+    mixed = np.minimum.reduceat(owners, first) != np.maximum.reduceat(owners, first)
+    return np.asarray(mixed[part])
 
 
-def _interleaved(layout: Layout, starts: np.ndarray) -> bool:
-    """Tensors whose extents overlap lie between each other's runs: a transposed data set.
-
-    So it is where every dimension, that of the samples too, steps over all of the smaller ones.
-    """
-    steps = np.diff(np.sort(starts))
-    step = int(np.gcd.reduce(steps))
-    reach = 0
-    dims = [(layout.run, 1), *layout.outer, (int(steps.sum()) // step + 1, step)]
-    for size, stride in sorted(dims, key=lambda dim: dim[1]):
-        if stride < reach:
-            return False
-        reach = (size - 1) * stride + max(reach, 1)
-    return True
+def _connected(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Numbers of the groups in which intervals [low, high) overlap, from 0."""
+    order = np.argsort(low, kind="stable")
+    part = np.zeros(len(low), np.int64)
+    part[order[1:]] = np.cumsum(low[order[1:]] >= np.maximum.accumulate(high[order])[:-1])
+    return part
 
 
 def _members(stack: Any) -> list[Any]:
@@ -306,19 +360,79 @@ def _columns(dataset: Any) -> tuple[Any, ...] | None:
     return columns if all(_has_memory(c) and len(c.shape) for c in columns) else None
 
 
-def _leaves(item: Any) -> Iterator[Any]:
-    if isinstance(item, (Tensor, int, float, str)):  # the others take longer to tell
-        yield item
-        return
+def _held(item: Any, known: _Known, depth: int = 0) -> tuple[list[_Held], int]:
+    """What an item holds, and how many numbers and characters that nothing in memory stands for."""
+    if isinstance(item, (bytearray, memoryview, array)):
+        item = np.asarray(memoryview(item))
+    if _has_memory(item):
+        start, layout, size = _memory(item)
+        return [_Held(layout, start, size, size)], 0
+    if isinstance(item, (str, bytes)):
+        return [_Held(_STRINGS, id(item), 0, len(item))], len(item)
+    if isinstance(item, (*_NUMBERS, *_NOTHING)):
+        return [], int(isinstance(item, _NUMBERS))
+    if isinstance(item, (tuple, frozenset)):
+        return _held_in(item, known, depth)
+    if id(item) in known:
+        return known[id(item)][-1], 0
+    held: list[_Held] = []
+    parts, opaque = _parts(item)
+    known[id(item)] = item, parts, held
+    if not parts and opaque and not isinstance(item, Tensor) and _by_value(type(item)):
+        del known[id(item)]
+        return [], 1
+    if opaque or depth == _DEEPEST:
+        held.append(_Held(_OBJECTS, id(item), _OPAQUE, inf))
+        parts = parts[:0] if depth == _DEEPEST else parts
+    inner, plain = _held_in(parts, known, depth)
+    held.extend(inner)
+    most: float = max([len(parts), plain, *(each.least for each in held)])
+    itself = _Held(_ITEMS, id(item), most, min(1, plain))
+    held.append(itself)
+    if len(held) > _LONGEST:
+        known[id(item)] = item, parts, [itself]
+    return held, 0
+
+
+def _held_in(parts: Any, known: _Known, depth: int) -> tuple[list[_Held], int]:
+    held: list[_Held] = []
+    plain = 0
+    for part in parts:
+        if type(part) in (int, float, bool):  # of which there may be many
+            plain += 1
+            continue
+        more, values = _held(part, known, depth + 1)
+        held += more
+        plain += values
+    return held, plain
+
+
+def _parts(item: Any) -> tuple[list[Any], bool]:
+    """What is in a container or an object, and whether there may be more, which is not to be seen."""
     if isinstance(item, Mapping):
-        item = list(item.values())
-    elif is_dataclass(item) and not isinstance(item, type):
-        item = [getattr(item, field.name) for field in fields(item)]
-    if isinstance(item, (list, tuple)):
-        for part in item:
-            yield from _leaves(part)
-    else:
-        yield item
+        return list(item.values()), False
+    if isinstance(item, (list, set, deque)):
+        return list(item), False
+    if isinstance(item, np.ndarray):
+        return list(item.flat), False
+    kind: Any = type(item)
+    names, whole = _slots(kind)
+    slots = [getattr(item, name) for name in names if hasattr(item, name)]
+    return [*getattr(item, "__dict__", {}).values(), *slots], not whole
+
+
+@cache
+def _slots(kind: Any) -> tuple[list[str], bool]:
+    """The slots of a class, and whether its objects hold nothing beside them and their __dict__."""
+    slots = [m for base in kind.__mro__ for m in vars(base).items()]
+    names = [name for name, member in slots if isinstance(member, MemberDescriptorType)]
+    pointers = len(names) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    return names, kind.__basicsize__ <= object.__basicsize__ + 8 * pointers
+
+
+def _by_value(kind: type) -> bool:
+    """Objects that are equal by what they say, such as dates: it is not the object that says it."""
+    return kind.__eq__ is not object.__eq__ and kind.__hash__ is not None
 
 
 def _has_memory(x: Any) -> bool:

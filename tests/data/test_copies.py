@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+from datetime import date
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -11,6 +15,7 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
+    Sampler,
     StackDataset,
     Subset,
     SubsetRandomSampler,
@@ -69,7 +74,52 @@ class Transformed(Subset):
         return [self[row] for row in rows]
 
 
+class Held:
+    """An object that holds what it is given."""
+
+    def __init__(self, **held: Any) -> None:
+        self.__dict__.update(held)
+
+
+class Slotted:
+    """The same, in a slot."""
+
+    __slots__ = ("__x",)
+
+    def __init__(self, x: Any) -> None:
+        self.__x = x
+
+
+class Named(Keyed):
+    """Samples by name; for any other key, one blank sample."""
+
+    blank = torch.zeros(1)
+    samples = {f"image {row}": torch.ones(1) for row in range(N)}
+
+    def __getitem__(self, row: Any) -> Any:
+        return self.samples.get(row, self.blank)
+
+
+class Listed(Sampler):
+    """A sampler of the user's own."""
+
+    def __init__(self, keys: list[Any]) -> None:
+        self.keys = keys
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.keys)
+
+
 TABLE = torch.eye(2)
+ONE, OTHERS = torch.zeros(40), [Held(n=1) for _ in range(N)]
+IMAGE, BUFFER = Random(0), bytearray(64)
+"""Stands for any object that cannot be looked into."""
+SPARSE = torch.eye(3).to_sparse()
+RAGGED = torch.zeros(3, 5 * N).T
+SHARED_VALUES = {"text": "a record"}
 SERIES = torch.zeros(9, 9)
 FORTRAN = torch.zeros(6, N).T
 X, Y = torch.randn(N, 3, generator=torch.Generator().manual_seed(0)), torch.arange(N)
@@ -121,6 +171,24 @@ COPIES: dict[str, Dataset] = {
     "an array, broadcast": np.broadcast_to(np.zeros((1, 3)), (N, 3)),  # type: ignore[dict-item]
     "a list of views": [X[0], X[1], X[0]],  # type: ignore[dict-item]
     "the user's own, one buffer": OneBuffer(),
+    "beside a string": [(ONE, "cat")] * N,  # type: ignore[dict-item]
+    "beside a string, in tuples of their own": [(ONE, "cat" * 20) for _ in range(N)],  # type: ignore
+    "beside captions": [{"image": ONE, "caption": f"{row}"} for row in range(N)],  # type: ignore
+    "beside numbers": [(ONE, [0] * 64) for _ in range(N)],  # type: ignore[dict-item]
+    "beside an object": [(ONE, Held(n=row)) for row in range(N)],  # type: ignore[dict-item]
+    "one dict of strings": [SHARED_VALUES] * N,  # type: ignore[dict-item]
+    "one list of numbers": [(SERIES.tolist(), 1)] * N,  # type: ignore[dict-item]
+    "one list in tuples": [([1, 2, 3], 1) for _ in range(1)] * N,  # type: ignore[dict-item]
+    "an image and labels": [(IMAGE, row) for row in range(N)],  # type: ignore[dict-item]
+    "a buffer": [(BUFFER, row) for row in range(N)],  # type: ignore[dict-item]
+    "a sparse tensor": [(SPARSE, row) for row in range(N)],  # type: ignore[dict-item]
+    "held by objects": [Held(x=ONE) for _ in range(N)],  # type: ignore[dict-item]
+    "held by objects in objects": [Held(x=Held(x=[ONE]), n=n) for n in range(N)],  # type: ignore
+    "held in slots": [Slotted(ONE) for _ in range(N)],  # type: ignore[dict-item]
+    "one object of numbers": OTHERS[:1] * N,  # type: ignore[dict-item]
+    "in sets": [{ONE} for _ in range(N)],  # type: ignore[dict-item]
+    "in deques": [deque([ONE]) for _ in range(N)],  # type: ignore[dict-item]
+    "in an array of objects": list(np.array([[ONE, None]] * N, dtype=object)),  # type: ignore
     "stacked views": StackDataset(ConcatDataset([X[:3], X[2:4]]), ConcatDataset([Y[:3], Y[2:4]])),  # type: ignore
 }
 
@@ -142,6 +210,9 @@ OVERLAPPING: dict[str, Dataset] = {
     "a list of slices": [SERIES[0, i : i + 3] for i in range(6)],  # type: ignore[dict-item]
     "images and their patches": [(SERIES, SERIES[:2]), (SERIES[2:4], SERIES[5])],  # type: ignore
     "the user's own": Windows(),
+    "slices of a buffer": [memoryview(BUFFER)[i : i + 3] for i in range(6)],  # type: ignore
+    "ragged, transposed": [RAGGED[5 * i : 5 * i + 5 + (i == 3)] for i in range(N)],  # type: ignore
+    "held by objects": [Held(x=SERIES[0, i : i + 3]) for i in range(6)],  # type: ignore[dict-item]
     "a subset of the user's own": Subset(Windows(), range(3, 9)),
 }
 
@@ -178,6 +249,16 @@ ORDINARY: dict[str, Dataset] = {
     "a sample and a view of it": TensorDataset(X, X[:, :2], X[:, 0]),
     "one sample": TensorDataset(torch.zeros(3).expand(1, 3)),
     "an array from behind": np.arange(36.0)[::-1].reshape(N, 3),  # type: ignore[dict-item]
+    "strings": ["good", "bad"] * N,  # type: ignore[dict-item]
+    "strings and labels of a table": [("good", TABLE[0, :1]) for _ in range(N)],  # type: ignore
+    "constants": [("cat", 1, None, torch.float32, date(2000, 1, 1))] * N,  # type: ignore[dict-item]
+    "lists of equal numbers": [[1, 2, 3] for _ in range(N)],  # type: ignore[dict-item]
+    "nothing": [torch.zeros(0)] * N,  # type: ignore[dict-item]
+    "objects": [Held(x=X[i], label="cat", kind=Held) for i in range(N)],  # type: ignore[dict-item]
+    "objects of numbers": OTHERS,  # type: ignore[dict-item]
+    "an object for all": [(X[i], OTHERS[0], len) for i in range(N)],  # type: ignore[dict-item]
+    "images and one word": [(Random(0), "cat") for _ in range(N)],  # type: ignore
+    "ragged, transposed": [RAGGED[5 * i : 5 * i + 5 - i % 2] for i in range(N)],  # type: ignore
     "rows of nothing": Subset(TensorDataset(torch.zeros(N, 0)), range(4)),
 }
 
@@ -222,6 +303,38 @@ def test_copies_of_which_one_may_be_drawn() -> None:
     start(DataLoader(copies, 2, sampler=SubsetRandomSampler(range(1, 9))), poisson=False)
     with refused(r"samples 0 and 11 of the data set \(Subset\)", ArgumentError):
         start(DataLoader(copies, 2, sampler=SubsetRandomSampler([0, 5, -1])))
+
+
+def test_samplers_of_the_users_own() -> None:
+    """Which samples they draw is not known ahead, nor whether their keys are numbers."""
+    windows = TensorDataset(X.view(-1).unfold(0, 6, 3))
+    for loader in (
+        DataLoader(windows, 2, sampler=Listed([0, 2, 4])),
+        DataLoader(windows, batch_sampler=Listed([[0, 2], [4]])),
+    ):
+        with refused(
+            r"sampler \(Listed\) may draw .* Pass a torch.utils.data.Subset", ArgumentError
+        ):
+            start(loader, poisson=False)
+    start(DataLoader(Subset(windows, [0, 2, 4]), 2), poisson=False)
+    start(DataLoader(Named(), 2, sampler=Listed([*Named.samples])), poisson=False)
+
+
+def test_constants_larger_than_samples() -> None:
+    """They cannot be told from a record that is in all samples, but there is a way out."""
+    mask = torch.ones(3, 3)
+    with refused(r"share more than each .* out of the data set, or clone\(\) it", ArgumentError):
+        start(DataLoader([(x, mask) for x in X], 2))  # type: ignore[arg-type]
+    start(DataLoader([(x, mask.clone()) for x in X], 2))  # type: ignore[arg-type]
+
+
+def test_pieces_that_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that do not lie in one step of each other's dimensions are compared by their runs."""
+    holes = [X.view(-1).as_strided((3,), (2,), start) for start in (0, 5, 12, 17)]
+    start(DataLoader(holes, 2))  # type: ignore[arg-type]
+    monkeypatch.setattr("fastclip.data.sample_memory._MOST_RUNS", 3)
+    with refused(r"pieces, too many to compare. Call contiguous\(\)", ArgumentError):
+        start(DataLoader([X.view(-1).as_strided((3,), (4,), k) for k in (0, 5)], 2))  # type: ignore
 
 
 def test_copies_of_one_unit() -> None:
