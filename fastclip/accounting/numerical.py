@@ -366,7 +366,7 @@ def _one_way(
             best = min(best, found)
             if best <= least or (not coarse and abs(before - found) <= 2 * wanted):
                 break
-            if mesh <= finest:
+            if mesh <= 1.2 * finest:
                 break
         else:  # delta is above in the whole window: the mesh has widened the losses too much
             mesh, further = mesh / 4, 2 * further + 1
