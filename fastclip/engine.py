@@ -286,7 +286,7 @@ class FastPrivacyEngine(SteppingEngine):
     def validate(
         self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
     ) -> None:
-        """Raise for modules that are not supported, naming their path and the way out."""
+        """Raise for modules that are not supported, naming their path and a fix."""
         validation.check_training(module)
         validation.check_module(module)
 

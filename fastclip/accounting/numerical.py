@@ -315,7 +315,7 @@ class _Losses:
             mesh = math.exp(log_mesh)
             return float((mass * np.minimum(mesh**2 / 6, mesh * sizes)).sum()) / allowed - 1
 
-        # Between two points delta is taken for linear, which it is but for slope^2 h^2 / 8 of it.
+        # Between two points delta is taken for linear, which it is except for slope^2 h^2 / 8 of it.
         most = math.log(8 * error / (1 + tilt)) / 2
         if excess(most) <= 0:
             return math.exp(most)
