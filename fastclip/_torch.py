@@ -311,3 +311,9 @@ ATTRIBUTES = {
     "namedtuple": ("_asdict", "_replace"),
 }  # fmt: skip
 """Attributes of others that are read where they are needed, by whose they are."""
+
+
+def top_dispatch_mode() -> Any:
+    """The mode of this thread that hears of an operation first; None without one."""
+    modes = dispatch_modes()
+    return torch._C._get_dispatch_stack_at(modes - 1) if modes else None

@@ -1,0 +1,1 @@
+"""One real step, traced: which sample every entry of every tensor follows from."""

@@ -1,0 +1,199 @@
+"""Which sample each entry of a tensor follows from, as an integer tensor that broadcasts to its shape.
+
+`[b, 1, 1]` is "sample i along axis 0"; `[b, t]` says it entry by entry. None stands for "of no sample",
+all over. An attribution never has an axis that the tensor lacks, and is never written into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+NONE = -1
+"""The entry follows from no sample."""
+SEVERAL = 1 << 30
+"""It follows from more than one."""
+UNSEEN = SEVERAL + 1
+"""Nobody was seen to write it. It joins as one more sample would."""
+_ABOVE = SEVERAL + 2
+KIND = torch.int32
+
+Attribution = Tensor | None
+
+
+def everywhere(value: int, dims: int) -> Tensor:
+    """One value, for a tensor of so many dimensions."""
+    return torch.full([1] * dims, value, dtype=KIND)
+
+
+def along(size: int, axis: int, dims: int) -> Tensor:
+    """Sample i at position i of one axis."""
+    return torch.arange(size, dtype=KIND).view([-1 if k == axis else 1 for k in range(dims)])
+
+
+def compressed(found: Tensor) -> Tensor:
+    """The same, in which axes along which nothing changes have one entry."""
+    for axis, size in enumerate(found.shape):
+        if size > 1:
+            first = found.narrow(axis, 0, 1)
+            if found.stride(axis) == 0 or bool((found == first).all()):
+                found = first
+    return found.contiguous()
+
+
+def joined(one: Attribution, other: Attribution) -> Attribution:
+    """What follows from entries of both."""
+    if one is None or one is other:
+        return other
+    if other is None:
+        return one
+    out = torch.maximum(one, other)
+    return out.masked_fill_((one != other) & (one != NONE) & (other != NONE), SEVERAL)
+
+
+def reduced(
+    found: Attribution, axes: Iterable[int] | None = None, keep: bool = True
+) -> Attribution:
+    """What follows from all entries along these axes; None: along all."""
+    if found is None:
+        return None
+    dims = found.dim()
+    chosen = (
+        sorted({axis % dims for axis in (range(dims) if axes is None else axes)}) if dims else []
+    )
+    wide = [axis for axis in chosen if found.shape[axis] > 1]
+    if wide:
+        high = found.amax(wide, keepdim=True)
+        low = found.masked_fill(found == NONE, _ABOVE).amin(wide, keepdim=True)
+        found = high.masked_fill_((low != high) & (high != NONE), SEVERAL)
+    if not keep and chosen:
+        found = found.reshape([n for axis, n in enumerate(found.shape) if axis not in chosen])
+    return found
+
+
+def expanded(found: Attribution, shape: Sequence[int]) -> Tensor:
+    """At the tensor's own shape, without memory for what does not change."""
+    if found is None:
+        return torch.full([1] * len(shape), NONE, dtype=KIND).expand(shape)
+    return found.expand(shape)
+
+
+def fitted(found: Attribution, dims: int) -> Attribution:
+    """With as many axes as a tensor has: those in front come or go."""
+    if found is None or found.dim() == dims:
+        return found
+    if found.dim() > dims:
+        return found.reshape(found.shape[found.dim() - dims :])
+    return found.reshape([1] * (dims - found.dim()) + list(found.shape))
+
+
+def reshaped(found: Tensor, shape: Sequence[int], new: Sequence[int]) -> Tensor:
+    """Of a tensor that is reshaped: only groups of axes along which it changes are written out."""
+    if found.numel() == 1:
+        return found.reshape([1] * len(new))
+    if 0 in shape or 0 in new:
+        return found.expand(shape).reshape(new)
+    source: list[int] = []
+    target: list[int] = []
+    i = j = 0
+    while i < len(shape) or j < len(new):
+        begin, start = i, j
+        have = shape[i] if i < len(shape) else 1
+        want = new[j] if j < len(new) else 1
+        i, j = min(i + 1, len(shape)), min(j + 1, len(new))
+        while have != want:
+            if have < want:
+                have, i = have * shape[i], i + 1
+            else:
+                want, j = want * new[j], j + 1
+        changes = any(found.shape[axis] > 1 for axis in range(begin, i))
+        source += list(shape[begin:i]) if changes else [1] * (i - begin)
+        target += list(new[start:j]) if changes else [1] * (j - start)
+    return compressed(found.expand(source).reshape(target))
+
+
+def scattered(into: Tensor, axis: int, at: Tensor, values: Tensor, keeps: bool) -> Tensor:
+    """Of entries that are written into at these places of an axis: what arrives together is joined.
+
+    Args:
+        into, at, values: as of `Tensor.scatter`. keeps: what was there counts as well.
+    """
+    high = into.scatter_reduce(axis, at, values, "amax", include_self=keeps)
+    low = into.masked_fill(into == NONE, _ABOVE).scatter_reduce(
+        axis, at, values.masked_fill(values == NONE, _ABOVE), "amin", include_self=keeps
+    )
+    return high.masked_fill((low != high) & (high != NONE) & (low <= SEVERAL), SEVERAL)
+
+
+def is_mixed(found: Attribution) -> bool:
+    """Some entry follows from several samples, or from what nobody was seen to write."""
+    return found is not None and bool((found >= SEVERAL).any())
+
+
+def is_alike(found: Tensor) -> bool:
+    """Samples lie one after the other along one axis, as many entries each, in one order of folding."""
+    wide = [axis for axis, size in enumerate(found.shape) if size > 1]
+    if len(wide) != 1 or bool((found < 0).any()):
+        return False
+    flat = found.reshape(-1).long()
+    if bool((flat >= flat.numel()).any()):
+        return False
+    counts = torch.bincount(flat)
+    each = int(counts[0])
+    if bool((counts != each).any()):
+        return False
+    numbers = torch.arange(len(counts))
+    return any(
+        torch.equal(flat, numbers.repeat_interleave(inner).repeat(each // inner))
+        for inner in range(1, each + 1)
+        if each % inner == 0
+    )
+
+
+def are_apart(several: Sequence[Attribution]) -> bool:
+    """No entry is of a sample in two of these."""
+    found = [x >= 0 for x in several if x is not None]
+    if len(found) < 2:
+        return True
+    return (
+        len(found) == 2
+        and found[0].dim() == found[1].dim()
+        and not bool((found[0] & found[1]).any())
+    )
+
+
+def differs(x: Tensor, found: Tensor, moved: bool = False) -> bool:
+    """Whether a constant has other values alongside one sample than alongside another.
+
+    Args:
+        x: the constant. found: of the data that it meets. moved: samples lie where data put them, so
+            any change along their axis counts.
+    """
+    shape = torch.broadcast_shapes(x.shape, found.shape)
+    found = fitted(found, len(shape)).expand(shape)  # type: ignore[union-attr]
+    x = x.detach().expand(shape)
+    axes = [axis for axis, n in enumerate(shape) if n > 1 and found.stride(axis)]
+    if moved:
+        return any(not _same(x, x.narrow(axis, 0, 1)) for axis in axes)
+    if len(axes) == 1 and shape[axes[0]] == int(found.max()) + 1:
+        return not _same(x, x.narrow(axes[0], 0, 1))
+    flat, x = found.reshape(-1), x.reshape(-1)
+    keep = (flat >= 0) & (flat < SEVERAL)
+    flat, x = flat[keep], x[keep]
+    counts = torch.bincount(flat.long())
+    counts = counts[counts > 0]
+    if counts.numel() == 0:
+        return False
+    if bool((counts != counts[0]).any()):
+        return not _same(x, x[:1])
+    x = x[torch.sort(flat, stable=True).indices].view(counts.numel(), -1)
+    return not _same(x, x[:1])
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    equal = x == y
+    if x.is_floating_point():
+        equal |= x.isnan() & y.isnan()
+    return bool(equal.all())

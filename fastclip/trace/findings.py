@@ -1,0 +1,136 @@
+"""What a trace has found, and the user's line that it comes from."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from fastclip._torch import current_node, current_task
+
+_OWN = str(Path(__file__).resolve().parents[1])
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
+LINE = "fastclip_line"
+"""Under which a node of the graph keeps the line of its forward."""
+
+
+def current_line() -> str:
+    """The user's line that runs; in a backward pass, the line whose gradient is computed."""
+    if current_task() != -1:
+        node = current_node()
+        line = None if node is None else node.metadata.get(LINE)
+        if line:
+            return line
+    return line_of(sys._getframe(1))
+
+
+def line_of(frame: FrameType | None) -> str:
+    """`file:line` of the nearest frame of the user's own code; of a library's, where there is none."""
+    library = ""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        outside = not name.startswith((_OWN, "<")) and "/torch/" not in name
+        if outside and not name.startswith(_INSTALLED):
+            return _shown(name, frame.f_lineno)
+        if outside and not library:
+            library = _shown(name, frame.f_lineno)
+        frame = frame.f_back
+    return library or "unknown line"
+
+
+def _shown(name: str, number: int) -> str:
+    return f"{Path(name).name}:{number}"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """An operation whose result follows from several samples.
+
+    Args:
+        operation: torch's name of it. line: of the user's code. shapes: of its operands.
+        backward: it ran in the backward pass.
+    """
+
+    operation: str
+    line: str
+    shapes: tuple[tuple[int, ...], ...] = ()
+    backward: bool = False
+
+    def __str__(self) -> str:
+        shapes = " and ".join(str(list(shape)) for shape in self.shapes[:2])
+        where = "the backward pass of " if self.backward else ""
+        return f"{self.operation}{f' of {shapes}' if shapes else ''} at {where}{self.line}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Why the trace does not prove that samples are independent.
+
+    Args:
+        kind: "forward", "gradient", "order", "unseen", "factor" or "outside".
+        use: the layer or function whose parameter's gradient it concerns.
+    """
+
+    kind: str
+    cause: Cause | None
+    use: str
+
+
+@dataclass(frozen=True)
+class Read:
+    """Numbers that Python has read.
+
+    Args:
+        what: the operation or method. of: "several samples", "one sample" or "chance".
+    """
+
+    what: str
+    of: str
+    line: str
+
+
+@dataclass
+class Report:
+    """What one traced step has shown."""
+
+    findings: list[Finding] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    probed: dict[str, int] = field(default_factory=dict)
+    """Operations without a rule, and how often each was asked by the local probe."""
+    by_value: list[str] = field(default_factory=list)
+    """What holds for the values of this batch."""
+    guards: set[str] = field(default_factory=set)
+    """What must hold in every later step."""
+    outside: list[tuple[str, str]] = field(default_factory=list)
+    """Trained tensors that are none of the model's: shape and line."""
+    carried: list[Cause | None] = field(default_factory=list)
+    """What of the batch is still held after the step."""
+    uses: dict[str, Any] = field(default_factory=dict)
+    """Shadows of the outputs of layers and uses, by their name."""
+    factors: set[int | None] = field(default_factory=set)
+    operations: int = 0
+
+    def add(self, kind: str, cause: Any, use: str) -> None:
+        """Note a finding once."""
+        found = Finding(kind, cause if isinstance(cause, Cause) else None, use)
+        if found not in self.findings:
+            self.findings.append(found)
+
+    def of(self, kinds: Iterable[str]) -> list[Finding]:
+        """The findings of these kinds."""
+        return [found for found in self.findings if found.kind in kinds]
+
+    @property
+    def verdict(self) -> str:
+        """ "coupled", or how far it is proven that samples are independent: "path" for the way that this
+        step took, "values" for what this batch holds, "proven".
+        """
+        if self.findings or self.outside:
+            return "coupled"
+        if self.reads:
+            return "path"
+        return "values" if self.by_value or self.probed else "proven"

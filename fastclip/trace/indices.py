@@ -1,0 +1,300 @@
+"""Operations that choose entries by other tensors: indices, masks, scatters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastclip.trace import attribution as at
+from fastclip.trace.operation import Operation, Out, rule
+from fastclip.trace.shadow import BY_VALUE, MOVED, ORDER, POSITIONS, STICKY
+
+
+def _several(call: Operation, flags: int = 0) -> Out:
+    return Out(at.everywhere(at.SEVERAL, call.outs[0].dim()), flags, exact=True)
+
+
+def _one_axis(found: Tensor, axis: int, dims: int) -> Tensor:
+    """Of a list that indexes one axis."""
+    return found.reshape([-1 if d == axis else 1 for d in range(dims)])
+
+
+# Reading
+
+
+@rule("gather", "index_select", "take_along_dim", by_values=True)
+def _gathered(call: Operation) -> list[Any] | None:
+    x, axis, index = call.args[:3]
+    if call.name == "take_along_dim" or not isinstance(index, Tensor):
+        return None
+    axis %= max(1, x.dim())
+    own, of_index = call.of(x), call.of(index)
+    chosen_by_data = False
+    if own is not None and own.shape[axis] > 1:
+        if index.is_meta:
+            own = at.reduced(own, [axis])
+        elif call.name == "gather":
+            own = at.compressed(torch.gather(at.expanded(own, x.shape), axis, index))
+            chosen_by_data = of_index is not None
+        else:
+            own = at.compressed(torch.index_select(own, axis, index))
+            chosen_by_data = of_index is not None
+    elif own is not None and call.name == "gather":
+        own = own.expand([1 if d == axis else n for d, n in enumerate(own.shape)])
+        own = own[
+            tuple(
+                slice(0, index.shape[d]) if n > 1 else slice(None) for d, n in enumerate(own.shape)
+            )
+        ]
+    if of_index is not None and call.name == "index_select":
+        of_index = _one_axis(of_index, axis, x.dim())
+    return [_chosen(call, own, of_index, call.flags(x), call.flags(index), chosen_by_data)]
+
+
+def _chosen(
+    call: Operation, own: at.Attribution, of_index: at.Attribution, flags: int, of: int, by_data: bool
+) -> Out:  # fmt: skip
+    """What an index takes, whose numbers are data where samples lie (`by_data`) or elsewhere."""
+    flags, of = flags & STICKY, of & STICKY
+    if by_data:  # as an index its number in the batch is what it has to be
+        moved = MOVED if of & MOVED else BY_VALUE
+        return Out(at.joined(own, of_index), flags | of & ~(ORDER | POSITIONS) | moved, exact=True)
+    if of & POSITIONS:
+        return _several(call, flags)
+    return Out(at.joined(own, of_index), flags | of, exact=True)
+
+
+@rule("index", "_unsafe_index", by_values=True)
+def _indexed(call: Operation) -> list[Any] | None:
+    x, indices = call.args[:2]
+    own, out = call.of(x), call.outs[0]
+    used = [(axis, i) for axis, i in enumerate(indices) if i is not None]
+    if any(i.dtype in (torch.bool, torch.uint8) for _, i in used):
+        return _masked(call, x, used)
+    data = [(axis, i) for axis, i in used if call.of(i) is not None]
+    flags, of = call.flags(x), 0
+    for _, i in used:
+        of |= call.flags(i)
+    along_samples = own is not None and any(own.shape[axis] > 1 for axis, _ in used)
+    by_data = own is not None and any(own.shape[axis] > 1 for axis, _ in data)
+    if own is not None:
+        if out.is_meta:
+            return [_several(call)]
+        axes = [axis for axis, _ in used]
+        full = own.expand([x.shape[d] if d in axes else n for d, n in enumerate(own.shape)])
+        own = at.compressed(torch.ops.aten.index.Tensor(full, list(indices)))
+    if of & POSITIONS and not along_samples:
+        return [_several(call, flags & STICKY)]
+    found = _chosen(
+        call,
+        own,
+        _leading(call, x, used, data),
+        flags,
+        of if not along_samples or by_data else of & ~POSITIONS,
+        by_data,
+    )
+    if by_data and flags & MOVED and of & MOVED and own is not None and at.is_alike(own):
+        found = Out(found.sample, found.add & ~MOVED, exact=True)
+    return [found]
+
+
+def _leading(
+    call: Operation,
+    x: Tensor,
+    used: Sequence[tuple[int, Tensor]],
+    data: Sequence[tuple[int, Tensor]],
+) -> at.Attribution:
+    """The attribution of the indices, in the axes where the result has theirs."""
+    shape = torch.broadcast_shapes(*[i.shape for _, i in used])
+    found: at.Attribution = None
+    for _, i in data:
+        found = at.joined(found, at.fitted(call.of(i), len(shape)))
+    if found is None:
+        return None
+    axes = [axis for axis, _ in used]
+    together = axes == list(range(axes[0], axes[-1] + 1))
+    before = axes[0] if together else 0
+    after = x.dim() - axes[-1] - 1 if together else x.dim() - len(axes)
+    return found.reshape([1] * before + list(found.shape) + [1] * after)
+
+
+def _masked(call: Operation, x: Tensor, used: Sequence[tuple[int, Tensor]]) -> list[Any] | None:
+    """Entries that a mask selects: how many come before depends on all, which they are does not."""
+    if len(used) > 1 or call.outs[0].is_meta:
+        return None
+    axis, mask = used[0]
+    of_mask = call.of(mask)
+    if of_mask is not None:
+        call.tracer.read("number of entries that a mask selects", [call.shadow(mask)])
+    lead = None
+    if of_mask is not None:
+        lead = of_mask.reshape(
+            [1] * axis + list(of_mask.shape) + [1] * (x.dim() - axis - mask.dim())
+        )
+    own = at.joined(call.of(x), lead)
+    assert own is not None
+    axes = range(axis, axis + mask.dim())
+    full = own.expand([x.shape[d] if d in axes else n for d, n in enumerate(own.shape)])
+    out = torch.ops.aten.index.Tensor(full, [None] * axis + [mask.bool()])
+    return [Out(at.compressed(out), MOVED * (of_mask is not None))]
+
+
+@rule("nonzero", by_values=True)
+def _nonzero(call: Operation) -> list[Any]:
+    x = call.args[0]
+    call.tracer.read("nonzero", [call.shadow(x)])
+    own = call.of(x)
+    if call.outs[0].numel():
+        found = at.compressed(at.expanded(own, x.shape)[x != 0][:, None])
+    else:
+        found = own.reshape(-1)[:1, None]  # type: ignore[union-attr]
+    return [Out(found, MOVED | POSITIONS)]
+
+
+@rule("masked_select", by_values=True)
+def _selected(call: Operation) -> list[Any]:
+    x, mask = torch.broadcast_tensors(*call.args[:2])
+    call.tracer.read("masked_select", [call.shadow(y) for y in call.args[:2]])
+    own = at.joined(call.of(call.args[0]), call.of(call.args[1]))
+    assert own is not None
+    if not call.outs[0].numel():
+        return [own.reshape(-1)[:1]]
+    return [Out(at.compressed(at.fitted(own, x.dim()).expand(x.shape)[mask]), MOVED)]  # type: ignore[union-attr]
+
+
+# Writing
+
+_ADDS = frozenset(("scatter_add", "index_add", "scatter_reduce"))
+
+
+@rule(
+    "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill",
+    by_values=True,
+)  # fmt: skip
+def _scattered(call: Operation) -> list[Any] | None:
+    base, axis, index = call.args[:3]
+    source = call.args[3] if len(call.args) > 3 and isinstance(call.args[3], Tensor) else None
+    axis %= max(1, base.dim())
+    if base.is_meta:
+        return None
+    own, of_index, of_source = call.of(base), call.of(index), call.of(source)
+    if call.name.startswith("index"):
+        of_index = None if of_index is None else _one_axis(of_index, axis, base.dim())
+        whole = source is not None and source.dim() == base.dim()
+        shape = list(source.shape) if whole else [  # type: ignore[union-attr]
+            index.numel() if d == axis else n for d, n in enumerate(base.shape)
+        ]  # fmt: skip
+        places = _one_axis(index, axis, base.dim()).expand(shape)
+        of_source = at.fitted(of_source, base.dim())
+    else:
+        shape, places = list(index.shape), index
+        if of_source is not None:
+            of_source = at.expanded(of_source, source.shape)[tuple(slice(0, n) for n in shape)]  # type: ignore[union-attr]
+    written = at.joined(of_source, of_index)
+    moved = call.flags(index) & MOVED
+    if of_index is not None and not moved:  # any place of the axis may have been hit, or not
+        return _anywhere(base, axis, own, written)
+    if written is None:
+        written = at.everywhere(at.NONE, base.dim())
+    full = at.expanded(own, base.shape).contiguous()
+    found = at.compressed(
+        at.scattered(full, axis, places, written.expand(shape).contiguous(), call.name in _ADDS)
+    )
+    flags = (call.flags(base) | call.flags(source)) & STICKY
+    if of_index is not None:
+        numbers = of_source is None and source is not None and source.numel() > 1
+        flags |= call.flags(index) & STICKY & ~(ORDER if numbers else ORDER | POSITIONS)
+        if at.is_alike(found) and not numbers:
+            flags &= ~MOVED
+    return [Out(found, flags, exact=True)]
+
+
+def _anywhere(
+    base: Tensor, axis: int, own: at.Attribution, written: at.Attribution
+) -> list[Any] | None:
+    assert written is not None
+    if written.shape[axis] > 1 or (own is not None and own.shape[axis] > 1):
+        both = at.joined(at.reduced(own, [axis]), at.reduced(written, [axis]))
+        return [at.reduced(both, [axis])] if _fits(both, base) else None
+    return [at.joined(own, written)] if _fits(written, base) else None
+
+
+def _fits(found: at.Attribution, x: Tensor) -> bool:
+    return found is not None and all(n in (1, x.shape[d]) for d, n in enumerate(found.shape))
+
+
+@rule("index_put", "_index_put_impl", "_unsafe_index_put", by_values=True)
+def _put(call: Operation) -> list[Any] | None:
+    base, indices, source = call.args[:3]
+    if base.is_meta:
+        return None
+    adds = bool(call.given.get("accumulate", False))
+    own, of_source = call.of(base), call.of(source)
+    used = [i for i in indices if i is not None]
+    if any(i.dtype in (torch.bool, torch.uint8) for i in used):
+        return _put_by_mask(call, base, indices, source)
+    full = at.expanded(own, base.shape).contiguous()
+    target = full[tuple(slice(None) if i is None else i for i in indices)]
+    written = at.expanded(of_source, source.shape).expand(target.shape)
+    data = [i for i in used if call.of(i) is not None]
+    moved = any(call.flags(i) & MOVED for i in used)
+    if data:
+        if len(used) != len(indices):
+            return None
+        shape = torch.broadcast_shapes(*[i.shape for i in used])
+        for i in data:
+            lead = at.fitted(call.of(i), len(shape))
+            lead = lead.reshape(list(lead.shape) + [1] * (written.dim() - lead.dim()))  # type: ignore[union-attr]
+            written = at.joined(written, lead.expand(written.shape))  # type: ignore[assignment]
+        if not moved:
+            return [_put_anywhere(call, full, indices, written)]
+    found = at.compressed(_written(full, indices, written, adds))
+    flags = (call.flags(base) | call.flags(source)) & STICKY
+    for i in used:
+        flags |= call.flags(i) & STICKY & ~ORDER
+    if (
+        moved
+        and (of_source is not None or source.numel() == 1)
+        and not call.flags(source) & POSITIONS
+    ):
+        flags &= ~(POSITIONS | (MOVED if at.is_alike(found) else 0))  # samples are put back
+    return [Out(found, flags, exact=True)]
+
+
+def _put_anywhere(call: Operation, full: Tensor, indices: Sequence[Any], written: Tensor) -> Tensor:
+    """Which entries are hit is data: all along those axes are as much."""
+    axes = [d for d, i in enumerate(indices) if i is not None and call.of(i) is not None]
+    if all(call.of(i) is not None for i in indices if i is not None):
+        one = at.reduced(written).reshape([1] * full.dim())  # type: ignore[union-attr]
+        return at.compressed(at.reduced(at.joined(at.reduced(full, axes), one), axes))  # type: ignore[arg-type]
+    spread = at.reduced(full, axes).expand(full.shape).clone()  # type: ignore[union-attr]
+    return at.compressed(at.reduced(_written(spread, indices, written, True), axes))  # type: ignore[arg-type]
+
+
+def _put_by_mask(
+    call: Operation, base: Tensor, indices: Sequence[Any], source: Tensor
+) -> list[Any] | None:
+    if len(indices) > 1:
+        return None
+    mask = indices[0].bool()
+    of_mask = call.of(indices[0])
+    full = at.expanded(call.of(base), base.shape)
+    if of_mask is not None:
+        of_mask = of_mask.reshape(list(of_mask.shape) + [1] * (base.dim() - mask.dim()))
+        full = at.joined(full, of_mask.expand(base.shape))  # type: ignore[assignment]
+    full = full.clone()
+    of_source = call.of(source)
+    if of_source is not None:
+        taken = full[mask]
+        full[mask] = at.joined(taken, at.expanded(of_source, source.shape).expand(taken.shape))  # type: ignore[assignment]
+    return [at.compressed(full)]
+
+
+def _written(full: Tensor, indices: Sequence[Any], values: Tensor, adds: bool) -> Tensor:
+    numbers = torch.arange(full.numel()).view(full.shape)
+    places = numbers[tuple(slice(None) if i is None else i for i in indices)].reshape(-1)
+    flat = full.reshape(-1)
+    return at.scattered(flat, 0, places, values.reshape(-1), adds).view(full.shape)

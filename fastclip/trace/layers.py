@@ -1,0 +1,447 @@
+"""Products, convolutions, normalization, attention, recurrent layers and losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastclip.trace import attribution as at
+from fastclip.trace.operation import BY_VALUES, Operation, Out, rule
+from fastclip.trace.shadow import BY_VALUE, LEARNED, MOVED, POSITIONS
+
+
+def _everything(call: Operation) -> list[Any]:
+    return [at.everywhere(at.SEVERAL, x.dim()) for x in call.outs]
+
+
+# Products
+
+
+@rule(
+    "mm", "bmm", "addmm", "baddbmm", "dot", "mv", "addmv", "vdot", "matmul", "linear",
+    "mkldnn_linear", "_mkldnn_linear", "addbmm", "_addmm_activation",
+)  # fmt: skip
+def _product(call: Operation) -> list[Any] | None:
+    name, bias = call.name, None
+    if name in ("addmm", "baddbmm", "addmv", "_addmm_activation"):
+        bias, a, b = call.args[:3]
+    elif name == "addbmm":
+        return None
+    else:
+        a, b = call.args[:2]
+    if name in ("linear", "mkldnn_linear", "_mkldnn_linear"):
+        return _linear(call)
+    left, right = call.of(a), call.of(b)
+    vector = b.dim() == 1
+    if vector and right is not None:
+        right = right.unsqueeze(-1)
+    if a.dim() == 1 and left is not None:
+        left = left.unsqueeze(0)
+    found = at.joined(at.reduced(left, [-1]), at.reduced(right, [-2]))
+    degree = 0 if at.is_mixed(found) and _sum_over_samples(left, right) else None
+    assert found is not None
+    if vector:
+        found = found.squeeze(-1)
+    if a.dim() == 1:
+        found = found.squeeze(0)
+    if bias is not None and call.of(bias) is not None:
+        found, degree = at.joined(found, at.fitted(call.of(bias), found.dim())), None
+    return [Out(found, degree=degree)]
+
+
+def _linear(call: Operation) -> list[Any] | None:
+    x, weight, *bias = call.args
+    if call.of(weight) is not None:
+        return None
+    found = at.reduced(call.of(x), [-1])
+    return [
+        at.joined(found, at.fitted(call.of(bias[0]), x.dim()))
+        if bias and bias[0] is not None
+        else found
+    ]
+
+
+def _sum_over_samples(left: at.Attribution, right: at.Attribution) -> bool:
+    """Whether each term of a product's sums is of one sample."""
+    if left is not None and not bool(
+        (left == left.amax(list(range(left.dim() - 1)), keepdim=True)).all()
+    ):
+        return False
+    over = None if left is None else left.amax(list(range(left.dim() - 1)))
+    turned = None if right is None else right.movedim(-2, -1)
+    also = None if turned is None else turned.amax(list(range(turned.dim() - 1)))
+    terms = at.joined(over, also)
+    return not at.is_mixed(terms)
+
+
+@rule("_grouped_mm")
+def _grouped(call: Operation) -> list[Any]:
+    a, b = call.args[:2]
+    if b.dim() == 3 and call.of(b) is None:
+        return [Out(at.reduced(call.of(a), [-1]), BY_VALUE)]
+    return _everything(call)
+
+
+# Convolutions and images
+
+
+@rule(
+    "convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution", "miopen_convolution"
+)
+def _convolved(call: Operation) -> list[Any] | None:
+    if call.of(call.args[1]) is not None or call.of(call.args[2]) is not None:
+        return None
+    found = call.of(call.args[0])
+    return [at.reduced(found, range(1, found.dim()))]  # type: ignore[union-attr]
+
+
+@rule("convolution_backward")
+def _convolution_backward(call: Operation) -> list[Any] | None:
+    g, x, weight = call.args[:3]
+    if call.of(weight) is not None:
+        return None
+    dims = g.dim()
+    of_g = at.reduced(call.of(g), range(1, dims))
+    both = at.joined(of_g, at.reduced(call.of(x), range(1, dims)))
+    several = both is not None and both.numel() > 1
+    degree = 0 if both is not None and not at.is_mixed(both) else None
+    of_weight = at.everywhere(at.SEVERAL, dims) if several else both
+    of_bias = None if of_g is None else at.reduced(of_g).reshape(1)  # type: ignore[union-attr]
+    found = [of_g, Out(of_weight, degree=degree), Out(of_bias, degree=degree)]
+    return [f for f, wanted in zip(found, call.args[10], strict=True) if wanted]
+
+
+@rule("_fft_r2c", "_fft_c2c", "_fft_c2r")
+def _transformed(call: Operation) -> list[Any]:
+    return [at.reduced(call.of(call.args[0]), call.args[1])]
+
+
+_AXES = {"1d": 1, "2d": 2, "3d": 3}
+
+
+@rule(
+    "max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d", "adaptive_max_pool2d",
+    "avg_pool3d", "max_pool3d_with_indices", "upsample_nearest2d", "upsample_bilinear2d",
+    "upsample_bicubic2d", "_upsample_bicubic2d_aa", "upsample_nearest1d", "upsample_linear1d",
+    "grid_sampler_2d", "avg_pool1d", "max_pool1d", "_upsample_bilinear2d_aa", "reflection_pad3d",
+    "max_pool2d_with_indices_backward", "avg_pool2d_backward", "_adaptive_avg_pool2d_backward",
+    "adaptive_max_pool2d_backward", "upsample_nearest2d_backward", "upsample_bilinear2d_backward",
+    "upsample_bicubic2d_backward", "reflection_pad2d_backward", "upsample_nearest1d_backward",
+    "upsample_linear1d_backward", "reflection_pad1d_backward", "replication_pad1d_backward",
+    "replication_pad2d_backward", "_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward",
+    "avg_pool3d_backward", "max_pool3d_with_indices_backward", "upsample_trilinear3d",
+    "upsample_trilinear3d_backward", "upsample_nearest3d", "upsample_nearest3d_backward",
+)  # fmt: skip
+def _image(call: Operation) -> list[Any] | None:
+    """Anywhere within the last axes, which are one image."""
+    if call.kwargs.get("grad_input") is not None:
+        return None
+    axes = next(n for name, n in _AXES.items() if name in call.name)
+    found: at.Attribution = None
+    for x in call.operands:
+        own = call.of(x)
+        if own is not None:
+            found = at.joined(found, at.reduced(own, range(own.dim() - axes, own.dim())))
+    return [found] * len(call.outs)
+
+
+# Normalization
+
+
+@rule(
+    "native_layer_norm", "_fused_rms_norm", "native_layer_norm_backward", "_fused_rms_norm_backward"
+)
+def _layer_norm(call: Operation) -> list[Any]:
+    x = call.args[0]
+    axes = range(x.dim() - len(call.given["normalized_shape"]), x.dim())
+    found: at.Attribution = None
+    for y in call.operands:
+        if y.dim() == x.dim():
+            found = at.joined(found, at.reduced(call.of(y), axes))
+    if not call.name.endswith("backward"):
+        return [found] * len(call.outs)
+    return _with_sums(call, found, x.shape)
+
+
+@rule("native_group_norm", "native_group_norm_backward")
+def _group_norm(call: Operation) -> list[Any]:
+    x, found = call.args[0], None
+    for y in call.operands:
+        own = call.of(y)
+        if own is not None:
+            each = at.reduced(own, range(1, own.dim()))
+            found = at.joined(found, each.reshape([-1] + [1] * (x.dim() - 1)))  # type: ignore[union-attr]
+    if call.name.endswith("backward"):
+        return _with_sums(call, found, x.shape)
+    assert found is not None
+    return [found if y.shape == x.shape else found.reshape(-1, 1) for y in call.outs]
+
+
+def _with_sums(call: Operation, found: at.Attribution, shape: torch.Size) -> list[Any]:
+    """The input's gradient, and those of weights, which are sums over samples."""
+    if found is None:
+        return [None] * len(call.outs)
+    degree = None if at.is_mixed(found) else 0
+    summed = at.reduced(found).reshape(-1)[:1]  # type: ignore[union-attr]
+    return [
+        found if y.shape == shape else Out(summed.reshape([1] * y.dim()), degree=degree)
+        for y in call.outs
+    ]
+
+
+@rule(
+    "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+    "cudnn_batch_norm", "_batch_norm_with_update", "native_batch_norm_backward",
+    "batch_norm_backward", "cudnn_batch_norm_backward",
+)  # fmt: skip
+def _batch_norm(call: Operation) -> list[Any]:
+    given, found = call.given, None
+    training = given.get("training", given.get("train", given.get("update", True)))
+    for x in call.operands:
+        if x.dim() > 1:
+            found = at.joined(found, call.of(x))
+    assert found is not None
+    if not training:
+        summed = at.reduced(found, [0, *range(2, found.dim())]).reshape(-1)  # type: ignore[union-attr]
+        return [found if x.dim() > 1 else Out(summed, degree=0) for x in call.outs]
+    each = at.reduced(found, [0, *range(2, found.dim())])
+    assert each is not None
+    for name in ("running_mean", "running_var"):
+        if isinstance(given.get(name), Tensor):
+            call.tracer.memory.write(given[name], call.tracer.made(each.reshape(-1)))
+    return [each if x.dim() > 1 else each.reshape(-1) for x in call.outs]
+
+
+# Attention and recurrent layers
+
+
+@rule(
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_attention_math",
+)  # fmt: skip
+def _attention(call: Operation) -> list[Any]:
+    found = at.reduced(call.of(call.args[0]), [-1])
+    for x in call.args[1:3]:
+        found = at.joined(found, at.reduced(call.of(x), [-1, -2]))
+    mask = call.given.get("attn_mask", call.given.get("attn_bias"))
+    if call.of(mask) is not None:
+        found = at.joined(found, at.fitted(at.reduced(call.of(mask), [-1]), call.args[0].dim()))
+    assert found is not None
+    return [
+        found
+        if x.dim() == found.dim()
+        else found.squeeze(-1)
+        if x.dim() == found.dim() - 1
+        else None
+        for x in call.outs
+    ]
+
+
+@rule(
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_cudnn_attention_backward",
+)
+def _attention_backward(call: Operation) -> list[Any]:
+    found: at.Attribution = None
+    for x in call.operands:
+        if x.dim() == 4:
+            found = at.joined(found, at.reduced(call.of(x), [-1, -2]))
+    return [found if x.dim() == 4 else None for x in call.outs]
+
+
+@rule("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
+def _recurrent(call: Operation) -> list[Any] | None:
+    def axis_of(x: Tensor) -> int:
+        own = call.of(x)
+        wide = [d for d in range(3) if own is not None and own.shape[d] > 1]
+        return wide[0] if len(wide) == 1 else 1
+
+    found: at.Attribution = None
+    for x in call.operands:
+        if x.dim() == 3 and call.of(x) is not None:
+            axis = axis_of(x)
+            own = at.reduced(call.of(x), [d for d in range(3) if d != axis])
+            found = at.joined(found, own.reshape(-1))  # type: ignore[union-attr]
+    if found is None:
+        return None
+    first = axis_of(call.args[0])
+    mixed, out = at.reduced(found), []
+    for k, x in enumerate(call.outs):
+        if x.dim() != 3:
+            out.append(mixed.reshape([1] * x.dim()))  # type: ignore[union-attr]
+            continue
+        axis = first if k == 0 else 1
+        out.append(found.reshape([-1 if d == axis else 1 for d in range(3)]))
+    return out
+
+
+@rule("_pack_padded_sequence", "_pack_padded_sequence_backward", by_values=True)
+def _packed(call: Operation) -> list[Any]:
+    """Samples go where their lengths say, each its own."""
+    x = call.args[0]
+    found = call.func(at.expanded(call.of(x), x.shape).double() + 1, *call.args[1:], **call.kwargs)
+    if isinstance(found, Tensor):
+        return [Out(at.compressed(found.to(at.KIND) - 1), drop=MOVED)]
+    lengths = [
+        call.shadow(y) for y in call.args[1:] if isinstance(y, Tensor) and call.of(y) is not None
+    ]
+    if lengths:
+        call.tracer.read("lengths of packed sequences", lengths)
+    return [Out(at.compressed(found[0].to(at.KIND) - 1), MOVED * bool(lengths)), None]
+
+
+# Tables
+
+
+@rule("embedding")
+def _looked_up(call: Operation) -> list[Any] | None:
+    table, index = call.args[:2]
+    if call.of(table) is not None:
+        return None
+    if call.flags(index) & POSITIONS:
+        return [Out(at.everywhere(at.SEVERAL, call.outs[0].dim()), drop=POSITIONS)]
+    return [call.of(index).unsqueeze(-1)]  # type: ignore[union-attr]
+
+
+@rule("embedding_dense_backward")
+def _embedding_backward(call: Operation) -> list[Any]:
+    index = call.of(call.args[1])
+    found = at.joined(call.of(call.args[0]), None if index is None else index.unsqueeze(-1))
+    degree = None if at.is_mixed(found) else 0
+    return [Out(at.reduced(found).reshape(-1)[:1].reshape(1, 1), degree=degree)]  # type: ignore[union-attr]
+
+
+# Losses
+
+
+@rule("nll_loss_forward", "nll_loss2d_forward", "nll_loss_backward", "nll_loss2d_backward")
+def _classes(call: Operation) -> list[Any]:
+    """A mean divides by the weights of the labels that count: a constant while no label is ignored."""
+    given = call.given
+    x, y = given["self"], given["target"]
+    axis = 1 if x.dim() > 1 else 0
+    own = at.joined(at.reduced(call.of(x), [axis], keep=False), call.of(y))
+    assert own is not None
+    mean = given["reduction"] == 1
+    uneven = mean and call.of(y) is not None and _counts_differ(call, y, given)
+    if mean and call.of(y) is not None and not uneven:
+        call.tracer.report.guards.add("ignored labels")
+    if call.name.endswith("backward"):
+        return [_classes_backward(call, own.unsqueeze(axis), uneven)]
+    if given["reduction"] == 0:
+        return [own, None]
+    whole = at.reduced(own).reshape([])  # type: ignore[union-attr]
+    learned = call.flags(x) & LEARNED
+    count = (
+        Out(at.reduced(at.joined(call.of(y), None)).reshape([]), call.flags(y), exact=True)
+        if uneven
+        else None
+    )  # type: ignore[union-attr]
+    if uneven:
+        return [Out(whole, learned), count]
+    sums = at.is_mixed(whole) and not at.is_mixed(own)
+    return [Out(whole, degree=(-1 if mean else 0) if sums else None), None]
+
+
+def _counts_differ(call: Operation, y: Tensor, given: dict[str, Any]) -> bool:
+    """Labels that do not count, or classes of unlike weight, so that the count is the batch's."""
+    if given["weight"] is not None or y.is_meta:
+        return True
+    return bool(
+        ((y == given["ignore_index"]) & (at.expanded(call.of(y), y.shape) != at.NONE)).any()
+    )
+
+
+def _classes_backward(call: Operation, own: Tensor, uneven: bool) -> Out:
+    g = call.given["grad_output"]
+    found = call.of(g)
+    if call.given["reduction"] == 0:
+        return Out(
+            at.joined(own, None if found is None else found.unsqueeze(1 if own.dim() > 1 else 0))
+        )
+    joined = at.joined(own, None if found is None else found.reshape([1] * own.dim()))
+    if not uneven:
+        return Out(joined)
+    count = call.given["total_weight"]
+    positive = not count.is_meta and bool((count > 0).all())
+    if (
+        not positive
+        or at.is_mixed(joined)
+        or (call.given["weight"] is not None and call.flags(call.given["weight"]))
+    ):
+        return Out(at.everywhere(at.SEVERAL, own.dim()))
+    return Out(joined, factor=hash(("factor", call.tracer.memory.serial(count))))
+
+
+BY_VALUES.update(
+    ("nll_loss_forward", "nll_loss2d_forward", "nll_loss_backward", "nll_loss2d_backward")
+)
+
+
+@rule(
+    "mse_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "multi_margin_loss",
+    "smooth_l1_loss", "huber_loss", "soft_margin_loss", "l1_loss", "multilabel_margin_loss_forward",
+)  # fmt: skip
+def _loss(call: Operation) -> list[Any] | None:
+    given, (x, y) = call.given, call.args[:2]
+    if call.name == "multilabel_margin_loss_forward":
+        own = at.joined(
+            at.reduced(call.of(x), [-1], keep=False), at.reduced(call.of(y), [-1], keep=False)
+        )
+        return None if given["reduction"] == 0 else _over_samples(given, own) + [call.of(y)]
+    own = at.joined(call.of(x), call.of(y))
+    if call.name == "multi_margin_loss":
+        own = at.joined(at.reduced(call.of(x), [-1], keep=False), call.of(y))
+    for name in ("pos_weight", "weight"):
+        held = call.of(given.get(name))
+        if held is not None:
+            if given[name].shape != x.shape:
+                return _everything(call)
+            own = at.joined(own, held)
+    return _over_samples(given, own)
+
+
+def _over_samples(given: dict[str, Any], own: at.Attribution) -> list[Any]:
+    if given["reduction"] == 0:
+        return [own]
+    whole = at.reduced(own).reshape([])  # type: ignore[union-attr]
+    sums = at.is_mixed(whole) and not at.is_mixed(own)
+    return [Out(whole, degree=(-1 if given["reduction"] == 1 else 0) if sums else None)]
+
+
+@rule(
+    "mse_loss_backward", "binary_cross_entropy_backward", "smooth_l1_loss_backward",
+    "huber_loss_backward", "soft_margin_loss_backward",
+)  # fmt: skip
+def _loss_backward(call: Operation) -> list[Any]:
+    found: at.Attribution = None
+    dims = call.outs[0].dim()
+    for x in call.operands:
+        found = at.joined(found, at.fitted(call.of(x), max(dims, x.dim())))
+    return [found]
+
+
+@rule("_ctc_loss", "_ctc_loss_backward")
+def _connectionist(call: Operation) -> list[Any] | None:
+    """Axis 1 of the scores holds the sequences, axis 0 of the labels."""
+    backward = call.name.endswith("backward")
+    scores, labels = call.args[1 if backward else 0], call.args[2 if backward else 1]
+    found = at.reduced(call.of(scores), [0, 2]) if scores.dim() == 3 else None
+    flat = None if found is None else found.reshape(-1)
+    for x in (labels, *(call.args[:1] if backward else ())):
+        own = call.of(x)
+        if own is None:
+            continue
+        if x.dim() == 1 and x is labels:
+            return None
+        flat = at.joined(flat, at.reduced(own, range(1, own.dim())).reshape(-1))  # type: ignore[union-attr]
+    if flat is None:
+        return None
+    if backward:
+        return [flat.reshape(1, -1, 1)]
+    return [flat, flat.reshape(-1, 1, 1)]

@@ -1,0 +1,184 @@
+"""Where shadows are kept: by memory, since autograd unpacks what it saves as other tensors.
+
+A memory holds the shadow of every geometry in which it has been seen. A write into a part of it turns
+the record into one attribution for each of its entries, of which other geometries are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fastclip._torch import StorageWeakRef
+from fastclip.trace.attribution import KIND, NONE, UNSEEN, compressed, everywhere, expanded, reduced
+from fastclip.trace.shadow import ORDER, STICKY, Shadow, Shadows
+
+Geometry = tuple[int, torch.Size, tuple[int, ...], int]
+_SWEEP = 2048
+
+
+def geometry_of(x: Tensor) -> Geometry:
+    """Offset, sizes, strides and bytes an entry."""
+    return x.storage_offset(), x.shape, x.stride(), x.element_size()
+
+
+@dataclass(slots=True)
+class Record:
+    """What lies in one memory."""
+
+    reference: StorageWeakRef
+    """Its number is not used again while this lives; the memory itself is freed."""
+    size: int
+    """Bytes an entry."""
+    shadows: dict[Geometry, Shadow] = field(default_factory=dict)
+    flat: Tensor | None = None
+    flags: int = 0
+    parts: set[int | None] = field(default_factory=set)
+    serial: int = 0
+    cause: object | None = None
+    """Where its entries first followed from several samples."""
+
+    @property
+    def holds_samples(self) -> bool:
+        return any(shadow.held for shadow in self.shadows.values())
+
+
+class Memory:
+    """Shadows by memory. What has no record is a constant."""
+
+    def __init__(self, shadows: Shadows) -> None:
+        self.shadows, self.samples = shadows, 0
+        self._records: dict[int, Record] = {}
+        self._writes = 0
+
+    def record(self, x: Tensor) -> Record | None:
+        """None of a constant, and of a tensor without memory of its own."""
+        try:
+            return self._records.get(x.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # sparse, nested
+            return None
+
+    def found(self, x: Tensor) -> Shadow | None:
+        """The shadow of a tensor; None where nothing is known of its memory."""
+        record = self.record(x)
+        if record is None:
+            return None
+        geometry = geometry_of(x)
+        shadow = record.shadows.get(geometry)
+        if shadow is None:
+            shadow = record.shadows[geometry] = self._derived(record, x, geometry)
+        return shadow
+
+    def write(
+        self, x: Tensor, shadow: Shadow, cause: object | None = None, *, whole: bool = True
+    ) -> None:
+        """An operation has made `x`, or has written into it.
+
+        Args:
+            whole: all that lies in this memory is new.
+        """
+        try:
+            storage = x.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return
+        record = self._records.get(storage._cdata)
+        if record is None:
+            record = self._records[storage._cdata] = Record(
+                StorageWeakRef(storage), x.element_size()
+            )
+            if len(self._records) % _SWEEP == 0:
+                self.sweep()
+        self._writes += 1
+        geometry = geometry_of(x)
+        if whole or x.numel() * x.element_size() == storage.nbytes():
+            record.shadows, record.flat, record.parts = {geometry: shadow}, None, set()
+            record.size, record.flags, record.cause = x.element_size(), shadow.flags & STICKY, cause
+        else:
+            flat = self.flat(record, x)
+            flat.as_strided(x.shape, x.stride(), geometry[0]).copy_(
+                expanded(shadow.sample, x.shape)
+            )
+            record.shadows = {geometry: shadow}
+            record.flags |= shadow.flags & STICKY
+            record.cause = record.cause or cause
+            if shadow.held and not shadow.whole:
+                record.parts.add(shadow.part)
+        record.serial = self._writes
+
+    def view(self, x: Tensor, shadow: Shadow) -> None:
+        """Another geometry of the same memory."""
+        record = self.record(x)
+        if record is not None:
+            record.shadows[geometry_of(x)] = shadow
+
+    def flat(self, record: Record, x: Tensor) -> Tensor:
+        """One attribution an entry of the memory that `x` lies in; it is written into."""
+        if record.flat is None:
+            entries = x.untyped_storage().nbytes() // record.size
+            flat = torch.full((entries,), NONE, dtype=KIND)
+            for (offset, size, stride, item), shadow in record.shadows.items():
+                if shadow.held and item == record.size:
+                    flat.as_strided(size, stride, offset).copy_(expanded(shadow.sample, size))
+            record.flat = flat
+        return record.flat
+
+    def _derived(self, record: Record, x: Tensor, geometry: Geometry) -> Shadow:
+        if not record.holds_samples and record.flat is None:
+            return next(iter(record.shadows.values()), self.shadows.constant)
+        flat, (offset, size, stride, item) = self.flat(record, x), geometry
+        if item < record.size:
+            flat = flat.repeat_interleave(record.size // item)
+        elif item > record.size:
+            flat = reduced(flat.view(-1, item // record.size), [1], keep=False)  # type: ignore[assignment]
+        flags = record.flags | (ORDER if len(record.parts) > 1 else 0)
+        sample = compressed(flat.as_strided(size, stride, offset))
+        found = self.shadows.of(sample, self.samples, flags)
+        if found.held and not found.whole:
+            found = self.shadows.of(
+                sample, self.samples, flags, part=hash((record.serial, tuple(size)))
+            )
+        return found
+
+    def serial(self, x: Tensor) -> object:
+        """Changes when the memory is written into, as far as that was seen."""
+        record = self.record(x)
+        if record is not None:
+            return record.serial
+        return None if x.layout is not torch.strided else x.untyped_storage()._cdata
+
+    def cause(self, x: Tensor) -> object | None:
+        record = self.record(x)
+        return None if record is None else record.cause
+
+    def sweep(self) -> None:
+        """Forget memory that has been freed."""
+        self._records = {k: r for k, r in self._records.items() if not r.reference.expired()}
+
+    def alive(self, but: Iterable[Tensor]) -> Iterator[Record]:
+        """Records of samples whose memory is still held by somebody, and by none of these tensors."""
+        kept = {x.untyped_storage()._cdata for x in but}
+        for key, record in self._records.items():
+            if key not in kept and not record.reference.expired() and record.holds_samples:
+                yield record
+
+    def end_step(self, but: Iterable[Tensor]) -> list[Record]:
+        """What of this batch is still held may be read in the next step: nobody's entries from now on.
+
+        Returns:
+            Those records.
+        """
+        carried = list(self.alive(but))
+        unseen = {record.reference.cdata for record in carried}
+        for key in [k for k in self._records if k not in unseen]:
+            del self._records[key]
+        for record in carried:
+            record.flat, record.parts, record.flags = None, set(), 0
+            record.shadows = {
+                geometry: self.shadows.of(everywhere(UNSEEN, len(geometry[1])), self.samples)
+                for geometry, shadow in record.shadows.items()
+                if shadow.held
+            }
+        return carried

@@ -1,0 +1,255 @@
+"""Operations that move entries, and operations over whole axes: views, copies, sums, softmax, sorts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastclip.trace import attribution as at
+from fastclip.trace.operation import Operation, Out, rule
+from fastclip.trace.shadow import BY_VALUE, MOVED, ORDER, POSITIONS, RANDOM
+
+
+def axes_of(call: Operation, dims: int) -> list[int]:
+    """The axes that the argument `dim` names; all, where it names none."""
+    dim = call.given.get("dim")
+    if dim is None or (isinstance(dim, (list, tuple)) and not len(dim)):
+        return list(range(dims))
+    return [d % dims if dims else 0 for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
+
+
+# Views
+
+_UNCHANGED = frozenset(("_conj", "_neg_view", "real", "imag", "alias", "detach", "lift"))
+_TAKES_A_PART = frozenset(
+    [
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "narrow",
+        "chunk",
+        "unsafe_chunk",
+        "unsafe_split",
+        "unsafe_split_with_sizes",
+    ]
+)
+
+
+@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy", "_unsafe_view_copy")
+def _reshaped(call: Operation) -> list[Any]:
+    x, out = call.args[0], call.outs[0]
+    shadow = call.shadow(x)
+    if isinstance(call.args[1], torch.dtype):
+        same = out.shape == x.shape
+        return [shadow.sample if same else at.reduced(shadow.sample, [x.dim() - 1])]
+    return [Out(at.reshaped(shadow.sample, x.shape, out.shape), degree=shadow.degree)]  # type: ignore[arg-type]
+
+
+@rule(
+    "alias", "detach", "unsqueeze", "squeeze", "transpose", "t", "permute", "expand", "slice",
+    "select", "split", "split_with_sizes", "unbind", "diagonal", "unfold", "numpy_T", "movedim",
+    "_conj", "_neg_view", "real", "imag", "unsafe_split", "unsafe_split_with_sizes", "chunk",
+    "unsafe_chunk", "lift", "narrow", "swapaxes",
+)  # fmt: skip
+def _viewed(call: Operation) -> list[Any]:
+    x = call.args[0]
+    shadow = call.shadow(x)
+    if call.name in _UNCHANGED:
+        return [Out(shadow.sample, degree=shadow.degree)]
+    found = call.func(at.expanded(shadow.sample, x.shape), *call.args[1:], **call.kwargs)
+    found = [found] if isinstance(found, Tensor) else list(found)
+    flag = 0
+    if shadow.flags & MOVED and call.name in _TAKES_A_PART:
+        axis = call.given.get("dim", 0) % x.dim()
+        if shadow.sample.shape[axis] > 1 and found[0].shape != x.shape:  # type: ignore[union-attr]
+            # A fixed part of samples that lie where data put them.
+            flag = BY_VALUE if _read(call) else ORDER
+    return [Out(_narrowed(f), flag, degree=shadow.degree) for f in found]
+
+
+def _read(call: Operation) -> bool:
+    """Python knows how many there are."""
+    tracer = call.tracer
+    return tracer.read_by_python or any(r.what != "nonzero" for r in tracer.report.reads)
+
+
+def _narrowed(found: Tensor) -> Tensor:
+    for axis in range(found.dim()):
+        if found.shape[axis] > 1 and found.stride(axis) == 0:
+            found = found.narrow(axis, 0, 1)
+    return at.compressed(found)
+
+
+@rule("view_as_real")
+def _as_real(call: Operation) -> list[Any]:
+    return [call.of(call.args[0]).unsqueeze(-1)]  # type: ignore[union-attr]
+
+
+@rule("view_as_complex")
+def _as_complex(call: Operation) -> list[Any]:
+    return [at.reduced(call.of(call.args[0]), [-1], keep=False)]
+
+
+@rule("complex", "polar")
+def _complex(call: Operation) -> list[Any]:
+    return [at.joined(call.of(call.args[0]), call.of(call.args[1]))]
+
+
+@rule("as_strided")
+def _strided(call: Operation) -> list[Any]:
+    x, out = call.args[0], call.outs[0]
+    memory = call.tracer.memory
+    record = memory.record(x)
+    assert record is not None
+    flat = memory.flat(record, x)
+    return [at.compressed(flat.as_strided(out.shape, out.stride(), out.storage_offset()))]
+
+
+@rule(
+    "empty_like", "new_zeros", "new_empty", "new_full", "new_ones", "zeros_like", "rand_like",
+    "randn_like", "new_empty_strided", "bernoulli_p",
+)  # fmt: skip
+def _made(call: Operation) -> list[Any]:
+    return [Out(None, RANDOM * call.kind.random, exact=True)] * len(call.outs)
+
+
+# Copies
+
+
+@rule("cat", "stack")
+def _together(call: Operation) -> list[Any]:
+    new = call.name == "stack"
+    tensors = [x for x in call.given["tensors"] if x.dim() == call.outs[0].dim() - new]
+    axis, dims = call.given["dim"] % call.outs[0].dim(), tensors[0].dim()
+    found = [call.of(x) for x in tensors]
+    sizes = [max(f.shape[d] for f in found if f is not None) for d in range(dims)]
+    parts = [
+        at.expanded(f, [x.shape[d] if d == axis and not new else sizes[d] for d in range(dims)])
+        for x, f in zip(tensors, found, strict=True)
+    ]
+    return [at.compressed(torch.stack(parts, axis) if new else torch.cat(parts, axis))]
+
+
+_BY_NUMBERS = frozenset(("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "im2col"))
+"""Their kernels take floating-point numbers alone."""
+
+
+@rule(
+    "flip", "roll", "repeat", "slice_backward", "select_backward", "diagonal_backward",
+    "constant_pad_nd", "repeat_interleave", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
+    "slice_scatter", "select_scatter", "rot90", "_pad_enum", "reflection_pad1d", "reflection_pad2d",
+    "replication_pad2d", "replication_pad1d", "im2col", "tile", "as_strided_scatter",
+    "diagonal_scatter", "unfold_copy", "block_diag",
+)  # fmt: skip
+def _moved(call: Operation) -> list[Any] | None:
+    """The operation itself; entries that come from nowhere are zero, which stands for no sample."""
+    args = call.args
+    if call.name == "constant_pad_nd":
+        args = (*args[:2], 0)
+    if call.name == "repeat_interleave" and isinstance(args[-1], Tensor):
+        return None
+
+    def up(value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+            return [up(x) for x in value]
+        if not call.knows(value):
+            return value
+        raised = at.expanded(call.of(value), value.shape) + 1
+        floats = call.name in _BY_NUMBERS or ("pad" in call.name and call.name != "constant_pad_nd")
+        return raised.double() if floats else raised
+
+    found = call.func(*map(up, args), **call.kwargs)
+    return [at.compressed(found.to(at.KIND) - 1)]
+
+
+# Whole axes
+
+
+@rule(
+    "sum", "mean", "amax", "amin", "any", "all", "prod", "var", "std", "var_mean", "std_mean",
+    "linalg_vector_norm", "norm", "logsumexp", "argmax", "argmin", "max", "min", "median", "nansum",
+    "count_nonzero", "aminmax", "nanmedian", "mode", "native_norm", "trace", "nanmean",
+)  # fmt: skip
+def _reduced(call: Operation) -> list[Any]:
+    x = call.args[0]
+    shadow, out = call.shadow(x), call.outs[0]
+    axes = axes_of(call, x.dim())
+    if call.name == "trace":
+        axes = list(range(x.dim()))
+    found = at.reduced(shadow.sample, axes, out.dim() == x.dim())
+    if len(axes) == x.dim():
+        found = found.reshape([1] * out.dim())  # type: ignore[union-attr]
+    degree = None
+    if call.name in ("sum", "mean"):
+        if at.is_mixed(found) and not shadow.mixed:
+            degree = 0 if call.name == "sum" else -1
+        else:
+            degree = shadow.degree
+    return [Out(found, degree=degree)] * len(call.outs)
+
+
+@rule(
+    "_linalg_det", "linalg_matrix_norm", "linalg_inv_ex", "_linalg_slogdet", "_linalg_solve_ex",
+    "linalg_cholesky_ex", "linalg_lu_factor_ex", "_linalg_svd", "_linalg_eigh", "linalg_qr",
+    "linalg_solve_triangular", "cholesky_solve", "linalg_pinv", "triangular_solve",
+)  # fmt: skip
+def _matrices(call: Operation) -> list[Any]:
+    """Of each matrix, in the last two axes."""
+    found: at.Attribution = None
+    dims = call.args[0].dim()
+    for x in call.operands:
+        found = at.joined(found, at.fitted(at.reduced(call.of(x), [-1, -2]), dims))
+    assert found is not None
+    return [
+        found if x.dim() == dims else at.reduced(found, [-1, -2][: dims - x.dim()], keep=False)
+        for x in call.outs
+    ]
+
+
+@rule(
+    "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "_softmax", "_log_softmax",
+    "_softmax_backward_data", "_log_softmax_backward_data", "kthvalue", "_safe_softmax",
+    "cumprod_backward", "renorm", "glu", "glu_backward", "_logcumsumexp",
+)  # fmt: skip
+def _along(call: Operation) -> list[Any] | None:
+    """What is at one place of the axis depends on all of it."""
+    axis = call.given["dim"]
+    found: at.Attribution = None
+    for x in call.operands:
+        found = at.joined(found, at.reduced(call.of(x), [axis]))
+    assert found is not None
+    for x in call.outs:
+        same = x.dim() == found.dim()
+        if same and any(n not in (1, x.shape[d]) for d, n in enumerate(found.shape)):
+            return None
+    if call.name == "kthvalue" and not call.given["keepdim"]:
+        found = at.reduced(found, [axis], keep=False)
+    return [found] * len(call.outs)
+
+
+@rule("histc", "bincount", "unique", "_unique2", "unique_consecutive", "unique_dim")
+def _counted(call: Operation) -> list[Any]:
+    found = at.reduced(call.of(call.args[0]))
+    one = found.reshape(-1)[:1]  # type: ignore[union-attr]
+    return [one.reshape([1] * x.dim()) for x in call.outs]
+
+
+@rule("sort", "topk", "argsort", by_values=True)
+def _sorted(call: Operation) -> list[Any] | None:
+    """Along an axis that holds samples entries move; each is still its own sample's."""
+    x, index = call.args[0], call.outs[-1]
+    found = call.of(x)
+    assert found is not None
+    axis = call.given["dim"] % max(1, x.dim())
+    if x.dim() == 0 or found.shape[axis] == 1:
+        return [found] * len(call.outs)
+    if index.is_meta:
+        return None
+    if index.shape[axis] < x.shape[axis]:  # which of them are among the first follows from all
+        return [at.reduced(found, [axis])] * len(call.outs)
+    moved = at.compressed(torch.gather(found.expand(x.shape), axis, index))
+    return [Out(moved, MOVED)] * (len(call.outs) - 1) + [Out(moved, MOVED | POSITIONS)]

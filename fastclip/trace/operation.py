@@ -1,0 +1,162 @@
+"""One operation as a rule sees it, and what is asked of each kind of operation once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fastclip.trace.attribution import Attribution
+from fastclip.trace.shadow import Shadow
+
+if TYPE_CHECKING:
+    from fastclip.trace.tracer import Tracer
+
+
+@dataclass(frozen=True, eq=False)
+class Out:
+    """What a rule says of one output.
+
+    Args:
+        sample: its attribution. add, drop: flags beyond those of the operands, and without.
+        exact: `add` are all flags. degree, factor: as of `Shadow`.
+    """
+
+    sample: Attribution
+    add: int = 0
+    drop: int = 0
+    exact: bool = False
+    degree: int | None = None
+    factor: int | None = None
+
+
+Rule = Callable[["Operation"], "Sequence[Out | Attribution] | None"]
+"""Of every tensor that the operation returns; None: ask the local probe."""
+RULES: dict[str, Rule] = {}
+BY_VALUES: set[str] = set()
+"""Operations whose attribution depends on the values of their operands."""
+
+
+def rule(*names: str, by_values: bool = False) -> Callable[[Rule], Rule]:
+    """Register a rule for operations of these names (overloads and in-place ones included)."""
+
+    def register(found: Rule) -> Rule:
+        for name in names:
+            RULES[name] = found
+        if by_values:
+            BY_VALUES.update(names)
+        return found
+
+    return register
+
+
+class Operation:
+    """A call of an operator.
+
+    Attributes:
+        tracer: of the step. name: of the operator. args, kwargs: of the call. outs: the tensors
+            that it returned.
+    """
+
+    __slots__ = ("__dict__", "_shadows", "args", "func", "kind", "kwargs", "outs", "tracer")
+
+    def __init__(
+        self, tracer: Tracer, kind: Kind, func: Any, args: tuple, kwargs: dict[str, Any],
+        tensors: list[Tensor], shadows: list[Shadow], outs: list[Tensor],
+    ) -> None:  # fmt: skip
+        self.tracer, self.kind, self.func = tracer, kind, func
+        self.args, self.kwargs, self.outs = args, kwargs, outs
+        self._shadows = {id(x): shadow for x, shadow in zip(tensors, shadows, strict=True)}
+
+    @property
+    def name(self) -> str:
+        return self.kind.name
+
+    @cached_property
+    def given(self) -> dict[str, Any]:
+        """The arguments by their names, defaults included."""
+        args, kwargs = self.args, self.kwargs
+        return {
+            a.name: args[k] if k < len(args) else kwargs.get(a.name, a.default_value)
+            for k, a in enumerate(self.func._schema.arguments)
+        }
+
+    @property
+    def operands(self) -> list[Tensor]:
+        """All arguments that are tensors, those in lists left out."""
+        return [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)]
+
+    def shadow(self, x: Tensor) -> Shadow:
+        return self._shadows[id(x)]
+
+    def of(self, x: Any) -> Attribution:
+        """The attribution of an operand; None of what follows from no sample, or is no tensor."""
+        return self._shadows[id(x)].sample if isinstance(x, Tensor) else None
+
+    def flags(self, x: Any) -> int:
+        return self._shadows[id(x)].flags if isinstance(x, Tensor) else 0
+
+    def knows(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and id(x) in self._shadows
+
+
+_RESHAPING = frozenset(
+    {"squeeze", "unsqueeze", "transpose", "t", "swapaxes", "as_strided", "set", "resize"}
+)
+
+
+class Kind:
+    """What is known of an operator before it runs.
+
+    Attributes:
+        name: without overload and, if it writes in place, without the underscore.
+        writes: numbers of the arguments that it writes into. random: it draws numbers.
+        fresh: what it returns holds no numbers yet. reads: it gives a number to Python.
+        aliases: what it returns is in its operand's memory. reshapes: only the geometry changes.
+        aligned: constants lie alongside samples. by_values: not remembered.
+    """
+
+    __slots__ = (
+        "aliases",
+        "aligned",
+        "base",
+        "by_values",
+        "fresh",
+        "name",
+        "pointwise",
+        "random",
+        "reads",
+        "reshapes",
+        "rule",
+        "writes",
+    )  # fmt: skip
+
+    def __init__(self, func: Any, pointwise: Rule, extra: frozenset[str]) -> None:
+        space, base = func._schema.name.split("::")
+        self.writes = [
+            k
+            for k, a in enumerate(func._schema.arguments)
+            if a.alias_info and a.alias_info.is_write
+        ]
+        if self.writes and base.endswith("_") and not base.endswith("__"):
+            base = base[:-1]
+        self.base = base
+        self.name = base if space == "aten" else func._schema.name
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.fresh = base.startswith(("empty", "new_empty"))
+        self.reads = base in ("_local_scalar_dense", "is_nonzero", "equal")
+        self.aliases = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        self.reshapes = bool(self.writes) and base in _RESHAPING
+        of_pairs = base in ("max", "min") and func._overloadname != "other"
+        self.pointwise = (torch.Tag.pointwise in func.tags or base in extra) and not of_pairs
+        self.rule: Rule | None = pointwise if self.pointwise else RULES.get(self.name)
+        self.by_values = self.name in BY_VALUES or self.name == "eq"
+        self.aligned = (self.pointwise and base not in ("copy", "fill", "zero")) or base in _STACKED
+
+
+_STACKED = frozenset({"bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu"})
+"""Products whose first axis holds one matrix for each entry."""

@@ -1,0 +1,136 @@
+"""The local probe: one operation, asked by its values which sample each of its results follows from.
+
+For every bit of a sample's number the operation runs once with that half of the samples changed, and
+once with the other half: 2 log2 b runs, each with two kinds of values. A result that moves in one half
+of every pair has the bits of its sample's number; one that moves in both follows from several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastclip._torch import tree_leaves
+from fastclip.trace import attribution as at
+from fastclip.trace.operation import Operation
+from fastclip.trace.shadow import BY_VALUE, Shadow
+
+_TRIALS = 2
+
+
+def probed(
+    call: Operation, tensors: Sequence[Tensor], shadows: Sequence[Shadow], flags: int,
+    before: Sequence[Tensor] | None = None,
+) -> list[Shadow]:  # fmt: skip
+    """Shadows of what the operation returned.
+
+    Args:
+        tensors, shadows: its operands. flags: what they hand on. before: what they held, if the
+            operation has written into them.
+    """
+    tracer = call.tracer
+    tracer.report.probed[call.name] = tracer.report.probed.get(call.name, 0) + 1
+    everything = [tracer.made(at.everywhere(at.SEVERAL, x.dim()), flags) for x in call.outs]
+    strided = all(x.layout is torch.strided and not x.is_meta for x in tensors)
+    if not tracer.probes or not strided:
+        return everything
+    state = torch.get_rng_state()
+    try:
+        with torch.no_grad():
+            found = _asked(call, list(before or tensors), tensors, shadows)
+    except Exception:  # the operation takes no other values
+        return everything
+    finally:
+        torch.set_rng_state(state)
+    return [tracer.made(at.compressed(x), flags | BY_VALUE) for x in found]
+
+
+def _asked(
+    call: Operation, given: list[Tensor], tensors: Sequence[Tensor], shadows: Sequence[Shadow]
+) -> list[Tensor]:
+    state = torch.get_rng_state()
+    mixed = any(s.mixed for s in shadows)
+
+    def run(change: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+        values = {
+            id(x): _like(x, value if s.sample is None else change(value, s.sample))
+            for x, value, s in zip(tensors, given, shadows, strict=True)
+        }
+
+        def put(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return values[id(value)]
+            return type(value)(put(x) for x in value) if isinstance(value, (list, tuple)) else value
+
+        torch.set_rng_state(state)
+        out = call.func(*map(put, call.args), **{k: put(v) for k, v in call.kwargs.items()})
+        return [x.clone() for x in tree_leaves(out) if isinstance(x, Tensor)]
+
+    first = run(lambda x, sample: x)
+    again = run(lambda x, sample: x)
+    number = [torch.zeros(x.shape, dtype=at.KIND) for x in first]
+    moved = [torch.zeros(x.shape, dtype=torch.bool) for x in first]
+    several = [torch.full(x.shape, mixed) | _moves(x, y) for x, y in zip(first, again, strict=True)]
+    for bit in range(max(1, (call.tracer.memory.samples - 1).bit_length())):
+        sides = []
+        for side in (1, 0):
+            hit = [torch.zeros(x.shape, dtype=torch.bool) for x in first]
+            for trial in range(_TRIALS):
+                now = run(
+                    lambda x, s, side=side, trial=trial: _changed(x, _half(s, bit, side), trial)
+                )
+                for seen, x, y in zip(hit, first, now, strict=True):
+                    seen |= _moves(x, y)
+            sides.append(hit)
+        for k, (one, zero) in enumerate(zip(*sides, strict=True)):
+            several[k] |= one & zero
+            moved[k] |= one | zero
+            number[k] |= one.to(at.KIND) << bit
+    return [
+        n.masked_fill(~m, at.NONE).masked_fill(s, at.SEVERAL)
+        for n, m, s in zip(number, moved, several, strict=True)
+    ]
+
+
+def _half(sample: Tensor, bit: int, side: int) -> Tensor:
+    return (sample >= 0) & (sample < at.SEVERAL) & ((sample >> bit & 1) == side)
+
+
+def _like(x: Tensor, value: Tensor) -> Tensor:
+    """A copy with the strides of `x`."""
+    if any(n > 1 and not s for n, s in zip(x.shape, x.stride(), strict=True)):
+        return value.clone()
+    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return made.copy_(value)
+
+
+def _moves(x: Tensor, y: Tensor) -> Tensor:
+    """Where results differ by more than the order of a sum does; everywhere, if the shapes do."""
+    if x.shape != y.shape:
+        return torch.ones(x.shape, dtype=torch.bool)
+    if not (x.is_floating_point() or x.is_complex()):
+        return x != y
+    precision = torch.finfo(x.dtype).eps
+    scale = torch.maximum(x.abs(), y.abs())
+    equal = ((x - y).abs() <= 8 * precision * scale) | (x == y) | (x.isnan() & y.isnan())
+    return ~equal
+
+
+def _changed(x: Tensor, where: Tensor, trial: int) -> Tensor:
+    """Other values there; whole numbers take those of other entries."""
+    if not bool(where.any()):
+        return x
+    generator = torch.Generator().manual_seed(77 + trial)
+    if x.dtype == torch.bool:
+        new = ~x
+    elif x.is_floating_point() or x.is_complex():
+        size = x.abs().max().clamp(min=0.1) if x.numel() else 1
+        drawn = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        new = x + (drawn.to(x.device) * size).to(x.dtype)
+    else:
+        flat = x.reshape(-1)
+        new = flat[torch.randperm(flat.numel(), generator=generator).to(x.device)].view(x.shape)
+    return torch.where(where.to(x.device).expand(x.shape), new, x)

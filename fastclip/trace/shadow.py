@@ -1,0 +1,98 @@
+"""What is known of one tensor: its attribution, and how far that can be relied on."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastclip.trace.attribution import NONE, SEVERAL, Attribution, is_mixed
+
+ORDER = 1
+"""Its numbers depend on which number a sample has in the batch."""
+MOVED = 2
+"""Samples lie where data put them, each entry still of one sample."""
+RANDOM = 4
+"""Of no sample, and drawn anew for every entry."""
+TRAINED = 8
+"""Of trained tensors alone: a derived value."""
+POSITIONS = 16
+"""Numbers that say where moved samples lie: of one sample as an index, of several as a value."""
+BY_VALUE = 32
+"""The attribution holds for the values of this batch."""
+LEARNED = 64
+"""Trained tensors have had a part in it."""
+STICKY = ORDER | MOVED | BY_VALUE | POSITIONS | LEARNED
+"""What an operation hands on from its operands."""
+
+
+class Shadow:
+    """One tensor's.
+
+    Args:
+        sample: the attribution. flags: of those above.
+        degree: k if the tensor is a sum over samples of b^k times one sample's term.
+        part: of a tensor that holds some of the samples alone: how it was made, as a number.
+        factor: identifies the positive number that all entries have been multiplied by, which follows
+            from several samples and takes no gradient; None: there is none.
+        whole: all samples of the batch are in it.
+    """
+
+    __slots__ = ("degree", "factor", "flags", "mixed", "part", "sample", "whole")
+
+    def __init__(
+        self, sample: Attribution, flags: int = 0, degree: int | None = None,
+        part: int | None = None, factor: int | None = None, whole: bool = True,
+    ) -> None:  # fmt: skip
+        self.sample, self.flags, self.degree = sample, flags, degree
+        self.part, self.factor, self.whole = part, factor, whole
+        self.mixed = is_mixed(sample)
+
+    @property
+    def held(self) -> bool:
+        """It follows from some sample."""
+        return self.sample is not None
+
+    def __repr__(self) -> str:
+        if self.sample is None:
+            return f"constant ({self.flags})"
+        return f"{list(self.sample.shape)} of {self.sample.unique().tolist()[:9]} ({self.flags}, {self.degree})"
+
+
+class Shadows:
+    """Equal shadows are one object, so that what a rule has found can be remembered by them."""
+
+    def __init__(self) -> None:
+        self._constants: dict[tuple[int, int | None], Shadow] = {}
+        self._found: dict[tuple, Shadow] = {}
+        self.constant = self.of_no_sample()
+
+    def of_no_sample(self, flags: int = 0, factor: int | None = None) -> Shadow:
+        """A constant."""
+        key = flags & (RANDOM | TRAINED), factor
+        found = self._constants.get(key)
+        if found is None:
+            found = self._constants[key] = Shadow(None, key[0], factor=factor)
+        return found
+
+    def of(
+        self, sample: Attribution, samples: int, flags: int = 0, degree: int | None = None,
+        part: int | None = None, factor: int | None = None,
+    ) -> Shadow:  # fmt: skip
+        """The shadow of a tensor in a batch of so many samples."""
+        if sample is None or not sample.numel():
+            return self.of_no_sample(flags, factor)
+        key = (tuple(sample.shape), sample.numpy().tobytes(), flags, degree, part, factor)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._made(sample, samples, flags, degree, part, factor)
+        return found
+
+    def _made(
+        self, sample: Tensor, samples: int, flags: int, degree: int | None, part: int | None,
+        factor: int | None,
+    ) -> Shadow:  # fmt: skip
+        values = sample.unique()
+        if values.numel() == 1 and int(values[0]) == NONE:
+            return self.of_no_sample(flags, factor)
+        own = int(((values >= 0) & (values < SEVERAL)).sum())
+        whole = own == samples or bool((values >= SEVERAL).any())
+        return Shadow(sample, flags, degree, part, factor, whole)

@@ -1,0 +1,455 @@
+"""The dispatch mode that follows samples through every operation of a step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastclip._torch import TorchDispatchMode, current_task, top_dispatch_mode, tree_leaves
+from fastclip.trace import attribution as at
+from fastclip.trace import indices, layers, movement  # noqa: F401 - they register their rules
+from fastclip.trace.findings import Cause, Read, Report, current_line
+from fastclip.trace.memory import Memory
+from fastclip.trace.operation import Kind, Operation, Out
+from fastclip.trace.parts import parts_told
+from fastclip.trace.pointwise import POINTWISE, factored, pointwise
+from fastclip.trace.probe import probed
+from fastclip.trace.shadow import MOVED, ORDER, RANDOM, STICKY, TRAINED, Shadow, Shadows
+
+_SHARP = frozenset(
+    [
+        "bmm",
+        "baddbmm",
+        "mm",
+        "addmm",
+        "convolution",
+        "convolution_backward",
+        "index_add",
+        "masked_scatter",
+        "cumsum",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    ]
+)
+"""Operations in which weights of 0 may keep samples independent that the rule joins."""
+_OF_CHANNELS = frozenset({"weight", "bias", "running_mean", "running_var"})
+"""Arguments that are never the samples' own."""
+
+
+class Tracer(TorchDispatchMode):
+    """Follows samples through the operations of one step after another.
+
+    Args:
+        known: trained tensors that are the model's. probes: operations without a rule are run once more
+            on changed operands; else they are taken to join samples.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, known: Container[Tensor] = (), *, probes: bool = True) -> None:
+        super().__init__()
+        self.known, self.probes = known, probes
+        self.shadows = Shadows()
+        self.memory = Memory(self.shadows)
+        self.report = Report()
+        self.axis = 0
+        """Of the samples, in tensors that come from elsewhere."""
+        self.read_by_python = False
+        """Numbers of samples have left torch in this step."""
+        self.on_outside: Callable[[Tensor, str], None] | None = None
+        """Called with a trained tensor that is none of the model's, and the line where it meets data."""
+        self._remembered: dict[tuple, list[Shadow]] = {}
+        self._kinds: dict[Any, Kind] = {}
+        self._idle = 0
+        self._thread: int | None = None
+        self.stopped = False
+        """It observes nothing any more, and leaves its place when it can."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first mode of a process imports dynamo
+
+    # The mode's place among others
+
+    def enter(self) -> None:
+        """Observe what this thread computes from now on."""
+        self._thread, self.stopped = threading.get_ident(), False
+        self.__enter__()
+
+    @property
+    def entered(self) -> bool:
+        return self._thread is not None
+
+    def leave(self) -> bool:
+        """Observe nothing more.
+
+        Returns:
+            Whether the mode has left its place; it stays there, and is passed by, while another is on
+            top of it, or on another thread.
+        """
+        if self._thread is None:
+            return True
+        self.stopped = True
+        if self._thread != threading.get_ident() or top_dispatch_mode() is not self:
+            return False
+        self._thread = None
+        self.__exit__(None, None, None)
+        return True
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What runs inside is not observed."""
+        self._idle += 1
+        try:
+            yield
+        finally:
+            self._idle -= 1
+
+    # Shadows
+
+    def seed(self, x: Tensor, axis: int = 0) -> None:
+        """Sample i lies at position i of this axis."""
+        self.memory.samples = max(self.memory.samples, x.shape[axis])
+        found = at.along(x.shape[axis], axis, x.dim())
+        self.memory.write(x, self.shadows.of(found, self.memory.samples))
+
+    def seed_all(self, x: Tensor, sample: int) -> None:
+        """All of a tensor is of one sample."""
+        found = self.shadows.of(at.everywhere(sample, x.dim()), self.memory.samples)
+        self.memory.write(x, found)
+
+    def shadow_of(self, x: Tensor) -> Shadow:
+        """What is known of a tensor."""
+        return self.memory.found(x) or self.shadows.constant
+
+    def made(self, sample: at.Attribution, flags: int = 0, **more: Any) -> Shadow:
+        """A shadow in this batch."""
+        return self.shadows.of(sample, self.memory.samples, flags, **more)
+
+    def read(self, what: str, shadows: Iterable[Shadow]) -> None:
+        """Numbers leave torch."""
+        held = [shadow for shadow in shadows if shadow.held]
+        of = "chance"
+        if held:
+            mixed = any(s.mixed or s.sample.unique().numel() > 1 for s in held)  # type: ignore[union-attr]
+            of = "several samples" if mixed else "one sample"
+        found = Read(what, of, current_line())
+        if found not in self.report.reads:
+            self.report.reads.append(found)
+
+    # Operations
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._idle or self.stopped:
+            return func(*args, **kwargs)
+        kind = self._kinds.get(func) or self._kind(func)
+        if kind is None:
+            return self._higher_order(func, args, kwargs)
+        self.report.operations += 1
+        tensors, key = _taken_apart(func, args, kwargs)
+        shadows = [self._met(x) for x in tensors]
+        hot, flags, factor = False, 0, False
+        for shadow in shadows:
+            hot |= shadow.sample is not None
+            factor |= shadow.factor is not None
+            flags |= shadow.flags
+        if kind.reads and (hot or flags & RANDOM):
+            self.read(kind.name, shadows)
+            return func(*args, **kwargs)
+        if not hot:
+            return self._constant(func, kind, args, kwargs, tensors, shadows)
+        if None in map(self.memory.record, tensors):
+            shadows = self._from_elsewhere(func, args, tensors, shadows)
+        return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key)
+
+    def _kind(self, func: Any) -> Kind | None:
+        if not hasattr(func, "_schema"):
+            return None
+        found = self._kinds[func] = Kind(func, pointwise, POINTWISE)
+        return found
+
+    def _met(self, x: Tensor) -> Shadow:
+        """The shadow of an operand; a trained leaf that is met for the first time gets one."""
+        found = self.memory.found(x)
+        if found is not None:
+            return found
+        if x.requires_grad and (x in self.known if x.is_leaf else False):
+            found = self.shadows.of_no_sample(TRAINED)
+            self.memory.write(x, found)
+            return found
+        return self.shadows.constant
+
+    def _followed(
+        self, func: Any, kind: Kind, args: tuple, kwargs: dict, tensors: list[Tensor],
+        shadows: list[Shadow], flags: int, key: list,
+    ) -> Any:  # fmt: skip
+        """An operation on samples."""
+        before = [x.clone() for x in tensors] if kind.writes and kind.rule is None else None
+        beside = tensors
+        if kind.writes and kind.aligned and not shadows[0].held and tensors[0].numel() > 1:
+            beside = [tensors[0].clone(), *tensors[1:]]  # the constant that is written into
+        out = func(*args, **kwargs)
+        outs = (
+            [out]
+            if isinstance(out, Tensor)
+            else [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        )
+        if kind.reshapes:
+            return out
+        found = self._remembered_for(kind, key, shadows, tensors)
+        if found is None:
+            call = Operation(self, kind, func, args, kwargs, tensors, shadows, outs)
+            with self.aside():
+                found = self._found(call, tensors, shadows, flags, before)
+            self._remember(kind, key, shadows, tensors, found)
+        if kind.aligned:
+            found = self._ordered(kind, found, beside, shadows)
+        if any(s.held and not s.whole for s in (*found, *shadows)):
+            found = parts_told(self, kind, args, tensors, shadows, found)
+        cause = self._cause(kind, tensors, shadows, found)
+        if kind.fresh:
+            found = [self._nobody(outs[0])]
+        self._put(kind, outs, found, cause, tensors)
+        return out
+
+    def _remembered_for(
+        self, kind: Kind, key: list, shadows: list[Shadow], tensors: list[Tensor]
+    ) -> list[Shadow] | None:
+        if kind.by_values or any(s.factor is not None for s in shadows):
+            return None
+        key += [(id(s), x.shape) for s, x in zip(shadows, tensors, strict=True)]
+        try:
+            return self._remembered.get(tuple(key))
+        except TypeError:
+            return None
+
+    def _remember(
+        self, kind: Kind, key: list, shadows: list[Shadow], tensors: list[Tensor], found: list[Shadow]
+    ) -> None:  # fmt: skip
+        if kind.by_values or any(s.factor is not None for s in (*shadows, *found)):
+            return
+        try:
+            self._remembered[tuple(key)] = found
+        except TypeError:  # an argument that has no hash
+            pass
+
+    def _found(
+        self, call: Operation, tensors: list[Tensor], shadows: list[Shadow], flags: int,
+        before: list[Tensor] | None,
+    ) -> list[Shadow]:  # fmt: skip
+        """By the rule, else by the local probe."""
+        kept = flags & STICKY
+        if any(s.factor is not None for s in shadows) or call.name in ("mul", "div"):
+            found = factored(call, tensors, shadows)
+            if found is not None:
+                return found
+        told = None if call.kind.rule is None else call.kind.rule(call)
+        if told is None:
+            return probed(call, tensors, shadows, kept, before)
+        found = [self._shadow(x, out, kept) for x, out in zip(call.outs, told, strict=True)]
+        joins = call.name in _SHARP and any(s.mixed and s.degree is None for s in found)
+        if joins and self.probes and not any(s.mixed for s in shadows):
+            return probed(call, tensors, shadows, kept, before)
+        return found
+
+    def _shadow(self, x: Tensor, out: Out | at.Attribution, kept: int) -> Shadow:
+        if not isinstance(out, Out):
+            out = Out(out)
+        flags = out.add if out.exact else (kept | out.add) & ~out.drop
+        sample = at.fitted(out.sample, x.dim())
+        sample = None if sample is None else sample.contiguous()
+        return self.made(sample, flags, degree=out.degree, factor=out.factor)
+
+    def _cause(
+        self, kind: Kind, tensors: list[Tensor], shadows: list[Shadow], found: list[Shadow]
+    ) -> object | None:
+        """Where what the operation returns first followed from several samples."""
+        if not any(s.mixed and s.degree is None for s in found):
+            return None
+        for x, shadow in zip(tensors, shadows, strict=True):
+            if shadow.held and (earlier := self.memory.cause(x)) is not None:
+                return earlier
+        held = tuple(tuple(x.shape) for x in tensors)
+        return Cause(kind.base, current_line(), held, current_task() != -1)
+
+    def _put(
+        self, kind: Kind, outs: list[Tensor], found: list[Shadow], cause: object | None,
+        tensors: list[Tensor],
+    ) -> None:  # fmt: skip
+        """Keep what was found by the memory that the operation returned."""
+        for x, shadow in zip(outs, found, strict=True):
+            if kind.writes:
+                self.memory.write(x, shadow, cause, whole=False)
+            elif self._lies_in(x, tensors):
+                self.memory.view(x, shadow)
+            else:
+                self.memory.write(x, shadow, cause)
+
+    @staticmethod
+    def _lies_in(x: Tensor, tensors: list[Tensor]) -> bool:
+        """In an operand's memory; `unsafe_split` and its like do not say so in their schema."""
+        try:
+            own = x.untyped_storage()._cdata
+            return any(x is y or own == y.untyped_storage()._cdata for y in tensors)
+        except (NotImplementedError, RuntimeError):
+            return False
+
+    def _constant(
+        self, func: Any, kind: Kind, args: tuple, kwargs: dict, tensors: list[Tensor],
+        shadows: list[Shadow],
+    ) -> Any:  # fmt: skip
+        """An operation on no sample."""
+        out = func(*args, **kwargs)
+        outs = (
+            [out]
+            if isinstance(out, Tensor)
+            else [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        )
+        factor = next((s.factor for s in shadows if s.factor is not None), None)
+        if factor is not None:
+            call = Operation(self, kind, func, args, kwargs, tensors, shadows, outs)
+            with self.aside():
+                found = factored(call, tensors, shadows)
+            for x, shadow in zip(outs, found or [], strict=True):
+                self.memory.write(x, shadow, whole=not kind.writes)
+            return out
+        trained = any(s.flags & TRAINED for s in shadows)
+        drawn = kind.random or (kind.pointwise and any(s.flags & RANDOM for s in shadows))
+        shadow = self.shadows.of_no_sample(RANDOM * drawn | TRAINED * trained)
+        for x in outs:
+            if kind.fresh:
+                self.memory.write(x, self._nobody(x))
+            elif kind.writes:
+                if shadow is not self.shadows.constant or self.memory.record(x) is not None:
+                    self.memory.write(x, shadow, whole=False)
+            elif not self._lies_in(x, tensors):
+                self.memory.write(x, shadow)
+        return out
+
+    def _nobody(self, x: Tensor) -> Shadow:
+        """Of memory that holds no numbers yet."""
+        return self.made(at.everywhere(at.UNSEEN, x.dim())) if x.numel() else self.shadows.constant
+
+    def _higher_order(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """An operator that calls functions of the user's: what it returns joins all that it was given."""
+        held = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        with self.aside():
+            out = func(*args, **kwargs)
+        if any(self.shadow_of(x).held for x in held):
+            cause = Cause(str(func), current_line(), (), current_task() != -1)
+            for x in tree_leaves(out):
+                if isinstance(x, Tensor):
+                    self.memory.write(x, self.made(at.everywhere(at.SEVERAL, x.dim())), cause)
+        return out
+
+    # What constants say
+
+    def _ordered(
+        self, kind: Kind, found: list[Shadow], tensors: list[Tensor], shadows: list[Shadow]
+    ) -> list[Shadow]:
+        """Constants that change from sample to sample say which number a sample has."""
+        own = found[0].sample if found else None
+        if own is None or found[0].flags & ORDER:
+            return found
+        axes = [axis - own.dim() for axis, n in enumerate(own.shape) if n > 1]
+        for x, shadow in zip(tensors, shadows, strict=True):
+            if shadow.held or x.numel() < 2 or shadow.flags & (RANDOM | TRAINED) or x.is_meta:
+                continue
+            if kind.pointwise:
+                alongside = any(-a <= x.dim() and x.shape[a] > 1 and x.stride(a) for a in axes)
+                with self.aside():
+                    changes = alongside and at.differs(x, own, bool(found[0].flags & MOVED))
+            else:
+                stacked = x.dim() > 2 and own.dim() == x.dim() and x.shape[0] > 1 < own.shape[0]
+                if not stacked or not x.stride(0):
+                    continue
+                with self.aside():
+                    changes = at.differs(
+                        x.flatten(-2)[..., None, :], own.amax((-1, -2), keepdim=True)
+                    )
+            if changes:
+                return [
+                    self.made(
+                        f.sample, f.flags | ORDER, degree=f.degree, part=f.part, factor=f.factor
+                    )
+                    for f in found
+                ]
+        return found
+
+    # What comes from elsewhere
+
+    def _from_elsewhere(
+        self, func: Any, args: tuple, tensors: list[Tensor], shadows: list[Shadow]
+    ) -> list[Shadow]:
+        """Tensors that no operation of this step has made, as they meet data for the first time."""
+        channels = {
+            id(args[k]) for k, a in enumerate(func._schema.arguments)
+            if k < len(args) and a.name in _OF_CHANNELS and isinstance(args[k], Tensor)
+        }  # fmt: skip
+        found = list(shadows)
+        for k, x in enumerate(tensors):
+            if (
+                shadows[k].held
+                or self.memory.record(x) is not None
+                or x.layout is not torch.strided
+            ):
+                continue
+            if x.requires_grad:
+                self._outside(x)
+                found[k] = self.shadows.of_no_sample(TRAINED)
+                self.memory.write(x, found[k])
+            elif id(x) not in channels and current_task() == -1 and x not in self.known:
+                axis = self._samples_axis(x, tensors, shadows)
+                if axis is not None:
+                    self.seed(x, axis)
+                    found[k] = self.shadow_of(x)
+        return found
+
+    def _outside(self, x: Tensor) -> None:
+        found = f"{list(x.shape)}", current_line()
+        self.report.outside.append(found)
+        if self.on_outside is not None:
+            self.on_outside(x, found[1])
+
+    def _samples_axis(
+        self, x: Tensor, tensors: Sequence[Tensor], shadows: Sequence[Shadow]
+    ) -> int | None:
+        """The axis of `x` that lies along that of the samples in what it meets, if it is as long."""
+        for y, shadow in zip(tensors, shadows, strict=True):
+            if shadow.sample is None or shadow.mixed:
+                continue
+            wide = [a for a, n in enumerate(shadow.sample.shape) if n > 1]
+            if len(wide) != 1 or shadow.sample.shape[wide[0]] != self.memory.samples:
+                continue
+            for axis in (wide[0], wide[0] - y.dim() + x.dim()):
+                if 0 <= axis < x.dim() and x.shape[axis] == self.memory.samples > 1:
+                    return axis
+        return None
+
+
+def _taken_apart(func: Any, args: tuple, kwargs: dict) -> tuple[list[Tensor], list]:
+    """The tensors among the arguments, and what identifies the others."""
+    tensors: list[Tensor] = []
+    key: list = [func]
+    for value in args if not kwargs else (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            key.append("tensor")
+        elif isinstance(value, (list, tuple)):
+            for held in value:
+                if isinstance(held, Tensor):
+                    tensors.append(held)
+                    key.append("tensor")
+                else:
+                    key.append(held)
+            key.append("]")
+        else:
+            key.append(value)
+    return tensors, key
