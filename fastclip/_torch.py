@@ -317,3 +317,49 @@ def top_dispatch_mode() -> Any:
     """The mode of this thread that hears of an operation first; None without one."""
     modes = dispatch_modes()
     return torch._C._get_dispatch_stack_at(modes - 1) if modes else None
+
+
+class BatchListeners:
+    """Who hears of the batches that iterators of data loaders hand out: (iterator, batch).
+
+    torch's class is changed while somebody listens, for BatchMemoryManager and Accelerate make loaders
+    of their own.
+    """
+
+    def __init__(self) -> None:
+        self._told: list[Callable[[Any, Any], None]] = []
+        self._plain: Any = None
+
+    def add(self, told: Callable[[Any, Any], None]) -> None:
+        """From now on `told` hears of every batch of this process."""
+        self._told.append(told)
+        if self._plain is not None:
+            return
+        self._plain = plain = LoaderIterator.__next__
+
+        def heard(iterator: Any) -> Any:
+            batch = plain(iterator)
+            for listener in list(self._told):
+                listener(iterator, batch)
+            return batch
+
+        LoaderIterator.__next__ = heard  # type: ignore[method-assign]
+
+    def remove(self, told: Callable[[Any, Any], None]) -> None:
+        """It hears of no more."""
+        self._told = [other for other in self._told if other is not told]
+        if not self._told and self._plain is not None:
+            LoaderIterator.__next__, self._plain = self._plain, None  # type: ignore[method-assign]
+
+
+batch_listeners = BatchListeners()
+
+
+def creation_number() -> int:
+    """The number that the next node of this thread's graph gets."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def number_of(node: Any) -> int:
+    """The number that a node of the graph got when it was made."""
+    return node._sequence_nr()

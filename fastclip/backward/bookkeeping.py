@@ -24,8 +24,10 @@ from fastclip.backward.batch_norm import check_batch_norm
 from fastclip.backward.clipping_state import ClippingState
 from fastclip.backward.criterion import check_loss, running_loss
 from fastclip.backward.logical_batch import LogicalBatch
+from fastclip.backward.loss_graph import running_losses
 from fastclip.backward.loss_scale import running_scale
 from fastclip.backward.sums import ClippedSums
+from fastclip.backward.traced_step import StepTrace
 from fastclip.clipping import Clipping
 from fastclip.errors import GraphError, where
 from fastclip.layers import Record
@@ -72,6 +74,8 @@ class BookKeeper:
         self.depth, self.forward = 0, Forward(None)
         self.per_sample_norms: Tensor | None = None
         self.batch_norms: list[tuple[str, nn.Module]] = []
+        self.trace = StepTrace(names, self.others, batch_axis)
+        self.calls.aside = self.trace.aside
         self._shared: set[nn.Parameter] = set()
         self._pass: BackwardPass | None = None
         self.interceptor = Interceptor(self)
@@ -270,13 +274,17 @@ class BookKeeper:
         if current.empty:
             return
         self.row_orders.finish(current.forwards)
-        with arithmetic(self.names):
+        with self.trace.aside(), arithmetic(self.names):
             current.pull_back(self.clipping.ranks)
             self._close(current)
 
     def _close(self, current: BackwardPass) -> None:
         batch_size, calls = current.batch_size or 0, len(current.forwards)
         check_loss(current.loss, "mean" if self.mean_loss else "sum", batch_size)
+        self.trace.judge(
+            running_losses(), self.mean_loss, batch_size,
+            scale_invariant=getattr(self.clipping.strategy, "scale_invariant", False),
+        )  # fmt: skip
         # The mean's 1/b, multiplied back, and the scale of the loss, which ends here.
         factor = (float(batch_size) if self.mean_loss else 1.0) / current.loss_scale
         if self.caught is not None:
@@ -311,6 +319,7 @@ class BookKeeper:
     def zero_grad(self) -> None:
         """Clear the sums, unless they belong to a logical batch that is still being gathered."""
         self.drop_stale(forwards=True)
+        self.trace.leave()
         if not self.batch.keeps_sums():
             with self.batch.clearing():
                 self._clear()

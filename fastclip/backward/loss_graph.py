@@ -9,8 +9,11 @@ looks at a value, so no device is waited for. Where the call cannot be found, no
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from fastclip._torch import BACKWARD_CODE, LOSSES, SEEDS
 from fastclip.graph import Node
@@ -24,24 +27,39 @@ class Roots(NamedTuple):
     """Gradients were given, so the losses are not all of what is differentiated."""
 
 
+def running_losses() -> list[Tensor]:
+    """The losses of the running backward pass; empty where they cannot be told."""
+    call = _call()
+    found = () if call is None else _losses(call.f_locals)
+    return [loss for loss in found if isinstance(loss, Tensor)]
+
+
 def running_roots() -> Roots | None:
-    """The losses of the running backward pass; None where they cannot be told."""
-    call = _waiting_call(sys._getframe())
-    if call is None:  # a thread of the engine's own
-        calls = [_waiting_call(frame) for frame in sys._current_frames().values()]
-        found = [call for call in calls if call is not None]
-        if len(found) != 1:
-            return None
-        (call,) = found
+    """The nodes of the losses of the running backward pass; None where they cannot be told."""
+    call = _call()
+    if call is None:
+        return None
     values = call.f_locals
-    losses = values.get(LOSSES, ())
-    if not isinstance(losses, (tuple, list)):
-        losses = (losses,)
+    losses = _losses(values)
     nodes = [getattr(loss, "node", None) or getattr(loss, "grad_fn", None) for loss in losses]
     given = [values.get(name) for name in SEEDS]
     return Roots(
         tuple(node for node in nodes if node is not None), any(g is not None for g in given)
     )
+
+
+def _losses(values: Any) -> Sequence[Any]:
+    losses = values.get(LOSSES, ())
+    return losses if isinstance(losses, (tuple, list)) else (losses,)
+
+
+def _call() -> FrameType | None:
+    call = _waiting_call(sys._getframe())
+    if call is not None:
+        return call
+    calls = [_waiting_call(frame) for frame in sys._current_frames().values()]
+    found = [call for call in calls if call is not None]  # of a thread of the engine's own
+    return found[0] if len(found) == 1 else None
 
 
 def _waiting_call(frame: FrameType | None) -> FrameType | None:

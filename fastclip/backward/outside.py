@@ -29,11 +29,6 @@ OUTSIDE = (
     "where this loss trains only that (a GAN's generator, through its discriminator), wrap the whole "
     "pass in `with engine.paused():`"
 )
-_WHOLE = 2
-"""Passes of which the whole graph outside private layers is read."""
-_NEAR = 64
-"""Nodes next to the loss that are read in all others, which may have another loss."""
-
 
 class Outside:
     """Looks, as a backward pass opens, for leaves that may be trained and are not the private model's.
@@ -42,7 +37,6 @@ class Outside:
     """
 
     def __init__(self) -> None:
-        self._passes = 0
         self._handles: list[RemovableHandle] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Outside:
@@ -69,9 +63,7 @@ class Outside:
         if forward.inputs is not None:
             inputs = (x for x in tensors_of(forward.inputs) if x.requires_grad)
             nodes.extend(get_gradient_edge(x).node for x in inputs)
-        most = _NEAR if self._passes >= _WHOLE else None
-        self._passes += 1
-        for node in _above_private(nodes, most):
+        for node in _above_private(nodes):
             leaf = getattr(node, "variable", None)
             if leaf is None or any(leaf in some for some in known):
                 continue
@@ -99,10 +91,10 @@ def _is_trained(leaf: Tensor, rows: int | None) -> bool:
     return type(leaf) is Tensor and rows is not None and rows not in leaf.shape
 
 
-def _above_private(nodes: deque[Node], most: int | None) -> Iterator[Node]:
+def _above_private(nodes: deque[Node]) -> Iterator[Node]:
     """The nodes that are reached without going through a private layer's, nearest ones first."""
     seen: set[Node] = set()
-    while nodes and (most is None or len(seen) < most):
+    while nodes:
         node = nodes.popleft()
         if node in seen or is_private(node):
             continue

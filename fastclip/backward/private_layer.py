@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from fastclip.backward.handle import Handle
+from fastclip.backward.traced_step import Seen
 from fastclip.errors import GraphError, where
 from fastclip.graph import differentiable_once, private_function, save, saved, taking_part
 from fastclip.layers import Record
@@ -33,6 +34,20 @@ class Call:
         self.place, self.extra, self.parameters = place, extra, parameters
         self.row_order = forward.row_order
         self.paused = handle.keeper.paused
+        self.seen: Seen | None = None
+        """What the trace knows of the output."""
+
+    def samples_of(self, x: Tensor) -> Tensor | None:
+        """The sample of every entry of the input or output, as an attribution; None: it cannot be told."""
+        order, place, batch = self.row_order, self.place, self.forward.batch_size
+        if order is not None:
+            return order[: x.shape[0]].cpu().view([-1] + [1] * (x.dim() - 1))
+        if batch is None:
+            batch = x.shape[place.axis] if place.plain else None
+        if batch is None or not place.fits(x, batch):
+            return None
+        found = place.owners(x.shape[place.axis], batch, torch.device("cpu"))
+        return found.view([-1 if d == place.axis else 1 for d in range(x.dim())])
 
 
 @private_function
@@ -62,6 +77,7 @@ class PrivateLayer(Function):
         save(ctx, *operands)
         ctx.call = call
         ctx.dtype = x.dtype
+        call.seen = call.handle.keeper.trace.seen(out)
         return out
 
     @staticmethod
@@ -71,6 +87,17 @@ class PrivateLayer(Function):
         nothing = (None,) * (2 + len(call.parameters))
         if g is None:
             return nothing
+        trace = call.handle.keeper.trace
+        if not trace.observing:
+            return (None, PrivateLayer._input_gradient(ctx, call, g), *nothing[2:])
+        trace.arrived(call.handle.path, call.seen, g, call.samples_of)
+        with trace.aside():
+            grad_input = PrivateLayer._input_gradient(ctx, call, g)
+        trace.passed_on(grad_input, call.samples_of)
+        return (None, grad_input, *nothing[2:])
+
+    @staticmethod
+    def _input_gradient(ctx: Any, call: Call, g: Tensor) -> Tensor | None:
         wanted = _wanted(ctx, call)
         backward = LayerBackward(call, saved(ctx), g, ctx.needs_input_grad[1], wanted)
         if torch.is_autocast_enabled(g.device.type):
@@ -80,7 +107,7 @@ class PrivateLayer(Function):
             grad_input = backward.run()
         if grad_input is not None and grad_input.dtype != ctx.dtype:
             grad_input = grad_input.to(ctx.dtype)
-        return (None, grad_input, *nothing[2:])
+        return grad_input
 
 
 _USUAL = frozenset({Tensor, nn.Parameter, type(None)})

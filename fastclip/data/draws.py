@@ -162,6 +162,10 @@ class Draws:
 
     # The engine's side
 
+    def reads(self, who: Any) -> bool:
+        """Whether the iterator of a DataLoader has drawn from this sampler."""
+        return who in self._read_by
+
     @property
     def in_hand(self) -> frozenset[int]:
         """Rows of the draws that may be in hand; 0 alone where they are split, or of a stream."""

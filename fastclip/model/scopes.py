@@ -22,7 +22,7 @@ from fastclip.model.following import enter, follow, left
 from fastclip.model.interception import Handle
 from fastclip.parallel.ranks import whole
 from fastclip.samples.calls import FORWARD, Entered, Forward
-from fastclip.samples.inputs import tensors_of
+from fastclip.samples.inputs import tensors_of, way_of
 from fastclip.uses.recurrent import sorted_by
 from fastclip.uses.routing import Routing
 
@@ -83,6 +83,12 @@ class RootScope:
         self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
     ) -> RootCall:
         """Everything before the model's forward; on its first training call, `inner` is probed."""
+        with handle.keeper.trace.aside():
+            return self._entered(handle, module, inner, args, kwargs)
+
+    def _entered(
+        self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
+    ) -> RootCall:
         keeper = handle.keeper
         if keeper.calls.probe:
             return RootCall(args, kwargs)
@@ -109,6 +115,9 @@ class RootScope:
                         keeper.calls.learn(layout, called)
             arm(keeper)
         batch = layout.batch_size(args, kwargs, begins=outermost)
+        if outermost and not keeper.paused and keeper.trace.left:
+            leaves, structure = layout.read(args, kwargs)
+            keeper.trace.forward(leaves, layout.cuts(way_of(leaves, structure)), batch)
         inside = keeper.root_forward(batch, layout)
         if alone:
             inside = _both(inside, keeper.calls.intercepted(layout.proxied))
@@ -179,6 +188,7 @@ class RootCall:
                 if tensor.grad_fn is not None:
                     tensor.register_hook(hook)
             out = self._keeper.calls.returned(self._called, out)
+            self._keeper.trace.returned(out, self._forward.batch_size)
         return out
 
 

@@ -101,6 +101,8 @@ class Calls:
         """All parameters of the model as it was intercepted."""
         self.paused = False
         """What runs now contributes nothing."""
+        self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
+        """What runs inside is no part of the traced step."""
         self.shards: Shards | None = None
         """Where the parameters are spread over ranks."""
         self._running: list[Entered] = []
@@ -112,7 +114,7 @@ class Calls:
     def __getstate__(self) -> dict[str, Any]:
         """A copy, which may be pickled, learns its layouts anew: they name places in running code."""
         left: dict[str, Any] = dict.fromkeys(("probe", "intercepting", "shards"))
-        left = {**left, "_running": [], "layouts": {}, "looks": [], "trusted": [], "paused": False}
+        left = {**left, "aside": nullcontext, "_running": [], "layouts": {}, "looks": [], "trusted": [], "paused": False}
         return {**self.__dict__, **left}
 
     @property
@@ -293,7 +295,7 @@ class Calls:
         check_look(self.shards, called.name, called_by(path or ""))
         self._check_known(called.model, layout)
         begun = time.perf_counter()
-        with nullcontext() if called.name == FORWARD else no_training():
+        with self.aside(), nullcontext() if called.name == FORWARD else no_training():
             learn(layout, run, path)
         check_moves(self.shards, called.model, layout.returns)
         self.trusted[:] = untried(self.layouts)

@@ -10,22 +10,35 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fastclip._torch import current_node, current_task
+from fastclip._torch import creation_number, current_node, current_task, number_of
 
 _OWN = str(Path(__file__).resolve().parents[1])
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
-LINE = "fastclip_line"
-"""Under which a node of the graph keeps the line of its forward."""
 
 
-def current_line() -> str:
-    """The user's line that runs; in a backward pass, the line whose gradient is computed."""
-    if current_task() != -1:
-        node = current_node()
-        line = None if node is None else node.metadata.get(LINE)
-        if line:
-            return line
-    return line_of(sys._getframe(1))
+class Lines:
+    """The user's lines: of what runs, and, in a backward pass, of what its gradient is computed for."""
+
+    def __init__(self) -> None:
+        self._by_number: dict[int, str] = {}
+
+    def note(self) -> None:
+        """An operation runs. If it has a node in the graph, that is the newest one."""
+        newest = creation_number() - 1
+        if newest not in self._by_number:
+            self._by_number[newest] = line_of(sys._getframe(2))
+
+    def current(self) -> str:
+        """`file:line`."""
+        if current_task() != -1 and (node := current_node()) is not None:
+            line = self._by_number.get(number_of(node))
+            if line:
+                return line
+        return line_of(sys._getframe(1))
+
+    def forget(self) -> None:
+        """The graph of this step is gone."""
+        self._by_number.clear()
 
 
 def line_of(frame: FrameType | None) -> str:

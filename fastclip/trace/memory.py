@@ -6,13 +6,12 @@ the record into one attribution for each of its entries, of which other geometri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from fastclip._torch import StorageWeakRef
+from fastclip._torch import StorageWeakRef, version_of
 from fastclip.trace.attribution import KIND, NONE, UNSEEN, compressed, everywhere, expanded, reduced
 from fastclip.trace.shadow import ORDER, STICKY, Shadow, Shadows
 
@@ -52,7 +51,22 @@ class Memory:
     def __init__(self, shadows: Shadows) -> None:
         self.shadows, self.samples = shadows, 0
         self._records: dict[int, Record] = {}
+        self._given: dict[int, tuple[StorageWeakRef, int]] = {}
+        """Memory that samples of this step were seeded in, and its version."""
+        self._earlier: dict[int, tuple[StorageWeakRef, int]] = {}
+        """The same of the steps before."""
+        self._known: dict[int, StorageWeakRef] = {}
+        """Memory of the model: constants."""
         self._writes = 0
+
+    def know(self, x: Tensor) -> None:
+        """What lies in this memory follows from no sample until an operation writes it there."""
+        storage = x.untyped_storage()
+        self._known[storage._cdata] = StorageWeakRef(storage)
+
+    def knows(self, x: Tensor) -> bool:
+        found = self._known.get(x.untyped_storage()._cdata)
+        return found is not None and not found.expired()
 
     def record(self, x: Tensor) -> Record | None:
         """None of a constant, and of a tensor without memory of its own."""
@@ -108,6 +122,22 @@ class Memory:
                 record.parts.add(shadow.part)
         record.serial = self._writes
 
+    def give(self, x: Tensor, shadow: Shadow) -> bool:
+        """Samples of this step lie in `x`.
+
+        Returns:
+            Whether it is unchanged since an earlier step, in which samples lay there, too.
+        """
+        storage, again = x.untyped_storage(), self.was_given(x)
+        self._given[storage._cdata] = StorageWeakRef(storage), version_of(x)
+        self.write(x, shadow, whole=False)
+        return again
+
+    def was_given(self, x: Tensor) -> bool:
+        """Samples of an earlier step lay in this memory, which has not changed since."""
+        found = self._earlier.get(x.untyped_storage()._cdata)
+        return found is not None and not found[0].expired() and found[1] == version_of(x)
+
     def view(self, x: Tensor, shadow: Shadow) -> None:
         """Another geometry of the same memory."""
         record = self.record(x)
@@ -157,23 +187,21 @@ class Memory:
         """Forget memory that has been freed."""
         self._records = {k: r for k, r in self._records.items() if not r.reference.expired()}
 
-    def alive(self, but: Iterable[Tensor]) -> Iterator[Record]:
-        """Records of samples whose memory is still held by somebody, and by none of these tensors."""
-        kept = {x.untyped_storage()._cdata for x in but}
-        for key, record in self._records.items():
-            if key not in kept and not record.reference.expired() and record.holds_samples:
-                yield record
-
-    def end_step(self, but: Iterable[Tensor]) -> list[Record]:
-        """What of this batch is still held may be read in the next step: nobody's entries from now on.
+    def end_step(self) -> list[Record]:
+        """What was computed from this batch and is still held may be read in the next step: there it is
+        of nobody. The batch itself is constant there, as long as it does not change.
 
         Returns:
-            Those records.
+            The records of what was computed and is held.
         """
-        carried = list(self.alive(but))
-        unseen = {record.reference.cdata for record in carried}
-        for key in [k for k in self._records if k not in unseen]:
-            del self._records[key]
+        carried = [
+            record for key, record in self._records.items()
+            if key not in self._given and not record.reference.expired() and record.holds_samples
+        ]  # fmt: skip
+        self._earlier = {**self._earlier, **self._given}
+        self._earlier = {k: v for k, v in self._earlier.items() if not v[0].expired()}
+        self._given = {}
+        self._records = {record.reference.cdata: record for record in carried}
         for record in carried:
             record.flat, record.parts, record.flags = None, set(), 0
             record.shadows = {

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastclip._torch import TorchDispatchMode, current_task, top_dispatch_mode, tree_leaves
 from fastclip.trace import attribution as at
 from fastclip.trace import indices, layers, movement  # noqa: F401 - they register their rules
-from fastclip.trace.findings import Cause, Read, Report, current_line
+from fastclip.trace.findings import Cause, Lines, Read, Report
 from fastclip.trace.memory import Memory
 from fastclip.trace.operation import Kind, Operation, Out
 from fastclip.trace.parts import parts_told
@@ -55,10 +55,12 @@ class Tracer(TorchDispatchMode):
         self.known, self.probes = known, probes
         self.shadows = Shadows()
         self.memory = Memory(self.shadows)
-        self.report = Report()
+        self.report, self.lines = Report(), Lines()
         self.axis = 0
         """Of the samples, in tensors that come from elsewhere."""
         self.read_by_python = False
+        self.same_samples: bool | None = None
+        """The batch is that of an earlier step; None: nothing of it has been seen."""
         """Numbers of samples have left torch in this step."""
         self.on_outside: Callable[[Tensor, str], None] | None = None
         """Called with a trained tensor that is none of the model's, and the line where it meets data."""
@@ -81,20 +83,33 @@ class Tracer(TorchDispatchMode):
         self.__enter__()
 
     @property
-    def entered(self) -> bool:
-        return self._thread is not None
+    def observing(self) -> bool:
+        """Operations are being followed."""
+        return self._thread is not None and not self.stopped and not self._idle
+
+    def begin(self) -> None:
+        """Another step: nothing is known of its batch."""
+        self.report, self.read_by_python, self.memory.samples = Report(), False, 0
+        self.same_samples = None
+        self._remembered.clear()
+
+    def end(self) -> None:
+        """The step is over: what of it is still held may be read by the next one."""
+        self.lines.forget()
+        self.report.carried = [record.cause for record in self.memory.end_step()]  # type: ignore[misc]
 
     def leave(self) -> bool:
         """Observe nothing more.
 
         Returns:
-            Whether the mode has left its place; it stays there, and is passed by, while another is on
-            top of it, or on another thread.
+            Whether the mode has left its place. It stays there, and is passed by, while another one is
+            on top of it, on another thread, and in a backward pass, which puts the modes back.
         """
         if self._thread is None:
             return True
         self.stopped = True
-        if self._thread != threading.get_ident() or top_dispatch_mode() is not self:
+        here = self._thread == threading.get_ident() and current_task() == -1
+        if not here or top_dispatch_mode() is not self:
             return False
         self._thread = None
         self.__exit__(None, None, None)
@@ -115,12 +130,13 @@ class Tracer(TorchDispatchMode):
         """Sample i lies at position i of this axis."""
         self.memory.samples = max(self.memory.samples, x.shape[axis])
         found = at.along(x.shape[axis], axis, x.dim())
-        self.memory.write(x, self.shadows.of(found, self.memory.samples))
+        again = self.memory.give(x, self.shadows.of(found, self.memory.samples))
+        self.same_samples = self.same_samples is not False and again
 
     def seed_all(self, x: Tensor, sample: int) -> None:
         """All of a tensor is of one sample."""
         found = self.shadows.of(at.everywhere(sample, x.dim()), self.memory.samples)
-        self.memory.write(x, found)
+        self.memory.give(x, found)
 
     def shadow_of(self, x: Tensor) -> Shadow:
         """What is known of a tensor."""
@@ -137,7 +153,7 @@ class Tracer(TorchDispatchMode):
         if held:
             mixed = any(s.mixed or s.sample.unique().numel() > 1 for s in held)  # type: ignore[union-attr]
             of = "several samples" if mixed else "one sample"
-        found = Read(what, of, current_line())
+        found = Read(what, of, self.lines.current())
         if found not in self.report.reads:
             self.report.reads.append(found)
 
@@ -165,6 +181,7 @@ class Tracer(TorchDispatchMode):
             return func(*args, **kwargs)
         if not hot:
             return self._constant(func, kind, args, kwargs, tensors, shadows)
+        self.lines.note()
         if None in map(self.memory.record, tensors):
             shadows = self._from_elsewhere(func, args, tensors, shadows)
         return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key)
@@ -277,7 +294,7 @@ class Tracer(TorchDispatchMode):
             if shadow.held and (earlier := self.memory.cause(x)) is not None:
                 return earlier
         held = tuple(tuple(x.shape) for x in tensors)
-        return Cause(kind.base, current_line(), held, current_task() != -1)
+        return Cause(kind.base, self.lines.current(), held, current_task() != -1)
 
     def _put(
         self, kind: Kind, outs: list[Tensor], found: list[Shadow], cause: object | None,
@@ -323,15 +340,21 @@ class Tracer(TorchDispatchMode):
         trained = any(s.flags & TRAINED for s in shadows)
         drawn = kind.random or (kind.pointwise and any(s.flags & RANDOM for s in shadows))
         shadow = self.shadows.of_no_sample(RANDOM * drawn | TRAINED * trained)
+        # What is made of a tensor from elsewhere (a part of all labels) is from elsewhere, too.
+        elsewhere = not trained and any(self._from_nowhere(x) for x in tensors)
         for x in outs:
             if kind.fresh:
                 self.memory.write(x, self._nobody(x))
             elif kind.writes:
                 if shadow is not self.shadows.constant or self.memory.record(x) is not None:
                     self.memory.write(x, shadow, whole=False)
-            elif not self._lies_in(x, tensors):
+            elif not elsewhere and not self._lies_in(x, tensors):
                 self.memory.write(x, shadow)
         return out
+
+    def _from_nowhere(self, x: Tensor) -> bool:
+        """No operation of this step has made it, and it is none of the model's."""
+        return self.memory.record(x) is None and x not in self.known and not self.memory.knows(x)
 
     def _nobody(self, x: Tensor) -> Shadow:
         """Of memory that holds no numbers yet."""
@@ -343,7 +366,7 @@ class Tracer(TorchDispatchMode):
         with self.aside():
             out = func(*args, **kwargs)
         if any(self.shadow_of(x).held for x in held):
-            cause = Cause(str(func), current_line(), (), current_task() != -1)
+            cause = Cause(str(func), self.lines.current(), (), current_task() != -1)
             for x in tree_leaves(out):
                 if isinstance(x, Tensor):
                     self.memory.write(x, self.made(at.everywhere(at.SEVERAL, x.dim())), cause)
@@ -405,15 +428,23 @@ class Tracer(TorchDispatchMode):
                 self._outside(x)
                 found[k] = self.shadows.of_no_sample(TRAINED)
                 self.memory.write(x, found[k])
-            elif id(x) not in channels and current_task() == -1 and x not in self.known:
+            elif id(x) not in channels and current_task() == -1 and self._from_nowhere(x):
                 axis = self._samples_axis(x, tensors, shadows)
-                if axis is not None:
-                    self.seed(x, axis)
+                again = self.memory.was_given(x) and not self.same_samples
+                if axis is not None and not again:
+                    self._seed_elsewhere(x, axis)
                     found[k] = self.shadow_of(x)
         return found
 
+    def _seed_elsewhere(self, x: Tensor, axis: int) -> None:
+        base = x
+        for k, step in enumerate(x.stride()):
+            if not step:
+                base = base.narrow(k, 0, 1)  # expanded: its memory holds one entry
+        self.seed(base, axis)
+
     def _outside(self, x: Tensor) -> None:
-        found = f"{list(x.shape)}", current_line()
+        found = f"{list(x.shape)}", self.lines.current()
         self.report.outside.append(found)
         if self.on_outside is not None:
             self.on_outside(x, found[1])
@@ -421,17 +452,19 @@ class Tracer(TorchDispatchMode):
     def _samples_axis(
         self, x: Tensor, tensors: Sequence[Tensor], shadows: Sequence[Shadow]
     ) -> int | None:
-        """The axis of `x` that lies along that of the samples in what it meets, if it is as long."""
+        """The axis of `x` that is as long as the batch: rather one along the samples in what it meets."""
+        samples = self.memory.samples
+        long = [a for a, n in enumerate(x.shape) if n == samples > 1 and x.stride(a)]
         for y, shadow in zip(tensors, shadows, strict=True):
             if shadow.sample is None or shadow.mixed:
                 continue
             wide = [a for a, n in enumerate(shadow.sample.shape) if n > 1]
-            if len(wide) != 1 or shadow.sample.shape[wide[0]] != self.memory.samples:
+            if len(wide) != 1 or shadow.sample.shape[wide[0]] != samples:
                 continue
             for axis in (wide[0], wide[0] - y.dim() + x.dim()):
-                if 0 <= axis < x.dim() and x.shape[axis] == self.memory.samples > 1:
+                if axis in long:
                     return axis
-        return None
+        return long[0] if long else None
 
 
 def _taken_apart(func: Any, args: tuple, kwargs: dict) -> tuple[list[Tensor], list]:

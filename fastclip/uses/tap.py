@@ -93,6 +93,8 @@ class UseCall:
         """All that it gave, if more than torch's generators may have decided about that."""
         self.number = 0
         """By which the routing knows the output."""
+        self.seen: Any = None
+        """What the trace knows of the output."""
         self.number_of_output = 0
         self.keeps_output = rule.keeps_output or plain_name(func) in _SAVE_THEIR_OUTPUT
 
@@ -155,6 +157,12 @@ class Tap(Function):
         ctx.set_materialize_grads(False)
         save(ctx, *rest[: len(call.saved)])
         ctx.call, ctx.edges = call, len(rest)
+        found = Tap._tapped(ctx, call, out)
+        call.seen = call.interceptor.keeper.trace.seen(found)
+        return found
+
+    @staticmethod
+    def _tapped(ctx: Any, call: UseCall, out: Tensor) -> Tensor:
         if call.changes:
             ctx.mark_dirty(out)
             return out
@@ -177,11 +185,12 @@ class Tap(Function):
         if g is None:
             return None, None, *nothing
         keeper = call.interceptor.keeper
+        keeper.trace.arrived(call.label, call.seen, g)
         known = () if call.paused or keeper.paused else keeper.names
         wanted = set(compress(call.parameters, taking_part(ctx, call.parameters, known)))
         if wanted:
             operands = dict(zip(call.saved, saved(ctx), strict=True))
-            with Native(), torch.autocast(g.device.type, enabled=False):
+            with keeper.trace.aside(), Native(), torch.autocast(g.device.type, enabled=False):
                 UseBackward(call, operands, g, wanted).run()
         return None, g, *nothing
 

@@ -1,0 +1,432 @@
+"""The first steps of a private model, traced from the batch to the clipped sums.
+
+Dry runs find where the samples are inside the model, and judge its forward pass. What they cannot see is
+judged here, by the user's own first two steps: what mixes samples between the loader and the model, the
+loss outside the model, and trained tensors that are none of the model's (fastclip.trace).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fastclip._torch import batch_listeners, current_task
+from fastclip.errors import GraphError, ParameterLeakError
+from fastclip.samples.inputs import flatten, tensors_of
+from fastclip.samples.place import Place
+from fastclip.trace import attribution as at
+from fastclip.trace.findings import Cause, Finding, Report
+from fastclip.trace.shadow import ORDER, POSITIONS, Shadow
+from fastclip.trace.tracer import Tracer
+
+_STEPS = 2
+"""Steps that are traced: of another batch size, the second tells a constant from 1 / b."""
+_DEGREES = {"sum": 0, "mean": -1}
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What was known of a layer's output as it was made."""
+
+    shadow: Shadow
+    cause: object | None
+
+
+@dataclass(eq=False)
+class _Step:
+    """The step that is being traced."""
+
+    tracer: Tracer
+    seeded: bool = False
+    """The batch of the loader has been seen."""
+    unproven: object | None = None
+    """What in the model's forward the trace does not prove: there dry runs decide."""
+    forwards: int = 0
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+
+class StepTrace:
+    """Traces the first steps of one private model.
+
+    Args:
+        names: its trained parameters. others: its other parameters. axis: of the samples.
+    """
+
+    def __init__(
+        self, names: Mapping[nn.Parameter, str], others: Mapping[nn.Parameter, str], axis: int
+    ) -> None:
+        self._names, self._others, self._axis = names, others, axis
+        self.left = _STEPS
+        self.reports: list[Report] = []
+        """Of the steps that were traced, the newest last."""
+        self._tracer: Tracer | None = None
+        self._step: _Step | None = None
+        self._reads: Callable[[Any], bool] | None = None
+        self._remove: Callable[[], None] | None = None
+        self._constants: list[weakref.ref[Tensor]] = []
+        """Tensors that the model held at make_private."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepTrace:
+        return StepTrace({}, {}, self._axis)
+
+    def __reduce__(self) -> Any:
+        return StepTrace, ({}, {}, self._axis)
+
+    # What is traced
+
+    def listen(self, model: nn.Module, reads: Callable[[Any], bool]) -> None:
+        """Hear of the batches that iterators of data loaders hand out, until the traced steps are over.
+
+        Args:
+            model: whose tensors are constants. reads: whether an iterator draws from the private
+                loader's sampler.
+        """
+        self._constants = [weakref.ref(x) for x in _tensors_in(model)]
+        me = weakref.ref(self)
+
+        def told(iterator: Any, batch: Any) -> None:
+            trace = me()
+            if trace is None or not trace.left:
+                batch_listeners.remove(told)
+            elif reads(iterator):
+                trace.handed(iterator, batch)
+
+        self._remove = partial(batch_listeners.remove, told)
+        batch_listeners.add(told)
+        weakref.finalize(self, batch_listeners.remove, told)
+
+    @property
+    def observing(self) -> bool:
+        """Operations of this thread are being followed."""
+        step = self._step
+        return step is not None and step.tracer.observing
+
+    def aside(self) -> AbstractContextManager[None]:
+        """What runs inside is the engine's own."""
+        return nullcontext() if self._step is None else self._step.tracer.aside()
+
+    def handed(self, iterator: Any, batch: Any) -> None:
+        """A loader hands out a batch: a step begins."""
+        if self._step is not None and self._step.seeded and not self._step.forwards:
+            return  # a prefetcher draws ahead: its first batch is the step's
+        self.end()
+        step = self._begin()
+        if step is None:
+            return
+        with step.tracer.aside():
+            step.seeded = _seed_batch(step.tracer, batch, self._axis)
+        weakref.finalize(iterator, self._gone, weakref.ref(self), weakref.ref(step))
+
+    @staticmethod
+    def _gone(me: weakref.ref[StepTrace], step: weakref.ref[_Step]) -> None:
+        """The loop over the loader has been left."""
+        trace, left = me(), step()
+        if trace is not None and left is not None and trace._step is left:
+            trace.end()
+
+    def forward(
+        self, leaves: list[Any], cuts: tuple[int | None, ...] | None, batch: int | None
+    ) -> None:
+        """The model's own forward begins on these inputs, with the samples along these axes."""
+        if current_task() != -1 or not torch.is_grad_enabled():
+            return
+        step = self._step
+        if step is not None and step.forwards and step.tracer.memory.samples != batch:
+            self.end()
+            step = None
+        step = step or self._begin()
+        if step is None:
+            return
+        step.forwards += 1
+        with step.tracer.aside():
+            for leaf, axis in zip(leaves, cuts or [self._axis] * len(leaves), strict=True):
+                _seed_input(step.tracer, leaf, axis, batch)
+
+    def _begin(self) -> _Step | None:
+        if not self.left or transforms():
+            return None
+        tracer = self._tracer
+        if tracer is None:
+            tracer = self._tracer = Tracer(_Known(self._names, self._others))
+            for known in self._constants:
+                if (x := known()) is not None:
+                    tracer.memory.know(x)
+        if not tracer.leave():  # another mode lies on top of it
+            return None
+        tracer.begin()
+        self._step = step = _Step(tracer)
+        tracer.on_outside = partial(self._outside, step)
+        tracer.enter()
+        return step
+
+    def end(self) -> None:
+        """The step is over, or given up."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        for handle in step.handles:
+            handle.remove()
+        step.tracer.leave()
+        step.tracer.end()
+
+    def leave(self) -> None:
+        """Give up the mode's place, where an ended step could not."""
+        tracer = self._tracer
+        if self._step is None and tracer is not None and tracer.leave() and not self.left:
+            self._tracer = None
+
+    # What a step shows
+
+    def seen(self, out: Tensor) -> Seen | None:
+        """What is known of the output of a layer, or of a use of a parameter, that has just been made."""
+        step = self._step
+        if step is None or not step.tracer.observing:
+            return None
+        tracer = step.tracer
+        shadow = tracer.shadow_of(out)
+        found = Seen(shadow, tracer.memory.cause(out))
+        if step.unproven is None and (shadow.mixed or shadow.flags & ORDER):
+            step.unproven = found.cause or "order"
+        return found
+
+    def arrived(
+        self, use: str, seen: Seen | None, gradient: Tensor,
+        samples_of: Callable[[Tensor], Tensor | None] | None = None,
+    ) -> None:  # fmt: skip
+        """The gradient of a layer's output has come.
+
+        Args:
+            use: the layer, or the use. samples_of: the sample of every entry, as the engine takes it.
+        """
+        step = self._step
+        if step is None or seen is None or not step.tracer.observing:
+            return
+        tracer, out = step.tracer, seen.shadow
+        with tracer.aside():
+            got = tracer.shadow_of(gradient)
+            cause = tracer.memory.cause(gradient)
+            tracer.report.uses[use] = out
+            expected = None if samples_of is None else samples_of(gradient)
+            if step.unproven is None:
+                _compare(tracer.report, use, seen, got, cause, expected)
+
+    def passed_on(
+        self, x: Tensor | None, samples_of: Callable[[Tensor], Tensor | None]
+    ) -> None:
+        """A private layer has returned its input's gradient."""
+        step = self._step
+        if step is None or x is None or not step.tracer.observing:
+            return
+        tracer = step.tracer
+        with tracer.aside():
+            samples = samples_of(x)
+            found = at.everywhere(at.SEVERAL, x.dim()) if samples is None else samples
+            factor = next(iter(tracer.report.factors), None)
+            shadow = tracer.made(found.to(at.KIND).contiguous(), factor=factor)
+            tracer.memory.write(x, shadow)
+
+    def returned(self, out: Any, batch: int | None) -> None:
+        """The model returns: where its own forward is not proven, dry runs say what is in its outputs."""
+        step = self._step
+        if step is None or not step.tracer.observing or step.unproven is None:
+            return
+        tracer = step.tracer
+        with tracer.aside():
+            for x in tensors_of(out):
+                axis = _samples_axis(x, batch, self._axis)
+                if axis is None:
+                    of_all = at.everywhere(at.SEVERAL, x.dim())
+                    tracer.memory.write(x, tracer.made(of_all, degree=_DEGREES["mean"]))
+                else:
+                    tracer.seed(x, axis)
+                if x.grad_fn is not None:
+                    seen = Seen(tracer.shadow_of(x), None)
+                    step.handles.append(x.register_hook(partial(self._at_output, step, seen)))
+
+    def _at_output(self, step: _Step, seen: Seen, gradient: Tensor) -> None:
+        if not step.tracer.observing:
+            return
+        tracer = step.tracer
+        with tracer.aside():
+            got, cause = tracer.shadow_of(gradient), tracer.memory.cause(gradient)
+            if seen.shadow.mixed and not got.held:
+                return
+            _compare(tracer.report, "the model's output", seen, got, cause, None)
+
+    def _outside(self, step: _Step, x: Tensor, line: str) -> None:
+        kind = "parameter" if isinstance(x, nn.Parameter) else "tensor"
+        what = f"A {kind} of shape {list(x.shape)} that is not a parameter of the private model"
+        with step.tracer.aside():
+            hook = partial(_refuse_outside, f"{what} is trained at {line}")
+            step.handles.append(x.register_hook(hook))
+
+    # The verdict
+
+    def judge(
+        self, losses: list[Tensor], mean: bool, batch_size: int, *, scale_invariant: bool
+    ) -> None:
+        """The backward pass has ended; nothing has been summed.
+
+        Args:
+            losses: that it began with. mean: `loss_reduction`. scale_invariant: of the strategy.
+
+        Raises:
+            GraphError: samples are not independent, or the loss has another weight.
+        """
+        step = self._step
+        if step is None:
+            return
+        report = step.tracer.report
+        try:
+            with step.tracer.aside():
+                degrees = {step.tracer.shadow_of(x).degree for x in losses if not x.dim()}
+            found = [f for f in report.findings if f.kind not in ("forward", "order of samples")]
+            if scale_invariant and len(report.factors) == 1:
+                found = [f for f in found if f.kind != "factor"]
+            if found and batch_size > 1:
+                raise GraphError(_said(found[0]))
+            self._check_degree(degrees, mean, batch_size)
+        finally:
+            self.reports = [*self.reports[-1:], report]
+            self.end()
+        if batch_size > 1:
+            self.left -= 1
+            if not self.left:
+                self.finish()
+
+    def _check_degree(self, degrees: set[int | None], mean: bool, batch_size: int) -> None:
+        if len(degrees) != 1 or batch_size < 2:
+            return
+        (degree,) = degrees
+        wanted = _DEGREES["mean" if mean else "sum"]
+        if degree is None or degree == wanted:
+            return
+        found = next((name for name, d in _DEGREES.items() if d == degree), None)
+        kind = f"a {found} over the batch" if found else "neither a sum nor a mean over the batch"
+        expected = "mean" if mean else "sum"
+        raise GraphError(
+            f"Your loss is {kind}, but loss_reduction={expected!r}: each sample's contribution depends "
+            f"on the batch size. Pass loss_reduction={found!r}, or take the {expected} of the samples' losses."
+        )
+
+    def finish(self) -> None:
+        """No further step is traced."""
+        self.left = 0
+        self.end()
+        if self._remove is not None:
+            self._remove()
+            self._remove = None
+
+
+def _tensors_in(model: nn.Module) -> Iterator[Tensor]:
+    """Buffers and other tensors that the modules of a model hold."""
+    for module in model.modules():
+        for held in (*module._buffers.values(), *vars(module).values()):
+            for x in held if isinstance(held, (list, tuple)) else (held,):
+                if isinstance(x, Tensor) and not isinstance(x, nn.Parameter):
+                    yield x
+
+
+class _Known:
+    """The parameters of a model."""
+
+    def __init__(self, *groups: Mapping[nn.Parameter, str]) -> None:
+        self._groups = groups
+
+    def __contains__(self, x: object) -> bool:
+        return any(x in group for group in self._groups)
+
+
+def transforms() -> bool:
+    """A function transform of torch runs, under which memory is not what it seems."""
+    from fastclip._torch import transformed
+
+    return transformed()
+
+
+def _compare(
+    report: Report, use: str, seen: Seen, got: Shadow, cause: object | None, expected: Tensor | None
+) -> None:  # fmt: skip
+    """Hold the gradient that arrives against the output that it is for."""
+    out, own = seen.shadow, seen.shadow.sample
+    if out.mixed:
+        report.add("forward", seen.cause, use)
+        return
+    if got.held:
+        report.factors.add(got.factor)
+    if own is not None and got.sample is not None:
+        other = got.sample
+        wrong = (other >= at.SEVERAL) | (other != own) & (other != at.NONE) & (own != at.NONE)
+        if expected is not None and not bool(wrong.any()):
+            wrong = (own != at.NONE) & (own != expected)
+        if bool(wrong.any()):
+            report.add("gradient", cause, use)
+            return
+    if (out.flags | got.flags) & ORDER:
+        report.add("order of samples" if out.flags & ORDER else "order", cause, use)
+    elif got.factor is not None:
+        report.add("factor", cause, use)
+
+
+def _said(found: Finding) -> str:
+    """An error's message: what mixes samples, where, and one fix."""
+    what = str(found.cause) if isinstance(found.cause, Cause) else "an operation"
+    if found.kind == "factor":
+        return (
+            f"Your loss is divided or multiplied by a number of the whole batch ({what}), so samples are "
+            "not independent. Divide by a constant, or use clipping='automatic' with gamma=0."
+        )
+    if found.kind == "order":
+        return (
+            f"Your loss depends on a sample's position in the batch ({what}), so samples are not independent. "
+            "Use the same constants for all samples."
+        )
+    return (
+        f"Your loss mixes samples: {what} reaches the gradient of {found.use!r}, so the guarantee does not "
+        "hold. Compute each sample's loss from that sample alone."
+    )
+
+
+def _refuse_outside(what: str, gradient: Tensor | None) -> None:
+    if gradient is not None:
+        raise ParameterLeakError(
+            f"{what}, on a gradient that is neither clipped nor noised. "
+            "Make it a parameter of the model before make_private, or detach it."
+        )
+
+
+def _samples_axis(x: Tensor, batch: int | None, axis: int) -> int | None:
+    return next((a for a in (axis, 0) if batch and x.dim() > a and x.shape[a] == batch), None)
+
+
+def _seed_input(tracer: Tracer, leaf: Any, axis: int | None, batch: int | None) -> None:
+    """An input of the model that nobody has seen yet is the samples' own."""
+    if isinstance(leaf, Tensor) and leaf.layout is torch.strided and axis is not None:
+        if tracer.memory.record(leaf) is None and leaf.dim() > axis and leaf.shape[axis] == batch:
+            tracer.seed(leaf, axis)
+    elif isinstance(leaf, (list, tuple)) and len(leaf) == batch:
+        for i, x in enumerate(leaf):
+            if isinstance(x, Tensor) and tracer.memory.record(x) is None:
+                tracer.seed_all(x, i)
+
+
+def _seed_batch(tracer: Tracer, batch: Any, axis: int) -> bool:
+    """What a loader hands out: sample i lies at position i of each tensor that is as long as the batch."""
+    leaves = [x for x in tensors_of(batch) if x.layout is torch.strided and x.dim()]
+    sizes = [x.shape[axis if x.dim() > axis else 0] for x in leaves]
+    if not sizes:
+        return False
+    samples = max(set(sizes), key=sizes.count)
+    for x in leaves:
+        found = _samples_axis(x, samples, axis)
+        if found is not None:
+            tracer.seed(x, found)
+    return True
