@@ -87,19 +87,19 @@ class PrivateLayer(Function):
         nothing = (None,) * (2 + len(call.parameters))
         if g is None:
             return nothing
-        trace = call.handle.keeper.trace
+        trace, operands = call.handle.keeper.trace, saved(ctx)  # which may run a checkpoint again
         if not trace.observing:
-            return (None, PrivateLayer._input_gradient(ctx, call, g), *nothing[2:])
+            return (None, PrivateLayer._input_gradient(ctx, call, operands, g), *nothing[2:])
         trace.arrived(call.handle.path, call.seen, g, call.samples_of)
         with trace.aside():
-            grad_input = PrivateLayer._input_gradient(ctx, call, g)
+            grad_input = PrivateLayer._input_gradient(ctx, call, operands, g)
         trace.passed_on(grad_input, call.samples_of)
         return (None, grad_input, *nothing[2:])
 
     @staticmethod
-    def _input_gradient(ctx: Any, call: Call, g: Tensor) -> Tensor | None:
+    def _input_gradient(ctx: Any, call: Call, operands: Any, g: Tensor) -> Tensor | None:
         wanted = _wanted(ctx, call)
-        backward = LayerBackward(call, saved(ctx), g, ctx.needs_input_grad[1], wanted)
+        backward = LayerBackward(call, operands, g, ctx.needs_input_grad[1], wanted)
         if torch.is_autocast_enabled(g.device.type):
             with torch.autocast(g.device.type, enabled=False):
                 grad_input = backward.run()

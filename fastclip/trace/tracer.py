@@ -40,6 +40,10 @@ _OF_CHANNELS = frozenset({"weight", "bias", "running_mean", "running_var"})
 """Arguments that are never the samples' own."""
 
 
+_LITERALS = frozenset({"lift_fresh", "lift"})
+"""What torch.tensor(...) goes through: its numbers are made by this step."""
+
+
 class Tracer(TorchDispatchMode):
     """Follows samples through the operations of one step after another.
 
@@ -341,7 +345,7 @@ class Tracer(TorchDispatchMode):
         drawn = kind.random or (kind.pointwise and any(s.flags & RANDOM for s in shadows))
         shadow = self.shadows.of_no_sample(RANDOM * drawn | TRAINED * trained)
         # What is made of a tensor from elsewhere (a part of all labels) is from elsewhere, too.
-        elsewhere = not trained and any(self._from_nowhere(x) for x in tensors)
+        elsewhere = kind.name not in _LITERALS and any(self._from_nowhere(x) for x in tensors)
         for x in outs:
             if kind.fresh:
                 self.memory.write(x, self._nobody(x))

@@ -189,7 +189,7 @@ class Tap(Function):
         known = () if call.paused or keeper.paused else keeper.names
         wanted = set(compress(call.parameters, taking_part(ctx, call.parameters, known)))
         if wanted:
-            operands = dict(zip(call.saved, saved(ctx), strict=True))
+            operands = dict(zip(call.saved, saved(ctx), strict=True))  # may run a checkpoint again
             with keeper.trace.aside(), Native(), torch.autocast(g.device.type, enabled=False):
                 UseBackward(call, operands, g, wanted).run()
         return None, g, *nothing
