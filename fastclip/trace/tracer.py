@@ -345,14 +345,15 @@ class Tracer(TorchDispatchMode):
         drawn = kind.random or (kind.pointwise and any(s.flags & RANDOM for s in shadows))
         shadow = self.shadows.of_no_sample(RANDOM * drawn | TRAINED * trained)
         # What is made of a tensor from elsewhere (a part of all labels) is from elsewhere, too.
-        elsewhere = kind.name not in _LITERALS and any(self._from_nowhere(x) for x in tensors)
+        literal = kind.name in _LITERALS
+        elsewhere = not literal and any(self._from_nowhere(x) for x in tensors)
         for x in outs:
             if kind.fresh:
                 self.memory.write(x, self._nobody(x))
             elif kind.writes:
                 if shadow is not self.shadows.constant or self.memory.record(x) is not None:
                     self.memory.write(x, shadow, whole=False)
-            elif not elsewhere and not self._lies_in(x, tensors):
+            elif literal or (not elsewhere and not self._lies_in(x, tensors)):
                 self.memory.write(x, shadow)
         return out
 
