@@ -157,11 +157,11 @@ def are_apart(several: Sequence[Attribution]) -> bool:
     found = [x >= 0 for x in several if x is not None]
     if len(found) < 2:
         return True
-    return (
-        len(found) == 2
-        and found[0].dim() == found[1].dim()
-        and not bool((found[0] & found[1]).any())
-    )
+    if len(found) > 2 or found[0].dim() != found[1].dim():
+        return False
+    if any(1 not in (n, k) and n != k for n, k in zip(found[0].shape, found[1].shape, strict=True)):
+        return False
+    return not bool((found[0] & found[1]).any())
 
 
 def differs(x: Tensor, found: Tensor, moved: bool = False) -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 
 from fastclip._torch import creation_number, current_node, current_task, number_of
 
-_OWN = str(Path(__file__).resolve().parents[1])
+HIDDEN = [str(Path(__file__).resolve().parents[1]), "<"]
+"""Beginnings of the names of files that are not the user's."""
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
 
 
@@ -46,7 +47,7 @@ def line_of(frame: FrameType | None) -> str:
     library = ""
     while frame is not None:
         name = frame.f_code.co_filename
-        outside = not name.startswith((_OWN, "<")) and "/torch/" not in name
+        outside = not name.startswith(tuple(HIDDEN)) and "/torch/" not in name
         if outside and not name.startswith(_INSTALLED):
             return _shown(name, frame.f_lineno)
         if outside and not library:

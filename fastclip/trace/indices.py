@@ -10,11 +10,12 @@ from torch import Tensor
 
 from fastclip.trace import attribution as at
 from fastclip.trace.operation import Operation, Out, rule
-from fastclip.trace.shadow import BY_VALUE, MOVED, ORDER, POSITIONS, STICKY
+from fastclip.trace.order import changes_alongside
+from fastclip.trace.shadow import BY_VALUE, LEARNED, MOVED, ORDER, POSITIONS, STICKY
 
 
 def _several(call: Operation, flags: int = 0) -> Out:
-    return Out(at.everywhere(at.SEVERAL, call.outs[0].dim()), flags, exact=True)
+    return Out(at.everywhere(at.SEVERAL, call.outs[0].dim()), flags | LEARNED, exact=True)
 
 
 def _one_axis(found: Tensor, axis: int, dims: int) -> Tensor:
@@ -51,7 +52,17 @@ def _gathered(call: Operation) -> list[Any] | None:
         ]
     if of_index is not None and call.name == "index_select":
         of_index = _one_axis(of_index, axis, x.dim())
+    numbered = call.name == "gather" and of_index is None and own is not None
+    if numbered and call.of(x).shape[axis] == 1 and _is_numbered(call, index, own):  # type: ignore[union-attr]
+        return [Out(own, call.flags(x) & STICKY | ORDER, exact=True)]
     return [_chosen(call, own, of_index, call.flags(x), call.flags(index), chosen_by_data)]
+
+
+def _is_numbered(call: Operation, index: Tensor, own: at.Attribution) -> bool:
+    """A constant index takes other entries of one sample than of another."""
+    assert own is not None
+    moved = bool(call.flags(call.args[0]) & MOVED)
+    return changes_alongside(index, own, call.shadow(index), moved)
 
 
 def _chosen(
@@ -86,6 +97,11 @@ def _indexed(call: Operation) -> list[Any] | None:
         axes = [axis for axis, _ in used]
         full = own.expand([x.shape[d] if d in axes else n for d, n in enumerate(own.shape)])
         own = at.compressed(torch.ops.aten.index.Tensor(full, list(indices)))
+        shape = torch.broadcast_shapes(*[i.shape for _, i in used])
+        for axis, i in used:
+            if call.of(i) is None and call.of(x).shape[axis] == 1:  # type: ignore[union-attr]
+                if changes_alongside(_spread(i.expand(shape), axes, x), own, call.shadow(i)):
+                    flags |= ORDER
     if of & POSITIONS and not along_samples:
         return [_several(call, flags & STICKY)]
     found = _chosen(
@@ -114,8 +130,12 @@ def _leading(
         found = at.joined(found, at.fitted(call.of(i), len(shape)))
     if found is None:
         return None
-    axes = [axis for axis, _ in used]
-    together = axes == list(range(axes[0], axes[-1] + 1))
+    return _spread(found, [axis for axis, _ in used], x)
+
+
+def _spread(found: Tensor, axes: Sequence[int], x: Tensor) -> Tensor:
+    """Of indices of these axes of `x`, with the axes of the result."""
+    together = list(axes) == list(range(axes[0], axes[-1] + 1))
     before = axes[0] if together else 0
     after = x.dim() - axes[-1] - 1 if together else x.dim() - len(axes)
     return found.reshape([1] * before + list(found.shape) + [1] * after)
@@ -165,7 +185,44 @@ def _selected(call: Operation) -> list[Any]:
     return [Out(at.compressed(at.fitted(own, x.dim()).expand(x.shape)[mask]), MOVED)]  # type: ignore[union-attr]
 
 
+@rule("masked_scatter_backward", by_values=True)
+def _selected_backward(call: Operation) -> list[Any] | None:
+    """What a mask selects, and zeros behind it."""
+    g, mask = call.args[:2]
+    if g.is_meta:
+        return None
+    out = call.outs[0]
+    of_mask = at.fitted(call.of(mask), g.dim())
+    own = at.expanded(at.joined(call.of(g), of_mask), g.shape)[mask.expand(g.shape)]
+    found = torch.full([out.numel()], at.NONE, dtype=at.KIND)
+    found[: own.numel()] = own[: out.numel()]
+    moved = MOVED if of_mask is not None else 0
+    return [Out(at.compressed(found.view(out.shape)), moved)]
+
+
 # Writing
+
+
+@rule("masked_scatter", by_values=True)
+def _scattered_by_mask(call: Operation) -> list[Any] | None:
+    """Entries of the source go where the mask is set, one after the other."""
+    x, mask, source = call.args[:3]
+    if x.is_meta:
+        return None
+    out = call.outs[0]
+    mask = mask.expand(out.shape)
+    of_mask = at.fitted(call.of(call.args[1]), out.dim())
+    own = at.expanded(at.joined(at.fitted(call.of(x), out.dim()), of_mask), out.shape)
+    own = own.clone()
+    number = int(mask.sum())
+    taken = at.expanded(call.of(source), source.shape).reshape(-1)[:number]
+    own[mask] = at.joined(taken, at.expanded(of_mask, out.shape)[mask])  # type: ignore[assignment]
+    found = at.compressed(own)
+    flags = (call.flags(x) | call.flags(call.args[1]) | call.flags(source)) & STICKY
+    if of_mask is not None:
+        flags = flags & ~MOVED | BY_VALUE if not at.is_mixed(found) else flags
+    return [Out(found, flags, exact=True)]
+
 
 _ADDS = frozenset(("scatter_add", "index_add", "scatter_reduce"))
 

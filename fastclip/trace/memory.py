@@ -6,22 +6,41 @@ the record into one attribution for each of its entries, of which other geometri
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from fastclip._torch import StorageWeakRef, version_of
-from fastclip.trace.attribution import KIND, NONE, UNSEEN, compressed, everywhere, expanded, reduced
-from fastclip.trace.shadow import ORDER, STICKY, Shadow, Shadows
+from fastclip.trace.attribution import (
+    KIND,
+    NONE,
+    SEVERAL,
+    UNSEEN,
+    compressed,
+    everywhere,
+    expanded,
+    reduced,
+)
+from fastclip.trace.shadow import FOREIGN, LEARNED, ORDER, STICKY, TRAINED, Shadow, Shadows
 
 Geometry = tuple[int, torch.Size, tuple[int, ...], int]
 _SWEEP = 2048
+_KEPT = STICKY | TRAINED | FOREIGN
+"""What a part of a memory gives to all of it."""
 
 
 def geometry_of(x: Tensor) -> Geometry:
     """Offset, sizes, strides and bytes an entry."""
     return x.storage_offset(), x.shape, x.stride(), x.element_size()
+
+
+def content_of(x: Tensor) -> int:
+    """Identifies the numbers of a constant."""
+    values = x.detach().cpu().contiguous().reshape(-1)
+    content = values.view(torch.uint8).numpy().tobytes() if values.numel() else b""
+    return hash((tuple(x.shape), content))
 
 
 @dataclass(slots=True)
@@ -35,7 +54,9 @@ class Record:
     shadows: dict[Geometry, Shadow] = field(default_factory=dict)
     flat: Tensor | None = None
     flags: int = 0
-    parts: set[int | None] = field(default_factory=set)
+    parts: dict[object, set[int]] = field(default_factory=dict)
+    """How some samples' entries were written, and of which samples."""
+    factors: set[int | None] = field(default_factory=set)
     serial: int = 0
     cause: object | None = None
     """Where its entries first followed from several samples."""
@@ -108,18 +129,19 @@ class Memory:
         self._writes += 1
         geometry = geometry_of(x)
         if whole or x.numel() * x.element_size() == storage.nbytes():
-            record.shadows, record.flat, record.parts = {geometry: shadow}, None, set()
-            record.size, record.flags, record.cause = x.element_size(), shadow.flags & STICKY, cause
+            record.shadows, record.flat, record.parts = {geometry: shadow}, None, {}
+            record.factors = {shadow.factor}
+            record.size, record.flags, record.cause = x.element_size(), shadow.flags & _KEPT, cause
         else:
+            self._note_part(record, x, shadow)
+            record.factors.add(shadow.factor)
             flat = self.flat(record, x)
             flat.as_strided(x.shape, x.stride(), geometry[0]).copy_(
                 expanded(shadow.sample, x.shape)
             )
             record.shadows = {geometry: shadow}
-            record.flags |= shadow.flags & STICKY
+            record.flags |= shadow.flags & _KEPT
             record.cause = record.cause or cause
-            if shadow.held and not shadow.whole:
-                record.parts.add(shadow.part)
         record.serial = self._writes
 
     def give(self, x: Tensor, shadow: Shadow) -> bool:
@@ -137,6 +159,16 @@ class Memory:
         """Samples of an earlier step lay in this memory, which has not changed since."""
         found = self._earlier.get(x.untyped_storage()._cdata)
         return found is not None and not found[0].expired() and found[1] == version_of(x)
+
+    def _note_part(self, record: Record, x: Tensor, shadow: Shadow) -> None:
+        """How the entries of some samples were written, where others lie in the same memory."""
+        if shadow.held:
+            if not shadow.whole:
+                record.parts.setdefault(shadow.part, set()).update(shadow.samples)
+            return
+        before = self.found(x)
+        if before is not None and before.held and not before.whole:
+            record.parts.setdefault(content_of(x), set()).update(before.samples)
 
     def view(self, x: Tensor, shadow: Shadow) -> None:
         """Another geometry of the same memory."""
@@ -156,19 +188,28 @@ class Memory:
         return record.flat
 
     def _derived(self, record: Record, x: Tensor, geometry: Geometry) -> Shadow:
-        if not record.holds_samples and record.flat is None:
+        if not record.holds_samples and record.flat is None and len(record.factors) < 2:
             return next(iter(record.shadows.values()), self.shadows.constant)
         flat, (offset, size, stride, item) = self.flat(record, x), geometry
         if item < record.size:
             flat = flat.repeat_interleave(record.size // item)
         elif item > record.size:
             flat = reduced(flat.view(-1, item // record.size), [1], keep=False)  # type: ignore[assignment]
-        flags = record.flags | (ORDER if len(record.parts) > 1 else 0)
         sample = compressed(flat.as_strided(size, stride, offset))
-        found = self.shadows.of(sample, self.samples, flags)
+        found = self.shadows.of(sample, self.samples, record.flags)
+        if found.held and record.parts:
+            ways = [found.samples & written for written in record.parts.values()]
+            if any(way and way != found.samples for way in ways):
+                found = self.shadows.of(sample, self.samples, record.flags | ORDER)
+        if record.factors != {None}:
+            if len(record.factors) > 1:
+                sample = everywhere(SEVERAL, x.dim())
+                return self.shadows.of(sample, self.samples, found.flags | LEARNED)
+            factor = next(iter(record.factors))
+            return self.shadows.of(sample, self.samples, found.flags, factor=factor)
         if found.held and not found.whole:
             found = self.shadows.of(
-                sample, self.samples, flags, part=hash((record.serial, tuple(size)))
+                sample, self.samples, found.flags, part=hash((record.serial, tuple(size)))
             )
         return found
 
@@ -187,6 +228,14 @@ class Memory:
         """Forget memory that has been freed."""
         self._records = {k: r for k, r in self._records.items() if not r.reference.expired()}
 
+    def alive(self, but: Iterable[Tensor] = ()) -> list[Record]:
+        """Records of samples whose memory is still held by somebody, but not by these tensors."""
+        kept = {x.untyped_storage()._cdata for x in but} | self._given.keys()
+        return [
+            record for key, record in self._records.items()
+            if key not in kept and not record.reference.expired() and record.holds_samples
+        ]  # fmt: skip
+
     def end_step(self) -> list[Record]:
         """What was computed from this batch and is still held may be read in the next step: there it is
         of nobody. The batch itself is constant there, as long as it does not change.
@@ -194,16 +243,14 @@ class Memory:
         Returns:
             The records of what was computed and is held.
         """
-        carried = [
-            record for key, record in self._records.items()
-            if key not in self._given and not record.reference.expired() and record.holds_samples
-        ]  # fmt: skip
+        carried = self.alive()
         self._earlier = {**self._earlier, **self._given}
         self._earlier = {k: v for k, v in self._earlier.items() if not v[0].expired()}
         self._given = {}
         self._records = {record.reference.cdata: record for record in carried}
         for record in carried:
-            record.flat, record.parts, record.flags = None, set(), 0
+            record.flat, record.parts, record.flags = None, {}, 0
+            record.factors = {None}
             record.shadows = {
                 geometry: self.shadows.of(everywhere(UNSEEN, len(geometry[1])), self.samples)
                 for geometry, shadow in record.shadows.items()

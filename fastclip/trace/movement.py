@@ -24,18 +24,8 @@ def axes_of(call: Operation, dims: int) -> list[int]:
 
 _UNCHANGED = frozenset(("_conj", "_neg_view", "real", "imag", "alias", "detach", "lift"))
 _TAKES_A_PART = frozenset(
-    [
-        "slice",
-        "select",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "narrow",
-        "chunk",
-        "unsafe_chunk",
-        "unsafe_split",
-        "unsafe_split_with_sizes",
-    ]
+    "slice select split split_with_sizes unbind narrow chunk unsafe_chunk unsafe_split "
+    "unsafe_split_with_sizes".split()  # noqa: SIM905
 )
 
 
@@ -220,7 +210,10 @@ def _along(call: Operation) -> list[Any] | None:
     axis = call.given["dim"]
     found: at.Attribution = None
     for x in call.operands:
-        found = at.joined(found, at.reduced(call.of(x), [axis]))
+        own = call.of(x)
+        if call.name == "_softmax_backward_data" and x is call.args[0] and at.is_mixed(own):
+            own = _where_weighted(call, x, call.args[1])
+        found = at.joined(found, at.reduced(own, [axis]))
     assert found is not None
     for x in call.outs:
         same = x.dim() == found.dim()
@@ -229,6 +222,25 @@ def _along(call: Operation) -> list[Any] | None:
     if call.name == "kthvalue" and not call.given["keepdim"]:
         found = at.reduced(found, [axis], keep=False)
     return [found] * len(call.outs)
+
+
+def _where_weighted(call: Operation, g: Tensor, weights: Tensor) -> at.Attribution:
+    """Of a softmax' gradient, where the softmax is not exactly 0."""
+    if weights.is_meta:
+        return call.of(g)
+    call.by_values = True
+    return at.expanded(call.of(g), g.shape).masked_fill(weights == 0, at.NONE)
+
+
+@rule("bucketize", "searchsorted")
+def _placed(call: Operation) -> list[Any] | None:
+    """Among boundaries, which lie along the last axis."""
+    x, bounds = call.args[:2] if call.name == "bucketize" else call.args[1::-1]
+    sorter = call.given.get("sorter")
+    if call.of(sorter) is not None or not isinstance(x, Tensor):
+        return None
+    of_bounds = at.reduced(call.of(bounds), [-1])
+    return [at.joined(call.of(x), at.fitted(of_bounds, call.outs[0].dim()))]
 
 
 @rule("histc", "bincount", "unique", "_unique2", "unique_consecutive", "unique_dim")

@@ -59,10 +59,20 @@ class Operation:
 
     Attributes:
         tracer: of the step. name: of the operator. args, kwargs: of the call. outs: the tensors
-            that it returned.
+            that it returned. by_values: what was found holds for these values alone.
     """
 
-    __slots__ = ("__dict__", "_shadows", "args", "func", "kind", "kwargs", "outs", "tracer")
+    __slots__ = (
+        "__dict__",
+        "_shadows",
+        "args",
+        "by_values",
+        "func",
+        "kind",
+        "kwargs",
+        "outs",
+        "tracer",
+    )
 
     def __init__(
         self, tracer: Tracer, kind: Kind, func: Any, args: tuple, kwargs: dict[str, Any],
@@ -70,6 +80,7 @@ class Operation:
     ) -> None:  # fmt: skip
         self.tracer, self.kind, self.func = tracer, kind, func
         self.args, self.kwargs, self.outs = args, kwargs, outs
+        self.by_values = False
         self._shadows = {id(x): shadow for x, shadow in zip(tensors, shadows, strict=True)}
 
     @property
@@ -117,7 +128,8 @@ class Kind:
         writes: numbers of the arguments that it writes into. random: it draws numbers.
         fresh: what it returns holds no numbers yet. reads: it gives a number to Python.
         aliases: what it returns is in its operand's memory. reshapes: only the geometry changes.
-        aligned: constants lie alongside samples. by_values: not remembered.
+        aligned: how constants lie alongside samples: "pointwise", "stacked", "together" or
+            "same shape", if they do. by_values: not remembered.
     """
 
     __slots__ = (
@@ -146,7 +158,7 @@ class Kind:
             base = base[:-1]
         self.base = base
         self.name = base if space == "aten" else func._schema.name
-        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.random = torch.Tag.nondeterministic_seeded in func.tags and base not in _JOINTLY
         self.fresh = base.startswith(("empty", "new_empty"))
         self.reads = base in ("_local_scalar_dense", "is_nonzero", "equal")
         self.aliases = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
@@ -155,8 +167,25 @@ class Kind:
         self.pointwise = (torch.Tag.pointwise in func.tags or base in extra) and not of_pairs
         self.rule: Rule | None = pointwise if self.pointwise else RULES.get(self.name)
         self.by_values = self.name in BY_VALUES or self.name == "eq"
-        self.aligned = (self.pointwise and base not in ("copy", "fill", "zero")) or base in _STACKED
+        self.aligned = self._alignment()
+
+    def _alignment(self) -> str:
+        """How constants lie alongside samples, if they do."""
+        if self.name in _TOGETHER:
+            return "together"
+        if self.pointwise:
+            return "pointwise" if self.name not in ("fill", "zero") else ""
+        if self.name in _STACKED:
+            return "stacked"
+        return "same shape" if self.name.endswith("_backward") else ""
 
 
 _STACKED = frozenset({"bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu"})
 """Products whose first axis holds one matrix for each entry."""
+_TOGETHER = frozenset(
+    "cat stack index_put _index_put_impl scatter scatter_add index_copy index_fill slice_scatter "
+    "select_scatter masked_scatter copy block_diag index_add scatter_reduce diagonal_scatter".split()  # noqa: SIM905
+)
+"""Their results hold entries of constants among those of samples."""
+_JOINTLY = frozenset(("randperm", "multinomial"))
+"""Their numbers are random, but not independent of each other."""

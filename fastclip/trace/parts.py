@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastclip._torch import current_task
 from fastclip.trace import attribution as at
+from fastclip.trace.memory import content_of
 from fastclip.trace.operation import Kind
 from fastclip.trace.shadow import BY_VALUE, MOVED, ORDER, RANDOM, TRAINED, Shadow
 
@@ -50,8 +51,10 @@ def _told(
     partial = [s for s in shadows if s.held and not s.whole]
     met = {s.part for s in partial if not s.flags & MOVED}
     if found.whole:
-        apart = at.are_apart([s.sample for s in shadows])
-        meets = (len(met) > 1 or (kind.pointwise and not apart)) and not kind.writes
+        meets = len(met) > 1
+        if kind.pointwise and not meets:
+            meets = not at.are_apart([s.sample for s in shadows])
+        meets = meets and not kind.writes
         if not meets:
             return found
         branched = any(r.of == "one sample" for r in tracer.report.reads)  # each on its own values
@@ -82,6 +85,4 @@ def _identified(tracer: Tracer, x: Tensor, shadow: Shadow) -> Any:
         return "random"
     if shadow.flags & TRAINED or x.numel() > _LARGEST or x.is_meta or x.layout is not torch.strided:
         return tracer.memory.serial(x), tuple(x.shape)
-    values = x.detach().cpu().contiguous().reshape(-1)
-    content = values.view(torch.uint8).numpy().tobytes() if values.numel() else b""
-    return hash((tuple(x.shape), content))
+    return content_of(x)

@@ -9,151 +9,61 @@ from torch import Tensor
 
 from fastclip.trace import attribution as at
 from fastclip.trace.operation import Operation, Out
-from fastclip.trace.shadow import LEARNED, POSITIONS, RANDOM, STICKY, Shadow
+from fastclip.trace.shadow import (
+    FOREIGN,
+    LEARNED,
+    ORDER,
+    POSITIONS,
+    RANDOM,
+    STICKY,
+    TRAINED,
+    Shadow,
+)
 
 POINTWISE = frozenset(
-    [
-        "_to_copy",
-        "copy",
-        "fill",
-        "zero",
-        "tril",
-        "triu",
-        "native_dropout",
-        "ones_like",
-        "full_like",
-        "bernoulli",
-        "masked_fill",
-        "lift_fresh",
-        "exponential",
-        "normal",
-        "uniform",
-        "random",
-        "log_normal",
-        "cauchy",
-        "geometric",
-        "floor_divide",
-        "_conj_physical",
-        "isclose",
-        "silu_backward",
-        "elu_backward",
-        "hardtanh_backward",
-        "leaky_relu_backward",
-        "softplus_backward",
-        "log_sigmoid_forward",
-        "log_sigmoid_backward",
-        "hardswish",
-        "hardswish_backward",
-        "hardsigmoid_backward",
-        "mish_backward",
-        "expand_copy",
-        "_assert_async",
-        "rrelu_with_noise",
-        "special_logit",
-        "fused_dropout",
-        "_fused_dropout",
-        "is_same_size",
-        "logaddexp",
-        "erfinv",
-        "set_data",
-        "native_dropout_backward",
-        "gelu_backward",
-        "clamp",
-    ]
+    "_to_copy copy fill zero tril triu native_dropout ones_like full_like bernoulli masked_fill "
+    "lift_fresh exponential normal uniform random log_normal cauchy geometric floor_divide "
+    "_conj_physical isclose silu_backward elu_backward hardtanh_backward leaky_relu_backward "
+    "softplus_backward log_sigmoid_forward log_sigmoid_backward hardswish hardswish_backward "
+    "hardsigmoid_backward mish_backward expand_copy _assert_async rrelu_with_noise "
+    "special_logit fused_dropout _fused_dropout is_same_size logaddexp erfinv set_data "
+    "native_dropout_backward gelu_backward clamp".split()  # noqa: SIM905
 )
 """Operators that torch does not tag as pointwise, but that are."""
 _DRAWN = frozenset(
-    ["bernoulli", "exponential", "normal", "uniform", "random", "log_normal", "cauchy", "geometric"]
+    "bernoulli exponential normal uniform random log_normal cauchy geometric".split()  # noqa: SIM905
 )
 _FILLED = frozenset(
-    ["fill", "zero", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"]
+    "fill zero zeros_like ones_like full_like rand_like randn_like".split()  # noqa: SIM905
 )
 _LINEAR = frozenset(
-    [
-        "mul",
-        "div",
-        "neg",
-        "_to_copy",
-        "clone",
-        "copy",
-        "add",
-        "sub",
-        "expand",
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "squeeze",
-        "unsqueeze",
-        "detach",
-        "alias",
-    ]
+    "mul div neg _to_copy clone copy add sub expand view _unsafe_view reshape squeeze unsqueeze "
+    "detach alias".split()  # noqa: SIM905
 )
 """A sum over samples stays one under these."""
-_HOMOGENEOUS = _LINEAR | frozenset(
-    [
-        "sum",
-        "mean",
-        "mm",
-        "bmm",
-        "addmm",
-        "t",
-        "transpose",
-        "permute",
-        "slice",
-        "select",
-        "cat",
-        "stack",
-        "slice_backward",
-        "select_backward",
-        "constant_pad_nd",
-        "masked_fill",
-        "index",
-        "index_select",
-        "index_put",
-        "scatter",
-        "scatter_add",
-        "index_add",
-        "unbind",
-        "split",
-        "split_with_sizes",
-        "expand_copy",
-        "cumsum",
-        "flip",
-        "roll",
-        "repeat",
-        "as_strided",
-        "diagonal",
-        "diagonal_backward",
-        "unfold",
-        "unfold_backward",
-        "zero",
-        "fill",
-        "where",
-        "embedding_dense_backward",
-        "convolution_backward",
-        "convolution",
-        "_softmax_backward_data",
-        "_log_softmax_backward_data",
-        "native_layer_norm_backward",
-        "native_group_norm_backward",
-        "threshold_backward",
-        "tanh_backward",
-        "sigmoid_backward",
-        "gelu_backward",
-        "silu_backward",
-        "native_dropout_backward",
-        "nll_loss_backward",
-        "nll_loss2d_backward",
-        "mse_loss_backward",
-        "binary_cross_entropy_with_logits_backward",
-        "avg_pool2d_backward",
-        "max_pool2d_with_indices_backward",
-        "_adaptive_avg_pool2d_backward",
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
-    ]
+_HOMOGENEOUS = frozenset(
+    "mul div neg _to_copy clone expand view _unsafe_view reshape squeeze unsqueeze detach alias sum mean "
+    "mm bmm t transpose permute slice select unbind split split_with_sizes expand_copy cumsum flip roll "
+    "repeat diagonal unfold index index_select gather tril triu _reshape_alias".split()  # noqa: SIM905
 )
-"""Operations in which a factor of one operand is a factor of the result, if no other has one."""
-_NONLINEAR_IN_OTHERS = frozenset(("mul", "div"))
+"""A factor of their first operand is one of the result; of either one, if it is a product."""
+_PRODUCTS = frozenset(("mul", "mm", "bmm"))
+_ADDING = frozenset(
+    "add sub cat stack where index_put index_add scatter_add copy masked_fill".split()
+)  # noqa: SIM905
+"""A factor of all operands is one of the result; zeros have any."""
+_LINEAR_BACKWARD = frozenset(
+    "slice_backward select_backward diagonal_backward unfold_backward embedding_dense_backward "
+    "convolution_backward _softmax_backward_data _log_softmax_backward_data native_layer_norm_backward "
+    "_fused_rms_norm_backward native_group_norm_backward threshold_backward tanh_backward "
+    "sigmoid_backward gelu_backward silu_backward elu_backward leaky_relu_backward softplus_backward "
+    "hardswish_backward hardtanh_backward mish_backward native_dropout_backward nll_loss_backward "
+    "nll_loss2d_backward mse_loss_backward smooth_l1_loss_backward huber_loss_backward "
+    "binary_cross_entropy_backward avg_pool2d_backward max_pool2d_with_indices_backward "
+    "_adaptive_avg_pool2d_backward log_sigmoid_backward native_batch_norm_backward "
+    "_scaled_dot_product_flash_attention_for_cpu_backward".split()  # noqa: SIM905
+)
+"""Linear in the gradient, their first operand."""
 
 
 def pointwise(call: Operation) -> list[Out]:
@@ -178,7 +88,20 @@ def pointwise(call: Operation) -> list[Out]:
     own: at.Attribution = None
     for shadow in shadows:
         own = at.joined(own, shadow.sample)
+    if name == "add" and own is not None and at.is_mixed(own):
+        own = _absorbed(call, operands, own)
     return [Out(own, degree=_degree(call, operands, shadows))] * len(outs)
+
+
+def _absorbed(call: Operation, operands: Sequence[Tensor], own: Tensor) -> Tensor:
+    """Without the entries where a constant of -inf is added, as masks of attention do."""
+    for x in operands:
+        if not call.shadow(x).held and x.is_floating_point() and x.numel() > 1 and not x.is_meta:
+            call.by_values = True
+            gone = x.detach() == -torch.inf
+            if bool(gone.any()):
+                own = own.expand(call.outs[0].shape).masked_fill(gone, at.NONE)
+    return own
 
 
 def _ignored(call: Operation) -> list[Out] | None:
@@ -224,84 +147,112 @@ def _degree(call: Operation, operands: Sequence[Tensor], shadows: Sequence[Shado
     return degree
 
 
-def factored(
-    call: Operation, operands: Sequence[Tensor], shadows: Sequence[Shadow]
-) -> list[Shadow] | None:
+def factored(call: Operation, shadows: Sequence[Shadow]) -> list[Shadow] | None:
     """Of an operation with a positive number that all samples share and that takes no gradient.
 
     Returns:
         None: there is no such number in it, and the rule decides.
     """
-    made = call.tracer.made
-    factors = {s.factor for s in shadows if s.held or s.factor is not None}
-    if call.name in ("mul", "div") and len(operands) == 2:
-        x, y = shadows
-        own = _shared(call, 1)
-        if own is None and call.name == "mul":
-            own, (x, y) = _shared(call, 0), (y, x)
-        if own is not None and not (x.mixed and x.factor is None and x.degree is None):
-            combined = hash((x.factor, own, call.name))
-            return [made(x.sample, x.flags & STICKY, factor=combined)]
-    if factors <= {None}:
-        return None
-    carriers = [s for s in shadows if s.factor is not None]
-    if call.name in _HOMOGENEOUS:
-        of_sum = call.name in (
-            "add",
-            "sub",
-            "cat",
-            "stack",
-            "where",
-            "index_put",
-            "scatter_add",
-            "index_add",
-        )
-        if of_sum and len({s.factor for s in shadows if s.held or s.factor is not None}) == 1:
-            return _with_factor(call, carriers[0].factor)
-        if (
-            not of_sum
-            and len(carriers) == 1
-            and not (call.name == "div" and shadows[-1] is carriers[0])
-        ):
-            return _with_factor(call, carriers[0].factor)
-    return [made(at.everywhere(at.SEVERAL, x.dim()), _sticky(shadows)) for x in call.outs]
-
-
-def _sticky(shadows: Sequence[Shadow]) -> int:
-    flags = 0
-    for shadow in shadows:
-        flags |= shadow.flags & STICKY
-    return flags
-
-
-def _with_factor(call: Operation, factor: int | None) -> list[Shadow]:
-    """What the rule says of the operation, each result with that factor."""
-    tracer, held = call.tracer, [x for x in call._shadows.values() if x.held]
-    told = (
-        None
-        if call.kind.rule is None
-        else call.kind.rule(call)
-        if held
-        else [None] * len(call.outs)
-    )
+    found = _times_shared(call)
+    if found is not None or all(s.factor is None for s in shadows):
+        return found
+    factor = _kept_factor(call)
+    told = None if factor is None else _told(call)
     if told is None:
-        return [tracer.made(at.everywhere(at.SEVERAL, x.dim())) for x in call.outs]
-    kept = _sticky(held)
-    found = [tracer._shadow(x, out, kept) for x, out in zip(call.outs, told, strict=True)]
+        flags = LEARNED
+        for shadow in shadows:
+            flags |= shadow.flags & STICKY
+        return [call.tracer.made(at.everywhere(at.SEVERAL, x.dim()), flags) for x in call.outs]
     return [
-        tracer.made(f.sample, f.flags, degree=f.degree, part=f.part, factor=factor) for f in found
-    ]
+        call.tracer.made(
+            s.sample, s.flags, degree=s.degree, part=s.part,
+            factor=factor if s.factor is None else hash((s.factor, factor)),
+        )
+        for s in told
+    ]  # fmt: skip
 
 
-def _shared(call: Operation, k: int) -> int | None:
-    """Identifies operand k if it is one positive number of several samples, without gradient."""
-    x = call.args[k] if len(call.args) > k else None
+def _times_shared(call: Operation) -> list[Shadow] | None:
+    """Of a product with, or a quotient by, such a number."""
+    if call.name not in ("mul", "div") or len(call.operands) != 2 or call.kwargs:
+        return None
+    for k in (1, 0) if call.name == "mul" else (1,):
+        own, x = shared(call, call.args[k]), call.shadow(call.args[1 - k])
+        if own is not None and not (x.mixed and x.factor is None and x.degree is None):
+            factor = hash((x.factor, own, call.name))
+            flags = x.flags & (STICKY | TRAINED | FOREIGN) | call.flags(call.args[k]) & ORDER
+            return [call.tracer.made(x.sample, flags, factor=factor)]
+    return None
+
+
+def _kept_factor(call: Operation) -> int | None:
+    """The one that the result of an operation has, if it has one."""
+    name, first, operands = call.name, call.args[0], call.operands
+    if name in ("cat", "stack"):
+        first, operands = first[0], list(first)
+    if any(not x.is_floating_point() for x in call.outs) or not isinstance(first, Tensor):
+        return None
+    carriers = [x for x in operands if call.shadow(x).factor is not None]
+    if name in _HOMOGENEOUS or name in _LINEAR_BACKWARD:
+        alone = len(carriers) == 1 and (carriers[0] is first or name in _PRODUCTS)
+        if name in ("mul", "div") and isinstance(call.kwargs.get("rounding_mode"), str):
+            alone = False
+        return call.shadow(carriers[0]).factor if alone else None
+    if name not in _ADDING:
+        return None
+    if name in ("add", "sub", "masked_fill") and not isinstance(call.args[-1], Tensor):
+        if call.args[-1] != 0:
+            return None
+    chosen = {
+        "where": [0],
+        "index_put": [],
+        "masked_fill": [1],
+        "index_add": [2],
+        "scatter_add": [2],
+    }
+    aside = [call.args[k] for k in chosen.get(name, [])]
+    if name == "copy":
+        aside = [first]
+    factors = set()
+    for x in operands:
+        if any(x is y for y in aside):
+            if call.shadow(x).factor is not None and name != "copy":
+                return None
+        elif call.shadow(x).factor is not None or call.shadow(x).held or bool(x.any()):
+            factors.add(call.shadow(x).factor)
+    return next(iter(factors)) if len(factors) == 1 else None
+
+
+def _told(call: Operation) -> list[Shadow] | None:
+    """What the rule says of the operation."""
+    held = [x for x in call._shadows.values() if x.held]
+    if not held:
+        flags = 0
+        for shadow in call._shadows.values():
+            flags |= shadow.flags & (TRAINED | FOREIGN)
+        return [call.tracer.shadows.of_no_sample(flags)] * len(call.outs)
+    told = None if call.kind.rule is None else call.kind.rule(call)
+    if told is None:
+        return None
+    kept = 0
+    for shadow in call._shadows.values():
+        kept |= shadow.flags & STICKY | (LEARNED if shadow.flags & TRAINED else 0)
+    return [call.tracer._shadow(x, out, kept) for x, out in zip(call.outs, told, strict=True)]
+
+
+def shared(call: Operation, x: object) -> int | None:
+    """Identifies an operand if it is one positive number of several samples, without gradient."""
     if not isinstance(x, Tensor) or x.numel() != 1 or x.is_meta:
         return None
     shadow = call.shadow(x)
-    if not shadow.mixed or shadow.flags & LEARNED or not bool((shadow.sample == at.SEVERAL).all()):  # type: ignore[union-attr]
+    if (
+        shadow.sample is None
+        or shadow.flags & LEARNED
+        or not bool((shadow.sample == at.SEVERAL).all())
+    ):
         return None
     value = x.detach()
-    if not bool(torch.isfinite(value.float()).all()) or not bool((value > 0).all()):
+    if not bool(torch.isfinite(value.double()).all()) or not bool((value > 0).all()):
         return None
-    return hash(("factor", call.tracer.memory.serial(x)))
+    call.tracer.report.guards.add("positive factor")
+    return hash(("factor", call.tracer.memory.serial(x), x.storage_offset()))

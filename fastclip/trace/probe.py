@@ -31,7 +31,7 @@ def probed(
         tensors, shadows: its operands. flags: what they hand on. before: what they held, if the
             operation has written into them.
     """
-    tracer = call.tracer
+    tracer, call.by_values = call.tracer, True
     tracer.report.probed[call.name] = tracer.report.probed.get(call.name, 0) + 1
     everything = [tracer.made(at.everywhere(at.SEVERAL, x.dim()), flags) for x in call.outs]
     strided = all(x.layout is torch.strided and not x.is_meta for x in tensors)

@@ -20,8 +20,12 @@ BY_VALUE = 32
 """The attribution holds for the values of this batch."""
 LEARNED = 64
 """Trained tensors have had a part in it."""
+FOREIGN = 128
+"""Trained tensors that are none of the model's have had a part in it."""
 STICKY = ORDER | MOVED | BY_VALUE | POSITIONS | LEARNED
 """What an operation hands on from its operands."""
+_CONSTANT = RANDOM | TRAINED | FOREIGN
+"""What a constant can be."""
 
 
 class Shadow:
@@ -36,7 +40,7 @@ class Shadow:
         whole: all samples of the batch are in it.
     """
 
-    __slots__ = ("degree", "factor", "flags", "mixed", "part", "sample", "whole")
+    __slots__ = ("_samples", "degree", "factor", "flags", "mixed", "part", "sample", "whole")
 
     def __init__(
         self, sample: Attribution, flags: int = 0, degree: int | None = None,
@@ -45,6 +49,7 @@ class Shadow:
         self.sample, self.flags, self.degree = sample, flags, degree
         self.part, self.factor, self.whole = part, factor, whole
         self.mixed = is_mixed(sample)
+        self._samples: frozenset[int] | None = None
 
     @property
     def held(self) -> bool:
@@ -54,24 +59,43 @@ class Shadow:
     def __repr__(self) -> str:
         if self.sample is None:
             return f"constant ({self.flags})"
-        return f"{list(self.sample.shape)} of {self.sample.unique().tolist()[:9]} ({self.flags}, {self.degree})"
+        of = self.sample.unique().tolist()[:9]
+        return f"{list(self.sample.shape)} of {of} ({self.flags}, {self.degree})"
+
+    @property
+    def samples(self) -> frozenset[int]:
+        """The numbers of the samples that are in it."""
+        found = self._samples
+        if found is None:
+            own = () if self.sample is None else self.sample.unique().tolist()
+            found = self._samples = frozenset(k for k in own if 0 <= k < SEVERAL)
+        return found
 
 
 class Shadows:
-    """Equal shadows are one object, so that what a rule has found can be remembered by them."""
+    """Equal shadows are one object, so that what a rule has found can be remembered by them.
+
+    One of these serves all tracers of a process. It forgets everything when it holds too much; whoever
+    still has a shadow keeps it.
+    """
+
+    MOST = 1 << 15
+    """Shadows, and remembered results."""
+    LARGEST = 1 << 26
+    """Entries of all shadows together."""
 
     def __init__(self) -> None:
-        self._constants: dict[tuple[int, int | None], Shadow] = {}
+        self._constants = {k: Shadow(None, k) for k in range(_CONSTANT + 1) if not k & ~_CONSTANT}
         self._found: dict[tuple, Shadow] = {}
+        self._entries = 0
+        self.remembered: dict[tuple, tuple[list[Shadow], list[Shadow]]] = {}
+        """(operator, arguments, shapes, shadows) -> what it returned, and the shadows, which it keeps."""
         self.constant = self.of_no_sample()
 
     def of_no_sample(self, flags: int = 0, factor: int | None = None) -> Shadow:
         """A constant."""
-        key = flags & (RANDOM | TRAINED), factor
-        found = self._constants.get(key)
-        if found is None:
-            found = self._constants[key] = Shadow(None, key[0], factor=factor)
-        return found
+        flags &= _CONSTANT
+        return self._constants[flags] if factor is None else Shadow(None, flags, factor=factor)
 
     def of(
         self, sample: Attribution, samples: int, flags: int = 0, degree: int | None = None,
@@ -80,11 +104,20 @@ class Shadows:
         """The shadow of a tensor in a batch of so many samples."""
         if sample is None or not sample.numel():
             return self.of_no_sample(flags, factor)
-        key = (tuple(sample.shape), sample.numpy().tobytes(), flags, degree, part, factor)
+        content = sample.numpy().tobytes()
+        key = (content, tuple(sample.shape), samples, flags, degree, part, factor)
         found = self._found.get(key)
         if found is None:
-            found = self._found[key] = self._made(sample, samples, flags, degree, part, factor)
+            self._make_room(sample.numel())
+            found = self._made(sample, samples, flags, degree, part, factor)
+            self._found[key] = found
         return found
+
+    def _make_room(self, entries: int) -> None:
+        self._entries += entries
+        most = max(len(self._found), len(self.remembered))
+        if self._entries > self.LARGEST or most > self.MOST:
+            self._found, self.remembered, self._entries = {}, {}, entries
 
     def _made(
         self, sample: Tensor, samples: int, flags: int, degree: int | None, part: int | None,
@@ -96,3 +129,7 @@ class Shadows:
         own = int(((values >= 0) & (values < SEVERAL)).sum())
         whole = own == samples or bool((values >= SEVERAL).any())
         return Shadow(sample, flags, degree, part, factor, whole)
+
+
+SHADOWS = Shadows()
+"""Of this process."""

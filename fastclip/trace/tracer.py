@@ -4,38 +4,48 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastclip._torch import TorchDispatchMode, current_task, top_dispatch_mode, tree_leaves
+from fastclip._torch import (
+    TorchDispatchMode,
+    base_of,
+    current_task,
+    top_dispatch_mode,
+    tree_leaves,
+)
 from fastclip.trace import attribution as at
 from fastclip.trace import indices, layers, movement  # noqa: F401 - they register their rules
 from fastclip.trace.findings import Cause, Lines, Read, Report
 from fastclip.trace.memory import Memory
 from fastclip.trace.operation import Kind, Operation, Out
+from fastclip.trace.order import flagged, is_uneven, ordered
 from fastclip.trace.parts import parts_told
 from fastclip.trace.pointwise import POINTWISE, factored, pointwise
 from fastclip.trace.probe import probed
-from fastclip.trace.shadow import MOVED, ORDER, RANDOM, STICKY, TRAINED, Shadow, Shadows
+from fastclip.trace.shadow import (
+    BY_VALUE,
+    FOREIGN,
+    LEARNED,
+    MOVED,
+    ORDER,
+    RANDOM,
+    SHADOWS,
+    STICKY,
+    TRAINED,
+    Shadow,
+)
 
 _SHARP = frozenset(
-    [
-        "bmm",
-        "baddbmm",
-        "mm",
-        "addmm",
-        "convolution",
-        "convolution_backward",
-        "index_add",
-        "masked_scatter",
-        "cumsum",
-        "_scaled_dot_product_flash_attention_for_cpu",
-    ]
+    "bmm baddbmm mm addmm convolution convolution_backward index_add masked_scatter cumsum "
+    "_scaled_dot_product_flash_attention_for_cpu".split()  # noqa: SIM905
 )
 """Operations in which weights of 0 may keep samples independent that the rule joins."""
+_KINDS: dict[Any, Kind] = {}
+"""Of every operator that has run under a tracer."""
 _OF_CHANNELS = frozenset({"weight", "bias", "running_mean", "running_var"})
 """Arguments that are never the samples' own."""
 
@@ -57,7 +67,7 @@ class Tracer(TorchDispatchMode):
     def __init__(self, known: Container[Tensor] = (), *, probes: bool = True) -> None:
         super().__init__()
         self.known, self.probes = known, probes
-        self.shadows = Shadows()
+        self.shadows = SHADOWS
         self.memory = Memory(self.shadows)
         self.report, self.lines = Report(), Lines()
         self.axis = 0
@@ -68,8 +78,6 @@ class Tracer(TorchDispatchMode):
         """Numbers of samples have left torch in this step."""
         self.on_outside: Callable[[Tensor, str], None] | None = None
         """Called with a trained tensor that is none of the model's, and the line where it meets data."""
-        self._remembered: dict[tuple, list[Shadow]] = {}
-        self._kinds: dict[Any, Kind] = {}
         self._idle = 0
         self._thread: int | None = None
         self.stopped = False
@@ -95,7 +103,6 @@ class Tracer(TorchDispatchMode):
         """Another step: nothing is known of its batch."""
         self.report, self.read_by_python, self.memory.samples = Report(), False, 0
         self.same_samples = None
-        self._remembered.clear()
 
     def end(self) -> None:
         """The step is over: what of it is still held may be read by the next one."""
@@ -169,7 +176,7 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._idle or self.stopped:
             return func(*args, **kwargs)
-        kind = self._kinds.get(func) or self._kind(func)
+        kind = _KINDS.get(func) or self._kind(func)
         if kind is None:
             return self._higher_order(func, args, kwargs)
         self.report.operations += 1
@@ -186,6 +193,10 @@ class Tracer(TorchDispatchMode):
         if not hot:
             return self._constant(func, kind, args, kwargs, tensors, shadows)
         self.lines.note()
+        if flags & FOREIGN:
+            for x, shadow in zip(tensors, shadows, strict=True):
+                if shadow.flags & FOREIGN:
+                    self._outside(x)
         if None in map(self.memory.record, tensors):
             shadows = self._from_elsewhere(func, args, tensors, shadows)
         return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key)
@@ -193,19 +204,21 @@ class Tracer(TorchDispatchMode):
     def _kind(self, func: Any) -> Kind | None:
         if not hasattr(func, "_schema"):
             return None
-        found = self._kinds[func] = Kind(func, pointwise, POINTWISE)
+        found = _KINDS[func] = Kind(func, pointwise, POINTWISE)
         return found
 
     def _met(self, x: Tensor) -> Shadow:
         """The shadow of an operand; a trained leaf that is met for the first time gets one."""
         found = self.memory.found(x)
-        if found is not None:
-            return found
-        if x.requires_grad and (x in self.known if x.is_leaf else False):
+        if found is None:
+            if not (x.requires_grad and x.is_leaf and x in self.known):
+                return self.shadows.constant
             found = self.shadows.of_no_sample(TRAINED)
             self.memory.write(x, found)
-            return found
-        return self.shadows.constant
+        elif found.sample is None and x.requires_grad and x.is_leaf and not found.flags & TRAINED:
+            found = self.shadows.of_no_sample(TRAINED if x in self.known else TRAINED | FOREIGN)
+            self.memory.write(x, found)
+        return found
 
     def _followed(
         self, func: Any, kind: Kind, args: tuple, kwargs: dict, tensors: list[Tensor],
@@ -214,7 +227,7 @@ class Tracer(TorchDispatchMode):
         """An operation on samples."""
         before = [x.clone() for x in tensors] if kind.writes and kind.rule is None else None
         beside = tensors
-        if kind.writes and kind.aligned and not shadows[0].held and tensors[0].numel() > 1:
+        if kind.writes and kind.pointwise and not shadows[0].held and tensors[0].numel() > 1:
             beside = [tensors[0].clone(), *tensors[1:]]  # the constant that is written into
         out = func(*args, **kwargs)
         outs = (
@@ -224,14 +237,18 @@ class Tracer(TorchDispatchMode):
         )
         if kind.reshapes:
             return out
-        found = self._remembered_for(kind, key, shadows, tensors)
+        known = None if kind.by_values or flags & MOVED else self._key(key, shadows, tensors)
+        found = None if known is None else self._recalled(known)
         if found is None:
             call = Operation(self, kind, func, args, kwargs, tensors, shadows, outs)
             with self.aside():
                 found = self._found(call, tensors, shadows, flags, before)
-            self._remember(kind, key, shadows, tensors, found)
+            if known is not None and not call.by_values:
+                with suppress(TypeError):  # an argument without a hash
+                    self.shadows.remembered[known] = found, shadows
         if kind.aligned:
-            found = self._ordered(kind, found, beside, shadows)
+            with self.aside():
+                found = ordered(self, kind, found, beside, shadows, outs)
         if any(s.held and not s.whole for s in (*found, *shadows)):
             found = parts_told(self, kind, args, tensors, shadows, found)
         cause = self._cause(kind, tensors, shadows, found)
@@ -240,50 +257,49 @@ class Tracer(TorchDispatchMode):
         self._put(kind, outs, found, cause, tensors)
         return out
 
-    def _remembered_for(
-        self, kind: Kind, key: list, shadows: list[Shadow], tensors: list[Tensor]
-    ) -> list[Shadow] | None:
-        if kind.by_values or any(s.factor is not None for s in shadows):
-            return None
-        key += [(id(s), x.shape) for s, x in zip(shadows, tensors, strict=True)]
-        try:
-            return self._remembered.get(tuple(key))
-        except TypeError:
-            return None
+    def _key(self, key: list, shadows: list[Shadow], tensors: list[Tensor]) -> tuple | None:
+        """Under which the result is remembered."""
+        for shadow, x in zip(shadows, tensors, strict=True):
+            if shadow.factor is not None:
+                return None
+            key += (id(shadow), x.shape, x.dtype)
+        key.append(self.memory.samples)
+        return tuple(key)
 
-    def _remember(
-        self, kind: Kind, key: list, shadows: list[Shadow], tensors: list[Tensor], found: list[Shadow]
-    ) -> None:  # fmt: skip
-        if kind.by_values or any(s.factor is not None for s in (*shadows, *found)):
-            return
+    def _recalled(self, key: tuple) -> list[Shadow] | None:
         try:
-            self._remembered[tuple(key)] = found
-        except TypeError:  # an argument that has no hash
-            pass
+            found = self.shadows.remembered.get(key)
+        except TypeError:  # an argument without a hash
+            return None
+        return None if found is None else found[0]
 
     def _found(
         self, call: Operation, tensors: list[Tensor], shadows: list[Shadow], flags: int,
         before: list[Tensor] | None,
     ) -> list[Shadow]:  # fmt: skip
         """By the rule, else by the local probe."""
-        kept = flags & STICKY
+        learned = LEARNED if flags & TRAINED else 0
+        kept = flags & STICKY | learned
         if any(s.factor is not None for s in shadows) or call.name in ("mul", "div"):
-            found = factored(call, tensors, shadows)
+            found = factored(call, shadows)
             if found is not None:
                 return found
         told = None if call.kind.rule is None else call.kind.rule(call)
         if told is None:
             return probed(call, tensors, shadows, kept, before)
-        found = [self._shadow(x, out, kept) for x, out in zip(call.outs, told, strict=True)]
-        joins = call.name in _SHARP and any(s.mixed and s.degree is None for s in found)
-        if joins and self.probes and not any(s.mixed for s in shadows):
-            return probed(call, tensors, shadows, kept, before)
+        found = [
+            self._shadow(x, out, kept, learned) for x, out in zip(call.outs, told, strict=True)
+        ]
+        if call.name in _SHARP and self.probes and not any(s.mixed for s in shadows):
+            masked = kept & BY_VALUE and call.name == "bmm"
+            if any(s.mixed and (s.degree is None or masked) for s in found):
+                return probed(call, tensors, shadows, kept, before)
         return found
 
-    def _shadow(self, x: Tensor, out: Out | at.Attribution, kept: int) -> Shadow:
+    def _shadow(self, x: Tensor, out: Out | at.Attribution, kept: int, learned: int = 0) -> Shadow:
         if not isinstance(out, Out):
             out = Out(out)
-        flags = out.add if out.exact else (kept | out.add) & ~out.drop
+        flags = out.add | learned if out.exact else (kept | out.add | learned) & ~out.drop
         sample = at.fitted(out.sample, x.dim())
         sample = None if sample is None else sample.contiguous()
         return self.made(sample, flags, degree=out.degree, factor=out.factor)
@@ -308,10 +324,24 @@ class Tracer(TorchDispatchMode):
         for x, shadow in zip(outs, found, strict=True):
             if kind.writes:
                 self.memory.write(x, shadow, cause, whole=False)
+                self._compare_parts(x)
             elif self._lies_in(x, tensors):
                 self.memory.view(x, shadow)
             else:
                 self.memory.write(x, shadow, cause)
+
+    def _compare_parts(self, x: Tensor) -> None:
+        """Constants in one part of a memory, samples in another."""
+        base = base_of(x)
+        if base is None:
+            return
+        with self.aside():
+            record, own = self.memory.record(base), self.memory.found(base)
+            if record is None or own is None or own.sample is None or own.flags & MOVED:
+                return
+            if is_uneven(base, own.sample):
+                record.flags |= ORDER
+                record.shadows = {k: flagged(self, s) for k, s in record.shadows.items()}
 
     @staticmethod
     def _lies_in(x: Tensor, tensors: list[Tensor]) -> bool:
@@ -337,16 +367,17 @@ class Tracer(TorchDispatchMode):
         if factor is not None:
             call = Operation(self, kind, func, args, kwargs, tensors, shadows, outs)
             with self.aside():
-                found = factored(call, tensors, shadows)
+                found = factored(call, shadows)
             for x, shadow in zip(outs, found or [], strict=True):
                 self.memory.write(x, shadow, whole=not kind.writes)
             return out
-        trained = any(s.flags & TRAINED for s in shadows)
+        foreign = self._has_foreign(tensors, shadows)
+        trained = foreign or any(s.flags & TRAINED for s in shadows)
         drawn = kind.random or (kind.pointwise and any(s.flags & RANDOM for s in shadows))
-        shadow = self.shadows.of_no_sample(RANDOM * drawn | TRAINED * trained)
         # What is made of a tensor from elsewhere (a part of all labels) is from elsewhere, too.
         literal = kind.name in _LITERALS
-        elsewhere = not literal and any(self._from_nowhere(x) for x in tensors)
+        elsewhere = not literal and not trained and any(self._from_nowhere(x) for x in tensors)
+        shadow = self.shadows.of_no_sample(RANDOM * drawn | TRAINED * trained | FOREIGN * foreign)
         for x in outs:
             if kind.fresh:
                 self.memory.write(x, self._nobody(x))
@@ -360,13 +391,20 @@ class Tracer(TorchDispatchMode):
     def _from_nowhere(self, x: Tensor) -> bool:
         """No operation of this step has made it, and it is none of the model's."""
         return self.memory.record(x) is None and x not in self.known and not self.memory.knows(x)
+    @staticmethod
+    def _has_foreign(tensors: list[Tensor], shadows: list[Shadow]) -> bool:
+        """Trained tensors are among these that are none of the model's."""
+        return any(
+            s.flags & FOREIGN or (x.requires_grad and x.is_leaf and not s.flags & TRAINED)
+            for x, s in zip(tensors, shadows, strict=True)
+        )
 
     def _nobody(self, x: Tensor) -> Shadow:
         """Of memory that holds no numbers yet."""
         return self.made(at.everywhere(at.UNSEEN, x.dim())) if x.numel() else self.shadows.constant
 
     def _higher_order(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """An operator that calls functions of the user's: what it returns joins all that it was given."""
+        """An operator that calls functions of the user's: what it returns joins all it was given."""
         held = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         with self.aside():
             out = func(*args, **kwargs)
@@ -374,42 +412,10 @@ class Tracer(TorchDispatchMode):
             cause = Cause(str(func), self.lines.current(), (), current_task() != -1)
             for x in tree_leaves(out):
                 if isinstance(x, Tensor):
-                    self.memory.write(x, self.made(at.everywhere(at.SEVERAL, x.dim())), cause)
+                    self.memory.write(
+                        x, self.made(at.everywhere(at.SEVERAL, x.dim()), LEARNED), cause
+                    )
         return out
-
-    # What constants say
-
-    def _ordered(
-        self, kind: Kind, found: list[Shadow], tensors: list[Tensor], shadows: list[Shadow]
-    ) -> list[Shadow]:
-        """Constants that change from sample to sample say which number a sample has."""
-        own = found[0].sample if found else None
-        if own is None or found[0].flags & ORDER:
-            return found
-        axes = [axis - own.dim() for axis, n in enumerate(own.shape) if n > 1]
-        for x, shadow in zip(tensors, shadows, strict=True):
-            if shadow.held or x.numel() < 2 or shadow.flags & (RANDOM | TRAINED) or x.is_meta:
-                continue
-            if kind.pointwise:
-                alongside = any(-a <= x.dim() and x.shape[a] > 1 and x.stride(a) for a in axes)
-                with self.aside():
-                    changes = alongside and at.differs(x, own, bool(found[0].flags & MOVED))
-            else:
-                stacked = x.dim() > 2 and own.dim() == x.dim() and x.shape[0] > 1 < own.shape[0]
-                if not stacked or not x.stride(0):
-                    continue
-                with self.aside():
-                    changes = at.differs(
-                        x.flatten(-2)[..., None, :], own.amax((-1, -2), keepdim=True)
-                    )
-            if changes:
-                return [
-                    self.made(
-                        f.sample, f.flags | ORDER, degree=f.degree, part=f.part, factor=f.factor
-                    )
-                    for f in found
-                ]
-        return found
 
     # What comes from elsewhere
 
@@ -450,7 +456,8 @@ class Tracer(TorchDispatchMode):
 
     def _outside(self, x: Tensor) -> None:
         found = f"{list(x.shape)}", self.lines.current()
-        self.report.outside.append(found)
+        if found not in self.report.outside:
+            self.report.outside.append(found)
         if self.on_outside is not None:
             self.on_outside(x, found[1])
 
@@ -475,7 +482,7 @@ class Tracer(TorchDispatchMode):
 def _taken_apart(func: Any, args: tuple, kwargs: dict) -> tuple[list[Tensor], list]:
     """The tensors among the arguments, and what identifies the others."""
     tensors: list[Tensor] = []
-    key: list = [func]
+    key: list = [func, *kwargs]
     for value in args if not kwargs else (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             tensors.append(value)

@@ -1,0 +1,109 @@
+"""The law of independent samples, asked where trained tensors have met data and a gradient arrives.
+
+Every use of a trained tensor adds f(operands, gradient of its output) to the sum of gradients. If each
+entry of the output and of the gradient follows from one and the same sample, then that term is the
+sample's own; and what is done to one sample must be done to all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from fastclip.trace import attribution as at
+from fastclip.trace.order import changes_alongside
+from fastclip.trace.shadow import BY_VALUE, MOVED, ORDER, Shadow
+from fastclip.trace.tracer import Tracer
+
+
+class Law:
+    """Compares the gradients of one step with what they belong to, and reports to the tracer.
+
+    Args:
+        tracer: of the step.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        self.tracer = tracer
+        self._covered: dict[Hashable, tuple[set[int], object, str]] = {}
+        """How some samples were treated, and which these are."""
+
+    def gradient_arrived(
+        self, use: str, key: Hashable, out: Shadow, cause: object, gradient: Tensor | None
+    ) -> None:
+        """A gradient has arrived at what a trained tensor and data have made.
+
+        Args:
+            use: names it in findings. key: identifies the trained tensors. out: the output's shadow.
+            cause: where the output first followed from several samples. gradient: of the output; None if it
+                is zero.
+        """
+        tracer = self.tracer
+        if gradient is None:
+            return
+        report, got = tracer.report, tracer.shadow_of(gradient)
+        with tracer.aside(), torch.no_grad():
+            if not got.held and got.factor is None and not bool(gradient.any()):
+                return
+            report.factors.add(got.factor)
+            flags = out.flags | got.flags
+            if flags & BY_VALUE and use not in report.by_value:
+                report.by_value.append(use)
+            of_gradient = tracer.memory.cause(gradient)
+            if out.mixed or out.factor is not None:
+                report.add("unseen" if _is_unseen(out) else "forward", cause, use)
+            elif not _is_same(out, got):
+                report.add("unseen" if _is_unseen(got) else "gradient", of_gradient, use)
+            elif flags & ORDER or self._is_uneven(out, got, gradient):
+                report.add("order", cause or of_gradient, use)
+            elif not flags & MOVED:
+                self._cover(use, key, out, got, cause or of_gradient)
+
+    def _is_uneven(self, out: Shadow, got: Shadow, gradient: Tensor) -> bool:
+        """What is done to a sample depends on its number."""
+        own = out.sample
+        if own is None or (out.flags | got.flags) & (MOVED | BY_VALUE) or not out.whole:
+            return False
+        if got.sample is None:
+            return changes_alongside(gradient, own, got)
+        both = at.joined(own, got.sample)
+        assert both is not None
+        return any(
+            bool((none := x == at.NONE).any()) and at.differs(none, both) for x in (own, got.sample)
+        )
+
+    def _cover(self, use: str, key: Hashable, out: Shadow, got: Shadow, cause: object) -> None:
+        if out.whole and (got.whole or not got.held):
+            return
+        way = (key, out.part, got.part if got.held else None)
+        seen, first, name = self._covered.setdefault(way, (set(), cause, use))
+        seen |= got.samples if got.held else out.samples
+
+    def end_step(self) -> None:
+        """All gradients of the step have arrived."""
+        report = self.tracer.report
+        branched = any(read.of == "one sample" for read in report.reads)
+        for seen, cause, use in self._covered.values():
+            if len(seen) < self.tracer.memory.samples and not branched:
+                report.add("order", cause, use)
+        if len(report.factors) > 1:
+            report.add("gradient", None, "gradients that share no factor")
+        elif report.factors > {None} or report.factors - {None}:
+            report.add("factor", None, "all gradients")
+        self._covered.clear()
+
+
+def _is_unseen(shadow: Shadow) -> bool:
+    return shadow.sample is not None and bool((shadow.sample == at.UNSEEN).any())
+
+
+def _is_same(out: Shadow, got: Shadow) -> bool:
+    """Each entry is of one sample, or of none, in both."""
+    if got.mixed:
+        return False
+    if out.sample is None or got.sample is None:
+        return True
+    differ = (got.sample != out.sample) & (got.sample != at.NONE) & (out.sample != at.NONE)
+    return not bool(differ.any())

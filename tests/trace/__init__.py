@@ -1,0 +1,1 @@
+"""The trace of a real step, held against brute force."""

@@ -1,0 +1,176 @@
+"""A step of a plain module under the tracer, without an engine."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fastclip._torch import tree_leaves
+from fastclip.trace.attribution import SEVERAL
+from fastclip.trace.findings import HIDDEN, Report
+from fastclip.trace.law import Law
+from fastclip.trace.memory import geometry_of
+from fastclip.trace.shadow import TRAINED, Shadow
+from fastclip.trace.tracer import Tracer
+
+HIDDEN.append(__file__)
+
+READS = frozenset(
+    "tolist numpy __array__ data_ptr untyped_storage storage __dlpack__ __reduce_ex__".split()  # noqa: SIM905
+)
+"""Methods that hand numbers to what is not torch."""
+
+
+class Tensors:
+    """A set of tensors, by which object they are."""
+
+    def __init__(self, held: Iterable[Tensor]) -> None:
+        self._held = {id(x): x for x in held}
+
+    def __contains__(self, x: object) -> bool:
+        return id(x) in self._held
+
+
+def has_data(shadow: Shadow) -> bool:
+    """It follows from a sample."""
+    return shadow.sample is not None and (
+        bool(shadow.samples) or bool((shadow.sample == SEVERAL).any())
+    )
+
+
+class Standalone(Tracer):
+    """A tracer that asks the law by itself, at every operation that a trained tensor and data meet in."""
+
+    def __init__(self, known: Iterable[Tensor], **more: Any) -> None:
+        super().__init__(Tensors(known), **more)
+        self.law = Law(self)
+        self._made: dict[tuple, tuple] = {}
+        self._written: dict[int, tuple] = {}
+        self._hooked: set[tuple] = set()
+
+    def _followed(
+        self, func: Any, kind: Any, args: Any, kwargs: Any, tensors: list[Tensor], *more: Any
+    ) -> Any:
+        for x in tensors:
+            self.consumed(x)
+        out = super()._followed(func, kind, args, kwargs, tensors, *more)
+        shadows, flags = more[0], more[1]
+        if flags & TRAINED and any(map(has_data, shadows)):
+            trained = [
+                self.memory.serial(x)
+                for x, s in zip(tensors, shadows, strict=True)
+                if s.flags & TRAINED
+            ]
+            held = kind.name, self.lines.current(), tuple(trained)
+            for x in tree_leaves(out):
+                if isinstance(x, Tensor) and x.layout is torch.strided:
+                    memory = x.untyped_storage()._cdata
+                    if kind.writes:
+                        self._written[memory] = held
+                    self._made[memory, geometry_of(x)] = held
+        return out
+
+    def consumed(self, x: Tensor) -> None:
+        """Something is made of a tensor: if it is what a use has made, its gradient is looked at."""
+        if not (self._made or self._written) or not x.requires_grad or x.grad_fn is None:
+            return
+        if x.layout is not torch.strided or not self.shadow_of(x).held:
+            return
+        memory = x.untyped_storage()._cdata
+        found = self._made.pop((memory, geometry_of(x)), None) or self._written.get(memory)
+        place = id(x.grad_fn), x.output_nr
+        if found is None or place in self._hooked:
+            return
+        self._hooked.add(place)
+        name, line, trained = found
+        out, cause, key = self.shadow_of(x), self.memory.cause(x), (trained, tuple(x.shape[1:]))
+        use = f"{name} at {line}"
+        self.report.uses[use] = out
+        node = x.grad_fn  # held, as its number identifies it
+
+        def arrived(g: Tensor) -> None:
+            assert node is not None
+            self.law.gradient_arrived(use, key, out, cause, g)
+
+        x.register_hook(arrived)
+
+
+class Reads(TorchFunctionMode):
+    """Hears what Python reads."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in READS and args and isinstance(args[0], Tensor) and not self.tracer._idle:
+            shadow = self.tracer.shadow_of(args[0])
+            if shadow.held:
+                self.tracer.read(name, [shadow])
+                self.tracer.read_by_python = True
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Traced:
+    """What a traced step has shown.
+
+    Args:
+        report: of the tracer. degree: of the loss: 0 if it is a sum over samples, -1 if it is a mean.
+    """
+
+    report: Report
+    degree: int | None
+    tracer: Tracer
+
+    @property
+    def verdict(self) -> str:
+        return self.report.verdict
+
+    @property
+    def kinds(self) -> set[str]:
+        return {found.kind for found in self.report.findings}
+
+
+def traced(
+    model: nn.Module, step: Callable[[], Tensor], samples: Iterable[Tensor], *,
+    before: Callable[[Tracer], None] | None = None,
+) -> Traced:  # fmt: skip
+    """Run one step under the tracer.
+
+    Args:
+        model: whose parameters are trained. step: returns the loss. samples: tensors in which sample i
+            lies at position i of the first axis. before: called with the tracer, as it is entered.
+    """
+    samples = list(samples)
+    tracer = Standalone([*model.parameters(), *model.buffers()])
+    tracer.enter()
+    try:
+        for x in samples:
+            tracer.seed(x)
+        if before is not None:
+            before(tracer)
+        with Reads(tracer):
+            loss = step()
+        degree = tracer.shadow_of(loss).degree
+        tracer.consumed(loss)
+        loss.backward()
+        tracer.law.end_step()
+    finally:
+        tracer.leave()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    kept = [*samples, loss, *gradients]
+    if any(tracer.memory.alive(kept)):
+        gc.collect()
+    for record in tracer.memory.alive(kept):
+        tracer.report.add("carried", record.cause, "memory that is still held")
+    return Traced(tracer.report, degree, tracer)
