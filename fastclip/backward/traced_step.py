@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,15 +20,16 @@ from torch.utils.hooks import RemovableHandle
 
 from fastclip._torch import batch_listeners, current_task
 from fastclip.errors import GraphError, ParameterLeakError
-from fastclip.samples.inputs import flatten, tensors_of
-from fastclip.samples.place import Place
+from fastclip.samples.inputs import tensors_of
 from fastclip.trace import attribution as at
 from fastclip.trace.findings import Cause, Finding, Report
-from fastclip.trace.shadow import ORDER, POSITIONS, Shadow
+from fastclip.trace.law import Law
+from fastclip.trace.shadow import ORDER, Shadow
 from fastclip.trace.tracer import Tracer
 
 _STEPS = 2
 """Steps that are traced: of another batch size, the second tells a constant from 1 / b."""
+_OUTPUT = "the model's output"
 _DEGREES = {"sum": 0, "mean": -1}
 
 
@@ -45,6 +46,7 @@ class _Step:
     """The step that is being traced."""
 
     tracer: Tracer
+    law: Law
     seeded: bool = False
     """The batch of the loader has been seen."""
     unproven: object | None = None
@@ -162,7 +164,7 @@ class StepTrace:
         if not tracer.leave():  # another mode lies on top of it
             return None
         tracer.begin()
-        self._step = step = _Step(tracer)
+        self._step = step = _Step(tracer, Law(tracer))
         tracer.on_outside = partial(self._outside, step)
         tracer.enter()
         return step
@@ -210,13 +212,17 @@ class StepTrace:
         if step is None or seen is None or not step.tracer.observing:
             return
         tracer, out = step.tracer, seen.shadow
+        report, before = tracer.report, len(tracer.report.findings)
+        report.uses[use] = out
+        if step.unproven is not None:
+            return
+        step.law.gradient_arrived(use, use, out, seen.cause, gradient)
+        if samples_of is None or out.sample is None or len(report.findings) > before:
+            return
         with tracer.aside():
-            got = tracer.shadow_of(gradient)
-            cause = tracer.memory.cause(gradient)
-            tracer.report.uses[use] = out
-            expected = None if samples_of is None else samples_of(gradient)
-            if step.unproven is None:
-                _compare(tracer.report, use, seen, got, cause, expected)
+            expected = samples_of(gradient)
+            if expected is not None and bool(((out.sample != at.NONE) & (out.sample != expected)).any()):
+                report.add("gradient", tracer.memory.cause(gradient), use)
 
     def passed_on(
         self, x: Tensor | None, samples_of: Callable[[Tensor], Tensor | None]
@@ -254,12 +260,9 @@ class StepTrace:
     def _at_output(self, step: _Step, seen: Seen, gradient: Tensor) -> None:
         if not step.tracer.observing:
             return
-        tracer = step.tracer
-        with tracer.aside():
-            got, cause = tracer.shadow_of(gradient), tracer.memory.cause(gradient)
-            if seen.shadow.mixed and not got.held:
-                return
-            _compare(tracer.report, "the model's output", seen, got, cause, None)
+        got = step.tracer.shadow_of(gradient)
+        if not seen.shadow.mixed or got.held:
+            step.law.gradient_arrived(_OUTPUT, _OUTPUT, seen.shadow, seen.cause, gradient)
 
     def _outside(self, step: _Step, x: Tensor, line: str) -> None:
         kind = "parameter" if isinstance(x, nn.Parameter) else "tensor"
@@ -287,8 +290,9 @@ class StepTrace:
         report = step.tracer.report
         try:
             with step.tracer.aside():
+                step.law.end_step()
                 degrees = {step.tracer.shadow_of(x).degree for x in losses if not x.dim()}
-            found = [f for f in report.findings if f.kind not in ("forward", "order of samples")]
+            found = report.findings
             if scale_invariant and len(report.factors) == 1:
                 found = [f for f in found if f.kind != "factor"]
             if found and batch_size > 1:
@@ -350,30 +354,6 @@ def transforms() -> bool:
     from fastclip._torch import transformed
 
     return transformed()
-
-
-def _compare(
-    report: Report, use: str, seen: Seen, got: Shadow, cause: object | None, expected: Tensor | None
-) -> None:  # fmt: skip
-    """Hold the gradient that arrives against the output that it is for."""
-    out, own = seen.shadow, seen.shadow.sample
-    if out.mixed:
-        report.add("forward", seen.cause, use)
-        return
-    if got.held:
-        report.factors.add(got.factor)
-    if own is not None and got.sample is not None:
-        other = got.sample
-        wrong = (other >= at.SEVERAL) | (other != own) & (other != at.NONE) & (own != at.NONE)
-        if expected is not None and not bool(wrong.any()):
-            wrong = (own != at.NONE) & (own != expected)
-        if bool(wrong.any()):
-            report.add("gradient", cause, use)
-            return
-    if (out.flags | got.flags) & ORDER:
-        report.add("order of samples" if out.flags & ORDER else "order", cause, use)
-    elif got.factor is not None:
-        report.add("factor", cause, use)
 
 
 def _said(found: Finding) -> str:
