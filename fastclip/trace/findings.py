@@ -126,6 +126,8 @@ class Report:
     uses: dict[str, Any] = field(default_factory=dict)
     """Shadows of the outputs of layers and uses, by their name."""
     factors: set[int | None] = field(default_factory=set)
+    factor_cause: Cause | None = None
+    """Where a number of the whole batch first became a factor."""
     operations: int = 0
 
     def add(self, kind: str, cause: Any, use: str) -> None:

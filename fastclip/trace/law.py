@@ -89,9 +89,9 @@ class Law:
             if len(seen) < self.tracer.memory.samples and not branched:
                 report.add("order", cause, use)
         if len(report.factors) > 1:
-            report.add("gradient", None, "gradients that share no factor")
+            report.add("gradient", report.factor_cause, "gradients that share no factor")
         elif report.factors > {None} or report.factors - {None}:
-            report.add("factor", None, "all gradients")
+            report.add("factor", report.factor_cause, "all gradients")
         self._covered.clear()
 
 

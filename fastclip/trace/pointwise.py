@@ -154,7 +154,7 @@ def factored(call: Operation, shadows: Sequence[Shadow]) -> list[Shadow] | None:
         None: there is no such number in it, and the rule decides.
     """
     found = _times_shared(call)
-    if found is not None or all(s.factor is None for s in shadows):
+    if found is not None or call.name.endswith("_like") or all(s.factor is None for s in shadows):
         return found
     factor = _kept_factor(call)
     told = None if factor is None else _told(call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -40,8 +40,7 @@ from fastclip.trace.shadow import (
 )
 
 _SHARP = frozenset(
-    "bmm baddbmm mm addmm convolution convolution_backward index_add masked_scatter cumsum "
-    "_scaled_dot_product_flash_attention_for_cpu".split()  # noqa: SIM905
+    ["bmm", "baddbmm", "mm", "addmm", "convolution", "convolution_backward", "index_add", "masked_scatter", "cumsum", "_scaled_dot_product_flash_attention_for_cpu"]
 )
 """Operations in which weights of 0 may keep samples independent that the rule joins."""
 _KINDS: dict[Any, Kind] = {}
@@ -182,6 +181,8 @@ class Tracer(TorchDispatchMode):
         self.report.operations += 1
         tensors, key = _taken_apart(func, args, kwargs)
         shadows = [self._met(x) for x in tensors]
+        if self.memory.samples > 1 and None in map(self.memory.record, tensors):
+            shadows = self._from_elsewhere(func, args, tensors, shadows)
         hot, flags, factor = False, 0, False
         for shadow in shadows:
             hot |= shadow.sample is not None
@@ -197,8 +198,10 @@ class Tracer(TorchDispatchMode):
             for x, shadow in zip(tensors, shadows, strict=True):
                 if shadow.flags & FOREIGN:
                     self._outside(x)
-        if None in map(self.memory.record, tensors):
-            shadows = self._from_elsewhere(func, args, tensors, shadows)
+        for x, shadow in zip(tensors, shadows, strict=True):
+            if x.requires_grad and shadow is self.shadows.constant and self.memory.record(x) is None:
+                self._outside(x)
+                self.memory.write(x, self.shadows.of_no_sample(TRAINED))
         return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key)
 
     def _kind(self, func: Any) -> Kind | None:
@@ -308,6 +311,9 @@ class Tracer(TorchDispatchMode):
         self, kind: Kind, tensors: list[Tensor], shadows: list[Shadow], found: list[Shadow]
     ) -> object | None:
         """Where what the operation returns first followed from several samples."""
+        if self.report.factor_cause is None and any(s.factor is not None for s in found):
+            shapes = tuple(tuple(x.shape) for x in tensors)
+            self.report.factor_cause = Cause(kind.base, self.lines.current(), shapes)
         if not any(s.mixed and s.degree is None for s in found):
             return None
         for x, shadow in zip(tensors, shadows, strict=True):
@@ -422,27 +428,18 @@ class Tracer(TorchDispatchMode):
     def _from_elsewhere(
         self, func: Any, args: tuple, tensors: list[Tensor], shadows: list[Shadow]
     ) -> list[Shadow]:
-        """Tensors that no operation of this step has made, as they meet data for the first time."""
+        """Tensors as long as the batch that no operation of this step has made, as it meets them."""
         channels = {
             id(args[k]) for k, a in enumerate(func._schema.arguments)
             if k < len(args) and a.name in _OF_CHANNELS and isinstance(args[k], Tensor)
         }  # fmt: skip
         found = list(shadows)
         for k, x in enumerate(tensors):
-            if (
-                shadows[k].held
-                or self.memory.record(x) is not None
-                or x.layout is not torch.strided
-            ):
+            if x.requires_grad or id(x) in channels or x.layout is not torch.strided:
                 continue
-            if x.requires_grad:
-                self._outside(x)
-                found[k] = self.shadows.of_no_sample(TRAINED)
-                self.memory.write(x, found[k])
-            elif id(x) not in channels and current_task() == -1 and self._from_nowhere(x):
-                axis = self._samples_axis(x, tensors, shadows)
-                again = self.memory.was_given(x) and not self.same_samples
-                if axis is not None and not again:
+            if self._from_nowhere(x) and current_task() == -1:
+                axis = self._samples_axis(x)
+                if axis is not None and (self.same_samples or not self.memory.was_given(x)):
                     self._seed_elsewhere(x, axis)
                     found[k] = self.shadow_of(x)
         return found
@@ -461,22 +458,10 @@ class Tracer(TorchDispatchMode):
         if self.on_outside is not None:
             self.on_outside(x, found[1])
 
-    def _samples_axis(
-        self, x: Tensor, tensors: Sequence[Tensor], shadows: Sequence[Shadow]
-    ) -> int | None:
-        """The axis of `x` that is as long as the batch: rather one along the samples in what it meets."""
+    def _samples_axis(self, x: Tensor) -> int | None:
+        """The first axis that is as long as the batch."""
         samples = self.memory.samples
-        long = [a for a, n in enumerate(x.shape) if n == samples > 1 and x.stride(a)]
-        for y, shadow in zip(tensors, shadows, strict=True):
-            if shadow.sample is None or shadow.mixed:
-                continue
-            wide = [a for a, n in enumerate(shadow.sample.shape) if n > 1]
-            if len(wide) != 1 or shadow.sample.shape[wide[0]] != samples:
-                continue
-            for axis in (wide[0], wide[0] - y.dim() + x.dim()):
-                if axis in long:
-                    return axis
-        return long[0] if long else None
+        return next((a for a, n in enumerate(x.shape) if n == samples and x.stride(a)), None)
 
 
 def _taken_apart(func: Any, args: tuple, kwargs: dict) -> tuple[list[Tensor], list]:
