@@ -8,9 +8,10 @@ the functions that need them.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
@@ -363,3 +364,38 @@ def creation_number() -> int:
 def number_of(node: Any) -> int:
     """The number that a node of the graph got when it was made."""
     return node._sequence_nr()
+
+
+class BackwardListeners:
+    """Who hears of backward passes that are about to begin, and on which losses."""
+
+    def __init__(self) -> None:
+        self._told: list[Callable[[Sequence[Tensor]], None]] = []
+        self._plain: Any = None
+
+    def add(self, told: Callable[[Sequence[Tensor]], None]) -> None:
+        """From now on `told` hears of every call of torch.autograd.backward."""
+        self._told.append(told)
+        if self._plain is not None:
+            return
+        self._plain = plain = torch.autograd.backward
+
+        @functools.wraps(plain)
+        def heard(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            losses = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
+            for listener in list(self._told):
+                listener([x for x in losses if isinstance(x, Tensor)])
+            plain(tensors, *args, **kwargs)
+
+        torch.autograd.backward = heard
+
+    def remove(self, told: Callable[[Sequence[Tensor]], None]) -> None:
+        """It hears of no more."""
+        self._told = [other for other in self._told if other is not told]
+        if not self._told and self._plain is not None:
+            torch.autograd.backward, self._plain = self._plain, None
+
+
+backward_listeners = BackwardListeners()
+TARGET, TOTAL_WEIGHT = "_saved_target", "_saved_total_weight"
+"""What the node of a mean over classes holds: the labels, and the sum of their weights."""

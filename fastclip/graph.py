@@ -7,7 +7,8 @@ They can be differentiated once; a second derivative is refused with a sentence 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Container, Iterable
+from collections import deque
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -40,6 +41,26 @@ def private_function(function: type[Function]) -> type[Function]:
 def is_private(node: Node) -> bool:
     """Whether a node of the graph is a private layer's, or use's."""
     return type(node) in _PRIVATE
+
+
+def above_private(nodes: deque[Node], private: list[Node] | None = None) -> Iterator[Node]:
+    """The nodes that are reached without going through a private layer's or use's, nearest ones first.
+
+    Args:
+        nodes: to begin with; it is used up. private: takes the private nodes that stopped the walk.
+    """
+    seen: set[Node] = set()
+    while nodes:
+        node = nodes.popleft()
+        if node in seen:
+            continue
+        seen.add(node)
+        if is_private(node):
+            if private is not None:
+                private.append(node)
+            continue
+        yield node
+        nodes.extend(below for below, _ in node.next_functions if below is not None)
 
 
 def differentiable_once(backward: Callable[..., tuple]) -> Callable[..., tuple]:

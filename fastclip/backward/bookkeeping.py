@@ -291,7 +291,7 @@ class BookKeeper:
             self.caught(current, factor)
             return
         drawn = self.batch.find(batch_size)
-        norm_sq = current.norms(factor)
+        norm_sq = self.trace.guarded(current.norms(factor))
         per_layer = self.clipping.strategy.threshold.per_layer
         layers = current.places(self.names, norm_sq.device) if per_layer else None
         write = partial(current.write, self.sums, factor)

@@ -8,7 +8,7 @@ are no parameters of the model, so no hook of ours is on them; the graph of the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from fastclip._torch import current_task
 from fastclip.backward.loss_graph import running_roots
 from fastclip.errors import ParameterLeakError
-from fastclip.graph import Node, is_private, takes_part
+from fastclip.graph import Node, above_private, takes_part
 from fastclip.samples.calls import Forward
 from fastclip.samples.inputs import tensors_of
 
@@ -63,7 +63,7 @@ class Outside:
         if forward.inputs is not None:
             inputs = (x for x in tensors_of(forward.inputs) if x.requires_grad)
             nodes.extend(get_gradient_edge(x).node for x in inputs)
-        for node in _above_private(nodes):
+        for node in above_private(nodes):
             leaf = getattr(node, "variable", None)
             if leaf is None or any(leaf in some for some in known):
                 continue
@@ -89,15 +89,3 @@ def _is_trained(leaf: Tensor, rows: int | None) -> bool:
     if isinstance(leaf, nn.Parameter):
         return True
     return type(leaf) is Tensor and rows is not None and rows not in leaf.shape
-
-
-def _above_private(nodes: deque[Node]) -> Iterator[Node]:
-    """The nodes that are reached without going through a private layer's, nearest ones first."""
-    seen: set[Node] = set()
-    while nodes:
-        node = nodes.popleft()
-        if node in seen or is_private(node):
-            continue
-        seen.add(node)
-        yield node
-        nodes.extend(below for below, _ in node.next_functions if below is not None)

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fastclip._torch import batch_listeners, current_task
+from fastclip.backward.loss_guard import LossGuard
 from fastclip.errors import GraphError, ParameterLeakError
 from fastclip.samples.inputs import tensors_of
 from fastclip.trace import attribution as at
-from fastclip.trace.findings import Cause, Finding, Report
+from fastclip.trace.findings import IGNORED_LABELS, Cause, Finding, Report
 from fastclip.trace.law import Law
 from fastclip.trace.shadow import ORDER, Shadow
 from fastclip.trace.tracer import Tracer
@@ -73,6 +74,7 @@ class StepTrace:
         self._step: _Step | None = None
         self._reads: Callable[[Any], bool] | None = None
         self._remove: Callable[[], None] | None = None
+        self._guard: LossGuard | None = None
         self._constants: list[weakref.ref[Tensor]] = []
         """Tensors that the model held at make_private."""
 
@@ -302,9 +304,20 @@ class StepTrace:
             self.reports = [*self.reports[-1:], report]
             self.end()
         if batch_size > 1:
+            if IGNORED_LABELS in report.guards and not scale_invariant and self._guard is None:
+                self._guard = LossGuard(self._is_ours)
             self.left -= 1
             if not self.left:
                 self.finish()
+
+    def _is_ours(self, node: Any) -> bool:
+        call = node.call
+        keeper = call.handle.keeper if hasattr(call, "handle") else call.interceptor.keeper
+        return keeper.trace is self
+
+    def guarded(self, norm_sq: Tensor) -> Tensor:
+        """Squared norms, NaN if what was found of the loss does not hold in this step."""
+        return norm_sq if self._guard is None else self._guard.void(norm_sq)
 
     def _check_degree(self, degrees: set[int | None], mean: bool, batch_size: int) -> None:
         if len(degrees) != 1 or batch_size < 2:

@@ -60,6 +60,10 @@ def _shown(name: str, number: int) -> str:
     return f"{Path(name).name}:{number}"
 
 
+IGNORED_LABELS = "no label is ignored"
+"""A guard: in every later step a mean over classes counts all labels."""
+
+
 @dataclass(frozen=True)
 class Cause:
     """An operation whose result follows from several samples.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastclip.trace import attribution as at
+from fastclip.trace.findings import IGNORED_LABELS
 from fastclip.trace.operation import BY_VALUES, Operation, Out, rule
 from fastclip.trace.shadow import BY_VALUE, LEARNED, MOVED, POSITIONS
 
@@ -330,7 +331,8 @@ def _classes(call: Operation) -> list[Any]:
     mean = given["reduction"] == 1
     uneven = mean and call.of(y) is not None and _counts_differ(call, y, given)
     if mean and call.of(y) is not None and not uneven:
-        call.tracer.report.guards.add("ignored labels")
+        call.tracer.guarded_labels.add(y.untyped_storage()._cdata)
+        call.tracer.report.guards.add(IGNORED_LABELS)
     if call.name.endswith("backward"):
         return [_classes_backward(call, own.unsqueeze(axis), uneven)]
     if given["reduction"] == 0:

@@ -105,9 +105,14 @@ def _absorbed(call: Operation, operands: Sequence[Tensor], own: Tensor) -> Tenso
 
 
 def _ignored(call: Operation) -> list[Out] | None:
-    """`labels == -100` where no label is: the same for all samples, as a guard of later steps says."""
-    value = call.args[1]
+    """`labels == -100` where no label is: the same for all samples, as a guard of later steps says.
+
+    That guard watches the labels of a mean of torch's own, which label smoothing goes through first.
+    """
+    labels, value = call.args[:2]
     if not isinstance(value, int) or isinstance(value, bool) or value >= 0 or call.outs[0].is_meta:
+        return None
+    if labels.untyped_storage()._cdata not in call.tracer.guarded_labels:
         return None
     held = at.expanded(call.of(call.args[0]), call.outs[0].shape) != at.NONE
     if bool((call.outs[0] & held).any()):

@@ -75,6 +75,8 @@ class Tracer(TorchDispatchMode):
         self.same_samples: bool | None = None
         """The batch is that of an earlier step; None: nothing of it has been seen."""
         """Numbers of samples have left torch in this step."""
+        self.guarded_labels: set[int] = set()
+        """Memory of labels that a guard watches in later steps."""
         self.on_outside: Callable[[Tensor, str], None] | None = None
         """Called with a trained tensor that is none of the model's, and the line where it meets data."""
         self._idle = 0
@@ -102,6 +104,7 @@ class Tracer(TorchDispatchMode):
         """Another step: nothing is known of its batch."""
         self.report, self.read_by_python, self.memory.samples = Report(), False, 0
         self.same_samples = None
+        self.guarded_labels.clear()
 
     def end(self) -> None:
         """The step is over: what of it is still held may be read by the next one."""
