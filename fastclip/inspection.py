@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 from weakref import ref
 
 import torch
@@ -26,6 +26,7 @@ from fastclip.mechanism import Mechanism, neighbours, trusted
 from fastclip.optim.opacus_modes import OpacusModes
 from fastclip.parallel.ranks import Ranks
 from fastclip.planner.report import Plan, PlanLog
+from fastclip.trace.findings import Proof
 
 _NOISE, _ROWS, _BITS, _TAILS = (
     "noise of the gradients and of counts", "which rows are drawn",
@@ -163,13 +164,20 @@ class InspectedEngine(OpacusModes):
         run = self._last_run()
         return run.plan_log.plan(run.looks)
 
+    @overload
+    def explain(self) -> Proof: ...
+
+    @overload
+    def explain(self, *, module: nn.Module, **setup: Any) -> Explanation: ...
+
     def explain(
-        self, *, module: nn.Module, optimizer: torch.optim.Optimizer | None = None,
+        self, *, module: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None,
         data_loader: DataLoader | None = None, criterion: Any = None, delta: float | None = None,
         poisson_sampling: bool = True, loss_reduction: str = "mean", batch: Any = None,
         **sampling: Any,
-    ) -> Explanation:  # fmt: skip
-        """What `make_private` would do with these arguments; print it before training.
+    ) -> Explanation | Proof:  # fmt: skip
+        """What `make_private` would do with these arguments; or, without any, what the traced steps of
+        the last private model have shown. Print it.
 
         It names what is trained and frozen, layers without a rule of their own, whatever would be
         refused, and known traps: rows not drawn by Poisson sampling, a last incomplete batch, delta
@@ -177,7 +185,8 @@ class InspectedEngine(OpacusModes):
         changed, and no data is looked at but `batch`.
 
         Args:
-            module: the model, before `make_private`. The rest: as for `make_private`, as far as known.
+            module: the model, before `make_private`; None: the last one that was made private. The
+                rest: as for `make_private`, as far as known.
             delta: that of the epsilon to be stated.
             batch: what the model is called with: a tensor, a tuple of arguments, a dictionary of
                 keywords. A copy of the model is then run on a few of its rows, as in the first step:
@@ -185,8 +194,15 @@ class InspectedEngine(OpacusModes):
             sampling: sample_rate, expected_batch_size, unit_ids, ... as for `make_private`.
 
         Returns:
-            An Explanation, with `rows`, `frozen`, `slow`, `refused` and `traps`.
+            An Explanation, with `rows`, `frozen`, `slow`, `refused` and `traps`; without `module` a
+            `fastclip.trace.findings.Proof`: the operations in which samples met, and what follows.
+
+        Raises:
+            StepError: without `module`, before make_private.
         """
+        if module is None:
+            keeper = self._last_run().keeper
+            return Proof(()) if keeper is None else keeper.trace.proof
         return explain(
             Setup(
                 module, optimizer, data_loader, criterion, delta, poisson_sampling, loss_reduction,

@@ -30,6 +30,7 @@ OUTSIDE = (
     "pass in `with engine.paused():`"
 )
 
+
 class Outside:
     """Looks, as a backward pass opens, for leaves that may be trained and are not the private model's.
 

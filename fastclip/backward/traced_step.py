@@ -23,7 +23,7 @@ from fastclip.backward.loss_guard import LossGuard
 from fastclip.errors import GraphError, ParameterLeakError
 from fastclip.samples.inputs import tensors_of
 from fastclip.trace import attribution as at
-from fastclip.trace.findings import IGNORED_LABELS, Cause, Finding, Report
+from fastclip.trace.findings import IGNORED_LABELS, Cause, Finding, Proof, Report
 from fastclip.trace.law import Law
 from fastclip.trace.shadow import ORDER, Shadow
 from fastclip.trace.tracer import Tracer
@@ -74,6 +74,7 @@ class StepTrace:
         self._step: _Step | None = None
         self._reads: Callable[[Any], bool] | None = None
         self._remove: Callable[[], None] | None = None
+        self._unproven: list[str] = []
         self._guard: LossGuard | None = None
         self._constants: list[weakref.ref[Tensor]] = []
         """Tensors that the model held at make_private."""
@@ -83,6 +84,11 @@ class StepTrace:
 
     def __reduce__(self) -> Any:
         return StepTrace, ({}, {}, self._axis)
+
+    @property
+    def proof(self) -> Proof:
+        """What the traced steps have shown."""
+        return Proof(tuple(self.reports), tuple(dict.fromkeys(self._unproven)))
 
     # What is traced
 
@@ -223,12 +229,12 @@ class StepTrace:
             return
         with tracer.aside():
             expected = samples_of(gradient)
-            if expected is not None and bool(((out.sample != at.NONE) & (out.sample != expected)).any()):
+            if expected is not None and bool(
+                ((out.sample != at.NONE) & (out.sample != expected)).any()
+            ):
                 report.add("gradient", tracer.memory.cause(gradient), use)
 
-    def passed_on(
-        self, x: Tensor | None, samples_of: Callable[[Tensor], Tensor | None]
-    ) -> None:
+    def passed_on(self, x: Tensor | None, samples_of: Callable[[Tensor], Tensor | None]) -> None:
         """A private layer has returned its input's gradient."""
         step = self._step
         if step is None or x is None or not step.tracer.observing:
@@ -301,7 +307,9 @@ class StepTrace:
                 raise GraphError(_said(found[0]))
             self._check_degree(degrees, mean, batch_size)
         finally:
-            self.reports = [*self.reports[-1:], report]
+            self.reports = [*self.reports[1 - _STEPS :], report]
+            if step.unproven is not None:
+                self._unproven.append(f"the model's forward ({step.unproven})")
             self.end()
         if batch_size > 1:
             if IGNORED_LABELS in report.guards and not scale_invariant and self._guard is None:

@@ -114,7 +114,15 @@ class Calls:
     def __getstate__(self) -> dict[str, Any]:
         """A copy, which may be pickled, learns its layouts anew: they name places in running code."""
         left: dict[str, Any] = dict.fromkeys(("probe", "intercepting", "shards"))
-        left = {**left, "aside": nullcontext, "_running": [], "layouts": {}, "looks": [], "trusted": [], "paused": False}
+        left = {
+            **left,
+            "aside": nullcontext,
+            "_running": [],
+            "layouts": {},
+            "looks": [],
+            "trusted": [],
+            "paused": False,
+        }
         return {**self.__dict__, **left}
 
     @property

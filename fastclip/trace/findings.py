@@ -130,6 +130,8 @@ class Report:
     uses: dict[str, Any] = field(default_factory=dict)
     """Shadows of the outputs of layers and uses, by their name."""
     factors: set[int | None] = field(default_factory=set)
+    mixing: list[Cause] = field(default_factory=list)
+    """Operations in which samples met, in their order."""
     factor_cause: Cause | None = None
     """Where a number of the whole batch first became a factor."""
     operations: int = 0
@@ -154,3 +156,61 @@ class Report:
         if self.reads:
             return "path"
         return "values" if self.by_value or self.probed else "proven"
+
+
+_VERDICTS = {
+    "coupled": "samples depend on each other",
+    "path": "proven for the path that this step took, which follows from numbers that Python read",
+    "values": "proven with the values of this batch",
+    "proven": "proven",
+}
+_MOST_LINES = 12
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the traced steps of a private model have shown; `print` it.
+
+    Args:
+        steps: a report for each traced step. unproven: parts of the model's forward that dry runs compare
+            instead, because the trace does not prove them.
+    """
+
+    steps: tuple[Report, ...]
+    unproven: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return "no step has been traced yet: explain() after the first backward pass"
+        lines = []
+        for number, report in enumerate(self.steps, 1):
+            lines.append(
+                f"traced step {number}: {_VERDICTS[report.verdict]} "
+                f"({report.operations:,} operations, {len(report.uses)} uses of parameters)"
+            )
+            sections: dict[str, list[str]] = {
+                "samples met in": [str(cause) for cause in report.mixing],
+                "not independent": [f"{f.use}: {f.kind}, {f.cause}" for f in report.findings],
+                "numbers read by Python": [
+                    f"{r.what} at {r.line}, of {r.of}" for r in report.reads
+                ],
+                "proven by trying values": [
+                    f"{name} ({n} times)" for name, n in report.probed.items()
+                ],
+                "holds for this batch": report.by_value,
+                "watched in later steps": sorted(report.guards),
+                "trained, but not in the model": [
+                    f"{shape} at {line}" for shape, line in report.outside
+                ],
+            }
+            for title, entries in sections.items():
+                lines += _listed(title, entries)
+        return "\n".join([*lines, *_listed("compared by dry runs", self.unproven)])
+
+
+def _listed(title: str, entries: Iterable[str]) -> list[str]:
+    found = list(dict.fromkeys(entries))
+    if not found:
+        return []
+    more = [f"    and {len(found) - _MOST_LINES} more"] if len(found) > _MOST_LINES else []
+    return [f"  {title}:", *(f"    {entry}" for entry in found[:_MOST_LINES]), *more]

@@ -40,7 +40,18 @@ from fastclip.trace.shadow import (
 )
 
 _SHARP = frozenset(
-    ["bmm", "baddbmm", "mm", "addmm", "convolution", "convolution_backward", "index_add", "masked_scatter", "cumsum", "_scaled_dot_product_flash_attention_for_cpu"]
+    [
+        "bmm",
+        "baddbmm",
+        "mm",
+        "addmm",
+        "convolution",
+        "convolution_backward",
+        "index_add",
+        "masked_scatter",
+        "cumsum",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    ]
 )
 """Operations in which weights of 0 may keep samples independent that the rule joins."""
 _KINDS: dict[Any, Kind] = {}
@@ -202,7 +213,11 @@ class Tracer(TorchDispatchMode):
                 if shadow.flags & FOREIGN:
                     self._outside(x)
         for x, shadow in zip(tensors, shadows, strict=True):
-            if x.requires_grad and shadow is self.shadows.constant and self.memory.record(x) is None:
+            if (
+                x.requires_grad
+                and shadow is self.shadows.constant
+                and self.memory.record(x) is None
+            ):
                 self._outside(x)
                 self.memory.write(x, self.shadows.of_no_sample(TRAINED))
         return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key)
@@ -323,7 +338,10 @@ class Tracer(TorchDispatchMode):
             if shadow.held and (earlier := self.memory.cause(x)) is not None:
                 return earlier
         held = tuple(tuple(x.shape) for x in tensors)
-        return Cause(kind.base, self.lines.current(), held, current_task() != -1)
+        cause = Cause(kind.base, self.lines.current(), held, current_task() != -1)
+        if cause not in self.report.mixing:
+            self.report.mixing.append(cause)
+        return cause
 
     def _put(
         self, kind: Kind, outs: list[Tensor], found: list[Shadow], cause: object | None,
@@ -400,6 +418,7 @@ class Tracer(TorchDispatchMode):
     def _from_nowhere(self, x: Tensor) -> bool:
         """No operation of this step has made it, and it is none of the model's."""
         return self.memory.record(x) is None and x not in self.known and not self.memory.knows(x)
+
     @staticmethod
     def _has_foreign(tensors: list[Tensor], shadows: list[Shadow]) -> bool:
         """Trained tensors are among these that are none of the model's."""
