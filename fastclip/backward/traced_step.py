@@ -385,6 +385,11 @@ def _said(found: Finding) -> str:
             f"Your loss is divided or multiplied by a number of the whole batch ({what}), so samples are "
             "not independent. Divide by a constant, or use clipping='automatic' with gamma=0."
         )
+    if found.kind == "read":
+        return (
+            f"Your loss depends on {what}, so samples are not independent. "
+            "Compute the loss without numbers that are read from the batch."
+        )
     if found.kind == "order":
         return (
             f"Your loss depends on a sample's position in the batch ({what}), so samples are not independent. "

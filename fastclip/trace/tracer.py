@@ -90,6 +90,8 @@ class Tracer(TorchDispatchMode):
         """Memory of labels that a guard watches in later steps."""
         self.on_outside: Callable[[Tensor, str], None] | None = None
         """Called with a trained tensor that is none of the model's, and the line where it meets data."""
+        self._numbers: dict[float, str] = {}
+        """Read from several samples, and where."""
         self._idle = 0
         self._thread: int | None = None
         self.stopped = False
@@ -116,6 +118,7 @@ class Tracer(TorchDispatchMode):
         self.report, self.read_by_python, self.memory.samples = Report(), False, 0
         self.same_samples = None
         self.guarded_labels.clear()
+        self._numbers.clear()
 
     def end(self) -> None:
         """The step is over: what of it is still held may be read by the next one."""
@@ -170,16 +173,21 @@ class Tracer(TorchDispatchMode):
         """A shadow in this batch."""
         return self.shadows.of(sample, self.memory.samples, flags, **more)
 
-    def read(self, what: str, shadows: Iterable[Shadow]) -> None:
-        """Numbers leave torch."""
+    def read(self, what: str, shadows: Iterable[Shadow]) -> str:
+        """Numbers leave torch.
+
+        Returns:
+            Of what they are: "several samples", "one sample" or "chance".
+        """
         held = [shadow for shadow in shadows if shadow.held]
         of = "chance"
         if held:
             mixed = any(s.mixed or s.sample.unique().numel() > 1 for s in held)  # type: ignore[union-attr]
             of = "several samples" if mixed else "one sample"
-        found = Read(what, of, self.lines.current())
+        found = Read("item" if what == "_local_scalar_dense" else what, of, self.lines.current())
         if found not in self.report.reads:
             self.report.reads.append(found)
+        return of
 
     # Operations
 
@@ -203,8 +211,7 @@ class Tracer(TorchDispatchMode):
             factor |= shadow.factor is not None
             flags |= shadow.flags
         if kind.reads and (hot or flags & RANDOM):
-            self.read(kind.name, shadows)
-            return func(*args, **kwargs)
+            return self._read_number(kind, func(*args, **kwargs), shadows)
         if not hot:
             return self._constant(func, kind, args, kwargs, tensors, shadows)
         self.lines.note()
@@ -221,6 +228,31 @@ class Tracer(TorchDispatchMode):
                 self._outside(x)
                 self.memory.write(x, self.shadows.of_no_sample(TRAINED))
         return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key)
+
+    def _read_number(self, kind: Kind, value: Any, shadows: list[Shadow]) -> Any:
+        if self.read(kind.name, shadows) == "several samples" and not isinstance(value, bool):
+            self._numbers.setdefault(value, self.lines.current())
+        return value
+
+    def _check_numbers(self, kind: Kind, args: tuple, tensors: list[Tensor]) -> None:
+        """A number that Python has read from several samples comes back as an argument."""
+        for value in args:
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                continue
+            line = self._numbers.get(value)
+            sizes = {
+                0,
+                1,
+                -1,
+                self.memory.samples,
+                *(n for x in tensors for n in (*x.shape, x.numel())),
+            }
+            if line is not None and value not in sizes:
+                cause = Cause(
+                    f"a number of several samples, read at {line}, in {kind.base}",
+                    self.lines.current(),
+                )
+                self.report.add("read", cause, "your loss")
 
     def _kind(self, func: Any) -> Kind | None:
         if not hasattr(func, "_schema"):
@@ -246,6 +278,8 @@ class Tracer(TorchDispatchMode):
         shadows: list[Shadow], flags: int, key: list,
     ) -> Any:  # fmt: skip
         """An operation on samples."""
+        if self._numbers and kind.pointwise:
+            self._check_numbers(kind, args, tensors)
         before = [x.clone() for x in tensors] if kind.writes and kind.rule is None else None
         beside = tensors
         if kind.writes and kind.pointwise and not shadows[0].held and tensors[0].numel() > 1:
