@@ -14,7 +14,8 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter, methodcaller
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -366,33 +367,52 @@ def number_of(node: Any) -> int:
     return node._sequence_nr()
 
 
+class BackwardListener(Protocol):
+    """Hears of the backward passes of this process."""
+
+    def begins(self, losses: Sequence[Tensor]) -> None:
+        """A pass is about to begin on these losses."""
+
+    def ended(self, failed: bool) -> None:
+        """It is over."""
+
+
 class BackwardListeners:
-    """Who hears of backward passes that are about to begin, and on which losses."""
+    """Those who hear of calls of torch.autograd.backward; they are not kept alive."""
 
     def __init__(self) -> None:
-        self._told: list[Callable[[Sequence[Tensor]], None]] = []
+        self._all: WeakSet[BackwardListener] = WeakSet()
         self._plain: Any = None
 
-    def add(self, told: Callable[[Sequence[Tensor]], None]) -> None:
-        """From now on `told` hears of every call of torch.autograd.backward."""
-        self._told.append(told)
+    def add(self, listener: BackwardListener) -> None:
+        """It hears of every call from now on."""
+        self._all.add(listener)
         if self._plain is not None:
             return
         self._plain = plain = torch.autograd.backward
 
         @functools.wraps(plain)
         def heard(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            listeners = list(self._all)
+            if not listeners or current_task() != -1:
+                return plain(tensors, *args, **kwargs)
             losses = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
-            for listener in list(self._told):
-                listener([x for x in losses if isinstance(x, Tensor)])
-            plain(tensors, *args, **kwargs)
+            failed = True
+            try:
+                for listener in listeners:
+                    listener.begins([x for x in losses if isinstance(x, Tensor)])
+                plain(tensors, *args, **kwargs)
+                failed = False
+            finally:
+                for listener in listeners:
+                    listener.ended(failed)
 
         torch.autograd.backward = heard
 
-    def remove(self, told: Callable[[Sequence[Tensor]], None]) -> None:
+    def remove(self, listener: BackwardListener) -> None:
         """It hears of no more."""
-        self._told = [other for other in self._told if other is not told]
-        if not self._told and self._plain is not None:
+        self._all.discard(listener)
+        if not self._all and self._plain is not None:
             torch.autograd.backward, self._plain = self._plain, None
 
 

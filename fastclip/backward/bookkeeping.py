@@ -349,6 +349,7 @@ class BookKeeper:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy has no sums, so nothing of a logical batch is pending in it."""
         self.__dict__.update(state)
+        self.calls.aside = self.trace.aside
         self.interceptor = Interceptor(self)
         with self.batch.abandon():
             pass

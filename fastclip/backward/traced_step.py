@@ -7,8 +7,9 @@ loss outside the model, and trained tensors that are none of the model's (fastcl
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fastclip._torch import batch_listeners, current_task
+from fastclip._torch import backward_listeners, batch_listeners, current_task
 from fastclip.backward.loss_guard import LossGuard
 from fastclip.errors import GraphError, ParameterLeakError
 from fastclip.samples.inputs import tensors_of
@@ -48,6 +49,10 @@ class _Step:
 
     tracer: Tracer
     law: Law
+    uses: int = 0
+    """Outputs of layers and uses whose graph is held by somebody."""
+    inside: bool = False
+    """The model's own forward is running."""
     seeded: bool = False
     """The batch of the loader has been seen."""
     unproven: object | None = None
@@ -80,10 +85,11 @@ class StepTrace:
         """Tensors that the model held at make_private."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepTrace:
-        return StepTrace({}, {}, self._axis)
+        names, others = copy.deepcopy((self._names, self._others), memo)
+        return StepTrace(names, others, self._axis)
 
     def __reduce__(self) -> Any:
-        return StepTrace, ({}, {}, self._axis)
+        return StepTrace, (self._names, self._others, self._axis)
 
     @property
     def proof(self) -> Proof:
@@ -133,7 +139,7 @@ class StepTrace:
             return
         with step.tracer.aside():
             step.seeded = _seed_batch(step.tracer, batch, self._axis)
-        weakref.finalize(iterator, self._gone, weakref.ref(self), weakref.ref(step))
+        weakref.finalize(iterator, self._gone, weakref.ref(self), weakref.ref(step)).atexit = False
 
     @staticmethod
     def _gone(me: weakref.ref[StepTrace], step: weakref.ref[_Step]) -> None:
@@ -156,6 +162,7 @@ class StepTrace:
         if step is None:
             return
         step.forwards += 1
+        step.inside = True
         with step.tracer.aside():
             for leaf, axis in zip(leaves, cuts or [self._axis] * len(leaves), strict=True):
                 _seed_input(step.tracer, leaf, axis, batch)
@@ -166,6 +173,7 @@ class StepTrace:
         tracer = self._tracer
         if tracer is None:
             tracer = self._tracer = Tracer(_Known(self._names, self._others))
+            weakref.finalize(self, tracer.leave).atexit = False
             for known in self._constants:
                 if (x := known()) is not None:
                     tracer.memory.know(x)
@@ -173,8 +181,10 @@ class StepTrace:
             return None
         tracer.begin()
         self._step = step = _Step(tracer, Law(tracer))
-        tracer.on_outside = partial(self._outside, step)
+        me, held = weakref.ref(self), weakref.ref(step)
+        tracer.on_outside = lambda x, line: _outside(me(), held(), x, line)
         tracer.enter()
+        backward_listeners.add(self)
         return step
 
     def end(self) -> None:
@@ -187,11 +197,22 @@ class StepTrace:
         step.tracer.leave()
         step.tracer.end()
 
+    def begins(self, losses: Sequence[Tensor]) -> None:
+        """A backward pass is about to begin."""
+
+    def ended(self, failed: bool) -> None:
+        """A backward pass is over, and has put the modes back."""
+        if failed:
+            self.end()
+        self.leave()
+
     def leave(self) -> None:
         """Give up the mode's place, where an ended step could not."""
         tracer = self._tracer
-        if self._step is None and tracer is not None and tracer.leave() and not self.left:
-            self._tracer = None
+        if self._step is None and tracer is not None and tracer.leave():
+            backward_listeners.remove(self)
+            if not self.left:
+                self._tracer = None
 
     # What a step shows
 
@@ -205,7 +226,20 @@ class StepTrace:
         found = Seen(shadow, tracer.memory.cause(out))
         if step.unproven is None and (shadow.mixed or shadow.flags & ORDER):
             step.unproven = found.cause or "order"
+        step.uses += 1
+        weakref.finalize(found, self._freed, weakref.ref(self), weakref.ref(step)).atexit = False
         return found
+
+    @staticmethod
+    def _freed(me: weakref.ref[StepTrace], held: weakref.ref[_Step]) -> None:
+        """The graph behind an output is gone; behind all of them, no backward pass comes any more."""
+        trace, step = me(), held()
+        if step is None:
+            return
+        step.uses -= 1
+        over = not step.uses and not step.inside and current_task() == -1
+        if trace is not None and over and trace._step is step:
+            trace.end()
 
     def arrived(
         self, use: str, seen: Seen | None, gradient: Tensor,
@@ -250,7 +284,10 @@ class StepTrace:
     def returned(self, out: Any, batch: int | None) -> None:
         """The model returns: where its own forward is not proven, dry runs say what is in its outputs."""
         step = self._step
-        if step is None or not step.tracer.observing or step.unproven is None:
+        if step is None:
+            return
+        step.inside = False
+        if not step.tracer.observing or step.unproven is None:
             return
         tracer = step.tracer
         with tracer.aside():
@@ -271,13 +308,6 @@ class StepTrace:
         got = step.tracer.shadow_of(gradient)
         if not seen.shadow.mixed or got.held:
             step.law.gradient_arrived(_OUTPUT, _OUTPUT, seen.shadow, seen.cause, gradient)
-
-    def _outside(self, step: _Step, x: Tensor, line: str) -> None:
-        kind = "parameter" if isinstance(x, nn.Parameter) else "tensor"
-        what = f"A {kind} of shape {list(x.shape)} that is not a parameter of the private model"
-        with step.tracer.aside():
-            hook = partial(_refuse_outside, f"{what} is trained at {line}")
-            step.handles.append(x.register_hook(hook))
 
     # The verdict
 
@@ -305,7 +335,8 @@ class StepTrace:
                 found = [f for f in found if f.kind != "factor"]
             if found and batch_size > 1:
                 raise GraphError(_said(found[0]))
-            self._check_degree(degrees, mean, batch_size)
+            if not report.divided:
+                self._check_degree(degrees, mean, batch_size)
         finally:
             self.reports = [*self.reports[1 - _STEPS :], report]
             if step.unproven is not None:
@@ -399,6 +430,17 @@ def _said(found: Finding) -> str:
         f"Your loss mixes samples: {what} reaches the gradient of {found.use!r}, so the guarantee does not "
         "hold. Compute each sample's loss from that sample alone."
     )
+
+
+def _outside(trace: StepTrace | None, step: _Step | None, x: Tensor, line: str) -> None:
+    """A trained tensor that is none of the model's meets data: no gradient may come to it."""
+    if trace is None or step is None or not x.requires_grad:
+        return
+    kind = "parameter" if isinstance(x, nn.Parameter) else "tensor"
+    what = f"A {kind} of shape {list(x.shape)} that is not a parameter of the private model"
+    with step.tracer.aside():
+        hook = partial(_refuse_outside, f"{what} is trained at {line}")
+        step.handles.append(x.register_hook(hook))
 
 
 def _refuse_outside(what: str, gradient: Tensor | None) -> None:

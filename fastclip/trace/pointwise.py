@@ -124,6 +124,11 @@ def _ignored(call: Operation) -> list[Out] | None:
 def _degree(call: Operation, operands: Sequence[Tensor], shadows: Sequence[Shadow]) -> int | None:
     """Of a sum over samples, under operations that are linear in it."""
     held = [s for s in shadows if s.held]
+    if call.name in ("mul", "div") and not any(s.mixed for s in held):
+        numbers = [x for x in call.args if isinstance(x, (int, float))]
+        numbers += [x.item() for x in operands if not x.dim() and not call.shadow(x).held]
+        if call.tracer.memory.samples in numbers:  # each sample's own loss, over b
+            call.tracer.report.divided = True
     if call.name not in _LINEAR or not held:
         return None
     degrees = [s.degree for s in held]

@@ -105,6 +105,7 @@ class Tracer(TorchDispatchMode):
 
     def enter(self) -> None:
         """Observe what this thread computes from now on."""
+        _pop_stopped()
         self._thread, self.stopped = threading.get_ident(), False
         self.__enter__()
 
@@ -132,15 +133,10 @@ class Tracer(TorchDispatchMode):
             Whether the mode has left its place. It stays there, and is passed by, while another one is
             on top of it, on another thread, and in a backward pass, which puts the modes back.
         """
-        if self._thread is None:
-            return True
-        self.stopped = True
-        here = self._thread == threading.get_ident() and current_task() == -1
-        if not here or top_dispatch_mode() is not self:
-            return False
-        self._thread = None
-        self.__exit__(None, None, None)
-        return True
+        if self._thread is not None:
+            self.stopped = True
+            _pop_stopped()
+        return self._thread is None
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -215,19 +211,25 @@ class Tracer(TorchDispatchMode):
         if not hot:
             return self._constant(func, kind, args, kwargs, tensors, shadows)
         self.lines.note()
-        if flags & FOREIGN:
+        if flags & FOREIGN and not self._unpacks:
             for x, shadow in zip(tensors, shadows, strict=True):
                 if shadow.flags & FOREIGN:
                     self._outside(x)
         for x, shadow in zip(tensors, shadows, strict=True):
             if (
                 x.requires_grad
+                and not self._unpacks
                 and shadow is self.shadows.constant
                 and self.memory.record(x) is None
             ):
                 self._outside(x)
                 self.memory.write(x, self.shadows.of_no_sample(TRAINED))
         return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key)
+
+    @property
+    def _unpacks(self) -> bool:
+        """What runs are nodes of the graph, whose tensors were saved before."""
+        return current_task() != -1 and not torch.is_grad_enabled()
 
     def _read_number(self, kind: Kind, value: Any, shadows: list[Shadow]) -> Any:
         if self.read(kind.name, shadows) == "several samples" and not isinstance(value, bool):
@@ -241,9 +243,10 @@ class Tracer(TorchDispatchMode):
                 continue
             line = self._numbers.get(value)
             sizes = {
+                -1,
                 0,
                 1,
-                -1,
+                2,
                 self.memory.samples,
                 *(n for x in tensors for n in (*x.shape, x.numel())),
             }
@@ -278,7 +281,7 @@ class Tracer(TorchDispatchMode):
         shadows: list[Shadow], flags: int, key: list,
     ) -> Any:  # fmt: skip
         """An operation on samples."""
-        if self._numbers and kind.pointwise:
+        if self._numbers and kind.name in ("mul", "div", "add", "sub"):
             self._check_numbers(kind, args, tensors)
         before = [x.clone() for x in tensors] if kind.writes and kind.rule is None else None
         beside = tensors
@@ -518,6 +521,15 @@ class Tracer(TorchDispatchMode):
         """The first axis that is as long as the batch."""
         samples = self.memory.samples
         return next((a for a, n in enumerate(x.shape) if n == samples and x.stride(a)), None)
+
+
+def _pop_stopped() -> None:
+    """Tracers on top of this thread's modes that observe nothing any more leave their places."""
+    if current_task() != -1:
+        return
+    while isinstance(mode := top_dispatch_mode(), Tracer) and mode.stopped:
+        mode._thread = None
+        mode.__exit__(None, None, None)
 
 
 def _taken_apart(func: Any, args: tuple, kwargs: dict) -> tuple[list[Tensor], list]:
