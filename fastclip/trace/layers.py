@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from fastclip.trace import attribution as at
 from fastclip.trace.operation import BY_VALUES, Operation, Out, rule
-from fastclip.trace.shadow import BY_VALUE, LEARNED, MOVED, POSITIONS
+from fastclip.trace.order import changes_alongside
+from fastclip.trace.shadow import BY_VALUE, LEARNED, MOVED, ORDER, POSITIONS
 
 
 def _everything(call: Operation) -> list[Any]:
@@ -327,14 +329,17 @@ def _classes(call: Operation) -> list[Any]:
     axis = 1 if x.dim() > 1 else 0
     own = at.joined(at.reduced(call.of(x), [axis], keep=False), call.of(y))
     assert own is not None
+    order = _numbered(call, own, y, given.get("grad_output"))
+    if call.of(given["weight"]) is not None:
+        return _everything(call)
     mean = given["reduction"] == 1
     uneven = mean and call.of(y) is not None and _counts_differ(call, y, given)
     if mean and call.of(y) is not None and not uneven:
         call.tracer.report.guards.add("ignored labels")
     if call.name.endswith("backward"):
-        return [_classes_backward(call, own.unsqueeze(axis), uneven)]
+        return [replace(_classes_backward(call, own.unsqueeze(axis), uneven), add=order)]
     if given["reduction"] == 0:
-        return [own, None]
+        return [Out(own, order), None]
     whole = at.reduced(own).reshape([])  # type: ignore[union-attr]
     learned = call.flags(x) & LEARNED
     count = (
@@ -343,9 +348,19 @@ def _classes(call: Operation) -> list[Any]:
         else None
     )  # type: ignore[union-attr]
     if uneven:
-        return [Out(whole, learned), count]
+        return [Out(whole, learned | order), count]
     sums = at.is_mixed(whole) and not at.is_mixed(own)
-    return [Out(whole, degree=(-1 if mean else 0) if sums else None), None]
+    return [Out(whole, order, degree=(-1 if mean else 0) if sums else None), None]
+
+
+def _numbered(call: Operation, own: at.Attribution, *constants: Any) -> int:
+    """ORDER if one of these changes from sample to sample, where nothing but their number tells them apart."""
+    call.by_values = True
+    changes = own is not None and any(
+        isinstance(x, Tensor) and call.of(x) is None and changes_alongside(x, own, call.shadow(x))
+        for x in constants
+    )
+    return ORDER if changes else 0
 
 
 def _counts_differ(call: Operation, y: Tensor, given: dict[str, Any]) -> bool:
@@ -369,13 +384,12 @@ def _classes_backward(call: Operation, own: Tensor, uneven: bool) -> Out:
         return Out(joined)
     count = call.given["total_weight"]
     positive = not count.is_meta and bool((count > 0).all())
-    if (
-        not positive
-        or at.is_mixed(joined)
-        or (call.given["weight"] is not None and call.flags(call.given["weight"]))
-    ):
+    y = call.given["target"]
+    learned = call.flags(call.given["weight"]) | call.flags(y) & LEARNED
+    if not positive or at.is_mixed(joined) or learned:
         return Out(at.everywhere(at.SEVERAL, own.dim()))
-    return Out(joined, factor=hash(("factor", call.tracer.memory.serial(count))))
+    call.tracer.report.guards.add("positive factor")
+    return Out(joined, factor=hash(("factor", call.tracer.memory.serial(count), 0)))
 
 
 BY_VALUES.update(
@@ -403,15 +417,16 @@ def _loss(call: Operation) -> list[Any] | None:
             if given[name].shape != x.shape:
                 return _everything(call)
             own = at.joined(own, held)
-    return _over_samples(given, own)
+    return _over_samples(given, own, _numbered(call, own, *call.operands))
 
 
-def _over_samples(given: dict[str, Any], own: at.Attribution) -> list[Any]:
+def _over_samples(given: dict[str, Any], own: at.Attribution, order: int = 0) -> list[Any]:
     if given["reduction"] == 0:
-        return [own]
+        return [Out(own, order)]
     whole = at.reduced(own).reshape([])  # type: ignore[union-attr]
     sums = at.is_mixed(whole) and not at.is_mixed(own)
-    return [Out(whole, degree=(-1 if given["reduction"] == 1 else 0) if sums else None)]
+    degree = (-1 if given["reduction"] == 1 else 0) if sums else None
+    return [Out(whole, order, degree=degree)]
 
 
 @rule(
@@ -423,7 +438,7 @@ def _loss_backward(call: Operation) -> list[Any]:
     dims = call.outs[0].dim()
     for x in call.operands:
         found = at.joined(found, at.fitted(call.of(x), max(dims, x.dim())))
-    return [found]
+    return [Out(found, _numbered(call, found, *call.operands))]
 
 
 @rule("_ctc_loss", "_ctc_loss_backward")

@@ -56,6 +56,8 @@ class Record:
     flags: int = 0
     parts: dict[object, set[int]] = field(default_factory=dict)
     """How some samples' entries were written, and of which samples."""
+    root: object = None
+    """How all of it was made, if it holds some samples alone."""
     factors: set[int | None] = field(default_factory=set)
     serial: int = 0
     cause: object | None = None
@@ -115,7 +117,7 @@ class Memory:
         geometry = geometry_of(x)
         if whole or x.numel() * x.element_size() == storage.nbytes():
             record.shadows, record.flat, record.parts = {geometry: shadow}, None, {}
-            record.factors = {shadow.factor}
+            record.factors, record.root = {shadow.factor}, shadow.part
             record.size, record.flags, record.cause = x.element_size(), shadow.flags & _KEPT, cause
         else:
             self._note_part(record, x, shadow)
@@ -177,10 +179,24 @@ class Memory:
             factor = next(iter(record.factors))
             return self.shadows.of(sample, self.samples, found.flags, factor=factor)
         if found.held and not found.whole:
-            found = self.shadows.of(
-                sample, self.samples, found.flags, part=hash((record.serial, tuple(size)))
-            )
+            part = self.part_of(x, found)
+            found = self.shadows.of(sample, self.samples, found.flags, part=part)
         return found
+
+    def part_of(self, x: Tensor, shadow: Shadow) -> int | None:
+        """How a view of some samples was made: the same number for the same view of other samples."""
+        record = self.record(x)
+        if record is None or not shadow.samples or shadow.sample is None:
+            return shadow.part
+        flat = self.flat(record, x)
+        first = int((flat == min(shadow.samples)).to(torch.uint8).argmax())
+        place = x.storage_offset() * x.element_size() // record.size - first
+        kept = [k for k, n in enumerate(shadow.sample.shape) if n == 1 < x.shape[k]]
+        source = record.root if record.root is not None else record.serial
+        for part, written in record.parts.items():
+            if shadow.samples <= written:
+                source = part
+        return hash((source, place, *((x.shape[k], x.stride(k)) for k in kept)))
 
     def serial(self, x: Tensor) -> object:
         """Changes when the memory is written into, as far as that was seen."""
@@ -215,7 +231,7 @@ class Memory:
         for key in [k for k in self._records if k not in unseen]:
             del self._records[key]
         for record in carried:
-            record.flat, record.parts, record.flags = None, {}, 0
+            record.flat, record.parts, record.flags, record.root = None, {}, 0, None
             record.factors = {None}
             record.shadows = {
                 geometry: self.shadows.of(everywhere(UNSEEN, len(geometry[1])), self.samples)

@@ -219,9 +219,23 @@ def _along(call: Operation) -> list[Any] | None:
         same = x.dim() == found.dim()
         if same and any(n not in (1, x.shape[d]) for d, n in enumerate(found.shape)):
             return None
+    if call.name in ("_softmax", "_safe_softmax", "_softmax_backward_data"):
+        found = _without_masked(call, found)
     if call.name == "kthvalue" and not call.given["keepdim"]:
         found = at.reduced(found, [axis], keep=False)
     return [found] * len(call.outs)
+
+
+def _without_masked(call: Operation, found: Tensor) -> Tensor:
+    """Where a constant mask leaves -inf a softmax is 0, of no sample."""
+    backward = call.name == "_softmax_backward_data"
+    x = call.args[1 if backward else 0]
+    own = call.of(x)
+    if own is None or x.is_meta or not bool((own == at.NONE).any()):
+        return found
+    call.by_values = True
+    gone = (own == at.NONE) & (x.detach() == (0 if backward else -torch.inf))
+    return at.compressed(found.expand(x.shape).masked_fill(gone, at.NONE))
 
 
 def _where_weighted(call: Operation, g: Tensor, weights: Tensor) -> at.Attribution:

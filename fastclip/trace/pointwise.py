@@ -36,6 +36,11 @@ _DRAWN = frozenset(
 _FILLED = frozenset(
     "fill zero zeros_like ones_like full_like rand_like randn_like".split()  # noqa: SIM905
 )
+_LIKE = frozenset(
+    "zeros_like ones_like full_like rand_like randn_like empty_like new_zeros new_ones new_full new_empty "
+    "new_empty_strided".split()  # noqa: SIM905
+)
+"""They take no numbers of their operand."""
 _LINEAR = frozenset(
     "mul div neg _to_copy clone copy add sub expand view _unsafe_view reshape squeeze unsqueeze "
     "detach alias".split()  # noqa: SIM905
@@ -125,7 +130,7 @@ def _degree(call: Operation, operands: Sequence[Tensor], shadows: Sequence[Shado
     if call.name in ("add", "sub") and len(held) == 2:
         # A sum over samples, and terms of which each is one sample's: the sum is such a sum as well.
         mixed = [s for s in held if s.mixed]
-        if mixed and all(s.degree == 0 for s in mixed):
+        if all(s.degree == 0 for s in mixed) and (mixed or not any(s.whole for s in held)):
             return 0
     if None in degrees or len(set(degrees)) != 1:
         return None
@@ -153,6 +158,8 @@ def factored(call: Operation, shadows: Sequence[Shadow]) -> list[Shadow] | None:
     Returns:
         None: there is no such number in it, and the rule decides.
     """
+    if call.name in _LIKE or call.name == "zero":
+        return None
     found = _times_shared(call)
     if found is not None or all(s.factor is None for s in shadows):
         return found
@@ -179,6 +186,7 @@ def _times_shared(call: Operation) -> list[Shadow] | None:
     for k in (1, 0) if call.name == "mul" else (1,):
         own, x = shared(call, call.args[k]), call.shadow(call.args[1 - k])
         if own is not None and not (x.mixed and x.factor is None and x.degree is None):
+            call.by_values = True  # the number differs from call to call
             factor = hash((x.factor, own, call.name))
             flags = x.flags & (STICKY | TRAINED | FOREIGN) | call.flags(call.args[k]) & ORDER
             return [call.tracer.made(x.sample, flags, factor=factor)]

@@ -230,7 +230,7 @@ class Tracer(TorchDispatchMode):
             with self.aside():
                 found = ordered(self, kind, found, beside, shadows, outs)
         if any(s.held and not s.whole for s in (*found, *shadows)):
-            found = parts_told(self, kind, args, tensors, shadows, found)
+            found = parts_told(self, kind, args, tensors, shadows, found, outs)
         cause = self._cause(kind, tensors, shadows, found)
         if kind.fresh:
             found = [self._nobody(outs[0])]
@@ -288,13 +288,17 @@ class Tracer(TorchDispatchMode):
         self, kind: Kind, tensors: list[Tensor], shadows: list[Shadow], found: list[Shadow]
     ) -> object | None:
         """Where what the operation returns first followed from several samples."""
-        if not any(s.mixed and s.degree is None for s in found):
+        backward = current_task() != -1
+        if not any(
+            (s.mixed and s.degree is None) or s.flags & ORDER or (backward and s.held and not s.whole)
+            for s in found
+        ):
             return None
         for x, shadow in zip(tensors, shadows, strict=True):
             if shadow.held and (earlier := self.memory.cause(x)) is not None:
                 return earlier
         held = tuple(tuple(x.shape) for x in tensors)
-        return Cause(kind.base, current_line(), held, current_task() != -1)
+        return Cause(kind.base, current_line(), held, backward)
 
     def _put(
         self, kind: Kind, outs: list[Tensor], found: list[Shadow], cause: object | None,
@@ -348,7 +352,7 @@ class Tracer(TorchDispatchMode):
             call = Operation(self, kind, func, args, kwargs, tensors, shadows, outs)
             with self.aside():
                 found = factored(call, shadows)
-            for x, shadow in zip(outs, found or [], strict=True):
+            for x, shadow in zip(outs, found or [self.shadows.constant] * len(outs), strict=True):
                 self.memory.write(x, shadow, whole=not kind.writes)
             return out
         foreign = self._has_foreign(tensors, shadows)

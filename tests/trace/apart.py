@@ -49,12 +49,12 @@ def every_row(m: Any, h: Tensor) -> Tensor:
 
 def windows(m: Any, h: Tensor) -> Tensor:
     b = len(h)
-    w = h.view(b, 3, 2, D).permute(1, 0, 2, 3).reshape(3 * b, 2, D)
+    w = h.reshape(b, 3, 2, D).permute(1, 0, 2, 3).reshape(3 * b, 2, D)
     return m.experts[1](w).view(3, b, 2, D).permute(1, 0, 2, 3).reshape(b, T, D)
 
 
 def heads(m: Any, h: Tensor) -> Tensor:
-    q = h.view(len(h), T, 2, 4).transpose(1, 2)
+    q = h.reshape(len(h), T, 2, 4).transpose(1, 2)
     out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
     return out.transpose(1, 2).reshape(h.shape)
 
@@ -372,7 +372,7 @@ APART: dict[str, Step] = {
     "selu": lambda m, h: F.alpha_dropout(F.selu(h), 0.0),
     "pad": lambda m, h: F.pad(h, (0, 0, 2, 0))[:, :T],
     "other layout": lambda m, h: h.permute(2, 1, 0).contiguous().permute(2, 1, 0),
-    "finer fold": lambda m, h: h.view(len(h) * 2, 3, D).softmax(1).view(h.shape),
+    "finer fold": lambda m, h: h.reshape(len(h) * 2, 3, D).softmax(1).view(h.shape),
     "depthwise": turned(lambda m, h: F.conv1d(h, m.conv.weight[:, :1], groups=D, padding=1)),
     "folded convolution": lambda m, h: F.conv1d(
         h.reshape(1, len(h) * T, D).transpose(1, 2), m.experts[0].weight[:, :, None]
@@ -386,7 +386,7 @@ APART: dict[str, Step] = {
     "median": lambda m, h: h - h.median(1, keepdim=True)[0],
     "expanded": lambda m, h: h[:, :1].expand_as(h) + h,
     "shared keys": lambda m, h: torch.einsum(
-        "bthd,bshd->bhts", h.view(len(h), T, 2, 4), h.view(len(h), T, 2, 4)
+        "bthd,bshd->bhts", h.reshape(len(h), T, 2, 4), h.reshape(len(h), T, 2, 4)
     ).softmax(-1).mean(1) @ h,
     "blocks": in_blocks,
     "segment sums": segment_sums,

@@ -247,6 +247,20 @@ def batch_codebook(m: Any, h: Tensor) -> Tensor:
     return h + h.reshape(-1, D)[nearest].view(h.shape)
 
 
+def columns_by_number(m: Any, h: Tensor) -> Tensor:
+    halves = [row[:, :4] if i % 2 else row[:, 4:] for i, row in enumerate(h)]
+    return torch.stack([x.repeat(1, 2) for x in halves])
+
+
+def layout_by_number(m: Any, h: Tensor) -> Tensor:
+    turned_ = [row.T if i % 2 else row.reshape(D, T) for i, row in enumerate(h)]
+    return torch.stack(turned_).transpose(1, 2)
+
+
+def reversed_by_number(m: Any, h: Tensor) -> Tensor:
+    return torch.stack([torch.cat([r[i % T :], r[: i % T]]) for i, r in enumerate(h)])
+
+
 COUPLED: dict[str, Step] = {
     "permutation": lambda m, h: h[count(len(h)).flip(0)],
     "random permutation": lambda m, h: h[torch.randperm(len(h))] + h,
@@ -394,6 +408,10 @@ COUPLED: dict[str, Step] = {
     "numbered mask": numbered_mask,
     "numbered table": numbered_embedding,
     "vmapped number": vmapped_number,
+    "columns by number": columns_by_number,
+    "layout by number": layout_by_number,
+    "cut by number": reversed_by_number,
+    "rows of one": lambda m, h: torch.stack([h[0] for _ in h]) + h,
     "first repeated": lambda m, h: h[[0, *range(len(h) - 1)]] + h if len(h) > 1 else h * 2,
     "layers by number": alternating,
     "first by another layer": split_order,
