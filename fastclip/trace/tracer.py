@@ -281,6 +281,8 @@ class Tracer(TorchDispatchMode):
             out = Out(out)
         flags = out.add | learned if out.exact else (kept | out.add | learned) & ~out.drop
         sample = at.fitted(out.sample, x.dim())
+        if learned and (sample is None or (sample.numel() == 1 and int(sample) == at.NONE)):
+            flags |= TRAINED
         sample = None if sample is None else sample.contiguous()
         return self.made(sample, flags, degree=out.degree, factor=out.factor)
 

@@ -50,9 +50,13 @@ class Standalone(Tracer):
     def __init__(self, known: Iterable[Tensor], **more: Any) -> None:
         super().__init__(Tensors(known), **more)
         self.law = Law(self)
+        self.given: list[Tensor] = []
         self._made: dict[tuple, tuple] = {}
         self._written: dict[int, tuple] = {}
-        self._hooked: set[tuple] = set()
+
+    def seed(self, x: Tensor, axis: int = 0) -> None:
+        self.given.append(x)
+        super().seed(x, axis)
 
     def _followed(
         self, func: Any, kind: Any, args: Any, kwargs: Any, tensors: list[Tensor], *more: Any
@@ -84,19 +88,17 @@ class Standalone(Tracer):
             return
         memory = x.untyped_storage()._cdata
         found = self._made.pop((memory, geometry_of(x)), None) or self._written.get(memory)
-        place = id(x.grad_fn), x.output_nr
-        if found is None or place in self._hooked:
+        hooked = x.grad_fn.metadata.setdefault("traced", set())
+        if found is None or x.output_nr in hooked:
             return
-        self._hooked.add(place)
+        hooked.add(x.output_nr)
         name, line, trained = found
         out, cause, key = self.shadow_of(x), self.memory.cause(x), (trained, tuple(x.shape[1:]))
         x.grad_fn.metadata.setdefault(LINE, line)
         use = f"{name} at {line}"
         self.report.uses[use] = out
-        node = x.grad_fn  # held, as its number identifies it
 
         def arrived(g: Tensor) -> None:
-            assert node is not None
             self.law.gradient_arrived(use, key, out, cause, g)
 
         x.register_hook(arrived)
@@ -173,7 +175,7 @@ def traced(
     finally:
         tracer.leave()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    kept = [*samples, loss, *gradients]
+    kept = [*tracer.given, loss, *gradients]
     if any(tracer.memory.alive(kept)):
         gc.collect()
     for record in tracer.memory.alive(kept):
