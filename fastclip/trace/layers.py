@@ -287,8 +287,9 @@ def _packed(call: Operation) -> list[Any]:
     """Samples go where their lengths say, each its own."""
     x = call.args[0]
     found = call.func(at.expanded(call.of(x), x.shape).double() + 1, *call.args[1:], **call.kwargs)
-    if isinstance(found, Tensor):
-        return [Out(at.compressed(found.to(at.KIND) - 1), drop=MOVED)]
+    if isinstance(found, Tensor):  # what lies behind the end of a sequence is as much its own
+        time = 1 if call.args[3] else 0
+        return [Out(at.reduced(at.compressed(found.to(at.KIND) - 1), [time]), drop=MOVED)]
     lengths = [
         call.shadow(y) for y in call.args[1:] if isinstance(y, Tensor) and call.of(y) is not None
     ]
@@ -316,6 +317,78 @@ def _embedding_backward(call: Operation) -> list[Any]:
     found = at.joined(call.of(call.args[0]), None if index is None else index.unsqueeze(-1))
     degree = None if at.is_mixed(found) else 0
     return [Out(at.reduced(found).reshape(-1)[:1].reshape(1, 1), degree=degree)]  # type: ignore[union-attr]
+
+
+def _bag_axes(call: Operation, numbers: int) -> Tensor | None:
+    """To which bag each index belongs, where that is a constant."""
+    offsets = call.args[2]
+    if call.of(offsets) is not None or offsets.is_meta:
+        return None
+    return torch.searchsorted(offsets, torch.arange(numbers), right=True) - 1
+
+
+@rule("_embedding_bag", "_embedding_bag_forward_only", by_values=True)
+def _bags(call: Operation) -> list[Any] | None:
+    table, index, offsets = call.args[:3]
+    bags = _bag_axes(call, index.numel())
+    if call.of(table) is not None or bags is None:
+        return None
+    own = at.joined(call.of(index), call.of(call.given["per_sample_weights"]))
+    full = at.expanded(own, index.shape).contiguous()
+    start = torch.full([call.outs[0].shape[0]], at.NONE, dtype=at.KIND)
+    found = at.scattered(start, 0, bags, full, True)[:, None]
+    sizes = torch.bincount(bags, minlength=len(start))[: len(offsets)]
+    order = ORDER if len(sizes) > 1 and at.differs(sizes, found[: len(offsets), 0]) else 0
+    return [Out(found, order), *[None] * 2, found if call.outs[3].dim() > 1 else found.reshape(-1)]
+
+
+@rule("_embedding_bag_backward", "_embedding_bag_dense_backward")
+def _bags_backward(call: Operation) -> list[Any]:
+    found = at.reduced(
+        at.joined(
+            at.reduced(call.of(call.args[0])), at.fitted(at.reduced(call.of(call.args[1])), 2)
+        )
+    )
+    assert found is not None
+    degree = None if at.is_mixed(call.of(call.args[0])) else 0
+    return [Out(found.reshape([1] * x.dim()), degree=degree) for x in call.outs]
+
+
+@rule("_weight_norm_interface_backward", "_weight_norm_interface")
+def _weights(call: Operation) -> list[Any]:
+    """Of weights, which are all one."""
+    found: at.Attribution = None
+    for x in call.operands:
+        own = call.of(x)
+        found = at.joined(found, None if own is None else at.reduced(own).reshape(-1)[:1])  # type: ignore[union-attr]
+    assert found is not None
+    return [found.reshape([1] * x.dim()) for x in call.outs]
+
+
+@rule("_trilinear")
+def _three_factors(call: Operation) -> list[Any]:
+    """A sum over axes of a product of three, each with new axes."""
+    given, found = call.given, None
+    dims = call.args[0].dim() + len(given["expand1"])
+    for name in ("1", "2", "3"):
+        own = call.of(given[f"i{name}"])
+        if own is not None:
+            for axis in sorted(given[f"expand{name}"]):
+                own = own.unsqueeze(axis)
+            found = at.joined(found, own)
+    found = at.reduced(found, [axis % dims for axis in given["sumdim"]], keep=False)
+    return [found]
+
+
+@rule("col2im")
+def _columns_back(call: Operation) -> list[Any]:
+    """Patches of an image, [b, channels of patches, patches], are added up."""
+    own = at.reduced(call.of(call.args[0]), [-1, -2])
+    return [
+        at.fitted(own.unsqueeze(-1), call.outs[0].dim())
+        if call.outs[0].dim() == 4
+        else own.unsqueeze(-1)
+    ]  # type: ignore[union-attr]
 
 
 # Losses
@@ -439,6 +512,19 @@ def _loss_backward(call: Operation) -> list[Any]:
     for x in call.operands:
         found = at.joined(found, at.fitted(call.of(x), max(dims, x.dim())))
     return [Out(found, _numbered(call, found, *call.operands))]
+
+
+@rule("multi_margin_loss_backward", "multilabel_margin_loss_backward")
+def _margins_backward(call: Operation) -> list[Any]:
+    """Labels and gradients have the axis of the scores, or none at all."""
+    given, dims = call.given, call.outs[0].dim()
+    found = at.reduced(call.of(given["self"]), [-1])
+    for x in (given["target"], given["grad_output"], given.get("is_target")):
+        own = call.of(x)
+        if own is not None and x.dim():
+            own = at.reduced(own, [-1]) if own.dim() == dims else own.unsqueeze(-1)
+        found = at.joined(found, own)
+    return [Out(found, _numbered(call, found, given["target"]))]
 
 
 @rule("_ctc_loss", "_ctc_loss_backward")

@@ -23,7 +23,7 @@ from fastclip.trace.attribution import (
     expanded,
     reduced,
 )
-from fastclip.trace.shadow import FOREIGN, LEARNED, ORDER, STICKY, TRAINED, Shadow, Shadows
+from fastclip.trace.shadow import BY_VALUE, FOREIGN, LEARNED, ORDER, STICKY, TRAINED, Shadow, Shadows
 
 Geometry = tuple[int, torch.Size, tuple[int, ...], int]
 _SWEEP = 2048
@@ -73,6 +73,8 @@ class Memory:
 
     def __init__(self, shadows: Shadows) -> None:
         self.shadows, self.samples = shadows, 0
+        self.lengths_read = False
+        """Python knows how long samples are, so parts of the batch may be chosen by it."""
         self._records: dict[int, Record] = {}
         self._writes = 0
 
@@ -171,7 +173,8 @@ class Memory:
         if found.held and record.parts:
             ways = [found.samples & written for written in record.parts.values()]
             if any(way and way != found.samples for way in ways):
-                found = self.shadows.of(sample, self.samples, record.flags | ORDER)
+                flag = BY_VALUE if self.lengths_read else ORDER
+                found = self.shadows.of(sample, self.samples, record.flags | flag)
         if record.factors != {None}:
             if len(record.factors) > 1:
                 sample = everywhere(SEVERAL, x.dim())
@@ -215,7 +218,7 @@ class Memory:
 
     def alive(self, but: Iterable[Tensor]) -> Iterator[Record]:
         """Records of samples whose memory is still held by somebody, and by none of these tensors."""
-        kept = {x.untyped_storage()._cdata for x in but}
+        kept = {x.untyped_storage()._cdata for x in but if x.layout is torch.strided}
         for key, record in self._records.items():
             if key not in kept and not record.reference.expired() and record.holds_samples:
                 yield record

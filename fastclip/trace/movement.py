@@ -156,6 +156,14 @@ def _moved(call: Operation) -> list[Any] | None:
     return [at.compressed(found.to(at.KIND) - 1)]
 
 
+@rule("unfold_backward")
+def _unfold_backward(call: Operation) -> list[Any]:
+    """Windows along an axis, which lie along the last one, are added up."""
+    given = call.given
+    own = at.reduced(call.of(given["grad_in"]), [given["dim"], -1])
+    return [own.squeeze(-1)]  # type: ignore[union-attr]
+
+
 # Whole axes
 
 
@@ -185,7 +193,9 @@ def _reduced(call: Operation) -> list[Any]:
 @rule(
     "_linalg_det", "linalg_matrix_norm", "linalg_inv_ex", "_linalg_slogdet", "_linalg_solve_ex",
     "linalg_cholesky_ex", "linalg_lu_factor_ex", "_linalg_svd", "_linalg_eigh", "linalg_qr",
-    "linalg_solve_triangular", "cholesky_solve", "linalg_pinv", "triangular_solve",
+    "linalg_solve_triangular", "cholesky_solve", "linalg_pinv", "triangular_solve", "linalg_matrix_exp",
+    "linalg_eig", "linalg_eigvals", "_linalg_eigvals", "linalg_ldl_factor_ex", "linalg_inv", "cholesky",
+    "cholesky_inverse", "linalg_lu", "linalg_lstsq",
 )  # fmt: skip
 def _matrices(call: Operation) -> list[Any]:
     """Of each matrix, in the last two axes."""

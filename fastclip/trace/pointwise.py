@@ -27,7 +27,8 @@ POINTWISE = frozenset(
     "softplus_backward log_sigmoid_forward log_sigmoid_backward hardswish hardswish_backward "
     "hardsigmoid_backward mish_backward expand_copy _assert_async rrelu_with_noise "
     "special_logit fused_dropout _fused_dropout is_same_size logaddexp erfinv set_data "
-    "native_dropout_backward gelu_backward clamp".split()  # noqa: SIM905
+    "native_dropout_backward gelu_backward clamp _prelu_kernel _prelu_kernel_backward glu_jvp "
+    "rrelu_with_noise_backward hardshrink_backward softshrink_backward infinitely_differentiable_gelu_backward".split()  # noqa: SIM905
 )
 """Operators that torch does not tag as pointwise, but that are."""
 _DRAWN = frozenset(

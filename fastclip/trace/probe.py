@@ -35,7 +35,7 @@ def probed(
     tracer.report.probed[call.name] = tracer.report.probed.get(call.name, 0) + 1
     everything = [tracer.made(at.everywhere(at.SEVERAL, x.dim()), flags) for x in call.outs]
     strided = all(x.layout is torch.strided and not x.is_meta for x in tensors)
-    if not tracer.probes or not strided:
+    if not tracer.probes or not strided or not _is_safe(tensors, shadows):
         return everything
     state = torch.get_rng_state()
     try:
@@ -46,6 +46,19 @@ def probed(
     finally:
         torch.set_rng_state(state)
     return [tracer.made(at.compressed(x), flags | BY_VALUE) for x in found]
+
+
+def _is_safe(tensors: Sequence[Tensor], shadows: Sequence[Shadow]) -> bool:
+    """No whole numbers have to be changed that may say where others lie: kernels need not check them."""
+    whole = [_is_whole(x) for x in tensors]
+    changed = any(w and s.held for w, s in zip(whole, shadows, strict=True))
+    return not changed or all(
+        w or x.dtype == torch.bool for w, x in zip(whole, tensors, strict=True)
+    )
+
+
+def _is_whole(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
 def _asked(

@@ -142,6 +142,7 @@ class Tracer(TorchDispatchMode):
         """Numbers leave torch."""
         held = [shadow for shadow in shadows if shadow.held]
         of = "chance"
+        self.memory.lengths_read |= what.startswith(("lengths", "number of"))
         if held:
             mixed = any(s.mixed or s.sample.unique().numel() > 1 for s in held)  # type: ignore[union-attr]
             of = "several samples" if mixed else "one sample"
@@ -195,7 +196,9 @@ class Tracer(TorchDispatchMode):
                 return self.shadows.constant
             found = self.shadows.of_no_sample(TRAINED)
             self.memory.write(x, found)
-        elif found.sample is None and x.requires_grad and x.is_leaf and not found.flags & TRAINED:
+        elif not found.held and x.requires_grad and x.is_leaf and not found.flags & TRAINED:
+            if current_task() != -1:  # a view that was kept for this backward pass
+                return found
             found = self.shadows.of_no_sample(TRAINED if x in self.known else TRAINED | FOREIGN)
             self.memory.write(x, found)
         return found
@@ -292,7 +295,9 @@ class Tracer(TorchDispatchMode):
         """Where what the operation returns first followed from several samples."""
         backward = current_task() != -1
         if not any(
-            (s.mixed and s.degree is None) or s.flags & ORDER or (backward and s.held and not s.whole)
+            (s.mixed and s.degree is None)
+            or s.flags & ORDER
+            or (backward and s.held and not s.whole)
             for s in found
         ):
             return None
@@ -374,7 +379,7 @@ class Tracer(TorchDispatchMode):
     @staticmethod
     def _has_foreign(tensors: list[Tensor], shadows: list[Shadow]) -> bool:
         """Trained tensors are among these that are none of the model's."""
-        return any(
+        return current_task() == -1 and any(
             s.flags & FOREIGN or (x.requires_grad and x.is_leaf and not s.flags & TRAINED)
             for x, s in zip(tensors, shadows, strict=True)
         )

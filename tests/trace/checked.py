@@ -95,7 +95,11 @@ def samples_of(op: Any, most: int, largest: int) -> Iterator[tuple[Any, tuple, d
     grad = op.supports_autograd and dtype.is_floating_point
     found: list = []
     for k, sample in enumerate(op.sample_inputs("cpu", dtype, requires_grad=grad)):
-        held = [x for x in tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(x, Tensor)]
+        held = [
+            x
+            for x in tree_leaves((sample.input, sample.args, sample.kwargs))
+            if isinstance(x, Tensor)
+        ]
         if sum(x.numel() for x in held) <= largest and any(x.numel() > 1 for x in held):
             found.append((-max(x.dim() for x in held), k, sample))
         if k > 60:
@@ -125,7 +129,9 @@ def run(op: Any, held: Sequence[Any], axis: int) -> Checked | None:
             if isinstance(x, Tensor) and x.requires_grad and not x.is_complex() and x.numel()
         ]
         if floats:
-            total = sum(x.mul(torch.linspace(0.5, 1.5, x.numel()).view(x.shape)).sum() for x in floats)
+            total = sum(
+                x.mul(torch.linspace(0.5, 1.5, x.numel()).view(x.shape)).sum() for x in floats
+            )
             leaves = [
                 x
                 for x in tree_leaves((first, args, kwargs))

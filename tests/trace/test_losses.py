@@ -250,7 +250,7 @@ def ranked(o: Tensor, y: Tensor) -> Tensor:
 
 
 def discrepancy(o: Tensor, y: Tensor) -> Tensor:
-    k = torch.exp(-torch.cdist(o, o) ** 2)
+    k = torch.exp(-(torch.cdist(o, o) ** 2))
     return k.mean() - k.diag().mean() + 0 * y.sum()
 
 
@@ -359,7 +359,9 @@ def test_factors(name: str) -> None:
 
 def test_reads() -> None:
     """Numbers that Python reads: proven for the way that this step took."""
-    found = run(1, REAL, lambda o, y: F.mse_loss(o[:, 0], y) * (2.0 if o.mean().item() > 9 else 1.0))
+    found = run(
+        1, REAL, lambda o, y: F.mse_loss(o[:, 0], y) * (2.0 if o.mean().item() > 9 else 1.0)
+    )
     assert found.verdict == "path"
     assert found.report.reads[0].of == "several samples"
 
