@@ -250,6 +250,8 @@ def _scattered(call: Operation) -> list[Any] | None:
         shape, places = list(index.shape), index
         if of_source is not None:
             of_source = at.expanded(of_source, source.shape)[tuple(slice(0, n) for n in shape)]  # type: ignore[union-attr]
+    if of_index is not None and of_source is not None:
+        of_index, of_source = at.expanded(of_index, shape), at.expanded(of_source, shape)
     written = at.joined(of_source, of_index)
     moved = call.flags(index) & MOVED
     if of_index is not None and not moved:  # any place of the axis may have been hit, or not
@@ -273,6 +275,8 @@ def _anywhere(
     base: Tensor, axis: int, own: at.Attribution, written: at.Attribution
 ) -> list[Any] | None:
     assert written is not None
+    if own is not None and any(1 not in (n, k) and n != k for n, k in zip(own.shape, written.shape, strict=True)):
+        return None
     if written.shape[axis] > 1 or (own is not None and own.shape[axis] > 1):
         both = at.joined(at.reduced(own, [axis]), at.reduced(written, [axis]))
         return [at.reduced(both, [axis])] if _fits(both, base) else None

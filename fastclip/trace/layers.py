@@ -43,7 +43,8 @@ def _product(call: Operation) -> list[Any] | None:
         left = left.unsqueeze(0)
     found = at.joined(at.reduced(left, [-1]), at.reduced(right, [-2]))
     degree = 0 if at.is_mixed(found) and _sum_over_samples(left, right) else None
-    assert found is not None
+    if found is None:
+        return [at.fitted(call.of(bias), call.outs[0].dim())]
     if vector:
         found = found.squeeze(-1)
     if a.dim() == 1:
@@ -144,6 +145,8 @@ def _image(call: Operation) -> list[Any] | None:
     found: at.Attribution = None
     for x in call.operands:
         own = call.of(x)
+        if own is not None and call.name == "grid_sampler_2d" and x is call.args[1]:
+            own = at.reduced(own, range(1, own.dim()))
         if own is not None:
             found = at.joined(found, at.reduced(own, range(own.dim() - axes, own.dim())))
     return [found] * len(call.outs)
@@ -155,8 +158,10 @@ def _image(call: Operation) -> list[Any] | None:
 @rule(
     "native_layer_norm", "_fused_rms_norm", "native_layer_norm_backward", "_fused_rms_norm_backward"
 )
-def _layer_norm(call: Operation) -> list[Any]:
+def _layer_norm(call: Operation) -> list[Any] | None:
     x = call.args[0]
+    if any(call.of(call.given.get(name)) is not None for name in ("weight", "bias")):
+        return None
     axes = range(x.dim() - len(call.given["normalized_shape"]), x.dim())
     found: at.Attribution = None
     for y in call.operands:
@@ -168,8 +173,10 @@ def _layer_norm(call: Operation) -> list[Any]:
 
 
 @rule("native_group_norm", "native_group_norm_backward")
-def _group_norm(call: Operation) -> list[Any]:
+def _group_norm(call: Operation) -> list[Any] | None:
     x, found = call.args[0], None
+    if any(call.of(call.given.get(name)) is not None for name in ("weight", "bias")):
+        return None
     for y in call.operands:
         own = call.of(y)
         if own is not None:
@@ -198,13 +205,22 @@ def _with_sums(call: Operation, found: at.Attribution, shape: torch.Size) -> lis
     "cudnn_batch_norm", "_batch_norm_with_update", "native_batch_norm_backward",
     "batch_norm_backward", "cudnn_batch_norm_backward",
 )  # fmt: skip
-def _batch_norm(call: Operation) -> list[Any]:
+def _batch_norm(call: Operation) -> list[Any] | None:
     given, found = call.given, None
     training = given.get("training", given.get("train", given.get("update", True)))
     for x in call.operands:
         if x.dim() > 1:
             found = at.joined(found, call.of(x))
-    assert found is not None
+    weights = [call.of(given.get(name)) for name in ("weight", "bias")]
+    stats = [call.of(given.get(name)) for name in ("running_mean", "running_var")]
+    if any(own is not None for own in weights):
+        return None
+    if not training:
+        for own in stats:
+            if own is not None:
+                found = at.joined(found, own.reshape([1, -1] + [1] * (call.outs[0].dim() - 2)))
+    if found is None:
+        return [None] * len(call.outs)
     if not training:
         summed = at.reduced(found, [0, *range(2, found.dim())]).reshape(-1)  # type: ignore[union-attr]
         return [found if x.dim() > 1 else Out(summed, degree=0) for x in call.outs]
@@ -212,7 +228,7 @@ def _batch_norm(call: Operation) -> list[Any]:
     assert each is not None
     for name in ("running_mean", "running_var"):
         if isinstance(given.get(name), Tensor):
-            call.tracer.memory.write(given[name], call.tracer.made(each.reshape(-1)))
+            call.tracer.memory.write(given[name], call.tracer.made(each.reshape(-1), LEARNED))
     return [each if x.dim() > 1 else each.reshape(-1) for x in call.outs]
 
 
@@ -465,6 +481,9 @@ def _classes_backward(call: Operation, own: Tensor, uneven: bool) -> Out:
     return Out(joined, factor=hash(("factor", call.tracer.memory.serial(count), 0)))
 
 
+BY_VALUES.update(
+    ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "_batch_norm_with_update")
+)
 BY_VALUES.update(
     ("nll_loss_forward", "nll_loss2d_forward", "nll_loss_backward", "nll_loss2d_backward")
 )

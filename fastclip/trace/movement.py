@@ -89,7 +89,7 @@ def _complex(call: Operation) -> list[Any]:
     return [at.joined(call.of(call.args[0]), call.of(call.args[1]))]
 
 
-@rule("as_strided")
+@rule("as_strided", by_values=True)
 def _strided(call: Operation) -> list[Any]:
     x, out = call.args[0], call.outs[0]
     memory = call.tracer.memory
@@ -195,7 +195,7 @@ def _reduced(call: Operation) -> list[Any]:
     "linalg_cholesky_ex", "linalg_lu_factor_ex", "_linalg_svd", "_linalg_eigh", "linalg_qr",
     "linalg_solve_triangular", "cholesky_solve", "linalg_pinv", "triangular_solve", "linalg_matrix_exp",
     "linalg_eig", "linalg_eigvals", "_linalg_eigvals", "linalg_ldl_factor_ex", "linalg_inv", "cholesky",
-    "cholesky_inverse", "linalg_lu", "linalg_lstsq",
+    "cholesky_inverse", "linalg_lu",
 )  # fmt: skip
 def _matrices(call: Operation) -> list[Any]:
     """Of each matrix, in the last two axes."""
@@ -213,7 +213,7 @@ def _matrices(call: Operation) -> list[Any]:
 @rule(
     "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "_softmax", "_log_softmax",
     "_softmax_backward_data", "_log_softmax_backward_data", "kthvalue", "_safe_softmax",
-    "cumprod_backward", "renorm", "glu", "glu_backward", "_logcumsumexp",
+    "cumprod_backward", "glu", "glu_backward", "_logcumsumexp",
 )  # fmt: skip
 def _along(call: Operation) -> list[Any] | None:
     """What is at one place of the axis depends on all of it."""
@@ -246,6 +246,13 @@ def _without_masked(call: Operation, found: Tensor) -> Tensor:
     call.by_values = True
     gone = (own == at.NONE) & (x.detach() == (0 if backward else -torch.inf))
     return at.compressed(found.expand(x.shape).masked_fill(gone, at.NONE))
+
+
+@rule("renorm")
+def _renormed(call: Operation) -> list[Any]:
+    """Each slice of an axis by its norm."""
+    x, axis = call.args[0], call.given["dim"] % call.args[0].dim()
+    return [at.reduced(call.of(x), [d for d in range(x.dim()) if d != axis])]
 
 
 def _where_weighted(call: Operation, g: Tensor, weights: Tensor) -> at.Attribution:

@@ -19,6 +19,12 @@ from fastclip.trace.operation import Operation
 from fastclip.trace.shadow import BY_VALUE, Shadow
 
 _TRIALS = 2
+_CHECKS = frozenset(
+    "gather scatter scatter_add scatter_reduce index_select index index_put index_add index_copy index_fill "
+    "embedding nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward mul add sub div eq "
+    "take_along_dim where clone to _to_copy sort pow".split()  # noqa: SIM905
+)
+"""Operations that check whole numbers, or take them as numbers alone."""
 
 
 def probed(
@@ -35,7 +41,7 @@ def probed(
     tracer.report.probed[call.name] = tracer.report.probed.get(call.name, 0) + 1
     everything = [tracer.made(at.everywhere(at.SEVERAL, x.dim()), flags) for x in call.outs]
     strided = all(x.layout is torch.strided and not x.is_meta for x in tensors)
-    if not tracer.probes or not strided or not _is_safe(tensors, shadows):
+    if not tracer.probes or not strided or not _is_safe(call, tensors, shadows):
         return everything
     state = torch.get_rng_state()
     try:
@@ -48,8 +54,10 @@ def probed(
     return [tracer.made(at.compressed(x), flags | BY_VALUE) for x in found]
 
 
-def _is_safe(tensors: Sequence[Tensor], shadows: Sequence[Shadow]) -> bool:
-    """No whole numbers have to be changed that may say where others lie: kernels need not check them."""
+def _is_safe(call: Operation, tensors: Sequence[Tensor], shadows: Sequence[Shadow]) -> bool:
+    """No whole numbers have to be changed that may say where others lie, unless the kernel checks them."""
+    if call.name in _CHECKS:
+        return True
     whole = [_is_whole(x) for x in tensors]
     changed = any(w and s.held for w, s in zip(whole, shadows, strict=True))
     return not changed or all(

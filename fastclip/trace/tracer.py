@@ -74,6 +74,8 @@ class Tracer(TorchDispatchMode):
         """Called with a trained tensor that is none of the model's, and the line where it meets data."""
         self._idle = 0
         self._thread: int | None = None
+        self.takes_others = True
+        """Tensors as long as the batch that no operation of the step has made are the samples' own."""
         self.stopped = False
         """It observes nothing any more, and leaves its place when it can."""
 
@@ -218,7 +220,7 @@ class Tracer(TorchDispatchMode):
             if isinstance(out, Tensor)
             else [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         )
-        if kind.reshapes:
+        if kind.reshapes or not outs:
             return out
         known = None if kind.by_values or flags & MOVED else self._key(key, shadows, tensors)
         found = None if known is None else self._recalled(known)
@@ -424,7 +426,7 @@ class Tracer(TorchDispatchMode):
                 self._outside(x)
                 found[k] = self.shadows.of_no_sample(TRAINED)
                 self.memory.write(x, found[k])
-            elif id(x) not in channels and current_task() == -1 and x not in self.known:
+            elif self.takes_others and id(x) not in channels and current_task() == -1 and x not in self.known:
                 axis = self._samples_axis(x, tensors, shadows)
                 if axis is not None:
                     self.seed(x, axis)

@@ -56,7 +56,8 @@ class Checked(Tracer):
         self.report.probed = told
         self.held[call.name] += 1
         for x, rule, seen in zip(call.outs, found, shown, strict=True):
-            if rule.flags & _OF_VALUES or seen.sample is None or not x.numel():
+            refused = seen.held and not seen.flags & BY_VALUE
+            if rule.flags & _OF_VALUES or seen.sample is None or not x.numel() or refused:
                 continue
             says, sees = at.expanded(rule.sample, x.shape), at.expanded(seen.sample, x.shape)
             if bool(((says < at.SEVERAL) & (sees != says) & (sees != at.NONE)).any()):

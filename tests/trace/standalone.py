@@ -49,6 +49,7 @@ class Standalone(Tracer):
 
     def __init__(self, known: Iterable[Tensor], **more: Any) -> None:
         super().__init__(Tensors(known), **more)
+        self.takes_others = False
         self.law = Law(self)
         self.given: list[Tensor] = []
         self._made: dict[tuple, tuple] = {}
