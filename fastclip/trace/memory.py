@@ -23,7 +23,16 @@ from fastclip.trace.attribution import (
     expanded,
     reduced,
 )
-from fastclip.trace.shadow import BY_VALUE, FOREIGN, LEARNED, ORDER, STICKY, TRAINED, Shadow, Shadows
+from fastclip.trace.shadow import (
+    BY_VALUE,
+    FOREIGN,
+    LEARNED,
+    ORDER,
+    STICKY,
+    TRAINED,
+    Shadow,
+    Shadows,
+)
 
 Geometry = tuple[int, torch.Size, tuple[int, ...], int]
 _SWEEP = 2048

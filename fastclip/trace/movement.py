@@ -24,8 +24,7 @@ def axes_of(call: Operation, dims: int) -> list[int]:
 
 _UNCHANGED = frozenset(("_conj", "_neg_view", "real", "imag", "alias", "detach", "lift"))
 _TAKES_A_PART = frozenset(
-    "slice select split split_with_sizes unbind narrow chunk unsafe_chunk unsafe_split "
-    "unsafe_split_with_sizes".split()  # noqa: SIM905
+    ["slice", "select", "split", "split_with_sizes", "unbind", "narrow", "chunk", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"]
 )
 
 
@@ -195,14 +194,17 @@ def _reduced(call: Operation) -> list[Any]:
     "linalg_cholesky_ex", "linalg_lu_factor_ex", "_linalg_svd", "_linalg_eigh", "linalg_qr",
     "linalg_solve_triangular", "cholesky_solve", "linalg_pinv", "triangular_solve", "linalg_matrix_exp",
     "linalg_eig", "linalg_eigvals", "_linalg_eigvals", "linalg_ldl_factor_ex", "linalg_inv", "cholesky",
-    "cholesky_inverse", "linalg_lu",
+    "cholesky_inverse", "linalg_lu", "linalg_lu_solve", "lu_unpack", "linalg_ldl_solve",
 )  # fmt: skip
 def _matrices(call: Operation) -> list[Any]:
     """Of each matrix, in the last two axes."""
     found: at.Attribution = None
     dims = call.args[0].dim()
     for x in call.operands:
-        found = at.joined(found, at.fitted(at.reduced(call.of(x), [-1, -2]), dims))
+        own = call.of(x)
+        if own is not None and x.dim() == dims - 1 and not x.is_floating_point():  # pivots
+            own = own.unsqueeze(-1)
+        found = at.joined(found, at.fitted(at.reduced(own, [-1, -2]), dims))
     assert found is not None
     return [
         found if x.dim() == dims else at.reduced(found, [-1, -2][: dims - x.dim()], keep=False)

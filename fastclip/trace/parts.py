@@ -54,11 +54,7 @@ def _told(
     partial = [s for s in shadows if s.held and not s.whole]
     met = {s.part for s in partial if not s.flags & MOVED}
     if found.whole:
-        meets = len(met) > 1
-        if kind.pointwise and not meets:
-            meets = not at.are_apart([s.sample for s in shadows])
-        meets = meets and not kind.writes
-        if not meets:
+        if kind.writes or not _meets(kind, found, partial, shadows, met):
             return found
         branched = any(r.of == "one sample" for r in tracer.report.reads)  # each on its own values
         return again(flags=BY_VALUE if branched else ORDER)
@@ -73,6 +69,21 @@ def _told(
         () if kind.name in _OF_POSITION else tuple(a for a in args if isinstance(a, (int, float)))
     )
     return again(hash((kind.name, numbers, *made)))
+
+
+def _meets(
+    kind: Kind, found: Shadow, partial: Sequence[Shadow], shadows: Sequence[Shadow], met: set
+) -> bool:  # fmt: skip
+    """In what holds all samples, some were treated in another way than the others."""
+    if len(met) > 1:
+        return True
+    if kind.pointwise:
+        return not at.are_apart([s.sample for s in shadows])
+    if found.mixed or not met:
+        return False
+    return kind.name not in ("cat", "stack", "block_diag") or len(partial) < sum(
+        s.held for s in shadows
+    )
 
 
 def _identified(tracer: Tracer, x: Tensor, shadow: Shadow) -> Any:

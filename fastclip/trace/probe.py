@@ -20,22 +20,21 @@ from fastclip.trace.shadow import BY_VALUE, Shadow
 
 _TRIALS = 2
 _CHECKS = frozenset(
-    "gather scatter scatter_add scatter_reduce index_select index index_put index_add index_copy index_fill "
-    "embedding nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward mul add sub div eq "
-    "take_along_dim where clone to _to_copy sort pow".split()  # noqa: SIM905
+    ["gather", "scatter", "scatter_add", "scatter_reduce", "index_select", "index", "index_put", "index_add", "index_copy", "index_fill", "embedding", "nll_loss_forward", "nll_loss2d_forward", "nll_loss_backward", "nll_loss2d_backward", "mul", "add", "sub", "div", "eq", "take_along_dim", "where", "clone", "to", "_to_copy", "sort", "pow"]
 )
 """Operations that check whole numbers, or take them as numbers alone."""
 
 
 def probed(
     call: Operation, tensors: Sequence[Tensor], shadows: Sequence[Shadow], flags: int,
-    before: Sequence[Tensor] | None = None,
+    before: Sequence[Tensor] | None = None, *, fills: bool = True,
 ) -> list[Shadow]:  # fmt: skip
     """Shadows of what the operation returned.
 
     Args:
         tensors, shadows: its operands. flags: what they hand on. before: what they held, if the
-            operation has written into them.
+            operation has written into them. fills: entries that nothing has moved are those of the sample
+            that moves all others beside them.
     """
     tracer, call.by_values = call.tracer, True
     tracer.report.probed[call.name] = tracer.report.probed.get(call.name, 0) + 1
@@ -51,7 +50,22 @@ def probed(
         return everything
     finally:
         torch.set_rng_state(state)
+    if fills:
+        found = [_filled(x) for x in found]
     return [tracer.made(at.compressed(x), flags | BY_VALUE) for x in found]
+
+
+def _filled(found: Tensor) -> Tensor:
+    """Entries that no sample has moved, by chance, are of the one that has moved all others beside them."""
+    none = found == at.NONE
+    if found.dim() < 1 or not bool(none.any()) or bool(none.all()):
+        return found
+    for axis in range(found.dim()):
+        others = [d for d in range(found.dim()) if d != axis]
+        most = found.amax(others, keepdim=True) if others else found
+        if bool(((found == most) | none).all()):
+            return most.expand(found.shape)
+    return found
 
 
 def _is_safe(call: Operation, tensors: Sequence[Tensor], shadows: Sequence[Shadow]) -> bool:

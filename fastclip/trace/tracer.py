@@ -40,8 +40,7 @@ from fastclip.trace.shadow import (
 )
 
 _SHARP = frozenset(
-    "bmm baddbmm mm addmm convolution convolution_backward index_add masked_scatter cumsum "
-    "_scaled_dot_product_flash_attention_for_cpu".split()  # noqa: SIM905
+    ["bmm", "baddbmm", "mm", "addmm", "convolution", "convolution_backward", "index_add", "masked_scatter", "cumsum", "_scaled_dot_product_flash_attention_for_cpu"]
 )
 """Operations in which weights of 0 may keep samples independent that the rule joins."""
 _KINDS: dict[Any, Kind] = {}
@@ -426,7 +425,12 @@ class Tracer(TorchDispatchMode):
                 self._outside(x)
                 found[k] = self.shadows.of_no_sample(TRAINED)
                 self.memory.write(x, found[k])
-            elif self.takes_others and id(x) not in channels and current_task() == -1 and x not in self.known:
+            elif (
+                self.takes_others
+                and id(x) not in channels
+                and current_task() == -1
+                and x not in self.known
+            ):
                 axis = self._samples_axis(x, tensors, shadows)
                 if axis is not None:
                     self.seed(x, axis)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+import types
+import unittest
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -49,13 +52,15 @@ class Checked(Tracer):
         found = super()._found(call, tensors, shadows, flags, before)
         if call.kind.rule is None or call.kind.random or call.kind.fresh or call.name in PLACED:
             return found
-        if any(s.mixed or s.factor is not None for s in shadows):
+        if any(s.mixed or s.factor is not None or s.flags & _OF_VALUES for s in shadows):
+            return found
+        if any(x.is_conj() for x in tensors):  # what runs is another operation
             return found
         told = dict(self.report.probed)
-        shown = probed(call, tensors, shadows, 0, self._before)
+        shown = probed(call, tensors, shadows, 0, self._before, fills=False)
         self.report.probed = told
         self.held[call.name] += 1
-        for x, rule, seen in zip(call.outs, found, shown, strict=True):
+        for x, rule, seen in zip(call.outs, found, shown, strict=False):
             refused = seen.held and not seen.flags & BY_VALUE
             if rule.flags & _OF_VALUES or seen.sample is None or not x.numel() or refused:
                 continue
@@ -130,9 +135,12 @@ def run(op: Any, held: Sequence[Any], axis: int) -> Checked | None:
             if isinstance(x, Tensor) and x.requires_grad and not x.is_complex() and x.numel()
         ]
         if floats:
-            total = sum(
-                x.mul(torch.linspace(0.5, 1.5, x.numel()).view(x.shape)).sum() for x in floats
-            )
+            total = torch.zeros((), dtype=torch.float64)
+            for x in floats:
+                g = torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype).view(x.shape)
+                if x.dim() > axis and x.shape[axis] <= tracer.memory.samples:
+                    tracer.seed(g, axis)
+                total = total + (x * g).sum()
             leaves = [
                 x
                 for x in tree_leaves((first, args, kwargs))
@@ -146,11 +154,7 @@ def run(op: Any, held: Sequence[Any], axis: int) -> Checked | None:
 
 def operators() -> list[Any]:
     """Torch's list of operators with sample inputs; it asks for a package of tests that it does not need."""
-    import sys
-    import types
-    import unittest
-
-    if importlib.util.find_spec("expecttest") is None:
+    if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:
         stub = types.ModuleType("expecttest")
         stub.TestCase = unittest.TestCase  # type: ignore[attr-defined]
         sys.modules.setdefault("expecttest", stub)

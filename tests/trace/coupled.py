@@ -222,6 +222,17 @@ def numbered_scatter(m: Any, h: Tensor) -> Tensor:
     return h.scatter(1, at, 0.0)
 
 
+def numbered_write(m: Any, h: Tensor) -> Tensor:
+    h = h.clone()
+    h[count(len(h)), count(len(h)) % T] = 0.0
+    return h
+
+
+def numbered_selection(m: Any, h: Tensor) -> Tensor:
+    mask = count(T)[None, :] <= count(len(h))[:, None]
+    return h + torch.zeros_like(h).masked_scatter(mask[..., None], h[mask])
+
+
 def numbered_mask(m: Any, h: Tensor) -> Tensor:
     mask = count(T)[None, :, None] <= count(len(h))[:, None, None]
     return h.masked_fill(mask, 0.0)
@@ -406,6 +417,8 @@ COUPLED: dict[str, Step] = {
     "numbered gather": numbered_gather,
     "numbered scatter": numbered_scatter,
     "numbered mask": numbered_mask,
+    "numbered write": numbered_write,
+    "numbered selection": numbered_selection,
     "numbered table": numbered_embedding,
     "vmapped number": vmapped_number,
     "columns by number": columns_by_number,

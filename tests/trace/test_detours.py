@@ -72,7 +72,9 @@ def custom_operators() -> Iterator[None]:
     library.define("together(Tensor x) -> Tensor")
     library.impl("each", lambda x: torch.from_numpy(x.detach().numpy() ** 2), "CPU")
     library.impl(
-        "together", lambda x: torch.from_numpy(x.detach().numpy() - x.detach().numpy().mean(0)), "CPU"
+        "together",
+        lambda x: torch.from_numpy(x.detach().numpy() - x.detach().numpy().mean(0)),
+        "CPU",
     )
     yield
     library._destroy()
