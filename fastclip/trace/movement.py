@@ -24,7 +24,18 @@ def axes_of(call: Operation, dims: int) -> list[int]:
 
 _UNCHANGED = frozenset(("_conj", "_neg_view", "real", "imag", "alias", "detach", "lift"))
 _TAKES_A_PART = frozenset(
-    ["slice", "select", "split", "split_with_sizes", "unbind", "narrow", "chunk", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"]
+    [
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "narrow",
+        "chunk",
+        "unsafe_chunk",
+        "unsafe_split",
+        "unsafe_split_with_sizes",
+    ]
 )
 
 

@@ -183,7 +183,24 @@ class Kind:
 _STACKED = frozenset({"bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu"})
 """Products whose first axis holds one matrix for each entry."""
 _TOGETHER = frozenset(
-    ["cat", "stack", "index_put", "_index_put_impl", "scatter", "scatter_add", "index_copy", "index_fill", "slice_scatter", "select_scatter", "masked_scatter", "copy", "block_diag", "index_add", "scatter_reduce", "diagonal_scatter"]
+    [
+        "cat",
+        "stack",
+        "index_put",
+        "_index_put_impl",
+        "scatter",
+        "scatter_add",
+        "index_copy",
+        "index_fill",
+        "slice_scatter",
+        "select_scatter",
+        "masked_scatter",
+        "copy",
+        "block_diag",
+        "index_add",
+        "scatter_reduce",
+        "diagonal_scatter",
+    ]
 )
 """Their results hold entries of constants among those of samples."""
 _JOINTLY = frozenset(("randperm", "multinomial"))

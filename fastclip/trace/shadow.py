@@ -109,7 +109,8 @@ class Shadows:
         found = self._found.get(key)
         if found is None:
             self._make_room(sample.numel())
-            found = self._made(sample, samples, flags, degree, part, factor)
+            # A copy: it may lie in a memory's record, which is written into.
+            found = self._made(sample.clone(), samples, flags, degree, part, factor)
             self._found[key] = found
         return found
 

@@ -40,7 +40,18 @@ from fastclip.trace.shadow import (
 )
 
 _SHARP = frozenset(
-    ["bmm", "baddbmm", "mm", "addmm", "convolution", "convolution_backward", "index_add", "masked_scatter", "cumsum", "_scaled_dot_product_flash_attention_for_cpu"]
+    [
+        "bmm",
+        "baddbmm",
+        "mm",
+        "addmm",
+        "convolution",
+        "convolution_backward",
+        "index_add",
+        "masked_scatter",
+        "cumsum",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    ]
 )
 """Operations in which weights of 0 may keep samples independent that the rule joins."""
 _KINDS: dict[Any, Kind] = {}

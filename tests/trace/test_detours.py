@@ -161,9 +161,15 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "sparse": (lambda m, x: torch.sparse.mm(torch.eye(B).to_sparse(), x), "coupled"),
     "length": (lambda m, x: x / len(x), "proven"),
     "vmap": (lambda m, x: torch.func.vmap(lambda r: r * r.sum())(x), "proven"),
-    "vmap over features": (lambda m, x: torch.func.vmap(lambda r: r - r.mean(), 1, 1)(x), "coupled"),
+    "vmap over features": (
+        lambda m, x: torch.func.vmap(lambda r: r - r.mean(), 1, 1)(x),
+        "coupled",
+    ),
     "jvp": (lambda m, x: torch.func.jvp(torch.tanh, (x,), (x,))[1], "proven"),
-    "jvp, together": (lambda m, x: torch.func.jvp(lambda z: z - z.mean(0), (x,), (x,))[1], "coupled"),
+    "jvp, together": (
+        lambda m, x: torch.func.jvp(lambda z: z - z.mean(0), (x,), (x,))[1],
+        "coupled",
+    ),
     "inverse": (lambda m, x: x @ torch.linalg.inv(torch.eye(D) + x.T @ x), "coupled"),
     "gradient": (lambda m, x: torch.autograd.grad((x**3).sum(), x, create_graph=True)[0], "proven"),
     "gradient of the mean": (
@@ -174,7 +180,7 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "deep copy": (lambda m, x: x + copy.deepcopy(x.detach()), "coupled"),
     "pickled": (pickled, "path"),
     "einsum": (lambda m, x: torch.einsum("bi,ij,bj->b", x, m.weight, x)[:, None] * x, "proven"),
-}  # fmt: skip
+}
 
 
 def run(f: Callable[[Any, Tensor], Tensor]) -> Traced:

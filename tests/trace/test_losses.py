@@ -99,7 +99,10 @@ ORDINARY: dict[str, tuple[int, Any, Loss, int | None]] = {
     "cross entropy, mean": (K, CLASSES, F.cross_entropy, -1),
     "cross entropy, sum": (K, CLASSES, lambda o, y: F.cross_entropy(o, y, reduction="sum"), 0),
     "cross entropy, sum / b": (
-        K, CLASSES, lambda o, y: F.cross_entropy(o, y, reduction="sum") / len(o), -1,
+        K,
+        CLASSES,
+        lambda o, y: F.cross_entropy(o, y, reduction="sum") / len(o),
+        -1,
     ),
     "probabilities": (K, SOFT, F.cross_entropy, -1),
     "label smoothing": (K, CLASSES, lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1), -1),
@@ -111,12 +114,16 @@ ORDINARY: dict[str, tuple[int, Any, Loss, int | None]] = {
     "smooth absolute": (1, REAL, lambda o, y: F.smooth_l1_loss(o[:, 0], y), -1),
     "huber": (1, REAL, lambda o, y: F.huber_loss(o[:, 0], y, reduction="sum"), 0),
     "logits, constant pos_weight": (
-        1, BINARY,
+        1,
+        BINARY,
         lambda o, y: F.binary_cross_entropy_with_logits(o[:, 0], y, pos_weight=torch.tensor(3.0)),
         -1,
     ),
     "probabilities of one class": (
-        1, BINARY, lambda o, y: F.binary_cross_entropy(o[:, 0].sigmoid(), y, reduction="sum"), 0,
+        1,
+        BINARY,
+        lambda o, y: F.binary_cross_entropy(o[:, 0].sigmoid(), y, reduction="sum"),
+        0,
     ),
     "rows, mean": (K, CLASSES, lambda o, y: rows(o, y).mean(), -1),
     "rows, own weights": (K, (CLASSES, WEIGHTS), lambda o, d: (rows(o, d[0]) * d[1]).mean(), -1),
@@ -127,32 +134,47 @@ ORDINARY: dict[str, tuple[int, Any, Loss, int | None]] = {
     "tokens, sum, some ignored": (T * K, PADDED, of_tokens("sum"), 0),
     "next tokens": (T * K, TOKENS, next_tokens, -1),
     "divergence": (
-        K, SOFT, lambda o, y: F.kl_div(F.log_softmax(o, 1), y, reduction="batchmean"), -1,
+        K,
+        SOFT,
+        lambda o, y: F.kl_div(F.log_softmax(o, 1), y, reduction="batchmean"),
+        -1,
     ),
     "poisson": (1, REAL, lambda o, y: F.poisson_nll_loss(o[:, 0], y), -1),
     "gaussian": (2, REAL, gaussian, -1),
     "multi margin": (K, CLASSES, F.multi_margin_loss, -1),
     "margins by hand": (K, CLASSES, margins, -1),
     "many labels": (
-        K, SOFT, lambda o, y: F.multilabel_soft_margin_loss(o, (y > 0.3).to(o)), -1,
+        K,
+        SOFT,
+        lambda o, y: F.multilabel_soft_margin_loss(o, (y > 0.3).to(o)),
+        -1,
     ),
     "hinge": (1, BINARY, lambda o, y: F.relu(1 - (2 * y - 1) * o[:, 0]).mean(), -1),
     "soft margin": (1, BINARY, lambda o, y: F.soft_margin_loss(o[:, 0], 2 * y - 1), -1),
     "cosine": (
-        K, SOFT, lambda o, y: F.cosine_embedding_loss(o, y, torch.ones(len(o))), -1,
+        K,
+        SOFT,
+        lambda o, y: F.cosine_embedding_loss(o, y, torch.ones(len(o))),
+        -1,
     ),
     "quantiles": (1, REAL, quantiles, -1),
     "row by row": (K, CLASSES, loop, -1),
     "outputs' own penalty": (
-        K, CLASSES, lambda o, y: F.cross_entropy(o, y) + 0.1 * o.pow(2).sum(1).mean(), -1,
+        K,
+        CLASSES,
+        lambda o, y: F.cross_entropy(o, y) + 0.1 * o.pow(2).sum(1).mean(),
+        -1,
     ),
     "ctc, sum": (T * K, TOKENS, connectionist, 0),
     "triplets from the data": (
-        K, (SOFT, SOFT.flip(1)), lambda o, d: F.triplet_margin_loss(o, d[0], d[1]), -1,
+        K,
+        (SOFT, SOFT.flip(1)),
+        lambda o, d: F.triplet_margin_loss(o, d[0], d[1]),
+        -1,
     ),
     "log cosh": (1, REAL, lambda o, y: torch.log(torch.cosh(o[:, 0] - y)).sum(), 0),
     "scaled": (K, CLASSES, lambda o, y: 128.0 * F.cross_entropy(o, y), -1),
-}  # fmt: skip
+}
 
 
 def dice(o: Tensor, y: Tensor) -> Tensor:
@@ -288,7 +310,7 @@ COUPLED: dict[str, tuple[int, Any, Loss, str]] = {
     "target of the batch": (1, REAL, lambda o, y: F.mse_loss(o[:, 0], y - y.mean()), ""),
     "median row": (K, CLASSES, lambda o, y: rows(o, y).median(), "median"),
     "softmax over rows": (K, CLASSES, lambda o, y: (rows(o, y).softmax(0) * rows(o, y)).sum(), ""),
-}  # fmt: skip
+}
 
 
 def masked_mean(o: Tensor, y: Tensor) -> Tensor:
@@ -308,18 +330,26 @@ FACTORS: dict[str, tuple[int, Any, Loss]] = {
     "tokens, masked mean, clamped": (T * K, PADDED, masked_mean_clamped),
     "one label ignored": (K, ONE_IGNORED, F.cross_entropy),
     "weights of classes": (
-        K, CLASSES, lambda o, y: F.cross_entropy(o, y, weight=OF_CLASSES),
+        K,
+        CLASSES,
+        lambda o, y: F.cross_entropy(o, y, weight=OF_CLASSES),
     ),
     "weights over their sum": (
-        K, (CLASSES, WEIGHTS), lambda o, d: (rows(o, d[0]) * d[1]).sum() / d[1].sum(),
+        K,
+        (CLASSES, WEIGHTS),
+        lambda o, d: (rows(o, d[0]) * d[1]).sum() / d[1].sum(),
     ),
     "weights normalized first": (
-        K, (CLASSES, WEIGHTS), lambda o, d: (rows(o, d[0]) * (d[1] / d[1].sum())).sum(),
+        K,
+        (CLASSES, WEIGHTS),
+        lambda o, d: (rows(o, d[0]) * (d[1] / d[1].sum())).sum(),
     ),
     "times a count": (
-        1, BINARY, lambda o, y: F.mse_loss(o[:, 0], y) * y.sum(),
+        1,
+        BINARY,
+        lambda o, y: F.mse_loss(o[:, 0], y) * y.sum(),
     ),
-}  # fmt: skip
+}
 
 
 def run(outputs: int, target: Any, loss: Loss) -> Traced:

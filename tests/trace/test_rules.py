@@ -18,13 +18,74 @@ from tests.trace.checked import Checked, operators, run, samples_of, seeded
 from tests.trace.fuzz import CLASSES, B, D, Recipe, T, losses
 
 SHARES = 48
-BY_OTHERS = (
-    ["_convolution", "_mkldnn_linear", "_native_batch_norm_legit_functional", "_neg_view", "_pad_enum", "_reshape_alias", "_scaled_dot_product_attention_math", "_unsafe_view_copy", "argsort", "avg_pool1d", "bernoulli_p", "chunk", "imag", "l1_loss", "lift", "linalg_eigvals", "linalg_inv", "linalg_matrix_norm", "linear", "matmul", "max_pool1d", "mkldnn_linear", "movedim", "nanmean", "narrow", "native_norm", "numpy_T", "real", "reshape", "swapaxes", "take_along_dim", "tile", "unique", "channel_shuffle", "_weight_norm_interface", "linalg_pinv", "_linalg_eigvals", "cumprod_backward", "_logcumsumexp", "numpy_T", "tile", "trace_backward", "_addmm_activation", "linalg_slogdet", "unsafe_chunk", "unsafe_split_with_sizes", "cholesky_solve", "replication_pad1d_backward", "masked_scatter_backward", "_index_put_impl", "_unsafe_index_put", "triangular_solve", "linalg_lu_factor_ex"]
-)
+BY_OTHERS = [
+    "_convolution",
+    "_mkldnn_linear",
+    "_native_batch_norm_legit_functional",
+    "_neg_view",
+    "_pad_enum",
+    "_reshape_alias",
+    "_scaled_dot_product_attention_math",
+    "_unsafe_view_copy",
+    "argsort",
+    "avg_pool1d",
+    "bernoulli_p",
+    "chunk",
+    "imag",
+    "l1_loss",
+    "lift",
+    "linalg_eigvals",
+    "linalg_inv",
+    "linalg_matrix_norm",
+    "linear",
+    "matmul",
+    "max_pool1d",
+    "mkldnn_linear",
+    "movedim",
+    "nanmean",
+    "narrow",
+    "native_norm",
+    "numpy_T",
+    "real",
+    "reshape",
+    "swapaxes",
+    "take_along_dim",
+    "tile",
+    "unique",
+    "channel_shuffle",
+    "_weight_norm_interface",
+    "linalg_pinv",
+    "_linalg_eigvals",
+    "cumprod_backward",
+    "_logcumsumexp",
+    "numpy_T",
+    "tile",
+    "trace_backward",
+    "_addmm_activation",
+    "linalg_slogdet",
+    "unsafe_chunk",
+    "unsafe_split_with_sizes",
+    "cholesky_solve",
+    "replication_pad1d_backward",
+    "masked_scatter_backward",
+    "_index_put_impl",
+    "_unsafe_index_put",
+    "triangular_solve",
+    "linalg_lu_factor_ex",
+]
 """Torch takes these apart before the tracer sees them, at least on a CPU or in this version."""
-NOT_HERE = (
-    ["_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward", "cudnn_batch_norm", "cudnn_batch_norm_backward", "cudnn_convolution", "miopen_convolution"]
-)
+NOT_HERE = [
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_cudnn_attention_backward",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_backward",
+    "cudnn_batch_norm",
+    "cudnn_batch_norm_backward",
+    "cudnn_convolution",
+    "miopen_convolution",
+]
 """They need a GPU."""
 MADE = "empty_like new_empty new_empty_strided rand_like randn_like".split()  # noqa: SIM905
 """They hold no numbers of their operand, or chance alone."""
@@ -84,10 +145,15 @@ TABLE = torch.randn(5, 2)
 EXTRA: dict[str, Callable[[], Checked]] = {
     "attention": lambda: checked(
         lambda q, k: F.scaled_dot_product_attention(q, k, k, is_causal=True),
-        real(3, 2, 4, 4), real(3, 2, 4, 4),
+        real(3, 2, 4, 4),
+        real(3, 2, 4, 4),
     ),
     "baddbmm": lambda: checked(torch.baddbmm, real(3, 2, 2), real(3, 2, 4), real(3, 4, 2)),
-    "addbmm": lambda: checked(lambda a, b: torch.addbmm(torch.zeros(2, 2), a, b).expand(3, 2, 2), real(3, 2, 4), real(3, 4, 2)),
+    "addbmm": lambda: checked(
+        lambda a, b: torch.addbmm(torch.zeros(2, 2), a, b).expand(3, 2, 2),
+        real(3, 2, 4),
+        real(3, 4, 2),
+    ),
     "col2im": lambda: checked(lambda x: F.fold(x, (3, 3), (2, 2)), real(3, 8, 4)),
     "im2col": lambda: checked(lambda x: F.unfold(x, (2, 2)), real(3, 2, 3, 3)),
     "3-d pools": lambda: checked(lambda x: F.adaptive_avg_pool3d(x, 2), real(3, 1, 3, 3, 3)),
@@ -106,7 +172,9 @@ EXTRA: dict[str, Callable[[], Checked]] = {
     "linear": lambda: checked(lambda x: F.interpolate(x, size=5, mode="linear"), real(3, 2, 3)),
     "nearest": lambda: checked(lambda x: F.interpolate(x, size=5), real(3, 2, 3)),
     "nearest, 2-d": lambda: checked(lambda x: F.interpolate(x, size=(4, 4)), real(3, 1, 3, 3)),
-    "nearest, 3-d": lambda: checked(lambda x: F.interpolate(x, size=(4, 4, 4)), real(3, 1, 2, 2, 2)),
+    "nearest, 3-d": lambda: checked(
+        lambda x: F.interpolate(x, size=(4, 4, 4)), real(3, 1, 2, 2, 2)
+    ),
     "trilinear": lambda: checked(
         lambda x: F.interpolate(x, size=(4, 4, 4), mode="trilinear"), real(3, 1, 2, 2, 2)
     ),
@@ -129,13 +197,20 @@ EXTRA: dict[str, Callable[[], Checked]] = {
         lambda x: F.linear(x, torch._weight_norm(real(3, 4), real(3, 1), 0)), real(3, 4)
     ),
     "groups of products": lambda: checked(
-        lambda x: torch._grouped_mm(x.bfloat16(), torch.randn(2, 16, 16, dtype=torch.bfloat16), torch.tensor([8, 16], dtype=torch.int32)).float(),
+        lambda x: torch._grouped_mm(
+            x.bfloat16(),
+            torch.randn(2, 16, 16, dtype=torch.bfloat16),
+            torch.tensor([8, 16], dtype=torch.int32),
+        ).float(),
         torch.randn(16, 16),
     ),
     "sequences": lambda: checked(
         lambda x: F.ctc_loss(
-            x.transpose(0, 1).log_softmax(-1), torch.ones(3, 2, dtype=torch.long),
-            torch.full((3,), 6), torch.full((3,), 2), reduction="none",
+            x.transpose(0, 1).log_softmax(-1),
+            torch.ones(3, 2, dtype=torch.long),
+            torch.full((3,), 6),
+            torch.full((3,), 2),
+            reduction="none",
         ),
         real(3, 6, 4),
     ),
@@ -146,7 +221,9 @@ EXTRA: dict[str, Callable[[], Checked]] = {
         )[0],
         real(3, 4, 2),
     ),
-    "view as real": lambda: checked(torch.view_as_real, torch.view_as_complex(torch.randn(3, 4, 2))),
+    "view as real": lambda: checked(
+        torch.view_as_real, torch.view_as_complex(torch.randn(3, 4, 2))
+    ),
     "slices written": lambda: checked(
         lambda x, y: torch.slice_scatter(x, y, 1, 0, 2), real(3, 4), real(3, 2)
     ),
@@ -162,7 +239,7 @@ EXTRA: dict[str, Callable[[], Checked]] = {
     "masked scatter": lambda: checked(
         lambda x, y: x.masked_scatter(MASK.repeat(1, 1), y), real(3, 4), real(3, 4)
     ),
-}  # fmt: skip
+}
 torch.manual_seed(0)
 RECURRENT = nn.LSTM(2, 2, batch_first=True)
 
