@@ -99,9 +99,10 @@ def _indexed(call: Operation) -> list[Any] | None:
         own = at.compressed(torch.ops.aten.index.Tensor(full, list(indices)))
         shape = torch.broadcast_shapes(*[i.shape for _, i in used])
         for axis, i in used:
-            if call.of(i) is None and call.of(x).shape[axis] == 1:  # type: ignore[union-attr]
-                if changes_alongside(_spread(i.expand(shape), axes, x), own, call.shadow(i)):
-                    flags |= ORDER
+            constant = call.of(i) is None and call.of(x).shape[axis] == 1  # type: ignore[union-attr]
+            spread = _spread(i.expand(shape), axes, x)
+            if constant and changes_alongside(spread, own, call.shadow(i)):
+                flags |= ORDER
     if of & POSITIONS and not along_samples:
         return [_several(call, flags & STICKY)]
     found = _chosen(

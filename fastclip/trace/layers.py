@@ -400,6 +400,7 @@ def _three_factors(call: Operation) -> list[Any]:
 def _columns_back(call: Operation) -> list[Any]:
     """Patches of an image, [b, channels of patches, patches], are added up."""
     own = at.reduced(call.of(call.args[0]), [-1, -2])
+    assert own is not None
     return [
         at.fitted(own.unsqueeze(-1), call.outs[0].dim())
         if call.outs[0].dim() == 4
@@ -432,7 +433,7 @@ def _classes(call: Operation) -> list[Any]:
     whole = at.reduced(own).reshape([])  # type: ignore[union-attr]
     learned = call.flags(x) & LEARNED
     count = (
-        Out(at.reduced(at.joined(call.of(y), None)).reshape([]), call.flags(y), exact=True)
+        Out(at.reduced(call.of(y)).reshape([]), call.flags(y), exact=True)  # type: ignore[union-attr]
         if uneven
         else None
     )  # type: ignore[union-attr]
@@ -443,7 +444,7 @@ def _classes(call: Operation) -> list[Any]:
 
 
 def _numbered(call: Operation, own: at.Attribution, *constants: Any) -> int:
-    """ORDER if one of these changes from sample to sample, where nothing but their number tells them apart."""
+    """ORDER if one of these constants changes from sample to sample."""
     call.by_values = True
     changes = own is not None and any(
         isinstance(x, Tensor) and call.of(x) is None and changes_alongside(x, own, call.shadow(x))
@@ -499,7 +500,7 @@ def _loss(call: Operation) -> list[Any] | None:
         own = at.joined(
             at.reduced(call.of(x), [-1], keep=False), at.reduced(call.of(y), [-1], keep=False)
         )
-        return None if given["reduction"] == 0 else _over_samples(given, own) + [call.of(y)]
+        return None if given["reduction"] == 0 else [*_over_samples(given, own), call.of(y)]
     own = at.joined(call.of(x), call.of(y))
     if call.name == "multi_margin_loss":
         own = at.joined(at.reduced(call.of(x), [-1], keep=False), call.of(y))
@@ -540,7 +541,7 @@ def _margins_backward(call: Operation) -> list[Any]:
     found = at.reduced(call.of(given["self"]), [-1])
     for x in (given["target"], given["grad_output"], given.get("is_target")):
         own = call.of(x)
-        if own is not None and x.dim():
+        if own is not None and isinstance(x, Tensor) and x.dim():
             own = at.reduced(own, [-1]) if own.dim() == dims else own.unsqueeze(-1)
         found = at.joined(found, own)
     return [Out(found, _numbered(call, found, given["target"]))]

@@ -42,7 +42,7 @@ _KEPT = STICKY | TRAINED | FOREIGN
 
 def geometry_of(x: Tensor) -> Geometry:
     """Offset, sizes, strides and bytes an entry."""
-    return x.storage_offset(), x.shape, x.stride(), x.element_size()
+    return int(x.storage_offset()), x.shape, x.stride(), x.element_size()
 
 
 def content_of(x: Tensor) -> int:

@@ -58,9 +58,9 @@ def _told(
             return found
         branched = any(r.of == "one sample" for r in tracer.report.reads)  # each on its own values
         return again(flags=BY_VALUE if branched else ORDER)
-    if kind.pointwise and kind.name in ("add", "where") and len(met) == 1:
-        if at.are_apart([s.sample for s in shadows]):
-            return again(next(iter(met)))
+    merges = kind.pointwise and kind.name in ("add", "where") and len(met) == 1
+    if merges and at.are_apart([s.sample for s in shadows]):
+        return again(next(iter(met)))
     if kind.aliases and not kind.writes:
         return again(tracer.memory.part_of(out, found))
     if kind.name == "copy":

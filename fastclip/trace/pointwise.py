@@ -359,9 +359,9 @@ def _kept_factor(call: Operation) -> int | None:
         return call.shadow(carriers[0]).factor if alone else None
     if name not in _ADDING:
         return None
-    if name in ("add", "sub", "masked_fill") and not isinstance(call.args[-1], Tensor):
-        if call.args[-1] != 0:
-            return None
+    number = None if isinstance(call.args[-1], Tensor) else call.args[-1]
+    if name in ("add", "sub", "masked_fill") and number not in (None, 0):
+        return None
     chosen = {
         "where": [0],
         "index_put": [],

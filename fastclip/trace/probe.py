@@ -8,6 +8,7 @@ of every pair has the bits of its sample's number; one that moves in both follow
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def probed(
 
     Args:
         tensors, shadows: its operands. flags: what they hand on. before: what they held, if the
-            operation has written into them. fills: entries that nothing has moved are those of the sample
+            operation has written into them. fills: entries that nothing has moved belong to the sample
             that moves all others beside them.
     """
     tracer, call.by_values = call.tracer, True
@@ -84,7 +85,7 @@ def probed(
 
 
 def _filled(found: Tensor) -> Tensor:
-    """Entries that no sample has moved, by chance, are of the one that has moved all others beside them."""
+    """Entries that no sample has moved, by chance, belong to the one that moves all others there."""
     none = found == at.NONE
     if found.dim() < 1 or not bool(none.any()) or bool(none.all()):
         return found
@@ -97,7 +98,7 @@ def _filled(found: Tensor) -> Tensor:
 
 
 def _is_safe(call: Operation, tensors: Sequence[Tensor], shadows: Sequence[Shadow]) -> bool:
-    """No whole numbers have to be changed that may say where others lie, unless the kernel checks them."""
+    """No whole numbers need be changed that may say where others lie, if kernels do not check them."""
     if call.name in _CHECKS:
         return True
     whole = [_is_whole(x) for x in tensors]
@@ -142,9 +143,7 @@ def _asked(
         for side in (1, 0):
             hit = [torch.zeros(x.shape, dtype=torch.bool) for x in first]
             for trial in range(_TRIALS):
-                now = run(
-                    lambda x, s, side=side, trial=trial: _changed(x, _half(s, bit, side), trial)
-                )
+                now = run(partial(_half_changed, bit=bit, side=side, trial=trial))
                 for seen, x, y in zip(hit, first, now, strict=True):
                     seen |= _moves(x, y)
             sides.append(hit)
@@ -156,6 +155,10 @@ def _asked(
         n.masked_fill(~m, at.NONE).masked_fill(s, at.SEVERAL)
         for n, m, s in zip(number, moved, several, strict=True)
     ]
+
+
+def _half_changed(x: Tensor, sample: Tensor, bit: int, side: int, trial: int) -> Tensor:
+    return _changed(x, _half(sample, bit, side), trial)
 
 
 def _half(sample: Tensor, bit: int, side: int) -> Tensor:

@@ -153,7 +153,7 @@ def run(op: Any, held: Sequence[Any], axis: int) -> Checked | None:
 
 
 def operators() -> list[Any]:
-    """Torch's list of operators with sample inputs; it asks for a package of tests that it does not need."""
+    """Torch's list of operators with sample inputs; a package that it imports is not needed."""
     if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:
         stub = types.ModuleType("expecttest")
         stub.TestCase = unittest.TestCase  # type: ignore[attr-defined]

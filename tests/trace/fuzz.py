@@ -1,4 +1,7 @@
-"""Random small networks under the tracer, held against brute force: `python -m tests.trace.fuzz N --seed S`."""
+"""Random small networks under the tracer, held against brute force.
+
+`python -m tests.trace.fuzz N --seed S` runs as many as one likes.
+"""
 
 from __future__ import annotations
 

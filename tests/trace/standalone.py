@@ -45,7 +45,7 @@ def has_data(shadow: Shadow) -> bool:
 
 
 class Standalone(Tracer):
-    """A tracer that asks the law by itself, at every operation that a trained tensor and data meet in."""
+    """A tracer that asks the law by itself, wherever a trained tensor and data meet."""
 
     def __init__(self, known: Iterable[Tensor], **more: Any) -> None:
         super().__init__(Tensors(known), **more)

@@ -1,4 +1,4 @@
-"""Random networks: no coupling is accepted, few errors are needless; `python -m tests.trace.fuzz` runs more."""
+"""Random networks: no coupling is accepted, and few errors are needless."""
 
 from __future__ import annotations
 
