@@ -20,7 +20,7 @@ from fastclip._torch import (
 from fastclip.trace import attribution as at
 from fastclip.trace import indices, layers, movement  # noqa: F401 - they register their rules
 from fastclip.trace.findings import Cause, Read, Report, current_line
-from fastclip.trace.memory import Memory
+from fastclip.trace.memory import Memory, geometry_of
 from fastclip.trace.operation import Kind, Operation, Out
 from fastclip.trace.order import flagged, is_uneven, ordered
 from fastclip.trace.parts import parts_told
@@ -86,6 +86,12 @@ class Tracer(TorchDispatchMode):
         self._thread: int | None = None
         self.takes_others = True
         """Tensors as long as the batch that no operation of the step has made are the samples' own."""
+        self.trail: int | None = None
+        """Of the operations so far and their operands; a number from the beginning, if it is wanted."""
+        self.wanted: dict[int, bool] = {}
+        """Answers that Python is to get to the yes-or-no questions of these numbers."""
+        self.answers: list[bool] = []
+        """What it got."""
         self.stopped = False
         """It observes nothing any more, and leaves its place when it can."""
 
@@ -183,7 +189,9 @@ class Tracer(TorchDispatchMode):
             flags |= shadow.flags
         if kind.reads and (hot or flags & RANDOM):
             self.read(kind.name, shadows)
-            return func(*args, **kwargs)
+            return self._answer(func(*args, **kwargs))
+        if self.trail is not None:
+            self._note(key, tensors)
         if not hot:
             return self._constant(func, kind, args, kwargs, tensors, shadows)
         if flags & FOREIGN:
@@ -193,6 +201,20 @@ class Tracer(TorchDispatchMode):
         if None in map(self.memory.record, tensors):
             shadows = self._from_elsewhere(func, args, tensors, shadows)
         return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key)
+
+    def _answer(self, number: Any) -> Any:
+        if isinstance(number, bool):
+            number = self.wanted.get(len(self.answers), number)
+            self.answers.append(number)
+        else:
+            self.trail = None  # other numbers can have any effect
+        return number
+
+    def _note(self, key: list, tensors: list[Tensor]) -> None:
+        held = [
+            (self.memory.serial(x), geometry_of(x)) for x in tensors if x.layout is torch.strided
+        ]
+        self.trail = hash((self.trail, repr(key), len(tensors), *held))
 
     def _kind(self, func: Any) -> Kind | None:
         if not hasattr(func, "_schema"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from fastclip.trace.attribution import SEVERAL
 from fastclip.trace.findings import HIDDEN, LINE, Report, current_line
 from fastclip.trace.law import Law
 from fastclip.trace.memory import geometry_of
+from fastclip.trace.outcomes import outcomes_agree
 from fastclip.trace.shadow import TRAINED, Shadow
 from fastclip.trace.tracer import Tracer
 
@@ -151,16 +152,46 @@ class Traced:
 
 def traced(
     model: nn.Module, step: Callable[[], Tensor], samples: Iterable[Tensor], *,
-    before: Callable[[Tracer], None] | None = None,
+    before: Callable[[Tracer], None] | None = None, explores: bool = False,
 ) -> Traced:  # fmt: skip
     """Run one step under the tracer.
 
     Args:
         model: whose parameters are trained. step: returns the loss. samples: tensors in which sample i
             lies at position i of the first axis. before: called with the tracer, as it is entered.
+        explores: yes-or-no questions that Python asks of numbers are answered in both ways.
     """
     samples = list(samples)
     tracer = Standalone([*model.parameters(), *model.buffers()])
+    degree, loss = _run(tracer, step, samples, before)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    kept = [*tracer.given, loss, *gradients]
+    if any(tracer.memory.alive(kept)):
+        gc.collect()
+    for record in tracer.memory.alive(kept):
+        tracer.report.add("carried", record.cause, "memory that is still held")
+    if explores and tracer.report.verdict == "path":
+
+        def run(wanted: Mapping[int, bool]) -> tuple[int | None, list[bool]]:
+            other = Standalone([*model.parameters(), *model.buffers()])
+            other.trail, other.wanted = 0, dict(wanted)
+            torch.manual_seed(0)
+            try:
+                _run(other, step, samples, before)
+            except Exception:
+                return None, other.answers
+            return other.trail, other.answers
+
+        asks = {"_local_scalar_dense", "is_nonzero"}
+        if {read.what for read in tracer.report.reads} <= asks and outcomes_agree(run):
+            tracer.report.reads.clear()
+    return Traced(tracer.report, degree, tracer)
+
+
+def _run(
+    tracer: Standalone, step: Callable[[], Tensor], samples: Sequence[Tensor],
+    before: Callable[[Tracer], None] | None,
+) -> tuple[int | None, Tensor]:  # fmt: skip
     tracer.enter()
     try:
         for x in samples:
@@ -175,10 +206,4 @@ def traced(
         tracer.law.end_step()
     finally:
         tracer.leave()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    kept = [*tracer.given, loss, *gradients]
-    if any(tracer.memory.alive(kept)):
-        gc.collect()
-    for record in tracer.memory.alive(kept):
-        tracer.report.add("carried", record.cause, "memory that is still held")
-    return Traced(tracer.report, degree, tracer)
+    return degree, loss
