@@ -20,7 +20,7 @@ from fastclip._torch import (
 from fastclip.trace import attribution as at
 from fastclip.trace import indices, layers, movement  # noqa: F401 - they register their rules
 from fastclip.trace.findings import Cause, Lines, Read, Report
-from fastclip.trace.memory import Memory
+from fastclip.trace.memory import Memory, geometry_of
 from fastclip.trace.operation import Kind, Operation, Out
 from fastclip.trace.order import flagged, is_uneven, ordered
 from fastclip.trace.parts import parts_told
@@ -94,6 +94,14 @@ class Tracer(TorchDispatchMode):
         """Read from several samples, and where."""
         self._idle = 0
         self._thread: int | None = None
+        self.takes_others = True
+        """Tensors as long as the batch that no operation of the step has made are the samples' own."""
+        self.trail: int | None = None
+        """Of the operations so far and their operands; a number from the beginning, if it is wanted."""
+        self.wanted: dict[int, bool] = {}
+        """Answers that Python is to get to the yes-or-no questions of these numbers."""
+        self.answers: list[bool] = []
+        """What it got."""
         self.stopped = False
         """It observes nothing any more, and leaves its place when it can."""
 
@@ -177,6 +185,7 @@ class Tracer(TorchDispatchMode):
         """
         held = [shadow for shadow in shadows if shadow.held]
         of = "chance"
+        self.memory.lengths_read |= what.startswith(("lengths", "number of"))
         if held:
             mixed = any(s.mixed or s.sample.unique().numel() > 1 for s in held)  # type: ignore[union-attr]
             of = "several samples" if mixed else "one sample"
@@ -207,7 +216,9 @@ class Tracer(TorchDispatchMode):
             factor |= shadow.factor is not None
             flags |= shadow.flags
         if kind.reads and (hot or flags & RANDOM):
-            return self._read_number(kind, func(*args, **kwargs), shadows)
+            return self._answer(self._read_number(kind, func(*args, **kwargs), shadows))
+        if self.trail is not None:
+            self._note(key, tensors)
         if not hot:
             return self._constant(func, kind, args, kwargs, tensors, shadows)
         self.lines.note()
@@ -257,6 +268,20 @@ class Tracer(TorchDispatchMode):
                 )
                 self.report.add("read", cause, "your loss")
 
+    def _answer(self, number: Any) -> Any:
+        if isinstance(number, bool):
+            number = self.wanted.get(len(self.answers), number)
+            self.answers.append(number)
+        else:
+            self.trail = None  # other numbers can have any effect
+        return number
+
+    def _note(self, key: list, tensors: list[Tensor]) -> None:
+        held = [
+            (self.memory.serial(x), geometry_of(x)) for x in tensors if x.layout is torch.strided
+        ]
+        self.trail = hash((self.trail, repr(key), len(tensors), *held))
+
     def _kind(self, func: Any) -> Kind | None:
         if not hasattr(func, "_schema"):
             return None
@@ -271,7 +296,9 @@ class Tracer(TorchDispatchMode):
                 return self.shadows.constant
             found = self.shadows.of_no_sample(TRAINED)
             self.memory.write(x, found)
-        elif found.sample is None and x.requires_grad and x.is_leaf and not found.flags & TRAINED:
+        elif not found.held and x.requires_grad and x.is_leaf and not found.flags & TRAINED:
+            if current_task() != -1:  # a view that was kept for this backward pass
+                return found
             found = self.shadows.of_no_sample(TRAINED if x in self.known else TRAINED | FOREIGN)
             self.memory.write(x, found)
         return found
@@ -293,7 +320,7 @@ class Tracer(TorchDispatchMode):
             if isinstance(out, Tensor)
             else [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         )
-        if kind.reshapes:
+        if kind.reshapes or not outs:
             return out
         known = None if kind.by_values or flags & MOVED else self._key(key, shadows, tensors)
         found = None if known is None else self._recalled(known)
@@ -308,7 +335,7 @@ class Tracer(TorchDispatchMode):
             with self.aside():
                 found = ordered(self, kind, found, beside, shadows, outs)
         if any(s.held and not s.whole for s in (*found, *shadows)):
-            found = parts_told(self, kind, args, tensors, shadows, found)
+            found = parts_told(self, kind, args, tensors, shadows, found, outs)
         cause = self._cause(kind, tensors, shadows, found)
         if kind.fresh:
             found = [self._nobody(outs[0])]
@@ -359,6 +386,8 @@ class Tracer(TorchDispatchMode):
             out = Out(out)
         flags = out.add | learned if out.exact else (kept | out.add | learned) & ~out.drop
         sample = at.fitted(out.sample, x.dim())
+        if learned and (sample is None or (sample.numel() == 1 and int(sample) == at.NONE)):
+            flags |= TRAINED
         sample = None if sample is None else sample.contiguous()
         return self.made(sample, flags, degree=out.degree, factor=out.factor)
 
@@ -369,13 +398,19 @@ class Tracer(TorchDispatchMode):
         if self.report.factor_cause is None and any(s.factor is not None for s in found):
             shapes = tuple(tuple(x.shape) for x in tensors)
             self.report.factor_cause = Cause(kind.base, self.lines.current(), shapes)
-        if not any(s.mixed and s.degree is None for s in found):
+        backward = current_task() != -1
+        if not any(
+            (s.mixed and s.degree is None)
+            or s.flags & ORDER
+            or (backward and s.held and not s.whole)
+            for s in found
+        ):
             return None
         for x, shadow in zip(tensors, shadows, strict=True):
             if shadow.held and (earlier := self.memory.cause(x)) is not None:
                 return earlier
         held = tuple(tuple(x.shape) for x in tensors)
-        cause = Cause(kind.base, self.lines.current(), held, current_task() != -1)
+        cause = Cause(kind.base, self.lines.current(), held, backward)
         if cause not in self.report.mixing:
             self.report.mixing.append(cause)
         return cause
@@ -432,7 +467,7 @@ class Tracer(TorchDispatchMode):
             call = Operation(self, kind, func, args, kwargs, tensors, shadows, outs)
             with self.aside():
                 found = factored(call, shadows)
-            for x, shadow in zip(outs, found or [], strict=True):
+            for x, shadow in zip(outs, found or [self.shadows.constant] * len(outs), strict=True):
                 self.memory.write(x, shadow, whole=not kind.writes)
             return out
         foreign = self._has_foreign(tensors, shadows)
@@ -459,7 +494,7 @@ class Tracer(TorchDispatchMode):
     @staticmethod
     def _has_foreign(tensors: list[Tensor], shadows: list[Shadow]) -> bool:
         """Trained tensors are among these that are none of the model's."""
-        return any(
+        return current_task() == -1 and any(
             s.flags & FOREIGN or (x.requires_grad and x.is_leaf and not s.flags & TRAINED)
             for x, s in zip(tensors, shadows, strict=True)
         )
@@ -496,7 +531,7 @@ class Tracer(TorchDispatchMode):
         for k, x in enumerate(tensors):
             if x.requires_grad or id(x) in channels or x.layout is not torch.strided:
                 continue
-            if self._from_nowhere(x) and current_task() == -1:
+            if self.takes_others and self._from_nowhere(x) and current_task() == -1:
                 axis = self._samples_axis(x)
                 if axis is not None and (self.same_samples or not self.memory.was_given(x)):
                     self._seed_elsewhere(x, axis)

@@ -58,7 +58,7 @@ def test_what_a_contradiction_costs(
     same[:, 0] = norm(b)
     sign = 1.0 if stated == "mean" else -1.0
     new = torch.tensor([[sign * 1e6, 0.0]], dtype=torch.float64)
-    with refused(GraphError, f"loss_reduction='{stated}'"):
+    with refused(f"loss_reduction='{stated}'", GraphError):
         summed_grad(reduce, stated, torch.cat([same, new]))
     right = torch.mean if stated == "mean" else torch.sum
     with_it, without = (summed_grad(right, stated, x) for x in (torch.cat([same, new]), same))
