@@ -77,7 +77,8 @@ class PrivateLayer(Function):
         save(ctx, *operands)
         ctx.call = call
         ctx.dtype = x.dtype
-        call.seen = call.handle.keeper.trace.seen(out)
+        if not call.paused:
+            call.seen = call.handle.keeper.trace.seen(out)
         return out
 
     @staticmethod
@@ -87,8 +88,9 @@ class PrivateLayer(Function):
         nothing = (None,) * (2 + len(call.parameters))
         if g is None:
             return nothing
-        trace, operands = call.handle.keeper.trace, saved(ctx)  # which may run a checkpoint again
-        if not trace.observing:
+        keeper, operands = call.handle.keeper, saved(ctx)  # which may run a checkpoint again
+        trace = keeper.trace
+        if keeper.paused or not trace.observing:
             return (None, PrivateLayer._input_gradient(ctx, call, operands, g), *nothing[2:])
         trace.arrived(call.handle.path, call.seen, g, call.samples_of)
         with trace.aside():

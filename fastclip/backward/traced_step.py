@@ -8,6 +8,7 @@ loss outside the model, and trained tensors that are none of the model's (fastcl
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,13 +20,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fastclip._torch import batch_listeners, current_task
+from fastclip.backward.loss_graph import running_losses
 from fastclip.backward.loss_guard import LossGuard
 from fastclip.errors import GraphError, ParameterLeakError
+from fastclip.graph import leaves_below, takes_part
 from fastclip.samples.inputs import tensors_of
 from fastclip.trace import attribution as at
 from fastclip.trace.findings import IGNORED_LABELS, Cause, Finding, Proof, Report
 from fastclip.trace.law import Law
-from fastclip.trace.shadow import ORDER, Shadow
+from fastclip.trace.memory import Memory
+from fastclip.trace.shadow import ORDER, SHADOWS, Shadow
 from fastclip.trace.tracer import Tracer
 
 _STEPS = 2
@@ -60,17 +64,22 @@ class StepTrace:
     """Traces the first steps of one private model.
 
     Args:
-        names: its trained parameters. others: its other parameters. axis: of the samples.
+        names: its trained parameters. others: its other parameters. axis: of the samples. steps: that are
+            traced; none of a copy, which has no optimizer.
     """
 
     def __init__(
-        self, names: Mapping[nn.Parameter, str], others: Mapping[nn.Parameter, str], axis: int
-    ) -> None:
+        self, names: Mapping[nn.Parameter, str], others: Mapping[nn.Parameter, str], axis: int,
+        *, steps: int = _STEPS,
+    ) -> None:  # fmt: skip
         self._names, self._others, self._axis = names, others, axis
-        self.left = _STEPS
+        self.left = steps
         self.reports: list[Report] = []
         """Of the steps that were traced, the newest last."""
-        self._tracer: Tracer | None = None
+        self._memory = Memory(SHADOWS)
+        self._placed: list[Tracer] = []
+        """Those that lie among the modes of a thread: the running step's, and what could not leave."""
+        weakref.finalize(self, _leave, self._placed)
         self._step: _Step | None = None
         self._reads: Callable[[Any], bool] | None = None
         self._remove: Callable[[], None] | None = None
@@ -80,10 +89,10 @@ class StepTrace:
         """Tensors that the model held at make_private."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepTrace:
-        return StepTrace({}, {}, self._axis)
+        return StepTrace({}, {}, self._axis, steps=0)
 
     def __reduce__(self) -> Any:
-        return StepTrace, ({}, {}, self._axis)
+        return partial(StepTrace, steps=0), ({}, {}, self._axis)
 
     @property
     def proof(self) -> Proof:
@@ -121,12 +130,19 @@ class StepTrace:
 
     def aside(self) -> AbstractContextManager[None]:
         """What runs inside is the engine's own."""
-        return nullcontext() if self._step is None else self._step.tracer.aside()
+        step = self._step
+        return nullcontext() if step is None or not step.tracer.here else step.tracer.aside()
 
     def handed(self, iterator: Any, batch: Any) -> None:
         """A loader hands out a batch: a step begins."""
-        if self._step is not None and self._step.seeded and not self._step.forwards:
-            return  # a prefetcher draws ahead: its first batch is the step's
+        step = self._step
+        if not torch.is_grad_enabled():
+            return
+        if step is not None:
+            if step.tracer.here and step.seeded and not step.forwards:
+                return  # a prefetcher draws ahead: its first batch is the step's
+            if step.forwards and not step.tracer.here:
+                return  # another thread trains
         self.end()
         step = self._begin()
         if step is None:
@@ -141,6 +157,8 @@ class StepTrace:
         trace, left = me(), step()
         if trace is not None and left is not None and trace._step is left:
             trace.end()
+        elif trace is not None:
+            trace.leave()
 
     def forward(
         self, leaves: list[Any], cuts: tuple[int | None, ...] | None, batch: int | None
@@ -149,7 +167,7 @@ class StepTrace:
         if current_task() != -1 or not torch.is_grad_enabled():
             return
         step = self._step
-        if step is not None and step.forwards and step.tracer.memory.samples != batch:
+        if step is not None and not self._continues(step, leaves, batch):
             self.end()
             step = None
         step = step or self._begin()
@@ -160,21 +178,28 @@ class StepTrace:
             for leaf, axis in zip(leaves, cuts or [self._axis] * len(leaves), strict=True):
                 _seed_input(step.tracer, leaf, axis, batch)
 
+    @staticmethod
+    def _continues(step: _Step, leaves: list[Any], batch: int | None) -> bool:
+        """The model is called with the batch of the running step, on its thread."""
+        memory = step.tracer.memory
+        if not step.tracer.here or step.forwards:
+            return step.tracer.here and memory.samples == batch
+        known = (memory.record(x) is not None for x in leaves if isinstance(x, Tensor))
+        return not step.seeded or memory.samples == batch or any(known)
+
     def _begin(self) -> _Step | None:
+        self.leave()
         if not self.left or transforms():
             return None
-        tracer = self._tracer
-        if tracer is None:
-            tracer = self._tracer = Tracer(_Known(self._names, self._others))
-            for known in self._constants:
-                if (x := known()) is not None:
-                    tracer.memory.know(x)
-        if not tracer.leave():  # another mode lies on top of it
-            return None
+        for known in self._constants:
+            if (x := known()) is not None:
+                self._memory.know(x)
+        tracer = Tracer(_Known(self._names, self._others), memory=self._memory)
         tracer.begin()
+        if not tracer.enter():
+            return None
+        self._placed.append(tracer)
         self._step = step = _Step(tracer, Law(tracer))
-        tracer.on_outside = partial(self._outside, step)
-        tracer.enter()
         return step
 
     def end(self) -> None:
@@ -184,14 +209,13 @@ class StepTrace:
             return
         for handle in step.handles:
             handle.remove()
-        step.tracer.leave()
         step.tracer.end()
+        self.leave()
 
     def leave(self) -> None:
-        """Give up the mode's place, where an ended step could not."""
-        tracer = self._tracer
-        if self._step is None and tracer is not None and tracer.leave() and not self.left:
-            self._tracer = None
+        """Give up the places of modes whose steps have ended where they could not leave."""
+        running = None if self._step is None else self._step.tracer
+        self._placed[:] = [x for x in self._placed if x is running or not x.leave()]
 
     # What a step shows
 
@@ -265,19 +289,32 @@ class StepTrace:
                     seen = Seen(tracer.shadow_of(x), None)
                     step.handles.append(x.register_hook(partial(self._at_output, step, seen)))
 
+    def check_outside(self) -> None:
+        """A pass that trains the model has been opened.
+
+        Raises:
+            ParameterLeakError: it trains another tensor that meets data, too; later ones raise it as their
+                gradient comes.
+        """
+        step = self._step
+        if step is None or not step.tracer.observing or not step.tracer.outside:
+            return
+        roots = deque(x.grad_fn for x in running_losses() if x.grad_fn is not None)
+        trained, private = leaves_below(roots)
+        for x, line in step.tracer.outside:
+            if any(x is other for other in private):
+                continue  # another private model's
+            refuse = partial(_refuse_outside, step.tracer.report, x, line)
+            if any(x is leaf and takes_part(node) for leaf, node in trained):
+                refuse(x)
+            step.handles.append(x.register_hook(refuse))
+
     def _at_output(self, step: _Step, seen: Seen, gradient: Tensor) -> None:
         if not step.tracer.observing:
             return
         got = step.tracer.shadow_of(gradient)
         if not seen.shadow.mixed or got.held:
             step.law.gradient_arrived(_OUTPUT, _OUTPUT, seen.shadow, seen.cause, gradient)
-
-    def _outside(self, step: _Step, x: Tensor, line: str) -> None:
-        kind = "parameter" if isinstance(x, nn.Parameter) else "tensor"
-        what = f"A {kind} of shape {list(x.shape)} that is not a parameter of the private model"
-        with step.tracer.aside():
-            hook = partial(_refuse_outside, f"{what} is trained at {line}")
-            step.handles.append(x.register_hook(hook))
 
     # The verdict
 
@@ -321,7 +358,7 @@ class StepTrace:
     def _is_ours(self, node: Any) -> bool:
         call = node.call
         keeper = call.handle.keeper if hasattr(call, "handle") else call.interceptor.keeper
-        return keeper.trace is self
+        return keeper.trace is self and not (call.paused or keeper.paused)
 
     def guarded(self, norm_sq: Tensor) -> Tensor:
         """Squared norms, NaN if what was found of the loss does not hold in this step."""
@@ -349,6 +386,12 @@ class StepTrace:
         if self._remove is not None:
             self._remove()
             self._remove = None
+
+
+def _leave(placed: list[Tracer]) -> None:
+    """The model is gone."""
+    for tracer in placed:
+        tracer.leave()
 
 
 def _tensors_in(model: nn.Module) -> Iterator[Tensor]:
@@ -401,12 +444,16 @@ def _said(found: Finding) -> str:
     )
 
 
-def _refuse_outside(what: str, gradient: Tensor | None) -> None:
-    if gradient is not None:
-        raise ParameterLeakError(
-            f"{what}, on a gradient that is neither clipped nor noised. "
-            "Make it a parameter of the model before make_private, or detach it."
-        )
+def _refuse_outside(report: Report, x: Tensor, line: str, gradient: Tensor | None) -> None:
+    if gradient is None:
+        return
+    report.outside.append((f"{list(x.shape)}", line))
+    kind = "parameter" if isinstance(x, nn.Parameter) else "tensor"
+    raise ParameterLeakError(
+        f"A {kind} of shape {list(x.shape)} that is not a parameter of the private model is trained at "
+        f"{line}, on a gradient that is neither clipped nor noised. Make it a parameter of the model before "
+        "make_private, or detach it."
+    )
 
 
 def _samples_axis(x: Tensor, batch: int | None, axis: int) -> int | None:

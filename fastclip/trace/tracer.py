@@ -14,7 +14,8 @@ from fastclip._torch import (
     TorchDispatchMode,
     base_of,
     current_task,
-    top_dispatch_mode,
+    place_beneath,
+    take_away,
     tree_leaves,
 )
 from fastclip.trace import attribution as at
@@ -69,16 +70,18 @@ class Tracer(TorchDispatchMode):
 
     Args:
         known: trained tensors that are the model's. probes: operations without a rule are run once more
-            on changed operands; else they are taken to join samples.
+            on changed operands; else they are taken to join samples. memory: of the steps before.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, known: Container[Tensor] = (), *, probes: bool = True) -> None:
+    def __init__(
+        self, known: Container[Tensor] = (), *, probes: bool = True, memory: Memory | None = None
+    ) -> None:
         super().__init__()
         self.known, self.probes = known, probes
         self.shadows = SHADOWS
-        self.memory = Memory(self.shadows)
+        self.memory = memory or Memory(self.shadows)
         self.report, self.lines = Report(), Lines()
         self.axis = 0
         """Of the samples, in tensors that come from elsewhere."""
@@ -88,8 +91,8 @@ class Tracer(TorchDispatchMode):
         """Numbers of samples have left torch in this step."""
         self.guarded_labels: set[int] = set()
         """Memory of labels that a guard watches in later steps."""
-        self.on_outside: Callable[[Tensor, str], None] | None = None
-        """Called with a trained tensor that is none of the model's, and the line where it meets data."""
+        self.outside: list[tuple[Tensor, str]] = []
+        """Trained leaves that are none of the model's, and the line where each first met data."""
         self._numbers: dict[float, str] = {}
         """Read from several samples, and where."""
         self._idle = 0
@@ -103,15 +106,25 @@ class Tracer(TorchDispatchMode):
 
     # The mode's place among others
 
-    def enter(self) -> None:
-        """Observe what this thread computes from now on."""
-        self._thread, self.stopped = threading.get_ident(), False
-        self.__enter__()
+    def enter(self) -> bool:
+        """Observe what this thread computes from now on.
+
+        Returns:
+            Whether it does: not where torch's own modes invent tensors.
+        """
+        self.stopped = False
+        self._thread = threading.get_ident() if place_beneath(self) else None
+        return self._thread is not None
+
+    @property
+    def here(self) -> bool:
+        """It observes this thread, or a backward pass, which may have threads of its own."""
+        return current_task() != -1 or self._thread == threading.get_ident()
 
     @property
     def observing(self) -> bool:
-        """Operations are being followed."""
-        return self._thread is not None and not self.stopped and not self._idle
+        """Operations of this thread are being followed."""
+        return self._thread is not None and not self.stopped and not self._idle and self.here
 
     def begin(self) -> None:
         """Another step: nothing is known of its batch."""
@@ -119,27 +132,28 @@ class Tracer(TorchDispatchMode):
         self.same_samples = None
         self.guarded_labels.clear()
         self._numbers.clear()
+        self.outside.clear()
 
     def end(self) -> None:
         """The step is over: what of it is still held may be read by the next one."""
         self.lines.forget()
+        self.outside.clear()
         self.report.carried = [record.cause for record in self.memory.end_step()]  # type: ignore[misc]
 
     def leave(self) -> bool:
         """Observe nothing more.
 
         Returns:
-            Whether the mode has left its place. It stays there, and is passed by, while another one is
-            on top of it, on another thread, and in a backward pass, which puts the modes back.
+            Whether the mode has left its place. It stays there, and is passed by, on another thread, and
+            in a backward pass, which puts the modes back.
         """
         if self._thread is None:
             return True
         self.stopped = True
         here = self._thread == threading.get_ident() and current_task() == -1
-        if not here or top_dispatch_mode() is not self:
+        if not here or not take_away(self):
             return False
         self._thread = None
-        self.__exit__(None, None, None)
         return True
 
     @contextmanager
@@ -244,6 +258,7 @@ class Tracer(TorchDispatchMode):
                 0,
                 1,
                 -1,
+                2,  # of `2 * x` and squares, and the largest of three classes
                 self.memory.samples,
                 *(n for x in tensors for n in (*x.shape, x.numel())),
             }
@@ -508,11 +523,9 @@ class Tracer(TorchDispatchMode):
         self.seed(base, axis)
 
     def _outside(self, x: Tensor) -> None:
-        found = f"{list(x.shape)}", self.lines.current()
-        if found not in self.report.outside:
-            self.report.outside.append(found)
-        if self.on_outside is not None:
-            self.on_outside(x, found[1])
+        trained = x.is_leaf and x.requires_grad and base_of(x) is None
+        if trained and not any(x is other for other, _ in self.outside):
+            self.outside.append((x, self.lines.current()))
 
     def _samples_axis(self, x: Tensor) -> int | None:
         """The first axis that is as long as the batch."""
