@@ -30,7 +30,7 @@ from fastclip.trace.findings import IGNORED_LABELS, Cause, Finding, Proof, Repor
 from fastclip.trace.law import Law
 from fastclip.trace.memory import Memory
 from fastclip.trace.shadow import ORDER, SHADOWS, Shadow
-from fastclip.trace.tracer import Tracer
+from fastclip.trace.tracer import RUNNING, Tracer, all_aside
 
 _STEPS = 2
 """Steps that are traced: of another batch size, the second tells a constant from 1 / b."""
@@ -129,9 +129,8 @@ class StepTrace:
         return step is not None and step.tracer.observing
 
     def aside(self) -> AbstractContextManager[None]:
-        """What runs inside is the engine's own."""
-        step = self._step
-        return nullcontext() if step is None or not step.tracer.here else step.tracer.aside()
+        """What runs inside is the engine's own, of which the steps of other models see nothing, either."""
+        return all_aside() if RUNNING else nullcontext()
 
     def handed(self, iterator: Any, batch: Any) -> None:
         """A loader hands out a batch: a step begins."""
@@ -258,18 +257,30 @@ class StepTrace:
             ):
                 report.add("gradient", tracer.memory.cause(gradient), use)
 
-    def passed_on(self, x: Tensor | None, samples_of: Callable[[Tensor], Tensor | None]) -> None:
-        """A private layer has returned its input's gradient."""
-        step = self._step
-        if step is None or x is None or not step.tracer.observing:
+    def passed_on(
+        self, x: Tensor | None, g: Tensor, samples_of: Callable[[Tensor], Tensor | None]
+    ) -> None:
+        """A private layer has returned its input's gradient: the steps of all models are told.
+
+        Args:
+            x: that gradient. g: of the layer's output. samples_of: the sample of every entry of x.
+        """
+        if x is None:
             return
-        tracer = step.tracer
-        with tracer.aside():
-            samples = samples_of(x)
-            found = at.everywhere(at.SEVERAL, x.dim()) if samples is None else samples
-            factor = next(iter(tracer.report.factors), None)
-            shadow = tracer.made(found.to(at.KIND).contiguous(), factor=factor)
-            tracer.memory.write(x, shadow)
+        own = None if self._step is None else self._step.tracer
+        for tracer in RUNNING:
+            if not tracer.observing:
+                continue
+            with tracer.aside():
+                came = tracer.shadow_of(g)
+                if tracer is not own and not came.held:
+                    continue
+                samples = samples_of(x)
+                if samples is None or (tracer is not own and (own is None or came.mixed)):
+                    samples = at.everywhere(at.SEVERAL, x.dim())
+                factor = next(iter(tracer.report.factors), None) if tracer is own else came.factor
+                shadow = tracer.made(samples.to(at.KIND).contiguous(), factor=factor)
+                tracer.memory.write(x, shadow)
 
     def returned(self, out: Any, batch: int | None) -> None:
         """The model returns: where its own forward is not proven, dry runs say what is in its outputs."""

@@ -56,6 +56,13 @@ def line_of(frame: FrameType | None) -> str:
     return library or "unknown line"
 
 
+def is_a_loaders(frame: FrameType | None) -> bool:
+    """Whether a DataLoader is what runs."""
+    while frame is not None and "/torch/utils/data/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None
+
+
 def _shown(name: str, number: int) -> str:
     return f"{Path(name).name}:{number}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from fastclip._torch import (
 )
 from fastclip.trace import attribution as at
 from fastclip.trace import indices, layers, movement  # noqa: F401 - they register their rules
-from fastclip.trace.findings import Cause, Lines, Read, Report
+from fastclip.trace.findings import Cause, Lines, Read, Report, is_a_loaders
 from fastclip.trace.memory import Memory
 from fastclip.trace.operation import Kind, Operation, Out
 from fastclip.trace.order import flagged, is_uneven, ordered
@@ -65,6 +66,23 @@ _LITERALS = frozenset({"lift_fresh", "lift"})
 """What torch.tensor(...) goes through: its numbers are made by this step."""
 
 
+RUNNING: list[Tracer] = []
+"""Those whose steps are under way, of all private models of this process."""
+
+
+@contextmanager
+def all_aside() -> Iterator[None]:
+    """What runs inside is a private model's own business: no tracer of this thread observes it."""
+    here = [tracer for tracer in RUNNING if tracer.here]
+    for tracer in here:
+        tracer.idle += 1
+    try:
+        yield
+    finally:
+        for tracer in here:
+            tracer.idle -= 1
+
+
 class Tracer(TorchDispatchMode):
     """Follows samples through the operations of one step after another.
 
@@ -95,7 +113,7 @@ class Tracer(TorchDispatchMode):
         """Trained leaves that are none of the model's, and the line where each first met data."""
         self._numbers: dict[float, str] = {}
         """Read from several samples, and where."""
-        self._idle = 0
+        self.idle = 0
         self._thread: int | None = None
         self.stopped = False
         """It observes nothing any more, and leaves its place when it can."""
@@ -114,6 +132,8 @@ class Tracer(TorchDispatchMode):
         """
         self.stopped = False
         self._thread = threading.get_ident() if place_beneath(self) else None
+        if self._thread is not None:
+            RUNNING.append(self)
         return self._thread is not None
 
     @property
@@ -124,7 +144,7 @@ class Tracer(TorchDispatchMode):
     @property
     def observing(self) -> bool:
         """Operations of this thread are being followed."""
-        return self._thread is not None and not self.stopped and not self._idle and self.here
+        return self._thread is not None and not self.stopped and not self.idle and self.here
 
     def begin(self) -> None:
         """Another step: nothing is known of its batch."""
@@ -150,20 +170,16 @@ class Tracer(TorchDispatchMode):
         if self._thread is None:
             return True
         self.stopped = True
+        if self in RUNNING:
+            RUNNING.remove(self)
         here = self._thread == threading.get_ident() and current_task() == -1
         if not here or not take_away(self):
             return False
         self._thread = None
         return True
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What runs inside is not observed."""
-        self._idle += 1
-        try:
-            yield
-        finally:
-            self._idle -= 1
+    aside = staticmethod(all_aside)
+    """What runs inside is not observed: the tracers' own operations are nobody's, either."""
 
     # Shadows
 
@@ -195,6 +211,8 @@ class Tracer(TorchDispatchMode):
         """
         held = [shadow for shadow in shadows if shadow.held]
         of = "chance"
+        if not held and is_a_loaders(sys._getframe(1)):
+            return of  # the seed of its workers
         if held:
             mixed = any(s.mixed or s.sample.unique().numel() > 1 for s in held)  # type: ignore[union-attr]
             of = "several samples" if mixed else "one sample"
@@ -209,7 +227,7 @@ class Tracer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._idle or self.stopped:
+        if self.idle or self.stopped:
             return func(*args, **kwargs)
         kind = _KINDS.get(func) or self._kind(func)
         if kind is None:
@@ -483,8 +501,11 @@ class Tracer(TorchDispatchMode):
     def _higher_order(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """An operator that calls functions of the user's: what it returns joins all it was given."""
         held = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        with self.aside():
+        self.idle += 1  # but not those of other models
+        try:
             out = func(*args, **kwargs)
+        finally:
+            self.idle -= 1
         if any(self.shadow_of(x).held for x in held):
             cause = Cause(str(func), self.lines.current(), (), current_task() != -1)
             for x in tree_leaves(out):
