@@ -95,7 +95,7 @@ class PrivateLayer(Function):
         trace.arrived(call.handle.path, call.seen, g, call.samples_of)
         with trace.aside():
             grad_input = PrivateLayer._input_gradient(ctx, call, operands, g)
-        trace.passed_on(grad_input, g, call.samples_of)
+        trace.passed_on(grad_input, g, call.seen, call.samples_of)
         return (None, grad_input, *nothing[2:])
 
     @staticmethod

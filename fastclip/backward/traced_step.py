@@ -258,12 +258,14 @@ class StepTrace:
                 report.add("gradient", tracer.memory.cause(gradient), use)
 
     def passed_on(
-        self, x: Tensor | None, g: Tensor, samples_of: Callable[[Tensor], Tensor | None]
-    ) -> None:
+        self, x: Tensor | None, g: Tensor, seen: Seen | None,
+        samples_of: Callable[[Tensor], Tensor | None],
+    ) -> None:  # fmt: skip
         """A private layer has returned its input's gradient: the steps of all models are told.
 
         Args:
-            x: that gradient. g: of the layer's output. samples_of: the sample of every entry of x.
+            x: that gradient. g: of the layer's output. seen: of that output. samples_of: the sample of
+                every entry of x.
         """
         if x is None:
             return
@@ -273,8 +275,8 @@ class StepTrace:
                 continue
             with tracer.aside():
                 came = tracer.shadow_of(g)
-                if tracer is not own and not came.held:
-                    continue
+                if not came.held and not (tracer is own and seen is not None and seen.shadow.held):
+                    continue  # made of no sample, as a generator's rows are
                 samples = samples_of(x)
                 if samples is None or (tracer is not own and (own is None or came.mixed)):
                     samples = at.everywhere(at.SEVERAL, x.dim())

@@ -294,7 +294,6 @@ def test_a_generator_around_the_loader() -> None:
     assert modes() == 0
 
 
-@pytest.mark.slow
 def test_workers_that_persist() -> None:
     """Their iterator outlives the loop: the next batch, or the end of the run, ends what was begun."""
     loader = DataLoader(
@@ -647,6 +646,7 @@ def test_copies_in_the_middle_of_a_step() -> None:
 # Other ways of a step
 
 
+@pytest.mark.slow
 def test_a_compiled_model() -> None:
     run = Run()
     compiled = torch.compile(run.model, backend="eager")
@@ -659,6 +659,7 @@ def test_a_compiled_model() -> None:
     run.check_traced()
 
 
+@pytest.mark.slow
 def test_a_coupled_loss_of_a_compiled_model() -> None:
     run = Run()
     compiled = torch.compile(run.model, backend="eager")
@@ -682,7 +683,7 @@ def test_the_model_twice_under_one_loss() -> None:
 
 def test_twice_under_a_loss_that_compares_with_others() -> None:
     run = Run()
-    x, y = next(iter(run.loader))
+    x, _ = next(iter(run.loader))
     a, b = run.model(x), run.model(x.flip(-1))
     with pytest.raises(GraphError, match="mixes samples"):
         F.cross_entropy(a @ b.t(), torch.arange(len(x))).backward()
@@ -742,9 +743,10 @@ def test_a_made_step() -> None:
 def test_a_made_step_with_a_coupled_loss() -> None:
     run = Run()
     step = run.engine.make_step(
-        run.model, lambda model, x, y: F.cross_entropy(model(x), y, reduction="none") * dice(model(x), y),
+        run.model,
+        lambda model, x, y: F.cross_entropy(model(x), y, reduction="none") * dice(model(x), y),
         physical_batch=BATCH,
-    )  # fmt: skip
+    )
     x, y = next(iter(run.loader))
     with pytest.raises(GraphError, match="mixes samples"):
         step(x, y)
