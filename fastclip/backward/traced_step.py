@@ -26,7 +26,7 @@ from fastclip.errors import GraphError, ParameterLeakError
 from fastclip.graph import leaves_below, takes_part
 from fastclip.samples.inputs import tensors_of
 from fastclip.trace import attribution as at
-from fastclip.trace.findings import IGNORED_LABELS, Cause, Finding, Proof, Report
+from fastclip.trace.findings import IGNORED_LABELS, Cause, Finding, Report, TraceLog
 from fastclip.trace.law import Law
 from fastclip.trace.memory import Memory
 from fastclip.trace.shadow import ORDER, SHADOWS, Shadow
@@ -74,8 +74,7 @@ class StepTrace:
     ) -> None:  # fmt: skip
         self._names, self._others, self._axis = names, others, axis
         self.left = steps
-        self.reports: list[Report] = []
-        """Of the steps that were traced, the newest last."""
+        self.log = TraceLog()
         self._memory = Memory(SHADOWS)
         self._placed: list[Tracer] = []
         """Those that lie among the modes of a thread: the running step's, and what could not leave."""
@@ -83,7 +82,6 @@ class StepTrace:
         self._step: _Step | None = None
         self._reads: Callable[[Any], bool] | None = None
         self._remove: Callable[[], None] | None = None
-        self._unproven: list[str] = []
         self._guard: LossGuard | None = None
         self._constants: list[weakref.ref[Tensor]] = []
         """Tensors that the model held at make_private."""
@@ -93,11 +91,6 @@ class StepTrace:
 
     def __reduce__(self) -> Any:
         return partial(StepTrace, steps=0), ({}, {}, self._axis)
-
-    @property
-    def proof(self) -> Proof:
-        """What the traced steps have shown."""
-        return Proof(tuple(self.reports), tuple(dict.fromkeys(self._unproven)))
 
     # What is traced
 
@@ -357,9 +350,9 @@ class StepTrace:
                 raise GraphError(_said(found[0]))
             self._check_degree(degrees, mean, batch_size)
         finally:
-            self.reports = [*self.reports[1 - _STEPS :], report]
+            self.log.reports[:] = [*self.log.reports[1 - _STEPS :], report]
             if step.unproven is not None:
-                self._unproven.append(f"the model's forward ({step.unproven})")
+                self.log.unproven.append(f"the model's forward ({step.unproven})")
             self.end()
         if batch_size > 1:
             if IGNORED_LABELS in report.guards and not scale_invariant and self._guard is None:

@@ -215,6 +215,19 @@ class Proof:
         return "\n".join([*lines, *_listed("compared by dry runs", self.unproven)])
 
 
+@dataclass
+class TraceLog:
+    """What is kept of the traced steps of one model, also when that is gone."""
+
+    reports: list[Report] = field(default_factory=list)
+    """The newest last."""
+    unproven: list[str] = field(default_factory=list)
+
+    @property
+    def proof(self) -> Proof:
+        return Proof(tuple(self.reports), tuple(dict.fromkeys(self.unproven)))
+
+
 def _listed(title: str, entries: Iterable[str]) -> list[str]:
     found = list(dict.fromkeys(entries))
     if not found:
