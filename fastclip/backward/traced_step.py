@@ -185,7 +185,7 @@ class StepTrace:
             return None
         for known in self._constants:
             if (x := known()) is not None:
-                self._memory.know(x)
+                self._memory.know(x.detach().to_local() if hasattr(x, "to_local") else x)
         tracer = Tracer(_Known(self._names, self._others), memory=self._memory)
         tracer.begin()
         if not tracer.enter():
@@ -401,7 +401,8 @@ def _leave(placed: list[Tracer]) -> None:
 
 
 def _tensors_in(model: nn.Module) -> Iterator[Tensor]:
-    """Buffers and other tensors that the modules of a model hold."""
+    """Buffers and other tensors that the modules of a model hold, and this rank's parts of parameters."""
+    yield from (p for p in model.parameters() if hasattr(p, "to_local"))
     for module in model.modules():
         for held in (*module._buffers.values(), *vars(module).values()):
             for x in held if isinstance(held, (list, tuple)) else (held,):

@@ -21,6 +21,7 @@ from fastclip._torch import (
 )
 from fastclip.trace import attribution as at
 from fastclip.trace import indices, layers, movement  # noqa: F401 - they register their rules
+from fastclip.trace.collectives import exchanged
 from fastclip.trace.findings import Cause, Lines, Read, Report, is_a_loaders
 from fastclip.trace.memory import Memory
 from fastclip.trace.operation import Kind, Operation, Out
@@ -233,6 +234,8 @@ class Tracer(TorchDispatchMode):
         if kind is None:
             return self._higher_order(func, args, kwargs)
         self.report.operations += 1
+        if kind.collective:
+            return exchanged(self, func, args, kwargs)
         tensors, key = _taken_apart(func, args, kwargs)
         shadows = [self._met(x) for x in tensors]
         if self.memory.samples > 1 and None in map(self.memory.record, tensors):

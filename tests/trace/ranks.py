@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import distributed
+from torch.distributed.nn.functional import all_gather
 from torch.utils.data import DataLoader, DistributedSampler
 
 from fastclip.errors import GraphError
@@ -20,14 +22,17 @@ def verdicts(engine: Any) -> dict[str, Any]:
         "uses": [len(report.uses) for report in proof.steps],
         "outside": [len(report.outside) for report in proof.steps],
         "unproven": len(proof.unproven),
-        "carried": [len(report.carried) for report in proof.steps],
+        "mixing": [len(report.mixing) for report in proof.steps],
         "told": str(proof),
     }
 
 
 def kinds(*names: str) -> dict[str, Any]:
     """Two steps in each wrapper, and one with a loss that mixes samples."""
-    return {name: {**trained(name), "coupled": coupled(name)} for name in names}
+    return {
+        name: {**trained(name), "coupled": coupled(name), "gathered": coupled(name, gathered=True)}
+        for name in names
+    }
 
 
 def trained(name: str) -> dict[str, Any]:
@@ -42,13 +47,14 @@ def trained(name: str) -> dict[str, Any]:
     return {**verdicts(made[0]), "error": error, "modes": torch._C._len_torch_dispatch_stack()}
 
 
-def coupled(name: str) -> str:
-    """What is said of a loss that compares each sample with the batch."""
+def coupled(name: str, *, gathered: bool = False) -> str:
+    """What is said of a loss that compares each sample with the batch, or with those of all ranks."""
     made = ready(name)
     try:
         for x, _ in made[3]:
             out = made[1](x)
-            (row_loss(out) * out.std(0).sum()).mean().backward()
+            others = all_gather(out)[1 - distributed.get_rank()] if gathered else out
+            (row_loss(out) * others.mean().abs()).mean().backward()
     except GraphError as error:
         return str(error)
     return ""
@@ -57,6 +63,6 @@ def coupled(name: str) -> str:
 def ready(name: str) -> tuple:
     """(engine, model, optimizer, loader) of this rank's share."""
     rows = Rows()
-    share: DistributedSampler = DistributedSampler(rows, shuffle=False)
+    share: DistributedSampler = DistributedSampler(rows, shuffle=False, drop_last=True)
     loader = DataLoader(rows, int(BATCH), sampler=share)
     return private(wrapped(name), lr=0.0, poisson=False, loader=loader)

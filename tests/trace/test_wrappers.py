@@ -276,20 +276,24 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", SHARED_OUT)
 def test_two_processes(ranks: list[dict[str, Any]], kind: str) -> None:
-    """Buckets and gathered parameters are neither trained outside nor carried on."""
+    """Buckets and gathered parameters are neither trained outside nor of any sample, also in the next step."""
     for rank in ranks:
         found = rank[kind]
         assert found["verdicts"] == ["proven", "proven"], found["told"]
         assert all(found["uses"])
         assert found["outside"] == [0, 0]
-        assert found["carried"] == [0, 0]
+        assert found["mixing"] == [0, 0]
         assert found["unproven"] == 0
         assert found["modes"] == 0
         assert found["error"] <= 1e-10
 
 
+@pytest.mark.parametrize("loss", ["coupled", "gathered"])
 @pytest.mark.parametrize("kind", SHARED_OUT)
-def test_two_processes_find_a_coupled_loss(ranks: list[dict[str, Any]], kind: str) -> None:
+def test_two_processes_find_a_coupled_loss(
+    ranks: list[dict[str, Any]], kind: str, loss: str
+) -> None:
+    """Of the rank's own batch, and of what it gathers from the other."""
     for rank in ranks:
-        assert "mixes samples" in rank[kind]["coupled"] or "whole batch" in rank[kind]["coupled"]
-        assert "ranks.py" in rank[kind]["coupled"]
+        assert "mixes samples" in rank[kind][loss] or "whole batch" in rank[kind][loss]
+        assert "ranks.py" in rank[kind][loss]
