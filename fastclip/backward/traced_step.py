@@ -34,6 +34,8 @@ from fastclip.trace.tracer import RUNNING, Tracer, all_aside
 
 _STEPS = 2
 """Steps that are traced: of another batch size, the second tells a constant from 1 / b."""
+JUDGED: list[Callable[[TraceLog], None]] = []
+"""Told of the verdict on each traced step, before anything of it is summed."""
 _OUTPUT = "the model's output"
 _DEGREES = {"sum": 0, "mean": -1}
 
@@ -64,8 +66,8 @@ class StepTrace:
     """Traces the first steps of one private model.
 
     Args:
-        names: its trained parameters. others: its other parameters. axis: of the samples. steps: that are
-            traced; none of a copy, which has no optimizer.
+        names: its trained parameters. others: its other parameters. axis: of the samples. steps: that
+            are traced; none of a copy, which has no optimizer.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class StepTrace:
         return step is not None and step.tracer.observing
 
     def aside(self) -> AbstractContextManager[None]:
-        """What runs inside is the engine's own, of which the steps of other models see nothing, either."""
+        """What runs inside is the engine's own: the steps of other models see nothing of it, either."""
         return all_aside() if RUNNING else nullcontext()
 
     def handed(self, iterator: Any, batch: Any) -> None:
@@ -299,8 +301,8 @@ class StepTrace:
         """A pass that trains the model has been opened.
 
         Raises:
-            ParameterLeakError: it trains another tensor that meets data, too; later ones raise it as their
-                gradient comes.
+            ParameterLeakError: it trains another tensor that meets data, too; later ones raise it as
+                their gradient comes.
         """
         step = self._step
         if step is None or not step.tracer.observing or not step.tracer.outside:
@@ -349,6 +351,10 @@ class StepTrace:
             if found and batch_size > 1:
                 raise GraphError(_said(found[0]))
             self._check_degree(degrees, mean, batch_size)
+        except GraphError as error:
+            self.log.error = error
+            self._tell()
+            raise
         finally:
             self.log.reports[:] = [*self.log.reports[1 - _STEPS :], report]
             if step.unproven is not None:
@@ -360,6 +366,11 @@ class StepTrace:
             self.left -= 1
             if not self.left:
                 self.finish()
+            self._tell()
+
+    def _tell(self) -> None:
+        for told in JUDGED:
+            told(self.log)
 
     def _is_ours(self, node: Any) -> bool:
         call = node.call
@@ -458,8 +469,8 @@ def _refuse_outside(report: Report, x: Tensor, line: str, gradient: Tensor | Non
     kind = "parameter" if isinstance(x, nn.Parameter) else "tensor"
     raise ParameterLeakError(
         f"A {kind} of shape {list(x.shape)} that is not a parameter of the private model is trained at "
-        f"{line}, on a gradient that is neither clipped nor noised. Make it a parameter of the model before "
-        "make_private, or detach it."
+        f"{line}, on a gradient that is neither clipped nor noised. Make it a parameter of the model "
+        "before make_private, or detach it."
     )
 
 

@@ -19,8 +19,10 @@ _FILLED = ("out", "all_gather_output")
 
 
 def exchanged(tracer: Tracer, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a collective. What it fills is of no sample if what it takes is; else it is of several, as other
-    ranks have other samples."""
+    """Run a collective: what it fills is of no sample if what it takes is, and else of several.
+
+    Other ranks have other samples.
+    """
     declared = func._schema.arguments
     given = {
         a.name: args[k] if k < len(args) else kwargs.get(a.name) for k, a in enumerate(declared)

@@ -222,6 +222,8 @@ class TraceLog:
     reports: list[Report] = field(default_factory=list)
     """The newest last."""
     unproven: list[str] = field(default_factory=list)
+    error: Exception | None = None
+    """The last that a traced step has raised."""
 
     @property
     def proof(self) -> Proof:

@@ -276,7 +276,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", SHARED_OUT)
 def test_two_processes(ranks: list[dict[str, Any]], kind: str) -> None:
-    """Buckets and gathered parameters are neither trained outside nor of any sample, also in the next step."""
+    """Buckets and gathered parameters are neither trained outside nor of any sample, then and later."""
     for rank in ranks:
         found = rank[kind]
         assert found["verdicts"] == ["proven", "proven"], found["told"]
