@@ -315,10 +315,54 @@ ATTRIBUTES = {
 """Attributes of others that are read where they are needed, by whose they are."""
 
 
-def top_dispatch_mode() -> Any:
-    """The mode of this thread that hears of an operation first; None without one."""
-    modes = dispatch_modes()
-    return torch._C._get_dispatch_stack_at(modes - 1) if modes else None
+_FLAGS = "old_dispatch_mode_flags"
+"""What a mode keeps of those that were open when it was opened, each time."""
+
+
+def place_beneath(mode: TorchDispatchMode) -> bool:
+    """Put a mode under those that this thread has opened: each takes away, when it is closed, what lies
+    on top.
+
+    Returns:
+        Whether it was: not where torch's own modes invent or functionalize tensors.
+    """
+    others = _modes()
+    if any(hasattr(other, "_mode_key") or not getattr(other, _FLAGS, None) for other in others):
+        return False
+    with _lifted(others):
+        TorchDispatchMode.__enter__(mode)
+    return True
+
+
+def take_away(mode: TorchDispatchMode) -> bool:
+    """Take a mode from where it lies among those that this thread has opened.
+
+    Returns:
+        Whether it was there.
+    """
+    modes = _modes()
+    place = next((k for k, other in enumerate(modes) if other is mode), None)
+    if place is None or not all(getattr(other, _FLAGS, None) for other in modes[place + 1 :]):
+        return False
+    with _lifted(modes[place + 1 :]):
+        TorchDispatchMode.__exit__(mode, None, None, None)
+    return True
+
+
+def _modes() -> list[Any]:
+    return [torch._C._get_dispatch_stack_at(k) for k in range(dispatch_modes())]
+
+
+@contextmanager
+def _lifted(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
+    """The uppermost modes are away inside; none of them is told."""
+    for mode in reversed(modes):
+        TorchDispatchMode.__exit__(mode, None, None, None)
+    try:
+        yield
+    finally:
+        for mode in modes:
+            TorchDispatchMode.__enter__(mode)
 
 
 class BatchListeners:

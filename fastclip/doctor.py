@@ -1,4 +1,7 @@
-"""`python -m fastclip.doctor`: what this machine can run, which backend serves, and why not another."""
+"""`python -m fastclip.doctor`: what this machine can run, which backend serves, and why not another.
+
+With a script: whether samples are independent in its first private step, which is traced and not taken.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,24 @@ import argparse
 import json
 import os
 import platform
+import runpy
 import shutil
 import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
 
+from fastclip.errors import FastclipError
 from fastclip.ops.dispatch import LOOPS, OPERATIONS, backend_of
 from fastclip.planner.costs import cache_file, device_name
+from fastclip.trace.findings import TraceLog
 
 
 def _version(package: str) -> str | None:
@@ -168,11 +179,84 @@ def report(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+PROVEN, REFUSED, NOT_REACHED = 0, 1, 2
+"""Exit statuses of `check_script`."""
+
+
+class _Judged(BaseException):
+    """The first private step has been traced; no `except Exception` of the script stops it."""
+
+
+def check_script(script: str, arguments: Sequence[str] = ()) -> int:
+    """Run a script until its first traced private step has been judged, and print what that has shown.
+
+    Nothing is released, and no private optimizer steps.
+
+    Args:
+        script: path of a Python file. arguments: of its command line.
+
+    Returns:
+        0 if the samples of the step are independent, 1 if fastclip has raised an error, 2 if the script
+        has ended before.
+    """
+    from fastclip.backward.traced_step import JUDGED
+    from fastclip.optim.optimizer import FastDPOptimizer
+
+    judged: list[TraceLog] = []
+    raised: Exception | None = None
+
+    def told(log: TraceLog) -> None:
+        judged.append(log)
+        raise _Judged
+
+    def no_step(optimizer: Any, closure: Any = None) -> bool:
+        if judged:
+            raise _Judged
+        optimizer.discard_logical_batch()
+        return False
+
+    found, plain = list(sys.argv), FastDPOptimizer.pre_step
+    sys.argv[:] = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    JUDGED.append(told)
+    FastDPOptimizer.pre_step = no_step  # type: ignore[method-assign]
+    try:
+        with suppress(_Judged, SystemExit):
+            runpy.run_path(script, run_name="__main__")
+    except Exception as error:
+        raised = error
+    finally:
+        JUDGED.remove(told)
+        FastDPOptimizer.pre_step = plain  # type: ignore[method-assign]
+        sys.argv[:] = found
+        sys.path.pop(0)
+    return _answer(judged, raised)
+
+
+def _answer(judged: Sequence[TraceLog], raised: Exception | None) -> int:
+    """Print the verdict, and say it as a status."""
+    error = judged[0].error if judged else raised
+    if isinstance(error, FastclipError):
+        print(f"{type(error).__name__}: {error}")
+    if judged:
+        print(judged[0].proof)
+    if judged or isinstance(error, FastclipError):
+        return PROVEN if error is None else REFUSED
+    if raised is not None:
+        traceback.print_exception(raised)
+    print("the script has ended before its first private step was traced")
+    return NOT_REACHED
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Print the report, or with --json the data."""
+    """Print the report, or with --json the data; with a script, whether its samples are independent."""
     parser = argparse.ArgumentParser(prog="python -m fastclip.doctor", description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="the report as data")
+    parser.add_argument("script", nargs="?", help="run it until its first private step is traced")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     options = parser.parse_args(arguments)
+    if options.script is not None:
+        return check_script(options.script, options.arguments)
     found = examine()
     print(json.dumps(found, indent=1) if options.json else report(found))
     return 0

@@ -26,7 +26,7 @@ from fastclip.mechanism import Mechanism, neighbours, trusted
 from fastclip.optim.opacus_modes import OpacusModes
 from fastclip.parallel.ranks import Ranks
 from fastclip.planner.report import Plan, PlanLog
-from fastclip.trace.findings import Proof
+from fastclip.trace.findings import Proof, TraceLog
 
 _NOISE, _ROWS, _BITS, _TAILS = (
     "noise of the gradients and of counts", "which rows are drawn",
@@ -49,6 +49,7 @@ class Run:
     looks: Sequence[object]
     trusted: Sequence[str]
     """Of the calls of its book-keeper, which these belong to."""
+    trace_log: TraceLog
     held: ref[BookKeeper]
     loader: ref[DataLoader]
     epochs: float | None = None
@@ -62,7 +63,7 @@ class Run:
         calls = keeper.calls
         return cls(
             releases.design, releases, keeper.clipping, keeper.batch, keeper.plan_log, calls.looks,
-            calls.trusted, ref(keeper), ref(loader),
+            calls.trusted, keeper.trace.log, ref(keeper), ref(loader),
         )  # fmt: skip
 
     @property
@@ -201,8 +202,7 @@ class InspectedEngine(OpacusModes):
             StepError: without `module`, before make_private.
         """
         if module is None:
-            keeper = self._last_run().keeper
-            return Proof(()) if keeper is None else keeper.trace.proof
+            return self._last_run().trace_log.proof
         return explain(
             Setup(
                 module, optimizer, data_loader, criterion, delta, poisson_sampling, loss_reduction,

@@ -188,6 +188,7 @@ class BookKeeper:
         if self._pass is not None:
             stale, self._pass = self._pass, None
             stale.unwatch()
+            self.trace.end()
         if forwards and self.depth:
             self.depth, self.forward = 0, Forward(None)
             self.calls.drop_forward()
@@ -204,6 +205,7 @@ class BookKeeper:
             self._pass = BackwardPass(task, self.planner, self._shared, running_loss())
             at_end_of_pass(partial(self.close_pass, self._pass))
             self.outside.check(forward, self.names, self.others)
+            self.trace.check_outside()
         self._pass.loss_scale = running_scale()
         if forward not in self._pass.forwards:
             self._pass.forwards.append(forward)

@@ -77,7 +77,8 @@ class PrivateLayer(Function):
         save(ctx, *operands)
         ctx.call = call
         ctx.dtype = x.dtype
-        call.seen = call.handle.keeper.trace.seen(out)
+        if not call.paused:
+            call.seen = call.handle.keeper.trace.seen(out)
         return out
 
     @staticmethod
@@ -87,13 +88,14 @@ class PrivateLayer(Function):
         nothing = (None,) * (2 + len(call.parameters))
         if g is None:
             return nothing
-        trace, operands = call.handle.keeper.trace, saved(ctx)  # which may run a checkpoint again
-        if not trace.observing:
+        keeper, operands = call.handle.keeper, saved(ctx)  # which may run a checkpoint again
+        trace = keeper.trace
+        if keeper.paused or not trace.observing:
             return (None, PrivateLayer._input_gradient(ctx, call, operands, g), *nothing[2:])
         trace.arrived(call.handle.path, call.seen, g, call.samples_of)
         with trace.aside():
             grad_input = PrivateLayer._input_gradient(ctx, call, operands, g)
-        trace.passed_on(grad_input, call.samples_of)
+        trace.passed_on(grad_input, g, call.seen, call.samples_of)
         return (None, grad_input, *nothing[2:])
 
     @staticmethod

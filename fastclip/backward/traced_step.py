@@ -7,8 +7,8 @@ loss outside the model, and trained tensors that are none of the model's (fastcl
 
 from __future__ import annotations
 
-import copy
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -20,17 +20,22 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fastclip._torch import backward_listeners, batch_listeners, current_task
+from fastclip.backward.guards import is_guarded
 from fastclip.backward.loss_guard import LossGuard
 from fastclip.errors import GraphError, ParameterLeakError
+from fastclip.graph import above_private
 from fastclip.samples.inputs import tensors_of
 from fastclip.trace import attribution as at
-from fastclip.trace.findings import IGNORED_LABELS, Cause, Finding, Proof, Report
+from fastclip.trace.findings import IGNORED_LABELS, Cause, Finding, Report, TraceLog
 from fastclip.trace.law import Law
-from fastclip.trace.shadow import ORDER, Shadow
-from fastclip.trace.tracer import Tracer
+from fastclip.trace.memory import Memory
+from fastclip.trace.shadow import ORDER, SHADOWS, Shadow
+from fastclip.trace.tracer import RUNNING, Tracer, all_aside
 
 _STEPS = 2
 """Steps that are traced: of another batch size, the second tells a constant from 1 / b."""
+JUDGED: list[Callable[[TraceLog], None]] = []
+"""Told of the verdict on each traced step, before anything of it is summed."""
 _OUTPUT = "the model's output"
 _DEGREES = {"sum": 0, "mean": -1}
 
@@ -58,6 +63,10 @@ class _Step:
     unproven: object | None = None
     """What in the model's forward the trace does not prove: there dry runs decide."""
     forwards: int = 0
+    opened: bool = False
+    """The backward pass under way trains the model."""
+    came: list[tuple[Tensor, str]] = field(default_factory=list)
+    """Trained tensors outside the model to which it has brought a gradient, and where they met data."""
     handles: list[RemovableHandle] = field(default_factory=list)
 
 
@@ -65,36 +74,33 @@ class StepTrace:
     """Traces the first steps of one private model.
 
     Args:
-        names: its trained parameters. others: its other parameters. axis: of the samples.
+        names: its trained parameters. others: its other parameters. axis: of the samples. steps: that
+            are traced; none of a copy, which has no optimizer.
     """
 
     def __init__(
-        self, names: Mapping[nn.Parameter, str], others: Mapping[nn.Parameter, str], axis: int
-    ) -> None:
+        self, names: Mapping[nn.Parameter, str], others: Mapping[nn.Parameter, str], axis: int,
+        *, steps: int = _STEPS,
+    ) -> None:  # fmt: skip
         self._names, self._others, self._axis = names, others, axis
-        self.left = _STEPS
-        self.reports: list[Report] = []
-        """Of the steps that were traced, the newest last."""
-        self._tracer: Tracer | None = None
+        self.left = steps
+        self.log = TraceLog()
+        self._memory = Memory(SHADOWS)
+        self._placed: list[Tracer] = []
+        """Those that lie among the modes of a thread: the running step's, and what could not leave."""
+        weakref.finalize(self, _leave, self._placed)
         self._step: _Step | None = None
         self._reads: Callable[[Any], bool] | None = None
         self._remove: Callable[[], None] | None = None
-        self._unproven: list[str] = []
         self._guard: LossGuard | None = None
         self._constants: list[weakref.ref[Tensor]] = []
         """Tensors that the model held at make_private."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepTrace:
-        names, others = copy.deepcopy((self._names, self._others), memo)
-        return StepTrace(names, others, self._axis)
+        return StepTrace({}, {}, self._axis, steps=0)
 
     def __reduce__(self) -> Any:
-        return StepTrace, (self._names, self._others, self._axis)
-
-    @property
-    def proof(self) -> Proof:
-        """What the traced steps have shown."""
-        return Proof(tuple(self.reports), tuple(dict.fromkeys(self._unproven)))
+        return partial(StepTrace, steps=0), ({}, {}, self._axis)
 
     # What is traced
 
@@ -126,13 +132,19 @@ class StepTrace:
         return step is not None and step.tracer.observing
 
     def aside(self) -> AbstractContextManager[None]:
-        """What runs inside is the engine's own."""
-        return nullcontext() if self._step is None else self._step.tracer.aside()
+        """What runs inside is the engine's own: the steps of other models see nothing of it, either."""
+        return all_aside() if RUNNING else nullcontext()
 
     def handed(self, iterator: Any, batch: Any) -> None:
         """A loader hands out a batch: a step begins."""
-        if self._step is not None and self._step.seeded and not self._step.forwards:
-            return  # a prefetcher draws ahead: its first batch is the step's
+        step = self._step
+        if not torch.is_grad_enabled():
+            return
+        if step is not None:
+            if step.tracer.here and step.seeded and not step.forwards:
+                return  # a prefetcher draws ahead: its first batch is the step's
+            if step.forwards and not step.tracer.here:
+                return  # another thread trains
         self.end()
         step = self._begin()
         if step is None:
@@ -147,6 +159,8 @@ class StepTrace:
         trace, left = me(), step()
         if trace is not None and left is not None and trace._step is left:
             trace.end()
+        elif trace is not None:
+            trace.leave()
 
     def forward(
         self, leaves: list[Any], cuts: tuple[int | None, ...] | None, batch: int | None
@@ -155,7 +169,7 @@ class StepTrace:
         if current_task() != -1 or not torch.is_grad_enabled():
             return
         step = self._step
-        if step is not None and step.forwards and step.tracer.memory.samples != batch:
+        if step is not None and not self._continues(step, leaves, batch):
             self.end()
             step = None
         step = step or self._begin()
@@ -167,23 +181,29 @@ class StepTrace:
             for leaf, axis in zip(leaves, cuts or [self._axis] * len(leaves), strict=True):
                 _seed_input(step.tracer, leaf, axis, batch)
 
+    @staticmethod
+    def _continues(step: _Step, leaves: list[Any], batch: int | None) -> bool:
+        """The model is called with the batch of the running step, on its thread."""
+        memory = step.tracer.memory
+        if not step.tracer.here or step.forwards:
+            return step.tracer.here and memory.samples == batch
+        known = (memory.record(x) is not None for x in leaves if isinstance(x, Tensor))
+        return not step.seeded or memory.samples == batch or any(known)
+
     def _begin(self) -> _Step | None:
+        self.leave()
         if not self.left or transforms():
             return None
-        tracer = self._tracer
-        if tracer is None:
-            tracer = self._tracer = Tracer(_Known(self._names, self._others))
-            weakref.finalize(self, tracer.leave).atexit = False
-            for known in self._constants:
-                if (x := known()) is not None:
-                    tracer.memory.know(x)
-        if not tracer.leave():  # another mode lies on top of it
-            return None
+        for known in self._constants:
+            if (x := known()) is not None:
+                self._memory.know(x.detach().to_local() if hasattr(x, "to_local") else x)
+        tracer = Tracer(_Known(self._names, self._others), memory=self._memory)
         tracer.begin()
+        if not tracer.enter():
+            return None
+        self._placed.append(tracer)
         self._step = step = _Step(tracer, Law(tracer))
-        me, held = weakref.ref(self), weakref.ref(step)
-        tracer.on_outside = lambda x, line: _outside(me(), held(), x, line)
-        tracer.enter()
+        tracer.on_outside = partial(_watch_outside, weakref.ref(step))
         backward_listeners.add(self)
         return step
 
@@ -194,11 +214,14 @@ class StepTrace:
             return
         for handle in step.handles:
             handle.remove()
-        step.tracer.leave()
         step.tracer.end()
+        self.leave()
 
     def begins(self, losses: Sequence[Tensor]) -> None:
         """A backward pass is about to begin."""
+        if self._step is not None:
+            self._step.opened = False
+            self._step.came.clear()
 
     def ended(self, failed: bool) -> None:
         """A backward pass is over, and has put the modes back."""
@@ -207,12 +230,11 @@ class StepTrace:
         self.leave()
 
     def leave(self) -> None:
-        """Give up the mode's place, where an ended step could not."""
-        tracer = self._tracer
-        if self._step is None and tracer is not None and tracer.leave():
+        """Give up the places of modes whose steps have ended where they could not leave."""
+        running = None if self._step is None else self._step.tracer
+        self._placed[:] = [x for x in self._placed if x is running or not x.leave()]
+        if self._step is None and not self._placed:
             backward_listeners.remove(self)
-            if not self.left:
-                self._tracer = None
 
     # What a step shows
 
@@ -268,18 +290,32 @@ class StepTrace:
             ):
                 report.add("gradient", tracer.memory.cause(gradient), use)
 
-    def passed_on(self, x: Tensor | None, samples_of: Callable[[Tensor], Tensor | None]) -> None:
-        """A private layer has returned its input's gradient."""
-        step = self._step
-        if step is None or x is None or not step.tracer.observing:
+    def passed_on(
+        self, x: Tensor | None, g: Tensor, seen: Seen | None,
+        samples_of: Callable[[Tensor], Tensor | None],
+    ) -> None:  # fmt: skip
+        """A private layer has returned its input's gradient: the steps of all models are told.
+
+        Args:
+            x: that gradient. g: of the layer's output. seen: of that output. samples_of: the sample of
+                every entry of x.
+        """
+        if x is None:
             return
-        tracer = step.tracer
-        with tracer.aside():
-            samples = samples_of(x)
-            found = at.everywhere(at.SEVERAL, x.dim()) if samples is None else samples
-            factor = next(iter(tracer.report.factors), None)
-            shadow = tracer.made(found.to(at.KIND).contiguous(), factor=factor)
-            tracer.memory.write(x, shadow)
+        own = None if self._step is None else self._step.tracer
+        for tracer in RUNNING:
+            if not tracer.observing:
+                continue
+            with tracer.aside():
+                came = tracer.shadow_of(g)
+                if not came.held and not (tracer is own and seen is not None and seen.shadow.held):
+                    continue  # made of no sample, as a generator's rows are
+                samples = samples_of(x)
+                if samples is None or (tracer is not own and (own is None or came.mixed)):
+                    samples = at.everywhere(at.SEVERAL, x.dim())
+                factor = next(iter(tracer.report.factors), None) if tracer is own else came.factor
+                shadow = tracer.made(samples.to(at.KIND).contiguous(), factor=factor)
+                tracer.memory.write(x, shadow)
 
     def returned(self, out: Any, batch: int | None) -> None:
         """The model returns: where its own forward is not proven, dry runs say what is in its outputs."""
@@ -301,6 +337,19 @@ class StepTrace:
                 if x.grad_fn is not None:
                     seen = Seen(tracer.shadow_of(x), None)
                     step.handles.append(x.register_hook(partial(self._at_output, step, seen)))
+
+    def check_outside(self) -> None:
+        """A pass that trains the model has been opened.
+
+        Raises:
+            ParameterLeakError: it has trained another tensor that meets data, too; later ones raise it as
+                their gradient comes.
+        """
+        step = self._step
+        if step is not None and step.tracer.observing:
+            step.opened = True
+            for x, line in step.came:
+                raise _trained_outside(step.tracer.report, x, line)
 
     def _at_output(self, step: _Step, seen: Seen, gradient: Tensor) -> None:
         if not step.tracer.observing:
@@ -337,10 +386,14 @@ class StepTrace:
                 raise GraphError(_said(found[0]))
             if not report.divided:
                 self._check_degree(degrees, mean, batch_size)
+        except GraphError as error:
+            self.log.error = error
+            self._tell()
+            raise
         finally:
-            self.reports = [*self.reports[1 - _STEPS :], report]
+            self.log.reports[:] = [*self.log.reports[1 - _STEPS :], report]
             if step.unproven is not None:
-                self._unproven.append(f"the model's forward ({step.unproven})")
+                self.log.unproven.append(f"the model's forward ({step.unproven})")
             self.end()
         if batch_size > 1:
             if IGNORED_LABELS in report.guards and not scale_invariant and self._guard is None:
@@ -348,11 +401,16 @@ class StepTrace:
             self.left -= 1
             if not self.left:
                 self.finish()
+            self._tell()
+
+    def _tell(self) -> None:
+        for told in JUDGED:
+            told(self.log)
 
     def _is_ours(self, node: Any) -> bool:
         call = node.call
         keeper = call.handle.keeper if hasattr(call, "handle") else call.interceptor.keeper
-        return keeper.trace is self
+        return keeper.trace is self and not (call.paused or keeper.paused)
 
     def guarded(self, norm_sq: Tensor) -> Tensor:
         """Squared norms, NaN if what was found of the loss does not hold in this step."""
@@ -382,8 +440,15 @@ class StepTrace:
             self._remove = None
 
 
+def _leave(placed: list[Tracer]) -> None:
+    """The model is gone."""
+    for tracer in placed:
+        tracer.leave()
+
+
 def _tensors_in(model: nn.Module) -> Iterator[Tensor]:
-    """Buffers and other tensors that the modules of a model hold."""
+    """Buffers and other tensors that the modules of a model hold, and this rank's parts of parameters."""
+    yield from (p for p in model.parameters() if hasattr(p, "to_local"))
     for module in model.modules():
         for held in (*module._buffers.values(), *vars(module).values()):
             for x in held if isinstance(held, (list, tuple)) else (held,):
@@ -432,23 +497,36 @@ def _said(found: Finding) -> str:
     )
 
 
-def _outside(trace: StepTrace | None, step: _Step | None, x: Tensor, line: str) -> None:
-    """A trained tensor that is none of the model's meets data: no gradient may come to it."""
-    if trace is None or step is None or not x.requires_grad:
+def _watch_outside(held: weakref.ref[_Step], x: Tensor, line: str) -> None:
+    """A trained tensor that is none of the model's meets data: a pass that trains both is an error."""
+    step = held()
+    if step is None or not x.requires_grad or is_guarded(x):
         return
-    kind = "parameter" if isinstance(x, nn.Parameter) else "tensor"
-    what = f"A {kind} of shape {list(x.shape)} that is not a parameter of the private model"
+    if x.grad_fn is not None:
+        below = above_private(deque([x.grad_fn]))
+        if not any(hasattr(node, "variable") for node in below):
+            return  # computed by private models alone
+
+    def came(gradient: Tensor | None) -> None:
+        step = held()
+        if gradient is None or step is None:
+            return
+        step.came.append((x, line))
+        if step.opened:
+            raise _trained_outside(step.tracer.report, x, line)
+
     with step.tracer.aside():
-        hook = partial(_refuse_outside, f"{what} is trained at {line}")
-        step.handles.append(x.register_hook(hook))
+        step.handles.append(x.register_hook(came))
 
 
-def _refuse_outside(what: str, gradient: Tensor | None) -> None:
-    if gradient is not None:
-        raise ParameterLeakError(
-            f"{what}, on a gradient that is neither clipped nor noised. "
-            "Make it a parameter of the model before make_private, or detach it."
-        )
+def _trained_outside(report: Report, x: Tensor, line: str) -> ParameterLeakError:
+    report.outside.append((f"{list(x.shape)}", line))
+    kind = "parameter" if isinstance(x, nn.Parameter) else "tensor"
+    return ParameterLeakError(
+        f"A {kind} of shape {list(x.shape)} that is not a parameter of the private model is trained at "
+        f"{line}, on a gradient that is neither clipped nor noised. Make it a parameter of the model "
+        "before make_private, or detach it."
+    )
 
 
 def _samples_axis(x: Tensor, batch: int | None, axis: int) -> int | None:

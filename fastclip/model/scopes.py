@@ -83,8 +83,13 @@ class RootScope:
         self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
     ) -> RootCall:
         """Everything before the model's forward; on its first training call, `inner` is probed."""
-        with handle.keeper.trace.aside():
-            return self._entered(handle, module, inner, args, kwargs)
+        trace = handle.keeper.trace
+        try:
+            with trace.aside():
+                return self._entered(handle, module, inner, args, kwargs)
+        except BaseException:
+            trace.end()
+            raise
 
     def _entered(
         self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
@@ -116,6 +121,7 @@ class RootScope:
             arm(keeper)
         batch = layout.batch_size(args, kwargs, begins=outermost)
         if outermost and not keeper.paused and keeper.trace.left:
+            keeper.drop_stale()
             leaves, structure = layout.read(args, kwargs)
             keeper.trace.forward(leaves, layout.cuts(way_of(leaves, structure)), batch)
         inside = keeper.root_forward(batch, layout)
@@ -172,6 +178,8 @@ class RootCall:
         """The model's forward has returned, or failed; of a batch without rows the way out is told."""
         _tell(error, self._forward.batch_size)
         if self._called is not None:
+            if error is not None and self._keeper is not None:
+                self._keeper.trace.end()
             _, self._routing = self._forward.inside.pop()
         self._inside.__exit__(None, None, None)
         if self._keeper is not None and self._called is not None:

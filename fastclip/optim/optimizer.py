@@ -257,10 +257,11 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 closure()
-        if not self.pre_step():
-            return None
-        self._gate.open = True
-        return self.original_optimizer.step()
+        with self.keeper.trace.aside():
+            if not self.pre_step():
+                return None
+            self._gate.open = True
+            return self.original_optimizer.step()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -56,6 +56,13 @@ def line_of(frame: FrameType | None) -> str:
     return library or "unknown line"
 
 
+def is_a_loaders(frame: FrameType | None) -> bool:
+    """Whether a DataLoader is what runs."""
+    while frame is not None and "/torch/utils/data/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None
+
+
 def _shown(name: str, number: int) -> str:
     return f"{Path(name).name}:{number}"
 
@@ -208,6 +215,21 @@ class Proof:
             for title, entries in sections.items():
                 lines += _listed(title, entries)
         return "\n".join([*lines, *_listed("compared by dry runs", self.unproven)])
+
+
+@dataclass
+class TraceLog:
+    """What is kept of the traced steps of one model, also when that is gone."""
+
+    reports: list[Report] = field(default_factory=list)
+    """The newest last."""
+    unproven: list[str] = field(default_factory=list)
+    error: Exception | None = None
+    """The last that a traced step has raised."""
+
+    @property
+    def proof(self) -> Proof:
+        return Proof(tuple(self.reports), tuple(dict.fromkeys(self.unproven)))
 
 
 def _listed(title: str, entries: Iterable[str]) -> list[str]:

@@ -75,7 +75,7 @@ class Law:
         )
 
     def _cover(self, use: str, key: Hashable, out: Shadow, got: Shadow, cause: object) -> None:
-        if out.whole and (got.whole or not got.held):
+        if (out.whole or not out.held) and (got.whole or not got.held):
             return
         way = (key, out.part, got.part if got.held else None)
         seen = self._covered.setdefault(way, (set(), cause, use))[0]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastclip.trace.attribution import Attribution
+from fastclip.trace.collectives import SPACES
 from fastclip.trace.shadow import Shadow
 
 if TYPE_CHECKING:
@@ -129,7 +130,8 @@ class Kind:
         fresh: what it returns holds no numbers yet. reads: it gives a number to Python.
         aliases: what it returns is in its operand's memory. reshapes: only the geometry changes.
         aligned: how constants lie alongside samples: "pointwise", "stacked", "together" or
-            "gradient" (the first operand alone), if they do. by_values: not remembered.
+            "gradient" (the first operand alone), if they do. by_values: not remembered. collective:
+            ranks exchange what it is given.
     """
 
     __slots__ = (
@@ -137,6 +139,7 @@ class Kind:
         "aligned",
         "base",
         "by_values",
+        "collective",
         "fresh",
         "name",
         "pointwise",
@@ -159,6 +162,7 @@ class Kind:
         self.base = base
         self.name = base if space == "aten" else func._schema.name
         self.random = torch.Tag.nondeterministic_seeded in func.tags and base not in _JOINTLY
+        self.collective = func._schema.name.startswith(SPACES)
         self.fresh = base.startswith(("empty", "new_empty"))
         self.reads = base in ("_local_scalar_dense", "is_nonzero", "equal")
         self.aliases = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)

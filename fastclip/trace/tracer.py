@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,12 +15,14 @@ from fastclip._torch import (
     TorchDispatchMode,
     base_of,
     current_task,
-    top_dispatch_mode,
+    place_beneath,
+    take_away,
     tree_leaves,
 )
 from fastclip.trace import attribution as at
 from fastclip.trace import indices, layers, movement  # noqa: F401 - they register their rules
-from fastclip.trace.findings import Cause, Lines, Read, Report
+from fastclip.trace.collectives import exchanged
+from fastclip.trace.findings import Cause, Lines, Read, Report, is_a_loaders
 from fastclip.trace.memory import Memory, geometry_of
 from fastclip.trace.operation import Kind, Operation, Out
 from fastclip.trace.order import flagged, is_uneven, ordered
@@ -64,21 +67,40 @@ _LITERALS = frozenset({"lift_fresh", "lift"})
 """What torch.tensor(...) goes through: its numbers are made by this step."""
 
 
+RUNNING: list[Tracer] = []
+"""Those whose steps are under way, of all private models of this process."""
+
+
+@contextmanager
+def all_aside() -> Iterator[None]:
+    """What runs inside is a private model's own business: no tracer of this thread observes it."""
+    here = [tracer for tracer in RUNNING if tracer.here]
+    for tracer in here:
+        tracer.idle += 1
+    try:
+        yield
+    finally:
+        for tracer in here:
+            tracer.idle -= 1
+
+
 class Tracer(TorchDispatchMode):
     """Follows samples through the operations of one step after another.
 
     Args:
         known: trained tensors that are the model's. probes: operations without a rule are run once more
-            on changed operands; else they are taken to join samples.
+            on changed operands; else they are taken to join samples. memory: of the steps before.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, known: Container[Tensor] = (), *, probes: bool = True) -> None:
+    def __init__(
+        self, known: Container[Tensor] = (), *, probes: bool = True, memory: Memory | None = None
+    ) -> None:
         super().__init__()
         self.known, self.probes = known, probes
         self.shadows = SHADOWS
-        self.memory = Memory(self.shadows)
+        self.memory = memory or Memory(self.shadows)
         self.report, self.lines = Report(), Lines()
         self.axis = 0
         """Of the samples, in tensors that come from elsewhere."""
@@ -90,9 +112,10 @@ class Tracer(TorchDispatchMode):
         """Memory of labels that a guard watches in later steps."""
         self.on_outside: Callable[[Tensor, str], None] | None = None
         """Called with a trained tensor that is none of the model's, and the line where it meets data."""
+        self._outside_met: set[int] = set()
         self._numbers: dict[float, str] = {}
         """Read from several samples, and where."""
-        self._idle = 0
+        self.idle = 0
         self._thread: int | None = None
         self.takes_others = True
         """Tensors as long as the batch that no operation of the step has made are the samples' own."""
@@ -111,16 +134,27 @@ class Tracer(TorchDispatchMode):
 
     # The mode's place among others
 
-    def enter(self) -> None:
-        """Observe what this thread computes from now on."""
-        _pop_stopped()
-        self._thread, self.stopped = threading.get_ident(), False
-        self.__enter__()
+    def enter(self) -> bool:
+        """Observe what this thread computes from now on.
+
+        Returns:
+            Whether it does: not where torch's own modes invent tensors.
+        """
+        self.stopped = False
+        self._thread = threading.get_ident() if place_beneath(self) else None
+        if self._thread is not None:
+            RUNNING.append(self)
+        return self._thread is not None
+
+    @property
+    def here(self) -> bool:
+        """It observes this thread, or a backward pass, which may have threads of its own."""
+        return current_task() != -1 or self._thread == threading.get_ident()
 
     @property
     def observing(self) -> bool:
-        """Operations are being followed."""
-        return self._thread is not None and not self.stopped and not self._idle
+        """Operations of this thread are being followed."""
+        return self._thread is not None and not self.stopped and not self.idle and self.here
 
     def begin(self) -> None:
         """Another step: nothing is known of its batch."""
@@ -128,32 +162,34 @@ class Tracer(TorchDispatchMode):
         self.same_samples = None
         self.guarded_labels.clear()
         self._numbers.clear()
+        self._outside_met.clear()
 
     def end(self) -> None:
         """The step is over: what of it is still held may be read by the next one."""
         self.lines.forget()
+        self.on_outside = None
         self.report.carried = [record.cause for record in self.memory.end_step()]  # type: ignore[misc]
 
     def leave(self) -> bool:
         """Observe nothing more.
 
         Returns:
-            Whether the mode has left its place. It stays there, and is passed by, while another one is
-            on top of it, on another thread, and in a backward pass, which puts the modes back.
+            Whether the mode has left its place. It stays there, and is passed by, on another thread, and
+            in a backward pass, which puts the modes back.
         """
-        if self._thread is not None:
-            self.stopped = True
-            _pop_stopped()
-        return self._thread is None
+        if self._thread is None:
+            return True
+        self.stopped = True
+        if self in RUNNING:
+            RUNNING.remove(self)
+        here = self._thread == threading.get_ident() and current_task() == -1
+        if not here or not take_away(self):
+            return False
+        self._thread = None
+        return True
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What runs inside is not observed."""
-        self._idle += 1
-        try:
-            yield
-        finally:
-            self._idle -= 1
+    aside = staticmethod(all_aside)
+    """What runs inside is not observed: the tracers' own operations are nobody's, either."""
 
     # Shadows
 
@@ -186,6 +222,8 @@ class Tracer(TorchDispatchMode):
         held = [shadow for shadow in shadows if shadow.held]
         of = "chance"
         self.memory.lengths_read |= what.startswith(("lengths", "number of"))
+        if not held and is_a_loaders(sys._getframe(1)):
+            return of  # the seed of its workers
         if held:
             mixed = any(s.mixed or s.sample.unique().numel() > 1 for s in held)  # type: ignore[union-attr]
             of = "several samples" if mixed else "one sample"
@@ -200,12 +238,14 @@ class Tracer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._idle or self.stopped:
+        if self.idle or self.stopped:
             return func(*args, **kwargs)
         kind = _KINDS.get(func) or self._kind(func)
         if kind is None:
             return self._higher_order(func, args, kwargs)
         self.report.operations += 1
+        if kind.collective:
+            return exchanged(self, func, args, kwargs)
         tensors, key = _taken_apart(func, args, kwargs)
         shadows = [self._met(x) for x in tensors]
         if self.memory.samples > 1 and None in map(self.memory.record, tensors):
@@ -257,7 +297,7 @@ class Tracer(TorchDispatchMode):
                 -1,
                 0,
                 1,
-                2,
+                2,  # of `2 * x` and squares, and the largest of three classes
                 self.memory.samples,
                 *(n for x in tensors for n in (*x.shape, x.numel())),
             }
@@ -506,8 +546,11 @@ class Tracer(TorchDispatchMode):
     def _higher_order(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """An operator that calls functions of the user's: what it returns joins all it was given."""
         held = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        with self.aside():
+        self.idle += 1  # but not those of other models
+        try:
             out = func(*args, **kwargs)
+        finally:
+            self.idle -= 1
         if any(self.shadow_of(x).held for x in held):
             cause = Cause(str(func), self.lines.current(), (), current_task() != -1)
             for x in tree_leaves(out):
@@ -529,11 +572,13 @@ class Tracer(TorchDispatchMode):
         }  # fmt: skip
         found = list(shadows)
         for k, x in enumerate(tensors):
-            if x.requires_grad or id(x) in channels or x.layout is not torch.strided:
+            trained = x.requires_grad and x.is_leaf
+            if trained or id(x) in channels or x.layout is not torch.strided:
                 continue
             if self.takes_others and self._from_nowhere(x) and current_task() == -1:
                 axis = self._samples_axis(x)
                 if axis is not None and (self.same_samples or not self.memory.was_given(x)):
+                    self._outside(x)
                     self._seed_elsewhere(x, axis)
                     found[k] = self.shadow_of(x)
         return found
@@ -546,25 +591,16 @@ class Tracer(TorchDispatchMode):
         self.seed(base, axis)
 
     def _outside(self, x: Tensor) -> None:
-        found = f"{list(x.shape)}", self.lines.current()
-        if found not in self.report.outside:
-            self.report.outside.append(found)
-        if self.on_outside is not None:
-            self.on_outside(x, found[1])
+        apart = not x.is_leaf or base_of(x) is None
+        if x.requires_grad and apart and id(x) not in self._outside_met:
+            self._outside_met.add(id(x))
+            if self.on_outside is not None:
+                self.on_outside(x, self.lines.current())
 
     def _samples_axis(self, x: Tensor) -> int | None:
         """The first axis that is as long as the batch."""
         samples = self.memory.samples
         return next((a for a, n in enumerate(x.shape) if n == samples and x.stride(a)), None)
-
-
-def _pop_stopped() -> None:
-    """Tracers on top of this thread's modes that observe nothing any more leave their places."""
-    if current_task() != -1:
-        return
-    while isinstance(mode := top_dispatch_mode(), Tracer) and mode.stopped:
-        mode._thread = None
-        mode.__exit__(None, None, None)
 
 
 def _taken_apart(func: Any, args: tuple, kwargs: dict) -> tuple[list[Tensor], list]:

@@ -158,7 +158,8 @@ class Tap(Function):
         save(ctx, *rest[: len(call.saved)])
         ctx.call, ctx.edges = call, len(rest)
         found = Tap._tapped(ctx, call, out)
-        call.seen = call.interceptor.keeper.trace.seen(found)
+        if not call.paused:
+            call.seen = call.interceptor.keeper.trace.seen(found)
         return found
 
     @staticmethod
@@ -185,7 +186,8 @@ class Tap(Function):
         if g is None:
             return None, None, *nothing
         keeper = call.interceptor.keeper
-        keeper.trace.arrived(call.label, call.seen, g)
+        if not keeper.paused:
+            keeper.trace.arrived(call.label, call.seen, g)
         known = () if call.paused or keeper.paused else keeper.names
         wanted = set(compress(call.parameters, taking_part(ctx, call.parameters, known)))
         if wanted:

@@ -116,7 +116,7 @@ class Reads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in READS and args and isinstance(args[0], Tensor) and not self.tracer._idle:
+        if name in READS and args and isinstance(args[0], Tensor) and not self.tracer.idle:
             shadow = self.tracer.shadow_of(args[0])
             if shadow.held:
                 self.tracer.read(name, [shadow])
