@@ -69,6 +69,9 @@ coo_values: Callable[[Tensor], Tensor] = methodcaller("_values")
 foreach_add_: Callable[..., None] = torch._foreach_add_
 """x += alpha y for every pair of two lists, in one call."""
 
+pad_sequences: Callable[..., Tensor] = torch._C._nn.pad_sequence
+"""What torch.nn.utils.rnn.pad_sequence calls, an operation or three for each of the sequences."""
+
 plain_results = torch._C._disabled_torch_function_impl
 """As `__torch_function__` of a kind of tensors: what is computed of them is plain."""
 
