@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as Native
+from torch._C import _DisableTorchDispatch as Undispatched
 from torch._compile import _disable_dynamo as disable_dynamo
 from torch.autograd import Function, Variable
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -41,6 +42,7 @@ __all__ = [
     "Native",  # inside, classes of tensors do not hear of functions
     "StorageWeakRef",  # keeps the number of a tensor's memory, not the memory
     "TorchDispatchMode",  # hears of every operation
+    "Undispatched",  # inside, no mode hears of operations
     "TreeSpec",  # the nesting of inputs and outputs, which the pytree functions take apart
     "disable_dynamo",  # torch.compiler.disable, without importing dynamo
     "register_pytree_node",

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fastclip._torch import pad_sequences
+from fastclip._torch import Undispatched, pad_sequences
 from fastclip.data.batch_law import Node, leaves, opened
 from fastclip.data.item_tensors import seeded
 from fastclip.trace import attribution as at
@@ -103,8 +103,9 @@ class _Tracer(Tracer):
         shadows = [self.shadow_of(x) for x in sequences]
         if not any(s.held for s in shadows):
             return
-        samples = [at.expanded(s.sample, x.shape) for x, s in zip(sequences, shadows, strict=True)]
-        with self.aside():
+        with Undispatched():
+            pairs = zip(sequences, shadows, strict=True)
+            samples = [at.expanded(s.sample, x.shape) for x, s in pairs]
             found = pad_sequences(samples, padding_value=at.NONE, **options)
             self.memory.write(made, self.made(at.compressed(found)))
         record = self.memory.record(made)
@@ -132,7 +133,7 @@ class _Composites(TorchFunctionMode):
         padding_side: str = "right",
     ) -> Tensor:  # fmt: skip
         options = {"batch_first": batch_first, "padding_side": padding_side}
-        with self.tracer.aside():
+        with Undispatched():
             made: Tensor = pad_sequences(sequences, padding_value=padding_value, **options)
         self.tracer.padded(sequences, made, **options)
         return made
