@@ -78,7 +78,7 @@ class Probe:
             found = self._by_values(base)
         if found is None or _equal(base, self._made(self.items, seed=1)):
             return found
-        return self._by_seeds()
+        return found if self._by_seeds() else None
 
     def _by_values(self, base: Node) -> Fault | None:
         """With the same random numbers for all content."""

@@ -91,7 +91,7 @@ class _Tracer(Tracer):
         tensors: list[Tensor],
     ) -> None:  # fmt: skip
         super()._put(kind, outs, found, cause, tensors)
-        if kind.aliases or not any(s.sample is not None and s.sample.numel() > 1 for s in found):
+        if kind.aliases or not any(s.held and (s.mixed or s.sample.numel() > 1) for s in found):  # type: ignore[union-attr]
             return
         made = Cause(kind.base, current_line())
         for x in outs:

@@ -178,7 +178,7 @@ class CheckedCollate:
         if fault.kind == "mixes":
             return BatchSizeError(
                 f"{name} mixes samples{f' {which}' if which else ''} of its batch{at}{where}, so clipping "
-                "bounds neither. Keep each position of the batch axis of one sample"
+                "does not bound what each contributes. Let each position of the batch axis hold one sample"
             )
         if fault.kind == "axis":
             return BatchSizeError(
