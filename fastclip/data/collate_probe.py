@@ -25,18 +25,18 @@ from fastclip.data.batch_law import (
     opened,
     padded,
 )
-from fastclip.data.item_changes import changed_items
+from fastclip.data.item_changes import alike_items, changed_items
 from fastclip.data.item_tensors import copied, rebuilt
 from fastclip.data.repeatable import Repeatable
 from fastclip.trace import attribution as at
 
 _TRIALS = 2
-_SEEDS = 5
+_SEEDS = 7
+_OWN, _CHANCE = 0.5, 0.4
+"""The part of a position's changing entries that its own sample changes, at least; that others do, at most."""
 _FEW = 64
 _LARGEST = 2**20
 """Entries of a leaf that are compared."""
-_OFTEN = 0.25
-"""Of the entries of a position so many change with its own sample; fewer may be chance."""
 
 
 class _UnlikeError(Exception):
@@ -70,7 +70,7 @@ class Probe:
         base = self._made(self.items)
         steady = _equal(base, self._made(self.items))
         if not steady:
-            return self._by_seeds()
+            return _unknown(base) if self._by_seeds() else None
         try:
             found = self._by_values(base)
         except Exception:  # no such content: that of another item, as it is
@@ -174,44 +174,41 @@ class Probe:
     # Over many random numbers
 
     def _by_seeds(self) -> Fault | None:
-        """The law by what is there most often, where random numbers follow from what is in the items."""
-        base = self._modes(self.items)
-        if base is None:
-            return _unknown(self._made(self.items))
-        first, size = list(leaves(base)), _rows(base, self.law)
-        hits = [_RowHits(leaf.shape, _axis(leaf, size, self.law) or 0) for leaf in first]
-        for bit, side, which in self._halves():
-            items = self._changed(which, 0)
-            if items is None:
-                continue
-            now = self._modes(items)
-            if now is None or not _alike(base, now):
-                return _unknown(base)
-            for hit, x, y in zip(hits, first, leaves(now), strict=True):
-                hit.note(bit, side, _moved(x, y, self.law.axes))
-        found = self._judged(base, first, [hit.found() for hit in hits])
+        """The law, if random numbers follow from what is in the items: by how often entries change.
+
+        An item that another one's random numbers depend on (a mask of 15 percent) changes few of its
+        entries; one that is mixed in, or that takes its place in half of the draws, changes half.
+        """
+        base = self._made(self.items)
+        size, first = _rows(base, self.law), list(leaves(base))
+        if repeated_rows(base, self.law) > alike_items(self.items):
+            return _unknown(base)
+        axes = [_axis(leaf, size, self.law) for leaf in first]
+        shares = [_Shares(1 if axis is None else size) for axis in axes]
+        for seed in range(_SEEDS):
+            now = self._made(self.items, seed=seed)
+            for share in shares:
+                share.next_seed()
+            for bit, side, which in self._halves():
+                items = self._changed(which, 0)
+                other = now if items is None else self._made(items, seed=seed)
+                if not (_alike(base, now) and _alike(now, other)) or _rows(now, self.law) != size:
+                    return _unknown(base)
+                for share, axis, x, y in zip(
+                    shares, axes, leaves(now), leaves(other), strict=True
+                ):
+                    seen = _moved(x, y, self.law.axes)
+                    share.note(bit, side, seen.reshape(1, -1) if axis is None else _by_row(seen, axis))
+        samples = [
+            share.found().reshape([-1 if k == axis else 1 for k in range(len(leaf.shape))])
+            for share, axis, leaf in zip(shares, axes, first, strict=True)
+        ]
+        found = self._judged(base, first, samples)
         known = any(
             leaf.sample is not None and leaf.sample.numel() == size and bool((leaf.sample >= 0).all())
             for leaf in first
         )
         return found or (None if known else _unknown(base))
-
-    def _modes(self, items: list[Any]) -> Node | None:
-        """The batch, each entry as it is for most seeds; None if batches have several shapes."""
-        made = [self._made(items, seed=77 + k) for k in range(_SEEDS)]
-        if not all(_alike(made[0], other, exactly=True) for other in made):
-            return None
-        for several in zip(*map(leaves, made), strict=True):
-            values = [_values(leaf) for leaf in several]
-            if isinstance(values[0], Tensor):
-                several[0].value = _mode(torch.stack(values))
-            elif isinstance(values[0], list):
-                columns = zip(*values, strict=True)
-                several[0].value = [max(column, key=column.count) for column in columns]
-            else:
-                several[0].value = max(values, key=values.count)
-            several[0].packed = None
-        return made[0]
 
 
 def _unknown(root: Node) -> Fault:
@@ -242,28 +239,41 @@ class _Hits:
         return self.number.masked_fill(~self.moved, at.NONE).masked_fill(self.several, at.SEVERAL)
 
 
-class _RowHits:
-    """The same for positions along one axis, of which many entries must change."""
+class _Shares:
+    """How many entries of each position of an axis changed in which run, over several seeds."""
 
-    def __init__(self, shape: tuple[int, ...], axis: int) -> None:
-        self.shape, self.axis = shape, axis
-        self._shares: dict[tuple[int, int], Tensor] = {}
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._counts: dict[tuple[int, int], Tensor] = {}
+        self._live = torch.zeros(size, dtype=torch.float64)
+        self._any: Tensor | None = None
+
+    def next_seed(self) -> None:
+        if self._any is not None:
+            self._live += self._any.double().sum(1)
+        self._any = None
 
     def note(self, bit: int, side: int, seen: Tensor) -> None:
-        rows = seen.movedim(self.axis, 0).flatten(1) if seen.dim() > 1 else seen.reshape(-1, 1)
-        self._shares[bit, side] = rows.double().mean(1) if rows.numel() else rows.new_zeros(0).double()
+        """Args: seen: [size, entries]."""
+        self._any = seen if self._any is None else self._any | seen
+        before = self._counts.get((bit, side), 0.0)
+        self._counts[bit, side] = before + seen.double().sum(1)
 
     def found(self) -> Tensor:
-        shape = [-1 if axis == self.axis else 1 for axis in range(len(self.shape))]
-        if not self._shares:
-            return torch.full([1] * len(shape), at.NONE, dtype=at.KIND)
-        most = torch.stack(list(self._shares.values())).amax(0)
-        hits = _Hits(tuple(most.shape))
-        for bit in sorted({bit for bit, _ in self._shares}):
-            for side in (1, 0):
-                share = self._shares.get((bit, side), torch.zeros_like(most))
-                hits.note(bit, side, (share > _OFTEN * most) & (most > _OFTEN))
-        return hits.found().reshape(shape)
+        self.next_seed()
+        top = torch.stack(list(self._counts.values())).amax(0)
+        number = torch.zeros(self.size, dtype=at.KIND)
+        several = torch.zeros(self.size, dtype=torch.bool)
+        for bit in {bit for bit, _ in self._counts}:
+            one, zero = self._counts[bit, 1], self._counts[bit, 0]
+            several |= torch.minimum(one, zero) > _CHANCE * top
+            number |= (one > zero).to(at.KIND) << bit
+        unknown = (top < _OWN * self._live) | (top == 0)
+        return number.masked_fill(several, at.SEVERAL).masked_fill(unknown, at.NONE)
+
+
+def _by_row(x: Tensor, axis: int) -> Tensor:
+    return x.movedim(axis, 0).flatten(1) if x.dim() > 1 else x.reshape(-1, 1)
 
 
 # Two batches
@@ -287,14 +297,6 @@ def _values(leaf: Leaf) -> Any:
         x = x.to_dense() if x.layout is not torch.strided else x
         return x.as_subclass(Tensor).cpu()
     return x
-
-
-def _mode(x: Tensor) -> Tensor:
-    """What is there most often, along axis 0."""
-    if x.is_complex():
-        return x[0]
-    kind = x.dtype if x.is_floating_point() or x.dtype is torch.int64 else torch.int64
-    return x.to(kind).mode(0).values.to(x.dtype)
 
 
 def _alike(a: Node, b: Node, *, exactly: bool = False) -> bool:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, default_collate
 from fastclip.data.batch_law import Fault, Law, Leaf, Node, leaves, opened
 from fastclip.data.collate_probe import Probe, repeated_rows
 from fastclip.data.collate_trace import CollateTrace
-from fastclip.data.item_changes import same
+from fastclip.data.item_changes import alike_items
 from fastclip.data.item_tensors import copied, rebuilt, tensors_of
 from fastclip.data.loader import asks_at_once
 from fastclip.data.repeatable import Repeatable
@@ -137,7 +137,7 @@ class CheckedCollate:
         """Whether a batch is compared: the first, second, fourth ... of its kind."""
         kind = tuple((leaf.path, *_kind(leaf, len(items))) for leaf in leaves(root))
         alike = repeated_rows(root, law)
-        suspected = alike > 0 and alike > _alike_items(items)
+        suspected = alike > 0 and alike > alike_items(items)
         self._seen[kind, suspected] += 1
         count = self._seen[kind, suspected]
         return (count & (count - 1)) == 0 or (suspected and count <= _SUSPECTED)
@@ -217,15 +217,6 @@ def check_collate(loader: DataLoader, *, batch_first: bool = True) -> None:
     object.__setattr__(
         loader, "collate_fn", checked_collate(loader.collate_fn, batch_first=batch_first)
     )
-
-
-def _alike_items(items: list[Any]) -> int:
-    """How many items are equal to another one."""
-    found: list[Any] = []
-    for item in items:
-        if not any(same(item, other) for other in found):
-            found.append(item)
-    return len(items) - len(found)
 
 
 def _kind(leaf: Leaf, items: int) -> tuple[Any, ...]:

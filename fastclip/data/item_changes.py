@@ -129,6 +129,15 @@ def _shifted(leaf: Any) -> Any:
     return leaf + 1.0 if isinstance(leaf, float) else leaf
 
 
+def alike_items(items: Sequence[Any]) -> int:
+    """How many items are equal to another one."""
+    found: list[Any] = []
+    for item in items:
+        if not any(same(item, other) for other in found):
+            found.append(item)
+    return len(items) - len(found)
+
+
 def same(a: Any, b: Any) -> bool:
     """Whether two items hold the same."""
     if a is b:
