@@ -34,10 +34,12 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.data._utils.fetch import _BaseDatasetFetcher as Fetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
 __all__ = [
     "CheckpointFunction",  # reentrant checkpoints: its `apply` runs the part without a graph
+    "Fetcher",  # reads the samples of a batch, in whatever process; its `fetch` calls collate_fn
     "LoaderIterator",  # what iter() of a DataLoader gives
     "Native",  # inside, classes of tensors do not hear of functions
     "StorageWeakRef",  # keeps the number of a tensor's memory, not the memory
@@ -73,6 +75,9 @@ foreach_add_: Callable[..., None] = torch._foreach_add_
 
 pad_sequences: Callable[..., Tensor] = torch._C._nn.pad_sequence
 """What torch.nn.utils.rnn.pad_sequence calls, an operation or three for each of the sequences."""
+
+KEYS = "possibly_batched_index"
+"""What `fetch` is given: the keys of a batch."""
 
 plain_results = torch._C._disabled_torch_function_impl
 """As `__torch_function__` of a kind of tensors: what is computed of them is plain."""

@@ -12,10 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
+from fastclip._torch import KEYS, Fetcher
 from fastclip.data.batch_law import Fault, Law, Leaf, Node, leaves, opened
+from fastclip.data.callers import given_to
 from fastclip.data.collate_probe import Probe, repeated_rows
 from fastclip.data.collate_trace import CollateTrace
 from fastclip.data.item_changes import alike_items
@@ -125,7 +128,7 @@ class CheckedCollate:
         root = trace.root
         assert root is not None
         fault = law.fault(root)
-        if fault is not None:
+        if fault is not None and not _of_several():
             cause = trace.cause(fault.leaf.value)
             if not (fault.kind == "mixes" and trace.is_guessed(cause)):
                 raise self._error(fault, cause)
@@ -154,7 +157,7 @@ class CheckedCollate:
                 fault = None
             finally:
                 after()
-        if fault is not None:
+        if fault is not None and not _of_several():
             raise self._error(fault, None)
         if not probe.decided and self._undecided < _UNDECIDED:  # the next one may say more
             self._undecided += 1
@@ -212,10 +215,19 @@ def plain_collate(collate: Any) -> Any:
 
 def check_collate(loader: DataLoader, *, batch_first: bool = True) -> None:
     """Let the collate function of a loader whose own sampler draws check its batches."""
-    if loader.batch_sampler is None or asks_at_once(loader):
+    if getattr(loader, "batch_sampler", None) is None or asks_at_once(loader):
         return  # an item is not one sample
     object.__setattr__(
         loader, "collate_fn", checked_collate(loader.collate_fn, batch_first=batch_first)
+    )
+
+
+def _of_several() -> bool:
+    """Whether the data set was asked for several samples by one key, so that an item is not one."""
+    keys = given_to(Fetcher, "fetch", KEYS)
+    several = (list, slice, range, set, frozenset, np.ndarray, Tensor)
+    return isinstance(keys, (list, tuple)) and any(
+        isinstance(key, several) and getattr(key, "shape", None) != () for key in keys
     )
 
 
