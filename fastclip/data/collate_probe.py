@@ -88,7 +88,12 @@ class Probe:
             found = Fault("repeats", (), next(leaves(base)))
         if found is None or self.law.ordered:
             return found
-        return None if self._by_rows(base) else found
+        if self._by_rows(base):
+            return None
+        whole = found.kind == "mixes" and _rows(base, self.law) == len(self.items)
+        if whole and repeated_rows(base, self.law) > alike_items(self.items):
+            return Fault("repeats", (), found.leaf)
+        return found
 
     def _made(self, items: list[Any], seed: int | None = None) -> Node:
         """The batch, with the same random numbers in every call, or with those of a seed."""
@@ -152,6 +157,7 @@ class Probe:
         """
         size = _rows(base, self.law)
         taken: Counter[Any] = Counter()
+        seen = False
         whole = Counter(_contents(base, size, self.law)[0])
         for i in range(len(self.items)):
             for trial in range(_TRIALS):
@@ -165,11 +171,12 @@ class Probe:
                 gone, new, rest = _differences(base, now, size, self.law)
                 if gone.total() > 1 or new.total() > 1 or rest:
                     return False
-                if gone:
-                    self.decided = True
+                if gone or new:
+                    seen = True
                     taken.update(gone)
                     break
-        return self.decided and all(taken[row] <= whole[row] for row in taken)
+        self.decided |= seen
+        return seen and all(taken[row] <= whole[row] for row in taken)
 
     # Over many random numbers
 
