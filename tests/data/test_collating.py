@@ -28,6 +28,7 @@ from fastclip import FastPrivacyEngine
 from fastclip._torch import tree_leaves
 from fastclip.data.collating import CheckedCollate
 from fastclip.errors import BatchSizeError, FastclipError
+from tests.data.test_draws import until_the_end
 
 N = 40
 ROWS = list(torch.eye(N) * 100)  # views of one memory; sample i's gradient is along axis i
@@ -223,10 +224,16 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("collate", [half_twice, resampled, mixup, rolled_labels])
 def test_faults_are_seen_in_training(collate: Any, way: str, kind: str) -> None:
     said = ""
-    try:
-        most(collate, KINDS[kind], **WAYS[way])
-    except FastclipError as error:  # whose traceback goes here, and the workers with it
-        said = str(error)
+    if way == "order, workers":
+        loader = model_of(collate, KINDS[kind], **WAYS[way])[3]
+        for batch in until_the_end(loader):
+            assert isinstance(batch, BatchSizeError)
+            said = str(batch)
+    else:
+        try:
+            most(collate, KINDS[kind], **WAYS[way])
+        except FastclipError as error:
+            said = str(error)
     assert f"collate_fn {'' if way == 'units' else repr(collate.__name__)}" in said
     if way == "units":  # the order is asked for first
         assert "keep the order of rows" in said
