@@ -44,8 +44,8 @@ __all__ = [
     "Native",  # inside, classes of tensors do not hear of functions
     "StorageWeakRef",  # keeps the number of a tensor's memory, not the memory
     "TorchDispatchMode",  # hears of every operation
-    "Undispatched",  # inside, no mode hears of operations
     "TreeSpec",  # the nesting of inputs and outputs, which the pytree functions take apart
+    "Undispatched",  # inside, no mode hears of operations
     "disable_dynamo",  # torch.compiler.disable, without importing dynamo
     "register_pytree_node",
     "tree_flatten",
@@ -72,6 +72,12 @@ coo_values: Callable[[Tensor], Tensor] = methodcaller("_values")
 """Of what a sparse tensor is made, coalesced or not: its own method asks for one that is."""
 foreach_add_: Callable[..., None] = torch._foreach_add_
 """x += alpha y for every pair of two lists, in one call."""
+
+
+def storage_number(x: Tensor) -> int:
+    """The same for tensors that lie in one memory; errors where a tensor has none of its own."""
+    return int(x.untyped_storage()._cdata)
+
 
 pad_sequences: Callable[..., Tensor] = torch._C._nn.pad_sequence
 """What torch.nn.utils.rnn.pad_sequence calls, an operation or three for each of the sequences."""

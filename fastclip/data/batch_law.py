@@ -75,7 +75,7 @@ def padded(packed: PackedSequence, value: float = 0.0) -> Tensor:
 
 
 def opened(batch: Any, path: str = "batch", depth: int = 0) -> Node:
-    """The leaves of a batch, nested as it is. Objects of unknown classes show their public attributes."""
+    """The leaves of a batch, nested as it is. Objects of other classes show their public attributes."""
     if isinstance(batch, PackedSequence):
         return Leaf(path, batch.data, batch)
     if isinstance(batch, Tensor):
@@ -213,9 +213,9 @@ class Law:
             if found is None:
                 return None
             faults.append(found)
-        if faults[0].kind == "mixes" and not mixed and len(self.axes) == 1 < len(leaf.shape):
-            if leaf.shape[1] > 1 and _fault_along(self._along(leaf, 1), leaf) is None:
-                return Fault("axis", own, leaf)
+        other = not mixed and faults[0].kind == "mixes" and len(self.axes) == 1 < len(leaf.shape)
+        if other and leaf.shape[1] > 1 and _fault_along(self._along(leaf, 1), leaf) is None:
+            return Fault("axis", own, leaf)
         return next((f for f in faults if f.kind == "repeats"), faults[0])
 
     @staticmethod
@@ -262,8 +262,9 @@ def is_size(value: Any, sizes: set[int]) -> bool:
 
 def _fault_along(along: Tensor, leaf: Leaf) -> Fault | None:
     if bool((along >= at.SEVERAL).any()):
-        held = leaf.sample[(leaf.sample >= 0) & (leaf.sample < at.SEVERAL)]  # type: ignore[index]
-        return Fault("mixes", tuple(held.unique().tolist()), leaf)
+        assert leaf.sample is not None
+        held = leaf.sample.unique()
+        return Fault("mixes", tuple(held[(held >= 0) & (held < at.SEVERAL)].tolist()), leaf)
     counts = Counter(along[along >= 0].tolist())
     often = tuple(sample for sample, count in counts.items() if count > 1)
     return Fault("repeats", often, leaf) if often else None

@@ -33,7 +33,7 @@ from fastclip.trace import attribution as at
 _TRIALS = 2
 _SEEDS = 7
 _OWN, _CHANCE = 0.5, 0.4
-"""The part of a position's changing entries that its own sample changes, at least; that others do, at most."""
+"""Of a position's changing entries its own sample changes this part at least, others at most."""
 _FEW = 64
 _LARGEST = 2**20
 """Entries of a leaf that are compared."""
@@ -105,18 +105,18 @@ class Probe:
             leaf.value = _thinned(leaf.value)
         return root
 
-    def _changed(self, which: Callable[[int], bool], trial: int) -> list[Any] | None:
+    def _changed(self, which: list[int], trial: int) -> list[Any] | None:
         """The items, some of them changed; None if none is."""
         other = self.changes[trial]
-        here = [i for i in range(len(self.items)) if which(i) and other[i] is not None]
+        here = {i for i in which if other[i] is not None}
         if not here:
             return None
         return [other[i] if i in here else item for i, item in enumerate(self.items)]
 
-    def _halves(self) -> Iterator[tuple[int, int, Callable[[int], bool]]]:
+    def _halves(self) -> Iterator[tuple[int, int, list[int]]]:
         for bit in range(max(1, (len(self.items) - 1).bit_length())):
             for side in (1, 0):
-                yield bit, side, lambda i, bit=bit, side=side: (i >> bit & 1) == side
+                yield bit, side, [i for i in range(len(self.items)) if (i >> bit & 1) == side]
 
     # Entry by entry
 
@@ -125,7 +125,7 @@ class Probe:
         first = list(leaves(base))
         hits = [_Hits(leaf.shape) for leaf in first]
         for bit, side, which in self._halves():
-            moved = [torch.zeros(leaf.shape, dtype=torch.bool) for leaf in first]
+            moved = [torch.zeros(leaf.shape, dtype=torch.bool, device="cpu") for leaf in first]
             for trial in range(_TRIALS):
                 items = self._changed(which, trial)
                 if items is not None:
@@ -161,7 +161,7 @@ class Probe:
         whole = Counter(_contents(base, size, self.law)[0])
         for i in range(len(self.items)):
             for trial in range(_TRIALS):
-                items = self._changed(lambda j, i=i: i == j, trial)
+                items = self._changed([i], trial)
                 if items is None:
                     continue
                 try:
@@ -201,18 +201,20 @@ class Probe:
                 other = now if items is None else self._made(items, seed=seed)
                 if not (_alike(base, now) and _alike(now, other)) or _rows(now, self.law) != size:
                     return _unknown(base)
-                for share, axis, x, y in zip(
-                    shares, axes, leaves(now), leaves(other), strict=True
-                ):
+                for share, axis, x, y in zip(shares, axes, leaves(now), leaves(other), strict=True):
                     seen = _moved(x, y, self.law.axes)
-                    share.note(bit, side, seen.reshape(1, -1) if axis is None else _by_row(seen, axis))
+                    share.note(
+                        bit, side, seen.reshape(1, -1) if axis is None else _by_row(seen, axis)
+                    )
         samples = [
             share.found().reshape([-1 if k == axis else 1 for k in range(len(leaf.shape))])
             for share, axis, leaf in zip(shares, axes, first, strict=True)
         ]
         found = self._judged(base, first, samples)
         known = any(
-            leaf.sample is not None and leaf.sample.numel() == size and bool((leaf.sample >= 0).all())
+            leaf.sample is not None
+            and leaf.sample.numel() == size
+            and bool((leaf.sample >= 0).all())
             for leaf in first
         )
         return found or (None if known else _unknown(base))
@@ -227,9 +229,9 @@ class _Hits:
     """Which entries of a leaf changed in which run."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
-        self.number = torch.zeros(shape, dtype=at.KIND)
-        self.moved = torch.zeros(shape, dtype=torch.bool)
-        self.several = torch.zeros(shape, dtype=torch.bool)
+        self.number = torch.zeros(shape, dtype=at.KIND, device="cpu")
+        self.moved = torch.zeros(shape, dtype=torch.bool, device="cpu")
+        self.several = torch.zeros(shape, dtype=torch.bool, device="cpu")
         self._one: Tensor | None = None
 
     def note(self, bit: int, side: int, seen: Tensor) -> None:
@@ -252,7 +254,7 @@ class _Shares:
     def __init__(self, size: int) -> None:
         self.size = size
         self._counts: dict[tuple[int, int], Tensor] = {}
-        self._live = torch.zeros(size, dtype=torch.float64)
+        self._live = torch.zeros(size, dtype=torch.float64, device="cpu")
         self._any: Tensor | None = None
 
     def next_seed(self) -> None:
@@ -269,8 +271,8 @@ class _Shares:
     def found(self) -> Tensor:
         self.next_seed()
         top = torch.stack(list(self._counts.values())).amax(0)
-        number = torch.zeros(self.size, dtype=at.KIND)
-        several = torch.zeros(self.size, dtype=torch.bool)
+        number = torch.zeros(self.size, dtype=at.KIND, device="cpu")
+        several = torch.zeros(self.size, dtype=torch.bool, device="cpu")
         for bit in {bit for bit, _ in self._counts}:
             one, zero = self._counts[bit, 1], self._counts[bit, 0]
             several |= torch.minimum(one, zero) > _CHANCE * top
@@ -309,7 +311,9 @@ def _values(leaf: Leaf) -> Any:
 def _alike(a: Node, b: Node, *, exactly: bool = False) -> bool:
     """Whether two batches are built alike, of as many entries in lists; exactly: of the same shapes."""
     if isinstance(a, Leaf) and isinstance(b, Leaf):
-        if len(a.shape) != len(b.shape) or isinstance(a.value, Tensor) != isinstance(b.value, Tensor):
+        if len(a.shape) != len(b.shape) or isinstance(a.value, Tensor) != isinstance(
+            b.value, Tensor
+        ):
             return False
         return a.shape == b.shape or not (exactly or isinstance(a.value, list))
     if isinstance(a, Branch) and isinstance(b, Branch):
@@ -337,16 +341,18 @@ def _moved(a: Leaf, b: Leaf, axes: Sequence[int]) -> Tensor:
     x, y = _values(a), _values(b)
     if isinstance(x, list):
         pairs = zip(x, y, strict=True)
-        return torch.tensor([_unequal(p, q) for p, q in pairs], dtype=torch.bool).reshape(len(x))
+        return torch.tensor(
+            [_unequal(p, q) for p, q in pairs], dtype=torch.bool, device="cpu"
+        ).reshape(len(x))
     if not isinstance(x, Tensor):
-        return torch.tensor(_unequal(x, y), dtype=torch.bool)
+        return torch.tensor(_unequal(x, y), dtype=torch.bool, device="cpu")
     if x.shape == y.shape:
         return _differ(x, y)
     if axes and x.dim() and all(x.shape[k] != y.shape[k] for k in axes if k < x.dim()):
         raise _UnlikeError
     found = []
     for front in (True, False):
-        seen = torch.zeros(x.shape, dtype=torch.bool)
+        seen = torch.zeros(x.shape, dtype=torch.bool, device="cpu")
         _cut(seen, y, front).copy_(_differ(_cut(x, y, front), _cut(y, x, front)))
         found.append(seen)
     return min(found, key=lambda seen: int(seen.sum()))
@@ -362,7 +368,7 @@ def _cut(x: Tensor, other: Tensor, front: bool) -> Tensor:
 
 def _differ(x: Tensor, y: Tensor) -> Tensor:
     if x.dtype != y.dtype:
-        return torch.ones(x.shape, dtype=torch.bool)
+        return torch.ones(x.shape, dtype=torch.bool, device="cpu")
     different = x != y
     if x.is_floating_point() or x.is_complex():
         different &= ~(x.isnan() & y.isnan())
@@ -381,7 +387,7 @@ def _unequal(x: Any, y: Any) -> bool:
 
 def _rows(root: Node, law: Law) -> int:
     """How many positions the batch axis has."""
-    found = [n for n in _lengths(root, law)]
+    found = list(_lengths(root, law))
     if law.samples in found or not found:
         return law.samples
     return Counter(found).most_common(1)[0][0]
@@ -398,7 +404,11 @@ def _lengths(root: Node, law: Law) -> Iterator[int]:
 
 
 def _contents(
-    root: Node, size: int, law: Law, limits: Sequence[tuple[int, ...] | None] = (), front: bool = True,
+    root: Node,
+    size: int,
+    law: Law,
+    limits: Sequence[tuple[int, ...] | None] = (),
+    front: bool = True,
     most: int | None = None,
 ) -> tuple[list[Any], list[Leaf]]:
     """What each row holds, and the leaves of no row.
@@ -454,9 +464,7 @@ def _content(value: Any, most: int | None = None) -> Any:
     return tuple(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _differences(
-    a: Node, b: Node, size: int, law: Law
-) -> tuple[Counter[Any], Counter[Any], bool]:
+def _differences(a: Node, b: Node, size: int, law: Law) -> tuple[Counter[Any], Counter[Any], bool]:
     """Rows of `a` that `b` lacks, those that are new there, and whether what is of no row changed."""
     first, second = list(leaves(a)), list(leaves(b))
     limits: list[tuple[int, ...] | None] = []

@@ -32,17 +32,16 @@ from fastclip.trace.findings import Cause
 _SPARE = 4
 """Items that are kept for a batch of one, which has no other content to compare with."""
 _SUSPECTED = 8
-"""So many batches whose rows are alike, of items that are not, are compared before it counts as normal."""
-
+"""So many batches of rows that are alike, of items that are not, are compared before they are normal."""
 _UNDECIDED = 16
-"""So many batches that show nothing are compared before it counts as normal."""
+"""So many batches that show nothing are compared before they are normal."""
 
 
 class CheckedCollate:
     """Calls a collate function, and raises an error for a batch in which samples are repeated or mixed.
 
-    Formal guarantee: for tensors that are followed by the trace, every entry of the batch follows from one
-    sample at most, every position of the batch axis holds one, and every sample has one position, the
+    Formal guarantee: of tensors that the trace follows, every entry of the batch follows from one sample
+    at most, every position of the batch axis holds one at most, and every sample has one position, the
     same in all tensors of the batch. Of other values that was so in the batches that were compared.
 
     Args:
@@ -51,7 +50,11 @@ class CheckedCollate:
     """
 
     def __init__(
-        self, collate: Callable[[list[Any]], Any], *, batch_first: bool = True, ordered: bool = False
+        self,
+        collate: Callable[[list[Any]], Any],
+        *,
+        batch_first: bool = True,
+        ordered: bool = False,
     ) -> None:
         self.collate, self.batch_first, self.ordered = collate, batch_first, ordered
         self._start()
@@ -85,9 +88,7 @@ class CheckedCollate:
         if not isinstance(items, list) or not items:
             return self.collate(items)
         if not self._busy.acquire(blocking=False):  # another thread's call, or one inside this one
-            again = CheckedCollate(
-                self.collate, batch_first=self.batch_first, ordered=self.ordered
-            )
+            again = CheckedCollate(self.collate, batch_first=self.batch_first, ordered=self.ordered)
             return again._checked(items)
         try:
             return self._checked(items)
@@ -180,22 +181,23 @@ class CheckedCollate:
             )
         if fault.kind == "mixes":
             return BatchSizeError(
-                f"{name} mixes samples{f' {which}' if which else ''} of its batch{at}{where}, so clipping "
-                "does not bound what each contributes. Let each position of the batch axis hold one sample"
+                f"{name} mixes samples{f' {which}' if which else ''} of its batch{at}{where}, so "
+                "clipping does not bound what each contributes. Let each position of the batch axis "
+                "hold one sample"
             )
         if fault.kind == "axis":
             return BatchSizeError(
-                f"{name} mixes samples along axis 0{at}: they lie along axis 1. Put them along axis 0 "
-                "(batch_first=True), or pass batch_first=False to make_private"
+                f"{name} mixes samples along axis 0{at}, and they lie along axis 1. Put them along "
+                "axis 0 (batch_first=True), or pass batch_first=False to make_private"
             )
         if fault.kind == "order":
             return BatchSizeError(
-                f"{name} changes the order of samples{at}{where}, which says with unit_ids whose each is. "
-                "Keep the order of rows"
+                f"{name} changes the order of samples{at}{where}, which says with unit_ids whose each "
+                "is. Keep the order of rows"
             )
         return BatchSizeError(
-            f"{name} draws random numbers that cannot be repeated, so whether it repeats samples or mixes "
-            "samples is not known. Draw them in the data set, or from torch's global generator"
+            f"{name} draws random numbers that cannot be repeated, so whether it repeats samples or "
+            "mixes samples is not known. Draw them in the data set, or from torch's global generator"
         )
 
 

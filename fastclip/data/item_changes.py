@@ -89,9 +89,7 @@ def _like_list(item: Any, other: Any, trial: int, depth: int) -> Any:
     if all(isinstance(x, _NUMBERS) for x in (*item, *other)):
         parts = [other[i % len(other)] for i in range(len(item))]
     else:
-        parts = [
-            _changed(x, other[i % len(other)], trial, depth + 1) for i, x in enumerate(item)
-        ]
+        parts = [_changed(x, other[i % len(other)], trial, depth + 1) for i, x in enumerate(item)]
     if hasattr(item, "_fields"):
         return type(item)(*parts)
     made = rebuilt(item, lambda leaf: leaf, fresh=True)

@@ -6,6 +6,7 @@ import copy
 from collections import Counter, UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from fastclip._torch import Native
+from fastclip._torch import Native, storage_number
 from fastclip.data.batch_law import PLAIN
 from fastclip.trace.tracer import Tracer
 
@@ -38,7 +39,9 @@ def tensors_of(item: Any, depth: int = 0) -> Iterator[Tensor]:
             yield from tensors_of(part, depth + 1)
 
 
-def rebuilt(item: Any, of_leaf: Callable[[Any], Any], *, fresh: bool = False, depth: int = 0) -> Any:
+def rebuilt(
+    item: Any, of_leaf: Callable[[Any], Any], *, fresh: bool = False, depth: int = 0
+) -> Any:
     """An item of other leaves; containers in which nothing changes are the same.
 
     Args:
@@ -57,7 +60,9 @@ def rebuilt(item: Any, of_leaf: Callable[[Any], Any], *, fresh: bool = False, de
         return of_leaf(item)
 
 
-def _rebuilt(item: Any, other: Callable[[Any], Any], of_leaf: Callable[[Any], Any], fresh: bool) -> Any:
+def _rebuilt(
+    item: Any, other: Callable[[Any], Any], of_leaf: Callable[[Any], Any], fresh: bool
+) -> Any:
     if isinstance(item, (dict, UserDict)):
         parts = {key: other(part) for key, part in item.items()}
         if not fresh and all(parts[key] is part for key, part in item.items()):
@@ -115,7 +120,7 @@ def seeded(tracer: Tracer, items: list[Any]) -> tuple[list[Any], bool]:
     tracer.memory.samples = len(items)
     whole = True
 
-    def follow(x: Any, sample: int) -> Any:
+    def follow(x: Any, *, sample: int) -> Any:
         nonlocal whole
         if not isinstance(x, Tensor) or not x.numel() or _region(x) in common:
             return x
@@ -128,7 +133,9 @@ def seeded(tracer: Tracer, items: list[Any]) -> tuple[list[Any], bool]:
         tracer.seed_all(own, sample)
         return own
 
-    made = [rebuilt(x, lambda leaf, i=i: follow(leaf, i)) for i, x in enumerate(items)]
+    made = []
+    for sample, item in enumerate(items):
+        made.append(rebuilt(item, partial(follow, sample=sample)))
     for sample, (item, mine) in enumerate(zip(made, held, strict=True)):
         if mine:
             for x in tensors_of(item):  # of objects that are not opened for a copy
@@ -158,7 +165,7 @@ def elsewhere(x: Tensor) -> Tensor:
 def _memory(x: Tensor) -> int | None:
     """Identifies a tensor's memory; None where it has none of its own (sparse, nested)."""
     try:
-        return None if x.layout is not torch.strided else x.untyped_storage()._cdata
+        return None if x.layout is not torch.strided else storage_number(x)
     except (NotImplementedError, RuntimeError):
         return None
 

@@ -42,7 +42,6 @@ from fastclip.errors import ArgumentError
 from fastclip.parallel.digest import digest
 from fastclip.parallel.ranks import Ranks
 
-
 _SOME = 8
 """Samples on which a collate function is tried before worker processes run it."""
 
@@ -125,10 +124,9 @@ class Plan:
 
     def some_rows(self) -> list[int]:
         """A few that may be drawn."""
+        rows = None if self.choice is None else self.choice.rows
         if self.unit is not None:
             rows = (self.unit >= 0).nonzero().reshape(-1)
-        else:
-            rows = None if self.choice is None else self.choice.rows
         n = self.design.units if rows is None else len(rows)
         places = [k * (n - 1) // (_SOME - 1) for k in range(_SOME)] if n >= _SOME else range(n)
         return [k if rows is None else int(rows[k]) for k in places]

@@ -26,13 +26,11 @@ class Repeatable:
 
     def state(self) -> Callable[[], None]:
         """What takes everything back to now."""
-        undo: list[Callable[[], None]] = []
-        for target, get, put in (
-            (None, torch.get_rng_state, torch.set_rng_state),
-            (None, np.random.get_state, np.random.set_state),
-            (None, random.getstate, random.setstate),
-        ):
-            undo.append(functools.partial(put, get()))
+        undo: list[Callable[[], Any]] = [
+            functools.partial(torch.set_rng_state, torch.get_rng_state()),
+            functools.partial(np.random.set_state, np.random.get_state()),
+            functools.partial(random.setstate, random.getstate()),
+        ]
         seen: set[int] = set()
         for held in _held(self.function, seen, 0):
             if isinstance(held, torch.Generator):

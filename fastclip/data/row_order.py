@@ -119,14 +119,14 @@ def try_collate(loader: DataLoader, rows: list[int]) -> None:
     Raises:
         BatchSizeError: it repeats or mixes them.
     """
-    collate = loader.collate_fn
-    if not isinstance(getattr(collate, "checked", None), CheckedCollate):
+    checked = getattr(loader.collate_fn, "checked", None)
+    if not isinstance(checked, CheckedCollate):
         return
     found: BatchSizeError | None = None
     with generators_restored(), suppress(Exception):  # of one that cannot be read, the loader tells
         items = _reader(loader.dataset, rows)(range(len(rows)))
         try:
-            collate.checked(items)  # type: ignore[attr-defined]
+            checked(items)
         except BatchSizeError as error:
             found = error
     if found is not None:

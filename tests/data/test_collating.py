@@ -1,4 +1,4 @@
-"""collate_fn is part of what privacy depends on: each sample is in a batch once, and mixed with no other."""
+"""Privacy depends on collate_fn: each sample is in a batch once, and mixed with no other."""
 
 from __future__ import annotations
 
@@ -167,7 +167,11 @@ def test_faults_are_seen_in_the_first_batch(collate: Any, kind: str) -> None:
     assert FAULTY[collate] in said
     assert len(said.split()) <= 40
     assert said.count(". ") == 1
-    if kind == "tensors" and collate not in (with_the_first, a_list_with_one_twice, centered_by_python):
+    if kind == "tensors" and collate not in (
+        with_the_first,
+        a_list_with_one_twice,
+        centered_by_python,
+    ):
         assert " at test_collating.py:" in said  # the operation's own line
 
 
@@ -320,7 +324,7 @@ def tiny_tokenizer(transformers: Any) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_damaged_item_is_replaced_by_another(kind: str) -> None:
-    """Seen where it happens: every batch of tensors is traced; of others, one with rows that are alike."""
+    """Seen where it happens: batches of tensors are traced; of others, those with rows alike."""
 
     def replaced(rows: list[Any]) -> Tensor:
         return stacked([rows[0] if bool(row.sum() != row.sum()) else row for row in rows])
@@ -332,7 +336,7 @@ def test_a_damaged_item_is_replaced_by_another(kind: str) -> None:
             if k < bad:
                 assert torch.equal(checked(rows), stacked(rows))
         rows[4] = rows[4] * float("nan")
-        with pytest.raises(BatchSizeError, match="repeats (a sample|sample 0) "):
+        with pytest.raises(BatchSizeError, match=r"repeats (a sample|sample 0) "):
             checked(rows)
 
 
@@ -474,7 +478,7 @@ def test_lawful_functions_make_what_they_made(number: int, kind: str) -> None:
 def test_the_same_functions_of_repeated_items(number: int, kind: str) -> None:
     """Whatever a function does else, a sample that it is given twice by a wrapper is seen."""
     data: list[Any] = LISTS if kind == "lists" else [torch.tensor(row) for row in LISTS]
-    with pytest.raises(BatchSizeError, match="samples? "):
+    with pytest.raises(BatchSizeError, match=r"samples? "):
         for _ in batches(lambda rows: LAWFUL[number](rows[:5] + rows[:5]), data, n=10):
             pass
 

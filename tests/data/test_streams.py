@@ -13,7 +13,6 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     TensorDataset,
-    default_collate,
     get_worker_info,
 )
 
