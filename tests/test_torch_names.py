@@ -424,8 +424,9 @@ def test_padding_is_one_function() -> None:
             return func(*args, **(kwargs or {}))
 
     heard: list[Any] = []
+    sequences = [torch.ones(1), torch.ones(2)]
     with Heard():
-        pad_sequence([torch.ones(1), torch.ones(2)], batch_first=True)
+        pad_sequence(sequences, batch_first=True)
     assert heard == [(_torch.pad_sequences, 4)]
 
 
