@@ -20,6 +20,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as Native
+from torch._C import _DisableTorchDispatch as Undispatched
 from torch._compile import _disable_dynamo as disable_dynamo
 from torch.autograd import Function, Variable
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -35,15 +36,18 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.data._utils.fetch import _BaseDatasetFetcher as Fetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
 __all__ = [
     "CheckpointFunction",  # reentrant checkpoints: its `apply` runs the part without a graph
+    "Fetcher",  # reads the samples of a batch, in whatever process; its `fetch` calls collate_fn
     "LoaderIterator",  # what iter() of a DataLoader gives
     "Native",  # inside, classes of tensors do not hear of functions
     "StorageWeakRef",  # keeps the number of a tensor's memory, not the memory
     "TorchDispatchMode",  # hears of every operation
     "TreeSpec",  # the nesting of inputs and outputs, which the pytree functions take apart
+    "Undispatched",  # inside, no mode hears of operations
     "disable_dynamo",  # torch.compiler.disable, without importing dynamo
     "register_pytree_node",
     "tree_flatten",
@@ -70,6 +74,18 @@ coo_values: Callable[[Tensor], Tensor] = methodcaller("_values")
 """Of what a sparse tensor is made, coalesced or not: its own method asks for one that is."""
 foreach_add_: Callable[..., None] = torch._foreach_add_
 """x += alpha y for every pair of two lists, in one call."""
+
+
+def storage_number(x: Tensor) -> int:
+    """The same for tensors that lie in one memory; errors where a tensor has none of its own."""
+    return int(x.untyped_storage()._cdata)
+
+
+pad_sequences: Callable[..., Tensor] = torch._C._nn.pad_sequence
+"""What torch.nn.utils.rnn.pad_sequence calls, an operation or three for each of the sequences."""
+
+KEYS = "possibly_batched_index"
+"""What `fetch` is given: the keys of a batch."""
 
 plain_results = torch._C._disabled_torch_function_impl
 """As `__torch_function__` of a kind of tensors: what is computed of them is plain."""
