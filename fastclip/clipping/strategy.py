@@ -88,6 +88,11 @@ class Clipping:
         """Nothing changes from step to step, so there is no state to save."""
         return not self.threshold.moves and isinstance(self.noise, ConstantNoise)
 
+    @property
+    def unbounded(self) -> bool:
+        """Scales grow like 1 / n, so what underflow hides of a norm must be added to it first."""
+        return isinstance(self.scale, Automatic) and not self.scale.gamma
+
     def initial(self, max_grad_norm: float | Sequence[float], parameters: int) -> Thresholds:
         """The state at the first step, for a number of parameter tensors."""
         if self.scale.cutoff is None:
