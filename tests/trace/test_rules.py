@@ -89,7 +89,7 @@ NOT_HERE = [
 """They need a GPU."""
 MADE = "empty_like new_empty new_empty_strided rand_like randn_like".split()  # noqa: SIM905
 """They hold no numbers of their operand, or chance alone."""
-UNCHANGED = [
+UNCHANGED = {
     "_embedding_bag_backward",
     "_embedding_bag_dense_backward",
     "_pack_padded_sequence_backward",
@@ -100,7 +100,7 @@ UNCHANGED = [
     "mkldnn_convolution",
     "_fused_rms_norm",
     "_fused_rms_norm_backward",
-]
+}
 """Their operands are of several samples, or whole numbers that the probe does not change, or they run
 inside of another operation on a CPU."""
 BY_MEMORY = ("as_strided",)
