@@ -39,7 +39,9 @@ def exchanged(tracer: Tracer, func: Any, args: tuple, kwargs: dict[str, Any]) ->
     cause = Cause(func._schema.name, tracer.lines.current()) if held else None
     with tracer.aside():
         for x in (*written, *_tensors(out)):
-            of = tracer.made(at.everywhere(at.SEVERAL, x.dim())) if held else tracer.shadows.constant
+            of = (
+                tracer.made(at.everywhere(at.SEVERAL, x.dim())) if held else tracer.shadows.constant
+            )
             tracer.memory.write(x, of, cause, whole=False)
     return out
 
