@@ -14,11 +14,13 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter, methodcaller
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as Native
+from torch._C import _DisableTorchDispatch as Undispatched
 from torch._compile import _disable_dynamo as disable_dynamo
 from torch.autograd import Function, Variable
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -34,15 +36,18 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.data._utils.fetch import _BaseDatasetFetcher as Fetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
 __all__ = [
     "CheckpointFunction",  # reentrant checkpoints: its `apply` runs the part without a graph
+    "Fetcher",  # reads the samples of a batch, in whatever process; its `fetch` calls collate_fn
     "LoaderIterator",  # what iter() of a DataLoader gives
     "Native",  # inside, classes of tensors do not hear of functions
     "StorageWeakRef",  # keeps the number of a tensor's memory, not the memory
     "TorchDispatchMode",  # hears of every operation
     "TreeSpec",  # the nesting of inputs and outputs, which the pytree functions take apart
+    "Undispatched",  # inside, no mode hears of operations
     "disable_dynamo",  # torch.compiler.disable, without importing dynamo
     "register_pytree_node",
     "tree_flatten",
@@ -69,6 +74,18 @@ coo_values: Callable[[Tensor], Tensor] = methodcaller("_values")
 """Of what a sparse tensor is made, coalesced or not: its own method asks for one that is."""
 foreach_add_: Callable[..., None] = torch._foreach_add_
 """x += alpha y for every pair of two lists, in one call."""
+
+
+def storage_number(x: Tensor) -> int:
+    """The same for tensors that lie in one memory; errors where a tensor has none of its own."""
+    return int(x.untyped_storage()._cdata)
+
+
+pad_sequences: Callable[..., Tensor] = torch._C._nn.pad_sequence
+"""What torch.nn.utils.rnn.pad_sequence calls, an operation or three for each of the sequences."""
+
+KEYS = "possibly_batched_index"
+"""What `fetch` is given: the keys of a batch."""
 
 plain_results = torch._C._disabled_torch_function_impl
 """As `__torch_function__` of a kind of tensors: what is computed of them is plain."""
@@ -410,33 +427,52 @@ def number_of(node: Any) -> int:
     return node._sequence_nr()
 
 
+class BackwardListener(Protocol):
+    """Hears of the backward passes of this process."""
+
+    def begins(self, losses: Sequence[Tensor]) -> None:
+        """A pass is about to begin on these losses."""
+
+    def ended(self, failed: bool) -> None:
+        """It is over."""
+
+
 class BackwardListeners:
-    """Who hears of backward passes that are about to begin, and on which losses."""
+    """Those who hear of calls of torch.autograd.backward; they are not kept alive."""
 
     def __init__(self) -> None:
-        self._told: list[Callable[[Sequence[Tensor]], None]] = []
+        self._all: WeakSet[BackwardListener] = WeakSet()
         self._plain: Any = None
 
-    def add(self, told: Callable[[Sequence[Tensor]], None]) -> None:
-        """From now on `told` hears of every call of torch.autograd.backward."""
-        self._told.append(told)
+    def add(self, listener: BackwardListener) -> None:
+        """It hears of every call from now on."""
+        self._all.add(listener)
         if self._plain is not None:
             return
         self._plain = plain = torch.autograd.backward
 
         @functools.wraps(plain)
         def heard(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            listeners = list(self._all)
+            if not listeners or current_task() != -1:
+                return plain(tensors, *args, **kwargs)
             losses = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
-            for listener in list(self._told):
-                listener([x for x in losses if isinstance(x, Tensor)])
-            plain(tensors, *args, **kwargs)
+            failed = True
+            try:
+                for listener in listeners:
+                    listener.begins([x for x in losses if isinstance(x, Tensor)])
+                plain(tensors, *args, **kwargs)
+                failed = False
+            finally:
+                for listener in listeners:
+                    listener.ended(failed)
 
         torch.autograd.backward = heard
 
-    def remove(self, told: Callable[[Sequence[Tensor]], None]) -> None:
+    def remove(self, listener: BackwardListener) -> None:
         """It hears of no more."""
-        self._told = [other for other in self._told if other is not told]
-        if not self._told and self._plain is not None:
+        self._all.discard(listener)
+        if not self._all and self._plain is not None:
             torch.autograd.backward, self._plain = self._plain, None
 
 

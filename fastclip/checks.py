@@ -29,12 +29,15 @@ def not_negative(name: str, value: object) -> float:
     return number
 
 
-def between(name: str, value: object, low: float, high: float, *, closed: bool = False) -> float:
-    """`value` as a float in (low, high), or in (low, high] where `closed`."""
+def between(
+    name: str, value: object, low: float, high: float, *, closed: bool = False, zero: bool = False
+) -> float:
+    """`value` as a float in (low, high), or in (low, high] where `closed`; or 0 where `zero`."""
     bracket = "]" if closed else ")"
-    expected = f"a number in ({low:g}, {high:g}{bracket}"
+    expected = f"a number in ({low:g}, {high:g}{bracket}" + " or 0" * zero
     number = _number(name, value, expected)
-    if not (low < number < high or (closed and number == high)):
+    allowed = (closed and number == high) or (zero and number == 0)
+    if not (low < number < high or allowed):
         raise ArgumentError(f"{name} expects {expected}, got {value!r}")
     return number
 

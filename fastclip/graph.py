@@ -63,30 +63,6 @@ def above_private(nodes: deque[Node], private: list[Node] | None = None) -> Iter
         nodes.extend(below for below, _ in node.next_functions if below is not None)
 
 
-def leaves_below(nodes: deque[Node]) -> tuple[list[tuple[Tensor, Node]], list[Tensor]]:
-    """The leaves that a graph reaches, with their nodes, and those that private nodes train.
-
-    Args:
-        nodes: to begin with; it is used up.
-    """
-    found: list[tuple[Tensor, Node]] = []
-    private: list[Tensor] = []
-    seen: set[Node] = set()
-    while nodes:
-        node = nodes.popleft()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append((node.variable, node))
-        for below in (below for below, _ in node.next_functions if below is not None):
-            if is_private(node) and hasattr(below, "variable"):
-                private.append(below.variable)
-            else:
-                nodes.append(below)
-    return found, private
-
-
 def differentiable_once(backward: Callable[..., tuple]) -> Callable[..., tuple]:
     """Decorator of the backward of a private function, in place of torch's `once_differentiable`.
 

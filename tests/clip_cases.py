@@ -7,7 +7,7 @@ import torch
 from fastclip.clipping import Clipping
 
 LAYERS = 5
-EXTREMES = [0.0, 1e-30, 1e-12, 0.5, 4.0, 1e18, 3e38, float("inf"), float("nan")]
+EXTREMES = [0.0, 1e-40, 1e-30, 1e-12, 0.5, 4.0, 1e18, 3e38, float("inf"), float("nan")]
 
 
 def norms_of(b: int, device: str | torch.device) -> torch.Tensor:

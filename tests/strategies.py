@@ -27,6 +27,7 @@ SCALES = [
         Hard(normalized),
         Tanh(normalized=normalized),
         Automatic(normalized=normalized),
+        Automatic(0.0, normalized),
         Global(2.0, normalized),
         GlobalAdapt(2.0, normalized),
     )
@@ -60,6 +61,7 @@ PRESETS = {
     "dp_sgd": clipping.dp_sgd(),
     "normalized_dp_sgd": clipping.normalized_dp_sgd(),
     "automatic": clipping.automatic(),
+    "automatic_v": clipping.automatic(0.0),
     "fixed_soft": clipping.fixed_soft(),
     "adaptive": clipping.adaptive(),
     "soft_ada_clip": clipping.soft_ada_clip(),
@@ -82,4 +84,5 @@ def label(strategy: Clipping) -> str:
     parts = [type(scale).__name__, type(policy).__name__]
     parts += ["normalized"] * scale.normalized + ["same_step"] * policy.same_step
     parts += ["groups"] * (policy.num_groups is not None)
+    parts += ["gamma_0"] * (getattr(scale, "gamma", None) == 0)
     return "-".join(parts)

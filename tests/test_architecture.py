@@ -32,6 +32,7 @@ ORDER = (
     "planner",
     "parallel",
     "accounting",
+    "trace",
     "data",
     "samples",
     "layers",

@@ -49,6 +49,7 @@ MODELS = {
 }  # fmt: skip
 STRATEGIES = {
     "flat": clipping.dp_sgd(),
+    "automatic_v": clipping.automatic(0),
     "adaptive": clipping.adaptive(),
     "groups": clipping.dpsgd_f(3),
     "schedule": clipping.sad_dpsgd(9),

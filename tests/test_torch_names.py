@@ -20,13 +20,23 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils.rnn import pad_sequence
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastclip import _torch
 from fastclip.parallel.shards import Shards
 from tests.refusal import refused
+
+
+class Streamed(IterableDataset):
+    """Numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "fastclip").rglob("*.py"))
@@ -392,6 +402,44 @@ def test_iterators_of_loaders(workers: int) -> None:
         assert getattr(reader, _torch.RECEIVED) == 2
         assert getattr(reader, _torch.SENT) == 4
     assert hasattr(reader, _torch.SENT) == bool(workers)
+
+
+@pytest.mark.parametrize("rows", [range(4), Streamed()])
+def test_collate_functions_are_called_by_a_fetcher(rows: Any) -> None:
+    def collate(items: list[int]) -> tuple[Any, list[int]]:
+        frame = sys._getframe(1)
+        assert isinstance(frame.f_locals["self"], _torch.Fetcher)
+        assert frame.f_code.co_name == "fetch"
+        return frame.f_locals[_torch.KEYS], items
+
+    keys, items = next(iter(DataLoader(rows, 2, collate_fn=collate)))
+    assert len(keys) == 2
+    assert items == [0, 1]
+
+
+def test_padding_is_one_function() -> None:
+    class Heard(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            heard.append((func, len(args) + len(kwargs or {})))
+            return func(*args, **(kwargs or {}))
+
+    heard: list[Any] = []
+    sequences = [torch.ones(1), torch.ones(2)]
+    with Heard():
+        pad_sequence(sequences, batch_first=True)
+    assert heard == [(_torch.pad_sequences, 4)]
+
+
+def test_modes_hear_of_nothing_inside() -> None:
+    class Deaf(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            raise AssertionError
+
+    x = torch.ones(2, 2)
+    with Deaf(), _torch.Undispatched():
+        assert (x + x).sum() == 8
+    assert _torch.storage_number(x) == _torch.storage_number(x[1])
+    assert _torch.storage_number(x) != _torch.storage_number(x.clone())
 
 
 def test_reentrant_checkpoints_go_through_apply(monkeypatch) -> None:

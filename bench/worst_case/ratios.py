@@ -42,6 +42,7 @@ CLIPPINGS: dict[str, Callable[[float], tuple[Clipping, float]]] = {
     "tanh": lambda c: (Clipping(Tanh()), c),
     "automatic": lambda c: (Clipping(Automatic()), c),
     "automatic, normalized": lambda c: (Clipping(Automatic(normalized=True)), c),
+    "automatic, gamma 0": lambda c: (Clipping(Automatic(0.0)), c),
     "global": lambda c: (Clipping(Global(c)), 1.0),
     "global-adapt": lambda c: (Clipping(GlobalAdapt(c)), 1.0),
 }

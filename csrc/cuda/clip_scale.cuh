@@ -14,7 +14,7 @@
 namespace fastclip::clip {
 
 // The codes of clipping/codes.py, which a test compares.
-enum class Scale : int32_t { kHard, kTanh, kAutomatic, kGlobal, kGlobalAdapt };
+enum class Scale : int32_t { kHard, kTanh, kAutomatic, kGlobal, kGlobalAdapt, kAutoV };
 enum class Policy : int32_t { kUncounted, kQuantile, kGroup, kReweighted };
 
 constexpr double kLargest = 1e30;  // of a scale: clipping.policy.LARGEST
@@ -34,7 +34,7 @@ struct ClipArguments {
   int64_t stride_l, stride_b, l, b;
   int64_t k;       // groups
   int64_t all;     // thresholds of a per-layer policy
-  double parameter;  // eps or gamma
+  double parameter;  // eps or gamma; of kAutoV what underflow can hide of a squared norm
   double tau;
   double room;     // 1 - slack, or 1 where the thresholds keep the room
   double within;   // what thresholds are multiplied by before norms are clipped at them
@@ -49,6 +49,7 @@ FASTCLIP_HD double scale_of(const ClipArguments& a, double n, double c) {
     case Scale::kHard: return c / fmax(n, c);
     case Scale::kTanh: return tanh(c / (n + a.parameter));
     case Scale::kAutomatic: return c / (n + a.parameter);
+    case Scale::kAutoV: return n > 0 ? c / sqrt(n * n + a.parameter) : 0;
     case Scale::kGlobal: return n <= c ? 1 / c : 0;
     default: return 1 / fmax(n, c);
   }

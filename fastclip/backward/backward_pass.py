@@ -39,13 +39,15 @@ class BackwardPass:
         task: torch's number of the pass. planner: chooses how norms are computed.
         shared: parameters that are known to be used more than once: their norms wait for the end.
         loss: what the pass began with.
+        unbounded: its scales may be as large as 1 over any norm (`Clipping.unbounded`).
     """
 
     def __init__(
-        self, task: int, planner: Planner, shared: set[nn.Parameter], loss: SeenLoss | None
-    ) -> None:
+        self, task: int, planner: Planner, shared: set[nn.Parameter], loss: SeenLoss | None,
+        unbounded: bool = False,
+    ) -> None:  # fmt: skip
         self.task, self.loss, self.loss_scale = task, loss, 1.0
-        self._planner, self._shared = planner, shared
+        self._planner, self._shared, self._unbounded = planner, shared, unbounded
         self.begun = False
         """A contribution has been admitted."""
         self._rows: int | None = None
@@ -220,6 +222,9 @@ class BackwardPass:
             n if n.dtype == dtype else n.to(dtype) * (1 + slack(n.dtype)) ** 2 for n in norms
         ]
         stacked = torch.stack([n if n.device == device else n.to(device) for n in covered])
+        if self._unbounded:
+            sizes, dtypes = [p.numel() for p in self.entries], [n.dtype for n in norms]
+            stacked = ops.with_lost(stacked, sizes, dtypes)
         return self._unit_norms(stacked, factor)
 
     def _unit_norms(self, norm_sq: Tensor, factor: float) -> Tensor:

@@ -202,7 +202,8 @@ class BookKeeper:
         task = current_task()
         if self._pass is None or self._pass.task != task:
             check_processes(self.clipping.ranks)
-            self._pass = BackwardPass(task, self.planner, self._shared, running_loss())
+            unbounded = self.clipping.strategy.unbounded
+            self._pass = BackwardPass(task, self.planner, self._shared, running_loss(), unbounded)
             at_end_of_pass(partial(self.close_pass, self._pass))
             self.outside.check(forward, self.names, self.others)
             self.trace.check_outside()
@@ -351,6 +352,7 @@ class BookKeeper:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy has no sums, so nothing of a logical batch is pending in it."""
         self.__dict__.update(state)
+        self.calls.aside = self.trace.aside
         self.interceptor = Interceptor(self)
         with self.batch.abandon():
             pass

@@ -101,6 +101,11 @@ _OWN = (_refuse, _refuse_other)
 """Hooks that look whether there is a gradient."""
 
 
+def is_guarded(x: Tensor) -> bool:
+    """It is a parameter of a private model, whose gradient has a guard of its own."""
+    return any(getattr(hook, "func", None) in _OWN for hook in gradient_hooks(x))
+
+
 def say_untrained(others: Mapping[nn.Parameter, str]) -> None:
     """Warn of trainable parameters that nobody will train."""
     names = [name for p, name in others.items() if p.requires_grad]

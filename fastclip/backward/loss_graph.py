@@ -28,10 +28,13 @@ class Roots(NamedTuple):
 
 
 def running_losses() -> list[Tensor]:
-    """The losses of the running backward pass; empty where they cannot be told."""
+    """The losses of the running backward pass; empty if gradients were given for them, or they cannot be
+    identified.
+    """
     call = _call()
-    found = () if call is None else _losses(call.f_locals)
-    return [loss for loss in found if isinstance(loss, Tensor)]
+    if call is None or any(call.f_locals.get(name) is not None for name in SEEDS):
+        return []
+    return [loss for loss in _losses(call.f_locals) if isinstance(loss, Tensor)]
 
 
 def running_roots() -> Roots | None:

@@ -6,7 +6,6 @@ from the first batch that has one, the mean joins samples.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -31,19 +30,12 @@ class LossGuard:
         self.concerns = concerns
         self.broken: Tensor | None = None
         """On an accelerator: whether the pass under way is over labels of which some do not count."""
-        me = weakref.ref(self)
+        backward_listeners.add(self)
 
-        def told(losses: Sequence[Tensor]) -> None:
-            guard = me()
-            if guard is None:
-                backward_listeners.remove(told)
-            else:
-                guard.check(losses)
+    def ended(self, failed: bool) -> None:
+        """A backward pass is over."""
 
-        backward_listeners.add(told)
-        weakref.finalize(self, backward_listeners.remove, told)
-
-    def check(self, losses: Sequence[Tensor]) -> None:
+    def begins(self, losses: Sequence[Tensor]) -> None:
         """Look at the means over classes among what these losses are made of.
 
         Raises:

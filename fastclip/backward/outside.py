@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from fastclip._torch import current_task
 from fastclip.backward.loss_graph import running_roots
 from fastclip.errors import ParameterLeakError
-from fastclip.graph import Node, above_private, takes_part
+from fastclip.graph import above_private, takes_part
 from fastclip.samples.calls import Forward
 from fastclip.samples.inputs import tensors_of
 

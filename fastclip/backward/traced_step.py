@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fastclip._torch import batch_listeners, current_task
-from fastclip.backward.loss_graph import running_losses
+from fastclip._torch import backward_listeners, batch_listeners, current_task
+from fastclip.backward.guards import is_guarded
 from fastclip.backward.loss_guard import LossGuard
 from fastclip.errors import GraphError, ParameterLeakError
-from fastclip.graph import leaves_below, takes_part
+from fastclip.graph import above_private
 from fastclip.samples.inputs import tensors_of
 from fastclip.trace import attribution as at
 from fastclip.trace.findings import IGNORED_LABELS, Cause, Finding, Report, TraceLog
@@ -54,11 +54,19 @@ class _Step:
 
     tracer: Tracer
     law: Law
+    uses: int = 0
+    """Outputs of layers and uses whose graph is held by somebody."""
+    inside: bool = False
+    """The model's own forward is running."""
     seeded: bool = False
     """The batch of the loader has been seen."""
     unproven: object | None = None
     """What in the model's forward the trace does not prove: there dry runs decide."""
     forwards: int = 0
+    opened: bool = False
+    """The backward pass under way trains the model."""
+    came: list[tuple[Tensor, str]] = field(default_factory=list)
+    """Trained tensors outside the model to which it has brought a gradient, and where they met data."""
     handles: list[RemovableHandle] = field(default_factory=list)
 
 
@@ -143,7 +151,7 @@ class StepTrace:
             return
         with step.tracer.aside():
             step.seeded = _seed_batch(step.tracer, batch, self._axis)
-        weakref.finalize(iterator, self._gone, weakref.ref(self), weakref.ref(step))
+        weakref.finalize(iterator, self._gone, weakref.ref(self), weakref.ref(step)).atexit = False
 
     @staticmethod
     def _gone(me: weakref.ref[StepTrace], step: weakref.ref[_Step]) -> None:
@@ -168,6 +176,7 @@ class StepTrace:
         if step is None:
             return
         step.forwards += 1
+        step.inside = True
         with step.tracer.aside():
             for leaf, axis in zip(leaves, cuts or [self._axis] * len(leaves), strict=True):
                 _seed_input(step.tracer, leaf, axis, batch)
@@ -194,6 +203,8 @@ class StepTrace:
             return None
         self._placed.append(tracer)
         self._step = step = _Step(tracer, Law(tracer))
+        tracer.on_outside = partial(_watch_outside, weakref.ref(step))
+        backward_listeners.add(self)
         return step
 
     def end(self) -> None:
@@ -206,10 +217,24 @@ class StepTrace:
         step.tracer.end()
         self.leave()
 
+    def begins(self, losses: Sequence[Tensor]) -> None:
+        """A backward pass is about to begin."""
+        if self._step is not None:
+            self._step.opened = False
+            self._step.came.clear()
+
+    def ended(self, failed: bool) -> None:
+        """A backward pass is over, and has put the modes back."""
+        if failed:
+            self.end()
+        self.leave()
+
     def leave(self) -> None:
         """Give up the places of modes whose steps have ended where they could not leave."""
         running = None if self._step is None else self._step.tracer
         self._placed[:] = [x for x in self._placed if x is running or not x.leave()]
+        if self._step is None and not self._placed:
+            backward_listeners.remove(self)
 
     # What a step shows
 
@@ -223,7 +248,20 @@ class StepTrace:
         found = Seen(shadow, tracer.memory.cause(out))
         if step.unproven is None and (shadow.mixed or shadow.flags & ORDER):
             step.unproven = found.cause or "order"
+        step.uses += 1
+        weakref.finalize(found, self._freed, weakref.ref(self), weakref.ref(step)).atexit = False
         return found
+
+    @staticmethod
+    def _freed(me: weakref.ref[StepTrace], held: weakref.ref[_Step]) -> None:
+        """The graph behind an output is gone; behind all of them, no backward pass comes any more."""
+        trace, step = me(), held()
+        if step is None:
+            return
+        step.uses -= 1
+        over = not step.uses and not step.inside and current_task() == -1
+        if trace is not None and over and trace._step is step:
+            trace.end()
 
     def arrived(
         self, use: str, seen: Seen | None, gradient: Tensor,
@@ -282,7 +320,10 @@ class StepTrace:
     def returned(self, out: Any, batch: int | None) -> None:
         """The model returns: where its own forward is not proven, dry runs say what is in its outputs."""
         step = self._step
-        if step is None or not step.tracer.observing or step.unproven is None:
+        if step is None:
+            return
+        step.inside = False
+        if not step.tracer.observing or step.unproven is None:
             return
         tracer = step.tracer
         with tracer.aside():
@@ -301,21 +342,14 @@ class StepTrace:
         """A pass that trains the model has been opened.
 
         Raises:
-            ParameterLeakError: it trains another tensor that meets data, too; later ones raise it as
+            ParameterLeakError: it has trained another tensor that meets data, too; later ones raise it as
                 their gradient comes.
         """
         step = self._step
-        if step is None or not step.tracer.observing or not step.tracer.outside:
-            return
-        roots = deque(x.grad_fn for x in running_losses() if x.grad_fn is not None)
-        trained, private = leaves_below(roots)
-        for x, line in step.tracer.outside:
-            if any(x is other for other in private):
-                continue  # another private model's
-            refuse = partial(_refuse_outside, step.tracer.report, x, line)
-            if any(x is leaf and takes_part(node) for leaf, node in trained):
-                refuse(x)
-            step.handles.append(x.register_hook(refuse))
+        if step is not None and step.tracer.observing:
+            step.opened = True
+            for x, line in step.came:
+                raise _trained_outside(step.tracer.report, x, line)
 
     def _at_output(self, step: _Step, seen: Seen, gradient: Tensor) -> None:
         if not step.tracer.observing:
@@ -350,7 +384,8 @@ class StepTrace:
                 found = [f for f in found if f.kind != "factor"]
             if found and batch_size > 1:
                 raise GraphError(_said(found[0]))
-            self._check_degree(degrees, mean, batch_size)
+            if not report.divided:
+                self._check_degree(degrees, mean, batch_size)
         except GraphError as error:
             self.log.error = error
             self._tell()
@@ -462,12 +497,32 @@ def _said(found: Finding) -> str:
     )
 
 
-def _refuse_outside(report: Report, x: Tensor, line: str, gradient: Tensor | None) -> None:
-    if gradient is None:
+def _watch_outside(held: weakref.ref[_Step], x: Tensor, line: str) -> None:
+    """A trained tensor that is none of the model's meets data: a pass that trains both is an error."""
+    step = held()
+    if step is None or not x.requires_grad or is_guarded(x):
         return
+    if x.grad_fn is not None:
+        below = above_private(deque([x.grad_fn]))
+        if not any(hasattr(node, "variable") for node in below):
+            return  # computed by private models alone
+
+    def came(gradient: Tensor | None) -> None:
+        step = held()
+        if gradient is None or step is None:
+            return
+        step.came.append((x, line))
+        if step.opened:
+            raise _trained_outside(step.tracer.report, x, line)
+
+    with step.tracer.aside():
+        step.handles.append(x.register_hook(came))
+
+
+def _trained_outside(report: Report, x: Tensor, line: str) -> ParameterLeakError:
     report.outside.append((f"{list(x.shape)}", line))
     kind = "parameter" if isinstance(x, nn.Parameter) else "tensor"
-    raise ParameterLeakError(
+    return ParameterLeakError(
         f"A {kind} of shape {list(x.shape)} that is not a parameter of the private model is trained at "
         f"{line}, on a gradient that is neither clipped nor noised. Make it a parameter of the model "
         "before make_private, or detach it."

@@ -13,7 +13,7 @@ import torch
 
 from fastclip.clipping.groups import Group, Reweighted
 from fastclip.clipping.policy import LARGEST, SMALLEST
-from fastclip.clipping.scales import Automatic, Global, GlobalAdapt, Hard, Tanh
+from fastclip.clipping.scales import Automatic, Global, GlobalAdapt, Hard, Tanh, hidden_square
 from fastclip.clipping.thresholds import Constant, PerLayer, Quantile, StagedThreshold
 from fastclip.ops.numerics import slack
 
@@ -26,6 +26,8 @@ class ScaleCode(IntEnum):
     AUTOMATIC = 2
     GLOBAL = 3
     GLOBAL_ADAPT = 4
+    AUTO_V = 5
+    """AUTOMATIC with gamma = 0."""
 
 
 class PolicyCode(IntEnum):
@@ -60,7 +62,7 @@ class ClipNumbers(NamedTuple):
     scale: ScaleCode
     policy: PolicyCode
     parameter: float
-    """eps or gamma of the scale function."""
+    """eps or gamma of the scale function; of AUTO_V, `hidden_square`."""
     tau: float
     """A quantile's counts compare norms with tau C."""
     below: bool
@@ -80,10 +82,13 @@ def clip_numbers(strategy: Any) -> ClipNumbers | None:
     if kind is None or way is None:
         return None
     room = 1 - slack(torch.float32)
+    parameter = float(getattr(scale, "eps", getattr(scale, "gamma", 0.0)))
+    if kind == ScaleCode.AUTOMATIC and not parameter:
+        kind, parameter = ScaleCode.AUTO_V, hidden_square(torch.float32)
     return ClipNumbers(
         kind,
         way,
-        parameter=float(getattr(scale, "eps", getattr(scale, "gamma", 0.0))),
+        parameter=parameter,
         tau=float(getattr(policy, "tau", 1.0)),
         below=getattr(policy, "count_as", "") == "below",
         centred=getattr(policy, "centred", False),

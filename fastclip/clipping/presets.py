@@ -29,7 +29,17 @@ def per_layer() -> Clipping:
 
 
 def automatic(gamma: float = 0.01) -> Clipping:
-    """C / (n + gamma): AUTO-S (Bu et al. 2023)."""
+    """C / (n + gamma): AUTO-S; with gamma = 0 every gradient at length C: AUTO-V.
+
+    Source: Automatic Clipping (Bu et al. 2022, at NeurIPS 2023).
+
+    Args:
+        gamma: more than 5e-13, or 0: then a gradient g contributes C g / |g|, whatever it is
+            multiplied by, and a gradient of 0 contributes 0 (`Automatic` says how exactly).
+
+    Raises:
+        ArgumentError: for any other gamma.
+    """
     return Clipping(Automatic(gamma), Constant())
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastclip.checks import between, keep
 from fastclip.clipping.policy import SMALLEST, threshold
+from fastclip.ops.numerics import lost_squares
 
 
 class ScaleFunction(Protocol):
@@ -73,18 +74,43 @@ class Tanh(_Clip):
         return torch.tanh(thresholds / (norms + self.eps))
 
 
+def hidden_square(dtype: torch.dtype) -> float:
+    """The most that squares which underflow can hide of a squared norm: of 2^40 of them.
+
+    No gradient has more entries.
+    """
+    return lost_squares(1 << 40, dtype)
+
+
 @dataclass(frozen=True)
 class Automatic(_Clip):
-    """C / (n + gamma): AUTO-S, Bu et al. 2023. C only scales the step; gamma keeps n = 0 legal."""
+    """C / (n + gamma): AUTO-S; with gamma = 0, C / n for n > 0 and 0 for n = 0: AUTO-V.
+
+    C only scales the step. Source: Automatic Clipping (Bu et al. 2022, at NeurIPS 2023).
+
+    With gamma = 0 every gradient but 0 contributes with length C. Of a tiny one squares underflow, so
+    that its computed norm is too small, and C over it too large. So n counts as sqrt(n^2 + h), where h
+    is the most that underflow can hide of n^2 (`hidden_square`): 1.3e-26 in float32, 2.4e-296 in
+    float64. A gradient shorter than about 1e-10 in float32 contributes less than C. A positive gamma
+    is larger than what can be hidden of any norm, at least 5e-13.
+
+    Args:
+        gamma: 0, or more than 5e-13.
+        normalized: scales are divided by C.
+    """
 
     gamma: float = 0.01
     normalized: bool = False
 
     def __post_init__(self) -> None:
-        keep(self, gamma=between("gamma", self.gamma, SMALLEST / 2, math.inf))
+        keep(self, gamma=between("gamma", self.gamma, SMALLEST / 2, math.inf, zero=True))
 
     def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:
-        return thresholds / (norms + self.gamma)
+        if self.gamma:
+            return thresholds / (norms + self.gamma)
+        # hypot: the square of a norm of 1e20 is too large for float32
+        room = torch.full_like(norms, math.sqrt(hidden_square(norms.dtype)))
+        return (thresholds / norms.hypot(room)).masked_fill(norms == 0, 0)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fastclip.accounting.accounted_engine import AccountedEngine
 from fastclip.accounting.segments import new_name
+from fastclip.data.collating import check_collate
 from fastclip.data.copies import check_copies
 from fastclip.data.design import ENDLESS, SamplingDesign
 from fastclip.data.draws import Draws
@@ -105,6 +106,7 @@ class DrawingEngine(AccountedEngine):
             )
         else:
             draw_exactly(loader)
+            check_collate(loader, batch_first=batch_first)
             if self.secure_mode:
                 draw_securely(loader)
         self._drawn_by = plan.design

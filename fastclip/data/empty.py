@@ -18,6 +18,7 @@ from opacus.data_loader import CollateFnWithEmpty
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from fastclip.data.collating import checked_collate
 from fastclip.errors import ArgumentError
 
 _CANNOT = (
@@ -39,16 +40,20 @@ class EmptyBatches(CollateFnWithEmpty):
     would train where a loop of its own takes it for a batch that was drawn.
 
     Args:
-        of: what Opacus has put around the user's collate function.
+        of: what Opacus has put around the user's collate function. ordered: sample i of a batch must be
+            the i-th drawn.
     """
 
-    def __init__(self, of: CollateFnWithEmpty) -> None:
+    def __init__(self, of: CollateFnWithEmpty, *, ordered: bool = False) -> None:
         super().__init__(
             of.wrapped_collator_fn,
             of.batch_first,
             of.rand_on_empty,
             of.sample_empty_shapes,
             of.dtypes,
+        )
+        self.checked = checked_collate(
+            of.wrapped_collator_fn, batch_first=of.batch_first, ordered=ordered
         )
         self.known = False
         self.refusal: str | None = None
@@ -59,9 +64,10 @@ class EmptyBatches(CollateFnWithEmpty):
 
         Raises:
             ArgumentError: there are none, and no such batch can be made.
+            BatchSizeError: as `CheckedCollate`.
         """
         if len(batch):
-            output = self.collated(batch)
+            output = self.checked(batch) if self.checked else batch
             if not self.known:
                 self.learn(output, len(batch))
             return output
@@ -76,7 +82,7 @@ class EmptyBatches(CollateFnWithEmpty):
         return copy.deepcopy(self.first_batch)
 
     def collated(self, rows: list[Any]) -> Any:
-        """What the user's collate function makes."""
+        """What the user's collate function makes, of a sample that is tried."""
         return self.wrapped_collator_fn(rows) if self.wrapped_collator_fn else rows
 
     def learn(self, batch: Any, rows: int, longer: Any = None) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fastclip.accounting.calibration import steps_of
 from fastclip.checks import between, positive, whole
+from fastclip.data.collating import plain_collate
 from fastclip.data.design import (
     ENDLESS,
     GIVEN_ORDER,
@@ -23,7 +24,7 @@ from fastclip.data.design import (
 )
 from fastclip.data.empty import EmptyBatches
 from fastclip.data.loader import outermost, unwatched
-from fastclip.data.row_order import know_empty
+from fastclip.data.row_order import know_empty, try_collate
 from fastclip.data.samplers import (
     POISSON_OF_ROWS,
     Choice,
@@ -40,6 +41,9 @@ from fastclip.data.unit_sampler import UnitSampler, rows_by_unit
 from fastclip.errors import ArgumentError
 from fastclip.parallel.digest import digest
 from fastclip.parallel.ranks import Ranks
+
+_SOME = 8
+"""Samples on which a collate function is tried before worker processes run it."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,15 @@ class Plan:
             return int((self.unit >= 0).nonzero()[0])
         rows = None if self.choice is None else self.choice.rows
         return 0 if rows is None else int(rows[0])
+
+    def some_rows(self) -> list[int]:
+        """A few that may be drawn."""
+        rows = None if self.choice is None else self.choice.rows
+        if self.unit is not None:
+            rows = (self.unit >= 0).nonzero().reshape(-1)
+        n = self.design.units if rows is None else len(rows)
+        places = [k * (n - 1) // (_SOME - 1) for k in range(_SOME)] if n >= _SOME else range(n)
+        return [k if rows is None else int(rows[k]) for k in places]
 
     def told(self) -> dict[str, str]:
         """What says whose each row is, for ranks that must share them out alike."""
@@ -244,6 +257,7 @@ def poisson_loader(
 
     Raises:
         ArgumentError: as `know_empty`.
+        BatchSizeError: the collate function repeats or mixes a few samples.
     """
     made = DPDataLoader.__new__(DPDataLoader)
     made.sample_rate, made.distributed = plan.design.rate, False
@@ -253,10 +267,15 @@ def poisson_loader(
     )  # fmt: skip
     DataLoader.__init__(
         made, loader.dataset, batch_sampler=plan.sampler(loader.generator),
-        collate_fn=EmptyBatches(CollateFnWithEmpty(loader.collate_fn, batch_first, rand_on_empty)),
+        collate_fn=EmptyBatches(
+            CollateFnWithEmpty(plain_collate(loader.collate_fn), batch_first, rand_on_empty),
+            ordered=plan.unit is not None,
+        ),
         **{name: getattr(loader, name) for name in kept},
     )  # fmt: skip
     know_empty(made, plan.first_row)
+    if made.num_workers:
+        try_collate(made, plan.some_rows())
     return made
 
 

@@ -15,8 +15,9 @@ from opacus.data_loader import CollateFnWithEmpty
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, default_collate
 
+from fastclip.data.collating import CheckedCollate, plain_collate
 from fastclip.data.empty import EmptyBatches, draws_none
-from fastclip.errors import ArgumentError
+from fastclip.errors import ArgumentError, BatchSizeError
 from fastclip.noise.aside import set_aside
 
 _MOST = 16
@@ -52,6 +53,7 @@ def check_row_order(loader: DataLoader, rows: list[int], batch_first: bool = Tru
     dataset, collate = loader.dataset, loader.collate_fn
     while isinstance(collate, CollateFnWithEmpty):  # of a Poisson loader, around the user's own
         collate = collate.wrapped_collator_fn or list
+    collate = plain_collate(collate)
     if collate is default_collate and not _reads_at_once(dataset):
         return
     n = min(len(rows), _MOST)
@@ -109,6 +111,26 @@ def know_empty(loader: DataLoader, row: int) -> None:
                 dataset.__getitems__([])  # type: ignore[attr-defined]
             except Exception as error:  # whatever it raises
                 raise ArgumentError(_NONE.format(kind=type(dataset).__name__)) from error
+
+
+def try_collate(loader: DataLoader, rows: list[int]) -> None:
+    """Check what a Poisson loader's collate function makes of a few samples, before workers run it.
+
+    Raises:
+        BatchSizeError: it repeats or mixes them.
+    """
+    checked = getattr(loader.collate_fn, "checked", None)
+    if not isinstance(checked, CheckedCollate):
+        return
+    found: BatchSizeError | None = None
+    with generators_restored(), suppress(Exception):  # of one that cannot be read, the loader tells
+        items = _reader(loader.dataset, rows)(range(len(rows)))
+        try:
+            checked(items)
+        except BatchSizeError as error:
+            found = error
+    if found is not None:
+        raise found
 
 
 def _reads_at_once(dataset: Any) -> bool:

@@ -19,6 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from fastclip.clipping import Clipping
 from fastclip.data.design import epochs_of
+from fastclip.data.empty import EmptyBatches
 from fastclip.engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError, say
 from fastclip.integrations.adapters import check_adapters
@@ -196,7 +197,9 @@ class PrivateTrainer(RowLossTrainer):
         self._handle, self.optimizer, private = made
         draws, unit = self.dp_optimizer.keeper.batch.draws, sampling["unit_ids"]
         dataset = by_units(private, unit, draws, self.physical_batch_size)
-        private.collate_fn = SplitCollate(loader.collate_fn, dataset, self.physical_batch_size)
+        collate: Any = private.collate_fn
+        collate = collate.checked if isinstance(collate, EmptyBatches) else collate
+        private.collate_fn = SplitCollate(collate, dataset, self.physical_batch_size)
         self._placeholder = private.collate_fn.placeholder
         self._draw_from(private)
         self.private_loader = private

@@ -29,6 +29,7 @@ _TANH = tl.constexpr(ScaleCode.TANH.value)
 _AUTOMATIC = tl.constexpr(ScaleCode.AUTOMATIC.value)
 _GLOBAL = tl.constexpr(ScaleCode.GLOBAL.value)
 _GLOBAL_ADAPT = tl.constexpr(ScaleCode.GLOBAL_ADAPT.value)
+_AUTO_V = tl.constexpr(ScaleCode.AUTO_V.value)
 _QUANTILE = tl.constexpr(PolicyCode.QUANTILE.value)
 _GROUP = tl.constexpr(PolicyCode.GROUP.value)
 _REWEIGHTED = tl.constexpr(PolicyCode.REWEIGHTED.value)
@@ -61,6 +62,9 @@ def _scale(n, c, KIND: tl.constexpr, PARAMETER: tl.constexpr):
         value = _tanh(c / (n + tl.full((1,), PARAMETER, tl.float64)))
     elif KIND == _AUTOMATIC:
         value = c / (n + tl.full((1,), PARAMETER, tl.float64))
+    elif KIND == _AUTO_V:
+        length = tl.sqrt(n * n + tl.full((1,), PARAMETER, tl.float64))
+        value = tl.where(n > 0, c / length, 0.0)
     elif KIND == _GLOBAL:
         value = tl.where(n <= c, 1 / c, 0.0)
     else:

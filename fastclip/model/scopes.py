@@ -184,6 +184,8 @@ class RootCall:
         self._inside.__exit__(None, None, None)
         if self._keeper is not None and self._called is not None:
             self._keeper.calls.end(self._called)
+            if error is not None:
+                self._keeper.trace.end()
 
     @disable_dynamo
     def opening(self, out: Any) -> Any:

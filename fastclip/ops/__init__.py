@@ -6,6 +6,7 @@ from fastclip.ops.bounds import (
     LaterNorm,
     ProductNorm,
     product_slack,
+    with_lost,
 )
 from fastclip.ops.clip import clip_scale, threshold_step
 from fastclip.ops.conv import (
@@ -167,4 +168,5 @@ __all__ = [
     "whole",
     "wide_sum",
     "widen",
+    "with_lost",
 ]

@@ -21,6 +21,8 @@ from fastclip.ops.numerics import (
     unit_roundoff,
 )
 
+_FEWEST = 1 << 14
+
 
 class LaterNorm(ABC):
     """Squared norms of a parameter's gradients, whose last operations are made for a `kind` at once."""
@@ -174,6 +176,23 @@ def product_slack(a: Tensor, g: Tensor, taps: int = 1) -> Tensor:
 def _slack(norm_a: Tensor, norm_g: Tensor, taps: int | Tensor) -> Tensor:
     size = (taps * norm_a * norm_g).sqrt()
     return PRODUCT_ERROR_FACTOR * unit_roundoff(size.dtype) * size
+
+
+def with_lost(norm_sq: Tensor, entries: Sequence[int], dtypes: Sequence[torch.dtype]) -> Tensor:
+    """Squared norms [l, b] raised by all that underflow can hide of them; a sample of norm 0 keeps it.
+
+    Beside a threshold nothing of this matters. At scales C / n it would lift contributions above C,
+    since the factor of the loss multiplies what is hidden, too: norms are raised before it.
+
+    Args:
+        entries: of each parameter, l of them. What underflows are their squares and products of Grams,
+            of which there are about as many at most; few entries count as `_FEWEST`.
+        dtypes: in which each norm was computed.
+    """
+    pairs = zip(entries, dtypes, strict=True)
+    lost = tuple(lost_squares(4 * max(n, _FEWEST), dtype) for n, dtype in pairs)
+    raised = norm_sq + _column(lost, norm_sq.dtype, norm_sq.device)
+    return torch.where(norm_sq.sum(0) > 0, raised, norm_sq)
 
 
 @functools.lru_cache(maxsize=256)

@@ -141,6 +141,8 @@ class Report:
     """Operations in which samples met, in their order."""
     factor_cause: Cause | None = None
     """Where a number of the whole batch first became a factor."""
+    divided: bool = False
+    """A number as large as the batch has been multiplied with, or divided by, before samples were summed."""
     operations: int = 0
 
     def add(self, kind: str, cause: Any, use: str) -> None:

@@ -99,9 +99,10 @@ def _indexed(call: Operation) -> list[Any] | None:
         own = at.compressed(torch.ops.aten.index.Tensor(full, list(indices)))
         shape = torch.broadcast_shapes(*[i.shape for _, i in used])
         for axis, i in used:
-            if call.of(i) is None and call.of(x).shape[axis] == 1:  # type: ignore[union-attr]
-                if changes_alongside(_spread(i.expand(shape), axes, x), own, call.shadow(i)):
-                    flags |= ORDER
+            constant = call.of(i) is None and call.of(x).shape[axis] == 1  # type: ignore[union-attr]
+            spread = _spread(i.expand(shape), axes, x)
+            if constant and changes_alongside(spread, own, call.shadow(i)):
+                flags |= ORDER
     if of & POSITIONS and not along_samples:
         return [_several(call, flags & STICKY)]
     found = _chosen(
@@ -147,6 +148,7 @@ def _masked(call: Operation, x: Tensor, used: Sequence[tuple[int, Tensor]]) -> l
         return None
     axis, mask = used[0]
     of_mask = call.of(mask)
+    order = _is_masked_by_number(call, x, axis, mask)
     if of_mask is not None:
         call.tracer.read("number of entries that a mask selects", [call.shadow(mask)])
     lead = None
@@ -159,7 +161,18 @@ def _masked(call: Operation, x: Tensor, used: Sequence[tuple[int, Tensor]]) -> l
     axes = range(axis, axis + mask.dim())
     full = own.expand([x.shape[d] if d in axes else n for d, n in enumerate(own.shape)])
     out = torch.ops.aten.index.Tensor(full, [None] * axis + [mask.bool()])
-    return [Out(at.compressed(out), MOVED * (of_mask is not None))]
+    return [Out(at.compressed(out), MOVED * (of_mask is not None) | order)]
+
+
+def _is_masked_by_number(call: Operation, x: Tensor, axis: int, mask: Tensor) -> int:
+    """ORDER if a constant mask changes from sample to sample."""
+    own = call.of(x)
+    if own is None or call.of(mask) is not None:
+        return 0
+    behind = [d for d in range(own.dim()) if not axis <= d < axis + mask.dim()]
+    alongside = at.reduced(own, behind, keep=False)
+    changes = changes_alongside(mask, alongside, call.shadow(mask))  # type: ignore[arg-type]
+    return ORDER if changes else 0
 
 
 @rule("nonzero", by_values=True)
@@ -250,6 +263,8 @@ def _scattered(call: Operation) -> list[Any] | None:
         shape, places = list(index.shape), index
         if of_source is not None:
             of_source = at.expanded(of_source, source.shape)[tuple(slice(0, n) for n in shape)]  # type: ignore[union-attr]
+    if of_index is not None and of_source is not None:
+        of_index, of_source = at.expanded(of_index, shape), at.expanded(of_source, shape)
     written = at.joined(of_source, of_index)
     moved = call.flags(index) & MOVED
     if of_index is not None and not moved:  # any place of the axis may have been hit, or not
@@ -261,6 +276,10 @@ def _scattered(call: Operation) -> list[Any] | None:
         at.scattered(full, axis, places, written.expand(shape).contiguous(), call.name in _ADDS)
     )
     flags = (call.flags(base) | call.flags(source)) & STICKY
+    if of_index is None and not call.name.startswith("index"):
+        alongside = at.reduced(found, [axis])
+        if changes_alongside(index, alongside, call.shadow(index)):  # type: ignore[arg-type]
+            flags |= ORDER
     if of_index is not None:
         numbers = of_source is None and source is not None and source.numel() > 1
         flags |= call.flags(index) & STICKY & ~(ORDER if numbers else ORDER | POSITIONS)
@@ -273,6 +292,10 @@ def _anywhere(
     base: Tensor, axis: int, own: at.Attribution, written: at.Attribution
 ) -> list[Any] | None:
     assert written is not None
+    if own is not None and any(
+        1 not in (n, k) and n != k for n, k in zip(own.shape, written.shape, strict=True)
+    ):
+        return None
     if written.shape[axis] > 1 or (own is not None and own.shape[axis] > 1):
         both = at.joined(at.reduced(own, [axis]), at.reduced(written, [axis]))
         return [at.reduced(both, [axis])] if _fits(both, base) else None
@@ -310,6 +333,8 @@ def _put(call: Operation) -> list[Any] | None:
             return [_put_anywhere(call, full, indices, written)]
     found = at.compressed(_written(full, indices, written, adds))
     flags = (call.flags(base) | call.flags(source)) & STICKY
+    if _is_put_by_number(call, full, indices, at.joined(at.compressed(target), written)):
+        flags |= ORDER
     for i in used:
         flags |= call.flags(i) & STICKY & ~ORDER
     if (
@@ -319,6 +344,23 @@ def _put(call: Operation) -> list[Any] | None:
     ):
         flags &= ~(POSITIONS | (MOVED if at.is_alike(found) else 0))  # samples are put back
     return [Out(found, flags, exact=True)]
+
+
+def _is_put_by_number(
+    call: Operation, full: Tensor, indices: Sequence[Any], written: at.Attribution
+) -> bool:  # fmt: skip
+    """Constant indices of axes that hold no samples change from sample to sample."""
+    used = [i for i in indices if i is not None]
+    shape = torch.broadcast_shapes(*[i.shape for i in used])
+    axes = [axis for axis, i in enumerate(indices) if i is not None]
+    if written is None or call.of(call.args[0]) is None:
+        return False
+    return any(
+        call.of(i) is None
+        and call.of(call.args[0]).shape[axis] == 1  # type: ignore[union-attr]
+        and changes_alongside(_spread(i.expand(shape), axes, full), written, call.shadow(i))
+        for axis, i in zip(axes, used, strict=True)
+    )
 
 
 def _put_anywhere(call: Operation, full: Tensor, indices: Sequence[Any], written: Tensor) -> Tensor:
@@ -347,7 +389,7 @@ def _put_by_mask(
     if of_source is not None:
         taken = full[mask]
         full[mask] = at.joined(taken, at.expanded(of_source, source.shape).expand(taken.shape))  # type: ignore[assignment]
-    return [at.compressed(full)]
+    return [Out(at.compressed(full), _is_masked_by_number(call, base, 0, mask))]
 
 
 def _written(full: Tensor, indices: Sequence[Any], values: Tensor, adds: bool) -> Tensor:

@@ -37,8 +37,8 @@ class Law:
 
         Args:
             use: names it in findings. key: identifies the trained tensors. out: the output's shadow.
-            cause: where the output first followed from several samples. gradient: of the output; None if it
-                is zero.
+            cause: where the output first followed from several samples. gradient: of the output;
+                None if it is zero.
         """
         tracer = self.tracer
         if gradient is None:
@@ -78,7 +78,7 @@ class Law:
         if (out.whole or not out.held) and (got.whole or not got.held):
             return
         way = (key, out.part, got.part if got.held else None)
-        seen, first, name = self._covered.setdefault(way, (set(), cause, use))
+        seen = self._covered.setdefault(way, (set(), cause, use))[0]
         seen |= got.samples if got.held else out.samples
 
     def end_step(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from fastclip.trace import attribution as at
 from fastclip.trace.findings import IGNORED_LABELS
 from fastclip.trace.operation import BY_VALUES, Operation, Out, rule
-from fastclip.trace.shadow import BY_VALUE, LEARNED, MOVED, POSITIONS
+from fastclip.trace.order import changes_alongside
+from fastclip.trace.shadow import BY_VALUE, LEARNED, MOVED, ORDER, POSITIONS
 
 
 def _everything(call: Operation) -> list[Any]:
@@ -42,7 +44,8 @@ def _product(call: Operation) -> list[Any] | None:
         left = left.unsqueeze(0)
     found = at.joined(at.reduced(left, [-1]), at.reduced(right, [-2]))
     degree = 0 if at.is_mixed(found) and _sum_over_samples(left, right) else None
-    assert found is not None
+    if found is None:
+        return [at.fitted(call.of(bias), call.outs[0].dim())]
     if vector:
         found = found.squeeze(-1)
     if a.dim() == 1:
@@ -143,6 +146,8 @@ def _image(call: Operation) -> list[Any] | None:
     found: at.Attribution = None
     for x in call.operands:
         own = call.of(x)
+        if own is not None and call.name == "grid_sampler_2d" and x is call.args[1]:
+            own = at.reduced(own, range(1, own.dim()))
         if own is not None:
             found = at.joined(found, at.reduced(own, range(own.dim() - axes, own.dim())))
     return [found] * len(call.outs)
@@ -154,8 +159,10 @@ def _image(call: Operation) -> list[Any] | None:
 @rule(
     "native_layer_norm", "_fused_rms_norm", "native_layer_norm_backward", "_fused_rms_norm_backward"
 )
-def _layer_norm(call: Operation) -> list[Any]:
+def _layer_norm(call: Operation) -> list[Any] | None:
     x = call.args[0]
+    if any(call.of(call.given.get(name)) is not None for name in ("weight", "bias")):
+        return None
     axes = range(x.dim() - len(call.given["normalized_shape"]), x.dim())
     found: at.Attribution = None
     for y in call.operands:
@@ -167,8 +174,10 @@ def _layer_norm(call: Operation) -> list[Any]:
 
 
 @rule("native_group_norm", "native_group_norm_backward")
-def _group_norm(call: Operation) -> list[Any]:
+def _group_norm(call: Operation) -> list[Any] | None:
     x, found = call.args[0], None
+    if any(call.of(call.given.get(name)) is not None for name in ("weight", "bias")):
+        return None
     for y in call.operands:
         own = call.of(y)
         if own is not None:
@@ -197,13 +206,22 @@ def _with_sums(call: Operation, found: at.Attribution, shape: torch.Size) -> lis
     "cudnn_batch_norm", "_batch_norm_with_update", "native_batch_norm_backward",
     "batch_norm_backward", "cudnn_batch_norm_backward",
 )  # fmt: skip
-def _batch_norm(call: Operation) -> list[Any]:
+def _batch_norm(call: Operation) -> list[Any] | None:
     given, found = call.given, None
     training = given.get("training", given.get("train", given.get("update", True)))
     for x in call.operands:
         if x.dim() > 1:
             found = at.joined(found, call.of(x))
-    assert found is not None
+    weights = [call.of(given.get(name)) for name in ("weight", "bias")]
+    stats = [call.of(given.get(name)) for name in ("running_mean", "running_var")]
+    if any(own is not None for own in weights):
+        return None
+    if not training:
+        for own in stats:
+            if own is not None:
+                found = at.joined(found, own.reshape([1, -1] + [1] * (call.outs[0].dim() - 2)))
+    if found is None:
+        return [None] * len(call.outs)
     if not training:
         summed = at.reduced(found, [0, *range(2, found.dim())]).reshape(-1)  # type: ignore[union-attr]
         return [found if x.dim() > 1 else Out(summed, degree=0) for x in call.outs]
@@ -211,7 +229,7 @@ def _batch_norm(call: Operation) -> list[Any]:
     assert each is not None
     for name in ("running_mean", "running_var"):
         if isinstance(given.get(name), Tensor):
-            call.tracer.memory.write(given[name], call.tracer.made(each.reshape(-1)))
+            call.tracer.memory.write(given[name], call.tracer.made(each.reshape(-1), LEARNED))
     return [each if x.dim() > 1 else each.reshape(-1) for x in call.outs]
 
 
@@ -286,8 +304,9 @@ def _packed(call: Operation) -> list[Any]:
     """Samples go where their lengths say, each its own."""
     x = call.args[0]
     found = call.func(at.expanded(call.of(x), x.shape).double() + 1, *call.args[1:], **call.kwargs)
-    if isinstance(found, Tensor):
-        return [Out(at.compressed(found.to(at.KIND) - 1), drop=MOVED)]
+    if isinstance(found, Tensor):  # what lies behind the end of a sequence is as much its own
+        time = 1 if call.args[3] else 0
+        return [Out(at.reduced(at.compressed(found.to(at.KIND) - 1), [time]), drop=MOVED)]
     lengths = [
         call.shadow(y) for y in call.args[1:] if isinstance(y, Tensor) and call.of(y) is not None
     ]
@@ -317,6 +336,79 @@ def _embedding_backward(call: Operation) -> list[Any]:
     return [Out(at.reduced(found).reshape(-1)[:1].reshape(1, 1), degree=degree)]  # type: ignore[union-attr]
 
 
+def _bag_axes(call: Operation, numbers: int) -> Tensor | None:
+    """To which bag each index belongs, where that is a constant."""
+    offsets = call.args[2]
+    if call.of(offsets) is not None or offsets.is_meta:
+        return None
+    return torch.searchsorted(offsets, torch.arange(numbers), right=True) - 1
+
+
+@rule("_embedding_bag", "_embedding_bag_forward_only", by_values=True)
+def _bags(call: Operation) -> list[Any] | None:
+    table, index, offsets = call.args[:3]
+    bags = _bag_axes(call, index.numel())
+    if call.of(table) is not None or bags is None:
+        return None
+    own = at.joined(call.of(index), call.of(call.given["per_sample_weights"]))
+    full = at.expanded(own, index.shape).contiguous()
+    start = torch.full([call.outs[0].shape[0]], at.NONE, dtype=at.KIND)
+    found = at.scattered(start, 0, bags, full, True)[:, None]
+    sizes = torch.bincount(bags, minlength=len(start))[: len(offsets)]
+    order = ORDER if len(sizes) > 1 and at.differs(sizes, found[: len(offsets), 0]) else 0
+    return [Out(found, order), *[None] * 2, found if call.outs[3].dim() > 1 else found.reshape(-1)]
+
+
+@rule("_embedding_bag_backward", "_embedding_bag_dense_backward")
+def _bags_backward(call: Operation) -> list[Any]:
+    found = at.reduced(
+        at.joined(
+            at.reduced(call.of(call.args[0])), at.fitted(at.reduced(call.of(call.args[1])), 2)
+        )
+    )
+    assert found is not None
+    degree = None if at.is_mixed(call.of(call.args[0])) else 0
+    return [Out(found.reshape([1] * x.dim()), degree=degree) for x in call.outs]
+
+
+@rule("_weight_norm_interface_backward", "_weight_norm_interface")
+def _weights(call: Operation) -> list[Any]:
+    """Of weights, which are all one."""
+    found: at.Attribution = None
+    for x in call.operands:
+        own = call.of(x)
+        found = at.joined(found, None if own is None else at.reduced(own).reshape(-1)[:1])  # type: ignore[union-attr]
+    assert found is not None
+    return [found.reshape([1] * x.dim()) for x in call.outs]
+
+
+@rule("_trilinear")
+def _three_factors(call: Operation) -> list[Any]:
+    """A sum over axes of a product of three, each with new axes."""
+    given, found = call.given, None
+    dims = call.args[0].dim() + len(given["expand1"])
+    for name in ("1", "2", "3"):
+        own = call.of(given[f"i{name}"])
+        if own is not None:
+            for axis in sorted(given[f"expand{name}"]):
+                own = own.unsqueeze(axis)
+            found = at.joined(found, own)
+    found = at.reduced(found, [axis % dims for axis in given["sumdim"]], keep=False)
+    return [found]
+
+
+@rule("col2im")
+def _columns_back(call: Operation) -> list[Any]:
+    """Patches of an image, [b, channels of patches, patches], are added up."""
+    own = at.reduced(call.of(call.args[0]), [-1, -2])
+    assert own is not None
+    return [
+        at.fitted(own.unsqueeze(-1), call.outs[0].dim())
+        if call.outs[0].dim() == 4
+        else own.unsqueeze(-1)
+    ]  # type: ignore[union-attr]
+
+
 # Losses
 
 
@@ -328,26 +420,39 @@ def _classes(call: Operation) -> list[Any]:
     axis = 1 if x.dim() > 1 else 0
     own = at.joined(at.reduced(call.of(x), [axis], keep=False), call.of(y))
     assert own is not None
+    order = _numbered(call, own, y, given.get("grad_output"))
+    if call.of(given["weight"]) is not None:
+        return _everything(call)
     mean = given["reduction"] == 1
     uneven = mean and call.of(y) is not None and _counts_differ(call, y, given)
     if mean and call.of(y) is not None and not uneven:
         call.tracer.guarded_labels.add(y.untyped_storage()._cdata)
         call.tracer.report.guards.add(IGNORED_LABELS)
     if call.name.endswith("backward"):
-        return [_classes_backward(call, own.unsqueeze(axis), uneven)]
+        return [replace(_classes_backward(call, own.unsqueeze(axis), uneven), add=order)]
     if given["reduction"] == 0:
-        return [own, None]
+        return [Out(own, order), None]
     whole = at.reduced(own).reshape([])  # type: ignore[union-attr]
     learned = call.flags(x) & LEARNED
     count = (
-        Out(at.reduced(at.joined(call.of(y), None)).reshape([]), call.flags(y), exact=True)
+        Out(at.reduced(call.of(y)).reshape([]), call.flags(y), exact=True)  # type: ignore[union-attr]
         if uneven
         else None
     )  # type: ignore[union-attr]
     if uneven:
-        return [Out(whole, learned), count]
+        return [Out(whole, learned | order), count]
     sums = at.is_mixed(whole) and not at.is_mixed(own)
-    return [Out(whole, degree=(-1 if mean else 0) if sums else None), None]
+    return [Out(whole, order, degree=(-1 if mean else 0) if sums else None), None]
+
+
+def _numbered(call: Operation, own: at.Attribution, *constants: Any) -> int:
+    """ORDER if one of these constants changes from sample to sample."""
+    call.by_values = True
+    changes = own is not None and any(
+        isinstance(x, Tensor) and call.of(x) is None and changes_alongside(x, own, call.shadow(x))
+        for x in constants
+    )
+    return ORDER if changes else 0
 
 
 def _counts_differ(call: Operation, y: Tensor, given: dict[str, Any]) -> bool:
@@ -371,15 +476,17 @@ def _classes_backward(call: Operation, own: Tensor, uneven: bool) -> Out:
         return Out(joined)
     count = call.given["total_weight"]
     positive = not count.is_meta and bool((count > 0).all())
-    if (
-        not positive
-        or at.is_mixed(joined)
-        or (call.given["weight"] is not None and call.flags(call.given["weight"]))
-    ):
+    y = call.given["target"]
+    learned = call.flags(call.given["weight"]) | call.flags(y) & LEARNED
+    if not positive or at.is_mixed(joined) or learned:
         return Out(at.everywhere(at.SEVERAL, own.dim()))
-    return Out(joined, factor=hash(("factor", call.tracer.memory.serial(count))))
+    call.tracer.report.guards.add("positive factor")
+    return Out(joined, factor=hash(("factor", call.tracer.memory.serial(count), 0)))
 
 
+BY_VALUES.update(
+    ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "_batch_norm_with_update")
+)
 BY_VALUES.update(
     ("nll_loss_forward", "nll_loss2d_forward", "nll_loss_backward", "nll_loss2d_backward")
 )
@@ -395,7 +502,7 @@ def _loss(call: Operation) -> list[Any] | None:
         own = at.joined(
             at.reduced(call.of(x), [-1], keep=False), at.reduced(call.of(y), [-1], keep=False)
         )
-        return None if given["reduction"] == 0 else _over_samples(given, own) + [call.of(y)]
+        return None if given["reduction"] == 0 else [*_over_samples(given, own), call.of(y)]
     own = at.joined(call.of(x), call.of(y))
     if call.name == "multi_margin_loss":
         own = at.joined(at.reduced(call.of(x), [-1], keep=False), call.of(y))
@@ -405,15 +512,16 @@ def _loss(call: Operation) -> list[Any] | None:
             if given[name].shape != x.shape:
                 return _everything(call)
             own = at.joined(own, held)
-    return _over_samples(given, own)
+    return _over_samples(given, own, _numbered(call, own, *call.operands))
 
 
-def _over_samples(given: dict[str, Any], own: at.Attribution) -> list[Any]:
+def _over_samples(given: dict[str, Any], own: at.Attribution, order: int = 0) -> list[Any]:
     if given["reduction"] == 0:
-        return [own]
+        return [Out(own, order)]
     whole = at.reduced(own).reshape([])  # type: ignore[union-attr]
     sums = at.is_mixed(whole) and not at.is_mixed(own)
-    return [Out(whole, degree=(-1 if given["reduction"] == 1 else 0) if sums else None)]
+    degree = (-1 if given["reduction"] == 1 else 0) if sums else None
+    return [Out(whole, order, degree=degree)]
 
 
 @rule(
@@ -425,7 +533,20 @@ def _loss_backward(call: Operation) -> list[Any]:
     dims = call.outs[0].dim()
     for x in call.operands:
         found = at.joined(found, at.fitted(call.of(x), max(dims, x.dim())))
-    return [found]
+    return [Out(found, _numbered(call, found, *call.operands))]
+
+
+@rule("multi_margin_loss_backward", "multilabel_margin_loss_backward")
+def _margins_backward(call: Operation) -> list[Any]:
+    """Labels and gradients have the axis of the scores, or none at all."""
+    given, dims = call.given, call.outs[0].dim()
+    found = at.reduced(call.of(given["self"]), [-1])
+    for x in (given["target"], given["grad_output"], given.get("is_target")):
+        own = call.of(x)
+        if own is not None and isinstance(x, Tensor) and x.dim():
+            own = at.reduced(own, [-1]) if own.dim() == dims else own.unsqueeze(-1)
+        found = at.joined(found, own)
+    return [Out(found, _numbered(call, found, given["target"]))]
 
 
 @rule("_ctc_loss", "_ctc_loss_backward")

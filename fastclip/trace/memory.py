@@ -23,7 +23,16 @@ from fastclip.trace.attribution import (
     expanded,
     reduced,
 )
-from fastclip.trace.shadow import FOREIGN, LEARNED, ORDER, STICKY, TRAINED, Shadow, Shadows
+from fastclip.trace.shadow import (
+    BY_VALUE,
+    FOREIGN,
+    LEARNED,
+    ORDER,
+    STICKY,
+    TRAINED,
+    Shadow,
+    Shadows,
+)
 
 Geometry = tuple[int, torch.Size, tuple[int, ...], int]
 _SWEEP = 2048
@@ -33,7 +42,7 @@ _KEPT = STICKY | TRAINED | FOREIGN
 
 def geometry_of(x: Tensor) -> Geometry:
     """Offset, sizes, strides and bytes an entry."""
-    return x.storage_offset(), x.shape, x.stride(), x.element_size()
+    return int(x.storage_offset()), x.shape, x.stride(), x.element_size()
 
 
 def content_of(x: Tensor) -> int:
@@ -56,6 +65,8 @@ class Record:
     flags: int = 0
     parts: dict[object, set[int]] = field(default_factory=dict)
     """How some samples' entries were written, and of which samples."""
+    root: object = None
+    """How all of it was made, if it holds some samples alone."""
     factors: set[int | None] = field(default_factory=set)
     serial: int = 0
     cause: object | None = None
@@ -71,6 +82,8 @@ class Memory:
 
     def __init__(self, shadows: Shadows) -> None:
         self.shadows, self.samples = shadows, 0
+        self.lengths_read = False
+        """Python knows how long samples are, so parts of the batch may be chosen by it."""
         self._records: dict[int, Record] = {}
         self._given: dict[int, tuple[StorageWeakRef, int]] = {}
         """Memory that samples of this step were seeded in, and its version."""
@@ -130,7 +143,7 @@ class Memory:
         geometry = geometry_of(x)
         if whole or x.numel() * x.element_size() == storage.nbytes():
             record.shadows, record.flat, record.parts = {geometry: shadow}, None, {}
-            record.factors = {shadow.factor}
+            record.factors, record.root = {shadow.factor}, shadow.part
             record.size, record.flags, record.cause = x.element_size(), shadow.flags & _KEPT, cause
         else:
             self._note_part(record, x, shadow)
@@ -200,7 +213,8 @@ class Memory:
         if found.held and record.parts:
             ways = [found.samples & written for written in record.parts.values()]
             if any(way and way != found.samples for way in ways):
-                found = self.shadows.of(sample, self.samples, record.flags | ORDER)
+                flag = BY_VALUE if self.lengths_read else ORDER
+                found = self.shadows.of(sample, self.samples, record.flags | flag)
         if record.factors != {None}:
             if len(record.factors) > 1:
                 sample = everywhere(SEVERAL, x.dim())
@@ -208,10 +222,24 @@ class Memory:
             factor = next(iter(record.factors))
             return self.shadows.of(sample, self.samples, found.flags, factor=factor)
         if found.held and not found.whole:
-            found = self.shadows.of(
-                sample, self.samples, found.flags, part=hash((record.serial, tuple(size)))
-            )
+            part = self.part_of(x, found)
+            found = self.shadows.of(sample, self.samples, found.flags, part=part)
         return found
+
+    def part_of(self, x: Tensor, shadow: Shadow) -> int | None:
+        """How a view of some samples was made: the same number for the same view of other samples."""
+        record = self.record(x)
+        if record is None or not shadow.samples or shadow.sample is None:
+            return shadow.part
+        flat = self.flat(record, x)
+        first = int((flat == min(shadow.samples)).to(torch.uint8).argmax())
+        place = x.storage_offset() * x.element_size() // record.size - first
+        kept = [k for k, n in enumerate(shadow.sample.shape) if n == 1 < x.shape[k]]
+        source = record.root if record.root is not None else record.serial
+        for part, written in record.parts.items():
+            if shadow.samples <= written:
+                source = part
+        return hash((source, place, *((x.shape[k], x.stride(k)) for k in kept)))
 
     def serial(self, x: Tensor) -> object:
         """Changes when the memory is written into, as far as that was seen."""
@@ -230,7 +258,9 @@ class Memory:
 
     def alive(self, but: Iterable[Tensor] = ()) -> list[Record]:
         """Records of samples whose memory is still held by somebody, but not by these tensors."""
-        kept = {x.untyped_storage()._cdata for x in but} | self._given.keys()
+        kept = {
+            x.untyped_storage()._cdata for x in but if x.layout is torch.strided
+        } | self._given.keys()
         return [
             record for key, record in self._records.items()
             if key not in kept and not record.reference.expired() and record.holds_samples
@@ -249,7 +279,7 @@ class Memory:
         self._given = {}
         self._records = {record.reference.cdata: record for record in carried}
         for record in carried:
-            record.flat, record.parts, record.flags = None, {}, 0
+            record.flat, record.parts, record.flags, record.root = None, {}, 0, None
             record.factors = {None}
             record.shadows = {
                 geometry: self.shadows.of(everywhere(UNSEEN, len(geometry[1])), self.samples)

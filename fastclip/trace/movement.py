@@ -24,8 +24,18 @@ def axes_of(call: Operation, dims: int) -> list[int]:
 
 _UNCHANGED = frozenset(("_conj", "_neg_view", "real", "imag", "alias", "detach", "lift"))
 _TAKES_A_PART = frozenset(
-    "slice select split split_with_sizes unbind narrow chunk unsafe_chunk unsafe_split "
-    "unsafe_split_with_sizes".split()  # noqa: SIM905
+    [
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "narrow",
+        "chunk",
+        "unsafe_chunk",
+        "unsafe_split",
+        "unsafe_split_with_sizes",
+    ]
 )
 
 
@@ -89,7 +99,7 @@ def _complex(call: Operation) -> list[Any]:
     return [at.joined(call.of(call.args[0]), call.of(call.args[1]))]
 
 
-@rule("as_strided")
+@rule("as_strided", by_values=True)
 def _strided(call: Operation) -> list[Any]:
     x, out = call.args[0], call.outs[0]
     memory = call.tracer.memory
@@ -156,6 +166,14 @@ def _moved(call: Operation) -> list[Any] | None:
     return [at.compressed(found.to(at.KIND) - 1)]
 
 
+@rule("unfold_backward")
+def _unfold_backward(call: Operation) -> list[Any]:
+    """Windows along an axis, which lie along the last one, are added up."""
+    given = call.given
+    own = at.reduced(call.of(given["grad_in"]), [given["dim"], -1])
+    return [own.squeeze(-1)]  # type: ignore[union-attr]
+
+
 # Whole axes
 
 
@@ -185,14 +203,19 @@ def _reduced(call: Operation) -> list[Any]:
 @rule(
     "_linalg_det", "linalg_matrix_norm", "linalg_inv_ex", "_linalg_slogdet", "_linalg_solve_ex",
     "linalg_cholesky_ex", "linalg_lu_factor_ex", "_linalg_svd", "_linalg_eigh", "linalg_qr",
-    "linalg_solve_triangular", "cholesky_solve", "linalg_pinv", "triangular_solve",
+    "linalg_solve_triangular", "cholesky_solve", "linalg_pinv", "triangular_solve", "linalg_matrix_exp",
+    "linalg_eig", "linalg_eigvals", "_linalg_eigvals", "linalg_ldl_factor_ex", "linalg_inv", "cholesky",
+    "cholesky_inverse", "linalg_lu", "linalg_lu_solve", "lu_unpack", "linalg_ldl_solve",
 )  # fmt: skip
 def _matrices(call: Operation) -> list[Any]:
     """Of each matrix, in the last two axes."""
     found: at.Attribution = None
     dims = call.args[0].dim()
     for x in call.operands:
-        found = at.joined(found, at.fitted(at.reduced(call.of(x), [-1, -2]), dims))
+        own = call.of(x)
+        if own is not None and x.dim() == dims - 1 and not x.is_floating_point():  # pivots
+            own = own.unsqueeze(-1)
+        found = at.joined(found, at.fitted(at.reduced(own, [-1, -2]), dims))
     assert found is not None
     return [
         found if x.dim() == dims else at.reduced(found, [-1, -2][: dims - x.dim()], keep=False)
@@ -203,7 +226,7 @@ def _matrices(call: Operation) -> list[Any]:
 @rule(
     "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "_softmax", "_log_softmax",
     "_softmax_backward_data", "_log_softmax_backward_data", "kthvalue", "_safe_softmax",
-    "cumprod_backward", "renorm", "glu", "glu_backward", "_logcumsumexp",
+    "cumprod_backward", "glu", "glu_backward", "_logcumsumexp",
 )  # fmt: skip
 def _along(call: Operation) -> list[Any] | None:
     """What is at one place of the axis depends on all of it."""
@@ -219,9 +242,30 @@ def _along(call: Operation) -> list[Any] | None:
         same = x.dim() == found.dim()
         if same and any(n not in (1, x.shape[d]) for d, n in enumerate(found.shape)):
             return None
+    if call.name in ("_softmax", "_safe_softmax", "_softmax_backward_data"):
+        found = _without_masked(call, found)
     if call.name == "kthvalue" and not call.given["keepdim"]:
         found = at.reduced(found, [axis], keep=False)
     return [found] * len(call.outs)
+
+
+def _without_masked(call: Operation, found: Tensor) -> Tensor:
+    """Where a constant mask leaves -inf a softmax is 0, of no sample."""
+    backward = call.name == "_softmax_backward_data"
+    x = call.args[1 if backward else 0]
+    own = call.of(x)
+    if own is None or x.is_meta or not bool((own == at.NONE).any()):
+        return found
+    call.by_values = True
+    gone = (own == at.NONE) & (x.detach() == (0 if backward else -torch.inf))
+    return at.compressed(found.expand(x.shape).masked_fill(gone, at.NONE))
+
+
+@rule("renorm")
+def _renormed(call: Operation) -> list[Any]:
+    """Each slice of an axis by its norm."""
+    x, axis = call.args[0], call.given["dim"] % call.args[0].dim()
+    return [at.reduced(call.of(x), [d for d in range(x.dim()) if d != axis])]
 
 
 def _where_weighted(call: Operation, g: Tensor, weights: Tensor) -> at.Attribution:

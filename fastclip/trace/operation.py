@@ -130,8 +130,8 @@ class Kind:
         fresh: what it returns holds no numbers yet. reads: it gives a number to Python.
         aliases: what it returns is in its operand's memory. reshapes: only the geometry changes.
         aligned: how constants lie alongside samples: "pointwise", "stacked", "together" or
-            "same shape", if they do. by_values: not remembered. collective: ranks exchange what it is
-            given.
+            "gradient" (the first operand alone), if they do. by_values: not remembered. collective:
+            ranks exchange what it is given.
     """
 
     __slots__ = (
@@ -181,14 +181,30 @@ class Kind:
             return "pointwise" if self.name not in ("fill", "zero") else ""
         if self.name in _STACKED:
             return "stacked"
-        return "same shape" if self.name.endswith("_backward") else ""
+        return "gradient" if self.name.endswith("_backward") else ""
 
 
 _STACKED = frozenset({"bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu"})
 """Products whose first axis holds one matrix for each entry."""
 _TOGETHER = frozenset(
-    "cat stack index_put _index_put_impl scatter scatter_add index_copy index_fill slice_scatter "
-    "select_scatter masked_scatter copy block_diag index_add scatter_reduce diagonal_scatter".split()  # noqa: SIM905
+    [
+        "cat",
+        "stack",
+        "index_put",
+        "_index_put_impl",
+        "scatter",
+        "scatter_add",
+        "index_copy",
+        "index_fill",
+        "slice_scatter",
+        "select_scatter",
+        "masked_scatter",
+        "copy",
+        "block_diag",
+        "index_add",
+        "scatter_reduce",
+        "diagonal_scatter",
+    ]
 )
 """Their results hold entries of constants among those of samples."""
 _JOINTLY = frozenset(("randperm", "multinomial"))

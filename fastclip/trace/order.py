@@ -39,13 +39,16 @@ def ordered(
     else:
         axes = [axis - own.dim() for axis, n in enumerate(own.shape) if n > 1]
         changes = False
+        backward = kind.aligned == "gradient"
         for x, shadow in zip(tensors, shadows, strict=True):
             if shadow.held or shadow.flags & RANDOM or x.is_meta:
+                continue
+            if backward and (x is not tensors[0] or x.shape != outs[0].shape):
                 continue
             alongside = any(-a <= x.dim() and x.shape[a] > 1 and x.stride(a) for a in axes)
             if kind.aligned == "stacked":
                 changes = changes or _is_stacked(x, own)
-            elif alongside and (kind.aligned == "pointwise" or x.shape == outs[0].shape):
+            elif alongside:
                 changes = changes or changes_alongside(x, own, shadow, moved)
     return [flagged(tracer, f) for f in found] if changes else found
 
@@ -72,10 +75,7 @@ def changes_alongside(x: Tensor, own: Tensor, shadow: Shadow, moved: bool = Fals
     except RuntimeError:
         return False
     if shadow.flags & TRAINED and x.is_leaf and x.requires_grad:  # a trained entry for each number
-        return any(
-            n > 1 and own.shape[own.dim() - 1 - k] > 1 and x.stride(x.dim() - 1 - k) != 0
-            for k, n in enumerate(reversed(x.shape[-own.dim() :]))
-        )
+        x = torch.arange(x.numel()).view(x.shape)
     return at.differs(x, own, moved)
 
 

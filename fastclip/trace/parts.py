@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastclip._torch import current_task
 from fastclip.trace import attribution as at
 from fastclip.trace.memory import content_of
 from fastclip.trace.operation import Kind
@@ -30,16 +29,20 @@ _OF_POSITION = frozenset(("select_backward", "slice_backward"))
 
 def parts_told(
     tracer: Tracer, kind: Kind, args: tuple, tensors: Sequence[Tensor], shadows: Sequence[Shadow],
-    found: Sequence[Shadow],
+    found: Sequence[Shadow], outs: Sequence[Tensor],
 ) -> list[Shadow]:  # fmt: skip
     """What an operation returns, each part with the number of how it was made."""
     with tracer.aside():
         made = [_identified(tracer, x, s) for x, s in zip(tensors, shadows, strict=True)]
-        return [_told(tracer, kind, args, made, shadows, f) for f in found]
+        return [
+            _told(tracer, kind, args, made, shadows, f, out)
+            for f, out in zip(found, outs, strict=True)
+        ]
 
 
 def _told(
-    tracer: Tracer, kind: Kind, args: tuple, made: list[Any], shadows: Sequence[Shadow], found: Shadow
+    tracer: Tracer, kind: Kind, args: tuple, made: list[Any], shadows: Sequence[Shadow], found: Shadow,
+    out: Tensor,
 ) -> Shadow:  # fmt: skip
     def again(part: int | None = None, flags: int = 0) -> Shadow:
         return tracer.made(
@@ -51,28 +54,36 @@ def _told(
     partial = [s for s in shadows if s.held and not s.whole]
     met = {s.part for s in partial if not s.flags & MOVED}
     if found.whole:
-        meets = len(met) > 1
-        if kind.pointwise and not meets:
-            meets = not at.are_apart([s.sample for s in shadows])
-        meets = meets and not kind.writes
-        if not meets:
+        if kind.writes or not _meets(kind, found, partial, shadows, met):
             return found
         branched = any(r.of == "one sample" for r in tracer.report.reads)  # each on its own values
         return again(flags=BY_VALUE if branched else ORDER)
-    if kind.pointwise and kind.name in ("add", "where") and len(met) == 1:
-        if at.are_apart([s.sample for s in shadows]):
-            return again(next(iter(met)))
-    if kind.aliases and any(s.held and s.whole for s in shadows):
-        return again(hash((made[0], kind.name, tuple(found.sample.shape[1:]))))  # type: ignore[union-attr]
-    if kind.aliases or kind.name in ("copy", "detach", "alias"):
-        part = next((s.part for s in reversed(shadows) if s.held), None)
-        if kind.name == "detach" and current_task() == -1:
-            part = hash((part, "detach"))
-        return again(part)
+    merges = kind.pointwise and kind.name in ("add", "where") and len(met) == 1
+    if merges and at.are_apart([s.sample for s in shadows]):
+        return again(next(iter(met)))
+    if kind.aliases and not kind.writes:
+        return again(tracer.memory.part_of(out, found))
+    if kind.name == "copy":
+        return again(next((s.part for s in reversed(shadows) if s.held), None))
     numbers = (
         () if kind.name in _OF_POSITION else tuple(a for a in args if isinstance(a, (int, float)))
     )
     return again(hash((kind.name, numbers, *made)))
+
+
+def _meets(
+    kind: Kind, found: Shadow, partial: Sequence[Shadow], shadows: Sequence[Shadow], met: set
+) -> bool:  # fmt: skip
+    """In what holds all samples, some were treated in another way than the others."""
+    if len(met) > 1:
+        return True
+    if kind.pointwise:
+        return not at.are_apart([s.sample for s in shadows])
+    if found.mixed or not met:
+        return False
+    return kind.name not in ("cat", "stack", "block_diag") or len(partial) < sum(
+        s.held for s in shadows
+    )
 
 
 def _identified(tracer: Tracer, x: Tensor, shadow: Shadow) -> Any:

@@ -21,13 +21,61 @@ from fastclip.trace.shadow import (
 )
 
 POINTWISE = frozenset(
-    "_to_copy copy fill zero tril triu native_dropout ones_like full_like bernoulli masked_fill "
-    "lift_fresh exponential normal uniform random log_normal cauchy geometric floor_divide "
-    "_conj_physical isclose silu_backward elu_backward hardtanh_backward leaky_relu_backward "
-    "softplus_backward log_sigmoid_forward log_sigmoid_backward hardswish hardswish_backward "
-    "hardsigmoid_backward mish_backward expand_copy _assert_async rrelu_with_noise "
-    "special_logit fused_dropout _fused_dropout is_same_size logaddexp erfinv set_data "
-    "native_dropout_backward gelu_backward clamp".split()  # noqa: SIM905
+    [
+        "_to_copy",
+        "copy",
+        "fill",
+        "zero",
+        "tril",
+        "triu",
+        "native_dropout",
+        "ones_like",
+        "full_like",
+        "bernoulli",
+        "masked_fill",
+        "lift_fresh",
+        "exponential",
+        "normal",
+        "uniform",
+        "random",
+        "log_normal",
+        "cauchy",
+        "geometric",
+        "floor_divide",
+        "_conj_physical",
+        "isclose",
+        "silu_backward",
+        "elu_backward",
+        "hardtanh_backward",
+        "leaky_relu_backward",
+        "softplus_backward",
+        "log_sigmoid_forward",
+        "log_sigmoid_backward",
+        "hardswish",
+        "hardswish_backward",
+        "hardsigmoid_backward",
+        "mish_backward",
+        "expand_copy",
+        "_assert_async",
+        "rrelu_with_noise",
+        "special_logit",
+        "fused_dropout",
+        "_fused_dropout",
+        "is_same_size",
+        "logaddexp",
+        "erfinv",
+        "set_data",
+        "native_dropout_backward",
+        "gelu_backward",
+        "clamp",
+        "_prelu_kernel",
+        "_prelu_kernel_backward",
+        "glu_jvp",
+        "rrelu_with_noise_backward",
+        "hardshrink_backward",
+        "softshrink_backward",
+        "infinitely_differentiable_gelu_backward",
+    ]
 )
 """Operators that torch does not tag as pointwise, but that are."""
 _DRAWN = frozenset(
@@ -36,32 +84,140 @@ _DRAWN = frozenset(
 _FILLED = frozenset(
     "fill zero zeros_like ones_like full_like rand_like randn_like".split()  # noqa: SIM905
 )
+_LIKE = frozenset(
+    [
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "empty_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "new_empty_strided",
+    ]
+)
+"""They take no numbers of their operand."""
 _LINEAR = frozenset(
-    "mul div neg _to_copy clone copy add sub expand view _unsafe_view reshape squeeze unsqueeze "
-    "detach alias".split()  # noqa: SIM905
+    [
+        "mul",
+        "div",
+        "neg",
+        "_to_copy",
+        "clone",
+        "copy",
+        "add",
+        "sub",
+        "expand",
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "squeeze",
+        "unsqueeze",
+        "detach",
+        "alias",
+    ]
 )
 """A sum over samples stays one under these."""
 _HOMOGENEOUS = frozenset(
-    "mul div neg _to_copy clone expand view _unsafe_view reshape squeeze unsqueeze detach alias sum mean "
-    "mm bmm t transpose permute slice select unbind split split_with_sizes expand_copy cumsum flip roll "
-    "repeat diagonal unfold index index_select gather tril triu _reshape_alias".split()  # noqa: SIM905
+    [
+        "mul",
+        "div",
+        "neg",
+        "_to_copy",
+        "clone",
+        "expand",
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "squeeze",
+        "unsqueeze",
+        "detach",
+        "alias",
+        "sum",
+        "mean",
+        "mm",
+        "bmm",
+        "t",
+        "transpose",
+        "permute",
+        "slice",
+        "select",
+        "unbind",
+        "split",
+        "split_with_sizes",
+        "expand_copy",
+        "cumsum",
+        "flip",
+        "roll",
+        "repeat",
+        "diagonal",
+        "unfold",
+        "index",
+        "index_select",
+        "gather",
+        "tril",
+        "triu",
+        "_reshape_alias",
+    ]
 )
 """A factor of their first operand is one of the result; of either one, if it is a product."""
 _PRODUCTS = frozenset(("mul", "mm", "bmm"))
 _ADDING = frozenset(
-    "add sub cat stack where index_put index_add scatter_add copy masked_fill".split()
-)  # noqa: SIM905
+    [
+        "add",
+        "sub",
+        "cat",
+        "stack",
+        "where",
+        "index_put",
+        "index_add",
+        "scatter_add",
+        "copy",
+        "masked_fill",
+    ]
+)
 """A factor of all operands is one of the result; zeros have any."""
 _LINEAR_BACKWARD = frozenset(
-    "slice_backward select_backward diagonal_backward unfold_backward embedding_dense_backward "
-    "convolution_backward _softmax_backward_data _log_softmax_backward_data native_layer_norm_backward "
-    "_fused_rms_norm_backward native_group_norm_backward threshold_backward tanh_backward "
-    "sigmoid_backward gelu_backward silu_backward elu_backward leaky_relu_backward softplus_backward "
-    "hardswish_backward hardtanh_backward mish_backward native_dropout_backward nll_loss_backward "
-    "nll_loss2d_backward mse_loss_backward smooth_l1_loss_backward huber_loss_backward "
-    "binary_cross_entropy_backward avg_pool2d_backward max_pool2d_with_indices_backward "
-    "_adaptive_avg_pool2d_backward log_sigmoid_backward native_batch_norm_backward "
-    "_scaled_dot_product_flash_attention_for_cpu_backward".split()  # noqa: SIM905
+    [
+        "slice_backward",
+        "select_backward",
+        "diagonal_backward",
+        "unfold_backward",
+        "embedding_dense_backward",
+        "convolution_backward",
+        "_softmax_backward_data",
+        "_log_softmax_backward_data",
+        "native_layer_norm_backward",
+        "_fused_rms_norm_backward",
+        "native_group_norm_backward",
+        "threshold_backward",
+        "tanh_backward",
+        "sigmoid_backward",
+        "gelu_backward",
+        "silu_backward",
+        "elu_backward",
+        "leaky_relu_backward",
+        "softplus_backward",
+        "hardswish_backward",
+        "hardtanh_backward",
+        "mish_backward",
+        "native_dropout_backward",
+        "nll_loss_backward",
+        "nll_loss2d_backward",
+        "mse_loss_backward",
+        "smooth_l1_loss_backward",
+        "huber_loss_backward",
+        "binary_cross_entropy_backward",
+        "avg_pool2d_backward",
+        "max_pool2d_with_indices_backward",
+        "_adaptive_avg_pool2d_backward",
+        "log_sigmoid_backward",
+        "native_batch_norm_backward",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+    ]
 )
 """Linear in the gradient, their first operand."""
 
@@ -124,13 +280,18 @@ def _ignored(call: Operation) -> list[Out] | None:
 def _degree(call: Operation, operands: Sequence[Tensor], shadows: Sequence[Shadow]) -> int | None:
     """Of a sum over samples, under operations that are linear in it."""
     held = [s for s in shadows if s.held]
+    if call.name in ("mul", "div") and not any(s.mixed for s in held):
+        numbers = [x for x in call.args if isinstance(x, (int, float))]
+        numbers += [x.item() for x in operands if not x.dim() and not call.shadow(x).held]
+        if call.tracer.memory.samples in numbers:  # each sample's own loss, over b
+            call.tracer.report.divided = True
     if call.name not in _LINEAR or not held:
         return None
     degrees = [s.degree for s in held]
     if call.name in ("add", "sub") and len(held) == 2:
         # A sum over samples, and terms of which each is one sample's: the sum is such a sum as well.
         mixed = [s for s in held if s.mixed]
-        if mixed and all(s.degree == 0 for s in mixed):
+        if all(s.degree == 0 for s in mixed) and (mixed or not any(s.whole for s in held)):
             return 0
     if None in degrees or len(set(degrees)) != 1:
         return None
@@ -158,6 +319,8 @@ def factored(call: Operation, shadows: Sequence[Shadow]) -> list[Shadow] | None:
     Returns:
         None: there is no such number in it, and the rule decides.
     """
+    if call.name in _LIKE or call.name == "zero":
+        return None
     found = _times_shared(call)
     if found is not None or call.name.endswith("_like") or all(s.factor is None for s in shadows):
         return found
@@ -184,6 +347,7 @@ def _times_shared(call: Operation) -> list[Shadow] | None:
     for k in (1, 0) if call.name == "mul" else (1,):
         own, x = shared(call, call.args[k]), call.shadow(call.args[1 - k])
         if own is not None and not (x.mixed and x.factor is None and x.degree is None):
+            call.by_values = True  # the number differs from call to call
             factor = hash((x.factor, own, call.name))
             flags = x.flags & (STICKY | TRAINED | FOREIGN) | call.flags(call.args[k]) & ORDER
             return [call.tracer.made(x.sample, flags, factor=factor)]
@@ -205,9 +369,9 @@ def _kept_factor(call: Operation) -> int | None:
         return call.shadow(carriers[0]).factor if alone else None
     if name not in _ADDING:
         return None
-    if name in ("add", "sub", "masked_fill") and not isinstance(call.args[-1], Tensor):
-        if call.args[-1] != 0:
-            return None
+    number = None if isinstance(call.args[-1], Tensor) else call.args[-1]
+    if name in ("add", "sub", "masked_fill") and number not in (None, 0):
+        return None
     chosen = {
         "where": [0],
         "index_put": [],

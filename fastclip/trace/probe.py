@@ -8,6 +8,7 @@ of every pair has the bits of its sample's number; one that moves in both follow
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,23 +20,56 @@ from fastclip.trace.operation import Operation
 from fastclip.trace.shadow import BY_VALUE, Shadow
 
 _TRIALS = 2
+_CHECKS = frozenset(
+    [
+        "gather",
+        "scatter",
+        "scatter_add",
+        "scatter_reduce",
+        "index_select",
+        "index",
+        "index_put",
+        "index_add",
+        "index_copy",
+        "index_fill",
+        "embedding",
+        "nll_loss_forward",
+        "nll_loss2d_forward",
+        "nll_loss_backward",
+        "nll_loss2d_backward",
+        "mul",
+        "add",
+        "sub",
+        "div",
+        "eq",
+        "take_along_dim",
+        "where",
+        "clone",
+        "to",
+        "_to_copy",
+        "sort",
+        "pow",
+    ]
+)
+"""Operations that check whole numbers, or take them as numbers alone."""
 
 
 def probed(
     call: Operation, tensors: Sequence[Tensor], shadows: Sequence[Shadow], flags: int,
-    before: Sequence[Tensor] | None = None,
+    before: Sequence[Tensor] | None = None, *, fills: bool = True,
 ) -> list[Shadow]:  # fmt: skip
     """Shadows of what the operation returned.
 
     Args:
         tensors, shadows: its operands. flags: what they hand on. before: what they held, if the
-            operation has written into them.
+            operation has written into them. fills: entries that nothing has moved belong to the sample
+            that moves all others beside them.
     """
     tracer, call.by_values = call.tracer, True
     tracer.report.probed[call.name] = tracer.report.probed.get(call.name, 0) + 1
     everything = [tracer.made(at.everywhere(at.SEVERAL, x.dim()), flags) for x in call.outs]
     strided = all(x.layout is torch.strided and not x.is_meta for x in tensors)
-    if not tracer.probes or not strided:
+    if not tracer.probes or not strided or not _is_safe(call, tensors, shadows):
         return everything
     state = torch.get_rng_state()
     try:
@@ -45,7 +79,37 @@ def probed(
         return everything
     finally:
         torch.set_rng_state(state)
+    if fills:
+        found = [_filled(x) for x in found]
     return [tracer.made(at.compressed(x), flags | BY_VALUE) for x in found]
+
+
+def _filled(found: Tensor) -> Tensor:
+    """Entries that no sample has moved, by chance, belong to the one that moves all others there."""
+    none = found == at.NONE
+    if found.dim() < 1 or not bool(none.any()) or bool(none.all()):
+        return found
+    for axis in range(found.dim()):
+        others = [d for d in range(found.dim()) if d != axis]
+        most = found.amax(others, keepdim=True) if others else found
+        if bool(((found == most) | none).all()):
+            return most.expand(found.shape)
+    return found
+
+
+def _is_safe(call: Operation, tensors: Sequence[Tensor], shadows: Sequence[Shadow]) -> bool:
+    """No whole numbers need be changed that may say where others lie, if kernels do not check them."""
+    if call.name in _CHECKS:
+        return True
+    whole = [_is_whole(x) for x in tensors]
+    changed = any(w and s.held for w, s in zip(whole, shadows, strict=True))
+    return not changed or all(
+        w or x.dtype == torch.bool for w, x in zip(whole, tensors, strict=True)
+    )
+
+
+def _is_whole(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
 def _asked(
@@ -79,9 +143,7 @@ def _asked(
         for side in (1, 0):
             hit = [torch.zeros(x.shape, dtype=torch.bool) for x in first]
             for trial in range(_TRIALS):
-                now = run(
-                    lambda x, s, side=side, trial=trial: _changed(x, _half(s, bit, side), trial)
-                )
+                now = run(partial(_half_changed, bit=bit, side=side, trial=trial))
                 for seen, x, y in zip(hit, first, now, strict=True):
                     seen |= _moves(x, y)
             sides.append(hit)
@@ -93,6 +155,10 @@ def _asked(
         n.masked_fill(~m, at.NONE).masked_fill(s, at.SEVERAL)
         for n, m, s in zip(number, moved, several, strict=True)
     ]
+
+
+def _half_changed(x: Tensor, sample: Tensor, bit: int, side: int, trial: int) -> Tensor:
+    return _changed(x, _half(sample, bit, side), trial)
 
 
 def _half(sample: Tensor, bit: int, side: int) -> Tensor:

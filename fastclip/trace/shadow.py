@@ -89,7 +89,7 @@ class Shadows:
         self._found: dict[tuple, Shadow] = {}
         self._entries = 0
         self.remembered: dict[tuple, tuple[list[Shadow], list[Shadow]]] = {}
-        """(operator, arguments, shapes, shadows) -> what it returned, and the shadows, which it keeps."""
+        """(operator, arguments, shapes, shadows) -> what it returned, and those shadows, kept."""
         self.constant = self.of_no_sample()
 
     def of_no_sample(self, flags: int = 0, factor: int | None = None) -> Shadow:
@@ -109,7 +109,8 @@ class Shadows:
         found = self._found.get(key)
         if found is None:
             self._make_room(sample.numel())
-            found = self._made(sample, samples, flags, degree, part, factor)
+            # A copy: it may lie in a memory's record, which is written into.
+            found = self._made(sample.clone(), samples, flags, degree, part, factor)
             self._found[key] = found
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -23,7 +23,7 @@ from fastclip.trace import attribution as at
 from fastclip.trace import indices, layers, movement  # noqa: F401 - they register their rules
 from fastclip.trace.collectives import exchanged
 from fastclip.trace.findings import Cause, Lines, Read, Report, is_a_loaders
-from fastclip.trace.memory import Memory
+from fastclip.trace.memory import Memory, geometry_of
 from fastclip.trace.operation import Kind, Operation, Out
 from fastclip.trace.order import flagged, is_uneven, ordered
 from fastclip.trace.parts import parts_told
@@ -110,12 +110,21 @@ class Tracer(TorchDispatchMode):
         """Numbers of samples have left torch in this step."""
         self.guarded_labels: set[int] = set()
         """Memory of labels that a guard watches in later steps."""
-        self.outside: list[tuple[Tensor, str]] = []
-        """Trained leaves that are none of the model's, and the line where each first met data."""
+        self.on_outside: Callable[[Tensor, str], None] | None = None
+        """Called with a trained tensor that is none of the model's, and the line where it meets data."""
+        self._outside_met: set[int] = set()
         self._numbers: dict[float, str] = {}
         """Read from several samples, and where."""
         self.idle = 0
         self._thread: int | None = None
+        self.takes_others = True
+        """Tensors as long as the batch that no operation of the step has made are the samples' own."""
+        self.trail: int | None = None
+        """Of the operations so far and their operands; a number from the beginning, if it is wanted."""
+        self.wanted: dict[int, bool] = {}
+        """Answers that Python is to get to the yes-or-no questions of these numbers."""
+        self.answers: list[bool] = []
+        """What it got."""
         self.stopped = False
         """It observes nothing any more, and leaves its place when it can."""
 
@@ -153,12 +162,12 @@ class Tracer(TorchDispatchMode):
         self.same_samples = None
         self.guarded_labels.clear()
         self._numbers.clear()
-        self.outside.clear()
+        self._outside_met.clear()
 
     def end(self) -> None:
         """The step is over: what of it is still held may be read by the next one."""
         self.lines.forget()
-        self.outside.clear()
+        self.on_outside = None
         self.report.carried = [record.cause for record in self.memory.end_step()]  # type: ignore[misc]
 
     def leave(self) -> bool:
@@ -212,6 +221,7 @@ class Tracer(TorchDispatchMode):
         """
         held = [shadow for shadow in shadows if shadow.held]
         of = "chance"
+        self.memory.lengths_read |= what.startswith(("lengths", "number of"))
         if not held and is_a_loaders(sys._getframe(1)):
             return of  # the seed of its workers
         if held:
@@ -246,23 +256,31 @@ class Tracer(TorchDispatchMode):
             factor |= shadow.factor is not None
             flags |= shadow.flags
         if kind.reads and (hot or flags & RANDOM):
-            return self._read_number(kind, func(*args, **kwargs), shadows)
+            return self._answer(self._read_number(kind, func(*args, **kwargs), shadows))
+        if self.trail is not None:
+            self._note(key, tensors)
         if not hot:
             return self._constant(func, kind, args, kwargs, tensors, shadows)
         self.lines.note()
-        if flags & FOREIGN:
+        if flags & FOREIGN and not self._unpacks:
             for x, shadow in zip(tensors, shadows, strict=True):
                 if shadow.flags & FOREIGN:
                     self._outside(x)
         for x, shadow in zip(tensors, shadows, strict=True):
             if (
                 x.requires_grad
+                and not self._unpacks
                 and shadow is self.shadows.constant
                 and self.memory.record(x) is None
             ):
                 self._outside(x)
                 self.memory.write(x, self.shadows.of_no_sample(TRAINED))
         return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key)
+
+    @property
+    def _unpacks(self) -> bool:
+        """What runs are nodes of the graph, whose tensors were saved before."""
+        return current_task() != -1 and not torch.is_grad_enabled()
 
     def _read_number(self, kind: Kind, value: Any, shadows: list[Shadow]) -> Any:
         if self.read(kind.name, shadows) == "several samples" and not isinstance(value, bool):
@@ -276,9 +294,9 @@ class Tracer(TorchDispatchMode):
                 continue
             line = self._numbers.get(value)
             sizes = {
+                -1,
                 0,
                 1,
-                -1,
                 2,  # of `2 * x` and squares, and the largest of three classes
                 self.memory.samples,
                 *(n for x in tensors for n in (*x.shape, x.numel())),
@@ -289,6 +307,20 @@ class Tracer(TorchDispatchMode):
                     self.lines.current(),
                 )
                 self.report.add("read", cause, "your loss")
+
+    def _answer(self, number: Any) -> Any:
+        if isinstance(number, bool):
+            number = self.wanted.get(len(self.answers), number)
+            self.answers.append(number)
+        else:
+            self.trail = None  # other numbers can have any effect
+        return number
+
+    def _note(self, key: list, tensors: list[Tensor]) -> None:
+        held = [
+            (self.memory.serial(x), geometry_of(x)) for x in tensors if x.layout is torch.strided
+        ]
+        self.trail = hash((self.trail, repr(key), len(tensors), *held))
 
     def _kind(self, func: Any) -> Kind | None:
         if not hasattr(func, "_schema"):
@@ -304,7 +336,9 @@ class Tracer(TorchDispatchMode):
                 return self.shadows.constant
             found = self.shadows.of_no_sample(TRAINED)
             self.memory.write(x, found)
-        elif found.sample is None and x.requires_grad and x.is_leaf and not found.flags & TRAINED:
+        elif not found.held and x.requires_grad and x.is_leaf and not found.flags & TRAINED:
+            if current_task() != -1:  # a view that was kept for this backward pass
+                return found
             found = self.shadows.of_no_sample(TRAINED if x in self.known else TRAINED | FOREIGN)
             self.memory.write(x, found)
         return found
@@ -314,7 +348,7 @@ class Tracer(TorchDispatchMode):
         shadows: list[Shadow], flags: int, key: list,
     ) -> Any:  # fmt: skip
         """An operation on samples."""
-        if self._numbers and kind.pointwise:
+        if self._numbers and kind.name in ("mul", "div", "add", "sub"):
             self._check_numbers(kind, args, tensors)
         before = [x.clone() for x in tensors] if kind.writes and kind.rule is None else None
         beside = tensors
@@ -326,7 +360,7 @@ class Tracer(TorchDispatchMode):
             if isinstance(out, Tensor)
             else [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         )
-        if kind.reshapes:
+        if kind.reshapes or not outs:
             return out
         known = None if kind.by_values or flags & MOVED else self._key(key, shadows, tensors)
         found = None if known is None else self._recalled(known)
@@ -341,7 +375,7 @@ class Tracer(TorchDispatchMode):
             with self.aside():
                 found = ordered(self, kind, found, beside, shadows, outs)
         if any(s.held and not s.whole for s in (*found, *shadows)):
-            found = parts_told(self, kind, args, tensors, shadows, found)
+            found = parts_told(self, kind, args, tensors, shadows, found, outs)
         cause = self._cause(kind, tensors, shadows, found)
         if kind.fresh:
             found = [self._nobody(outs[0])]
@@ -392,6 +426,8 @@ class Tracer(TorchDispatchMode):
             out = Out(out)
         flags = out.add | learned if out.exact else (kept | out.add | learned) & ~out.drop
         sample = at.fitted(out.sample, x.dim())
+        if learned and (sample is None or (sample.numel() == 1 and int(sample) == at.NONE)):
+            flags |= TRAINED
         sample = None if sample is None else sample.contiguous()
         return self.made(sample, flags, degree=out.degree, factor=out.factor)
 
@@ -402,13 +438,19 @@ class Tracer(TorchDispatchMode):
         if self.report.factor_cause is None and any(s.factor is not None for s in found):
             shapes = tuple(tuple(x.shape) for x in tensors)
             self.report.factor_cause = Cause(kind.base, self.lines.current(), shapes)
-        if not any(s.mixed and s.degree is None for s in found):
+        backward = current_task() != -1
+        if not any(
+            (s.mixed and s.degree is None)
+            or s.flags & ORDER
+            or (backward and s.held and not s.whole)
+            for s in found
+        ):
             return None
         for x, shadow in zip(tensors, shadows, strict=True):
             if shadow.held and (earlier := self.memory.cause(x)) is not None:
                 return earlier
         held = tuple(tuple(x.shape) for x in tensors)
-        cause = Cause(kind.base, self.lines.current(), held, current_task() != -1)
+        cause = Cause(kind.base, self.lines.current(), held, backward)
         if cause not in self.report.mixing:
             self.report.mixing.append(cause)
         return cause
@@ -465,7 +507,7 @@ class Tracer(TorchDispatchMode):
             call = Operation(self, kind, func, args, kwargs, tensors, shadows, outs)
             with self.aside():
                 found = factored(call, shadows)
-            for x, shadow in zip(outs, found or [], strict=True):
+            for x, shadow in zip(outs, found or [self.shadows.constant] * len(outs), strict=True):
                 self.memory.write(x, shadow, whole=not kind.writes)
             return out
         foreign = self._has_foreign(tensors, shadows)
@@ -492,7 +534,7 @@ class Tracer(TorchDispatchMode):
     @staticmethod
     def _has_foreign(tensors: list[Tensor], shadows: list[Shadow]) -> bool:
         """Trained tensors are among these that are none of the model's."""
-        return any(
+        return current_task() == -1 and any(
             s.flags & FOREIGN or (x.requires_grad and x.is_leaf and not s.flags & TRAINED)
             for x, s in zip(tensors, shadows, strict=True)
         )
@@ -530,11 +572,13 @@ class Tracer(TorchDispatchMode):
         }  # fmt: skip
         found = list(shadows)
         for k, x in enumerate(tensors):
-            if x.requires_grad or id(x) in channels or x.layout is not torch.strided:
+            trained = x.requires_grad and x.is_leaf
+            if trained or id(x) in channels or x.layout is not torch.strided:
                 continue
-            if self._from_nowhere(x) and current_task() == -1:
+            if self.takes_others and self._from_nowhere(x) and current_task() == -1:
                 axis = self._samples_axis(x)
                 if axis is not None and (self.same_samples or not self.memory.was_given(x)):
+                    self._outside(x)
                     self._seed_elsewhere(x, axis)
                     found[k] = self.shadow_of(x)
         return found
@@ -547,9 +591,11 @@ class Tracer(TorchDispatchMode):
         self.seed(base, axis)
 
     def _outside(self, x: Tensor) -> None:
-        trained = x.is_leaf and x.requires_grad and base_of(x) is None
-        if trained and not any(x is other for other, _ in self.outside):
-            self.outside.append((x, self.lines.current()))
+        apart = not x.is_leaf or base_of(x) is None
+        if x.requires_grad and apart and id(x) not in self._outside_met:
+            self._outside_met.add(id(x))
+            if self.on_outside is not None:
+                self.on_outside(x, self.lines.current())
 
     def _samples_axis(self, x: Tensor) -> int | None:
         """The first axis that is as long as the batch."""

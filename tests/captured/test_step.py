@@ -20,6 +20,7 @@ from tests.oracle import clipped_sum, norms, relative_error, summed
 STRATEGIES = {
     "flat": clipping.dp_sgd(),
     "automatic": clipping.automatic(),
+    "automatic_v": clipping.automatic(0),
     "adaptive": clipping.adaptive(),
     "per layer": clipping.per_layer(),
     "groups": clipping.dpsgd_f(3, thresholds="previous_step"),

@@ -63,6 +63,7 @@ CASES = {
     "per_layer": Case(clipping.per_layer(), paper.per_layer, C=LAYERS),
     "automatic": Case(clipping.automatic(), paper.automatic),
     "automatic_gamma": Case(clipping.automatic(0.3), partial(paper.automatic, gamma=0.3)),
+    "automatic_v": Case(clipping.automatic(0.0), partial(paper.automatic, gamma=0.0)),
     "fixed_soft": Case(clipping.fixed_soft(), paper.fixed_soft),
     "fixed_soft_eps": Case(clipping.fixed_soft(0.2), partial(paper.fixed_soft, eps=0.2)),
     "adaptive": Case(clipping.adaptive(), paper.adaptive),

@@ -116,6 +116,7 @@ CASES = {
     "normalized_dp_sgd": Case(clipping.normalized_dp_sgd(), constant(lambda n: hard(n, C) / C)),
     "fixed_soft": Case(clipping.fixed_soft(), constant(lambda n: torch.tanh(C / (n + 1e-6)))),
     "automatic": Case(clipping.automatic(), constant(lambda n: C / (n + 0.01))),
+    "automatic_v": Case(clipping.automatic(0.0), constant(lambda n: C / n)),
     "soft_ada_clip": Case(clipping.soft_ada_clip(), soft_ada_clip),
     "global_adapt": Case(clipping.global_adapt(Z), global_adapt),
     "dpsgd_f": Case(clipping.dpsgd_f(K), dpsgd_f(False)),

@@ -35,6 +35,7 @@ STRATEGIES = {
     "flat": "flat",
     "per_layer": "per_layer",
     "automatic": clipping.automatic(),
+    "automatic_v": clipping.automatic(0),
     "adaptive": clipping.adaptive(),
     "normalized": clipping.normalized_dp_sgd(),
 }

@@ -49,12 +49,12 @@ def every_row(m: Any, h: Tensor) -> Tensor:
 
 def windows(m: Any, h: Tensor) -> Tensor:
     b = len(h)
-    w = h.view(b, 3, 2, D).permute(1, 0, 2, 3).reshape(3 * b, 2, D)
+    w = h.reshape(b, 3, 2, D).permute(1, 0, 2, 3).reshape(3 * b, 2, D)
     return m.experts[1](w).view(3, b, 2, D).permute(1, 0, 2, 3).reshape(b, T, D)
 
 
 def heads(m: Any, h: Tensor) -> Tensor:
-    q = h.view(len(h), T, 2, 4).transpose(1, 2)
+    q = h.reshape(len(h), T, 2, 4).transpose(1, 2)
     out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
     return out.transpose(1, 2).reshape(h.shape)
 
@@ -304,21 +304,22 @@ APART: dict[str, Step] = {
     ),
     "masked scatter": lambda m, h: torch.zeros_like(h).masked_scatter(h > 0, h[h > 0]),
     "unfold": lambda m, h: F.pad(h, (0, 0, 1, 1)).unfold(1, 3, 1).mean(-1),
-    "as strided": lambda m, h: h.contiguous().as_strided(
-        (len(h), T - 1, 2, D), (T * D, D, D, 1)
-    ).mean(2).repeat(1, 2, 1)[:, :T],
+    "as strided": lambda m, h: (
+        h.contiguous()
+        .as_strided((len(h), T - 1, 2, D), (T * D, D, D, 1))
+        .mean(2)
+        .repeat(1, 2, 1)[:, :T]
+    ),
     "fourier": lambda m, h: torch.fft.irfft(torch.fft.rfft(h, dim=1) * 2, n=T, dim=1),
     "complex": complex_turn,
     "table": lambda m, h: h + m.table(h.argmax(-1)),
-    "table by bucket": lambda m, h: h + m.table(
-        torch.bucketize(h.mean(-1), torch.linspace(-1, 1, 6))
+    "table by bucket": lambda m, h: (
+        h + m.table(torch.bucketize(h.mean(-1), torch.linspace(-1, 1, 6)))
     ),
     "codebook": quantized,
     "row by row": lambda m, h: torch.stack([m.norm(h[i]) * 2 for i in range(len(h))]),
     "rows as modules": lambda m, h: torch.stack([m.experts[2](r) for r in h]),
-    "position by position": lambda m, h: torch.cat(
-        [x.unsqueeze(1) * 1.5 for x in h.unbind(1)], 1
-    ),
+    "position by position": lambda m, h: torch.cat([x.unsqueeze(1) * 1.5 for x in h.unbind(1)], 1),
     "pieces of one": lambda m, h: torch.cat([torch.tanh(c) for c in h.split(1)]),
     "recurrent": lambda m, h: m.recurrent(h.transpose(0, 1))[0].transpose(0, 1),
     "batch first": lambda m, h: m.first(h)[0],
@@ -327,8 +328,8 @@ APART: dict[str, Step] = {
     "packed": packed,
     "scan": scan,
     "dropout": lambda m, h: F.dropout(h, 0.0),
-    "masked mean": lambda m, h: h - (h * (h > 0)).sum(1, keepdim=True) / (
-        (h > 0).sum(1, keepdim=True) + 1
+    "masked mean": lambda m, h: (
+        h - (h * (h > 0)).sum(1, keepdim=True) / ((h > 0).sum(1, keepdim=True) + 1)
     ),
     "routed by nonzero": routed_by_nonzero,
     "routed by sort": routed_by_sort,
@@ -358,9 +359,7 @@ APART: dict[str, Step] = {
     "vmap": lambda m, h: torch.vmap(lambda z: m.experts[1](z).tanh())(h),
     "vmap twice": lambda m, h: torch.vmap(lambda r: torch.vmap(torch.sin)(r) * r.sum())(h),
     "image to columns": lambda m, h: F.unfold(h[:, None], (1, D)).transpose(1, 2).reshape(h.shape),
-    "interpolate": turned(
-        lambda m, h: F.interpolate(h, scale_factor=2, mode="linear")[:, :, ::2]
-    ),
+    "interpolate": turned(lambda m, h: F.interpolate(h, scale_factor=2, mode="linear")[:, :, ::2]),
     "bilinear": lambda m, h: F.interpolate(h[:, None], size=(2 * T, D), mode="bilinear")[:, 0, ::2],
     "max pool": turned(lambda m, h: F.max_pool1d(h, 3, 1, 1)),
     "average pool": turned(lambda m, h: F.avg_pool1d(h, 3, 1, 1)),
@@ -372,22 +371,27 @@ APART: dict[str, Step] = {
     "selu": lambda m, h: F.alpha_dropout(F.selu(h), 0.0),
     "pad": lambda m, h: F.pad(h, (0, 0, 2, 0))[:, :T],
     "other layout": lambda m, h: h.permute(2, 1, 0).contiguous().permute(2, 1, 0),
-    "finer fold": lambda m, h: h.view(len(h) * 2, 3, D).softmax(1).view(h.shape),
+    "finer fold": lambda m, h: h.reshape(len(h) * 2, 3, D).softmax(1).view(h.shape),
     "depthwise": turned(lambda m, h: F.conv1d(h, m.conv.weight[:, :1], groups=D, padding=1)),
-    "folded convolution": lambda m, h: F.conv1d(
-        h.reshape(1, len(h) * T, D).transpose(1, 2), m.experts[0].weight[:, :, None]
-    ).transpose(1, 2).view(h.shape),
+    "folded convolution": lambda m, h: (
+        F.conv1d(h.reshape(1, len(h) * T, D).transpose(1, 2), m.experts[0].weight[:, :, None])
+        .transpose(1, 2)
+        .view(h.shape)
+    ),
     "samples as groups": grouped,
     "differences": lambda m, h: F.pad(h.diff(dim=1), (0, 0, 1, 0)),
-    "search": lambda m, h: h + torch.searchsorted(
-        h.sort(-1)[0].contiguous(), h.contiguous()
-    ).to(h) / D,
+    "search": lambda m, h: (
+        h + torch.searchsorted(h.sort(-1)[0].contiguous(), h.contiguous()).to(h) / D
+    ),
     "third": lambda m, h: h - h.kthvalue(3, 1, keepdim=True)[0],
     "median": lambda m, h: h - h.median(1, keepdim=True)[0],
     "expanded": lambda m, h: h[:, :1].expand_as(h) + h,
-    "shared keys": lambda m, h: torch.einsum(
-        "bthd,bshd->bhts", h.view(len(h), T, 2, 4), h.view(len(h), T, 2, 4)
-    ).softmax(-1).mean(1) @ h,
+    "shared keys": lambda m, h: (
+        torch.einsum("bthd,bshd->bhts", h.reshape(len(h), T, 2, 4), h.reshape(len(h), T, 2, 4))
+        .softmax(-1)
+        .mean(1)
+        @ h
+    ),
     "blocks": in_blocks,
     "segment sums": segment_sums,
     "segment maxima": segment_maxima,
@@ -419,7 +423,9 @@ APART: dict[str, Step] = {
     "own labels": frozen_labels,
     "centered": lambda m, h: centered(h, 1),
     "centered in all": lambda m, h: centered(h, 1, 2),
-    "meshed": lambda m, h: h + torch.stack(torch.meshgrid(count(T), count(D), indexing="ij")).sum(0),
+    "meshed": lambda m, h: (
+        h + torch.stack(torch.meshgrid(count(T), count(D), indexing="ij")).sum(0)
+    ),
     "trapezoid": lambda m, h: h - torch.trapezoid(h, dim=1)[:, None],
     "cross": lambda m, h: torch.cat([torch.cross(h[..., :3], h[..., 3:6], dim=-1), h[..., 3:]], -1),
     "renormed": lambda m, h: F.normalize(h, dim=-1) * m.positions[:, :1],
@@ -433,16 +439,19 @@ APART: dict[str, Step] = {
     "index over two": lambda m, h: h[:, [[0, 1], [2, 3]]].sum(2).repeat(1, 3, 1),
     "narrowed": lambda m, h: torch.cat([h.narrow(1, 3, 3), h.narrow(1, 0, 3)], 1),
     "movedim": lambda m, h: h.movedim(0, -1).contiguous().movedim(-1, 0) * 2,
-    "own extremes": lambda m, h: (h - h.amin((1, 2), keepdim=True)) / (
-        h.amax((1, 2), keepdim=True) - h.amin((1, 2), keepdim=True) + 1
+    "own extremes": lambda m, h: (
+        (h - h.amin((1, 2), keepdim=True))
+        / (h.amax((1, 2), keepdim=True) - h.amin((1, 2), keepdim=True) + 1)
     ),
     "addcmul": lambda m, h: torch.addcmul(h, h, m.positions, value=0.5),
     "lerp": lambda m, h: torch.lerp(h, h.flip(1), 0.3),
-    "scaled in place by own": lambda m, h: h.clone().mul_(h.detach().norm(dim=(1, 2), keepdim=True)),
+    "scaled in place by own": lambda m, h: h.clone().mul_(
+        h.detach().norm(dim=(1, 2), keepdim=True)
+    ),
     "nan to num": lambda m, h: torch.nan_to_num(h) + h.sign(),
     "cumulative product": lambda m, h: torch.sigmoid(h).cumprod(1) + h,
     "rms norm": lambda m, h: F.rms_norm(h, (D,)),
     "tiled": lambda m, h: h.tile(1, 2, 1)[:, ::2] + h,
     "swish gate": lambda m, h: m.experts[0](h) * torch.sigmoid(m.experts[1](h)),
-}  # fmt: skip
+}
 """By their names."""

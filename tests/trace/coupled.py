@@ -222,6 +222,17 @@ def numbered_scatter(m: Any, h: Tensor) -> Tensor:
     return h.scatter(1, at, 0.0)
 
 
+def numbered_write(m: Any, h: Tensor) -> Tensor:
+    h = h.clone()
+    h[count(len(h)), count(len(h)) % T] = 0.0
+    return h
+
+
+def numbered_selection(m: Any, h: Tensor) -> Tensor:
+    mask = count(T)[None, :] <= count(len(h))[:, None]
+    return h + torch.zeros_like(h).masked_scatter(mask[..., None], h[mask])
+
+
 def numbered_mask(m: Any, h: Tensor) -> Tensor:
     mask = count(T)[None, :, None] <= count(len(h))[:, None, None]
     return h.masked_fill(mask, 0.0)
@@ -247,6 +258,20 @@ def batch_codebook(m: Any, h: Tensor) -> Tensor:
     return h + h.reshape(-1, D)[nearest].view(h.shape)
 
 
+def columns_by_number(m: Any, h: Tensor) -> Tensor:
+    halves = [row[:, :4] if i % 2 else row[:, 4:] for i, row in enumerate(h)]
+    return torch.stack([x.repeat(1, 2) for x in halves])
+
+
+def layout_by_number(m: Any, h: Tensor) -> Tensor:
+    turned_ = [row.T if i % 2 else row.reshape(D, T) for i, row in enumerate(h)]
+    return torch.stack(turned_).transpose(1, 2)
+
+
+def reversed_by_number(m: Any, h: Tensor) -> Tensor:
+    return torch.stack([torch.cat([r[i % T :], r[: i % T]]) for i, r in enumerate(h)])
+
+
 COUPLED: dict[str, Step] = {
     "permutation": lambda m, h: h[count(len(h)).flip(0)],
     "random permutation": lambda m, h: h[torch.randperm(len(h))] + h,
@@ -263,9 +288,7 @@ COUPLED: dict[str, Step] = {
     "detached mean": lambda m, h: h - h.mean(0).detach(),
     "mean of the other layout": lambda m, h: h - h.transpose(0, 1).mean(1)[None],
     "sorted by data": lambda m, h: h[h[:, 0, 0].argsort()],
-    "gathered by data": lambda m, h: h.gather(
-        0, (h > 0).long().remainder(len(h)).expand(h.shape)
-    ),
+    "gathered by data": lambda m, h: h.gather(0, (h > 0).long().remainder(len(h)).expand(h.shape)),
     "taken by data": lambda m, h: h[(h[:, 0, 0] > 0).long().clamp(max=len(h) - 1)] + h,
     "masked by mean": lambda m, h: h.masked_fill(h.mean(0) > 0.0, 0.3),
     "shifted tokens": shifted,
@@ -274,14 +297,17 @@ COUPLED: dict[str, Step] = {
     "mean in a view": mean_in_view,
     "einsum over samples": lambda m, h: torch.einsum("btd,cte->bde", h, h)[:, :T] / len(h),
     "einsum of pairs": lambda m, h: torch.einsum("btd,cte->bd", h, h)[:, None] + h,
-    "scatter over samples": lambda m, h: h + torch.zeros_like(h).scatter_add(
-        0, h.argmax(-1, keepdim=True).remainder(len(h)).expand(h.shape), h
+    "scatter over samples": lambda m, h: (
+        h
+        + torch.zeros_like(h).scatter_add(
+            0, h.argmax(-1, keepdim=True).remainder(len(h)).expand(h.shape), h
+        )
     ),
     "unfold": lambda m, h: h + torch.cat([h, h[:1]]).unfold(0, 2, 1).mean(-1),
     "strides": lambda m, h: h + h.contiguous().as_strided(h.shape, (D, D, 1)),
-    "all by strides": lambda m, h: 0.01 * torch.as_strided(
-        h.contiguous().view(-1), (len(h) * T * D - 1,), (1,), 1
-    ).sum() + h,
+    "all by strides": lambda m, h: (
+        0.01 * torch.as_strided(h.contiguous().view(-1), (len(h) * T * D - 1,), (1,), 1).sum() + h
+    ),
     "fourier": lambda m, h: torch.fft.fft(h, dim=0).real,
     "number read": lambda m, h: h * 2 if h.mean().item() > 0 else h,
     "bool read": lambda m, h: h + 1 if bool((h[0] > 0.3).any()) else h,
@@ -328,9 +354,9 @@ COUPLED: dict[str, Step] = {
     "gram": lambda m, h: ((h.flatten(1) @ h.flatten(1).T).softmax(-1) @ h.flatten(1)).view(h.shape),
     "memory of rows": memory_of_rows,
     "whitened": whitened,
-    "one-hot of the best": lambda m, h: h * F.one_hot(
-        h[:, 0, 0].argmax(), len(h)
-    ).to(h)[:, None, None],
+    "one-hot of the best": lambda m, h: (
+        h * F.one_hot(h[:, 0, 0].argmax(), len(h)).to(h)[:, None, None]
+    ),
     "least": lambda m, h: h - h.amin(0, keepdim=True),
     "any": lambda m, h: h * (h > 1).any(0),
     "counted": lambda m, h: h / ((h > 0).sum(0) + 1),
@@ -345,11 +371,9 @@ COUPLED: dict[str, Step] = {
     "sum of earlier": lambda m, h: h + F.pad(h.cumsum(0)[:-1], (0, 0, 0, 0, 1, 0)),
     "overlapping writes": overlapping,
     "overlapping memory": overlapping_memory,
-    "cosines": lambda m, h: F.cosine_similarity(
-        h[:, None], h[None], dim=-1
-    ).mean(1)[..., None] * h,
-    "deviation in gradient": lambda m, h: h + (
-        h.detach().std() * h - (h.detach().std() * h).detach()
+    "cosines": lambda m, h: F.cosine_similarity(h[:, None], h[None], dim=-1).mean(1)[..., None] * h,
+    "deviation in gradient": lambda m, h: (
+        h + (h.detach().std() * h - (h.detach().std() * h).detach())
     ),
     "matrix norm": lambda m, h: h / torch.linalg.matrix_norm(h.reshape(-1, D)),
     "unique": first_of_each,
@@ -365,14 +389,12 @@ COUPLED: dict[str, Step] = {
     "sinkhorn": sinkhorn,
     "root mean square": lambda m, h: h / h.pow(2).mean().sqrt(),
     "even and odd": lambda m, h: torch.where((count(len(h)) % 2 == 0)[:, None, None], h, -h),
-    "even flipped": lambda m, h: torch.where(
-        (count(len(h)) % 2 == 0)[:, None, None], h, h.flip(0)
-    ),
+    "even flipped": lambda m, h: torch.where((count(len(h)) % 2 == 0)[:, None, None], h, h.flip(0)),
     "complex": complex_pairs,
     "norm over all": lambda m, h: F.layer_norm(h, h.shape),
-    "group norm over all": lambda m, h: F.group_norm(
-        h.reshape(1, -1, D).transpose(1, 2), 2
-    ).transpose(1, 2).reshape(h.shape),
+    "group norm over all": lambda m, h: (
+        F.group_norm(h.reshape(1, -1, D).transpose(1, 2), 2).transpose(1, 2).reshape(h.shape)
+    ),
     "columns of all": lambda m, h: F.unfold(h[None], (1, D)).sum() * 0.01 + h,
     "triangle of samples": lambda m, h: torch.einsum(
         "bc,ctd->btd", torch.ones(len(h), len(h)).triu(), h
@@ -392,15 +414,23 @@ COUPLED: dict[str, Step] = {
     "numbered gather": numbered_gather,
     "numbered scatter": numbered_scatter,
     "numbered mask": numbered_mask,
+    "numbered write": numbered_write,
+    "numbered selection": numbered_selection,
     "numbered table": numbered_embedding,
     "vmapped number": vmapped_number,
+    "columns by number": columns_by_number,
+    "layout by number": layout_by_number,
+    "cut by number": reversed_by_number,
+    "rows of one": lambda m, h: torch.stack([h[0] for _ in h]) + h,
     "first repeated": lambda m, h: h[[0, *range(len(h) - 1)]] + h if len(h) > 1 else h * 2,
     "layers by number": alternating,
     "first by another layer": split_order,
-    "mean by product": lambda m, h: h - (torch.ones(1, len(h)) @ h.flatten(1) / len(h)).view(1, T, D),
-    "mean by bmm": lambda m, h: h - torch.bmm(
-        torch.ones(T, 1, len(h)) / len(h), h.transpose(0, 1)
-    ).transpose(0, 1),
+    "mean by product": lambda m, h: (
+        h - (torch.ones(1, len(h)) @ h.flatten(1) / len(h)).view(1, T, D)
+    ),
+    "mean by bmm": lambda m, h: (
+        h - torch.bmm(torch.ones(T, 1, len(h)) / len(h), h.transpose(0, 1)).transpose(0, 1)
+    ),
     "next by loop": nested_loop,
     "nearest token": batch_codebook,
     "shared scale": shared_scale,
@@ -412,16 +442,19 @@ COUPLED: dict[str, Step] = {
     "running maximum": lambda m, h: h + h.cummax(0)[0],
     "norm over samples": lambda m, h: F.normalize(h, dim=0),
     "scan of moved": lambda m, h: moved(h, lambda g: g.cumsum(0)),
-    "interpolated": lambda m, h: F.interpolate(
-        h.permute(1, 2, 0), size=len(h), mode="linear"
-    ).permute(2, 0, 1) + F.interpolate(h.permute(1, 2, 0), scale_factor=2)[..., : len(h)].permute(2, 0, 1),
+    "interpolated": lambda m, h: (
+        F.interpolate(h.permute(1, 2, 0), size=len(h), mode="linear").permute(2, 0, 1)
+        + F.interpolate(h.permute(1, 2, 0), scale_factor=2)[..., : len(h)].permute(2, 0, 1)
+    ),
     "repeated wrongly": lambda m, h: h.repeat(2, 1, 1).view(len(h), 2, T, D).mean(1),
     "interleaved wrongly": lambda m, h: h.repeat_interleave(2, 0).view(2, len(h), T, D).mean(0),
-    "outer": lambda m, h: h + torch.einsum("b,c->bc", h.mean((1, 2)), h.mean((1, 2))).sum(1)[:, None, None],
+    "outer": lambda m, h: (
+        h + torch.einsum("b,c->bc", h.mean((1, 2)), h.mean((1, 2))).sum(1)[:, None, None]
+    ),
     "swapped features": lambda m, h: torch.cat([h[..., :4], others(h)[..., 4:]], -1),
     "target of others": lambda m, h: h + (others(h) - h).detach(),
     "median of all": lambda m, h: h - h.median(),
     "tensordot": lambda m, h: h + torch.tensordot(h, h, dims=([0, 1], [0, 1])).sum() / 99,
     "weighted by share": lambda m, h: h * (h.abs().sum((1, 2)) / h.abs().sum())[:, None, None],
-}  # fmt: skip
+}
 """By their names."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from fastclip.trace.attribution import SEVERAL
 from fastclip.trace.findings import HIDDEN, Report
 from fastclip.trace.law import Law
 from fastclip.trace.memory import geometry_of
+from fastclip.trace.outcomes import outcomes_agree
 from fastclip.trace.shadow import TRAINED, Shadow
 from fastclip.trace.tracer import Tracer
 
@@ -45,14 +46,19 @@ def has_data(shadow: Shadow) -> bool:
 
 
 class Standalone(Tracer):
-    """A tracer that asks the law by itself, at every operation that a trained tensor and data meet in."""
+    """A tracer that asks the law by itself, wherever a trained tensor and data meet."""
 
     def __init__(self, known: Iterable[Tensor], **more: Any) -> None:
         super().__init__(Tensors(known), **more)
+        self.takes_others = False
         self.law = Law(self)
+        self.given: list[Tensor] = []
         self._made: dict[tuple, tuple] = {}
         self._written: dict[int, tuple] = {}
-        self._hooked: set[tuple] = set()
+
+    def seed(self, x: Tensor, axis: int = 0) -> None:
+        self.given.append(x)
+        super().seed(x, axis)
 
     def _followed(
         self, func: Any, kind: Any, args: Any, kwargs: Any, tensors: list[Tensor], *more: Any
@@ -84,18 +90,16 @@ class Standalone(Tracer):
             return
         memory = x.untyped_storage()._cdata
         found = self._made.pop((memory, geometry_of(x)), None) or self._written.get(memory)
-        place = id(x.grad_fn), x.output_nr
-        if found is None or place in self._hooked:
+        hooked = x.grad_fn.metadata.setdefault("traced", set())
+        if found is None or x.output_nr in hooked:
             return
-        self._hooked.add(place)
+        hooked.add(x.output_nr)
         name, line, trained = found
         out, cause, key = self.shadow_of(x), self.memory.cause(x), (trained, tuple(x.shape[1:]))
         use = f"{name} at {line}"
         self.report.uses[use] = out
-        node = x.grad_fn  # held, as its number identifies it
 
         def arrived(g: Tensor) -> None:
-            assert node is not None
             self.law.gradient_arrived(use, key, out, cause, g)
 
         x.register_hook(arrived)
@@ -143,16 +147,46 @@ class Traced:
 
 def traced(
     model: nn.Module, step: Callable[[], Tensor], samples: Iterable[Tensor], *,
-    before: Callable[[Tracer], None] | None = None,
+    before: Callable[[Tracer], None] | None = None, explores: bool = False,
 ) -> Traced:  # fmt: skip
     """Run one step under the tracer.
 
     Args:
         model: whose parameters are trained. step: returns the loss. samples: tensors in which sample i
             lies at position i of the first axis. before: called with the tracer, as it is entered.
+        explores: yes-or-no questions that Python asks of numbers are answered in both ways.
     """
     samples = list(samples)
     tracer = Standalone([*model.parameters(), *model.buffers()])
+    degree, loss = _run(tracer, step, samples, before)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    kept = [*tracer.given, loss, *gradients]
+    if any(tracer.memory.alive(kept)):
+        gc.collect()
+    for record in tracer.memory.alive(kept):
+        tracer.report.add("carried", record.cause, "memory that is still held")
+    if explores and tracer.report.verdict == "path":
+
+        def run(wanted: Mapping[int, bool]) -> tuple[int | None, list[bool]]:
+            other = Standalone([*model.parameters(), *model.buffers()])
+            other.trail, other.wanted = 0, dict(wanted)
+            torch.manual_seed(0)
+            try:
+                _run(other, step, samples, before)
+            except Exception:
+                return None, other.answers
+            return other.trail, other.answers
+
+        asks = {"_local_scalar_dense", "is_nonzero"}
+        if {read.what for read in tracer.report.reads} <= asks and outcomes_agree(run):
+            tracer.report.reads.clear()
+    return Traced(tracer.report, degree, tracer)
+
+
+def _run(
+    tracer: Standalone, step: Callable[[], Tensor], samples: Sequence[Tensor],
+    before: Callable[[Tracer], None] | None,
+) -> tuple[int | None, Tensor]:  # fmt: skip
     tracer.enter()
     try:
         for x in samples:
@@ -167,10 +201,4 @@ def traced(
         tracer.law.end_step()
     finally:
         tracer.leave()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    kept = [*samples, loss, *gradients]
-    if any(tracer.memory.alive(kept)):
-        gc.collect()
-    for record in tracer.memory.alive(kept):
-        tracer.report.add("carried", record.cause, "memory that is still held")
-    return Traced(tracer.report, degree, tracer)
+    return degree, loss

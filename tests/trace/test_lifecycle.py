@@ -326,9 +326,9 @@ def test_a_run_that_is_dropped_in_the_middle_of_a_step() -> None:
     run = Run()
     kept = iter(run.loader)
     x, _ = next(kept)
-    run.model(x)
+    out = run.model(x)
     assert modes() == 1
-    del run
+    del run, out
     gc.collect()
     assert modes() == 0
 
