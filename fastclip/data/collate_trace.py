@@ -12,7 +12,7 @@ from fastclip._torch import Undispatched, pad_sequences
 from fastclip.data.batch_law import Node, leaves, opened
 from fastclip.data.item_tensors import seeded
 from fastclip.trace import attribution as at
-from fastclip.trace.findings import Cause, Report, current_line
+from fastclip.trace.findings import Cause, Report
 from fastclip.trace.memory import Memory
 from fastclip.trace.operation import Kind
 from fastclip.trace.shadow import Shadow
@@ -93,7 +93,7 @@ class _Tracer(Tracer):
         super()._put(kind, outs, found, cause, tensors)
         if kind.aliases or not any(s.held and (s.mixed or s.sample.numel() > 1) for s in found):  # type: ignore[union-attr]
             return
-        made = Cause(kind.base, current_line())
+        made = Cause(kind.base, self.lines.current())
         for x in outs:
             if (record := self.memory.record(x)) is not None:
                 self.makers[record.reference.cdata] = made
@@ -110,7 +110,7 @@ class _Tracer(Tracer):
             self.memory.write(made, self.made(at.compressed(found)))
         record = self.memory.record(made)
         assert record is not None
-        self.makers[record.reference.cdata] = Cause("pad_sequence", current_line())
+        self.makers[record.reference.cdata] = Cause("pad_sequence", self.lines.current())
 
 
 class _Composites(TorchFunctionMode):
