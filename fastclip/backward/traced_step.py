@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
 from fastclip._torch import backward_listeners, batch_listeners, current_task
@@ -163,9 +164,13 @@ class StepTrace:
             trace.leave()
 
     def forward(
-        self, leaves: list[Any], cuts: tuple[int | None, ...] | None, batch: int | None
+        self, leaves: list[Any], cuts: tuple[int | None, ...] | None, batch: int | None, flat: bool
     ) -> None:
-        """The model's own forward begins on these inputs, with the samples along these axes."""
+        """The model's own forward begins on these inputs, with the samples along these axes.
+
+        Args:
+            flat: the samples' ids are in one list, which offsets divide.
+        """
         if current_task() != -1 or not torch.is_grad_enabled():
             return
         step = self._step
@@ -179,7 +184,8 @@ class StepTrace:
         step.inside = True
         with step.tracer.aside():
             for leaf, axis in zip(leaves, cuts or [self._axis] * len(leaves), strict=True):
-                _seed_input(step.tracer, leaf, axis, batch)
+                if not _seed_input(step.tracer, leaf, axis, batch) or flat:
+                    step.unproven = "inputs without an axis of samples"
 
     @staticmethod
     def _continues(step: _Step, leaves: list[Any], batch: int | None) -> bool:
@@ -326,6 +332,7 @@ class StepTrace:
         if not step.tracer.observing or step.unproven is None:
             return
         tracer = step.tracer
+        tracer.memory.samples = batch or tracer.memory.samples
         with tracer.aside():
             for x in tensors_of(out):
                 axis = _samples_axis(x, batch, self._axis)
@@ -534,15 +541,25 @@ def _samples_axis(x: Tensor, batch: int | None, axis: int) -> int | None:
     return next((a for a in (axis, 0) if batch and x.dim() > a and x.shape[a] == batch), None)
 
 
-def _seed_input(tracer: Tracer, leaf: Any, axis: int | None, batch: int | None) -> None:
-    """An input of the model that nobody has seen yet is the samples' own."""
-    if isinstance(leaf, Tensor) and leaf.layout is torch.strided and axis is not None:
-        if tracer.memory.record(leaf) is None and leaf.dim() > axis and leaf.shape[axis] == batch:
-            tracer.seed(leaf, axis)
+def _seed_input(tracer: Tracer, leaf: Any, axis: int | None, batch: int | None) -> bool:
+    """An input of the model that nobody has seen yet is the samples' own.
+
+    Returns:
+        Whether the trace can follow it.
+    """
+    if isinstance(leaf, Tensor):
+        if leaf.layout is not torch.strided:
+            return False
+        long = axis is not None and leaf.dim() > axis and leaf.shape[axis] == batch
+        if long and tracer.memory.record(leaf) is None:
+            tracer.seed(leaf, axis)  # type: ignore[arg-type]
+    elif isinstance(leaf, PackedSequence):
+        return False
     elif isinstance(leaf, (list, tuple)) and len(leaf) == batch:
         for i, x in enumerate(leaf):
             if isinstance(x, Tensor) and tracer.memory.record(x) is None:
                 tracer.seed_all(x, i)
+    return True
 
 
 def _seed_batch(tracer: Tracer, batch: Any, axis: int) -> bool:

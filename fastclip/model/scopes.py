@@ -123,7 +123,7 @@ class RootScope:
         if outermost and not keeper.paused and keeper.trace.left:
             keeper.drop_stale()
             leaves, structure = layout.read(args, kwargs)
-            keeper.trace.forward(leaves, layout.cuts(way_of(leaves, structure)), batch)
+            keeper.trace.forward(leaves, layout.cuts(way_of(leaves, structure)), batch, layout.flat)
         inside = keeper.root_forward(batch, layout)
         if alone:
             inside = _both(inside, keeper.calls.intercepted(layout.proxied))

@@ -29,7 +29,7 @@ class Run:
         )  # fmt: skip
 
     def backward(self, x: Tensor) -> None:
-        self.model(x).sum().backward()
+        self.model(x).mean().backward()
 
     def step(self, *batches: list[Tensor]) -> None:
         self.optimizer.zero_grad()

@@ -36,7 +36,7 @@ def epoch(made: Any) -> None:
     module, optimizer, loader = made
     for (x,) in loader:
         optimizer.zero_grad()
-        module(x).sum().backward()
+        module(x).mean().backward()
         optimizer.step()
 
 
