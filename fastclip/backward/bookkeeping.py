@@ -284,6 +284,7 @@ class BookKeeper:
     def _close(self, current: BackwardPass) -> None:
         batch_size, calls = current.batch_size or 0, len(current.forwards)
         check_loss(current.loss, "mean" if self.mean_loss else "sum", batch_size)
+        drawn = None if self.caught is not None else self.batch.find(batch_size)
         self.trace.judge(
             running_losses(), self.mean_loss, batch_size,
             scale_invariant=self.clipping.strategy.scale_invariant,
@@ -293,7 +294,6 @@ class BookKeeper:
         if self.caught is not None:
             self.caught(current, factor)
             return
-        drawn = self.batch.find(batch_size)
         norm_sq = self.trace.guarded(current.norms(factor))
         per_layer = self.clipping.strategy.threshold.per_layer
         layers = current.places(self.names, norm_sq.device) if per_layer else None

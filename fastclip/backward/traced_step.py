@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
-from fastclip._torch import backward_listeners, batch_listeners, current_task
+from fastclip._torch import backward_listeners, batch_listeners, current_task, number_of
 from fastclip.backward.guards import is_guarded
 from fastclip.backward.loss_guard import LossGuard
 from fastclip.errors import GraphError, ParameterLeakError
@@ -66,6 +66,10 @@ class _Step:
     forwards: int = 0
     opened: bool = False
     """The backward pass under way trains the model."""
+    outputs: set[int] = field(default_factory=set)
+    """The numbers of the nodes of the model's outputs."""
+    order: Tensor | None = None
+    """The sample at each position of the model's input; None: sample i at position i."""
     came: list[tuple[Tensor, str]] = field(default_factory=list)
     """Trained tensors outside the model to which it has brought a gradient, and where they met data."""
     handles: list[RemovableHandle] = field(default_factory=list)
@@ -186,6 +190,8 @@ class StepTrace:
             for leaf, axis in zip(leaves, cuts or [self._axis] * len(leaves), strict=True):
                 if not _seed_input(step.tracer, leaf, axis, batch) or flat:
                     step.unproven = "inputs without an axis of samples"
+            for leaf, axis in zip(leaves, cuts or [self._axis] * len(leaves), strict=True):
+                _note_order(step, leaf, axis, batch)
 
     @staticmethod
     def _continues(step: _Step, leaves: list[Any], batch: int | None) -> bool:
@@ -291,6 +297,8 @@ class StepTrace:
             return
         with tracer.aside():
             expected = samples_of(gradient)
+            if expected is not None and step.order is not None:
+                expected = step.order[expected.long()]
             if expected is not None and bool(
                 ((out.sample != at.NONE) & (out.sample != expected)).any()
             ):
@@ -317,6 +325,8 @@ class StepTrace:
                 if not came.held and not (tracer is own and seen is not None and seen.shadow.held):
                     continue  # made of no sample, as a generator's rows are
                 samples = samples_of(x)
+                if samples is not None and self._step is not None and self._step.order is not None:
+                    samples = self._step.order[samples.long()]
                 if samples is None or (tracer is not own and (own is None or came.mixed)):
                     samples = at.everywhere(at.SEVERAL, x.dim())
                 factor = next(iter(tracer.report.factors), None) if tracer is own else came.factor
@@ -329,6 +339,7 @@ class StepTrace:
         if step is None:
             return
         step.inside = False
+        step.outputs.update(number_of(x.grad_fn) for x in tensors_of(out) if x.grad_fn is not None)
         if not step.tracer.observing or step.unproven is None:
             return
         tracer = step.tracer
@@ -385,7 +396,8 @@ class StepTrace:
         try:
             with step.tracer.aside():
                 step.law.end_step()
-                degrees = {step.tracer.shadow_of(x).degree for x in losses if not x.dim()}
+                whole = [x for x in losses if not x.dim() and not _is_output(x, step.outputs)]
+                degrees = {step.tracer.shadow_of(x).degree for x in whole}
             found = report.findings
             if scale_invariant and len(report.factors) == 1:
                 found = [f for f in found if f.kind != "factor"]
@@ -489,6 +501,11 @@ def _said(found: Finding) -> str:
             f"Your loss is divided or multiplied by a number of the whole batch ({what}), so samples "
             "are not independent. Divide by a constant, or use clipping='automatic' with gamma=0."
         )
+    if found.kind == "repeated":
+        return (
+            "The batch that your loop gives the model holds a sample at several positions, so it "
+            "contributes several times. Give the model each sample of the loader's batch once."
+        )
     if found.kind == "read":
         return (
             f"Your loss depends on {what}, so samples are not independent. "
@@ -535,6 +552,33 @@ def _trained_outside(report: Report, x: Tensor, line: str) -> ParameterLeakError
         f"{line}, on a gradient that is neither clipped nor noised. Make it a parameter of the model "
         "before make_private, or detach it."
     )
+
+
+def _note_order(step: _Step, leaf: Any, axis: int | None, batch: int | None) -> None:
+    """The user's loop may reorder the samples of the batch, but not repeat them."""
+    shadow = (
+        step.tracer.memory.found(leaf) if isinstance(leaf, Tensor) and axis is not None else None
+    )
+    if shadow is None or shadow.sample is None or shadow.mixed or shadow.sample.numel() != batch:
+        return
+    if shadow.sample.dim() <= axis or shadow.sample.shape[axis] != batch:  # type: ignore[operator]
+        return
+    order = shadow.sample.flatten()
+    if bool((order == torch.arange(len(order))).all()):
+        return
+    step.order = order
+    if order.unique().numel() < len(order):
+        step.tracer.report.add("repeated", None, "the model's input")
+
+
+def _is_output(loss: Tensor, outputs: set[int]) -> bool:
+    """The loss is a sum or a mean of an output of the model itself, which no target contradicts."""
+    node = loss.grad_fn
+    while node is not None and number_of(node) not in outputs:
+        if node.name() not in ("SumBackward0", "MeanBackward0") or len(node.next_functions) != 1:
+            return False
+        node = node.next_functions[0][0]
+    return node is not None
 
 
 def _samples_axis(x: Tensor, batch: int | None, axis: int) -> int | None:
