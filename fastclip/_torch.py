@@ -181,6 +181,10 @@ def memory_of(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
+overload_of: Callable[[Any], str] = attrgetter("_overloadname")
+"""Of an operator: `dim` of aten.max.dim."""
+
+
 def transformed() -> bool:
     """Whether a transform of torch.func (vmap, grad) runs."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -41,7 +41,7 @@ def train(made: tuple) -> None:
     model, optimizer, loader = made
     for (x,) in loader:
         optimizer.zero_grad()
-        model(x).mean().backward()
+        model(x).sum().backward()
         optimizer.step()
 
 
@@ -202,7 +202,7 @@ def test_the_sensitivity_is_that_of_the_next_step() -> None:
     for (x,) in loader:
         optimizer.zero_grad()
         said = [engine.mechanism().sensitivity]
-        model(x).mean().backward()
+        model(x).sum().backward()
         said.append(engine.mechanism().sensitivity)
         optimizer.step()
         assert said == [scaled[-1]] * 2
@@ -213,7 +213,7 @@ def test_the_sensitivity_is_that_of_the_next_step() -> None:
 def test_a_threshold_that_is_set_too_late_for_this_batch() -> None:
     engine = FastPrivacyEngine()
     model, optimizer, _ = adaptive(engine)
-    model(torch.ones(4, D)).mean().backward()
+    model(torch.ones(4, D)).sum().backward()
     optimizer.max_grad_norm = 7.0
     assert engine.mechanism().sensitivity == 1.0
     optimizer.zero_grad()
@@ -238,7 +238,7 @@ def test_a_state_that_was_loaded_is_shown(load: Any, begun: bool) -> None:
     C = float(made[1].max_grad_norm)
     model, optimizer, _ = later = adaptive(engine)
     if begun:  # what was clipped at 1 has noise for 1
-        model(torch.ones(4, D)).mean().backward()
+        model(torch.ones(4, D)).sum().backward()
     load(earlier, made, engine, later)
     expected = 1.0 if begun else C
     assert C != 1.0

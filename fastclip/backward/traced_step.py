@@ -7,6 +7,7 @@ loss outside the model, and trained tensors that are none of the model's (fastcl
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +40,11 @@ JUDGED: list[Callable[[TraceLog], None]] = []
 """Told of the verdict on each traced step, before anything of it is summed."""
 _OUTPUT = "the model's output"
 _DEGREES = {"sum": 0, "mean": -1}
+
+
+def steps_asked() -> int:
+    """How many steps are traced: two if the environment variable FASTCLIP_TRACE is 1, else none."""
+    return _STEPS if os.environ.get("FASTCLIP_TRACE") == "1" else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,10 +91,10 @@ class StepTrace:
 
     def __init__(
         self, names: Mapping[nn.Parameter, str], others: Mapping[nn.Parameter, str], axis: int,
-        *, steps: int = _STEPS,
+        *, steps: int | None = None,
     ) -> None:  # fmt: skip
         self._names, self._others, self._axis = names, others, axis
-        self.left = steps
+        self.left = steps_asked() if steps is None else steps
         self.log = TraceLog()
         self._memory = Memory(SHADOWS)
         self._placed: list[Tracer] = []
@@ -116,6 +122,8 @@ class StepTrace:
             model: whose tensors are constants. reads: whether an iterator draws from the private
                 loader's sampler.
         """
+        if not self.left:
+            return
         self._constants = [weakref.ref(x) for x in _tensors_in(model)]
         me = weakref.ref(self)
 
@@ -564,7 +572,7 @@ def _note_order(step: _Step, leaf: Any, axis: int | None, batch: int | None) -> 
     if shadow.sample.dim() <= axis or shadow.sample.shape[axis] != batch:  # type: ignore[operator]
         return
     order = shadow.sample.flatten()
-    if bool((order == torch.arange(len(order))).all()):
+    if bool((order == torch.arange(len(order), device="cpu")).all()):
         return
     step.order = order
     if order.unique().numel() < len(order):

@@ -67,5 +67,4 @@ class SteppingEngine(InspectedEngine):
                 "make_step expects samples along axis 0, but make_private got batch_first=False; move "
                 "the batch first"
             )
-        keeper.trace.finish()  # its batches are padded, and a graph replays what no mode sees
         return Step(model, keeper, loss_function, rows, cuda_graph)

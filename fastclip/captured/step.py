@@ -224,7 +224,9 @@ class Step:
             if not known.frozen.changed():
                 return known
             self.forget()
-        if kind not in self._seen or keeper.trace.left:  # it may be looked at, and shows what it needs
+        if (
+            kind not in self._seen or keeper.trace.left
+        ):  # it may be looked at, and shows what it needs
             if len(self._seen) >= _MOST_SEEN:  # values that each batch has for itself
                 self._seen.clear()
             self._seen.add(kind)

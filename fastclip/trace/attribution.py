@@ -25,12 +25,14 @@ Attribution = Tensor | None
 
 def everywhere(value: int, dims: int) -> Tensor:
     """One value, for a tensor of so many dimensions."""
-    return torch.full([1] * dims, value, dtype=KIND)
+    return torch.full([1] * dims, value, dtype=KIND, device="cpu")
 
 
 def along(size: int, axis: int, dims: int) -> Tensor:
     """Sample i at position i of one axis."""
-    return torch.arange(size, dtype=KIND).view([-1 if k == axis else 1 for k in range(dims)])
+    return torch.arange(size, dtype=KIND, device="cpu").view(
+        [-1 if k == axis else 1 for k in range(dims)]
+    )
 
 
 def compressed(found: Tensor) -> Tensor:
@@ -76,7 +78,7 @@ def reduced(
 def expanded(found: Attribution, shape: Sequence[int]) -> Tensor:
     """At the tensor's own shape, without memory for what does not change."""
     if found is None:
-        return torch.full([1] * len(shape), NONE, dtype=KIND).expand(shape)
+        return torch.full([1] * len(shape), NONE, dtype=KIND, device="cpu").expand(shape)
     return found.expand(shape)
 
 
@@ -144,7 +146,7 @@ def is_alike(found: Tensor) -> bool:
     each = int(counts[0])
     if bool((counts != each).any()):
         return False
-    numbers = torch.arange(len(counts))
+    numbers = torch.arange(len(counts), device="cpu")
     return any(
         torch.equal(flat, numbers.repeat_interleave(inner).repeat(each // inner))
         for inner in range(1, each + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -10,15 +10,12 @@ from fastclip._torch import tree_leaves
 from fastclip.trace import attribution as at
 from fastclip.trace.findings import Cause
 
-if TYPE_CHECKING:
-    from fastclip.trace.tracer import Tracer
-
 SPACES = ("c10d::", "_c10d_functional::", "c10d_functional::", "fsdp::")
 """Of torch's collectives, and of what fully_shard copies for them; few say what they write into."""
 _FILLED = ("out", "all_gather_output")
 
 
-def exchanged(tracer: Tracer, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def exchanged(tracer: Any, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a collective: what it fills is of no sample if what it takes is, and else of several.
 
     Other ranks have other samples.

@@ -207,7 +207,7 @@ def _selected_backward(call: Operation) -> list[Any] | None:
     out = call.outs[0]
     of_mask = at.fitted(call.of(mask), g.dim())
     own = at.expanded(at.joined(call.of(g), of_mask), g.shape)[mask.expand(g.shape)]
-    found = torch.full([out.numel()], at.NONE, dtype=at.KIND)
+    found = torch.full([out.numel()], at.NONE, dtype=at.KIND, device="cpu")
     found[: own.numel()] = own[: out.numel()]
     moved = MOVED if of_mask is not None else 0
     return [Out(at.compressed(found.view(out.shape)), moved)]
@@ -393,7 +393,7 @@ def _put_by_mask(
 
 
 def _written(full: Tensor, indices: Sequence[Any], values: Tensor, adds: bool) -> Tensor:
-    numbers = torch.arange(full.numel()).view(full.shape)
+    numbers = torch.arange(full.numel(), device="cpu").view(full.shape)
     places = numbers[tuple(slice(None) if i is None else i for i in indices)].reshape(-1)
     flat = full.reshape(-1)
     return at.scattered(flat, 0, places, values.reshape(-1), adds).view(full.shape)

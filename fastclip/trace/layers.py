@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastclip._torch import memory_of
 from fastclip.trace import attribution as at
 from fastclip.trace.findings import IGNORED_LABELS
 from fastclip.trace.operation import BY_VALUES, Operation, Out, rule
@@ -341,7 +342,7 @@ def _bag_axes(call: Operation, numbers: int) -> Tensor | None:
     offsets = call.args[2]
     if call.of(offsets) is not None or offsets.is_meta:
         return None
-    return torch.searchsorted(offsets, torch.arange(numbers), right=True) - 1
+    return torch.searchsorted(offsets, torch.arange(numbers, device="cpu"), right=True) - 1
 
 
 @rule("_embedding_bag", "_embedding_bag_forward_only", by_values=True)
@@ -352,7 +353,7 @@ def _bags(call: Operation) -> list[Any] | None:
         return None
     own = at.joined(call.of(index), call.of(call.given["per_sample_weights"]))
     full = at.expanded(own, index.shape).contiguous()
-    start = torch.full([call.outs[0].shape[0]], at.NONE, dtype=at.KIND)
+    start = torch.full([call.outs[0].shape[0]], at.NONE, dtype=at.KIND, device="cpu")
     found = at.scattered(start, 0, bags, full, True)[:, None]
     sizes = torch.bincount(bags, minlength=len(start))[: len(offsets)]
     order = ORDER if len(sizes) > 1 and at.differs(sizes, found[: len(offsets), 0]) else 0
@@ -426,7 +427,7 @@ def _classes(call: Operation) -> list[Any]:
     mean = given["reduction"] == 1
     uneven = mean and call.of(y) is not None and _counts_differ(call, y, given)
     if mean and call.of(y) is not None and not uneven:
-        call.tracer.guarded_labels.add(y.untyped_storage()._cdata)
+        call.tracer.guarded_labels.add(memory_of(y))
         call.tracer.report.guards.add(IGNORED_LABELS)
     if call.name.endswith("backward"):
         return [replace(_classes_backward(call, own.unsqueeze(axis), uneven), add=order)]

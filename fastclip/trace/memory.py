@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fastclip._torch import StorageWeakRef, version_of
+from fastclip._torch import StorageWeakRef, memory_of, version_of
 from fastclip.trace.attribution import (
     KIND,
     NONE,
@@ -48,7 +48,7 @@ def geometry_of(x: Tensor) -> Geometry:
 def content_of(x: Tensor) -> int:
     """Identifies the numbers of a constant."""
     plain = x.detach().cpu().resolve_conj().resolve_neg()
-    values = torch.empty(x.numel(), dtype=x.dtype).copy_(plain.reshape(-1))
+    values = torch.empty(x.numel(), dtype=x.dtype, device="cpu").copy_(plain.reshape(-1))
     content = values.view(torch.uint8).numpy().tobytes() if values.numel() else b""
     return hash((tuple(x.shape), content))
 
@@ -97,16 +97,16 @@ class Memory:
     def know(self, x: Tensor) -> None:
         """What lies in this memory follows from no sample until an operation writes it there."""
         storage = x.untyped_storage()
-        self._known[storage._cdata] = StorageWeakRef(storage)
+        self._known[memory_of(x)] = StorageWeakRef(storage)
 
     def knows(self, x: Tensor) -> bool:
-        found = self._known.get(x.untyped_storage()._cdata)
+        found = self._known.get(memory_of(x))
         return found is not None and not found.expired()
 
     def record(self, x: Tensor) -> Record | None:
         """None of a constant, and of a tensor without memory of its own."""
         try:
-            return self._records.get(x.untyped_storage()._cdata)
+            return self._records.get(memory_of(x))
         except (NotImplementedError, RuntimeError):  # sparse, nested
             return None
 
@@ -133,11 +133,9 @@ class Memory:
             storage = x.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return
-        record = self._records.get(storage._cdata)
+        record = self._records.get(memory_of(x))
         if record is None:
-            record = self._records[storage._cdata] = Record(
-                StorageWeakRef(storage), x.element_size()
-            )
+            record = self._records[memory_of(x)] = Record(StorageWeakRef(storage), x.element_size())
             if len(self._records) % _SWEEP == 0:
                 self.sweep()
         self._writes += 1
@@ -165,13 +163,13 @@ class Memory:
             Whether it is unchanged since an earlier step, in which samples lay there, too.
         """
         storage, again = x.untyped_storage(), self.was_given(x)
-        self._given[storage._cdata] = StorageWeakRef(storage), version_of(x)
+        self._given[memory_of(x)] = StorageWeakRef(storage), version_of(x)
         self.write(x, shadow, whole=False)
         return again
 
     def was_given(self, x: Tensor) -> bool:
         """Samples of an earlier step lay in this memory, which has not changed since."""
-        found = self._earlier.get(x.untyped_storage()._cdata)
+        found = self._earlier.get(memory_of(x))
         return found is not None and not found[0].expired() and found[1] == version_of(x)
 
     def _note_part(self, record: Record, x: Tensor, shadow: Shadow) -> None:
@@ -194,7 +192,7 @@ class Memory:
         """One attribution an entry of the memory that `x` lies in; it is written into."""
         if record.flat is None:
             entries = x.untyped_storage().nbytes() // record.size
-            flat = torch.full((entries,), NONE, dtype=KIND)
+            flat = torch.full((entries,), NONE, dtype=KIND, device="cpu")
             for (offset, size, stride, item), shadow in record.shadows.items():
                 if shadow.held and item == record.size:
                     flat.as_strided(size, stride, offset).copy_(expanded(shadow.sample, size))
@@ -247,7 +245,7 @@ class Memory:
         record = self.record(x)
         if record is not None:
             return record.serial
-        return None if x.layout is not torch.strided else x.untyped_storage()._cdata
+        return None if x.layout is not torch.strided else memory_of(x)
 
     def cause(self, x: Tensor) -> object | None:
         record = self.record(x)
@@ -259,9 +257,7 @@ class Memory:
 
     def alive(self, but: Iterable[Tensor] = ()) -> list[Record]:
         """Records of samples whose memory is still held by somebody, but not by these tensors."""
-        kept = {
-            x.untyped_storage()._cdata for x in but if x.layout is torch.strided
-        } | self._given.keys()
+        kept = {memory_of(x) for x in but if x.layout is torch.strided} | self._given.keys()
         return [
             record for key, record in self._records.items()
             if key not in kept and not record.reference.expired() and record.holds_samples

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastclip._torch import overload_of
 from fastclip.trace.attribution import Attribution
 from fastclip.trace.collectives import SPACES
 from fastclip.trace.shadow import Shadow
-
-if TYPE_CHECKING:
-    from fastclip.trace.tracer import Tracer
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +74,7 @@ class Operation:
     )
 
     def __init__(
-        self, tracer: Tracer, kind: Kind, func: Any, args: tuple, kwargs: dict[str, Any],
+        self, tracer: Any, kind: Kind, func: Any, args: tuple, kwargs: dict[str, Any],
         tensors: list[Tensor], shadows: list[Shadow], outs: list[Tensor],
     ) -> None:  # fmt: skip
         self.tracer, self.kind, self.func = tracer, kind, func
@@ -167,7 +165,7 @@ class Kind:
         self.reads = base in ("_local_scalar_dense", "is_nonzero", "equal")
         self.aliases = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
         self.reshapes = bool(self.writes) and base in _RESHAPING
-        of_pairs = base in ("max", "min") and func._overloadname != "other"
+        of_pairs = base in ("max", "min") and overload_of(func) != "other"
         self.pointwise = (torch.Tag.pointwise in func.tags or base in extra) and not of_pairs
         self.rule: Rule | None = pointwise if self.pointwise else RULES.get(self.name)
         self.by_values = self.name in BY_VALUES or self.name == "eq"

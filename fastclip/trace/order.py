@@ -7,7 +7,7 @@ masks of ones pass, `arange(b)` does not. Data that went through another library
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +16,9 @@ from fastclip.trace import attribution as at
 from fastclip.trace.operation import Kind
 from fastclip.trace.shadow import MOVED, ORDER, RANDOM, TRAINED, Shadow
 
-if TYPE_CHECKING:
-    from fastclip.trace.tracer import Tracer
-
 
 def ordered(
-    tracer: Tracer, kind: Kind, found: list[Shadow], tensors: Sequence[Tensor],
+    tracer: Any, kind: Kind, found: list[Shadow], tensors: Sequence[Tensor],
     shadows: Sequence[Shadow], outs: Sequence[Tensor],
 ) -> list[Shadow]:  # fmt: skip
     """What an operation returns, flagged if constants among its operands change from sample to sample.
@@ -53,7 +50,7 @@ def ordered(
     return [flagged(tracer, f) for f in found] if changes else found
 
 
-def flagged(tracer: Tracer, shadow: Shadow) -> Shadow:
+def flagged(tracer: Any, shadow: Shadow) -> Shadow:
     """The same, in which the number of a sample matters."""
     return tracer.made(
         shadow.sample, shadow.flags | ORDER,
@@ -75,7 +72,7 @@ def changes_alongside(x: Tensor, own: Tensor, shadow: Shadow, moved: bool = Fals
     except RuntimeError:
         return False
     if shadow.flags & TRAINED and x.is_leaf and x.requires_grad:  # a trained entry for each number
-        x = torch.arange(x.numel()).view(x.shape)
+        x = torch.arange(x.numel(), device="cpu").view(x.shape)
     return at.differs(x, own, moved)
 
 

@@ -8,7 +8,7 @@ becomes depends on its number in the batch. So a loop over samples is proven, an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from fastclip.trace.memory import content_of
 from fastclip.trace.operation import Kind
 from fastclip.trace.shadow import BY_VALUE, MOVED, ORDER, RANDOM, TRAINED, Shadow
 
-if TYPE_CHECKING:
-    from fastclip.trace.tracer import Tracer
-
 _LARGEST = 65536
 """Entries of a constant whose content identifies it."""
 _OF_POSITION = frozenset(("select_backward", "slice_backward"))
@@ -28,7 +25,7 @@ _OF_POSITION = frozenset(("select_backward", "slice_backward"))
 
 
 def parts_told(
-    tracer: Tracer, kind: Kind, args: tuple, tensors: Sequence[Tensor], shadows: Sequence[Shadow],
+    tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor], shadows: Sequence[Shadow],
     found: Sequence[Shadow], outs: Sequence[Tensor],
 ) -> list[Shadow]:  # fmt: skip
     """What an operation returns, each part with the number of how it was made."""
@@ -41,7 +38,7 @@ def parts_told(
 
 
 def _told(
-    tracer: Tracer, kind: Kind, args: tuple, made: list[Any], shadows: Sequence[Shadow], found: Shadow,
+    tracer: Any, kind: Kind, args: tuple, made: list[Any], shadows: Sequence[Shadow], found: Shadow,
     out: Tensor,
 ) -> Shadow:  # fmt: skip
     def again(part: int | None = None, flags: int = 0) -> Shadow:
@@ -86,7 +83,7 @@ def _meets(
     )
 
 
-def _identified(tracer: Tracer, x: Tensor, shadow: Shadow) -> Any:
+def _identified(tracer: Any, x: Tensor, shadow: Shadow) -> Any:
     """What tells an operand from another."""
     if shadow.held:
         if shadow.whole:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastclip._torch import memory_of
 from fastclip.trace import attribution as at
 from fastclip.trace.operation import Operation, Out
 from fastclip.trace.shadow import (
@@ -268,7 +269,7 @@ def _ignored(call: Operation) -> list[Out] | None:
     labels, value = call.args[:2]
     if not isinstance(value, int) or isinstance(value, bool) or value >= 0 or call.outs[0].is_meta:
         return None
-    if labels.untyped_storage()._cdata not in call.tracer.guarded_labels:
+    if memory_of(labels) not in call.tracer.guarded_labels:
         return None
     held = at.expanded(call.of(call.args[0]), call.outs[0].shape) != at.NONE
     if bool((call.outs[0] & held).any()):

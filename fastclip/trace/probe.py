@@ -135,13 +135,16 @@ def _asked(
 
     first = run(lambda x, sample: x)
     again = run(lambda x, sample: x)
-    number = [torch.zeros(x.shape, dtype=at.KIND) for x in first]
-    moved = [torch.zeros(x.shape, dtype=torch.bool) for x in first]
-    several = [torch.full(x.shape, mixed) | _moves(x, y) for x, y in zip(first, again, strict=True)]
+    number = [torch.zeros(x.shape, dtype=at.KIND, device="cpu") for x in first]
+    moved = [torch.zeros(x.shape, dtype=torch.bool, device="cpu") for x in first]
+    several = [
+        torch.full(x.shape, mixed, device="cpu") | _moves(x, y)
+        for x, y in zip(first, again, strict=True)
+    ]
     for bit in range(max(1, (call.tracer.memory.samples - 1).bit_length())):
         sides = []
         for side in (1, 0):
-            hit = [torch.zeros(x.shape, dtype=torch.bool) for x in first]
+            hit = [torch.zeros(x.shape, dtype=torch.bool, device="cpu") for x in first]
             for trial in range(_TRIALS):
                 now = run(partial(_half_changed, bit=bit, side=side, trial=trial))
                 for seen, x, y in zip(hit, first, now, strict=True):
@@ -176,7 +179,7 @@ def _like(x: Tensor, value: Tensor) -> Tensor:
 def _moves(x: Tensor, y: Tensor) -> Tensor:
     """Where results differ by more than the order of a sum does; everywhere, if the shapes do."""
     if x.shape != y.shape:
-        return torch.ones(x.shape, dtype=torch.bool)
+        return torch.ones(x.shape, dtype=torch.bool, device="cpu")
     if not (x.is_floating_point() or x.is_complex()):
         return x != y
     precision = torch.finfo(x.dtype).eps

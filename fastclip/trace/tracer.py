@@ -15,6 +15,7 @@ from fastclip._torch import (
     TorchDispatchMode,
     base_of,
     current_task,
+    memory_of,
     place_beneath,
     take_away,
     tree_leaves,
@@ -66,7 +67,7 @@ _OF_CHANNELS = frozenset({"weight", "bias", "running_mean", "running_var"})
 
 
 _LITERALS = frozenset({"lift_fresh", "lift"})
-"""What torch.tensor(...) goes through: its numbers are made by this step."""
+"""What torch.tensor(..., device="cpu") goes through: its numbers are made by this step."""
 
 
 RUNNING: list[Tracer] = []
@@ -492,8 +493,8 @@ class Tracer(TorchDispatchMode):
     def _lies_in(x: Tensor, tensors: list[Tensor]) -> bool:
         """In an operand's memory; `unsafe_split` and its like do not say so in their schema."""
         try:
-            own = x.untyped_storage()._cdata
-            return any(x is y or own == y.untyped_storage()._cdata for y in tensors)
+            own = memory_of(x)
+            return any(x is y or own == memory_of(y) for y in tensors)
         except (NotImplementedError, RuntimeError):
             return False
 

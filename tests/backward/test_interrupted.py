@@ -347,7 +347,7 @@ def test_tiny_inputs_and_huge_gradients(C: float, time: int) -> None:
         for gradient in (1e12, 1e16, 1e19):
             optimizer.zero_grad()
             x = torch.full((1, time, 3), value)
-            (private(x) * gradient).mean().backward()
+            (private(x) * gradient).sum().backward()
             size = net.weight.summed_grad.double().norm().item()
             assert size <= float(optimizer.sensitivity), (value, gradient)
             optimizer.discard_logical_batch()

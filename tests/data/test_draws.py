@@ -436,7 +436,7 @@ def test_loops_as_they_are_written(workers: int) -> None:
                 run.model(x)
         for i, x in enumerate(run.loader):
             with run.engine.paused():
-                run.model(x).mean().backward()
+                run.model(x).sum().backward()
             if not workers:  # workers that persist serve one loop at a time
                 for inner in run.loader:
                     with torch.no_grad():
@@ -531,7 +531,7 @@ def test_two_models_on_one_draw(first: int) -> None:
     for x in loader:
         for model, optimizer in runs:
             optimizer.zero_grad()
-            model(x).mean().backward()
+            model(x).sum().backward()
         runs[first][1].step()
         with refused("data loader of its own", StepError):
             runs[other][1].step()
@@ -541,6 +541,6 @@ def test_two_models_on_one_draw(first: int) -> None:
     assert engine.accountant.history == [(1.0, 1 / 3, 1)]
     for x in loader:  # a model that only looked on goes on with the next draws
         runs[other][1].zero_grad()
-        runs[other][0](x).mean().backward()
+        runs[other][0](x).sum().backward()
         runs[other][1].step()
     assert engine.accountant.history == [(1.0, 1 / 3, 4)]

@@ -29,7 +29,7 @@ class Run:
         )  # fmt: skip
 
     def backward(self, x: Tensor) -> None:
-        self.model(x).mean().backward()
+        self.model(x).sum().backward()
 
     def step(self, *batches: list[Tensor]) -> None:
         self.optimizer.zero_grad()

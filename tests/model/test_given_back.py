@@ -34,13 +34,13 @@ def _train(engine: FastPrivacyEngine, after: str, steps: int = 1, **options: Any
         step = engine.make_step(net, lambda m, x: m(x).sum(1), physical_batch=64)
     for _, (x,) in zip(range(steps), drawn, strict=False):
         if step is None:
-            net(x).mean().backward()
+            net(x).sum().backward()
         else:
             step(x)
         optimizer.step()
         optimizer.zero_grad()
     if after == "backward":
-        net(next(iter(drawn))[0]).mean().backward()
+        net(next(iter(drawn))[0]).sum().backward()
     elif after == "failure":
         with pytest.raises(RuntimeError):
             net(torch.randn(8, 5))
@@ -89,7 +89,7 @@ def _untrained(engine: FastPrivacyEngine, end: str, **options: Any) -> dict:
         noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=end != "shuffled",
     )  # fmt: skip
     batches = iter(drawn)
-    private(next(batches)[0]).mean().backward()
+    private(next(batches)[0]).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     if end == "validation":
@@ -157,8 +157,8 @@ def test_what_is_in_use_is_kept() -> None:
     )  # fmt: skip
     gc.collect()
     with engine.paused():
-        model(torch.randn(8, 6)).mean().backward()
+        model(torch.randn(8, 6)).sum().backward()
     assert model.weight.__dict__.get("summed_grad") is None
-    model(torch.randn(8, 6)).mean().backward()
+    model(torch.randn(8, 6)).sum().backward()
     assert model.weight.summed_grad is not None
     optimizer.step()

@@ -36,7 +36,7 @@ def epoch(made: Any) -> None:
     module, optimizer, loader = made
     for (x,) in loader:
         optimizer.zero_grad()
-        module(x).mean().backward()
+        module(x).sum().backward()
         optimizer.step()
 
 

@@ -219,7 +219,7 @@ def _gradients(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     rows = []
     for i in range(len(x)):
         twin.zero_grad()
-        row_loss(twin(x[i : i + 1])).mean().backward()
+        row_loss(twin(x[i : i + 1])).sum().backward()
         rows.append({n: p.grad.clone() for n, p in twin.named_parameters()})
     return {n: torch.stack([row[n] for row in rows]) for n in rows[0]}
 

@@ -122,7 +122,7 @@ def test_positions_beside_a_batch_of_any_size(b: int) -> None:
 
 def test_an_empty_first_batch_with_positions() -> None:
     _, private, optimizer, _ = make_private(Language())
-    private(torch.zeros(0, 5, dtype=torch.long), torch.arange(5)).mean().backward()
+    private(torch.zeros(0, 5, dtype=torch.long), torch.arange(5)).sum().backward()
     optimizer.step()
     assert len(optimizer.per_sample_norms) == 0
 
@@ -135,7 +135,7 @@ def test_a_failure_between_the_sums(held: bool, monkeypatch: pytest.MonkeyPatch)
     x = 10 * torch.randn(1, D).double()
     if held:
         optimizer.signal_skip_step(True)
-        row_loss(private(x)).mean().backward()
+        row_loss(private(x)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     calls = iter(range(9))
@@ -152,11 +152,11 @@ def test_a_failure_between_the_sums(held: bool, monkeypatch: pytest.MonkeyPatch)
         loss.backward()
     monkeypatch.undo()
     with pytest.raises(StepError, match=r"zero_grad\(\)"):
-        row_loss(private(x)).mean().backward()
+        row_loss(private(x)).sum().backward()
     with pytest.raises(StepError, match=r"zero_grad\(\)"):
         optimizer.step()
     optimizer.zero_grad()
-    row_loss(private(x)).mean().backward()
+    row_loss(private(x)).sum().backward()
     total = sum(p.summed_grad.square().sum() for p in model.parameters())
     assert total.sqrt() == pytest.approx(1.0, abs=1e-9)
 

@@ -106,7 +106,7 @@ def check(model: nn.Module, rows: Rows, C: float = 0.3) -> FastPrivacyEngine:
     params, each = dict(model.named_parameters()), []
     for i in range(B):
         model.zero_grad()
-        losses(model(*rows(x[i : i + 1]))).mean().backward()
+        losses(model(*rows(x[i : i + 1]))).sum().backward()
         each.append(
             {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in params.items()}
         )
