@@ -409,7 +409,7 @@ class BatchListeners:
                 listener(iterator, batch)
             return batch
 
-        LoaderIterator.__next__ = heard  # type: ignore[method-assign]
+        LoaderIterator.__next__ = heard  # type: ignore[method-assign,assignment]
 
     def remove(self, told: Callable[[Any, Any], None]) -> None:
         """It hears of no more."""

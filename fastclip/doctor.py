@@ -221,7 +221,7 @@ def check_script(script: str, arguments: Sequence[str] = ()) -> int:
     sys.argv[:] = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     JUDGED.append(told)
-    FastDPOptimizer.pre_step = no_step  # type: ignore[method-assign]
+    FastDPOptimizer.pre_step = no_step  # type: ignore[method-assign,assignment]
     try:
         with suppress(_Judged, SystemExit):
             runpy.run_path(script, run_name="__main__")

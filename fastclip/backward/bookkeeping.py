@@ -284,7 +284,7 @@ class BookKeeper:
     def _close(self, current: BackwardPass) -> None:
         batch_size, calls = current.batch_size or 0, len(current.forwards)
         check_loss(current.loss, "mean" if self.mean_loss else "sum", batch_size)
-        drawn = None if self.caught is not None else self.batch.find(batch_size)
+        drawn = bool(self.caught is None and self.batch.find(batch_size))
         self.trace.judge(
             running_losses(), self.mean_loss, batch_size,
             scale_invariant=self.clipping.strategy.scale_invariant,

@@ -216,7 +216,7 @@ class StepTrace:
             return None
         for known in self._constants:
             if (x := known()) is not None:
-                self._memory.know(x.detach().to_local() if hasattr(x, "to_local") else x)
+                self._memory.know(x.detach().to_local() if hasattr(x, "to_local") else x)  # type: ignore[attr-defined]
         tracer = Tracer(_Known(self._names, self._others), memory=self._memory)
         tracer.begin()
         if not tracer.enter():
@@ -569,7 +569,7 @@ def _note_order(step: _Step, leaf: Any, axis: int | None, batch: int | None) -> 
     )
     if shadow is None or shadow.sample is None or shadow.mixed or shadow.sample.numel() != batch:
         return
-    if shadow.sample.dim() <= axis or shadow.sample.shape[axis] != batch:  # type: ignore[operator]
+    if shadow.sample.dim() <= axis or shadow.sample.shape[axis] != batch:  # type: ignore[operator,index]
         return
     order = shadow.sample.flatten()
     if bool((order == torch.arange(len(order), device="cpu")).all()):

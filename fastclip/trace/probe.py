@@ -138,7 +138,7 @@ def _asked(
     number = [torch.zeros(x.shape, dtype=at.KIND, device="cpu") for x in first]
     moved = [torch.zeros(x.shape, dtype=torch.bool, device="cpu") for x in first]
     several = [
-        torch.full(x.shape, mixed, device="cpu") | _moves(x, y)
+        torch.full(x.shape, mixed, dtype=torch.bool, device="cpu") | _moves(x, y)
         for x, y in zip(first, again, strict=True)
     ]
     for bit in range(max(1, (call.tracer.memory.samples - 1).bit_length())):

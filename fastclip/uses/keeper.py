@@ -25,6 +25,8 @@ class Keeper(Protocol):
     calls: Calls
     planner: Planner
     plan_log: PlanLog
+    trace: Any
+    """Of the first steps: fastclip.backward.traced_step."""
     caught: Any
     """Takes a pass that is rehearsed or captured; None while passes contribute."""
 
