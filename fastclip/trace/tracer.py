@@ -70,6 +70,8 @@ _LITERALS = frozenset({"lift_fresh", "lift"})
 """What torch.tensor(..., device="cpu") goes through: its numbers are made by this step."""
 
 
+_DISPATCHING = [0]
+"""Operations that are on their way through tracers."""
 RUNNING: list[Tracer] = []
 """Those whose steps are under way, of all private models of this process."""
 
@@ -177,8 +179,9 @@ class Tracer(TorchDispatchMode):
         """Observe nothing more.
 
         Returns:
-            Whether the mode has left its place. It stays there, and is passed by, on another thread, and
-            in a backward pass, which puts the modes back.
+            Whether the mode has left its place. It stays there, and is passed by, on another thread, in
+            a backward pass, which puts the modes back, and while an operation is on its way through the
+            modes (garbage may be collected then).
         """
         if self._thread is None:
             return True
@@ -186,7 +189,7 @@ class Tracer(TorchDispatchMode):
         if self in RUNNING:
             RUNNING.remove(self)
         here = self._thread == threading.get_ident() and current_task() == -1
-        if not here or not take_away(self):
+        if not here or _DISPATCHING[0] or not take_away(self):
             return False
         self._thread = None
         return True
@@ -240,9 +243,15 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if self.idle or self.stopped:
-            return func(*args, **kwargs)
+        _DISPATCHING[0] += 1
+        try:
+            if self.idle or self.stopped:
+                return func(*args, **(kwargs or {}))
+            return self._dispatched(func, args, kwargs or {})
+        finally:
+            _DISPATCHING[0] -= 1
+
+    def _dispatched(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         kind = _KINDS.get(func) or self._kind(func)
         if kind is None:
             return self._higher_order(func, args, kwargs)
