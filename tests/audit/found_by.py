@@ -55,7 +55,7 @@ FOUND_BY = {
     "counts of the same step that are not paid for":
         f"{LEVELS}::test_gradient_noise_of_dpsgd_f[1.5-same_step]",
     "raw counts of the same step": f"{COUNTS}[dpsgd_f]",
-    "S without the weights of groups": f"{PAPERS}[naive_reweighting_options-torch.float64]",
+    "S without the weights of groups": f"{PAPERS}[naive_reweighting_previous_step-torch.float64]",
     "S of layers is the largest C": f"{PAPERS}[per_layer-torch.float32]",
     "no noise from step 41 on": LONG,
     "no noise in one step of 240": LONG,
