@@ -751,3 +751,53 @@ def test_a_made_step_with_a_coupled_loss() -> None:
     with pytest.raises(GraphError, match="mixes samples"):
         step(x, y)
     assert run.held == [None] * 4
+
+
+# A batch in parts
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _computed(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+@pytest.mark.parametrize("made", [_as_it_is, _computed])
+@pytest.mark.parametrize("size", [4, 3])
+def test_a_batch_that_the_loop_splits(made: Callable, size: int) -> None:
+    """Each part has a pass of its own."""
+    run = Run()
+    for x, y in run.loader:
+        run.optimizer.zero_grad()
+        x = made(x)
+        for part, labels in zip(x.split(size), y.split(size), strict=True):
+            run.loss(part, labels).backward()
+        run.check_sums(x, y)
+        run.optimizer.step()
+        assert modes() == 0
+    run.check_traced()
+
+
+@pytest.mark.parametrize("made", [_as_it_is, _computed])
+def test_a_part_that_meets_the_whole_batch(made: Callable) -> None:
+    run = Run()
+    for x, y in run.loader:
+        h = made(x)
+        part, labels = h.split(4)[1], y.split(4)[1]
+        with pytest.raises(GraphError, match=r"mixes samples|whole batch"):
+            (F.cross_entropy(run.model(part), labels) * h.mean().exp()).backward()
+        break
+
+
+@pytest.mark.parametrize("handed", [True, False])
+def test_two_parts_in_one_pass(handed: bool) -> None:
+    """Their rows would be clipped together."""
+    run, kept = Run(), []
+    for x, y in run.loader if handed else [rows()[:8]]:
+        with pytest.raises(GraphError, match=r"mixes samples|position in the batch"):
+            (run.loss(x[:4], y[:4]) + run.loss(x[4:], y[4:])).backward()
+        kept.append(run.held)
+        break
+    assert kept == [[None] * 4]
