@@ -286,7 +286,7 @@ class BookKeeper:
         check_loss(current.loss, "mean" if self.mean_loss else "sum", batch_size)
         self.trace.judge(
             running_losses(), self.mean_loss, batch_size,
-            scale_invariant=getattr(self.clipping.strategy, "scale_invariant", False),
+            scale_invariant=self.clipping.strategy.scale_invariant,
         )  # fmt: skip
         # The mean's 1/b, multiplied back, and the scale of the loss, which ends here.
         factor = (float(batch_size) if self.mean_loss else 1.0) / current.loss_scale

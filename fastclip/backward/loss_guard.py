@@ -57,9 +57,8 @@ class LossGuard:
         elif self.broken.device.type == "cpu" and bool(self.broken):
             self.broken = None
             raise GraphError(
-                "Your loss is a mean over the labels that count, and this batch has ignored ones, so a "
-                "sample's gradient depends on the others. Use fastclip.losses.per_sample_cross_entropy(...)"
-                ".mean()."
+                "Your loss is a mean over the labels that count, and this batch has ignored ones, so "
+                "samples are not independent. Use fastclip.losses.per_sample_cross_entropy(...).mean()."
             )
 
     def void(self, norm_sq: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class Call:
         """What the trace knows of the output."""
 
     def samples_of(self, x: Tensor) -> Tensor | None:
-        """The sample of every entry of the input or output, as an attribution; None: it cannot be told."""
+        """The sample of every entry of the input or output, as an attribution; None if unknown."""
         order, place, batch = self.row_order, self.place, self.forward.batch_size
         if order is not None:
             return order[: x.shape[0]].cpu().view([-1] + [1] * (x.dim() - 1))

@@ -268,7 +268,7 @@ class StepTrace:
     # What a step shows
 
     def seen(self, out: Tensor) -> Seen | None:
-        """What is known of the output of a layer, or of a use of a parameter, that has just been made."""
+        """What is known of the output of a layer or of a use of a parameter, just made."""
         step = self._step
         if step is None or not step.tracer.observing:
             return None
@@ -349,7 +349,7 @@ class StepTrace:
                 tracer.memory.write(x, shadow)
 
     def returned(self, out: Any, batch: int | None) -> None:
-        """The model returns: where its own forward is not proven, dry runs say what is in its outputs."""
+        """The model returns: if its forward is not proven, dry runs say what is in its outputs."""
         step = self._step
         if step is None:
             return
@@ -373,8 +373,8 @@ class StepTrace:
         """A pass that trains the model has been opened.
 
         Raises:
-            ParameterLeakError: it has trained another tensor that meets data, too; later ones raise it as
-                their gradient comes.
+            ParameterLeakError: it has trained another tensor that meets data, too; later ones raise it
+                as their gradient comes.
         """
         step = self._step
         if step is not None and step.tracer.observing:
@@ -461,8 +461,9 @@ class StepTrace:
         kind = f"a {found} over the batch" if found else "neither a sum nor a mean over the batch"
         expected = "mean" if mean else "sum"
         raise GraphError(
-            f"Your loss is {kind}, but loss_reduction={expected!r}: each sample's contribution depends "
-            f"on the batch size. Pass loss_reduction={found!r}, or take the {expected} of the samples' losses."
+            f"Your loss is {kind}, but loss_reduction={expected!r}: each sample's contribution "
+            f"depends on the batch size. Pass loss_reduction={found!r}, or take the {expected} of the "
+            "samples' losses."
         )
 
     def finish(self) -> None:
@@ -481,7 +482,7 @@ def _leave(placed: list[Tracer]) -> None:
 
 
 def _tensors_in(model: nn.Module) -> Iterator[Tensor]:
-    """Buffers and other tensors that the modules of a model hold, and this rank's parts of parameters."""
+    """Buffers and other tensors of a model's modules, and this rank's parts of parameters."""
     yield from (p for p in model.parameters() if hasattr(p, "to_local"))
     for module in model.modules():
         for held in (*module._buffers.values(), *vars(module).values()):
@@ -512,8 +513,8 @@ def _said(found: Finding) -> str:
     what = str(found.cause) if isinstance(found.cause, Cause) else "an operation"
     if found.kind == "factor":
         return (
-            f"Your loss is divided or multiplied by a number of the whole batch ({what}), so samples are "
-            "not independent. Divide by a constant, or use clipping='automatic' with gamma=0."
+            f"Your loss is divided or multiplied by a number of the whole batch ({what}), so samples "
+            "are not independent. Divide by a constant, or use clipping='automatic' with gamma=0."
         )
     if found.kind == "read":
         return (
@@ -522,12 +523,12 @@ def _said(found: Finding) -> str:
         )
     if found.kind == "order":
         return (
-            f"Your loss depends on a sample's position in the batch ({what}), so samples are not independent. "
-            "Use the same constants for all samples."
+            f"Your loss depends on a sample's position in the batch ({what}), so samples are not "
+            "independent. Use the same constants for all samples."
         )
     return (
-        f"Your loss mixes samples: {what} reaches the gradient of {found.use!r}, so the guarantee does not "
-        "hold. Compute each sample's loss from that sample alone."
+        f"Your loss mixes samples: {what} reaches the gradient of {found.use!r}, so the guarantee "
+        "does not hold. Compute each sample's loss from that sample alone."
     )
 
 
@@ -603,7 +604,7 @@ def _seed_input(tracer: Tracer, leaf: Any, axis: int | None, batch: int | None) 
 
 
 def _seed_batch(tracer: Tracer, batch: Any, axis: int) -> bool:
-    """What a loader hands out: sample i lies at position i of each tensor that is as long as the batch."""
+    """A loader's batch: sample i lies at position i of each tensor that is as long as the batch."""
     leaves = [x for x in tensors_of(batch) if x.layout is torch.strided and x.dim()]
     sizes = [x.shape[axis if x.dim() > axis else 0] for x in leaves]
     if not sizes:

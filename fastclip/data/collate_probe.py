@@ -130,8 +130,10 @@ class Probe:
                 items = self._changed(which, trial)
                 if items is not None:
                     now = self._like(base, items)
-                    for seen, x, y in zip(moved, first, now, strict=True):
-                        seen |= _moved(x, y, self.law.axes)
+                    for hit, seen, x, y in zip(hits, moved, first, now, strict=True):
+                        changed, blind = _compared(x, y, self.law.axes)
+                        seen |= changed
+                        hit.cannot_say(blind)
             for hit, seen in zip(hits, moved, strict=True):
                 hit.note(bit, side, seen)
         return self._judged(base, first, [hit.found() for hit in hits])
@@ -232,7 +234,13 @@ class _Hits:
         self.number = torch.zeros(shape, dtype=at.KIND, device="cpu")
         self.moved = torch.zeros(shape, dtype=torch.bool, device="cpu")
         self.several = torch.zeros(shape, dtype=torch.bool, device="cpu")
+        self.blind = torch.zeros(shape, dtype=torch.bool, device="cpu")
         self._one: Tensor | None = None
+
+    def cannot_say(self, blind: Tensor | None) -> None:
+        """Some entries could not be compared in a run, so what others say of them is not whole."""
+        if blind is not None:
+            self.blind |= blind
 
     def note(self, bit: int, side: int, seen: Tensor) -> None:
         """Side 1 of a bit comes first, then side 0."""
@@ -245,7 +253,8 @@ class _Hits:
         self.moved |= seen
 
     def found(self) -> Tensor:
-        return self.number.masked_fill(~self.moved, at.NONE).masked_fill(self.several, at.SEVERAL)
+        found = self.number.masked_fill(self.several, at.SEVERAL)
+        return found.masked_fill(~self.moved | self.blind, at.NONE)
 
 
 class _Shares:
@@ -331,7 +340,12 @@ def _equal(a: Node, b: Node) -> bool:
 
 
 def _moved(a: Leaf, b: Leaf, axes: Sequence[int]) -> Tensor:
-    """Entries of `a` that are others in `b`, [shape of a].
+    """Entries of `a` that are others in `b`, [shape of a]."""
+    return _compared(a, b, axes)[0]
+
+
+def _compared(a: Leaf, b: Leaf, axes: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    """Entries of `a` that are others in `b`, and those that have none there, [shape of a].
 
     Where one is longer (padding), what both have is compared, from the start or from the end.
 
@@ -341,21 +355,22 @@ def _moved(a: Leaf, b: Leaf, axes: Sequence[int]) -> Tensor:
     x, y = _values(a), _values(b)
     if isinstance(x, list):
         pairs = zip(x, y, strict=True)
-        return torch.tensor(
-            [_unequal(p, q) for p, q in pairs], dtype=torch.bool, device="cpu"
-        ).reshape(len(x))
+        found = [_unequal(p, q) for p, q in pairs]
+        return torch.tensor(found, dtype=torch.bool, device="cpu").reshape(len(x)), None
     if not isinstance(x, Tensor):
-        return torch.tensor(_unequal(x, y), dtype=torch.bool, device="cpu")
+        return torch.tensor(_unequal(x, y), dtype=torch.bool, device="cpu"), None
     if x.shape == y.shape:
-        return _differ(x, y)
+        return _differ(x, y), None
     if axes and x.dim() and all(x.shape[k] != y.shape[k] for k in axes if k < x.dim()):
         raise _UnlikeError
-    found = []
+    both = []
     for front in (True, False):
         seen = torch.zeros(x.shape, dtype=torch.bool, device="cpu")
+        blind = torch.ones(x.shape, dtype=torch.bool, device="cpu")
         _cut(seen, y, front).copy_(_differ(_cut(x, y, front), _cut(y, x, front)))
-        found.append(seen)
-    return min(found, key=lambda seen: int(seen.sum()))
+        _cut(blind, y, front).fill_(False)
+        both.append((seen, blind))
+    return min(both, key=lambda each: int(each[0].sum()))
 
 
 def _cut(x: Tensor, other: Tensor, front: bool) -> Tensor:

@@ -142,7 +142,7 @@ class Report:
     factor_cause: Cause | None = None
     """Where a number of the whole batch first became a factor."""
     divided: bool = False
-    """A number as large as the batch has been multiplied with, or divided by, before samples were summed."""
+    """Samples were multiplied with, or divided by, the size of the batch before they were summed."""
     operations: int = 0
 
     def add(self, kind: str, cause: Any, use: str) -> None:
@@ -181,8 +181,8 @@ class Proof:
     """What the traced steps of a private model have shown; `print` it.
 
     Args:
-        steps: a report for each traced step. unproven: parts of the model's forward that dry runs compare
-            instead, because the trace does not prove them.
+        steps: a report for each traced step. unproven: parts of the model's forward that dry runs
+            compare instead, because the trace does not prove them.
     """
 
     steps: tuple[Report, ...]

@@ -47,7 +47,8 @@ def geometry_of(x: Tensor) -> Geometry:
 
 def content_of(x: Tensor) -> int:
     """Identifies the numbers of a constant."""
-    values = x.detach().cpu().contiguous().reshape(-1)
+    plain = x.detach().cpu().resolve_conj().resolve_neg()
+    values = torch.empty(x.numel(), dtype=x.dtype).copy_(plain.reshape(-1))
     content = values.view(torch.uint8).numpy().tobytes() if values.numel() else b""
     return hash((tuple(x.shape), content))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastclip.trace import attribution as at
 from fastclip.trace.operation import Operation, Out, rule
-from fastclip.trace.shadow import BY_VALUE, MOVED, ORDER, POSITIONS, RANDOM
+from fastclip.trace.shadow import BY_VALUE, MOVED, ORDER, POSITIONS, RANDOM, STICKY
 
 
 def axes_of(call: Operation, dims: int) -> list[int]:
@@ -101,12 +101,9 @@ def _complex(call: Operation) -> list[Any]:
 
 @rule("as_strided", by_values=True)
 def _strided(call: Operation) -> list[Any]:
-    x, out = call.args[0], call.outs[0]
-    memory = call.tracer.memory
-    record = memory.record(x)
-    assert record is not None
-    flat = memory.flat(record, x)
-    return [at.compressed(flat.as_strided(out.shape, out.stride(), out.storage_offset()))]
+    found = call.tracer.memory.found(call.outs[0])
+    assert found is not None
+    return [Out(found.sample, found.flags & STICKY)]
 
 
 @rule(

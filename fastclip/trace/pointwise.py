@@ -244,7 +244,7 @@ def pointwise(call: Operation) -> list[Out]:
     own: at.Attribution = None
     for shadow in shadows:
         own = at.joined(own, shadow.sample)
-    if name == "add" and own is not None and at.is_mixed(own):
+    if name == "add" and own is not None and own.numel() > 1 and at.is_mixed(own):
         own = _absorbed(call, operands, own)
     return [Out(own, degree=_degree(call, operands, shadows))] * len(outs)
 

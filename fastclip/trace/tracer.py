@@ -23,7 +23,7 @@ from fastclip.trace import attribution as at
 from fastclip.trace import indices, layers, movement  # noqa: F401 - they register their rules
 from fastclip.trace.collectives import exchanged
 from fastclip.trace.findings import Cause, Lines, Read, Report, is_a_loaders
-from fastclip.trace.memory import Memory, geometry_of
+from fastclip.trace.memory import Memory, content_of, geometry_of
 from fastclip.trace.operation import Kind, Operation, Out
 from fastclip.trace.order import flagged, is_uneven, ordered
 from fastclip.trace.parts import parts_told
@@ -59,6 +59,8 @@ _SHARP = frozenset(
 """Operations in which weights of 0 may keep samples independent that the rule joins."""
 _KINDS: dict[Any, Kind] = {}
 """Of every operator that has run under a tracer."""
+_SMALL = 4096
+"""Entries of a constant that is known by its numbers."""
 _OF_CHANNELS = frozenset({"weight", "bias", "running_mean", "running_var"})
 """Arguments that are never the samples' own."""
 
@@ -317,10 +319,14 @@ class Tracer(TorchDispatchMode):
         return number
 
     def _note(self, key: list, tensors: list[Tensor]) -> None:
-        held = [
-            (self.memory.serial(x), geometry_of(x)) for x in tensors if x.layout is torch.strided
-        ]
+        held = [(self._identity(x), geometry_of(x)) for x in tensors if x.layout is torch.strided]
         self.trail = hash((self.trail, repr(key), len(tensors), *held))
+
+    def _identity(self, x: Tensor) -> object:
+        """The same in another run of the step; lists that index a tensor are made anew in each."""
+        if self.memory.record(x) is None and x.numel() <= _SMALL and not x.is_meta:
+            return content_of(x)
+        return self.memory.serial(x)
 
     def _kind(self, func: Any) -> Kind | None:
         if not hasattr(func, "_schema"):

@@ -534,6 +534,33 @@ def test_items_are_what_they_were() -> None:
         pass
 
 
+def test_a_function_that_knows_its_items_and_notes_its_calls() -> None:
+    """Other content may be none that it takes; what it notes is of the calls that were made for it."""
+
+    class Known:
+        def __init__(self) -> None:
+            self.numbers = {tuple(row): k for k, row in enumerate(LISTS)}
+            self.seen: list[int] = []
+            self.calls = 0
+
+        def collate(self, rows: list[Any]) -> Tensor:
+            self.seen += [self.numbers[tuple(row)] for row in rows]
+            self.calls += 1
+            return padded(rows)
+
+        def repeat(self, rows: list[Any]) -> Tensor:
+            return self.collate(rows[:5] + rows[:5])
+
+    known = Known()
+    for k, _ in enumerate(batches(known.collate, LISTS)):
+        assert known.calls == k + 1
+    assert len(known.seen) == 19 * 10 + 1
+    for ordered in (False, True):
+        with pytest.raises(BatchSizeError, match="repeats sample 0"):
+            next(batches(Known().repeat, LISTS, ordered=ordered))
+    assert sum(1 for _ in batches(Known().collate, LISTS, ordered=True)) == 20
+
+
 def test_errors_of_the_function_are_its_own() -> None:
     def broken(rows: list[Any]) -> Tensor:
         return torch.stack([*rows, torch.zeros(3)])

@@ -50,7 +50,8 @@ class Checked(Tracer):
         self, call: Operation, tensors: list[Tensor], shadows: list[Shadow], flags: int, before: Any
     ) -> list[Shadow]:
         found = super()._found(call, tensors, shadows, flags, before)
-        if call.kind.rule is None or call.kind.random or call.kind.fresh or call.name in PLACED:
+        drawn = call.kind.random and call.kind.pointwise
+        if call.kind.rule is None or drawn or call.kind.fresh or call.name in PLACED:
             return found
         if any(s.mixed or s.factor is not None or s.flags & _OF_VALUES for s in shadows):
             return found

@@ -171,6 +171,7 @@ def traced(
             other = Standalone([*model.parameters(), *model.buffers()])
             other.trail, other.wanted = 0, dict(wanted)
             torch.manual_seed(0)
+            model.zero_grad()  # each run begins as the first one did
             try:
                 _run(other, step, samples, before)
             except Exception:
