@@ -212,6 +212,7 @@ FAULTS: list[Callable[[Run, Tensor, Tensor], None]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__[1:])
 def test_an_error_leaves_no_mode_and_loses_nothing(fault: Callable) -> None:
     """The same batch, given again, trains; nothing was summed, released or accounted."""
@@ -234,6 +235,7 @@ def test_an_error_leaves_no_mode_and_loses_nothing(fault: Callable) -> None:
     run.check_traced(1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__[1:])
 def test_an_error_that_the_loop_forgives(fault: Callable) -> None:
     """The loop goes on, with the same batch or the next one."""
@@ -248,6 +250,7 @@ def test_an_error_that_the_loop_forgives(fault: Callable) -> None:
     run.check_traced()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("fault", FAULTS[2:], ids=lambda f: f.__name__[1:])
 def test_an_error_on_a_batch_from_elsewhere(fault: Callable) -> None:
     run = Run()
@@ -449,6 +452,7 @@ def _a_plain_model(run: Run) -> None:
     F.cross_entropy(other(x), y).backward()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "between",
     [_evaluated, _in_inference_mode, _by_its_own_loader, _a_plain_model],
@@ -764,6 +768,7 @@ def _computed(x: Tensor) -> Tensor:
     return 2 * x
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("made", [_as_it_is, _computed])
 @pytest.mark.parametrize("size", [4, 3])
 def test_a_batch_that_the_loop_splits(made: Callable, size: int) -> None:
