@@ -322,7 +322,7 @@ class BookKeeper:
     def zero_grad(self) -> None:
         """Clear the sums, unless they belong to a logical batch that is still being gathered."""
         self.drop_stale(forwards=True)
-        self.trace.leave()
+        self.trace.over()
         if not self.batch.keeps_sums():
             with self.batch.clearing():
                 self._clear()

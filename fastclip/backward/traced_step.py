@@ -8,6 +8,7 @@ loss outside the model, and trained tensors that are none of the model's (fastcl
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,6 +54,8 @@ class Seen:
 
     shadow: Shadow
     cause: object | None
+    rows: Tensor | None = None
+    """The sample of each row of the model's input; None: row i is sample i."""
 
 
 @dataclass(eq=False)
@@ -70,15 +73,22 @@ class _Step:
     unproven: object | None = None
     """What in the model's forward the trace does not prove: there dry runs decide."""
     forwards: int = 0
+    judged: bool = False
+    """A backward pass has been judged; others of the same batch may come until the optimizer steps."""
+    rows: Tensor | None = None
+    """The sample of each row of the inputs that the model was called with last."""
     opened: bool = False
     """The backward pass under way trains the model."""
     outputs: set[int] = field(default_factory=set)
     """The numbers of the nodes of the model's outputs."""
-    order: Tensor | None = None
-    """The sample at each position of the model's input; None: sample i at position i."""
     came: list[tuple[Tensor, str]] = field(default_factory=list)
     """Trained tensors outside the model to which it has brought a gradient, and where they met data."""
     handles: list[RemovableHandle] = field(default_factory=list)
+
+    def next_pass(self) -> None:
+        """Another part of the batch may follow."""
+        self.judged, self.unproven, self.rows = True, None, None
+        self.tracer.report, self.law = Report(), Law(self.tracer)
 
 
 class StepTrace:
@@ -129,7 +139,7 @@ class StepTrace:
 
         def told(iterator: Any, batch: Any) -> None:
             trace = me()
-            if trace is None or not trace.left:
+            if trace is None or not trace.wanted:
                 batch_listeners.remove(told)
             elif reads(iterator):
                 trace.handed(iterator, batch)
@@ -137,6 +147,11 @@ class StepTrace:
         self._remove = partial(batch_listeners.remove, told)
         batch_listeners.add(told)
         weakref.finalize(self, batch_listeners.remove, told)
+
+    @property
+    def wanted(self) -> bool:
+        """A step is being traced, or still to be."""
+        return bool(self.left) or self._step is not None
 
     @property
     def observing(self) -> bool:
@@ -194,21 +209,24 @@ class StepTrace:
             return
         step.forwards += 1
         step.inside = True
+        pairs = list(zip(leaves, cuts or [self._axis] * len(leaves), strict=True))
         with step.tracer.aside():
-            for leaf, axis in zip(leaves, cuts or [self._axis] * len(leaves), strict=True):
+            for leaf, axis in pairs:
                 if not _seed_input(step.tracer, leaf, axis, batch) or flat:
                     step.unproven = "inputs without an axis of samples"
-            for leaf, axis in zip(leaves, cuts or [self._axis] * len(leaves), strict=True):
-                _note_order(step, leaf, axis, batch)
+            step.rows = next((r for x in pairs if (r := _rows(step.tracer, *x)) is not None), None)
+            if step.rows is not None and step.rows.unique().numel() < len(step.rows):
+                step.tracer.report.add("repeated", None, "the model's input")
 
     @staticmethod
     def _continues(step: _Step, leaves: list[Any], batch: int | None) -> bool:
-        """The model is called with the batch of the running step, on its thread."""
+        """The model is called with the batch of the running step, or a part of it, on its thread."""
         memory = step.tracer.memory
-        if not step.tracer.here or step.forwards:
-            return step.tracer.here and memory.samples == batch
-        known = (memory.record(x) is not None for x in leaves if isinstance(x, Tensor))
-        return not step.seeded or memory.samples == batch or any(known)
+        if not step.tracer.here:
+            return False
+        if memory.samples == batch or not (step.seeded or step.forwards):
+            return True
+        return any(step.tracer.shadow_of(x).held for x in leaves if isinstance(x, Tensor))
 
     def _begin(self) -> _Step | None:
         self.leave()
@@ -235,6 +253,15 @@ class StepTrace:
         for handle in step.handles:
             handle.remove()
         step.tracer.end()
+        self.leave()
+        if not self.left and self._remove is not None:
+            self._remove()
+            self._remove = None
+
+    def over(self) -> None:
+        """The optimizer steps, or clears what was summed."""
+        if self._step is not None and self._step.judged:
+            self.end()
         self.leave()
 
     def begins(self, losses: Sequence[Tensor]) -> None:
@@ -265,7 +292,7 @@ class StepTrace:
             return None
         tracer = step.tracer
         shadow = tracer.shadow_of(out)
-        found = Seen(shadow, tracer.memory.cause(out))
+        found = Seen(shadow, tracer.memory.cause(out), step.rows)
         if step.unproven is None and (shadow.mixed or shadow.flags & ORDER):
             step.unproven = found.cause or "order"
         step.uses += 1
@@ -279,7 +306,7 @@ class StepTrace:
         if step is None:
             return
         step.uses -= 1
-        over = not step.uses and not step.inside and current_task() == -1
+        over = not (step.uses or step.inside or step.seeded) and current_task() == -1
         if trace is not None and over and trace._step is step:
             trace.end()
 
@@ -300,13 +327,13 @@ class StepTrace:
         report.uses[use] = out
         if step.unproven is not None:
             return
+        if not step.law.is_given(seen.rows):
+            report.add("gradient", Cause("a call of the model on other samples", ""), use)
         step.law.gradient_arrived(use, use, out, seen.cause, gradient)
         if samples_of is None or out.sample is None or len(report.findings) > before:
             return
         with tracer.aside():
-            expected = samples_of(gradient)
-            if expected is not None and step.order is not None:
-                expected = step.order[expected.long()]
+            expected = _as_given(samples_of(gradient), seen.rows)
             if expected is not None and bool(
                 ((out.sample != at.NONE) & (out.sample != expected)).any()
             ):
@@ -332,9 +359,7 @@ class StepTrace:
                 came = tracer.shadow_of(g)
                 if not came.held and not (tracer is own and seen is not None and seen.shadow.held):
                     continue  # made of no sample, as a generator's rows are
-                samples = samples_of(x)
-                if samples is not None and self._step is not None and self._step.order is not None:
-                    samples = self._step.order[samples.long()]
+                samples = _as_given(samples_of(x), None if seen is None else seen.rows)
                 if samples is None or (tracer is not own and (own is None or came.mixed)):
                     samples = at.everywhere(at.SEVERAL, x.dim())
                 factor = next(iter(tracer.report.factors), None) if tracer is own else came.factor
@@ -421,14 +446,17 @@ class StepTrace:
             self.log.reports[:] = [*self.log.reports[1 - _STEPS :], report]
             if step.unproven is not None:
                 self.log.unproven.append(f"the model's forward ({step.unproven})")
-            self.end()
+            if not step.seeded or sys.exc_info()[0] is not None:
+                self.end()
         if batch_size > 1:
             if IGNORED_LABELS in report.guards and not scale_invariant and self._guard is None:
                 self._guard = LossGuard(self._is_ours)
-            self.left -= 1
-            if not self.left:
-                self.finish()
+            self.left -= not step.judged
             self._tell()
+        if self._step is step:
+            step.next_pass()
+        elif not self.left:
+            self.finish()
 
     def _tell(self) -> None:
         for told in JUDGED:
@@ -562,23 +590,6 @@ def _trained_outside(report: Report, x: Tensor, line: str) -> ParameterLeakError
     )
 
 
-def _note_order(step: _Step, leaf: Any, axis: int | None, batch: int | None) -> None:
-    """The user's loop may reorder the samples of the batch, but not repeat them."""
-    shadow = (
-        step.tracer.memory.found(leaf) if isinstance(leaf, Tensor) and axis is not None else None
-    )
-    if shadow is None or shadow.sample is None or shadow.mixed or shadow.sample.numel() != batch:
-        return
-    if shadow.sample.dim() <= axis or shadow.sample.shape[axis] != batch:  # type: ignore[operator,index]
-        return
-    order = shadow.sample.flatten()
-    if bool((order == torch.arange(len(order), device="cpu")).all()):
-        return
-    step.order = order
-    if order.unique().numel() < len(order):
-        step.tracer.report.add("repeated", None, "the model's input")
-
-
 def _is_output(loss: Tensor, outputs: set[int]) -> bool:
     """The loss is a sum or a mean of an output of the model itself, which no target contradicts."""
     node = loss.grad_fn
@@ -593,20 +604,43 @@ def _samples_axis(x: Tensor, batch: int | None, axis: int) -> int | None:
     return next((a for a in (axis, 0) if batch and x.dim() > a and x.shape[a] == batch), None)
 
 
+def _rows(tracer: Tracer, leaf: Any, axis: int | None) -> Tensor | None:
+    """The sample of each row of an input; None if that is its number, or cannot be told."""
+    if not isinstance(leaf, Tensor) or axis is None or leaf.dim() <= axis:
+        return None
+    found = tracer.shadow_of(leaf).sample
+    if found is None or found.dim() <= axis or found.numel() != found.shape[axis]:
+        return None
+    rows = found.reshape(-1).expand(leaf.shape[axis])
+    plain = bool((rows >= at.SEVERAL).any()) or torch.equal(
+        rows, torch.arange(len(rows), dtype=rows.dtype)
+    )
+    return None if plain and len(rows) == tracer.memory.samples else rows
+
+
+def _as_given(found: Tensor | None, rows: Tensor | None) -> Tensor | None:
+    """Numbers of rows of the model's input, as those of samples."""
+    return found if found is None or rows is None else rows[found.long()]
+
+
 def _seed_input(tracer: Tracer, leaf: Any, axis: int | None, batch: int | None) -> bool:
     """An input of the model that nobody has seen yet is the samples' own.
 
     Returns:
         Whether the trace can follow it.
     """
+    if isinstance(leaf, PackedSequence):
+        return False
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided:
             return False
-        long = axis is not None and leaf.dim() > axis and leaf.shape[axis] == batch
-        if long and tracer.memory.record(leaf) is None:
-            tracer.seed(leaf, axis)  # type: ignore[arg-type]
-    elif isinstance(leaf, PackedSequence):
-        return False
+        if axis is None or leaf.dim() <= axis or leaf.shape[axis] != batch:
+            return True
+        if tracer.memory.record(leaf) is None:
+            tracer.seed(leaf, axis)
+        elif tracer.memory.is_given(leaf) and not tracer.shadow_of(leaf).held:
+            others = at.along(batch, axis, leaf.dim()) + tracer.memory.samples  # another part of it
+            tracer.memory.write(leaf, tracer.made(others), whole=False)
     elif isinstance(leaf, (list, tuple)) and len(leaf) == batch:
         for i, x in enumerate(leaf):
             if isinstance(x, Tensor) and tracer.memory.record(x) is None:

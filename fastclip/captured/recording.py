@@ -109,9 +109,10 @@ class Recording:
         torch.clear_autocast_cache()
         given = [x.clone() for x in inputs]
         try:
-            # The first compiles and tunes kernels and fills caches; the second shows what never rests,
-            # the third what waits for the device.
+            # The first compiles and tunes kernels and fills caches, and is the last that is traced; the
+            # second shows what never rests, the third what waits for the device.
             recorder.aside(lambda: self._rehearse(run))
+            keeper.trace.finish()
             self.frozen = frozen()
             recorder.aside(lambda: self._rehearse(run))
             self._check_rests()

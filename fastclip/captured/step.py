@@ -224,9 +224,7 @@ class Step:
             if not known.frozen.changed():
                 return known
             self.forget()
-        if (
-            kind not in self._seen or keeper.trace.left
-        ):  # it may be looked at, and shows what it needs
+        if kind not in self._seen:  # it may be looked at, and shows what it needs
             if len(self._seen) >= _MOST_SEEN:  # values that each batch has for itself
                 self._seen.clear()
             self._seen.add(kind)
@@ -242,6 +240,7 @@ class Step:
                 "captured: all other batches run without one"
             )
         self._check_place(device)
+        keeper.trace.end()  # what is filled up holds others than these rows
         inputs = [_room(x, self.physical_batch) for x in leaves if _is_tensor(x)]
         for room, leaf in zip(inputs, filter(_is_tensor, leaves), strict=True):
             _fill(room, leaf)

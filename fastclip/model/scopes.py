@@ -120,7 +120,7 @@ class RootScope:
                         keeper.calls.learn(layout, called)
             arm(keeper)
         batch = layout.batch_size(args, kwargs, begins=outermost)
-        if outermost and not keeper.paused and keeper.trace.left:
+        if outermost and not keeper.paused and keeper.trace.wanted:
             keeper.drop_stale()
             leaves, structure = layout.read(args, kwargs)
             keeper.trace.forward(leaves, layout.cuts(way_of(leaves, structure)), batch, layout.flat)

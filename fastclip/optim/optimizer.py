@@ -219,7 +219,7 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Everything before the inner step; False if this step only accumulates."""
-        self.keeper.trace.leave()
+        self.keeper.trace.over()
         if not (parameters := self.params):
             keep_only(self, ())
             return True

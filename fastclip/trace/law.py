@@ -27,6 +27,8 @@ class Law:
 
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
+        self._rows: Tensor | None = None
+        self._met = False
         self._covered: dict[Hashable, tuple[set[int], object, str]] = {}
         """How some samples were treated, and which these are."""
 
@@ -61,6 +63,18 @@ class Law:
             elif not flags & MOVED:
                 self._cover(use, key, out, got, cause or of_gradient)
 
+    def is_given(self, rows: Tensor | None) -> bool:
+        """Whether the model has been called with the same samples for all gradients of this step.
+
+        Args:
+            rows: the sample of each row that it was called with; None: row i is sample i.
+        """
+        before, self._rows = self._rows if self._met else rows, rows
+        self._met = True
+        return before is rows or (
+            before is not None and rows is not None and torch.equal(before, rows)
+        )
+
     def _is_uneven(self, out: Shadow, got: Shadow, gradient: Tensor) -> bool:
         """What is done to a sample depends on its number."""
         own = out.sample
@@ -84,9 +98,10 @@ class Law:
     def end_step(self) -> None:
         """All gradients of the step have arrived."""
         report = self.tracer.report
+        samples = self.tracer.memory.samples if self._rows is None else self._rows.unique().numel()
         branched = any(read.of == "one sample" for read in report.reads)
         for seen, cause, use in self._covered.values():
-            if len(seen) < self.tracer.memory.samples and not branched:
+            if len(seen) < samples and not branched:
                 report.add("order", cause, use)
         if len(report.factors) > 1:
             report.add("gradient", report.factor_cause, "gradients that share no factor")

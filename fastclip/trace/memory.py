@@ -167,6 +167,10 @@ class Memory:
         self.write(x, shadow, whole=False)
         return again
 
+    def is_given(self, x: Tensor) -> bool:
+        """Samples of this step lie in this memory."""
+        return x.untyped_storage()._cdata in self._given
+
     def was_given(self, x: Tensor) -> bool:
         """Samples of an earlier step lay in this memory, which has not changed since."""
         found = self._earlier.get(memory_of(x))

@@ -22,7 +22,8 @@ from tests.parallel import world
 
 CLASSES, D, ROWS, BATCH = 3, 6, 32, 8
 COUPLED = "mixes samples|number of the whole batch|number of several samples"
-SHARED_OUT = ["ddp", "dpddp", "fsdp", "fsdp of parts", "fsdp, whole after forward"]
+SHARED_OUT = ["ddp", "fsdp of parts"]
+MORE = ["dpddp", "fsdp", "fsdp, whole after forward", "fsdp, other axes"]
 
 
 def loss_of(out: Tensor, y: Tensor, coupled: bool) -> Tensor:
@@ -188,6 +189,7 @@ ONE_PROCESS: dict[str, Callable[[bool], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ONE_PROCESS)
 def test_one_process(name: str) -> None:
     check_proof(ONE_PROCESS[name](False))
@@ -204,6 +206,7 @@ def test_one_process_finds_a_coupled_loss(name: str) -> None:
 # Models of transformers
 
 
+@pytest.mark.slow
 def test_lora() -> None:
     pytest.importorskip("peft")
     from tests.integrations.adapters import batch, lora
@@ -236,7 +239,7 @@ def test_a_trainer(tmp_path: Path) -> None:
     check_proof(run.engine, {"proven", "values", "path"})
 
 
-@pytest.mark.parametrize("physical", [8, 4])
+@pytest.mark.parametrize("physical", [pytest.param(8, marks=pytest.mark.slow), 4])
 def test_a_trainer_with_a_coupled_loss(tmp_path: Path, physical: int) -> None:
     pytest.importorskip("transformers")
     from tests.integrations.tiny import trainer
@@ -252,33 +255,45 @@ def test_a_trainer_with_a_coupled_loss(tmp_path: Path, physical: int) -> None:
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice
 def test_lightning() -> None:
     pytest.importorskip("lightning")
-    from tests.integrations.test_lightning import Classifier, Direct, Parts, fit
+    from tests.integrations.test_lightning import Classifier, fit
 
     class Mixed(Classifier):
         def training_step(self, batch: Any, index: int) -> Tensor:
             return loss_of(self(batch[0]), batch[1], True)
 
-    for kind in (Classifier, Direct, Parts):
-        engine = FastPrivacyEngine(accountant="rdp")
-        fit(engine, kind=kind, max_epochs=1)
-        check_proof(engine, {"proven", "values", "path"})
+    engine = FastPrivacyEngine(accountant="rdp")
+    fit(engine, kind=Classifier, max_epochs=1)
+    check_proof(engine, {"proven", "values", "path"})
     with pytest.raises(GraphError, match=COUPLED):
         fit(FastPrivacyEngine(accountant="rdp"), kind=Mixed, max_epochs=1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice
+@pytest.mark.parametrize("kind", ["Direct", "Parts", "Manual"])
+def test_lightning_past_forward(kind: str) -> None:
+    pytest.importorskip("lightning")
+    from tests.integrations import test_lightning
+
+    engine = FastPrivacyEngine(accountant="rdp")
+    test_lightning.fit(engine, kind=getattr(test_lightning, kind), max_epochs=1)
+    check_proof(engine, {"proven", "values", "path"})
 
 
 # Two processes
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return world.run(2, "tests.trace.ranks:kinds", tmp_path_factory.mktemp("ranks"), *SHARED_OUT)
+@pytest.fixture(
+    scope="module", params=[SHARED_OUT, pytest.param(MORE, marks=pytest.mark.slow)], ids=str
+)
+def ranks(request: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    return world.run(2, "tests.trace.ranks:kinds", folder, *request.param)
 
 
-@pytest.mark.parametrize("kind", SHARED_OUT)
-def test_two_processes(ranks: list[dict[str, Any]], kind: str) -> None:
+def test_two_processes(ranks: list[dict[str, Any]]) -> None:
     """Buckets and gathered parameters are neither trained outside nor of any sample, then and later."""
-    for rank in ranks:
-        found = rank[kind]
+    for found in (found for rank in ranks for found in rank.values()):
         assert found["verdicts"] == ["proven", "proven"], found["told"]
         assert all(found["uses"])
         assert found["outside"] == [0, 0]
@@ -289,11 +304,8 @@ def test_two_processes(ranks: list[dict[str, Any]], kind: str) -> None:
 
 
 @pytest.mark.parametrize("loss", ["coupled", "gathered"])
-@pytest.mark.parametrize("kind", SHARED_OUT)
-def test_two_processes_find_a_coupled_loss(
-    ranks: list[dict[str, Any]], kind: str, loss: str
-) -> None:
+def test_two_processes_find_a_coupled_loss(ranks: list[dict[str, Any]], loss: str) -> None:
     """Of the rank's own batch, and of what it gathers from the other."""
-    for rank in ranks:
-        assert "mixes samples" in rank[kind][loss] or "whole batch" in rank[kind][loss]
-        assert "ranks.py" in rank[kind][loss]
+    for found in (found for rank in ranks for found in rank.values()):
+        assert "mixes samples" in found[loss] or "whole batch" in found[loss]
+        assert "ranks.py" in found[loss]
