@@ -613,7 +613,7 @@ def _rows(tracer: Tracer, leaf: Any, axis: int | None) -> Tensor | None:
         return None
     rows = found.reshape(-1).expand(leaf.shape[axis])
     plain = bool((rows >= at.SEVERAL).any()) or torch.equal(
-        rows, torch.arange(len(rows), dtype=rows.dtype)
+        rows, torch.arange(len(rows), dtype=rows.dtype, device="cpu")
     )
     return None if plain and len(rows) == tracer.memory.samples else rows
 

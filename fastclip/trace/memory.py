@@ -100,7 +100,10 @@ class Memory:
         self._known[memory_of(x)] = StorageWeakRef(storage)
 
     def knows(self, x: Tensor) -> bool:
-        found = self._known.get(memory_of(x))
+        try:
+            found = self._known.get(memory_of(x))
+        except (NotImplementedError, RuntimeError):  # sparse, nested
+            return False
         return found is not None and not found.expired()
 
     def record(self, x: Tensor) -> Record | None:

@@ -197,9 +197,11 @@ def _changed(x: Tensor, where: Tensor, trial: int) -> Tensor:
         new = ~x
     elif x.is_floating_point() or x.is_complex():
         size = x.abs().max().clamp(min=0.1) if x.numel() else 1
-        drawn = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        drawn = torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu")
         new = x + (drawn.to(x.device) * size).to(x.dtype)
     else:
         flat = x.reshape(-1)
-        new = flat[torch.randperm(flat.numel(), generator=generator).to(x.device)].view(x.shape)
+        new = flat[
+            torch.randperm(flat.numel(), generator=generator, device="cpu").to(x.device)
+        ].view(x.shape)
     return torch.where(where.to(x.device).expand(x.shape), new, x)
