@@ -54,8 +54,8 @@ def test_its_absence_names_the_way_out(
 ) -> None:
     package = f"fastclip.{package}"
     monkeypatch.setitem(sys.modules, f"fastclip.{module}", None)
-    monkeypatch.delattr(fastclip, module, raising=False)
-    monkeypatch.delattr(fastclip, package.partition(".")[2], raising=False)
+    monkeypatch.delitem(vars(fastclip), module, raising=False)
+    monkeypatch.delitem(vars(fastclip), package.partition(".")[2], raising=False)
     # what is found missing here is not missing afterwards
     monkeypatch.setattr(dispatch, "_STATE", dispatch._State(dispatch._STATE.requested))
     for name in [name for name in sys.modules if name.startswith(package)]:
@@ -86,7 +86,7 @@ def test_one_of_other_sources_is_refused(
     old.versions = lambda: told  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, f"fastclip.{module}", old)
     monkeypatch.setattr(fastclip, module, old, raising=False)
-    monkeypatch.delattr(fastclip, package, raising=False)
+    monkeypatch.delitem(vars(fastclip), package, raising=False)
     monkeypatch.setattr(dispatch, "_STATE", dispatch._State(dispatch._STATE.requested))
     for name in [name for name in sys.modules if name.startswith(f"fastclip.{package}")]:
         monkeypatch.delitem(sys.modules, name)

@@ -172,7 +172,7 @@ class Memory:
 
     def is_given(self, x: Tensor) -> bool:
         """Samples of this step lie in this memory."""
-        return x.untyped_storage()._cdata in self._given
+        return memory_of(x) in self._given
 
     def was_given(self, x: Tensor) -> bool:
         """Samples of an earlier step lay in this memory, which has not changed since."""
