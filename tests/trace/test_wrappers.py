@@ -291,6 +291,7 @@ def ranks(request: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
     return world.run(2, "tests.trace.ranks:kinds", folder, *request.param)
 
 
+@pytest.mark.slow
 def test_two_processes(ranks: list[dict[str, Any]]) -> None:
     """Buckets and gathered parameters are neither trained outside nor of any sample, then and later."""
     for found in (found for rank in ranks for found in rank.values()):
@@ -303,6 +304,7 @@ def test_two_processes(ranks: list[dict[str, Any]]) -> None:
         assert found["error"] <= 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["coupled", "gathered"])
 def test_two_processes_find_a_coupled_loss(ranks: list[dict[str, Any]], loss: str) -> None:
     """Of the rank's own batch, and of what it gathers from the other."""
