@@ -76,11 +76,6 @@ foreach_add_: Callable[..., None] = torch._foreach_add_
 """x += alpha y for every pair of two lists, in one call."""
 
 
-def storage_number(x: Tensor) -> int:
-    """The same for tensors that lie in one memory; errors where a tensor has none of its own."""
-    return int(x.untyped_storage()._cdata)
-
-
 pad_sequences: Callable[..., Tensor] = torch._C._nn.pad_sequence
 """What torch.nn.utils.rnn.pad_sequence calls, an operation or three for each of the sequences."""
 

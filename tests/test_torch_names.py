@@ -438,8 +438,8 @@ def test_modes_hear_of_nothing_inside() -> None:
     x = torch.ones(2, 2)
     with Deaf(), _torch.Undispatched():
         assert (x + x).sum() == 8
-    assert _torch.storage_number(x) == _torch.storage_number(x[1])
-    assert _torch.storage_number(x) != _torch.storage_number(x.clone())
+    assert _torch.memory_of(x) == _torch.memory_of(x[1])
+    assert _torch.memory_of(x) != _torch.memory_of(x.clone())
 
 
 def test_reentrant_checkpoints_go_through_apply(monkeypatch) -> None:

@@ -24,7 +24,6 @@ from fastclip.backward.batch_norm import check_batch_norm
 from fastclip.backward.clipping_state import ClippingState
 from fastclip.backward.criterion import check_loss, running_loss
 from fastclip.backward.logical_batch import LogicalBatch
-from fastclip.backward.loss_graph import running_losses
 from fastclip.backward.loss_scale import running_scale
 from fastclip.backward.sums import ClippedSums
 from fastclip.backward.traced_step import StepTrace
@@ -286,9 +285,8 @@ class BookKeeper:
         check_loss(current.loss, "mean" if self.mean_loss else "sum", batch_size)
         drawn = bool(self.caught is None and self.batch.find(batch_size))
         self.trace.judge(
-            running_losses(), self.mean_loss, batch_size,
-            scale_invariant=self.clipping.strategy.scale_invariant,
-        )  # fmt: skip
+            self.mean_loss, batch_size, scale_invariant=self.clipping.strategy.scale_invariant
+        )
         # The mean's 1/b, multiplied back, and the scale of the loss, which ends here.
         factor = (float(batch_size) if self.mean_loss else 1.0) / current.loss_scale
         if self.caught is not None:

@@ -22,8 +22,15 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
-from fastclip._torch import backward_listeners, batch_listeners, current_task, number_of
+from fastclip._torch import (
+    backward_listeners,
+    batch_listeners,
+    current_task,
+    number_of,
+    transformed,
+)
 from fastclip.backward.guards import is_guarded
+from fastclip.backward.loss_graph import running_losses
 from fastclip.backward.loss_guard import LossGuard
 from fastclip.errors import GraphError, ParameterLeakError
 from fastclip.graph import above_private
@@ -111,7 +118,6 @@ class StepTrace:
         """Those that lie among the modes of a thread: the running step's, and what could not leave."""
         weakref.finalize(self, _leave, self._placed)
         self._step: _Step | None = None
-        self._reads: Callable[[Any], bool] | None = None
         self._remove: Callable[[], None] | None = None
         self._guard: LossGuard | None = None
         self._constants: list[weakref.ref[Tensor]] = []
@@ -230,7 +236,7 @@ class StepTrace:
 
     def _begin(self) -> _Step | None:
         self.leave()
-        if not self.left or transforms():
+        if not self.left or transformed():  # under which memory is not what it seems
             return None
         for known in self._constants:
             if (x := known()) is not None:
@@ -254,6 +260,9 @@ class StepTrace:
             handle.remove()
         step.tracer.end()
         self.leave()
+        self._stop_listening()
+
+    def _stop_listening(self) -> None:
         if not self.left and self._remove is not None:
             self._remove()
             self._remove = None
@@ -411,13 +420,11 @@ class StepTrace:
 
     # The verdict
 
-    def judge(
-        self, losses: list[Tensor], mean: bool, batch_size: int, *, scale_invariant: bool
-    ) -> None:
+    def judge(self, mean: bool, batch_size: int, *, scale_invariant: bool) -> None:
         """The backward pass has ended; nothing has been summed.
 
         Args:
-            losses: that it began with. mean: `loss_reduction`. scale_invariant: of the strategy.
+            mean: `loss_reduction`. scale_invariant: of the strategy.
 
         Raises:
             GraphError: samples are not independent, or the loss has another weight.
@@ -429,7 +436,9 @@ class StepTrace:
         try:
             with step.tracer.aside():
                 step.law.end_step()
-                whole = [x for x in losses if not x.dim() and not _is_output(x, step.outputs)]
+                whole = [
+                    x for x in running_losses() if not x.dim() and not _is_output(x, step.outputs)
+                ]
                 degrees = {step.tracer.shadow_of(x).degree for x in whole}
             found = report.findings
             if scale_invariant and len(report.factors) == 1:
@@ -491,9 +500,7 @@ class StepTrace:
         """No further step is traced."""
         self.left = 0
         self.end()
-        if self._remove is not None:
-            self._remove()
-            self._remove = None
+        self._stop_listening()
 
 
 def _leave(placed: list[Tracer]) -> None:
@@ -520,13 +527,6 @@ class _Known:
 
     def __contains__(self, x: object) -> bool:
         return any(x in group for group in self._groups)
-
-
-def transforms() -> bool:
-    """A function transform of torch runs, under which memory is not what it seems."""
-    from fastclip._torch import transformed
-
-    return transformed()
 
 
 def _said(found: Finding) -> str:

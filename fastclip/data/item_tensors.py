@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from fastclip._torch import Native, storage_number
+from fastclip._torch import Native, memory_of
 from fastclip.data.batch_law import PLAIN
 from fastclip.trace.tracer import Tracer
 
@@ -165,7 +165,7 @@ def elsewhere(x: Tensor) -> Tensor:
 def _memory(x: Tensor) -> int | None:
     """Identifies a tensor's memory; None where it has none of its own (sparse, nested)."""
     try:
-        return None if x.layout is not torch.strided else storage_number(x)
+        return None if x.layout is not torch.strided else memory_of(x)
     except (NotImplementedError, RuntimeError):
         return None
 

@@ -67,7 +67,7 @@ _OF_CHANNELS = frozenset({"weight", "bias", "running_mean", "running_var"})
 
 
 _LITERALS = frozenset({"lift_fresh", "lift"})
-"""What torch.tensor(..., device="cpu") goes through: its numbers are made by this step."""
+"""What torch.tensor(...) goes through: its numbers are made by this step."""
 
 
 _DISPATCHING = [0]
@@ -107,12 +107,10 @@ class Tracer(TorchDispatchMode):
         self.shadows = SHADOWS
         self.memory = memory or Memory(self.shadows)
         self.report, self.lines = Report(), Lines()
-        self.axis = 0
-        """Of the samples, in tensors that come from elsewhere."""
         self.read_by_python = False
+        """Numbers of samples have left torch in this step."""
         self.same_samples: bool | None = None
         """The batch is that of an earlier step; None: nothing of it has been seen."""
-        """Numbers of samples have left torch in this step."""
         self.guarded_labels: set[int] = set()
         """Memory of labels that a guard watches in later steps."""
         self.on_outside: Callable[[Tensor, str], None] | None = None
@@ -262,10 +260,9 @@ class Tracer(TorchDispatchMode):
         shadows = [self._met(x) for x in tensors]
         if self.memory.samples > 1 and None in map(self.memory.record, tensors):
             shadows = self._from_elsewhere(func, args, tensors, shadows)
-        hot, flags, factor = False, 0, False
+        hot, flags = False, 0
         for shadow in shadows:
             hot |= shadow.sample is not None
-            factor |= shadow.factor is not None
             flags |= shadow.flags
         if kind.reads and (hot or flags & RANDOM):
             return self._answer(self._read_number(kind, func(*args, **kwargs), shadows))
@@ -371,11 +368,7 @@ class Tracer(TorchDispatchMode):
         if kind.writes and kind.pointwise and not shadows[0].held and tensors[0].numel() > 1:
             beside = [tensors[0].clone(), *tensors[1:]]  # the constant that is written into
         out = func(*args, **kwargs)
-        outs = (
-            [out]
-            if isinstance(out, Tensor)
-            else [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        )
+        outs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         if kind.reshapes or not outs:
             return out
         known = None if kind.by_values or flags & MOVED else self._key(key, shadows, tensors)
@@ -513,11 +506,7 @@ class Tracer(TorchDispatchMode):
     ) -> Any:  # fmt: skip
         """An operation on no sample."""
         out = func(*args, **kwargs)
-        outs = (
-            [out]
-            if isinstance(out, Tensor)
-            else [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        )
+        outs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         factor = next((s.factor for s in shadows if s.factor is not None), None)
         if factor is not None:
             call = Operation(self, kind, func, args, kwargs, tensors, shadows, outs)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.trace.coupled import KeepsMean
 from tests.trace.standalone import Traced, traced
 
 B, D = 5, 8
@@ -42,17 +43,6 @@ class ByNumpy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         return g
-
-
-class KeepsMean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mean = x.mean(0)
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g * ctx.mean
 
 
 class Custom(torch.autograd.Function):
