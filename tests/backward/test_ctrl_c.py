@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 from typing import Any
 
 import pytest
@@ -13,38 +12,10 @@ from torch import Tensor
 
 from fastclip.errors import FastclipError
 from tests.data.test_draws import Run, start
+from tests.interrupts import CtrlC
 
 FILES = ("logical_batch.py", "step_hooks.py", "opacus_step.py")
 CALLS = ("_close", "zero_grad", "discard", "pre_step", "clip_and_accumulate")
-
-
-class CtrlC:
-    """Raises KeyboardInterrupt at the n-th line that runs inside, of the places above."""
-
-    def __init__(self, n: int) -> None:
-        self.left = n
-
-    def __enter__(self) -> CtrlC:
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _call(self, frame: Any, event: str, _: object) -> Any:
-        code = frame.f_code
-        here = "/fastclip/" in code.co_filename and (
-            code.co_name in CALLS or code.co_filename.endswith(FILES)
-        )
-        return self._line if here else None
-
-    def _line(self, frame: Any, event: str, _: object) -> Any:
-        self.left -= event == "line"
-        if self.left == 0:
-            self.left = -1
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return self._line
 
 
 def one_cycle(run: Run, x: Tensor) -> None:
@@ -60,7 +31,7 @@ def check_interrupted(n: int, mode: str, step_again: bool) -> bool:
     run.optimizer.original_optimizer.register_step_pre_hook(
         lambda *_: released.append(run.released())
     )
-    interrupt = CtrlC(n)
+    interrupt = CtrlC(n, *FILES, calls=CALLS)
     for i in range(3):
         (x, *_) = list(run.loader) if not i else [next(iter(run.loader))]
         before = len(released)
@@ -80,7 +51,7 @@ def check_interrupted(n: int, mode: str, step_again: bool) -> bool:
                 assert ((sums == 0) | (x.sum(0) > 0)).all(), "rows of another batch"
                 assert sums.max() <= 1
             assert run.steps >= len(released)
-    return interrupt.left < 0
+    return interrupt.raised
 
 
 def ignoring(call: Any) -> None:
