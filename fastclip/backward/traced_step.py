@@ -7,7 +7,6 @@ loss outside the model, and trained tensors that are none of the model's (fastcl
 
 from __future__ import annotations
 
-import os
 import sys
 import weakref
 from collections import deque
@@ -48,11 +47,6 @@ JUDGED: list[Callable[[TraceLog], None]] = []
 """Told of the verdict on each traced step, before anything of it is summed."""
 _OUTPUT = "the model's output"
 _DEGREES = {"sum": 0, "mean": -1}
-
-
-def steps_asked() -> int:
-    """How many steps are traced: two if the environment variable FASTCLIP_TRACE is 1, else none."""
-    return _STEPS if os.environ.get("FASTCLIP_TRACE") == "1" else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,10 +102,10 @@ class StepTrace:
 
     def __init__(
         self, names: Mapping[nn.Parameter, str], others: Mapping[nn.Parameter, str], axis: int,
-        *, steps: int | None = None,
+        *, steps: int = _STEPS,
     ) -> None:  # fmt: skip
         self._names, self._others, self._axis = names, others, axis
-        self.left = steps_asked() if steps is None else steps
+        self.left = steps
         self.log = TraceLog()
         self._memory = Memory(SHADOWS)
         self._placed: list[Tracer] = []

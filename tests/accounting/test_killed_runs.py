@@ -47,7 +47,7 @@ while True:
     ) as batches:
         for (x,) in batches:
             optimizer.zero_grad()
-            (model(x) ** 2).sum().backward()
+            (model(x) ** 2).mean().backward()
             optimizer.step()
     engine.save_checkpoint(path=folder / "run.pt", module=model, optimizer=optimizer)
 """
