@@ -331,7 +331,7 @@ class StepTrace:
         if step.unproven is not None:
             return
         if not step.law.is_given(seen.rows):
-            report.add("gradient", Cause("a call of the model on other samples", ""), use)
+            report.add("calls", None, use)
         step.law.gradient_arrived(use, use, out, seen.cause, gradient)
         if samples_of is None or out.sample is None or len(report.findings) > before:
             return
@@ -530,6 +530,11 @@ def _said(found: Finding) -> str:
         return (
             f"Your loss is divided or multiplied by a number of the whole batch ({what}), so samples "
             "are not independent. Divide by a constant, or use clipping='automatic' with gamma=0."
+        )
+    if found.kind == "calls":
+        return (
+            "Your loss joins calls of the model on different samples of the batch, and their samples "
+            "are clipped as the same ones. Pass every call the whole batch, its samples in one order."
         )
     if found.kind == "repeated":
         return (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from fastclip import FastPrivacyEngine
-from fastclip.errors import BatchSizeError, FastclipError, StepError
+from fastclip.errors import BatchSizeError, FastclipError, GraphError, StepError
 from tests.refusal import refused
 
 N = 12
@@ -91,6 +91,14 @@ def start(
     return Run(engine, net, model, optimizer, loader, original)
 
 
+def trained(run: Run) -> None:
+    """Two steps, after which nothing is traced any more."""
+    for _ in range(2):
+        (x,) = run.loader
+        run.one_pass(x)
+    run.optimizer.zero_grad()
+
+
 def empty(x: Any) -> bool:
     """Nobody was drawn."""
     return not len(x)
@@ -143,8 +151,18 @@ def test_several_views_from_the_data_set(poisson: bool) -> None:
 def test_several_rows_of_one_sample_in_physical_batches(size: int) -> None:
     """A part may have room for them; the release does not."""
     run = start(N, poisson=False)
+    trained(run)
     row = refused("a row of the data set must stay one row", BatchSizeError)
     with row, run.physical(size) as parts:
+        for x in parts:
+            run.one_pass(x.repeat(8, 1))
+    assert run.steps == 2
+
+
+def test_several_rows_of_one_sample_in_a_traced_part() -> None:
+    run = start(N, poisson=False)
+    row = refused("holds a sample at several positions", GraphError)
+    with row, run.physical(1) as parts:
         for x in parts:
             run.one_pass(x.repeat(8, 1))
     assert run.steps == 0
@@ -167,16 +185,27 @@ def test_two_calls_under_one_loss(halves: bool) -> None:
     run = start(N, poisson=False)
     (x,) = run.loader
     first, second = (x[: N // 2], x[N // 2 :]) if halves else (x, x)
-    loss = run.model(first).sum() + run.model(second).sum()
-    (loss / len(first)).backward()
-    if halves:
-        with refused("pass every call the whole batch", BatchSizeError):
-            run.optimizer.step()
-        assert run.net.weight.grad is None
-        assert run.steps == 0
-    else:
+
+    def backward() -> None:
+        loss = run.model(first).sum() + run.model(second).sum()
+        (loss / len(first)).backward()
+
+    if not halves:
+        backward()
         assert run.net.weight.summed_grad.tolist() == [[pytest.approx(1, rel=1e-4)] * N]
         run.optimizer.step()
+        return
+    with refused("Pass every call the whole batch", GraphError):
+        backward()
+    assert run.net.weight.grad is None
+    trained(run)
+    (x,) = run.loader
+    first, second = x[: N // 2], x[N // 2 :]
+    backward()
+    with refused("pass every call the whole batch", BatchSizeError):
+        run.optimizer.step()
+    assert run.net.weight.grad is None
+    assert run.steps == 2
 
 
 @pytest.mark.parametrize("iterated", [True, False])
