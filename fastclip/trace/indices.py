@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fastclip.trace import attribution as at
+from fastclip.trace.law import changes_alongside
 from fastclip.trace.operation import Operation, Out, rule
-from fastclip.trace.order import changes_alongside
 from fastclip.trace.shadow import BY_VALUE, LEARNED, MOVED, ORDER, POSITIONS, STICKY
 
 

@@ -1,21 +1,31 @@
-"""The law of independent samples, asked where trained tensors have met data and a gradient arrives.
+"""The law of independent samples: every entry is of one sample, and all samples are treated alike.
 
 Every use of a trained tensor adds f(operands, gradient of its output) to the sum of gradients. If each
 entry of the output and of the gradient follows from one and the same sample, then that term is the
-sample's own; and what is done to one sample must be done to all of them.
+sample's own. What is done to a sample must not depend on its number in the batch, either: a constant
+that has other values alongside one sample than alongside another says which number it has (masks of
+ones pass, `arange(b)` does not), and where parts that hold some samples alone meet again (`cat`,
+`stack`, writes into slices), they must have been made in one way. So a loop over samples is proven,
+and `cat([h[:2], 1.5 * h[2:]])` is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastclip.trace import attribution as at
-from fastclip.trace.order import changes_alongside
-from fastclip.trace.shadow import BY_VALUE, MOVED, ORDER, Shadow
-from fastclip.trace.tracer import Tracer
+from fastclip.trace.memory import content_of
+from fastclip.trace.operation import Kind
+from fastclip.trace.shadow import BY_VALUE, MOVED, ORDER, RANDOM, TRAINED, Shadow
+
+_LARGEST = 65536
+"""Entries of a constant whose content identifies it."""
+_OF_POSITION = frozenset(("select_backward", "slice_backward"))
+"""Their numbers say which part it is, not how it was made."""
 
 
 class Law:
@@ -25,7 +35,7 @@ class Law:
         tracer: of the step.
     """
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Any) -> None:
         self.tracer = tracer
         self._rows: Tensor | None = None
         self._met = False
@@ -122,3 +132,167 @@ def _is_same(out: Shadow, got: Shadow) -> bool:
         return True
     differ = (got.sample != out.sample) & (got.sample != at.NONE) & (out.sample != at.NONE)
     return not bool(differ.any())
+
+
+# Constants alongside samples
+
+
+def ordered(
+    tracer: Any, kind: Kind, found: list[Shadow], tensors: Sequence[Tensor],
+    shadows: Sequence[Shadow], outs: Sequence[Tensor],
+) -> list[Shadow]:  # fmt: skip
+    """What an operation returns, flagged if constants among its operands change from sample to sample.
+
+    Args:
+        found: as its rule says. tensors, shadows: its operands. outs: what it returned.
+    """
+    own = found[0].sample if found else None
+    if own is None or found[0].flags & ORDER:
+        return found
+    moved = bool(found[0].flags & MOVED)
+    if kind.aligned == "together":
+        random = all(s.held or s.flags & RANDOM for s in shadows)
+        changes = not random and not moved and is_uneven(outs[0], own)
+    else:
+        axes = [axis - own.dim() for axis, n in enumerate(own.shape) if n > 1]
+        changes = False
+        backward = kind.aligned == "gradient"
+        for x, shadow in zip(tensors, shadows, strict=True):
+            if shadow.held or shadow.flags & RANDOM or x.is_meta:
+                continue
+            if backward and (x is not tensors[0] or x.shape != outs[0].shape):
+                continue
+            alongside = any(-a <= x.dim() and x.shape[a] > 1 and x.stride(a) for a in axes)
+            if kind.aligned == "stacked":
+                changes = changes or _is_stacked(x, own)
+            elif alongside:
+                changes = changes or changes_alongside(x, own, shadow, moved)
+    return [flagged(tracer, f) for f in found] if changes else found
+
+
+def flagged(tracer: Any, shadow: Shadow) -> Shadow:
+    """The same, in which the number of a sample matters."""
+    return tracer.made(
+        shadow.sample, shadow.flags | ORDER,
+        degree=shadow.degree, part=shadow.part, factor=shadow.factor,
+    )  # fmt: skip
+
+
+def changes_alongside(x: Tensor, own: Tensor, shadow: Shadow, moved: bool = False) -> bool:
+    """Whether a constant has other values alongside one sample than alongside another.
+
+    Args:
+        own: the attribution of what it meets. shadow: the constant's. moved: samples lie where data put
+            them.
+    """
+    if shadow.flags & RANDOM or x.numel() < 2 or x.is_meta:
+        return False
+    try:
+        torch.broadcast_shapes(x.shape, own.shape)
+    except RuntimeError:
+        return False
+    if shadow.flags & TRAINED and x.is_leaf and x.requires_grad:  # a trained entry for each number
+        x = torch.arange(x.numel(), device="cpu").view(x.shape)
+    return at.differs(x, own, moved)
+
+
+def _is_stacked(x: Tensor, own: Tensor) -> bool:
+    stacked = x.dim() > 2 and own.dim() == x.dim() and x.shape[0] > 1 < own.shape[0]
+    if not stacked or not x.stride(0):
+        return False
+    return at.differs(x.flatten(-2)[..., None, :], own.amax((-1, -2), keepdim=True))
+
+
+def is_uneven(x: Tensor, sample: Tensor) -> bool:
+    """Whether entries of no sample, among those of samples, change from sample to sample."""
+    none = sample == at.NONE
+    if x.is_meta or not x.numel() or x.is_complex() or not bool(none.any()) or bool(none.all()):
+        return False
+    low = sample.masked_fill(none, at.SEVERAL)
+    values = x.detach().double().expand(x.shape)
+    for axis, n in enumerate(sample.shape):
+        if n < 2 or not bool(
+            (sample.amax(axis) != low.amin(axis)).logical_and(~none.all(axis)).any()
+        ):
+            continue  # one sample alone lies along this axis
+        here = none.expand(x.shape)
+        high = values.masked_fill(~here, -torch.inf).amax(axis)
+        least = values.masked_fill(~here, torch.inf).amin(axis)
+        if bool(((high > least) & here.any(axis)).any()):
+            return True
+    return False
+
+
+# Parts of a batch
+
+
+def parts_told(
+    tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor], shadows: Sequence[Shadow],
+    found: Sequence[Shadow], outs: Sequence[Tensor],
+) -> list[Shadow]:  # fmt: skip
+    """What an operation returns, each part with the number of how it was made."""
+    with tracer.aside():
+        made = [_identified(tracer, x, s) for x, s in zip(tensors, shadows, strict=True)]
+        return [
+            _told(tracer, kind, args, made, shadows, f, out)
+            for f, out in zip(found, outs, strict=True)
+        ]
+
+
+def _told(
+    tracer: Any, kind: Kind, args: tuple, made: list[Any], shadows: Sequence[Shadow], found: Shadow,
+    out: Tensor,
+) -> Shadow:  # fmt: skip
+    def again(part: int | None = None, flags: int = 0) -> Shadow:
+        return tracer.made(
+            found.sample, found.flags | flags, degree=found.degree, part=part, factor=found.factor
+        )
+
+    if not found.held or found.flags & (MOVED | ORDER):
+        return found
+    partial = [s for s in shadows if s.held and not s.whole]
+    met = {s.part for s in partial if not s.flags & MOVED}
+    if found.whole:
+        if kind.writes or not _meets(kind, found, partial, shadows, met):
+            return found
+        branched = any(r.of == "one sample" for r in tracer.report.reads)  # each on its own values
+        return again(flags=BY_VALUE if branched else ORDER)
+    merges = kind.pointwise and kind.name in ("add", "where") and len(met) == 1
+    if merges and at.are_apart([s.sample for s in shadows]):
+        return again(next(iter(met)))
+    if kind.aliases and not kind.writes:
+        return again(tracer.memory.part_of(out, found))
+    if kind.name == "copy":
+        return again(next((s.part for s in reversed(shadows) if s.held), None))
+    numbers = (
+        () if kind.name in _OF_POSITION else tuple(a for a in args if isinstance(a, (int, float)))
+    )
+    return again(hash((kind.name, numbers, *made)))
+
+
+def _meets(
+    kind: Kind, found: Shadow, partial: Sequence[Shadow], shadows: Sequence[Shadow], met: set
+) -> bool:  # fmt: skip
+    """In what holds all samples, some were treated in another way than the others."""
+    if len(met) > 1:
+        return True
+    if kind.pointwise:
+        return not at.are_apart([s.sample for s in shadows])
+    if found.mixed or not met:
+        return False
+    return kind.name not in ("cat", "stack", "block_diag") or len(partial) < sum(
+        s.held for s in shadows
+    )
+
+
+def _identified(tracer: Any, x: Tensor, shadow: Shadow) -> Any:
+    """What tells an operand from another."""
+    if shadow.held:
+        if shadow.whole:
+            return hash((tracer.memory.serial(x), True))
+        return shadow.part if shadow.part is not None else hash((tracer.memory.serial(x), False))
+    if shadow.flags & RANDOM:
+        return "random"
+    if shadow.flags & TRAINED or x.numel() > _LARGEST or x.is_meta or x.layout is not torch.strided:
+        return tracer.memory.serial(x), tuple(x.shape)
+    return content_of(x)

@@ -11,8 +11,8 @@ from torch import Tensor
 from fastclip._torch import memory_of
 from fastclip.trace import attribution as at
 from fastclip.trace.findings import IGNORED_LABELS
+from fastclip.trace.law import changes_alongside
 from fastclip.trace.operation import BY_VALUES, Operation, Out, rule
-from fastclip.trace.order import changes_alongside
 from fastclip.trace.shadow import BY_VALUE, LEARNED, MOVED, ORDER, POSITIONS
 
 

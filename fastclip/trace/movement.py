@@ -1,4 +1,4 @@
-"""Operations that move entries, and operations over whole axes: views, copies, sums, softmax, sorts."""
+"""Operations that move entries, and operations over whole axes: views, sums, softmax, sorts, exchanges."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastclip._torch import tree_leaves
 from fastclip.trace import attribution as at
+from fastclip.trace.findings import Cause
 from fastclip.trace.operation import Operation, Out, rule
 from fastclip.trace.shadow import BY_VALUE, MOVED, ORDER, POSITIONS, RANDOM, STICKY
 
@@ -306,3 +308,41 @@ def _sorted(call: Operation) -> list[Any] | None:
         return [at.reduced(found, [axis])] * len(call.outs)
     moved = at.compressed(torch.gather(found.expand(x.shape), axis, index))
     return [Out(moved, MOVED)] * (len(call.outs) - 1) + [Out(moved, MOVED | POSITIONS)]
+
+
+# Exchanges between ranks: never probed, since each rank must run them equally often
+
+_FILLED = ("out", "all_gather_output")
+"""Arguments that collectives write into; few say so."""
+
+
+def exchanged(tracer: Any, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a collective: what it fills is of no sample if what it takes is, and else of several.
+
+    Other ranks have other samples.
+    """
+    declared = func._schema.arguments
+    given = {
+        a.name: args[k] if k < len(args) else kwargs.get(a.name) for k, a in enumerate(declared)
+    }
+    filled = {
+        a.name for a in declared
+        if a.name.startswith(_FILLED) or (a.alias_info is not None and a.alias_info.is_write)
+    }  # fmt: skip
+    taken = _tensors_in([value for name, value in given.items() if name not in filled])
+    with tracer.aside():
+        held = any(tracer.shadow_of(x).held for x in taken)
+    out = func(*args, **kwargs)
+    written = _tensors_in([given[name] for name in filled] if filled else taken)
+    cause = Cause(func._schema.name, tracer.lines.current()) if held else None
+    with tracer.aside():
+        for x in (*written, *_tensors_in(out)):
+            of = (
+                tracer.made(at.everywhere(at.SEVERAL, x.dim())) if held else tracer.shadows.constant
+            )
+            tracer.memory.write(x, of, cause, whole=False)
+    return out
+
+
+def _tensors_in(held: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(held) if isinstance(x, Tensor)]

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fastclip._torch import overload_of
 from fastclip.trace.attribution import Attribution
-from fastclip.trace.collectives import SPACES
 from fastclip.trace.shadow import Shadow
 
 
@@ -36,6 +35,8 @@ class Out:
 Rule = Callable[["Operation"], "Sequence[Out | Attribution] | None"]
 """Of every tensor that the operation returns; None: ask the local probe."""
 RULES: dict[str, Rule] = {}
+_SPACES = ("c10d::", "_c10d_functional::", "c10d_functional::", "fsdp::")
+"""Of torch's collectives, and of what fully_shard copies for them."""
 BY_VALUES: set[str] = set()
 """Operations whose attribution depends on the values of their operands."""
 
@@ -160,7 +161,7 @@ class Kind:
         self.base = base
         self.name = base if space == "aten" else func._schema.name
         self.random = torch.Tag.nondeterministic_seeded in func.tags and base not in _JOINTLY
-        self.collective = func._schema.name.startswith(SPACES)
+        self.collective = func._schema.name.startswith(_SPACES)
         self.fresh = base.startswith(("empty", "new_empty"))
         self.reads = base in ("_local_scalar_dense", "is_nonzero", "equal")
         self.aliases = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)

@@ -21,13 +21,12 @@ from fastclip._torch import (
     tree_leaves,
 )
 from fastclip.trace import attribution as at
-from fastclip.trace import indices, layers, movement  # noqa: F401 - they register their rules
-from fastclip.trace.collectives import exchanged
+from fastclip.trace import indices, layers  # noqa: F401 - they register their rules
 from fastclip.trace.findings import Cause, Lines, Read, Report, is_a_loaders
+from fastclip.trace.law import flagged, is_uneven, ordered, parts_told
 from fastclip.trace.memory import Memory, content_of, geometry_of
+from fastclip.trace.movement import exchanged
 from fastclip.trace.operation import Kind, Operation, Out
-from fastclip.trace.order import flagged, is_uneven, ordered
-from fastclip.trace.parts import parts_told
 from fastclip.trace.pointwise import POINTWISE, factored, pointwise
 from fastclip.trace.probe import probed
 from fastclip.trace.shadow import (

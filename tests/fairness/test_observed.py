@@ -389,7 +389,7 @@ def test_observing_waits_for_nothing(
     for _ in range(3):
         optimizer.zero_grad()
         engine.set_groups(torch.empty(6, dtype=torch.int64, device="meta"))
-        private(rows(6).to("meta")).square().sum().backward()
+        private(rows(6).to("meta")).square().mean().backward()
         group = torch.zeros(6, dtype=torch.int64, device=where)
         seen.observe(optimizer, {"group": group, "other": group})
         optimizer.step()

@@ -16,9 +16,9 @@ from fastclip.trace.attribution import SEVERAL
 from fastclip.trace.findings import HIDDEN, Report
 from fastclip.trace.law import Law
 from fastclip.trace.memory import geometry_of
-from fastclip.trace.outcomes import outcomes_agree
 from fastclip.trace.shadow import TRAINED, Shadow
 from fastclip.trace.tracer import Tracer
+from tests.trace.outcomes import outcomes_agree
 
 HIDDEN.append(__file__)
 
