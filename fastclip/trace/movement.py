@@ -1,4 +1,4 @@
-"""Operations that move entries, and operations over whole axes: views, sums, softmax, sorts, exchanges."""
+"""Operations that move entries or go over whole axes: views, sums, softmax, sorts, exchanges."""
 
 from __future__ import annotations
 
