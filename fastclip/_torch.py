@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter, methodcaller
@@ -334,6 +335,9 @@ _FLAGS = "old_dispatch_mode_flags"
 """What a mode keeps of those that were open when it was opened, each time."""
 
 
+_placed: weakref.WeakSet[TorchDispatchMode] = weakref.WeakSet()
+
+
 def place_beneath(mode: TorchDispatchMode) -> bool:
     """Put a mode under those that this thread has opened: each takes away, when it is closed, what lies
     on top.
@@ -346,7 +350,13 @@ def place_beneath(mode: TorchDispatchMode) -> bool:
         return False
     with _lifted(others):
         TorchDispatchMode.__enter__(mode)
+    _placed.add(mode)
     return True
+
+
+def foreign_modes() -> bool:
+    """Whether this thread's operations are heard by modes that `place_beneath` has not put there."""
+    return bool(dispatch_modes()) and any(mode not in _placed for mode in _modes())
 
 
 def take_away(mode: TorchDispatchMode) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastclip import _host
-from fastclip._torch import dispatch_modes, function_modes
+from fastclip._torch import foreign_modes, function_modes
 from fastclip.host import secure_noise
 from fastclip.host.alone import is_alone
 from fastclip.host.plain import is_written_to, lies_alike
@@ -44,7 +44,7 @@ def draw_normals(
     own = own and Tensor.normal_ is TORCHS
     if not own or not std >= 0 or sum(map(Tensor.numel, outs)) < LEAST:
         return NotImplemented
-    if dispatch_modes() or function_modes() or not is_alone():  # who would not hear of it
+    if foreign_modes() or function_modes() or not is_alone():  # who would not hear of it
         return NotImplemented
     generator = source.drawing()
     pairs = zip(outs, totals or [None] * len(outs), strict=True)

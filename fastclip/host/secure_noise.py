@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastclip import _host
-from fastclip._torch import dispatch_modes
+from fastclip._torch import foreign_modes
 from fastclip.host.plain import is_written_to, lies_alike
 from fastclip.memory import loop_threads, pointer
 from fastclip.noise import keystream
@@ -48,7 +48,7 @@ def secure_normals(
 
 def serves() -> bool:
     """Whether no mode wants to hear of a draw, and the loop is right here."""
-    return not dispatch_modes() and is_right(SET)
+    return not foreign_modes() and is_right(SET)
 
 
 def draw(
