@@ -6,6 +6,8 @@ import sys
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
+from os.path import basename
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -44,16 +46,23 @@ class Lines:
 
 def line_of(frame: FrameType | None) -> str:
     """`file:line` of the nearest frame of the user's own code; of a library's, where there is none."""
-    library = ""
+    library = None
     while frame is not None:
-        name = frame.f_code.co_filename
-        outside = not name.startswith(tuple(HIDDEN)) and "/torch/" not in name
-        if outside and not name.startswith(_INSTALLED):
-            return _shown(name, frame.f_lineno)
-        if outside and not library:
-            library = _shown(name, frame.f_lineno)
+        owner = _owner(frame.f_code.co_filename)
+        if owner == "user":
+            return _shown(frame)
+        if owner == "library" and library is None:
+            library = frame
         frame = frame.f_back
-    return library or "unknown line"
+    return "unknown line" if library is None else _shown(library)
+
+
+@cache
+def _owner(file: str) -> str:
+    """Whose a file is: "user", "library", or "hidden" (torch's, fastclip's)."""
+    if file.startswith(tuple(HIDDEN)) or "/torch/" in file:
+        return "hidden"
+    return "library" if file.startswith(_INSTALLED) else "user"
 
 
 def is_a_loaders(frame: FrameType | None) -> bool:
@@ -63,8 +72,8 @@ def is_a_loaders(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def _shown(name: str, number: int) -> str:
-    return f"{Path(name).name}:{number}"
+def _shown(frame: FrameType) -> str:
+    return f"{basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 IGNORED_LABELS = "no label is ignored"

@@ -40,6 +40,14 @@ _KEPT = STICKY | TRAINED | FOREIGN
 """What a part of a memory gives to all of it."""
 
 
+def key_of(x: Tensor) -> int:
+    """Names the memory of a tensor while it lives; 0 if it has none of its own (sparse, nested)."""
+    try:
+        return memory_of(x)
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
 def geometry_of(x: Tensor) -> Geometry:
     """Offset, sizes, strides and bytes an entry."""
     return int(x.storage_offset()), x.shape, x.stride(), x.element_size()
@@ -100,24 +108,20 @@ class Memory:
         self._known[memory_of(x)] = StorageWeakRef(storage)
 
     def knows(self, x: Tensor) -> bool:
-        try:
-            found = self._known.get(memory_of(x))
-        except (NotImplementedError, RuntimeError):  # sparse, nested
-            return False
+        found = self._known.get(key_of(x))
         return found is not None and not found.expired()
 
     def record(self, x: Tensor) -> Record | None:
         """None of a constant, and of a tensor without memory of its own."""
-        try:
-            return self._records.get(memory_of(x))
-        except (NotImplementedError, RuntimeError):  # sparse, nested
-            return None
+        return self._records.get(key_of(x))
 
     def found(self, x: Tensor) -> Shadow | None:
         """The shadow of a tensor; None where nothing is known of its memory."""
         record = self.record(x)
-        if record is None:
-            return None
+        return None if record is None else self.within(record, x)
+
+    def within(self, record: Record, x: Tensor) -> Shadow:
+        """The shadow of a tensor that lies in the memory of this record."""
         geometry = geometry_of(x)
         shadow = record.shadows.get(geometry)
         if shadow is None:
@@ -132,13 +136,12 @@ class Memory:
         Args:
             whole: all that lies in this memory is new.
         """
-        try:
-            storage = x.untyped_storage()
-        except (NotImplementedError, RuntimeError):
+        key = key_of(x)
+        if not key:
             return
-        record = self._records.get(memory_of(x))
+        storage, record = x.untyped_storage(), self._records.get(key)
         if record is None:
-            record = self._records[memory_of(x)] = Record(StorageWeakRef(storage), x.element_size())
+            record = self._records[key] = Record(StorageWeakRef(storage), x.element_size())
             if len(self._records) % _SWEEP == 0:
                 self.sweep()
         self._writes += 1

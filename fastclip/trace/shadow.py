@@ -38,9 +38,16 @@ class Shadow:
         factor: identifies the positive number that all entries have been multiplied by, which follows
             from several samples and takes no gradient; None: there is none.
         whole: all samples of the batch are in it.
+
+    Attributes:
+        held: it follows from some sample. partial: from some samples alone. joined: of several, or of
+            their order, and no sum over samples.
     """
 
-    __slots__ = ("_samples", "degree", "factor", "flags", "mixed", "part", "sample", "whole")
+    __slots__ = (
+        "_samples", "degree", "factor", "flags", "held", "joined", "mixed", "part", "partial", "sample",
+        "whole",
+    )  # fmt: skip
 
     def __init__(
         self, sample: Attribution, flags: int = 0, degree: int | None = None,
@@ -49,12 +56,10 @@ class Shadow:
         self.sample, self.flags, self.degree = sample, flags, degree
         self.part, self.factor, self.whole = part, factor, whole
         self.mixed = is_mixed(sample)
+        self.held = sample is not None
+        self.partial = self.held and not whole
+        self.joined = (self.mixed and degree is None) or bool(flags & ORDER)
         self._samples: frozenset[int] | None = None
-
-    @property
-    def held(self) -> bool:
-        """It follows from some sample."""
-        return self.sample is not None
 
     def __repr__(self) -> str:
         if self.sample is None:

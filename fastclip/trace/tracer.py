@@ -15,7 +15,6 @@ from fastclip._torch import (
     TorchDispatchMode,
     base_of,
     current_task,
-    memory_of,
     place_beneath,
     take_away,
     tree_leaves,
@@ -24,7 +23,7 @@ from fastclip.trace import attribution as at
 from fastclip.trace import indices, layers  # noqa: F401 - they register their rules
 from fastclip.trace.findings import Cause, Lines, Read, Report, is_a_loaders
 from fastclip.trace.law import flagged, is_uneven, ordered, parts_told
-from fastclip.trace.memory import Memory, content_of, geometry_of
+from fastclip.trace.memory import Memory, Record, content_of, geometry_of, key_of
 from fastclip.trace.movement import exchanged
 from fastclip.trace.operation import Kind, Operation, Out
 from fastclip.trace.pointwise import POINTWISE, factored, pointwise
@@ -256,8 +255,9 @@ class Tracer(TorchDispatchMode):
         if kind.collective:
             return exchanged(self, func, args, kwargs)
         tensors, key = _taken_apart(func, args, kwargs)
-        shadows = [self._met(x) for x in tensors]
-        if self.memory.samples > 1 and None in map(self.memory.record, tensors):
+        records = list(map(self.memory.record, tensors))
+        shadows = list(map(self._met, tensors, records))
+        if self.memory.samples > 1 and None in records:
             shadows = self._from_elsewhere(func, args, tensors, shadows)
         hot, flags = False, 0
         for shadow in shadows:
@@ -340,9 +340,9 @@ class Tracer(TorchDispatchMode):
         found = _KINDS[func] = Kind(func, pointwise, POINTWISE)
         return found
 
-    def _met(self, x: Tensor) -> Shadow:
+    def _met(self, x: Tensor, record: Record | None) -> Shadow:
         """The shadow of an operand; a trained leaf that is met for the first time gets one."""
-        found = self.memory.found(x)
+        found = None if record is None else self.memory.within(record, x)
         if found is None:
             if not (x.requires_grad and x.is_leaf and x in self.known):
                 return self.shadows.constant
@@ -367,7 +367,7 @@ class Tracer(TorchDispatchMode):
         if kind.writes and kind.pointwise and not shadows[0].held and tensors[0].numel() > 1:
             beside = [tensors[0].clone(), *tensors[1:]]  # the constant that is written into
         out = func(*args, **kwargs)
-        outs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        outs = [out] if isinstance(out, Tensor) else _tensors_in(out)
         if kind.reshapes or not outs:
             return out
         known = None if kind.by_values or flags & MOVED else self._key(key, shadows, tensors)
@@ -382,7 +382,7 @@ class Tracer(TorchDispatchMode):
         if kind.aligned:
             with self.aside():
                 found = ordered(self, kind, found, beside, shadows, outs)
-        if any(s.held and not s.whole for s in (*found, *shadows)):
+        if any(s.partial for s in (*found, *shadows)):
             found = parts_told(self, kind, args, tensors, shadows, found, outs)
         cause = self._cause(kind, tensors, shadows, found)
         if kind.fresh:
@@ -447,12 +447,7 @@ class Tracer(TorchDispatchMode):
             shapes = tuple(tuple(x.shape) for x in tensors)
             self.report.factor_cause = Cause(kind.base, self.lines.current(), shapes)
         backward = current_task() != -1
-        if not any(
-            (s.mixed and s.degree is None)
-            or s.flags & ORDER
-            or (backward and s.held and not s.whole)
-            for s in found
-        ):
+        if not any(s.joined or (backward and s.partial) for s in found):
             return None
         for x, shadow in zip(tensors, shadows, strict=True):
             if shadow.held and (earlier := self.memory.cause(x)) is not None:
@@ -493,11 +488,8 @@ class Tracer(TorchDispatchMode):
     @staticmethod
     def _lies_in(x: Tensor, tensors: list[Tensor]) -> bool:
         """In an operand's memory; `unsafe_split` and its like do not say so in their schema."""
-        try:
-            own = memory_of(x)
-            return any(x is y or own == memory_of(y) for y in tensors)
-        except (NotImplementedError, RuntimeError):
-            return False
+        own = key_of(x)
+        return any(x is y for y in tensors) or (own != 0 and own in map(key_of, tensors))
 
     def _constant(
         self, func: Any, kind: Kind, args: tuple, kwargs: dict, tensors: list[Tensor],
@@ -505,7 +497,7 @@ class Tracer(TorchDispatchMode):
     ) -> Any:  # fmt: skip
         """An operation on no sample."""
         out = func(*args, **kwargs)
-        outs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        outs = [out] if isinstance(out, Tensor) else _tensors_in(out)
         factor = next((s.factor for s in shadows if s.factor is not None), None)
         if factor is not None:
             call = Operation(self, kind, func, args, kwargs, tensors, shadows, outs)
@@ -605,6 +597,10 @@ class Tracer(TorchDispatchMode):
         """The first axis that is as long as the batch."""
         samples = self.memory.samples
         return next((a for a, n in enumerate(x.shape) if n == samples and x.stride(a)), None)
+
+
+def _tensors_in(found: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(found) if isinstance(x, Tensor)]
 
 
 def _taken_apart(func: Any, args: tuple, kwargs: dict) -> tuple[list[Tensor], list]:
