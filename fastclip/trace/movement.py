@@ -25,20 +25,10 @@ def axes_of(call: Operation, dims: int) -> list[int]:
 # Views
 
 _UNCHANGED = frozenset(("_conj", "_neg_view", "real", "imag", "alias", "detach", "lift"))
-_TAKES_A_PART = frozenset(
-    [
-        "slice",
-        "select",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "narrow",
-        "chunk",
-        "unsafe_chunk",
-        "unsafe_split",
-        "unsafe_split_with_sizes",
-    ]
-)
+_TAKES_A_PART = frozenset((
+    "slice", "select", "split", "split_with_sizes", "unbind", "narrow", "chunk", "unsafe_chunk",
+    "unsafe_split", "unsafe_split_with_sizes",
+))  # fmt: skip
 
 
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy", "_unsafe_view_copy")

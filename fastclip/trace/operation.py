@@ -63,16 +63,8 @@ class Operation:
     """
 
     __slots__ = (
-        "__dict__",
-        "_shadows",
-        "args",
-        "by_values",
-        "func",
-        "kind",
-        "kwargs",
-        "outs",
-        "tracer",
-    )
+        "__dict__", "_shadows", "args", "by_values", "func", "kind", "kwargs", "outs", "tracer",
+    )  # fmt: skip
 
     def __init__(
         self, tracer: Any, kind: Kind, func: Any, args: tuple, kwargs: dict[str, Any],
@@ -134,19 +126,8 @@ class Kind:
     """
 
     __slots__ = (
-        "aliases",
-        "aligned",
-        "base",
-        "by_values",
-        "collective",
-        "fresh",
-        "name",
-        "pointwise",
-        "random",
-        "reads",
-        "reshapes",
-        "rule",
-        "writes",
+        "aliases", "aligned", "base", "by_values", "collective", "fresh", "name", "pointwise",
+        "random", "reads", "reshapes", "rule", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any, pointwise: Rule, extra: frozenset[str]) -> None:
@@ -185,26 +166,11 @@ class Kind:
 
 _STACKED = frozenset({"bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu"})
 """Products whose first axis holds one matrix for each entry."""
-_TOGETHER = frozenset(
-    [
-        "cat",
-        "stack",
-        "index_put",
-        "_index_put_impl",
-        "scatter",
-        "scatter_add",
-        "index_copy",
-        "index_fill",
-        "slice_scatter",
-        "select_scatter",
-        "masked_scatter",
-        "copy",
-        "block_diag",
-        "index_add",
-        "scatter_reduce",
-        "diagonal_scatter",
-    ]
-)
+_TOGETHER = frozenset((
+    "cat", "stack", "index_put", "_index_put_impl", "scatter", "scatter_add", "index_copy",
+    "index_fill", "slice_scatter", "select_scatter", "masked_scatter", "copy", "block_diag",
+    "index_add", "scatter_reduce", "diagonal_scatter",
+))  # fmt: skip
 """Their results hold entries of constants among those of samples."""
 _JOINTLY = frozenset(("randperm", "multinomial"))
 """Their numbers are random, but not independent of each other."""

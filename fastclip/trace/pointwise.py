@@ -21,63 +21,18 @@ from fastclip.trace.shadow import (
     Shadow,
 )
 
-POINTWISE = frozenset(
-    [
-        "_to_copy",
-        "copy",
-        "fill",
-        "zero",
-        "tril",
-        "triu",
-        "native_dropout",
-        "ones_like",
-        "full_like",
-        "bernoulli",
-        "masked_fill",
-        "lift_fresh",
-        "exponential",
-        "normal",
-        "uniform",
-        "random",
-        "log_normal",
-        "cauchy",
-        "geometric",
-        "floor_divide",
-        "_conj_physical",
-        "isclose",
-        "silu_backward",
-        "elu_backward",
-        "hardtanh_backward",
-        "leaky_relu_backward",
-        "softplus_backward",
-        "log_sigmoid_forward",
-        "log_sigmoid_backward",
-        "hardswish",
-        "hardswish_backward",
-        "hardsigmoid_backward",
-        "mish_backward",
-        "expand_copy",
-        "_assert_async",
-        "rrelu_with_noise",
-        "special_logit",
-        "fused_dropout",
-        "_fused_dropout",
-        "is_same_size",
-        "logaddexp",
-        "erfinv",
-        "set_data",
-        "native_dropout_backward",
-        "gelu_backward",
-        "clamp",
-        "_prelu_kernel",
-        "_prelu_kernel_backward",
-        "glu_jvp",
-        "rrelu_with_noise_backward",
-        "hardshrink_backward",
-        "softshrink_backward",
-        "infinitely_differentiable_gelu_backward",
-    ]
-)
+POINTWISE = frozenset((
+    "_to_copy", "copy", "fill", "zero", "tril", "triu", "native_dropout", "ones_like", "full_like",
+    "bernoulli", "masked_fill", "lift_fresh", "exponential", "normal", "uniform", "random",
+    "log_normal", "cauchy", "geometric", "floor_divide", "_conj_physical", "isclose",
+    "silu_backward", "elu_backward", "hardtanh_backward", "leaky_relu_backward",
+    "softplus_backward", "log_sigmoid_forward", "log_sigmoid_backward", "hardswish",
+    "hardswish_backward", "hardsigmoid_backward", "mish_backward", "expand_copy", "_assert_async",
+    "rrelu_with_noise", "special_logit", "fused_dropout", "_fused_dropout", "is_same_size",
+    "logaddexp", "erfinv", "set_data", "native_dropout_backward", "gelu_backward", "clamp",
+    "_prelu_kernel", "_prelu_kernel_backward", "glu_jvp", "rrelu_with_noise_backward",
+    "hardshrink_backward", "softshrink_backward", "infinitely_differentiable_gelu_backward",
+))  # fmt: skip
 """Operators that torch does not tag as pointwise, but that are."""
 _DRAWN = frozenset(
     "bernoulli exponential normal uniform random log_normal cauchy geometric".split()  # noqa: SIM905
@@ -85,141 +40,42 @@ _DRAWN = frozenset(
 _FILLED = frozenset(
     "fill zero zeros_like ones_like full_like rand_like randn_like".split()  # noqa: SIM905
 )
-_LIKE = frozenset(
-    [
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-        "empty_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-        "new_empty_strided",
-    ]
-)
+_LIKE = frozenset((
+    "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_like", "new_zeros",
+    "new_ones", "new_full", "new_empty", "new_empty_strided",
+))  # fmt: skip
 """They take no numbers of their operand."""
-_LINEAR = frozenset(
-    [
-        "mul",
-        "div",
-        "neg",
-        "_to_copy",
-        "clone",
-        "copy",
-        "add",
-        "sub",
-        "expand",
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "squeeze",
-        "unsqueeze",
-        "detach",
-        "alias",
-    ]
-)
+_LINEAR = frozenset((
+    "mul", "div", "neg", "_to_copy", "clone", "copy", "add", "sub", "expand", "view",
+    "_unsafe_view", "reshape", "squeeze", "unsqueeze", "detach", "alias",
+))  # fmt: skip
 """A sum over samples stays one under these."""
-_HOMOGENEOUS = frozenset(
-    [
-        "mul",
-        "div",
-        "neg",
-        "_to_copy",
-        "clone",
-        "expand",
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "squeeze",
-        "unsqueeze",
-        "detach",
-        "alias",
-        "sum",
-        "mean",
-        "mm",
-        "bmm",
-        "t",
-        "transpose",
-        "permute",
-        "slice",
-        "select",
-        "unbind",
-        "split",
-        "split_with_sizes",
-        "expand_copy",
-        "cumsum",
-        "flip",
-        "roll",
-        "repeat",
-        "diagonal",
-        "unfold",
-        "index",
-        "index_select",
-        "gather",
-        "tril",
-        "triu",
-        "_reshape_alias",
-    ]
-)
+_HOMOGENEOUS = frozenset((
+    "mul", "div", "neg", "_to_copy", "clone", "expand", "view", "_unsafe_view", "reshape",
+    "squeeze", "unsqueeze", "detach", "alias", "sum", "mean", "mm", "bmm", "t", "transpose",
+    "permute", "slice", "select", "unbind", "split", "split_with_sizes", "expand_copy", "cumsum",
+    "flip", "roll", "repeat", "diagonal", "unfold", "index", "index_select", "gather", "tril",
+    "triu", "_reshape_alias",
+))  # fmt: skip
 """A factor of their first operand is one of the result; of either one, if it is a product."""
 _PRODUCTS = frozenset(("mul", "mm", "bmm"))
-_ADDING = frozenset(
-    [
-        "add",
-        "sub",
-        "cat",
-        "stack",
-        "where",
-        "index_put",
-        "index_add",
-        "scatter_add",
-        "copy",
-        "masked_fill",
-    ]
-)
+_ADDING = frozenset((
+    "add", "sub", "cat", "stack", "where", "index_put", "index_add", "scatter_add", "copy",
+    "masked_fill",
+))  # fmt: skip
 """A factor of all operands is one of the result; zeros have any."""
-_LINEAR_BACKWARD = frozenset(
-    [
-        "slice_backward",
-        "select_backward",
-        "diagonal_backward",
-        "unfold_backward",
-        "embedding_dense_backward",
-        "convolution_backward",
-        "_softmax_backward_data",
-        "_log_softmax_backward_data",
-        "native_layer_norm_backward",
-        "_fused_rms_norm_backward",
-        "native_group_norm_backward",
-        "threshold_backward",
-        "tanh_backward",
-        "sigmoid_backward",
-        "gelu_backward",
-        "silu_backward",
-        "elu_backward",
-        "leaky_relu_backward",
-        "softplus_backward",
-        "hardswish_backward",
-        "hardtanh_backward",
-        "mish_backward",
-        "native_dropout_backward",
-        "nll_loss_backward",
-        "nll_loss2d_backward",
-        "mse_loss_backward",
-        "smooth_l1_loss_backward",
-        "huber_loss_backward",
-        "binary_cross_entropy_backward",
-        "avg_pool2d_backward",
-        "max_pool2d_with_indices_backward",
-        "_adaptive_avg_pool2d_backward",
-        "log_sigmoid_backward",
-        "native_batch_norm_backward",
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
-    ]
-)
+_LINEAR_BACKWARD = frozenset((
+    "slice_backward", "select_backward", "diagonal_backward", "unfold_backward",
+    "embedding_dense_backward", "convolution_backward", "_softmax_backward_data",
+    "_log_softmax_backward_data", "native_layer_norm_backward", "_fused_rms_norm_backward",
+    "native_group_norm_backward", "threshold_backward", "tanh_backward", "sigmoid_backward",
+    "gelu_backward", "silu_backward", "elu_backward", "leaky_relu_backward", "softplus_backward",
+    "hardswish_backward", "hardtanh_backward", "mish_backward", "native_dropout_backward",
+    "nll_loss_backward", "nll_loss2d_backward", "mse_loss_backward", "smooth_l1_loss_backward",
+    "huber_loss_backward", "binary_cross_entropy_backward", "avg_pool2d_backward",
+    "max_pool2d_with_indices_backward", "_adaptive_avg_pool2d_backward", "log_sigmoid_backward",
+    "native_batch_norm_backward", "_scaled_dot_product_flash_attention_for_cpu_backward",
+))  # fmt: skip
 """Linear in the gradient, their first operand."""
 
 

@@ -20,37 +20,12 @@ from fastclip.trace.operation import Operation
 from fastclip.trace.shadow import BY_VALUE, Shadow
 
 _TRIALS = 2
-_CHECKS = frozenset(
-    [
-        "gather",
-        "scatter",
-        "scatter_add",
-        "scatter_reduce",
-        "index_select",
-        "index",
-        "index_put",
-        "index_add",
-        "index_copy",
-        "index_fill",
-        "embedding",
-        "nll_loss_forward",
-        "nll_loss2d_forward",
-        "nll_loss_backward",
-        "nll_loss2d_backward",
-        "mul",
-        "add",
-        "sub",
-        "div",
-        "eq",
-        "take_along_dim",
-        "where",
-        "clone",
-        "to",
-        "_to_copy",
-        "sort",
-        "pow",
-    ]
-)
+_CHECKS = frozenset((
+    "gather", "scatter", "scatter_add", "scatter_reduce", "index_select", "index", "index_put",
+    "index_add", "index_copy", "index_fill", "embedding", "nll_loss_forward", "nll_loss2d_forward",
+    "nll_loss_backward", "nll_loss2d_backward", "mul", "add", "sub", "div", "eq", "take_along_dim",
+    "where", "clone", "to", "_to_copy", "sort", "pow",
+))  # fmt: skip
 """Operations that check whole numbers, or take them as numbers alone."""
 
 

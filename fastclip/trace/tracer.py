@@ -41,20 +41,10 @@ from fastclip.trace.shadow import (
     Shadow,
 )
 
-_SHARP = frozenset(
-    [
-        "bmm",
-        "baddbmm",
-        "mm",
-        "addmm",
-        "convolution",
-        "convolution_backward",
-        "index_add",
-        "masked_scatter",
-        "cumsum",
-        "_scaled_dot_product_flash_attention_for_cpu",
-    ]
-)
+_SHARP = frozenset((
+    "bmm", "baddbmm", "mm", "addmm", "convolution", "convolution_backward", "index_add",
+    "masked_scatter", "cumsum", "_scaled_dot_product_flash_attention_for_cpu",
+))  # fmt: skip
 """Operations in which weights of 0 may keep samples independent that the rule joins."""
 _KINDS: dict[Any, Kind] = {}
 """Of every operator that has run under a tracer."""
