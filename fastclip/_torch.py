@@ -359,6 +359,11 @@ def foreign_modes() -> bool:
     return bool(dispatch_modes()) and any(mode not in _placed for mode in _modes())
 
 
+def followed() -> bool:
+    """Whether a mode that `place_beneath` has put there hears of what this thread computes now."""
+    return bool(dispatch_modes()) and any(mode in _placed and mode.hears for mode in _modes())
+
+
 def take_away(mode: TorchDispatchMode) -> bool:
     """Take a mode from where it lies among those that this thread has opened.
 

@@ -288,13 +288,25 @@ class StepTrace:
 
     # What a step shows
 
-    def seen(self, out: Tensor) -> Seen | None:
-        """What is known of the output of a layer or of a use of a parameter, just made."""
+    def seen(self, out: Tensor, made_of: Tensor | None = None) -> Seen | None:
+        """What is known of the output of a layer or of a use of a parameter, just made.
+
+        Args:
+            made_of: the layer's input. What holds samples there and none in the output was computed
+                past torch.
+        """
         step = self._step
         if step is None or not step.tracer.observing:
             return None
         tracer = step.tracer
         shadow = tracer.shadow_of(out)
+        unmade = out.numel() and (not shadow.held or tracer.memory.is_given(out))
+        if unmade and made_of is not None and tracer.shadow_of(made_of).held:
+            with tracer.aside():
+                shadow = tracer.made(at.everywhere(at.UNSEEN, out.dim()))
+                tracer.memory.write(
+                    out, shadow, Cause("a kernel past torch", tracer.lines.current())
+                )
         found = Seen(shadow, tracer.memory.cause(out), step.rows)
         if step.unproven is None and (shadow.mixed or shadow.flags & ORDER):
             step.unproven = found.cause or "order"

@@ -122,12 +122,12 @@ class Kind:
         aliases: what it returns is in its operand's memory. reshapes: only the geometry changes.
         aligned: how constants lie alongside samples: "pointwise", "stacked", "together" or
             "gradient" (the first operand alone), if they do. by_values: not remembered. collective:
-            ranks exchange what it is given.
+            ranks exchange what it is given. filled: arguments whose numbers it replaces (`out=`).
     """
 
     __slots__ = (
-        "aliases", "aligned", "base", "by_values", "collective", "fresh", "name", "pointwise",
-        "random", "reads", "reshapes", "rule", "writes",
+        "aliases", "aligned", "base", "by_values", "collective", "filled", "fresh", "name",
+        "pointwise", "random", "reads", "reshapes", "rule", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any, pointwise: Rule, extra: frozenset[str]) -> None:
@@ -137,6 +137,10 @@ class Kind:
             for k, a in enumerate(func._schema.arguments)
             if a.alias_info and a.alias_info.is_write
         ]
+        self.filled = [
+            a.name for a in func._schema.arguments
+            if a.kwarg_only and a.alias_info and a.alias_info.is_write
+        ]  # fmt: skip
         if self.writes and base.endswith("_") and not base.endswith("__"):
             base = base[:-1]
         self.base = base

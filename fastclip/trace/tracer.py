@@ -143,9 +143,14 @@ class Tracer(TorchDispatchMode):
         return current_task() != -1 or self._thread == threading.get_ident()
 
     @property
+    def hears(self) -> bool:
+        """It follows what runs where its mode lies."""
+        return not (self.idle or self.stopped)
+
+    @property
     def observing(self) -> bool:
         """Operations of this thread are being followed."""
-        return self._thread is not None and not self.stopped and not self.idle and self.here
+        return self._thread is not None and self.hears and self.here
 
     def begin(self) -> None:
         """Another step: nothing is known of its batch."""
@@ -231,7 +236,7 @@ class Tracer(TorchDispatchMode):
     ) -> Any:
         _DISPATCHING[0] += 1
         try:
-            if self.idle or self.stopped:
+            if not self.hears:
                 return func(*args, **(kwargs or {}))
             return self._dispatched(func, args, kwargs or {})
         finally:
@@ -249,6 +254,10 @@ class Tracer(TorchDispatchMode):
         shadows = list(map(self._met, tensors, records))
         if self.memory.samples > 1 and None in records:
             shadows = self._from_elsewhere(func, args, tensors, shadows)
+        for filled in kind.filled:
+            k = next((k for k, x in enumerate(tensors) if x is kwargs.get(filled)), None)
+            if k is not None:
+                shadows[k] = self.shadows.constant
         hot, flags = False, 0
         for shadow in shadows:
             hot |= shadow.sample is not None
