@@ -33,12 +33,12 @@ from fastclip.backward.loss_graph import running_losses
 from fastclip.backward.loss_guard import LossGuard
 from fastclip.errors import GraphError, ParameterLeakError
 from fastclip.graph import above_private
-from fastclip.samples.inputs import tensors_of
+from fastclip.samples.inputs import flatten, tensors_of
 from fastclip.trace import attribution as at
 from fastclip.trace.findings import IGNORED_LABELS, Cause, Finding, Report, TraceLog
 from fastclip.trace.law import Law
 from fastclip.trace.memory import Memory
-from fastclip.trace.shadow import ORDER, SHADOWS, Shadow
+from fastclip.trace.shadow import MOVED, ORDER, SHADOWS, Shadow
 from fastclip.trace.tracer import RUNNING, Tracer, all_aside
 
 _STEPS = 2
@@ -209,6 +209,7 @@ class StepTrace:
             return
         step.forwards += 1
         step.inside = True
+        step.tracer.lines.enter_model()
         pairs = list(zip(leaves, cuts or [self._axis] * len(leaves), strict=True))
         with step.tracer.aside():
             for leaf, axis in pairs:
@@ -272,6 +273,7 @@ class StepTrace:
         if self._step is not None:
             self._step.opened = False
             self._step.came.clear()
+            self._step.tracer.lines.enter_backward()
 
     def ended(self, failed: bool) -> None:
         """A backward pass is over, and has put the modes back."""
@@ -304,9 +306,7 @@ class StepTrace:
         if unmade and made_of is not None and tracer.shadow_of(made_of).held:
             with tracer.aside():
                 shadow = tracer.made(at.everywhere(at.UNSEEN, out.dim()))
-                tracer.memory.write(
-                    out, shadow, Cause("a kernel past torch", tracer.lines.current())
-                )
+                tracer.memory.write(out, shadow, tracer.cause("a kernel past torch"))
         found = Seen(shadow, tracer.memory.cause(out), step.rows)
         if step.unproven is None and (shadow.mixed or shadow.flags & ORDER):
             step.unproven = found.cause or "order"
@@ -378,7 +378,8 @@ class StepTrace:
                 if samples is None or (tracer is not own and (own is None or came.mixed)):
                     samples = at.everywhere(at.SEVERAL, x.dim())
                 factor = next(iter(tracer.report.factors), None) if tracer is own else came.factor
-                shadow = tracer.made(samples.to(at.KIND).contiguous(), factor=factor)
+                moved = came.flags & MOVED if seen is None else seen.shadow.flags & MOVED
+                shadow = tracer.made(samples.to(at.KIND).contiguous(), moved, factor=factor)
                 tracer.memory.write(x, shadow)
 
     def returned(self, out: Any, batch: int | None) -> None:
@@ -387,15 +388,21 @@ class StepTrace:
         if step is None:
             return
         step.inside = False
+        step.tracer.lines.leave_model()
         step.outputs.update(number_of(x.grad_fn) for x in tensors_of(out) if x.grad_fn is not None)
         if not step.tracer.observing or step.unproven is None:
             return
         tracer = step.tracer
         tracer.memory.samples = batch or tracer.memory.samples
         with tracer.aside():
-            for x in tensors_of(out):
+            for leaf in flatten(out)[0]:
+                x = leaf.data if isinstance(leaf, PackedSequence) else leaf
+                if not isinstance(x, Tensor):
+                    continue
                 axis = _samples_axis(x, batch, self._axis)
-                if axis is None:
+                if isinstance(leaf, PackedSequence):
+                    tracer.memory.write(x, tracer.made(_of_packed(leaf)))
+                elif axis is None:
                     of_all = at.everywhere(at.SEVERAL, x.dim())
                     tracer.memory.write(x, tracer.made(of_all, degree=_DEGREES["mean"]))
                 else:
@@ -446,7 +453,9 @@ class StepTrace:
                     x for x in running_losses() if not x.dim() and not _is_output(x, step.outputs)
                 ]
                 degrees = {step.tracer.shadow_of(x).degree for x in whole}
-            found = report.findings
+            inside = [f for f in report.findings if f.cause is not None and f.cause.inside]
+            step.unproven = step.unproven or next((f.cause for f in inside), None)
+            found = [f for f in report.findings if f not in inside]
             if scale_invariant and len(report.factors) == 1:
                 found = [f for f in found if f.kind != "factor"]
             if found and batch_size > 1:
@@ -641,7 +650,14 @@ def _seed_input(tracer: Tracer, leaf: Any, axis: int | None, batch: int | None) 
         Whether the trace can follow it.
     """
     if isinstance(leaf, PackedSequence):
-        return False
+        if tracer.memory.record(leaf.data) is None:
+            tracer.memory.samples = max(tracer.memory.samples, int(leaf.batch_sizes[0]))
+            tracer.memory.lengths_read = True
+            for order in (leaf.sorted_indices, leaf.unsorted_indices):
+                if order is not None:
+                    tracer.memory.know(order)
+            tracer.memory.give(leaf.data, tracer.made(_of_packed(leaf)))
+        return True
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided:
             return False
@@ -657,6 +673,15 @@ def _seed_input(tracer: Tracer, leaf: Any, axis: int | None, batch: int | None) 
             if isinstance(x, Tensor) and tracer.memory.record(x) is None:
                 tracer.seed_all(x, i)
     return True
+
+
+def _of_packed(packed: PackedSequence) -> Tensor:
+    """The sample of every row of a packed sequence."""
+    order = packed.sorted_indices
+    if order is None:
+        order = torch.arange(int(packed.batch_sizes[0]), device="cpu")
+    rows = [order.cpu()[:n] for n in packed.batch_sizes.tolist()]
+    return torch.cat(rows).to(at.KIND).view([-1] + [1] * (packed.data.dim() - 1))
 
 
 def _seed_batch(tracer: Tracer, batch: Any, axis: int) -> bool:

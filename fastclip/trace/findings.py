@@ -24,6 +24,36 @@ class Lines:
 
     def __init__(self) -> None:
         self._by_number: dict[int, str] = {}
+        self._model: list[range] = []
+        """Numbers of the nodes that forward passes of the model have made."""
+        self._entered: int | None = None
+        self._again = 0
+        """The number from which on nodes are made by the running backward pass (checkpoints)."""
+
+    def enter_model(self) -> None:
+        """The model's own forward begins."""
+        self._entered = creation_number()
+
+    def leave_model(self) -> None:
+        """It has ended."""
+        if self._entered is not None:
+            self._model.append(range(self._entered, creation_number()))
+            self._entered = None
+
+    def enter_backward(self) -> None:
+        """A backward pass begins."""
+        self._again = creation_number()
+
+    def in_model(self) -> bool:
+        """What runs is the model's own forward, or the backward pass of that."""
+        if current_task() == -1:
+            return self._entered is not None
+        node = current_node()
+        if node is None:
+            return False
+        number = number_of(node)
+        again = self._again <= number < creation_number()
+        return again or any(number in made for made in self._model)
 
     def note(self) -> None:
         """An operation runs. If it has a node in the graph, that is the newest one."""
@@ -42,6 +72,8 @@ class Lines:
     def forget(self) -> None:
         """The graph of this step is gone."""
         self._by_number.clear()
+        self._model.clear()
+        self._entered = None
 
 
 def line_of(frame: FrameType | None) -> str:
@@ -86,13 +118,14 @@ class Cause:
 
     Args:
         operation: torch's name of it. line: of the user's code. shapes: of its operands.
-        backward: it ran in the backward pass.
+        backward: it ran in the backward pass. inside: of the model's own forward, or its backward pass.
     """
 
     operation: str
     line: str
     shapes: tuple[tuple[int, ...], ...] = ()
     backward: bool = False
+    inside: bool = False
 
     def __str__(self) -> str:
         shapes = " and ".join(str(list(shape)) for shape in self.shapes[:2])

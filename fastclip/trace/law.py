@@ -109,7 +109,7 @@ class Law:
         """All gradients of the step have arrived."""
         report = self.tracer.report
         samples = self.tracer.memory.samples if self._rows is None else self._rows.unique().numel()
-        branched = any(read.of == "one sample" for read in report.reads)
+        branched = is_branched(self.tracer)
         for seen, cause, use in self._covered.values():
             if len(seen) < samples and not branched:
                 report.add("order", cause, use)
@@ -170,10 +170,10 @@ def ordered(
     return [flagged(tracer, f) for f in found] if changes else found
 
 
-def flagged(tracer: Any, shadow: Shadow) -> Shadow:
+def flagged(tracer: Any, shadow: Shadow, flag: int = ORDER) -> Shadow:
     """The same, in which the number of a sample matters."""
     return tracer.made(
-        shadow.sample, shadow.flags | ORDER,
+        shadow.sample, shadow.flags | flag,
         degree=shadow.degree, part=shadow.part, factor=shadow.factor,
     )  # fmt: skip
 
@@ -226,6 +226,11 @@ def is_uneven(x: Tensor, sample: Tensor) -> bool:
 # Parts of a batch
 
 
+def is_branched(tracer: Any) -> bool:
+    """Python knows numbers of single samples, or how long they are: parts may be chosen by them."""
+    return tracer.memory.lengths_read or any(r.of == "one sample" for r in tracer.report.reads)
+
+
 def parts_told(
     tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor], shadows: Sequence[Shadow],
     found: Sequence[Shadow], outs: Sequence[Tensor],
@@ -255,8 +260,7 @@ def _told(
     if found.whole:
         if kind.writes or not _meets(kind, found, partial, shadows, met):
             return found
-        branched = any(r.of == "one sample" for r in tracer.report.reads)  # each on its own values
-        return again(flags=BY_VALUE if branched else ORDER)
+        return again(flags=BY_VALUE if is_branched(tracer) else ORDER)
     merges = kind.pointwise and kind.name in ("add", "where") and len(met) == 1
     if merges and at.are_apart([s.sample for s in shadows]):
         return again(next(iter(met)))

@@ -311,9 +311,10 @@ def _packed(call: Operation) -> list[Any]:
     lengths = [
         call.shadow(y) for y in call.args[1:] if isinstance(y, Tensor) and call.of(y) is not None
     ]
+    call.tracer.memory.lengths_read = True
     if lengths:
         call.tracer.read("lengths of packed sequences", lengths)
-    return [Out(at.compressed(found[0].to(at.KIND) - 1), MOVED * bool(lengths)), None]
+    return [Out(at.compressed(found[0].to(at.KIND) - 1), MOVED), None]
 
 
 # Tables

@@ -27,6 +27,7 @@ from fastclip.trace.shadow import (
     BY_VALUE,
     FOREIGN,
     LEARNED,
+    MOVED,
     ORDER,
     STICKY,
     TRAINED,
@@ -185,7 +186,7 @@ class Memory:
     def _note_part(self, record: Record, x: Tensor, shadow: Shadow) -> None:
         """How the entries of some samples were written, where others lie in the same memory."""
         if shadow.held:
-            if not shadow.whole:
+            if not shadow.whole and not shadow.flags & MOVED:
                 record.parts.setdefault(shadow.part, set()).update(shadow.samples)
             return
         before = self.found(x)

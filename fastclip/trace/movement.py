@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fastclip._torch import tree_leaves
 from fastclip.trace import attribution as at
-from fastclip.trace.findings import Cause
 from fastclip.trace.operation import Operation, Out, rule
 from fastclip.trace.shadow import BY_VALUE, MOVED, ORDER, POSITIONS, RANDOM, STICKY
 
@@ -66,7 +65,8 @@ def _viewed(call: Operation) -> list[Any]:
 def _read(call: Operation) -> bool:
     """Python knows how many there are."""
     tracer = call.tracer
-    return tracer.read_by_python or any(r.what != "nonzero" for r in tracer.report.reads)
+    known = tracer.read_by_python or tracer.memory.lengths_read
+    return known or any(r.what != "nonzero" for r in tracer.report.reads)
 
 
 def _narrowed(found: Tensor) -> Tensor:
@@ -324,7 +324,7 @@ def exchanged(tracer: Any, func: Any, args: tuple, kwargs: dict[str, Any]) -> An
         held = any(tracer.shadow_of(x).held for x in taken)
     out = func(*args, **kwargs)
     written = _tensors_in([given[name] for name in filled] if filled else taken)
-    cause = Cause(func._schema.name, tracer.lines.current()) if held else None
+    cause = tracer.cause(func._schema.name) if held else None
     with tracer.aside():
         for x in (*written, *_tensors_in(out)):
             of = (

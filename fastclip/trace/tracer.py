@@ -22,7 +22,7 @@ from fastclip._torch import (
 from fastclip.trace import attribution as at
 from fastclip.trace import indices, layers  # noqa: F401 - they register their rules
 from fastclip.trace.findings import Cause, Lines, Read, Report, is_a_loaders
-from fastclip.trace.law import flagged, is_uneven, ordered, parts_told
+from fastclip.trace.law import flagged, is_branched, is_uneven, ordered, parts_told
 from fastclip.trace.memory import Memory, Record, content_of, geometry_of, key_of
 from fastclip.trace.movement import exchanged
 from fastclip.trace.operation import Kind, Operation, Out
@@ -294,6 +294,12 @@ class Tracer(TorchDispatchMode):
             self._numbers.setdefault(value, self.lines.current())
         return value
 
+    def cause(self, what: str, operands: Iterable[Tensor] = (), *, forward: bool = False) -> Cause:
+        """What runs, as the cause of a finding. forward: also where the backward pass of it runs."""
+        shapes = tuple(tuple(x.shape) for x in operands)
+        backward = current_task() != -1 and not forward
+        return Cause(what, self.lines.current(), shapes, backward, self.lines.in_model())
+
     def _check_numbers(self, kind: Kind, args: tuple, tensors: list[Tensor]) -> None:
         """A number that Python has read from several samples comes back as an argument."""
         for value in args:
@@ -309,10 +315,7 @@ class Tracer(TorchDispatchMode):
                 *(n for x in tensors for n in (*x.shape, x.numel())),
             }
             if line is not None and value not in sizes:
-                cause = Cause(
-                    f"a number of several samples, read at {line}, in {kind.base}",
-                    self.lines.current(),
-                )
+                cause = self.cause(f"a number of several samples, read at {line}, in {kind.base}")
                 self.report.add("read", cause, "your loss")
 
     def _answer(self, number: Any) -> Any:
@@ -443,16 +446,14 @@ class Tracer(TorchDispatchMode):
     ) -> object | None:
         """Where what the operation returns first followed from several samples."""
         if self.report.factor_cause is None and any(s.factor is not None for s in found):
-            shapes = tuple(tuple(x.shape) for x in tensors)
-            self.report.factor_cause = Cause(kind.base, self.lines.current(), shapes)
+            self.report.factor_cause = self.cause(kind.base, tensors, forward=True)
         backward = current_task() != -1
         if not any(s.joined or (backward and s.partial) for s in found):
             return None
         for x, shadow in zip(tensors, shadows, strict=True):
             if shadow.held and (earlier := self.memory.cause(x)) is not None:
                 return earlier
-        held = tuple(tuple(x.shape) for x in tensors)
-        cause = Cause(kind.base, self.lines.current(), held, backward)
+        cause = self.cause(kind.base, tensors)
         if cause not in self.report.mixing:
             self.report.mixing.append(cause)
         return cause
@@ -481,8 +482,9 @@ class Tracer(TorchDispatchMode):
             if record is None or own is None or own.sample is None or own.flags & MOVED:
                 return
             if is_uneven(base, own.sample):
-                record.flags |= ORDER
-                record.shadows = {k: flagged(self, s) for k, s in record.shadows.items()}
+                flag = BY_VALUE if is_branched(self) else ORDER
+                record.flags |= flag
+                record.shadows = {k: flagged(self, s, flag) for k, s in record.shadows.items()}
 
     @staticmethod
     def _lies_in(x: Tensor, tensors: list[Tensor]) -> bool:
@@ -547,7 +549,7 @@ class Tracer(TorchDispatchMode):
         finally:
             self.idle -= 1
         if any(self.shadow_of(x).held for x in held):
-            cause = Cause(str(func), self.lines.current(), (), current_task() != -1)
+            cause = self.cause(str(func))
             for x in tree_leaves(out):
                 if isinstance(x, Tensor):
                     self.memory.write(
