@@ -365,9 +365,12 @@ class StepTrace:
                 samples = _as_given(samples_of(x), None if seen is None else seen.rows)
                 if samples is None or (tracer is not own and (own is None or came.mixed)):
                     samples = at.everywhere(at.SEVERAL, x.dim())
-                factor = next(iter(tracer.report.factors), None) if tracer is own else came.factor
+                factor = came.factor
+                if tracer is own and came.mixed and factor is None:  # dry runs say whose it is
+                    factor = next(iter(tracer.report.factors), None)
                 shadow = tracer.made(samples.to(at.KIND).contiguous(), factor=factor)
-                tracer.memory.write(x, shadow)
+                cause = None if factor is None else tracer.memory.cause(g)
+                tracer.memory.write(x, shadow, cause)
 
     def returned(self, out: Any, batch: int | None) -> None:
         """The model returns: if its forward is not proven, dry runs say what is in its outputs."""
@@ -530,6 +533,11 @@ def _said(found: Finding) -> str:
         return (
             f"Your loss is divided or multiplied by a number of the whole batch ({what}), so samples "
             "are not independent. Divide by a constant, or use clipping='automatic' with gamma=0."
+        )
+    if found.kind == "factors":
+        return (
+            f"Parts of your loss are divided by different numbers of the batch ({what}), so samples "
+            "are not independent. Divide each sample's loss by its own numbers, or by constants."
         )
     if found.kind == "repeated":
         return (

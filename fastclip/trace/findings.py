@@ -14,7 +14,8 @@ from fastclip._torch import creation_number, current_node, current_task, number_
 
 HIDDEN = [str(Path(__file__).resolve().parents[1]), "<"]
 """Beginnings of the names of files that are not the user's."""
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
+_PACKAGES = ("/site-packages/", "/dist-packages/")
+_STANDARD = sysconfig.get_path("stdlib")
 
 
 class Lines:
@@ -43,15 +44,16 @@ class Lines:
 
 
 def line_of(frame: FrameType | None) -> str:
-    """`file:line` of the nearest frame of the user's own code; of a library's, where there is none."""
+    """`file:line` of the nearest frame outside torch; if that is a library's, of the user's, too."""
     library = ""
     while frame is not None:
         name = frame.f_code.co_filename
-        outside = not name.startswith(tuple(HIDDEN)) and "/torch/" not in name
-        if outside and not name.startswith(_INSTALLED):
-            return _shown(name, frame.f_lineno)
-        if outside and not library:
-            library = _shown(name, frame.f_lineno)
+        if not name.startswith(tuple(HIDDEN)) and "/torch/" not in name:
+            line = _shown(name, frame.f_lineno)
+            if any(folder in name for folder in _PACKAGES):
+                library = library or line
+            elif not name.startswith(_STANDARD):
+                return f"{library}, called at {line}" if library else line
         frame = frame.f_back
     return library or "unknown line"
 
@@ -77,13 +79,15 @@ class Cause:
 
     Args:
         operation: torch's name of it. line: of the user's code. shapes: of its operands.
-        backward: it ran in the backward pass.
+        backward: it ran in the backward pass. factor: it multiplied with, or divided by, a number of
+            several samples.
     """
 
     operation: str
     line: str
     shapes: tuple[tuple[int, ...], ...] = ()
     backward: bool = False
+    factor: bool = False
 
     def __str__(self) -> str:
         shapes = " and ".join(str(list(shape)) for shape in self.shapes[:2])
@@ -96,7 +100,7 @@ class Finding:
     """Why the trace does not prove that samples are independent.
 
     Args:
-        kind: "forward", "gradient", "order", "unseen", "factor" or "outside".
+        kind: "forward", "gradient", "order", "unseen", "read", "repeated", "factor" or "factors".
         use: the layer or function whose parameter's gradient it concerns.
     """
 
@@ -136,11 +140,10 @@ class Report:
     """What of the batch is still held after the step."""
     uses: dict[str, Any] = field(default_factory=dict)
     """Shadows of the outputs of layers and uses, by their name."""
-    factors: set[int | None] = field(default_factory=set)
+    factors: dict[int | None, Any] = field(default_factory=dict)
+    """Numbers of the whole batch that gradients share, and where each became a factor of them."""
     mixing: list[Cause] = field(default_factory=list)
     """Operations in which samples met, in their order."""
-    factor_cause: Cause | None = None
-    """Where a number of the whole batch first became a factor."""
     divided: bool = False
     """Samples were multiplied with, or divided by, the size of the batch before they were summed."""
     operations: int = 0

@@ -166,7 +166,7 @@ _HOMOGENEOUS = frozenset(
 )
 """A factor of their first operand is one of the result; of either one, if it is a product."""
 _PRODUCTS = frozenset(("mul", "mm", "bmm"))
-_ADDING = frozenset(
+ADDING = frozenset(
     [
         "add",
         "sub",
@@ -368,7 +368,7 @@ def _kept_factor(call: Operation) -> int | None:
         if name in ("mul", "div") and isinstance(call.kwargs.get("rounding_mode"), str):
             alone = False
         return call.shadow(carriers[0]).factor if alone else None
-    if name not in _ADDING:
+    if name not in ADDING:
         return None
     number = None if isinstance(call.args[-1], Tensor) else call.args[-1]
     if name in ("add", "sub", "masked_fill") and number not in (None, 0):

@@ -28,7 +28,7 @@ from fastclip.trace.memory import Memory, content_of, geometry_of
 from fastclip.trace.operation import Kind, Operation, Out
 from fastclip.trace.order import flagged, is_uneven, ordered
 from fastclip.trace.parts import parts_told
-from fastclip.trace.pointwise import POINTWISE, factored, pointwise
+from fastclip.trace.pointwise import ADDING, POINTWISE, factored, pointwise
 from fastclip.trace.probe import probed
 from fastclip.trace.shadow import (
     BY_VALUE,
@@ -444,23 +444,22 @@ class Tracer(TorchDispatchMode):
         self, kind: Kind, tensors: list[Tensor], shadows: list[Shadow], found: list[Shadow]
     ) -> object | None:
         """Where what the operation returns first followed from several samples."""
-        if self.report.factor_cause is None and any(s.factor is not None for s in found):
-            shapes = tuple(tuple(x.shape) for x in tensors)
-            self.report.factor_cause = Cause(kind.base, self.lines.current(), shapes)
-        backward = current_task() != -1
-        if not any(
-            (s.mixed and s.degree is None)
-            or s.flags & ORDER
-            or (backward and s.held and not s.whole)
-            for s in found
-        ):
+        backward, factor = current_task() != -1, any(s.factor is not None for s in found)
+        coupled = [s for s in found if _is_coupled(s, backward)]
+        if not coupled and not factor:
             return None
+        carried = any(s.factor is not None for s in shadows)
+        before = [s for s in shadows if s.mixed or _is_coupled(s, backward)]
+        of_factor = bool((factor and (before or not coupled)) or (carried and kind.name in ADDING))
         for x, shadow in zip(tensors, shadows, strict=True):
-            if shadow.held and (earlier := self.memory.cause(x)) is not None:
+            earlier, shares = self.memory.cause(x), shadow.factor is not None
+            by_factor = getattr(earlier, "factor", False)
+            if earlier and ((shares or by_factor) if of_factor else not (shares and by_factor)):
                 return earlier
-        held = tuple(tuple(x.shape) for x in tensors)
-        cause = Cause(kind.base, self.lines.current(), held, backward)
-        if cause not in self.report.mixing:
+        shapes = tuple(tuple(x.shape) for x in tensors)
+        backward &= not of_factor  # whose gradient it becomes a factor of does not matter
+        cause = Cause(kind.base, self.lines.current(), shapes, backward, of_factor)
+        if not of_factor and cause not in self.report.mixing:
             self.report.mixing.append(cause)
         return cause
 
@@ -507,13 +506,16 @@ class Tracer(TorchDispatchMode):
         """An operation on no sample."""
         out = func(*args, **kwargs)
         outs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        factor = next((s.factor for s in shadows if s.factor is not None), None)
-        if factor is not None:
+        shared = next(
+            (x for x, s in zip(tensors, shadows, strict=True) if s.factor is not None), None
+        )
+        if shared is not None:
+            cause = self.memory.cause(shared)
             call = Operation(self, kind, func, args, kwargs, tensors, shadows, outs)
             with self.aside():
                 found = factored(call, shadows)
             for x, shadow in zip(outs, found or [self.shadows.constant] * len(outs), strict=True):
-                self.memory.write(x, shadow, whole=not kind.writes)
+                self.memory.write(x, shadow, cause, whole=not kind.writes)
             return out
         foreign = self._has_foreign(tensors, shadows)
         trained = foreign or any(s.flags & TRAINED for s in shadows)
@@ -606,6 +608,15 @@ class Tracer(TorchDispatchMode):
         """The first axis that is as long as the batch."""
         samples = self.memory.samples
         return next((a for a, n in enumerate(x.shape) if n == samples and x.stride(a)), None)
+
+
+def _is_coupled(shadow: Shadow, backward: bool) -> bool:
+    """It follows from several samples, and is no sum over them; or from some of them alone."""
+    return (
+        (shadow.mixed and shadow.degree is None)
+        or bool(shadow.flags & ORDER)
+        or (backward and shadow.held and not shadow.whole)
+    )
 
 
 def _taken_apart(func: Any, args: tuple, kwargs: dict) -> tuple[list[Tensor], list]:
