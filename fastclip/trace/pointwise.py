@@ -425,4 +425,4 @@ def shared(call: Operation, x: object) -> int | None:
     if not bool(torch.isfinite(value.double()).all()) or not bool((value > 0).all()):
         return None
     call.tracer.report.guards.add("positive factor")
-    return hash(("factor", call.tracer.memory.serial(x), x.storage_offset()))
+    return hash(("factor", call.tracer.memory.formula(x)))

@@ -389,6 +389,10 @@ class Tracer(TorchDispatchMode):
         if kind.fresh:
             found = [self._nobody(outs[0])]
         self._put(kind, outs, found, cause, tensors)
+        plain = func.namespace == "aten" and not (kind.writes or kind.random or kwargs)
+        if plain and out is outs[0] and out.numel() == 1 and not self._lies_in(out, tensors):
+            with self.aside():
+                self.memory.computed(out, repr(key), tensors)
         return out
 
     def _key(self, key: list, shadows: list[Shadow], tensors: list[Tensor]) -> tuple | None:

@@ -421,6 +421,35 @@ def test_factors_that_differ(loss: Loss, also_logged: bool) -> None:
         assert finding.cause.line in divisions, finding
 
 
+def same_count_twice(o: Tensor, y: Tensor) -> Tensor:
+    """Two terms, divided by a count that each of them computes."""
+    each = F.binary_cross_entropy_with_logits(o[:, 0], y, reduction="none")
+    return each.sum() / y.sum().clamp(min=1) + (o[:, 0] ** 2).sum() / y.sum().clamp(min=1)
+
+
+def other_bounds(o: Tensor, y: Tensor) -> Tensor:
+    """The same count, bounded otherwise."""
+    each = F.binary_cross_entropy_with_logits(o[:, 0], y, reduction="none")
+    return each.sum() / y.sum().clamp(min=1) + (o[:, 0] ** 2).sum() / y.sum().clamp(min=2)
+
+
+def changed_between(o: Tensor, y: Tensor) -> Tensor:
+    """The same line, of labels that have been written into."""
+    each = F.binary_cross_entropy_with_logits(o[:, 0], y, reduction="none")
+    z = y.clone()
+    first = each.sum() / z.sum()
+    z.mul_(y + 1)
+    return first + (o[:, 0] ** 2).sum() / z.sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [(same_count_twice, "factor"), (other_bounds, "factors"), (changed_between, "factors")],
+)
+def test_numbers_that_are_computed_again(loss: Loss, kind: str) -> None:
+    assert run(1, BINARY, loss).kinds == {kind}
+
+
 def test_the_line_of_a_factor() -> None:
     """It is the loss' own, not that of a number which is only logged."""
     outputs, target, loss = FACTORS["tokens, masked mean"]
