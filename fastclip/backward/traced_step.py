@@ -536,8 +536,8 @@ def _said(found: Finding) -> str:
         )
     if found.kind == "factors":
         return (
-            f"Parts of your loss are divided by different numbers of the batch ({what}), so samples "
-            "are not independent. Divide each sample's loss by its own numbers, or by constants."
+            f"Your loss mixes samples: its parts are divided by different numbers of the batch ({what})"
+            ". Divide each sample's loss by its own numbers, or by constants."
         )
     if found.kind == "repeated":
         return (
