@@ -377,10 +377,13 @@ class StepTrace:
                 samples = _as_given(samples_of(x), None if seen is None else seen.rows)
                 if samples is None or (tracer is not own and (own is None or came.mixed)):
                     samples = at.everywhere(at.SEVERAL, x.dim())
-                factor = next(iter(tracer.report.factors), None) if tracer is own else came.factor
+                factor = came.factor
+                if tracer is own and came.mixed and factor is None:  # dry runs say whose it is
+                    factor = next(iter(tracer.report.factors), None)
                 moved = came.flags & MOVED if seen is None else seen.shadow.flags & MOVED
                 shadow = tracer.made(samples.to(at.KIND).contiguous(), moved, factor=factor)
-                tracer.memory.write(x, shadow)
+                cause = None if factor is None else tracer.memory.cause(g)
+                tracer.memory.write(x, shadow, cause)
 
     def returned(self, out: Any, batch: int | None) -> None:
         """The model returns: if its forward is not proven, dry runs say what is in its outputs."""
@@ -556,6 +559,11 @@ def _said(found: Finding) -> str:
         return (
             "Your loss joins calls of the model on different samples of the batch, and their samples "
             "are clipped as the same ones. Pass every call the whole batch, its samples in one order."
+        )
+    if found.kind == "factors":
+        return (
+            f"Your loss mixes samples: its parts are divided by different numbers of the batch ({what})"
+            ". Divide each sample's loss by its own numbers, or by constants."
         )
     if found.kind == "repeated":
         return (

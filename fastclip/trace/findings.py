@@ -16,7 +16,8 @@ from fastclip._torch import creation_number, current_node, current_task, number_
 
 HIDDEN = [str(Path(__file__).resolve().parents[1]), "<"]
 """Beginnings of the names of files that are not the user's."""
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
+_PACKAGES = ("/site-packages/", "/dist-packages/")
+_STANDARD = sysconfig.get_path("stdlib")
 
 
 class Lines:
@@ -77,24 +78,26 @@ class Lines:
 
 
 def line_of(frame: FrameType | None) -> str:
-    """`file:line` of the nearest frame of the user's own code; of a library's, where there is none."""
-    library = None
+    """`file:line` of the nearest frame outside torch; if that is a library's, of the user's, too."""
+    library = ""
     while frame is not None:
         owner = _owner(frame.f_code.co_filename)
-        if owner == "user":
-            return _shown(frame)
-        if owner == "library" and library is None:
-            library = frame
+        if owner == "library":
+            library = library or _shown(frame)
+        elif owner == "user":
+            return f"{library}, called at {_shown(frame)}" if library else _shown(frame)
         frame = frame.f_back
-    return "unknown line" if library is None else _shown(library)
+    return library or "unknown line"
 
 
 @cache
 def _owner(file: str) -> str:
-    """Whose a file is: "user", "library", or "hidden" (torch's, fastclip's)."""
+    """Whose a file is: "user", "library", or "hidden" (torch's, Python's, fastclip's)."""
     if file.startswith(tuple(HIDDEN)) or "/torch/" in file:
         return "hidden"
-    return "library" if file.startswith(_INSTALLED) else "user"
+    if any(folder in file for folder in _PACKAGES):
+        return "library"
+    return "hidden" if file.startswith(_STANDARD) else "user"
 
 
 def is_a_loaders(frame: FrameType | None) -> bool:
@@ -118,13 +121,15 @@ class Cause:
 
     Args:
         operation: torch's name of it. line: of the user's code. shapes: of its operands.
-        backward: it ran in the backward pass. inside: of the model's own forward, or its backward pass.
+        backward: it ran in the backward pass. factor: it multiplied with, or divided by, a number of
+            several samples. inside: of the model's own forward, or its backward pass.
     """
 
     operation: str
     line: str
     shapes: tuple[tuple[int, ...], ...] = ()
     backward: bool = False
+    factor: bool = False
     inside: bool = False
 
     def __str__(self) -> str:
@@ -138,8 +143,8 @@ class Finding:
     """Why the trace does not prove that samples are independent.
 
     Args:
-        kind: "forward", "gradient", "order", "unseen", "factor", "repeated", "calls", "read" or
-            "outside".
+        kind: "forward", "gradient", "order", "unseen", "factor", "factors", "repeated", "calls", "read"
+            or "outside".
         use: the layer or function whose parameter's gradient it concerns.
     """
 
@@ -179,11 +184,10 @@ class Report:
     """What of the batch is still held after the step."""
     uses: dict[str, Any] = field(default_factory=dict)
     """Shadows of the outputs of layers and uses, by their name."""
-    factors: set[int | None] = field(default_factory=set)
+    factors: dict[int | None, Any] = field(default_factory=dict)
+    """Numbers of the whole batch that gradients share, and where each became a factor of them."""
     mixing: list[Cause] = field(default_factory=list)
     """Operations in which samples met, in their order."""
-    factor_cause: Cause | None = None
-    """Where a number of the whole batch first became a factor."""
     divided: bool = False
     """Samples were multiplied with, or divided by, the size of the batch before they were summed."""
     operations: int = 0

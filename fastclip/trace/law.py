@@ -59,15 +59,16 @@ class Law:
         with tracer.aside(), torch.no_grad():
             if not got.held and got.factor is None and not bool(gradient.any()):
                 return
-            report.factors.add(got.factor)
+            of_gradient = tracer.memory.cause(gradient)
+            report.factors.setdefault(got.factor, None if got.factor is None else of_gradient)
             flags = out.flags | got.flags
             if flags & BY_VALUE and use not in report.by_value:
                 report.by_value.append(use)
-            of_gradient = tracer.memory.cause(gradient)
             if out.mixed or out.factor is not None:
                 report.add("unseen" if _is_unseen(out) else "forward", cause, use)
             elif not _is_same(out, got):
-                report.add("unseen" if _is_unseen(got) else "gradient", of_gradient, use)
+                kind = "factors" if getattr(of_gradient, "factor", False) else "gradient"
+                report.add("unseen" if _is_unseen(got) else kind, of_gradient, use)
             elif flags & ORDER or self._is_uneven(out, got, gradient):
                 report.add("order", cause or of_gradient, use)
             elif not flags & MOVED:
@@ -113,10 +114,11 @@ class Law:
         for seen, cause, use in self._covered.values():
             if len(seen) < samples and not branched:
                 report.add("order", cause, use)
+        cause = next((x for x in report.factors.values() if x is not None), None)
         if len(report.factors) > 1:
-            report.add("gradient", report.factor_cause, "gradients that share no factor")
-        elif report.factors > {None} or report.factors - {None}:
-            report.add("factor", report.factor_cause, "all gradients")
+            report.add("factors", cause, "gradients that share no factor")
+        elif report.factors.keys() - {None}:
+            report.add("factor", cause, "all gradients")
         self._covered.clear()
 
 

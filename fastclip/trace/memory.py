@@ -37,6 +37,8 @@ from fastclip.trace.shadow import (
 
 Geometry = tuple[int, torch.Size, tuple[int, ...], int]
 _SWEEP = 2048
+_FEW = 64
+"""Entries of a constant that is known by its numbers."""
 _KEPT = STICKY | TRAINED | FOREIGN
 """What a part of a memory gives to all of it."""
 
@@ -79,6 +81,8 @@ class Record:
     """How all of it was made, if it holds some samples alone."""
     factors: set[int | None] = field(default_factory=set)
     serial: int = 0
+    formula: int | None = None
+    """Of one number: how it was computed, and from what; another one of the same formula is equal."""
     cause: object | None = None
     """Where its entries first followed from several samples."""
 
@@ -146,6 +150,7 @@ class Memory:
             if len(self._records) % _SWEEP == 0:
                 self.sweep()
         self._writes += 1
+        record.formula = None
         geometry = geometry_of(x)
         if whole or x.numel() * x.element_size() == storage.nbytes():
             record.shadows, record.flat, record.parts = {geometry: shadow}, None, {}
@@ -250,6 +255,20 @@ class Memory:
             if shadow.samples <= written:
                 source = part
         return hash((source, place, *((x.shape[k], x.stride(k)) for k in kept)))
+
+    def computed(self, x: Tensor, key: object, operands: Iterable[Tensor]) -> None:
+        """An operation that draws nothing has made one number of its operands."""
+        record = self.record(x)
+        if record is not None:
+            record.formula = hash((key, *map(self.formula, operands)))
+
+    def formula(self, x: Tensor) -> object:
+        """Equal for equal numbers, as far as that was seen."""
+        record = self.record(x)
+        if record is not None:
+            return record.formula or (record.serial, geometry_of(x))
+        few = x.layout is torch.strided and x.numel() <= _FEW and not x.is_meta
+        return content_of(x) if few else object()  # whose memory may be another's later
 
     def serial(self, x: Tensor) -> object:
         """Changes when the memory is written into, as far as that was seen."""

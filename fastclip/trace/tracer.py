@@ -26,7 +26,7 @@ from fastclip.trace.law import flagged, is_branched, is_uneven, ordered, parts_t
 from fastclip.trace.memory import Memory, Record, content_of, geometry_of, key_of
 from fastclip.trace.movement import exchanged
 from fastclip.trace.operation import Kind, Operation, Out
-from fastclip.trace.pointwise import POINTWISE, factored, pointwise
+from fastclip.trace.pointwise import ADDING, POINTWISE, factored, pointwise
 from fastclip.trace.probe import probed
 from fastclip.trace.shadow import (
     BY_VALUE,
@@ -294,11 +294,16 @@ class Tracer(TorchDispatchMode):
             self._numbers.setdefault(value, self.lines.current())
         return value
 
-    def cause(self, what: str, operands: Iterable[Tensor] = (), *, forward: bool = False) -> Cause:
-        """What runs, as the cause of a finding. forward: also where the backward pass of it runs."""
+    def cause(self, what: str, operands: Iterable[Tensor] = (), *, factor: bool = False) -> Cause:
+        """What runs, as the cause of a finding.
+
+        Args:
+            factor: it makes a number of several samples a factor; whose gradient that becomes a factor
+                of does not matter.
+        """
         shapes = tuple(tuple(x.shape) for x in operands)
-        backward = current_task() != -1 and not forward
-        return Cause(what, self.lines.current(), shapes, backward, self.lines.in_model())
+        backward = current_task() != -1 and not factor
+        return Cause(what, self.lines.current(), shapes, backward, factor, self.lines.in_model())
 
     def _check_numbers(self, kind: Kind, args: tuple, tensors: list[Tensor]) -> None:
         """A number that Python has read from several samples comes back as an argument."""
@@ -390,6 +395,10 @@ class Tracer(TorchDispatchMode):
         if kind.fresh:
             found = [self._nobody(outs[0])]
         self._put(kind, outs, found, cause, tensors)
+        plain = func.namespace == "aten" and not (kind.writes or kind.random or kwargs)
+        if plain and out is outs[0] and out.numel() == 1 and not self._lies_in(out, tensors):
+            with self.aside():
+                self.memory.computed(out, repr(key), tensors)
         return out
 
     def _key(self, key: list, shadows: list[Shadow], tensors: list[Tensor]) -> tuple | None:
@@ -445,16 +454,20 @@ class Tracer(TorchDispatchMode):
         self, kind: Kind, tensors: list[Tensor], shadows: list[Shadow], found: list[Shadow]
     ) -> object | None:
         """Where what the operation returns first followed from several samples."""
-        if self.report.factor_cause is None and any(s.factor is not None for s in found):
-            self.report.factor_cause = self.cause(kind.base, tensors, forward=True)
-        backward = current_task() != -1
-        if not any(s.joined or (backward and s.partial) for s in found):
+        backward, factor = current_task() != -1, any(s.factor is not None for s in found)
+        coupled = [s for s in found if s.joined or (backward and s.partial)]
+        if not coupled and not factor:
             return None
+        carried = any(s.factor is not None for s in shadows)
+        before = [s for s in shadows if s.mixed or s.joined or (backward and s.partial)]
+        of_factor = bool((factor and (before or not coupled)) or (carried and kind.name in ADDING))
         for x, shadow in zip(tensors, shadows, strict=True):
-            if shadow.held and (earlier := self.memory.cause(x)) is not None:
+            earlier, shares = self.memory.cause(x), shadow.factor is not None
+            by_factor = getattr(earlier, "factor", False)
+            if earlier and ((shares or by_factor) if of_factor else not (shares and by_factor)):
                 return earlier
-        cause = self.cause(kind.base, tensors)
-        if cause not in self.report.mixing:
+        cause = self.cause(kind.base, tensors, factor=of_factor)
+        if not of_factor and cause not in self.report.mixing:
             self.report.mixing.append(cause)
         return cause
 
@@ -499,13 +512,16 @@ class Tracer(TorchDispatchMode):
         """An operation on no sample."""
         out = func(*args, **kwargs)
         outs = [out] if isinstance(out, Tensor) else _tensors_in(out)
-        factor = next((s.factor for s in shadows if s.factor is not None), None)
-        if factor is not None:
+        shared = next(
+            (x for x, s in zip(tensors, shadows, strict=True) if s.factor is not None), None
+        )
+        if shared is not None:
+            cause = self.memory.cause(shared)
             call = Operation(self, kind, func, args, kwargs, tensors, shadows, outs)
             with self.aside():
                 found = factored(call, shadows)
             for x, shadow in zip(outs, found or [self.shadows.constant] * len(outs), strict=True):
-                self.memory.write(x, shadow, whole=not kind.writes)
+                self.memory.write(x, shadow, cause, whole=not kind.writes)
             return out
         foreign = self._has_foreign(tensors, shadows)
         trained = foreign or any(s.flags & TRAINED for s in shadows)
