@@ -226,6 +226,21 @@ def can_compile() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def in_compiled_call() -> bool:
+    """Whether a compiled function has been called and has not returned: it then takes out of force what
+    modes were opened inside.
+    """
+    frame: Any = sys._getframe(1) if can_compile() else None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith("_dynamo/eval_frame.py"):
+            owner = type(frame.f_locals.get("self")).__name__
+            if code.co_name == "compile_wrapper" or owner == "OptimizeContext":
+                return True
+        frame = frame.f_back
+    return False
+
+
 @contextmanager
 def at_rest(modules: Iterable[Any]) -> Iterator[None]:
     """Inside, the hooks of fully_shard's modules cast, but neither gather nor reshard: so they do where

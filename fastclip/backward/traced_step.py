@@ -25,6 +25,7 @@ from fastclip._torch import (
     backward_listeners,
     batch_listeners,
     current_task,
+    in_compiled_call,
     number_of,
     transformed,
 )
@@ -112,6 +113,8 @@ class StepTrace:
         """Those that lie among the modes of a thread: the running step's, and what could not leave."""
         weakref.finalize(self, _leave, self._placed)
         self._step: _Step | None = None
+        self._begin_early = False
+        """The next step is to be traced from before the call of a compiled function on."""
         self._remove: Callable[[], None] | None = None
         self._guard: LossGuard | None = None
         self._constants: list[weakref.ref[Tensor]] = []
@@ -204,6 +207,9 @@ class StepTrace:
         if step is not None and not self._continues(step, leaves, batch):
             self.end()
             step = None
+        if step is None and in_compiled_call():
+            self._begin_early = True
+            return
         step = step or self._begin()
         if step is None:
             return
@@ -267,6 +273,9 @@ class StepTrace:
         if self._step is not None and self._step.judged:
             self.end()
         self.leave()
+        if self._begin_early and self._step is None and not in_compiled_call():
+            self._begin_early = False
+            self._begin()
 
     def begins(self, losses: Sequence[Tensor]) -> None:
         """A backward pass is about to begin."""

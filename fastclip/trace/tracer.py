@@ -14,7 +14,9 @@ from torch import Tensor
 from fastclip._torch import (
     TorchDispatchMode,
     base_of,
+    can_compile,
     current_task,
+    disable_dynamo,
     place_beneath,
     take_away,
     tree_leaves,
@@ -77,6 +79,13 @@ def all_aside() -> Iterator[None]:
             tracer.idle -= 1
 
 
+def _hide_from_dynamo() -> None:
+    """Once dynamo is there, it must not compile what the mode runs within a compiled function."""
+    found = Tracer.__torch_dispatch__
+    if can_compile() and not hasattr(found, "__wrapped__"):
+        Tracer.__torch_dispatch__ = disable_dynamo(found)  # type: ignore[method-assign]
+
+
 class Tracer(TorchDispatchMode):
     """Follows samples through the operations of one step after another.
 
@@ -132,6 +141,7 @@ class Tracer(TorchDispatchMode):
             Whether it does: not where torch's own modes invent tensors.
         """
         self.stopped = False
+        _hide_from_dynamo()
         self._thread = threading.get_ident() if place_beneath(self) else None
         if self._thread is not None:
             RUNNING.append(self)
@@ -269,20 +279,25 @@ class Tracer(TorchDispatchMode):
         if not hot:
             return self._constant(func, kind, args, kwargs, tensors, shadows)
         self.lines.note()
-        if flags & FOREIGN and not self._unpacks:
-            for x, shadow in zip(tensors, shadows, strict=True):
-                if shadow.flags & FOREIGN:
-                    self._outside(x)
+        if self._unpacks:
+            return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key)
+        beside = _is_of_losses(kind, tensors)
         for x, shadow in zip(tensors, shadows, strict=True):
-            if (
-                x.requires_grad
-                and not self._unpacks
-                and shadow is self.shadows.constant
-                and self.memory.record(x) is None
-            ):
+            foreign = bool(shadow.flags & FOREIGN)
+            unmet = x.requires_grad and shadow is self.shadows.constant
+            if unmet and self.memory.record(x) is None:
+                foreign = True
+                self.memory.write(x, self.shadows.of_no_sample(TRAINED | FOREIGN * beside))
+            if foreign and not beside:
                 self._outside(x)
-                self.memory.write(x, self.shadows.of_no_sample(TRAINED))
-        return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key)
+            elif foreign:
+                flags |= FOREIGN
+        out = self._followed(func, kind, args, kwargs, tensors, shadows, flags, key)
+        if beside and flags & FOREIGN:
+            found = self.shadow_of(out)
+            more = {"degree": found.degree, "factor": found.factor}
+            self.memory.write(out, self.made(found.sample, found.flags | FOREIGN, **more))
+        return out
 
     @property
     def _unpacks(self) -> bool:
@@ -614,6 +629,14 @@ class Tracer(TorchDispatchMode):
         """The first axis that is as long as the batch."""
         samples = self.memory.samples
         return next((a for a, n in enumerate(x.shape) if n == samples and x.stride(a)), None)
+
+
+def _is_of_losses(kind: Kind, tensors: list[Tensor]) -> bool:
+    """Numbers are added, or multiplied by a constant: the gradient of each follows from none of them."""
+    if any(x.dim() for x in tensors) or kind.writes:
+        return False
+    alone = len(tensors) == 1 and kind.name in ("mul", "div", "neg", "ones_like", "detach")
+    return alone or kind.name in ("add", "sub")
 
 
 def _tensors_in(found: Any) -> list[Tensor]:
