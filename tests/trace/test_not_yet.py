@@ -1,4 +1,4 @@
-"""What couples samples and does not show yet: weights that are still zero, ways that chance seldom takes."""
+"""What couples samples and does not show yet: weights that are zero, ways that chance seldom takes."""
 
 from __future__ import annotations
 
