@@ -34,9 +34,9 @@ from fastclip.backward.loss_guard import LossGuard
 from fastclip.errors import GraphError, ParameterLeakError
 from fastclip.graph import above_private
 from fastclip.samples.inputs import flatten, tensors_of
-from fastclip.samples.row_lists import is_list, is_rows
+from fastclip.samples.row_lists import is_rows, seed_entries
 from fastclip.trace import attribution as at
-from fastclip.trace.findings import IGNORED_LABELS, Cause, Finding, Read, Report, TraceLog
+from fastclip.trace.findings import IGNORED_LABELS, Cause, Finding, Report, TraceLog
 from fastclip.trace.law import Law
 from fastclip.trace.memory import Memory
 from fastclip.trace.shadow import MOVED, ORDER, SHADOWS, Shadow
@@ -678,7 +678,7 @@ def _seed_input(tracer: Tracer, leaf: Any, axis: int | None, batch: int | None) 
             others = at.along(batch, axis, leaf.dim()) + tracer.memory.samples  # another part of it
             tracer.memory.write(leaf, tracer.made(others), whole=False)
     elif axis is not None and is_rows(leaf) and len(leaf) == batch:
-        _seed_entries(tracer, leaf)
+        seed_entries(tracer, leaf)
     return True
 
 
@@ -689,18 +689,6 @@ def _of_packed(packed: PackedSequence) -> Tensor:
         order = torch.arange(int(packed.batch_sizes[0]), device="cpu")
     rows = [order.cpu()[:n] for n in packed.batch_sizes.tolist()]
     return torch.cat(rows).to(at.KIND).view([-1] + [1] * (packed.data.dim() - 1))
-
-
-def _seed_entries(tracer: Tracer, leaf: Any) -> None:
-    """A list or an array with an entry for each sample: what Python has of it may choose its way."""
-    entries = [list(tensors_of(entry)) for entry in leaf] if is_list(leaf) else []
-    for i, held in enumerate(entries):
-        for k, x in enumerate(held):
-            if x.layout is torch.strided and tracer.memory.record(x) is None:
-                tracer.seed_all(x, i, part=hash(("entries", id(leaf), k)))
-    if len({tuple(x.shape for x in held) for held in entries} - {()}) != 1:
-        tracer.memory.lengths_read = True
-        tracer.report.reads.append(Read("numbers in a list", "one sample", "the model's inputs"))
 
 
 def _seed_batch(tracer: Tracer, batch: Any, axis: int) -> bool:
