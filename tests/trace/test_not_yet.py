@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ B, D = 8, 4
 class Widened(nn.Module):
     """What others say comes in by weights that are zero as training begins."""
 
-    def __init__(self, through: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, through: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.first, self.head, self.through = nn.Linear(D, D), nn.Linear(2 * D, D), through
         self.conv = nn.Conv1d(2 * D, D, 1)
@@ -36,7 +37,7 @@ class Widened(nn.Module):
         return self.through(self, h, h.roll(1, 0).detach())
 
 
-THROUGH: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
+THROUGH: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "layer": lambda m, h, o: m.head(torch.cat([h, o], 1)),
     "product": lambda m, h, o: torch.cat([h, o], 1) @ m.head.weight.T,
     "derived": lambda m, h, o: torch.cat([h, o], 1) @ m.head.weight.T.clone(),
@@ -80,7 +81,7 @@ def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(1)
 
 
-DRAWN: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
+DRAWN: dict[str, tuple[bool, Callable[[Tensor], Any]]] = {
     "seeded anew": (False, lambda h: h * torch.rand(B, 1, generator=seeded())),
     "seeded anew, in place": (False, lambda h: h * torch.empty(B, D).normal_(generator=seeded())),
     "everybody's, seeded": (False, lambda h: torch.manual_seed(3) and F.dropout(h)),
