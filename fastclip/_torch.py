@@ -241,6 +241,26 @@ def in_compiled_call() -> bool:
     return False
 
 
+def run_eagerly() -> Callable[[], None]:
+    """Compiled functions run as they are written from now on. (Under a mode dynamo would mark them as not
+    to be compiled, ever.)
+
+    Returns:
+        Ends it.
+    """
+    if not can_compile() or not hasattr(torch.compiler, "set_stance"):  # before torch 2.6
+        return lambda: None
+    from torch._dynamo import eval_frame
+
+    eager: Any = torch.compiler.set_stance("force_eager")
+
+    def end() -> None:
+        if eval_frame._stance is eager.stance:  # nobody has asked for another one meanwhile
+            eval_frame._set_stance(eager.prev)
+
+    return end
+
+
 @contextmanager
 def at_rest(modules: Iterable[Any]) -> Iterator[None]:
     """Inside, the hooks of fully_shard's modules cast, but neither gather nor reshard: so they do where

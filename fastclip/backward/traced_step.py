@@ -27,6 +27,7 @@ from fastclip._torch import (
     current_task,
     in_compiled_call,
     number_of,
+    run_eagerly,
     transformed,
 )
 from fastclip.backward.guards import is_guarded
@@ -35,6 +36,7 @@ from fastclip.backward.loss_guard import LossGuard
 from fastclip.errors import GraphError, ParameterLeakError
 from fastclip.graph import above_private
 from fastclip.samples.inputs import flatten, tensors_of
+from fastclip.samples.row_lists import is_rows, seed_entries
 from fastclip.trace import attribution as at
 from fastclip.trace.findings import IGNORED_LABELS, Cause, Finding, Report, TraceLog
 from fastclip.trace.law import Law
@@ -113,6 +115,8 @@ class StepTrace:
         """Those that lie among the modes of a thread: the running step's, and what could not leave."""
         weakref.finalize(self, _leave, self._placed)
         self._step: _Step | None = None
+        self._compile: Callable[[], None] = lambda: None
+        """Compiled functions are compiled again."""
         self._begin_early = False
         """The next step is to be traced from before the call of a compiled function on."""
         self._remove: Callable[[], None] | None = None
@@ -247,6 +251,7 @@ class StepTrace:
         if not tracer.enter():
             return None
         self._placed.append(tracer)
+        self._compile = run_eagerly()
         self._step = step = _Step(tracer, Law(tracer))
         tracer.on_outside = partial(_watch_outside, weakref.ref(step))
         backward_listeners.add(self)
@@ -261,6 +266,7 @@ class StepTrace:
             handle.remove()
         step.tracer.end()
         self.leave()
+        self._compile()
         self._stop_listening()
 
     def _stop_listening(self) -> None:
@@ -685,10 +691,8 @@ def _seed_input(tracer: Tracer, leaf: Any, axis: int | None, batch: int | None) 
         elif tracer.memory.is_given(leaf) and not tracer.shadow_of(leaf).held:
             others = at.along(batch, axis, leaf.dim()) + tracer.memory.samples  # another part of it
             tracer.memory.write(leaf, tracer.made(others), whole=False)
-    elif isinstance(leaf, (list, tuple)) and len(leaf) == batch:
-        for i, x in enumerate(leaf):
-            if isinstance(x, Tensor) and tracer.memory.record(x) is None:
-                tracer.seed_all(x, i)
+    elif axis is not None and is_rows(leaf) and len(leaf) == batch:
+        seed_entries(tracer, leaf)
     return True
 
 

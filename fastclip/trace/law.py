@@ -11,6 +11,8 @@ and `cat([h[:2], 1.5 * h[2:]])` is not.
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fastclip.trace import attribution as at
+from fastclip.trace.findings import Read
 from fastclip.trace.memory import content_of
 from fastclip.trace.operation import Kind
 from fastclip.trace.shadow import BY_VALUE, MOVED, ORDER, RANDOM, TRAINED, Shadow
@@ -39,6 +42,7 @@ class Law:
         self.tracer = tracer
         self._rows: Tensor | None = None
         self._met = False
+        self._chance = _generators()
         self._covered: dict[Hashable, tuple[set[int], object, str]] = {}
         """How some samples were treated, and which these are."""
 
@@ -109,6 +113,8 @@ class Law:
     def end_step(self) -> None:
         """All gradients of the step have arrived."""
         report = self.tracer.report
+        if _generators() != self._chance:
+            report.reads.append(Read("random numbers of Python or NumPy", "chance", "unknown line"))
         samples = self.tracer.memory.samples if self._rows is None else self._rows.unique().numel()
         branched = is_branched(self.tracer)
         for seen, cause, use in self._covered.values():
@@ -120,6 +126,15 @@ class Law:
         elif report.factors.keys() - {None}:
             report.add("factor", cause, "all gradients")
         self._covered.clear()
+
+
+def _generators() -> tuple:
+    """The states of the generators by which Python may choose its way."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    name, key, *rest = numpy.random.get_state()
+    return random.getstate(), name, key.tobytes(), *rest
 
 
 def _is_unseen(shadow: Shadow) -> bool:

@@ -106,6 +106,15 @@ class Memory:
         self._known: dict[int, StorageWeakRef] = {}
         """Memory of the model: constants."""
         self._writes = 0
+        self._drawn: set[int] = set()
+        """States of generators that this step has drawn from."""
+        self._drawn_before: set[int] = set()
+        """The same of the step before."""
+
+    def draws_again(self, state: int) -> bool:
+        """Numbers are drawn from this state: the same ones, if the step before has drawn from it."""
+        self._drawn.add(state)
+        return state in self._drawn_before
 
     def know(self, x: Tensor) -> None:
         """What lies in this memory follows from no sample until an operation writes it there."""
@@ -301,6 +310,7 @@ class Memory:
             The records of what was computed and is held.
         """
         carried = self.alive()
+        self._drawn, self._drawn_before = set(), self._drawn
         self._earlier = {**self._earlier, **self._given}
         self._earlier = {k: v for k, v in self._earlier.items() if not v[0].expired()}
         self._given = {}

@@ -115,7 +115,10 @@ def _together(call: Operation) -> list[Any]:
     tensors = [x for x in call.given["tensors"] if x.dim() == call.outs[0].dim() - new]
     axis, dims = call.given["dim"] % call.outs[0].dim(), tensors[0].dim()
     found = [call.of(x) for x in tensors]
-    sizes = [max(f.shape[d] for f in found if f is not None) for d in range(dims)]
+    held = [f for f in found if f is not None]
+    if not held:  # what held samples is overwritten, or holds nothing
+        return [None]
+    sizes = [max(f.shape[d] for f in held) for d in range(dims)]
     parts = [
         at.expanded(f, [x.shape[d] if d == axis and not new else sizes[d] for d in range(dims)])
         for x, f in zip(tensors, found, strict=True)

@@ -14,9 +14,7 @@ from torch import Tensor
 from fastclip._torch import (
     TorchDispatchMode,
     base_of,
-    can_compile,
     current_task,
-    disable_dynamo,
     place_beneath,
     take_away,
     tree_leaves,
@@ -79,13 +77,6 @@ def all_aside() -> Iterator[None]:
             tracer.idle -= 1
 
 
-def _hide_from_dynamo() -> None:
-    """Once dynamo is there, it must not compile what the mode runs within a compiled function."""
-    found = Tracer.__torch_dispatch__
-    if can_compile() and not hasattr(found, "__wrapped__"):
-        Tracer.__torch_dispatch__ = disable_dynamo(found)  # type: ignore[method-assign]
-
-
 class Tracer(TorchDispatchMode):
     """Follows samples through the operations of one step after another.
 
@@ -141,7 +132,6 @@ class Tracer(TorchDispatchMode):
             Whether it does: not where torch's own modes invent tensors.
         """
         self.stopped = False
-        _hide_from_dynamo()
         self._thread = threading.get_ident() if place_beneath(self) else None
         if self._thread is not None:
             RUNNING.append(self)
@@ -207,9 +197,9 @@ class Tracer(TorchDispatchMode):
         again = self.memory.give(x, self.shadows.of(found, self.memory.samples))
         self.same_samples = self.same_samples is not False and again
 
-    def seed_all(self, x: Tensor, sample: int) -> None:
-        """All of a tensor is of one sample."""
-        found = self.shadows.of(at.everywhere(sample, x.dim()), self.memory.samples)
+    def seed_all(self, x: Tensor, sample: int, part: int | None = None) -> None:
+        """All of a tensor is of one sample; the others have tensors of the same part."""
+        found = self.shadows.of(at.everywhere(sample, x.dim()), self.memory.samples, part=part)
         self.memory.give(x, found)
 
     def shadow_of(self, x: Tensor) -> Shadow:
@@ -276,11 +266,12 @@ class Tracer(TorchDispatchMode):
             return self._answer(self._read_number(kind, func(*args, **kwargs), shadows))
         if self.trail is not None:
             self._note(key, tensors)
+        again = kind.random and self._draws_again(tensors, kwargs)
         if not hot:
-            return self._constant(func, kind, args, kwargs, tensors, shadows)
+            return self._constant(func, kind, args, kwargs, tensors, shadows, again)
         self.lines.note()
         if self._unpacks:
-            return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key)
+            return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key, again)
         beside = _is_of_losses(kind, tensors)
         for x, shadow in zip(tensors, shadows, strict=True):
             foreign = bool(shadow.flags & FOREIGN)
@@ -292,12 +283,25 @@ class Tracer(TorchDispatchMode):
                 self._outside(x)
             elif foreign:
                 flags |= FOREIGN
-        out = self._followed(func, kind, args, kwargs, tensors, shadows, flags, key)
+        out = self._followed(func, kind, args, kwargs, tensors, shadows, flags, key, again)
         if beside and flags & FOREIGN:
             found = self.shadow_of(out)
             more = {"degree": found.degree, "factor": found.factor}
             self.memory.write(out, self.made(found.sample, found.flags | FOREIGN, **more))
         return out
+
+    def _draws_again(self, tensors: list[Tensor], kwargs: dict[str, Any]) -> bool:
+        """What is about to be drawn are the numbers of the step before: constants."""
+        generator = kwargs.get("generator")
+        if generator is None:
+            generator = _generator_of(
+                kwargs.get("device") or (tensors[0].device if tensors else "cpu")
+            )
+        if generator is None:
+            return False
+        with suppress(RuntimeError):  # a graph is being captured
+            return self.memory.draws_again(hash(generator.get_state().numpy().tobytes()))
+        return False
 
     @property
     def _unpacks(self) -> bool:
@@ -379,9 +383,9 @@ class Tracer(TorchDispatchMode):
 
     def _followed(
         self, func: Any, kind: Kind, args: tuple, kwargs: dict, tensors: list[Tensor],
-        shadows: list[Shadow], flags: int, key: list,
+        shadows: list[Shadow], flags: int, key: list, again: bool = False,
     ) -> Any:  # fmt: skip
-        """An operation on samples."""
+        """An operation on samples; it draws `again` what the step before has drawn."""
         if self._numbers and kind.name in ("mul", "div", "add", "sub"):
             self._check_numbers(kind, args, tensors)
         before = [x.clone() for x in tensors] if kind.writes and kind.rule is None else None
@@ -390,6 +394,8 @@ class Tracer(TorchDispatchMode):
             beside = [tensors[0].clone(), *tensors[1:]]  # the constant that is written into
         out = func(*args, **kwargs)
         outs = [out] if isinstance(out, Tensor) else _tensors_in(out)
+        if kind.writes and not outs:
+            self._join(kind, args, tensors, shadows)
         if kind.reshapes or not outs:
             return out
         known = None if kind.by_values or flags & MOVED else self._key(key, shadows, tensors)
@@ -404,6 +410,11 @@ class Tracer(TorchDispatchMode):
         if kind.aligned:
             with self.aside():
                 found = ordered(self, kind, found, beside, shadows, outs)
+        if again:
+            found = [
+                flagged(self, f) if f.held else self.shadows.of_no_sample(f.flags & ~RANDOM)
+                for f in found
+            ]
         if any(s.partial for s in (*found, *shadows)):
             found = parts_told(self, kind, args, tensors, shadows, found, outs)
         cause = self._cause(kind, tensors, shadows, found)
@@ -415,6 +426,14 @@ class Tracer(TorchDispatchMode):
             with self.aside():
                 self.memory.computed(out, repr(key), tensors)
         return out
+
+    def _join(self, kind: Kind, args: tuple, tensors: list[Tensor], shadows: list[Shadow]) -> None:
+        """An operation on lists that returns nothing has written what all its operands hold."""
+        for x in tree_leaves([args[k] for k in kind.writes if k < len(args)]):
+            if isinstance(x, Tensor):
+                found = self.made(at.everywhere(at.SEVERAL, x.dim()), LEARNED)
+                cause = self._cause(kind, tensors, shadows, [found])
+                self.memory.write(x, found, cause, whole=False)
 
     def _key(self, key: list, shadows: list[Shadow], tensors: list[Tensor]) -> tuple | None:
         """Under which the result is remembered."""
@@ -492,7 +511,11 @@ class Tracer(TorchDispatchMode):
     ) -> None:  # fmt: skip
         """Keep what was found by the memory that the operation returned."""
         for x, shadow in zip(outs, found, strict=True):
-            if kind.writes:
+            if x.layout is not torch.strided and shadow.held:
+                self.read(
+                    f"a tensor of layout {x.layout}", [shadow]
+                )  # which has no memory of its own
+            elif kind.writes:
                 self.memory.write(x, shadow, cause, whole=False)
                 self._compare_parts(x)
             elif self._lies_in(x, tensors):
@@ -522,7 +545,7 @@ class Tracer(TorchDispatchMode):
 
     def _constant(
         self, func: Any, kind: Kind, args: tuple, kwargs: dict, tensors: list[Tensor],
-        shadows: list[Shadow],
+        shadows: list[Shadow], again: bool,
     ) -> Any:  # fmt: skip
         """An operation on no sample."""
         out = func(*args, **kwargs)
@@ -540,7 +563,9 @@ class Tracer(TorchDispatchMode):
             return out
         foreign = self._has_foreign(tensors, shadows)
         trained = foreign or any(s.flags & TRAINED for s in shadows)
-        drawn = kind.random or (kind.pointwise and any(s.flags & RANDOM for s in shadows))
+        drawn = (kind.random and not again) or (
+            kind.pointwise and any(s.flags & RANDOM for s in shadows)
+        )
         # What is made of a tensor from elsewhere (a part of all labels) is from elsewhere, too.
         literal = kind.name in _LITERALS
         elsewhere = not literal and not trained and any(self._from_nowhere(x) for x in tensors)
@@ -641,6 +666,17 @@ def _is_of_losses(kind: Kind, tensors: list[Tensor]) -> bool:
 
 def _tensors_in(found: Any) -> list[Tensor]:
     return [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+
+
+def _generator_of(device: torch.device | str) -> torch.Generator | None:
+    """The one that draws for everybody there."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
 
 
 def _taken_apart(func: Any, args: tuple, kwargs: dict) -> tuple[list[Tensor], list]:
