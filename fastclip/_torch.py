@@ -242,8 +242,8 @@ def in_compiled_call() -> bool:
 
 
 def run_eagerly() -> Callable[[], None]:
-    """Compiled functions run as they are written from now on. (Under a mode dynamo would mark them as not
-    to be compiled, ever.)
+    """Compiled functions run as they are written from now on: under a mode dynamo would mark them as
+    never to be compiled.
 
     Returns:
         Ends it.

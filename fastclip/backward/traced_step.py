@@ -27,7 +27,6 @@ from fastclip._torch import (
     current_task,
     in_compiled_call,
     number_of,
-    run_eagerly,
     transformed,
 )
 from fastclip.backward.guards import is_guarded
@@ -115,8 +114,6 @@ class StepTrace:
         """Those that lie among the modes of a thread: the running step's, and what could not leave."""
         weakref.finalize(self, _leave, self._placed)
         self._step: _Step | None = None
-        self._compile: Callable[[], None] = lambda: None
-        """Compiled functions are compiled again."""
         self._begin_early = False
         """The next step is to be traced from before the call of a compiled function on."""
         self._remove: Callable[[], None] | None = None
@@ -251,7 +248,6 @@ class StepTrace:
         if not tracer.enter():
             return None
         self._placed.append(tracer)
-        self._compile = run_eagerly()
         self._step = step = _Step(tracer, Law(tracer))
         tracer.on_outside = partial(_watch_outside, weakref.ref(step))
         backward_listeners.add(self)
@@ -266,7 +262,6 @@ class StepTrace:
             handle.remove()
         step.tracer.end()
         self.leave()
-        self._compile()
         self._stop_listening()
 
     def _stop_listening(self) -> None:

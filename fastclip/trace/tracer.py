@@ -16,6 +16,7 @@ from fastclip._torch import (
     base_of,
     current_task,
     place_beneath,
+    run_eagerly,
     take_away,
     tree_leaves,
 )
@@ -62,6 +63,10 @@ _DISPATCHING = [0]
 """Operations that are on their way through tracers."""
 RUNNING: list[Tracer] = []
 """Those whose steps are under way, of all private models of this process."""
+
+
+_AFTERWARDS: list[Callable[[], None]] = []
+"""To be called when none is under way any more."""
 
 
 @contextmanager
@@ -134,6 +139,8 @@ class Tracer(TorchDispatchMode):
         self.stopped = False
         self._thread = threading.get_ident() if place_beneath(self) else None
         if self._thread is not None:
+            if not RUNNING:
+                _AFTERWARDS.append(run_eagerly())
             RUNNING.append(self)
         return self._thread is not None
 
@@ -179,6 +186,8 @@ class Tracer(TorchDispatchMode):
         self.stopped = True
         if self in RUNNING:
             RUNNING.remove(self)
+            if not RUNNING:
+                _AFTERWARDS.pop()()
         here = self._thread == threading.get_ident() and current_task() == -1
         if not here or _DISPATCHING[0] or not take_away(self):
             return False
