@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,12 +32,20 @@ from fastclip._torch import (
 from fastclip.backward.guards import is_guarded
 from fastclip.backward.loss_graph import running_losses
 from fastclip.backward.loss_guard import LossGuard
+from fastclip.backward.seeding import (
+    as_given,
+    of_packed,
+    rows_of_input,
+    samples_axis,
+    seed_batch,
+    seed_input,
+)
+from fastclip.data.draws import Draws
 from fastclip.errors import GraphError, ParameterLeakError
 from fastclip.graph import above_private
 from fastclip.samples.inputs import flatten, tensors_of
-from fastclip.samples.row_lists import is_rows, seed_entries
 from fastclip.trace import attribution as at
-from fastclip.trace.findings import IGNORED_LABELS, Cause, Finding, Report, TraceLog
+from fastclip.trace.findings import IGNORED_LABELS, Report, TraceLog
 from fastclip.trace.law import Law
 from fastclip.trace.memory import Memory
 from fastclip.trace.shadow import MOVED, ORDER, SHADOWS, Shadow
@@ -129,12 +137,11 @@ class StepTrace:
 
     # What is traced
 
-    def listen(self, model: nn.Module, reads: Callable[[Any], bool]) -> None:
+    def listen(self, model: nn.Module, draws: Draws) -> None:
         """Hear of the batches that iterators of data loaders hand out, until the traced steps are over.
 
         Args:
-            model: whose tensors are constants. reads: whether an iterator draws from the private
-                loader's sampler.
+            model: whose tensors are constants. draws: of the private loader.
         """
         if not self.left:
             return
@@ -145,8 +152,8 @@ class StepTrace:
             trace = me()
             if trace is None or not trace.wanted:
                 batch_listeners.remove(told)
-            elif reads(iterator):
-                trace.handed(iterator, batch)
+            elif draws.reads(iterator):
+                trace.handed(iterator, batch, draws.in_hand)
 
         self._remove = partial(batch_listeners.remove, told)
         batch_listeners.add(told)
@@ -167,8 +174,8 @@ class StepTrace:
         """What runs inside is the engine's own: the steps of other models see nothing of it, either."""
         return all_aside() if RUNNING else nullcontext()
 
-    def handed(self, iterator: Any, batch: Any) -> None:
-        """A loader hands out a batch: a step begins."""
+    def handed(self, iterator: Any, batch: Any, drawn: Collection[int]) -> None:
+        """A loader hands out a batch, of one of these numbers of samples: a step begins."""
         step = self._step
         if not torch.is_grad_enabled():
             return
@@ -182,7 +189,7 @@ class StepTrace:
         if step is None:
             return
         with step.tracer.aside():
-            step.seeded = _seed_batch(step.tracer, batch, self._axis)
+            step.seeded = seed_batch(step.tracer, batch, self._axis, drawn)
         weakref.finalize(iterator, self._gone, weakref.ref(self), weakref.ref(step)).atexit = False
 
     @staticmethod
@@ -220,9 +227,11 @@ class StepTrace:
         pairs = list(zip(leaves, cuts or [self._axis] * len(leaves), strict=True))
         with step.tracer.aside():
             for leaf, axis in pairs:
-                if not _seed_input(step.tracer, leaf, axis, batch) or flat:
+                if not seed_input(step.tracer, leaf, axis, batch) or flat:
                     step.unproven = "inputs without an axis of samples"
-            step.rows = next((r for x in pairs if (r := _rows(step.tracer, *x)) is not None), None)
+            step.rows = next(
+                (r for x in pairs if (r := rows_of_input(step.tracer, *x)) is not None), None
+            )
             if step.rows is not None and step.rows.unique().numel() < len(step.rows):
                 step.tracer.report.add("repeated", None, "the model's input")
 
@@ -242,7 +251,7 @@ class StepTrace:
             return None
         for known in self._constants:
             if (x := known()) is not None:
-                self._memory.know(x.detach().to_local() if hasattr(x, "to_local") else x)  # type: ignore[attr-defined]
+                self._memory.know(x.detach().to_local() if hasattr(x, "to_local") else x.detach())  # type: ignore[attr-defined]
         tracer = Tracer(_Known(self._names, self._others), memory=self._memory)
         tracer.begin()
         if not tracer.enter():
@@ -358,7 +367,7 @@ class StepTrace:
         if samples_of is None or out.sample is None or len(report.findings) > before:
             return
         with tracer.aside():
-            expected = _as_given(samples_of(gradient), seen.rows)
+            expected = as_given(samples_of(gradient), seen.rows)
             if expected is not None and bool(
                 ((out.sample != at.NONE) & (out.sample != expected)).any()
             ):
@@ -384,7 +393,7 @@ class StepTrace:
                 came = tracer.shadow_of(g)
                 if not came.held and not (tracer is own and seen is not None and seen.shadow.held):
                     continue  # made of no sample, as a generator's rows are
-                samples = _as_given(samples_of(x), None if seen is None else seen.rows)
+                samples = as_given(samples_of(x), None if seen is None else seen.rows)
                 if samples is None or (tracer is not own and (own is None or came.mixed)):
                     samples = at.everywhere(at.SEVERAL, x.dim())
                 factor = came.factor
@@ -412,9 +421,12 @@ class StepTrace:
                 x = leaf.data if isinstance(leaf, PackedSequence) else leaf
                 if not isinstance(x, Tensor):
                     continue
-                axis = _samples_axis(x, batch, self._axis)
-                if isinstance(leaf, PackedSequence):
-                    tracer.memory.write(x, tracer.made(_of_packed(leaf)))
+                axis = samples_axis(x, batch, self._axis)
+                own = tracer.shadow_of(x)
+                if own.held and not own.mixed and not own.flags & ORDER:
+                    pass  # of which it is known
+                elif isinstance(leaf, PackedSequence):
+                    tracer.memory.write(x, tracer.made(of_packed(leaf)))
                 elif axis is None:
                     of_all = at.everywhere(at.SEVERAL, x.dim())
                     tracer.memory.write(x, tracer.made(of_all, degree=_DEGREES["mean"]))
@@ -472,7 +484,7 @@ class StepTrace:
             if scale_invariant and len(report.factors) == 1:
                 found = [f for f in found if f.kind != "factor"]
             if found and batch_size > 1:
-                raise GraphError(_said(found[0]))
+                raise GraphError(found[0].said)
             if not report.divided:
                 self._check_degree(degrees, mean, batch_size)
         except GraphError as error:
@@ -538,8 +550,8 @@ def _leave(placed: list[Tracer]) -> None:
 
 
 def _tensors_in(model: nn.Module) -> Iterator[Tensor]:
-    """Buffers and other tensors of a model's modules, and this rank's parts of parameters."""
-    yield from (p for p in model.parameters() if hasattr(p, "to_local"))
+    """Parameters, buffers and other tensors of a model's modules."""
+    yield from model.parameters()
     for module in model.modules():
         for held in (*module._buffers.values(), *vars(module).values()):
             for x in held if isinstance(held, (list, tuple)) else (held,):
@@ -555,45 +567,6 @@ class _Known:
 
     def __contains__(self, x: object) -> bool:
         return any(x in group for group in self._groups)
-
-
-def _said(found: Finding) -> str:
-    """An error's message: what mixes samples, where, and one fix."""
-    what = str(found.cause) if isinstance(found.cause, Cause) else "an operation"
-    if found.kind == "factor":
-        return (
-            f"Your loss is divided or multiplied by a number of the whole batch ({what}), so samples "
-            "are not independent. Divide by a constant, or use clipping='automatic' with gamma=0."
-        )
-    if found.kind == "calls":
-        return (
-            "Your loss joins calls of the model on different samples of the batch, and their samples "
-            "are clipped as the same ones. Pass every call the whole batch, its samples in one order."
-        )
-    if found.kind == "factors":
-        return (
-            f"Your loss mixes samples: its parts are divided by different numbers of the batch ({what})"
-            ". Divide each sample's loss by its own numbers, or by constants."
-        )
-    if found.kind == "repeated":
-        return (
-            "The batch that your loop gives the model holds a sample at several positions, so it "
-            "contributes several times. Give the model each sample of the loader's batch once."
-        )
-    if found.kind == "read":
-        return (
-            f"Your loss depends on {what}, so samples are not independent. "
-            "Compute the loss without numbers that are read from the batch."
-        )
-    if found.kind == "order":
-        return (
-            f"Your loss depends on a sample's position in the batch ({what}), so samples are not "
-            "independent. Use the same constants for all samples."
-        )
-    return (
-        f"Your loss mixes samples: {what} reaches the gradient of {found.use!r}, so the guarantee "
-        "does not hold. Compute each sample's loss from that sample alone."
-    )
 
 
 def _watch_outside(held: weakref.ref[_Step], x: Tensor, line: str) -> None:
@@ -636,79 +609,3 @@ def _is_output(loss: Tensor, outputs: set[int]) -> bool:
             return False
         node = node.next_functions[0][0]
     return node is not None
-
-
-def _samples_axis(x: Tensor, batch: int | None, axis: int) -> int | None:
-    return next((a for a in (axis, 0) if batch and x.dim() > a and x.shape[a] == batch), None)
-
-
-def _rows(tracer: Tracer, leaf: Any, axis: int | None) -> Tensor | None:
-    """The sample of each row of an input; None if that is its number, or cannot be told."""
-    if not isinstance(leaf, Tensor) or axis is None or leaf.dim() <= axis:
-        return None
-    found = tracer.shadow_of(leaf).sample
-    if found is None or found.dim() <= axis or found.numel() != found.shape[axis]:
-        return None
-    rows = found.reshape(-1).expand(leaf.shape[axis])
-    plain = bool((rows >= at.SEVERAL).any()) or torch.equal(
-        rows, torch.arange(len(rows), dtype=rows.dtype, device="cpu")
-    )
-    return None if plain and len(rows) == tracer.memory.samples else rows
-
-
-def _as_given(found: Tensor | None, rows: Tensor | None) -> Tensor | None:
-    """Numbers of rows of the model's input, as those of samples."""
-    return found if found is None or rows is None else rows[found.long()]
-
-
-def _seed_input(tracer: Tracer, leaf: Any, axis: int | None, batch: int | None) -> bool:
-    """An input of the model that nobody has seen yet is the samples' own.
-
-    Returns:
-        Whether the trace can follow it.
-    """
-    if isinstance(leaf, PackedSequence):
-        if tracer.memory.record(leaf.data) is None:
-            tracer.memory.samples = max(tracer.memory.samples, int(leaf.batch_sizes[0]))
-            tracer.memory.lengths_read = True
-            for order in (leaf.sorted_indices, leaf.unsorted_indices):
-                if order is not None:
-                    tracer.memory.know(order)
-            tracer.memory.give(leaf.data, tracer.made(_of_packed(leaf)))
-        return True
-    if isinstance(leaf, Tensor):
-        if leaf.layout is not torch.strided:
-            return False
-        if axis is None or leaf.dim() <= axis or leaf.shape[axis] != batch:
-            return True
-        if tracer.memory.record(leaf) is None:
-            tracer.seed(leaf, axis)
-        elif tracer.memory.is_given(leaf) and not tracer.shadow_of(leaf).held:
-            others = at.along(batch, axis, leaf.dim()) + tracer.memory.samples  # another part of it
-            tracer.memory.write(leaf, tracer.made(others), whole=False)
-    elif axis is not None and is_rows(leaf) and len(leaf) == batch:
-        seed_entries(tracer, leaf)
-    return True
-
-
-def _of_packed(packed: PackedSequence) -> Tensor:
-    """The sample of every row of a packed sequence."""
-    order = packed.sorted_indices
-    if order is None:
-        order = torch.arange(int(packed.batch_sizes[0]), device="cpu")
-    rows = [order.cpu()[:n] for n in packed.batch_sizes.tolist()]
-    return torch.cat(rows).to(at.KIND).view([-1] + [1] * (packed.data.dim() - 1))
-
-
-def _seed_batch(tracer: Tracer, batch: Any, axis: int) -> bool:
-    """A loader's batch: sample i lies at position i of each tensor that is as long as the batch."""
-    leaves = [x for x in tensors_of(batch) if x.layout is torch.strided and x.dim()]
-    sizes = [x.shape[axis if x.dim() > axis else 0] for x in leaves]
-    if not sizes:
-        return False
-    samples = max(set(sizes), key=sizes.count)
-    for x in leaves:
-        found = _samples_axis(x, samples, axis)
-        if found is not None:
-            tracer.seed(x, found)
-    return True

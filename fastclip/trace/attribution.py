@@ -177,6 +177,8 @@ def differs(x: Tensor, found: Tensor, moved: bool = False) -> bool:
     found = fitted(found, len(shape)).expand(shape)  # type: ignore[union-attr]
     x = x.detach().expand(shape)
     axes = [axis for axis, n in enumerate(shape) if n > 1 and found.stride(axis)]
+    own = next((axis for axis in axes if _tells(found, axis)), None) if len(axes) > 1 else None
+    axes = axes if own is None else [own]
     if moved:
         return any(not _same(x, x.narrow(axis, 0, 1)) for axis in axes)
     if len(axes) == 1 and shape[axes[0]] == int(found.max()) + 1:
@@ -188,15 +190,15 @@ def differs(x: Tensor, found: Tensor, moved: bool = False) -> bool:
     if counts.numel() == 0:
         return False
     if bool((counts != counts[0]).any()):
-        own = next((axis for axis in axes if _tells(found, keep, axis)), None)
         return not (_same(beside, beside[:1]) if own is None else _same(x, x.narrow(own, 0, 1)))
     x = beside
     x = x[torch.sort(flat, stable=True).indices].view(counts.numel(), -1)
     return not _same(x, x[:1])
 
 
-def _tells(found: Tensor, keep: Tensor, axis: int) -> bool:
+def _tells(found: Tensor, axis: int) -> bool:
     """The place along this axis says which sample an entry is of, if it is of one."""
+    keep = (found >= 0) & (found < SEVERAL)
     others = [d for d in range(found.dim()) if d != axis]
     if not others:
         return True

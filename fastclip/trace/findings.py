@@ -152,6 +152,47 @@ class Finding:
     cause: Cause | None
     use: str
 
+    @property
+    def said(self) -> str:
+        """An error's message: what mixes samples, where, and one fix."""
+        what = str(self.cause) if isinstance(self.cause, Cause) else "an operation"
+        if self.kind == "factor":
+            return (
+                f"Your loss is divided or multiplied by a number of the whole batch ({what}), so "
+                "samples are not independent. Divide by a constant, or use clipping='automatic' "
+                "with gamma=0."
+            )
+        if self.kind == "calls":
+            return (
+                "Your loss joins calls of the model on different samples of the batch, and their "
+                "samples are clipped as the same ones. Pass every call the whole batch, its samples "
+                "in one order."
+            )
+        if self.kind == "factors":
+            return (
+                "Your loss mixes samples: its parts are divided by different numbers of the batch "
+                f"({what}). Divide each sample's loss by its own numbers, or by constants."
+            )
+        if self.kind == "repeated":
+            return (
+                "The batch that your loop gives the model holds a sample at several positions, so it "
+                "contributes several times. Give the model each sample of the loader's batch once."
+            )
+        if self.kind == "read":
+            return (
+                f"Your loss depends on {what}, so samples are not independent. "
+                "Compute the loss without numbers that are read from the batch."
+            )
+        if self.kind == "order":
+            return (
+                f"Your loss depends on a sample's position in the batch ({what}), so samples are not "
+                "independent. Use the same constants for all samples."
+            )
+        return (
+            f"Your loss mixes samples: {what} reaches the gradient of {self.use!r}, so the guarantee "
+            "does not hold. Compute each sample's loss from that sample alone."
+        )
+
 
 @dataclass(frozen=True)
 class Read:

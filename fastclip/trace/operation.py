@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastclip._torch import overload_of
+from fastclip._torch import overload_of, tree_leaves
 from fastclip.trace.attribution import Attribution
 from fastclip.trace.shadow import Shadow
 
@@ -178,3 +178,51 @@ _TOGETHER = frozenset((
 """Their results hold entries of constants among those of samples."""
 _JOINTLY = frozenset(("randperm", "multinomial"))
 """Their numbers are random, but not independent of each other."""
+
+
+# Arguments
+
+
+def is_of_losses(kind: Kind, tensors: list[Tensor]) -> bool:
+    """Numbers are added, or multiplied by a constant: the gradient of each follows from none of them."""
+    if any(x.dim() for x in tensors) or kind.writes:
+        return False
+    alone = len(tensors) == 1 and kind.name in ("mul", "div", "neg", "ones_like", "detach")
+    return alone or kind.name in ("add", "sub")
+
+
+def tensors_in(found: Any) -> list[Tensor]:
+    """The tensors of a nested structure."""
+    return [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+
+
+def generator_of(device: torch.device | str) -> torch.Generator | None:
+    """The one that draws for everybody there."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
+def taken_apart(func: Any, args: tuple, kwargs: dict) -> tuple[list[Tensor], list]:
+    """The tensors among the arguments, and what identifies the others."""
+    tensors: list[Tensor] = []
+    key: list = [func, *kwargs]
+    for value in args if not kwargs else (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            key.append("tensor")
+        elif isinstance(value, (list, tuple)):
+            for held in value:
+                if isinstance(held, Tensor):
+                    tensors.append(held)
+                    key.append("tensor")
+                else:
+                    key.append(held)
+            key.append("]")
+        else:
+            key.append(value)
+    return tensors, key

@@ -26,7 +26,15 @@ from fastclip.trace.findings import Cause, Lines, Read, Report, is_a_loaders
 from fastclip.trace.law import flagged, is_branched, is_uneven, ordered, parts_told
 from fastclip.trace.memory import Memory, Record, content_of, geometry_of, key_of
 from fastclip.trace.movement import exchanged
-from fastclip.trace.operation import Kind, Operation, Out
+from fastclip.trace.operation import (
+    Kind,
+    Operation,
+    Out,
+    generator_of,
+    is_of_losses,
+    taken_apart,
+    tensors_in,
+)
 from fastclip.trace.pointwise import ADDING, POINTWISE, factored, pointwise
 from fastclip.trace.probe import probed
 from fastclip.trace.shadow import (
@@ -201,6 +209,9 @@ class Tracer(TorchDispatchMode):
 
     def seed(self, x: Tensor, axis: int = 0) -> None:
         """Sample i lies at position i of this axis."""
+        for k, step in enumerate(x.stride()):
+            if not step and k != axis:
+                x = x.narrow(k, 0, 1)  # expanded: its memory holds one entry
         self.memory.samples = max(self.memory.samples, x.shape[axis])
         found = at.along(x.shape[axis], axis, x.dim())
         again = self.memory.give(x, self.shadows.of(found, self.memory.samples))
@@ -258,7 +269,7 @@ class Tracer(TorchDispatchMode):
         self.report.operations += 1
         if kind.collective:
             return exchanged(self, func, args, kwargs)
-        tensors, key = _taken_apart(func, args, kwargs)
+        tensors, key = taken_apart(func, args, kwargs)
         records = list(map(self.memory.record, tensors))
         shadows = list(map(self._met, tensors, records))
         if self.memory.samples > 1 and None in records:
@@ -281,10 +292,11 @@ class Tracer(TorchDispatchMode):
         self.lines.note()
         if self._unpacks:
             return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key, again)
-        beside = _is_of_losses(kind, tensors)
+        beside = is_of_losses(kind, tensors)
         for x, shadow in zip(tensors, shadows, strict=True):
             foreign = bool(shadow.flags & FOREIGN)
             unmet = x.requires_grad and shadow is self.shadows.constant
+            unmet &= x.is_leaf or current_task() == -1  # a checkpoint hands on what it was given
             if unmet and self.memory.record(x) is None:
                 foreign = True
                 self.memory.write(x, self.shadows.of_no_sample(TRAINED | FOREIGN * beside))
@@ -303,7 +315,7 @@ class Tracer(TorchDispatchMode):
         """What is about to be drawn are the numbers of the step before: constants."""
         generator = kwargs.get("generator")
         if generator is None:
-            generator = _generator_of(
+            generator = generator_of(
                 kwargs.get("device") or (tensors[0].device if tensors else "cpu")
             )
         if generator is None:
@@ -402,7 +414,7 @@ class Tracer(TorchDispatchMode):
         if kind.writes and kind.pointwise and not shadows[0].held and tensors[0].numel() > 1:
             beside = [tensors[0].clone(), *tensors[1:]]  # the constant that is written into
         out = func(*args, **kwargs)
-        outs = [out] if isinstance(out, Tensor) else _tensors_in(out)
+        outs = [out] if isinstance(out, Tensor) else tensors_in(out)
         if kind.writes and not outs:
             self._join(kind, args, tensors, shadows)
         if kind.reshapes or not outs:
@@ -558,7 +570,7 @@ class Tracer(TorchDispatchMode):
     ) -> Any:  # fmt: skip
         """An operation on no sample."""
         out = func(*args, **kwargs)
-        outs = [out] if isinstance(out, Tensor) else _tensors_in(out)
+        outs = [out] if isinstance(out, Tensor) else tensors_in(out)
         shared = next(
             (x for x, s in zip(tensors, shadows, strict=True) if s.factor is not None), None
         )
@@ -627,7 +639,9 @@ class Tracer(TorchDispatchMode):
     def _from_elsewhere(
         self, func: Any, args: tuple, tensors: list[Tensor], shadows: list[Shadow]
     ) -> list[Shadow]:
-        """Tensors as long as the batch that no operation of this step has made, as it meets them."""
+        """Tensors as long as the batch that no operation of this step has made, as it meets them; or as
+        long as the rows of samples that they meet (labels of positions, end to end).
+        """
         channels = {
             id(args[k]) for k, a in enumerate(func._schema.arguments)
             if k < len(args) and a.name in _OF_CHANNELS and isinstance(args[k], Tensor)
@@ -641,16 +655,22 @@ class Tracer(TorchDispatchMode):
                 axis = self._samples_axis(x)
                 if axis is not None and (self.same_samples or not self.memory.was_given(x)):
                     self._outside(x)
-                    self._seed_elsewhere(x, axis)
+                    self.seed(x, axis)
+                    found[k] = self.shadow_of(x)
+                elif axis is None and (rows := self._rows_beside(x, shadows)) is not None:
+                    self.memory.give(x, self.made(rows))
                     found[k] = self.shadow_of(x)
         return found
 
-    def _seed_elsewhere(self, x: Tensor, axis: int) -> None:
-        base = x
-        for k, step in enumerate(x.stride()):
-            if not step:
-                base = base.narrow(k, 0, 1)  # expanded: its memory holds one entry
-        self.seed(base, axis)
+    def _rows_beside(self, x: Tensor, shadows: Iterable[Shadow]) -> at.Attribution:
+        """The samples of the rows of an operand that has as many rows as `x`, more than one a sample."""
+        if not x.dim() or len(x) % self.memory.samples:
+            return None
+        for shadow in shadows:
+            own = shadow.sample
+            if own is not None and own.dim() and len(own) == len(x) == own.numel():
+                return None if shadow.flags & MOVED else own.reshape([-1] + [1] * (x.dim() - 1))
+        return None
 
     def _outside(self, x: Tensor) -> None:
         apart = not x.is_leaf or base_of(x) is None
@@ -663,47 +683,3 @@ class Tracer(TorchDispatchMode):
         """The first axis that is as long as the batch."""
         samples = self.memory.samples
         return next((a for a, n in enumerate(x.shape) if n == samples and x.stride(a)), None)
-
-
-def _is_of_losses(kind: Kind, tensors: list[Tensor]) -> bool:
-    """Numbers are added, or multiplied by a constant: the gradient of each follows from none of them."""
-    if any(x.dim() for x in tensors) or kind.writes:
-        return False
-    alone = len(tensors) == 1 and kind.name in ("mul", "div", "neg", "ones_like", "detach")
-    return alone or kind.name in ("add", "sub")
-
-
-def _tensors_in(found: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(found) if isinstance(x, Tensor)]
-
-
-def _generator_of(device: torch.device | str) -> torch.Generator | None:
-    """The one that draws for everybody there."""
-    device = torch.device(device)
-    if device.type == "cpu":
-        return torch.default_generator
-    if device.type != "cuda":
-        return None
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[index]
-
-
-def _taken_apart(func: Any, args: tuple, kwargs: dict) -> tuple[list[Tensor], list]:
-    """The tensors among the arguments, and what identifies the others."""
-    tensors: list[Tensor] = []
-    key: list = [func, *kwargs]
-    for value in args if not kwargs else (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            tensors.append(value)
-            key.append("tensor")
-        elif isinstance(value, (list, tuple)):
-            for held in value:
-                if isinstance(held, Tensor):
-                    tensors.append(held)
-                    key.append("tensor")
-                else:
-                    key.append(held)
-            key.append("]")
-        else:
-            key.append(value)
-    return tensors, key
