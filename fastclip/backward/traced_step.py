@@ -417,11 +417,14 @@ class StepTrace:
         tracer = step.tracer
         tracer.memory.samples = batch or tracer.memory.samples
         with tracer.aside():
-            for leaf in flatten(out)[0]:
+            leaves = flatten(out)[0]
+            # Beside a packed sequence are a recurrent layer's states: layers, then samples.
+            axis_of = 1 if any(isinstance(x, PackedSequence) for x in leaves) else self._axis
+            for leaf in leaves:
                 x = leaf.data if isinstance(leaf, PackedSequence) else leaf
                 if not isinstance(x, Tensor):
                     continue
-                axis = samples_axis(x, batch, self._axis)
+                axis = samples_axis(x, batch, axis_of)
                 own = tracer.shadow_of(x)
                 if own.held and not own.mixed and not own.flags & ORDER:
                     pass  # of which it is known

@@ -8,7 +8,10 @@ tensors have other values there, none of them zero: what they hide now they show
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -47,17 +50,29 @@ def probed(
     strided = all(x.layout is torch.strided and not x.is_meta for x in tensors)
     if not tracer.probes or not strided or not _is_safe(call, tensors, shadows):
         return everything
-    state = torch.get_rng_state()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _generators_kept():
             found = _asked(call, list(before or tensors), tensors, shadows)
     except Exception:  # the operation takes no other values
         return everything
-    finally:
-        torch.set_rng_state(state)
     if fills:
         found = [_filled(x) for x in found]
     return [tracer.made(at.compressed(x), flags | BY_VALUE) for x in found]
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """What is drawn inside, by torch, Python or NumPy, is drawn again afterwards."""
+    numpy = sys.modules.get("numpy")
+    state, python = torch.get_rng_state(), random.getstate()
+    array = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(array)
 
 
 def _filled(found: Tensor) -> Tensor:

@@ -483,7 +483,7 @@ class Tracer(TorchDispatchMode):
             found = factored(call, shadows)
             if found is not None:
                 return found
-        told = None if call.kind.rule is None else call.kind.rule(call)
+        told = self._told(call)
         if told is None:
             return probed(call, tensors, shadows, kept, before)
         found = [
@@ -494,6 +494,14 @@ class Tracer(TorchDispatchMode):
             if any(s.mixed and (s.degree is None or masked) for s in found):
                 return probed(call, tensors, shadows, kept, before)
         return found
+
+    @staticmethod
+    def _told(call: Operation) -> Any:
+        """What the rule says; nothing, if there is none or it does not know these arguments."""
+        try:
+            return None if call.kind.rule is None else call.kind.rule(call)
+        except (RuntimeError, IndexError, ValueError, TypeError, KeyError, AttributeError):
+            return None
 
     def _shadow(self, x: Tensor, out: Out | at.Attribution, kept: int, learned: int = 0) -> Shadow:
         if not isinstance(out, Out):
