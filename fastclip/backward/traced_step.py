@@ -90,6 +90,8 @@ class _Step:
     """The sample of each row of the inputs that the model was called with last."""
     opened: bool = False
     """The backward pass under way trains the model."""
+    by_outputs: bool = True
+    """The loss follows from the model by its outputs alone, which dry runs compare."""
     outputs: set[int] = field(default_factory=set)
     """The numbers of the nodes of the model's outputs."""
     came: list[tuple[Tensor, str]] = field(default_factory=list)
@@ -293,6 +295,24 @@ class StepTrace:
             self._step.opened = False
             self._step.came.clear()
             self._step.tracer.lines.enter_backward()
+            self._step.by_outputs = self._enters_by_outputs(losses)
+
+    def _enters_by_outputs(self, losses: Sequence[Tensor]) -> bool:
+        """Where the graph of the losses meets what the model's forward has made are its outputs."""
+        step = self._step
+        assert step is not None
+        ahead, seen = [x.grad_fn for x in losses], set()
+        while ahead:
+            node = ahead.pop()
+            if node is None or (number := number_of(node)) in seen:
+                continue
+            seen.add(number)
+            if step.tracer.lines.is_of_model(number):
+                if number not in step.outputs:
+                    return False
+                continue
+            ahead += [below for below, _ in node.next_functions]
+        return True
 
     def ended(self, failed: bool) -> None:
         """A backward pass is over, and has put the modes back."""
@@ -481,7 +501,10 @@ class StepTrace:
                     x for x in running_losses() if not x.dim() and not _is_output(x, step.outputs)
                 ]
                 degrees = {step.tracer.shadow_of(x).degree for x in whole}
-            inside = [f for f in report.findings if f.cause is not None and f.cause.inside]
+            inside = [
+                f for f in report.findings
+                if step.by_outputs and f.cause is not None and f.cause.inside
+            ]  # fmt: skip
             step.unproven = step.unproven or next((f.cause for f in inside), None)
             found = [f for f in report.findings if f not in inside]
             if scale_invariant and len(report.factors) == 1:

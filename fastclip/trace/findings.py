@@ -53,8 +53,11 @@ class Lines:
         if node is None:
             return False
         number = number_of(node)
-        again = self._again <= number < creation_number()
-        return again or any(number in made for made in self._model)
+        return self._again <= number < creation_number() or self.is_of_model(number)
+
+    def is_of_model(self, number: int) -> bool:
+        """The node of this number was made by the model's own forward."""
+        return any(number in made for made in self._model)
 
     def note(self) -> None:
         """An operation runs. If it has a node in the graph, that is the newest one."""

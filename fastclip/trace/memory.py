@@ -169,9 +169,12 @@ class Memory:
             self._note_part(record, x, shadow)
             record.factors.add(shadow.factor)
             flat = self.flat(record, x)
-            flat.as_strided(x.shape, x.stride(), geometry[0]).copy_(
-                expanded(shadow.sample, x.shape)
-            )
+            place = flat.as_strided(x.shape, x.stride(), geometry[0])
+            made = expanded(shadow.sample, x.shape)
+            for axis, step in enumerate(x.stride()):
+                if not step and x.shape[axis]:  # expanded: its memory holds one entry
+                    place, made = place.narrow(axis, 0, 1), made.narrow(axis, 0, 1)
+            place.copy_(made)
             record.shadows = {geometry: shadow}
             record.flags |= shadow.flags & _KEPT
             record.cause = record.cause or cause

@@ -209,9 +209,6 @@ class Tracer(TorchDispatchMode):
 
     def seed(self, x: Tensor, axis: int = 0) -> None:
         """Sample i lies at position i of this axis."""
-        for k, step in enumerate(x.stride()):
-            if not step and k != axis:
-                x = x.narrow(k, 0, 1)  # expanded: its memory holds one entry
         self.memory.samples = max(self.memory.samples, x.shape[axis])
         found = at.along(x.shape[axis], axis, x.dim())
         again = self.memory.give(x, self.shadows.of(found, self.memory.samples))
@@ -672,7 +669,7 @@ class Tracer(TorchDispatchMode):
 
     def _rows_beside(self, x: Tensor, shadows: Iterable[Shadow]) -> at.Attribution:
         """The samples of the rows of an operand that has as many rows as `x`, more than one a sample."""
-        if not x.dim() or len(x) % self.memory.samples:
+        if not x.dim() or not x.stride(0) or len(x) % self.memory.samples:
             return None
         for shadow in shadows:
             own = shadow.sample
