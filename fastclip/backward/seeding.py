@@ -82,11 +82,11 @@ def seed_batch(tracer: Tracer, batch: Any, axis: int, drawn: Collection[int]) ->
     as long as the batch.
     """
     leaves = [x for x in tensors_of(batch) if x.layout is torch.strided and x.dim()]
-    lists = list(_lists_in(batch))
-    sizes = [x.shape[axis if x.dim() > axis else 0] for x in leaves] + [len(x) for x in lists]
+    sizes = [x.shape[axis if x.dim() > axis else 0] for x in leaves]
+    lists = [held for held in _lists_in(batch) if held is not batch and len(held) in drawn]
     if not sizes:
         return False
-    likely = [n for n in sizes if n in drawn] or sizes
+    likely = [n for n in sizes if n in drawn] or [len(held) for held in lists] or sizes
     samples = max(set(likely), key=likely.count)
     tracer.memory.samples = max(tracer.memory.samples, samples)
     for held in lists:
