@@ -57,6 +57,19 @@ JUDGED: list[Callable[[TraceLog], None]] = []
 """Told of the verdict on each traced step, before anything of it is summed."""
 _OUTPUT = "the model's output"
 _DEGREES = {"sum": 0, "mean": -1}
+_LATE: list[Tracer] = []
+"""Those that could not leave their places when their models were gone."""
+
+
+def leave_late() -> None:
+    """Try again where `_leave_for_good` was in vain."""
+    _LATE[:] = [tracer for tracer in _LATE if not tracer.leave()]
+
+
+def _leave_for_good(tracers: list[Tracer]) -> None:
+    """Their models are gone, perhaps as garbage in the middle of an operation."""
+    _LATE.extend(tracers)
+    leave_late()
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +135,7 @@ class StepTrace:
         self._memory = Memory(SHADOWS)
         self._placed: list[Tracer] = []
         """Those that lie among the modes of a thread: the running step's, and what could not leave."""
-        weakref.finalize(self, _leave, self._placed)
+        weakref.finalize(self, _leave_for_good, self._placed)
         self._step: _Step | None = None
         self._begin_early = False
         """The next step is to be traced from before the call of a compiled function on."""
@@ -151,6 +164,7 @@ class StepTrace:
         me = weakref.ref(self)
 
         def told(iterator: Any, batch: Any) -> None:
+            leave_late()
             trace = me()
             if trace is None or not trace.wanted:
                 batch_listeners.remove(told)
@@ -248,6 +262,7 @@ class StepTrace:
         return any(step.tracer.shadow_of(x).held for x in leaves if isinstance(x, Tensor))
 
     def _begin(self) -> _Step | None:
+        leave_late()
         self.leave()
         if not self.left or transformed():  # under which memory is not what it seems
             return None
@@ -567,12 +582,6 @@ class StepTrace:
         self.left = 0
         self.end()
         self._stop_listening()
-
-
-def _leave(placed: list[Tracer]) -> None:
-    """The model is gone."""
-    for tracer in placed:
-        tracer.leave()
 
 
 def _tensors_in(model: nn.Module) -> Iterator[Tensor]:
