@@ -7,6 +7,7 @@ loss outside the model, and trained tensors that are none of the model's (fastcl
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections import deque
@@ -59,6 +60,11 @@ _OUTPUT = "the model's output"
 _DEGREES = {"sum": 0, "mean": -1}
 _LATE: list[Tracer] = []
 """Those that could not leave their places when their models were gone."""
+
+
+def steps_asked() -> int:
+    """How many steps are traced: two if the environment variable FASTCLIP_TRACE is 1, else none."""
+    return _STEPS if os.environ.get("FASTCLIP_TRACE") == "1" else 0
 
 
 def leave_late() -> None:
@@ -127,10 +133,10 @@ class StepTrace:
 
     def __init__(
         self, names: Mapping[nn.Parameter, str], others: Mapping[nn.Parameter, str], axis: int,
-        *, steps: int = _STEPS,
+        *, steps: int | None = None,
     ) -> None:  # fmt: skip
         self._names, self._others, self._axis = names, others, axis
-        self.left = steps
+        self.left = steps_asked() if steps is None else steps
         self.log = TraceLog()
         self._memory = Memory(SHADOWS)
         self._placed: list[Tracer] = []
