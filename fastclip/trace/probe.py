@@ -109,7 +109,9 @@ def _asked(
     state = torch.get_rng_state()
     mixed = any(s.mixed for s in shadows)
     given = [
-        _changed(x, torch.tensor(True), _TRIALS) if s.flags & TRAINED else x
+        _changed(x, torch.tensor(True, dtype=torch.bool, device="cpu"), _TRIALS)
+        if s.flags & TRAINED
+        else x
         for x, s in zip(given, shadows, strict=True)
     ]
 
