@@ -15,7 +15,8 @@ from fastclip.trace import attribution as at
 from fastclip.trace.tracer import Tracer
 
 
-def samples_axis(x: Tensor, batch: int | None, axis: int) -> int | None:
+def _samples_axis(x: Tensor, batch: int | None, axis: int) -> int | None:
+    """The given axis, or else the first, if it is as long as the batch."""
     return next((a for a in (axis, 0) if batch and x.dim() > a and x.shape[a] == batch), None)
 
 
@@ -51,7 +52,7 @@ def seed_input(tracer: Tracer, leaf: Any, axis: int | None, batch: int | None) -
             for order in (leaf.sorted_indices, leaf.unsorted_indices):
                 if order is not None:
                     tracer.memory.know(order)
-            tracer.memory.give(leaf.data, tracer.made(of_packed(leaf)))
+            tracer.memory.give(leaf.data, tracer.made(_of_packed(leaf)))
         return True
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided:
@@ -68,7 +69,26 @@ def seed_input(tracer: Tracer, leaf: Any, axis: int | None, batch: int | None) -
     return True
 
 
-def of_packed(packed: PackedSequence) -> Tensor:
+def seed_output(
+    tracer: Tracer, leaf: Tensor | PackedSequence, axis: int, batch: int | None, degree: int
+) -> None:
+    """An output of the model of which the trace does not know whose it is: as dry runs have found it.
+
+    Args:
+        axis: of the samples, if it has them. degree: of a number of all of them.
+    """
+    if isinstance(leaf, PackedSequence):
+        tracer.memory.write(leaf.data, tracer.made(_of_packed(leaf)))
+        return
+    found = _samples_axis(leaf, batch, axis)
+    if found is not None:
+        tracer.seed(leaf, found)
+    else:
+        of_all = at.everywhere(at.SEVERAL, leaf.dim())
+        tracer.memory.write(leaf, tracer.made(of_all, degree=degree))
+
+
+def _of_packed(packed: PackedSequence) -> Tensor:
     """The sample of every row of a packed sequence."""
     order = packed.sorted_indices
     if order is None:
@@ -93,7 +113,7 @@ def seed_batch(tracer: Tracer, batch: Any, axis: int, drawn: Collection[int]) ->
         if len(held) == samples and not any(x.shape[:1] == (samples,) for x in tensors_of(held)):
             seed_entries(tracer, held)
     for x in leaves:
-        found = samples_axis(x, samples, axis)
+        found = _samples_axis(x, samples, axis)
         if found is not None and not tracer.memory.is_given(x):
             tracer.seed(x, found)
     return True

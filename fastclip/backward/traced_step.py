@@ -35,11 +35,10 @@ from fastclip.backward.loss_graph import running_losses
 from fastclip.backward.loss_guard import LossGuard
 from fastclip.backward.seeding import (
     as_given,
-    of_packed,
     rows_of_input,
-    samples_axis,
     seed_batch,
     seed_input,
+    seed_output,
 )
 from fastclip.data.draws import Draws
 from fastclip.errors import GraphError, ParameterLeakError
@@ -96,8 +95,6 @@ class _Step:
     law: Law
     uses: int = 0
     """Outputs of layers and uses whose graph is held by somebody."""
-    inside: bool = False
-    """The model's own forward is running."""
     seeded: bool = False
     """The batch of the loader has been seen."""
     unproven: object | None = None
@@ -244,7 +241,6 @@ class StepTrace:
         if step is None:
             return
         step.forwards += 1
-        step.inside = True
         step.tracer.lines.enter_model()
         pairs = list(zip(leaves, cuts or [self._axis] * len(leaves), strict=True))
         with step.tracer.aside():
@@ -381,7 +377,7 @@ class StepTrace:
         if step is None:
             return
         step.uses -= 1
-        over = not (step.uses or step.inside or step.seeded) and current_task() == -1
+        over = not (step.uses or step.tracer.lines.inside or step.seeded) and current_task() == -1
         if trace is not None and over and trace._step is step:
             trace.end()
 
@@ -450,7 +446,6 @@ class StepTrace:
         step = self._step
         if step is None:
             return
-        step.inside = False
         step.tracer.lines.leave_model()
         step.outputs.update(number_of(x.grad_fn) for x in tensors_of(out) if x.grad_fn is not None)
         if not step.tracer.observing or step.unproven is None:
@@ -465,17 +460,9 @@ class StepTrace:
                 x = leaf.data if isinstance(leaf, PackedSequence) else leaf
                 if not isinstance(x, Tensor):
                     continue
-                axis = samples_axis(x, batch, axis_of)
                 own = tracer.shadow_of(x)
-                if own.held and not own.mixed and not own.flags & ORDER:
-                    pass  # of which it is known
-                elif isinstance(leaf, PackedSequence):
-                    tracer.memory.write(x, tracer.made(of_packed(leaf)))
-                elif axis is None:
-                    of_all = at.everywhere(at.SEVERAL, x.dim())
-                    tracer.memory.write(x, tracer.made(of_all, degree=_DEGREES["mean"]))
-                else:
-                    tracer.seed(x, axis)
+                if not own.held or own.mixed or own.flags & ORDER:
+                    seed_output(tracer, leaf, axis_of, batch, _DEGREES["mean"])
                 if x.grad_fn is not None:
                     seen = Seen(tracer.shadow_of(x), None)
                     step.handles.append(x.register_hook(partial(self._at_output, step, seen)))

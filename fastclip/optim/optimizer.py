@@ -255,7 +255,7 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
     def _take_no_samples(self, parameters: list[nn.Parameter]) -> None:
         """A loop gives all parameters a `grad_sample` of no samples, and runs no pass: Opacus' way of
         an empty batch that its model does not take."""
-        given = [p.__dict__.get("grad_sample") for p in parameters]
+        given = (p.__dict__.get("grad_sample") for p in parameters)
         none = all(isinstance(x, Tensor) and x.dim() and not len(x) for x in given)
         if none and self.keeper.clipping.ranks is None:
             for p in parameters:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastclip._torch import tree_flatten, tree_map, tree_unflatten
 from fastclip.trace.findings import Read
+from fastclip.trace.operation import tensors_in
 from fastclip.trace.tracer import Tracer
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -140,7 +141,10 @@ def seed_entries(tracer: Tracer, rows: Any) -> None:
     Args:
         tracer: of the step. rows: one of the model's inputs.
     """
-    entries = [_tensors_in(entry) for entry in rows] if is_list(rows) else []
+    entries = [
+        [x for x in tensors_in(entry) if x.layout is torch.strided]
+        for entry in (rows if is_list(rows) else ())
+    ]
     for i, held in enumerate(entries):
         for k, x in enumerate(held):
             if tracer.memory.record(x) is None:
@@ -148,8 +152,3 @@ def seed_entries(tracer: Tracer, rows: Any) -> None:
     if len({tuple(x.shape for x in held) for held in entries} - {()}) != 1:
         tracer.memory.lengths_read = True
         tracer.report.reads.append(Read("numbers in a list", "one sample", "the model's inputs"))
-
-
-def _tensors_in(entry: Any) -> list[Tensor]:
-    held = tree_flatten(entry)[0]
-    return [x for x in held if isinstance(x, Tensor) and x.layout is torch.strided]

@@ -31,6 +31,11 @@ class Lines:
         self._again = 0
         """The number from which on nodes are made by the running backward pass (checkpoints)."""
 
+    @property
+    def inside(self) -> bool:
+        """The model's own forward is running."""
+        return self._entered is not None
+
     def enter_model(self) -> None:
         """The model's own forward begins."""
         self._entered = creation_number()
@@ -48,7 +53,7 @@ class Lines:
     def in_model(self) -> bool:
         """What runs is the model's own forward, or the backward pass of that."""
         if current_task() == -1:
-            return self._entered is not None
+            return self.inside
         node = current_node()
         if node is None:
             return False

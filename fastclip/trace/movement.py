@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastclip._torch import tree_leaves
 from fastclip.trace import attribution as at
-from fastclip.trace.operation import Operation, Out, rule
+from fastclip.trace.operation import Operation, Out, rule, tensors_in
 from fastclip.trace.shadow import BY_VALUE, MOVED, ORDER, POSITIONS, RANDOM, STICKY
 
 
@@ -322,20 +321,16 @@ def exchanged(tracer: Any, func: Any, args: tuple, kwargs: dict[str, Any]) -> An
         a.name for a in declared
         if a.name.startswith(_FILLED) or (a.alias_info is not None and a.alias_info.is_write)
     }  # fmt: skip
-    taken = _tensors_in([value for name, value in given.items() if name not in filled])
+    taken = tensors_in([value for name, value in given.items() if name not in filled])
     with tracer.aside():
         held = any(tracer.shadow_of(x).held for x in taken)
     out = func(*args, **kwargs)
-    written = _tensors_in([given[name] for name in filled] if filled else taken)
+    written = tensors_in([given[name] for name in filled] if filled else taken)
     cause = tracer.cause(func._schema.name) if held else None
     with tracer.aside():
-        for x in (*written, *_tensors_in(out)):
+        for x in (*written, *tensors_in(out)):
             of = (
                 tracer.made(at.everywhere(at.SEVERAL, x.dim())) if held else tracer.shadows.constant
             )
             tracer.memory.write(x, of, cause, whole=False)
     return out
-
-
-def _tensors_in(held: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(held) if isinstance(x, Tensor)]

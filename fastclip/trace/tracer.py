@@ -18,7 +18,6 @@ from fastclip._torch import (
     place_beneath,
     run_eagerly,
     take_away,
-    tree_leaves,
 )
 from fastclip.trace import attribution as at
 from fastclip.trace import indices, layers  # noqa: F401 - they register their rules
@@ -447,11 +446,10 @@ class Tracer(TorchDispatchMode):
 
     def _join(self, kind: Kind, args: tuple, tensors: list[Tensor], shadows: list[Shadow]) -> None:
         """An operation on lists that returns nothing has written what all its operands hold."""
-        for x in tree_leaves([args[k] for k in kind.writes if k < len(args)]):
-            if isinstance(x, Tensor):
-                found = self.made(at.everywhere(at.SEVERAL, x.dim()), LEARNED)
-                cause = self._cause(kind, tensors, shadows, [found])
-                self.memory.write(x, found, cause, whole=False)
+        for x in tensors_in([args[k] for k in kind.writes if k < len(args)]):
+            found = self.made(at.everywhere(at.SEVERAL, x.dim()), LEARNED)
+            cause = self._cause(kind, tensors, shadows, [found])
+            self.memory.write(x, found, cause, whole=False)
 
     def _key(self, key: list, shadows: list[Shadow], tensors: list[Tensor]) -> tuple | None:
         """Under which the result is remembered."""
@@ -624,7 +622,7 @@ class Tracer(TorchDispatchMode):
 
     def _higher_order(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """An operator that calls functions of the user's: what it returns joins all it was given."""
-        held = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        held = tensors_in((args, kwargs))
         self.idle += 1  # but not those of other models
         try:
             out = func(*args, **kwargs)
@@ -632,11 +630,9 @@ class Tracer(TorchDispatchMode):
             self.idle -= 1
         if any(self.shadow_of(x).held for x in held):
             cause = self.cause(str(func))
-            for x in tree_leaves(out):
-                if isinstance(x, Tensor):
-                    self.memory.write(
-                        x, self.made(at.everywhere(at.SEVERAL, x.dim()), LEARNED), cause
-                    )
+            for x in tensors_in(out):
+                joined = self.made(at.everywhere(at.SEVERAL, x.dim()), LEARNED)
+                self.memory.write(x, joined, cause)
         return out
 
     # What comes from elsewhere
