@@ -212,6 +212,7 @@ class StepTrace:
         pairs = list(zip(leaves, cuts or [self._axis] * len(leaves), strict=True))
         with step.tracer.aside():
             for leaf, axis in pairs:
+                _check_input(step.tracer, leaf)
                 if not _seed_input(step.tracer, leaf, axis, batch) or flat:
                     step.unproven = "inputs without an axis of samples"
             step.rows = next((r for x in pairs if (r := _rows(step.tracer, *x)) is not None), None)
@@ -541,6 +542,11 @@ def _said(found: Finding) -> str:
             "The batch that your loop gives the model holds a sample at several positions, so it "
             "contributes several times. Give the model each sample of the loader's batch once."
         )
+    if found.kind == "input":
+        return (
+            f"Your loss mixes samples before the model: {what} reaches an input, so the guarantee does "
+            "not hold. Give the model each sample as it is in the data."
+        )
     if found.kind == "read":
         return (
             f"Your loss depends on {what}, so samples are not independent. "
@@ -645,6 +651,17 @@ def _seed_input(tracer: Tracer, leaf: Any, axis: int | None, batch: int | None) 
             if isinstance(x, Tensor) and tracer.memory.record(x) is None:
                 tracer.seed_all(x, i)
     return True
+
+
+def _check_input(tracer: Tracer, leaf: Any) -> None:
+    """What mixes samples before the model is no business of the dry runs."""
+    if not isinstance(leaf, Tensor):
+        return
+    shadow = tracer.shadow_of(leaf)
+    if shadow.mixed or shadow.flags & ORDER or shadow.factor is not None:
+        tracer.report.add(
+            "input", tracer.memory.cause(leaf) or tracer.report.factor_cause, "the model's input"
+        )
 
 
 def _seed_batch(tracer: Tracer, batch: Any, axis: int) -> bool:

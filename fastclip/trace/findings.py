@@ -105,8 +105,8 @@ class Finding:
     """Why the trace does not prove that samples are independent.
 
     Args:
-        kind: "forward", "gradient", "order", "unseen", "factor", "repeated", "calls", "read" or
-            "outside".
+        kind: "forward", "gradient", "order", "unseen", "factor", "repeated", "calls", "read", "input"
+            or "outside".
         use: the layer or function whose parameter's gradient it concerns.
     """
 
