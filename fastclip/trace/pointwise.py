@@ -61,7 +61,7 @@ _HOMOGENEOUS = frozenset((
 _PRODUCTS = frozenset(("mul", "mm", "bmm"))
 _ADDING = frozenset((
     "add", "sub", "cat", "stack", "where", "index_put", "index_add", "scatter_add", "copy",
-    "masked_fill",
+    "masked_fill", "masked_scatter",
 ))  # fmt: skip
 """A factor of all operands is one of the result; zeros have any."""
 _LINEAR_BACKWARD = frozenset((
@@ -233,6 +233,7 @@ def _kept_factor(call: Operation) -> int | None:
         "where": [0],
         "index_put": [],
         "masked_fill": [1],
+        "masked_scatter": [1],
         "index_add": [2],
         "scatter_add": [2],
     }

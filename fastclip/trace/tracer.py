@@ -14,7 +14,10 @@ from torch import Tensor
 from fastclip._torch import (
     TorchDispatchMode,
     base_of,
+    creation_number,
+    current_node,
     current_task,
+    number_of,
     place_beneath,
     take_away,
     tree_leaves,
@@ -106,6 +109,10 @@ class Tracer(TorchDispatchMode):
         self._outside_met: set[int] = set()
         self._numbers: dict[float, str] = {}
         """Read from several samples, and where."""
+        self._counted: dict[int, tuple[int, Cause]] = {}
+        """Nodes whose gradient is divided by a number of entries that data chose: a factor, and where."""
+        self._divided: set[int] = set()
+        """Factors of what these nodes have returned."""
         self.idle = 0
         self._thread: int | None = None
         self.takes_others = True
@@ -154,6 +161,8 @@ class Tracer(TorchDispatchMode):
         self.guarded_labels.clear()
         self._numbers.clear()
         self._outside_met.clear()
+        self._counted.clear()
+        self._divided.clear()
 
     def end(self) -> None:
         """The step is over: what of it is still held may be read by the next one."""
@@ -224,6 +233,33 @@ class Tracer(TorchDispatchMode):
             self.report.reads.append(found)
         return of
 
+    # Numbers of entries that data chose
+
+    def counted(self, operands: Iterable[Tensor]) -> None:
+        """The operation that runs is a mean over as many entries as data chose."""
+        if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
+            number = creation_number() - 1
+            cause = Cause("mean over entries that the batch selects", self.lines.current())
+            self._counted[number] = hash(("count", number)), cause
+
+    def _divide(self, kind: Kind, out: Any) -> Any:
+        """The backward pass of such a mean: its gradient has the number as a factor."""
+        node = current_node() if current_task() != -1 else None
+        found = None if node is None or kind.aliases else self._counted.get(number_of(node))
+        if found is None:
+            return out
+        number, cause = found
+        for x in _tensors_in(out):
+            own = self.shadow_of(x)
+            if x.is_floating_point() and own.factor not in self._divided:
+                factor = hash((own.factor, number))
+                self._divided.add(factor)
+                self.memory.write(
+                    x, self.made(own.sample, own.flags, part=own.part, factor=factor), cause
+                )
+        self.report.factor_cause = self.report.factor_cause or cause
+        return out
+
     # Operations
 
     def __torch_dispatch__(
@@ -233,7 +269,8 @@ class Tracer(TorchDispatchMode):
         try:
             if self.idle or self.stopped:
                 return func(*args, **(kwargs or {}))
-            return self._dispatched(func, args, kwargs or {})
+            out = self._dispatched(func, args, kwargs or {})
+            return self._divide(_KINDS[func], out) if self._counted and func in _KINDS else out
         finally:
             _DISPATCHING[0] -= 1
 
@@ -284,6 +321,10 @@ class Tracer(TorchDispatchMode):
         if self.read(kind.name, shadows) == "several samples" and not isinstance(value, bool):
             self._numbers.setdefault(value, self.lines.current())
         return value
+
+    def known_number(self, value: float) -> None:
+        """Python can read this number of several samples without an operation."""
+        self._numbers.setdefault(value, self.lines.current())
 
     def _check_numbers(self, kind: Kind, args: tuple, tensors: list[Tensor]) -> None:
         """A number that Python has read from several samples comes back as an argument."""
