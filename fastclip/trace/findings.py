@@ -151,8 +151,8 @@ class Report:
     """Operations in which samples met, in their order."""
     factor_cause: Cause | None = None
     """Where a number of the whole batch first became a factor."""
-    divided: bool = False
-    """Samples were multiplied with, or divided by, the size of the batch before they were summed."""
+    shifts: set[int] = field(default_factory=set)
+    """By which powers of the batch's size samples may have been multiplied before they were summed."""
     operations: int = 0
 
     def add(self, kind: str, cause: Any, use: str) -> None:

@@ -122,12 +122,12 @@ class Kind:
         aliases: what it returns is in its operand's memory. reshapes: only the geometry changes.
         aligned: how constants lie alongside samples: "pointwise", "stacked", "together" or
             "gradient" (the first operand alone), if they do. by_values: not remembered. collective:
-            ranks exchange what it is given.
+            ranks exchange what it is given. numbers: which arguments may be numbers of Python's.
     """
 
     __slots__ = (
-        "aliases", "aligned", "base", "by_values", "collective", "fresh", "name", "pointwise",
-        "random", "reads", "reshapes", "rule", "writes",
+        "aliases", "aligned", "base", "by_values", "collective", "fresh", "name", "numbers",
+        "pointwise", "random", "reads", "reshapes", "rule", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any, pointwise: Rule, extra: frozenset[str]) -> None:
@@ -152,6 +152,10 @@ class Kind:
         self.rule: Rule | None = pointwise if self.pointwise else RULES.get(self.name)
         self.by_values = self.name in BY_VALUES or self.name == "eq"
         self.aligned = self._alignment()
+        self.numbers = tuple(
+            k for k, a in enumerate(func._schema.arguments)
+            if str(a.type) in ("Tensor", "number", "Optional[number]")
+        )  # fmt: skip
 
     def _alignment(self) -> str:
         """How constants lie alongside samples, if they do."""

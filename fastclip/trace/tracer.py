@@ -14,10 +14,7 @@ from torch import Tensor
 from fastclip._torch import (
     TorchDispatchMode,
     base_of,
-    creation_number,
-    current_node,
     current_task,
-    number_of,
     place_beneath,
     take_away,
     tree_leaves,
@@ -28,6 +25,7 @@ from fastclip.trace.findings import Cause, Lines, Read, Report, is_a_loaders
 from fastclip.trace.law import flagged, is_uneven, ordered, parts_told
 from fastclip.trace.memory import Memory, Record, content_of, geometry_of, key_of
 from fastclip.trace.movement import exchanged
+from fastclip.trace.numbers import Counts, Numbers, come_back, compared
 from fastclip.trace.operation import Kind, Operation, Out
 from fastclip.trace.pointwise import POINTWISE, factored, pointwise
 from fastclip.trace.probe import probed
@@ -85,14 +83,16 @@ class Tracer(TorchDispatchMode):
 
     Args:
         known: trained tensors that are the model's. probes: operations without a rule are run once more
-            on changed operands; else they are taken to join samples. memory: of the steps before.
+            on changed operands; else they are taken to join samples. memory, numbers: of the steps
+            before.
     """
 
     supports_higher_order_operators = True
 
     def __init__(
-        self, known: Container[Tensor] = (), *, probes: bool = True, memory: Memory | None = None
-    ) -> None:
+        self, known: Container[Tensor] = (), *, probes: bool = True, memory: Memory | None = None,
+        numbers: Numbers | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.known, self.probes = known, probes
         self.shadows = SHADOWS
@@ -109,10 +109,20 @@ class Tracer(TorchDispatchMode):
         self._outside_met: set[int] = set()
         self._numbers: dict[float, str] = {}
         """Read from several samples, and where."""
-        self._counted: dict[int, tuple[int, Cause]] = {}
-        """Nodes whose gradient is divided by a number of entries that data chose: a factor, and where."""
-        self._divided: set[int] = set()
-        """Factors of what these nodes have returned."""
+        self.numbers = numbers or Numbers()
+        self.powers: dict[float, tuple[int, bool]] = {}
+        """Of the numbers that the running operation was given: as of `compared`."""
+        self.armed = self.armed_by_floats = False
+        """Python may know numbers of several samples."""
+        self.inside = False
+        """The model's own forward is running."""
+        self.handed = False
+        """The batch was observed from where a loader handed it out."""
+        self.extents: set[int] = set()
+        """As many entries as there were in sums over samples, and in the batch."""
+        self._literals: set[int] = set()
+        """Memory of tensors that were made of Python's numbers in this step."""
+        self.counts = Counts()
         self.idle = 0
         self._thread: int | None = None
         self.takes_others = True
@@ -161,8 +171,11 @@ class Tracer(TorchDispatchMode):
         self.guarded_labels.clear()
         self._numbers.clear()
         self._outside_met.clear()
-        self._counted.clear()
-        self._divided.clear()
+        self.counts = Counts()
+        self.numbers.begin()
+        self.armed = self.armed_by_floats = self.inside = self.handed = False
+        self.extents.clear()
+        self._literals.clear()
 
     def end(self) -> None:
         """The step is over: what of it is still held may be read by the next one."""
@@ -197,6 +210,7 @@ class Tracer(TorchDispatchMode):
     def seed(self, x: Tensor, axis: int = 0) -> None:
         """Sample i lies at position i of this axis."""
         self.memory.samples = max(self.memory.samples, x.shape[axis])
+        self.extents.add(x.numel())
         found = at.along(x.shape[axis], axis, x.dim())
         again = self.memory.give(x, self.shadows.of(found, self.memory.samples))
         self.same_samples = self.same_samples is not False and again
@@ -233,33 +247,6 @@ class Tracer(TorchDispatchMode):
             self.report.reads.append(found)
         return of
 
-    # Numbers of entries that data chose
-
-    def counted(self, operands: Iterable[Tensor]) -> None:
-        """The operation that runs is a mean over as many entries as data chose."""
-        if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
-            number = creation_number() - 1
-            cause = Cause("mean over entries that the batch selects", self.lines.current())
-            self._counted[number] = hash(("count", number)), cause
-
-    def _divide(self, kind: Kind, out: Any) -> Any:
-        """The backward pass of such a mean: its gradient has the number as a factor."""
-        node = current_node() if current_task() != -1 else None
-        found = None if node is None or kind.aliases else self._counted.get(number_of(node))
-        if found is None:
-            return out
-        number, cause = found
-        for x in _tensors_in(out):
-            own = self.shadow_of(x)
-            if x.is_floating_point() and own.factor not in self._divided:
-                factor = hash((own.factor, number))
-                self._divided.add(factor)
-                self.memory.write(
-                    x, self.made(own.sample, own.flags, part=own.part, factor=factor), cause
-                )
-        self.report.factor_cause = self.report.factor_cause or cause
-        return out
-
     # Operations
 
     def __torch_dispatch__(
@@ -270,7 +257,9 @@ class Tracer(TorchDispatchMode):
             if self.idle or self.stopped:
                 return func(*args, **(kwargs or {}))
             out = self._dispatched(func, args, kwargs or {})
-            return self._divide(_KINDS[func], out) if self._counted and func in _KINDS else out
+            if self.counts.nodes and func in _KINDS and not _KINDS[func].aliases:
+                self.counts.divide(self, _tensors_in(out))
+            return out
         finally:
             _DISPATCHING[0] -= 1
 
@@ -297,6 +286,8 @@ class Tracer(TorchDispatchMode):
         if not hot:
             return self._constant(func, kind, args, kwargs, tensors, shadows)
         self.lines.note()
+        if kind.name == "detach" and not self.inside and current_task() == -1:
+            self._may_leave(tensors[0], shadows[0])
         if flags & FOREIGN and not self._unpacks:
             for x, shadow in zip(tensors, shadows, strict=True):
                 if shadow.flags & FOREIGN:
@@ -312,40 +303,36 @@ class Tracer(TorchDispatchMode):
                 self.memory.write(x, self.shadows.of_no_sample(TRAINED))
         return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key)
 
+    def _may_leave(self, x: Tensor, shadow: Shadow) -> None:
+        """Of a tensor without a gradient that is detached: numpy() does it."""
+        if not x.requires_grad and shadow.held and len(shadow.samples) != 1:
+            self.armed = True
+            self.armed_by_floats |= x.is_floating_point()
+
     @property
     def _unpacks(self) -> bool:
         """What runs are nodes of the graph, whose tensors were saved before."""
         return current_task() != -1 and not torch.is_grad_enabled()
 
     def _read_number(self, kind: Kind, value: Any, shadows: list[Shadow]) -> Any:
-        if self.read(kind.name, shadows) == "several samples" and not isinstance(value, bool):
+        of = self.read(kind.name, shadows)
+        if isinstance(value, bool) or of == "chance" or self.inside:
+            return value
+        self.armed = True
+        if of == "several samples":
+            self.armed_by_floats |= isinstance(value, float)
             self._numbers.setdefault(value, self.lines.current())
         return value
 
     def known_number(self, value: float) -> None:
         """Python can read this number of several samples without an operation."""
-        self._numbers.setdefault(value, self.lines.current())
+        if not self.inside:
+            self.armed = True
+            self._numbers.setdefault(value, self.lines.current())
 
-    def _check_numbers(self, kind: Kind, args: tuple, tensors: list[Tensor]) -> None:
-        """A number that Python has read from several samples comes back as an argument."""
-        for value in args:
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                continue
-            line = self._numbers.get(value)
-            sizes = {
-                -1,
-                0,
-                1,
-                2,  # of `2 * x` and squares, and the largest of three classes
-                self.memory.samples,
-                *(n for x in tensors for n in (*x.shape, x.numel())),
-            }
-            if line is not None and value not in sizes:
-                cause = Cause(
-                    f"a number of several samples, read at {line}, in {kind.base}",
-                    self.lines.current(),
-                )
-                self.report.add("read", cause, "your loss")
+    def is_literal(self, x: Tensor) -> bool:
+        """It was made of Python's numbers in this step."""
+        return key_of(x) in self._literals
 
     def _answer(self, number: Any) -> Any:
         if isinstance(number, bool):
@@ -391,8 +378,12 @@ class Tracer(TorchDispatchMode):
         shadows: list[Shadow], flags: int, key: list,
     ) -> Any:  # fmt: skip
         """An operation on samples."""
-        if self._numbers and kind.name in ("mul", "div", "add", "sub"):
-            self._check_numbers(kind, args, tensors)
+        self.powers = {}
+        if not self.inside and current_task() == -1:
+            with self.aside():
+                self.powers = compared(self, kind, args, tensors, shadows)
+        if self._numbers and kind.numbers:
+            come_back(self, kind, args, tensors, self._numbers)
         before = [x.clone() for x in tensors] if kind.writes and kind.rule is None else None
         beside = tensors
         if kind.writes and kind.pointwise and not shadows[0].held and tensors[0].numel() > 1:
@@ -427,7 +418,7 @@ class Tracer(TorchDispatchMode):
             if shadow.factor is not None:
                 return None
             key += (id(shadow), x.shape, x.dtype)
-        key.append(self.memory.samples)
+        key += (self.memory.samples, *self.powers.items())
         return tuple(key)
 
     def _recalled(self, key: tuple) -> list[Shadow] | None:
@@ -542,6 +533,8 @@ class Tracer(TorchDispatchMode):
         drawn = kind.random or (kind.pointwise and any(s.flags & RANDOM for s in shadows))
         # What is made of a tensor from elsewhere (a part of all labels) is from elsewhere, too.
         literal = kind.name in _LITERALS
+        if literal or (self._literals and any(map(self.is_literal, tensors))):
+            self._literals.update(map(key_of, outs))
         elsewhere = not literal and not trained and any(self._from_nowhere(x) for x in tensors)
         shadow = self.shadows.of_no_sample(RANDOM * drawn | TRAINED * trained | FOREIGN * foreign)
         for x in outs:
@@ -607,8 +600,15 @@ class Tracer(TorchDispatchMode):
                 if axis is not None and (self.same_samples or not self.memory.was_given(x)):
                     self._outside(x)
                     self._seed_elsewhere(x, axis)
+                    if self.armed_by_floats and x.is_floating_point() and _is_literal(func):
+                        self._numbers_again(x)
                     found[k] = self.shadow_of(x)
         return found
+
+    def _numbers_again(self, x: Tensor) -> None:
+        """Numbers that Python has read come back, or others: nobody can tell."""
+        cause = Cause("numbers that Python has read", self.lines.current())
+        self.memory.write(x, self.made(at.everywhere(at.SEVERAL, x.dim())), cause)
 
     def _seed_elsewhere(self, x: Tensor, axis: int) -> None:
         base = x
@@ -628,6 +628,10 @@ class Tracer(TorchDispatchMode):
         """The first axis that is as long as the batch."""
         samples = self.memory.samples
         return next((a for a, n in enumerate(x.shape) if n == samples and x.stride(a)), None)
+
+
+def _is_literal(func: Any) -> bool:
+    return _KINDS[func].name in _LITERALS
 
 
 def _tensors_in(found: Any) -> list[Tensor]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastclip.errors import GraphError
-from tests.trace.test_lifecycle import Run
+from tests.trace.test_lifecycle import Run, rows
 
 
 def cut_and_mixed(x: Tensor) -> Tensor:
@@ -35,10 +37,10 @@ MIXED: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", MIXED)
 def test_mixed_before_the_model(name: str) -> None:
-    """Dry runs judge the model, not what it is given: the labels, and so the loss, are each sample's own."""
+    """Dry runs judge the model, not what it is given."""
     run = Run()
     for x, y in run.loader:
-        with pytest.raises(GraphError, match="before the model: .* at test_batches.py:"):
+        with pytest.raises(GraphError, match=r"before the model: .* at test_batches\.py:"):
             run.loss(MIXED[name](x), y).backward()
         break
 
@@ -60,3 +62,136 @@ def test_own_before_the_model(name: str) -> None:
         run.check_sums(x, y)
         run.optimizer.step()
     run.check_traced()
+
+
+# Numbers that Python gives to a loss
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+SIZES = 8, 7, 8
+"""Of the batches."""
+
+
+def each(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, y, reduction="none")
+
+
+def with_weights(weights: Callable[[Tensor], Tensor]) -> Loss:
+    return lambda z, y: (each(z, y) * weights(y)).mean()
+
+
+def by_counts(y: Tensor) -> Tensor:
+    labels = y.tolist()
+    return torch.tensor([1 / (1 + labels.count(k)) for k in range(3)], dtype=torch.float64)[y]
+
+
+def by_counts_of_numpy(y: Tensor) -> Tensor:
+    return torch.from_numpy(1 / (1 + np.bincount(y.numpy(), minlength=3)))[y]
+
+
+def normalized_in_numpy(z: Tensor, y: Tensor) -> Tensor:
+    scores = z.detach()[:, 0].numpy()
+    return (each(z, y) * torch.from_numpy((scores - scores.mean()) / scores.std())).mean()
+
+
+def above_the_median(z: Tensor, y: Tensor) -> Tensor:
+    own = each(z, y)
+    return (own * (own >= own.detach().median().item() + 0.001)).mean()
+
+
+def counted_by_python(z: Tensor, y: Tensor) -> Tensor:
+    return each(z, y).sum() / (100 + 3 * sum(k == 1 for k in y.tolist()))
+
+
+# loss_reduction, loss
+READ: dict[str, tuple[str, Loss]] = {
+    "one over a count": ("sum", lambda z, y: each(z, y).sum() * (1 / (1.5 + y.sum().item()))),
+    "a tensor of a count": (
+        "sum",
+        lambda z, y: each(z, y).sum() / torch.tensor(3.7 + y.sum().item()),
+    ),
+    "as many as a mask selects": ("sum", lambda z, y: each(z, y).sum() / len(y[y > 0])),
+    "a count of a list": ("sum", counted_by_python),
+    "weights of classes, by a list": ("mean", with_weights(by_counts)),
+    "weights of classes, by numpy": ("mean", with_weights(by_counts_of_numpy)),
+    "normalized in numpy": ("mean", normalized_in_numpy),
+    "a threshold": ("mean", above_the_median),
+}
+
+
+def steps(run: Run, loss: Loss, exact: Loss | None = None) -> None:
+    x, y = rows().tensors
+    y = y[torch.randperm(len(y), generator=torch.Generator().manual_seed(5))]
+    for part, labels in zip(x.split((*SIZES, 17)), y.split((*SIZES, 17)), strict=True):
+        if len(part) > 8:
+            break
+        run.optimizer.zero_grad()
+        loss(run.model(part), labels).backward()
+        if exact is not None:
+            run.check_sums(part, labels)
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize("name", READ)
+def test_read_numbers(name: str) -> None:
+    reduction, loss = READ[name]
+    with pytest.raises(GraphError, match=r"number|mixes samples|constant") as caught:
+        steps(Run(loss_reduction=reduction), loss)
+    assert "test_batches.py:" in str(caught.value)
+    assert len(str(caught.value).split()) <= 40
+
+
+def logged(z: Tensor, y: Tensor) -> Tensor:
+    right = (z.argmax(1) == y).sum().item() / len(y)
+    loss = 0.5 * F.cross_entropy(z, y) + 0.5 * F.cross_entropy(z, y)
+    return loss if right >= 0 else 2 * loss
+
+
+def annealed() -> Loss:
+    met: list[float] = []
+
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        met.append(0.001 * len(met))
+        return F.cross_entropy(z, y) + met[-1] * 0 * z.pow(2).sum(1).mean()
+
+    return loss
+
+
+# of which each is the mean of the samples' losses
+PLAIN: dict[str, Loss] = {
+    "logged": logged,
+    "annealed": annealed(),
+    "over their number": lambda z, y: each(z, y).sum() / len(y),
+    "times one over their number": lambda z, y: each(z, y).sum() * (1 / len(y)),
+    "each over their number": lambda z, y: (each(z, y) / len(y)).sum(),
+    "weights of their number": lambda z, y: (
+        each(z, y) * torch.full((len(y),), 1 / len(y), dtype=torch.float64)
+    ).sum(),
+    "over all entries": lambda z, y: (each(z, y)[:, None].expand_as(z)).sum() / z.numel(),
+    "labels by numpy": lambda z, y: F.cross_entropy(z, torch.from_numpy(y.numpy().copy())),
+    "labels by a list": lambda z, y: F.cross_entropy(z, torch.tensor(y.tolist())),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_numbers(name: str) -> None:
+    steps(Run(), PLAIN[name], exact=PLAIN[name])
+
+
+# Weights that follow the size of the batch: what another batch shows
+
+WEIGHED: dict[str, tuple[str, Loss]] = {
+    "a sum and a mean": ("mean", lambda z, y: each(z, y).sum() + each(z, y).mean()),
+    "each over their number, and a mean": ("mean", lambda z, y: (each(z, y) / len(y)).mean()),
+    "each times their number, and a mean": ("mean", lambda z, y: (each(z, y) * len(y)).mean()),
+    "in proportion to their number": ("mean", lambda z, y: F.cross_entropy(z, y) * (len(y) / 10)),
+    "over a constant": ("mean", lambda z, y: each(z, y).sum() / 8),
+    "a mean, times a constant": ("sum", lambda z, y: F.cross_entropy(z, y) * 8),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+def test_weights_that_follow_the_size(name: str) -> None:
+    reduction, loss = WEIGHED[name]
+    with pytest.raises(GraphError, match="over the batch") as caught:
+        steps(Run(loss_reduction=reduction), loss)
+    assert "None" not in str(caught.value)

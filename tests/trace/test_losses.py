@@ -361,7 +361,11 @@ FACTORS: dict[str, tuple[int, Any, Loss]] = {
         PADDED,
         lambda o, y: torch.masked_select(token_losses(o, y), y != -100).mean(),
     ),
-    "tokens that are chosen by number": (T * K, PADDED, lambda o, y: F.cross_entropy(*chosen(o, y))),
+    "tokens that are chosen by number": (
+        T * K,
+        PADDED,
+        lambda o, y: F.cross_entropy(*chosen(o, y)),
+    ),
     "squares of rows that a mask selects": (
         1,
         (REAL, BINARY),
