@@ -226,6 +226,41 @@ def can_compile() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def in_compiled_call() -> bool:
+    """Whether a compiled function has been called and has not returned: it then takes out of force what
+    modes were opened inside.
+    """
+    frame: Any = sys._getframe(1) if can_compile() else None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith("_dynamo/eval_frame.py"):
+            owner = type(frame.f_locals.get("self")).__name__
+            if code.co_name == "compile_wrapper" or owner == "OptimizeContext":
+                return True
+        frame = frame.f_back
+    return False
+
+
+def run_eagerly() -> Callable[[], None]:
+    """Compiled functions run as they are written from now on: under a mode dynamo would mark them as
+    never to be compiled.
+
+    Returns:
+        Ends it.
+    """
+    if not can_compile() or not hasattr(torch.compiler, "set_stance"):  # before torch 2.6
+        return lambda: None
+    from torch._dynamo import eval_frame
+
+    eager: Any = torch.compiler.set_stance("force_eager")
+
+    def end() -> None:
+        if eval_frame._stance is eager.stance:  # nobody has asked for another one meanwhile
+            eval_frame._set_stance(eager.prev)
+
+    return end
+
+
 @contextmanager
 def at_rest(modules: Iterable[Any]) -> Iterator[None]:
     """Inside, the hooks of fully_shard's modules cast, but neither gather nor reshard: so they do where
@@ -357,6 +392,11 @@ def place_beneath(mode: TorchDispatchMode) -> bool:
 def foreign_modes() -> bool:
     """Whether this thread's operations are heard by modes that `place_beneath` has not put there."""
     return bool(dispatch_modes()) and any(mode not in _placed for mode in _modes())
+
+
+def followed() -> bool:
+    """Whether a mode that `place_beneath` has put there hears of what this thread computes now."""
+    return bool(dispatch_modes()) and any(mode in _placed and mode.hears for mode in _modes())
 
 
 def take_away(mode: TorchDispatchMode) -> bool:

@@ -209,7 +209,7 @@ class FastPrivacyEngine(SteppingEngine):
             raise
         releases = Releases(design, draws, lambda: self.accountant, ranks)
         batch.accumulation_allowed, batch.draws = not poisson_sampling, draws
-        module.keeper.trace.listen(bare(module._module), draws.reads)
+        module.keeper.trace.listen(bare(module._module), draws)
         private.account_with(releases)
         # what was released of a model that is gone without cleanup() is still part of the claim
         self._runs = [

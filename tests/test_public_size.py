@@ -35,7 +35,7 @@ def run(rows: int, seed: int, steps: int = 1, **sampling) -> tuple[Tensor, FastP
     while taken < steps:
         for (x,) in loader:
             optimizer.zero_grad()
-            private(x).square().sum().backward()
+            private(x).square().mean().backward()
             optimizer.step()
             taken += 1
             if taken == steps:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fastclip import ops
@@ -314,6 +315,22 @@ class BookKeeper:
             write(scales)
             self.batch.end_pass(rows, calls)
         self.monitor.look(self.per_sample_norms)
+
+    def contribute_none(self) -> None:
+        """What a pass over no rows of the batch in hand does.
+
+        Raises:
+            StepError, BatchSizeError: as of such a pass.
+        """
+        self.batch.begin_pass()
+        units = self.batch.unit_rows(0)
+        drawn, device = self.batch.find(0), next(iter(self.names)).device
+        norm_sq = torch.zeros(len(self.names), 0, dtype=torch.float32, device=device)
+        layers = torch.arange(len(self.names), device=device)
+        per_layer = self.clipping.strategy.threshold.per_layer
+        self.contribute(
+            norm_sq, layers if per_layer else None, drawn, 0, 0, lambda scales: None, units
+        )
 
     # Step
 

@@ -78,7 +78,7 @@ class PrivateLayer(Function):
         ctx.call = call
         ctx.dtype = x.dtype
         if not call.paused:
-            call.seen = call.handle.keeper.trace.seen(out)
+            call.seen = call.handle.keeper.trace.seen(out, x)
         return out
 
     @staticmethod

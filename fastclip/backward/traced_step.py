@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,21 +25,32 @@ from fastclip._torch import (
     backward_listeners,
     batch_listeners,
     current_task,
+    in_compiled_call,
     number_of,
     transformed,
 )
 from fastclip.backward.guards import is_guarded
 from fastclip.backward.loss_graph import running_losses
 from fastclip.backward.loss_guard import LossGuard
+from fastclip.backward.seeding import (
+    as_given,
+    check_input,
+    of_packed,
+    rows_of_input,
+    samples_axis,
+    seed_batch,
+    seed_input,
+)
+from fastclip.data.draws import Draws
 from fastclip.errors import GraphError, ParameterLeakError
 from fastclip.graph import above_private
-from fastclip.samples.inputs import tensors_of
+from fastclip.samples.inputs import flatten, tensors_of
 from fastclip.trace import attribution as at
-from fastclip.trace.findings import IGNORED_LABELS, Cause, Finding, Report, TraceLog
+from fastclip.trace.findings import IGNORED_LABELS, Report, TraceLog
 from fastclip.trace.law import Law
 from fastclip.trace.memory import Memory
 from fastclip.trace.numbers import Numbers
-from fastclip.trace.shadow import ORDER, SHADOWS, Shadow
+from fastclip.trace.shadow import MOVED, ORDER, SHADOWS, Shadow
 from fastclip.trace.tracer import RUNNING, Tracer, all_aside
 
 _STEPS = 2
@@ -81,6 +92,8 @@ class _Step:
     """The sample of each row of the inputs that the model was called with last."""
     opened: bool = False
     """The backward pass under way trains the model."""
+    by_outputs: bool = True
+    """The loss follows from the model by its outputs alone, which dry runs compare."""
     outputs: set[int] = field(default_factory=set)
     """The numbers of the nodes of the model's outputs."""
     came: list[tuple[Tensor, str]] = field(default_factory=list)
@@ -113,6 +126,8 @@ class StepTrace:
         """Those that lie among the modes of a thread: the running step's, and what could not leave."""
         weakref.finalize(self, _leave, self._placed)
         self._step: _Step | None = None
+        self._begin_early = False
+        """The next step is to be traced from before the call of a compiled function on."""
         self._remove: Callable[[], None] | None = None
         self._guard: LossGuard | None = None
         self._constants: list[weakref.ref[Tensor]] = []
@@ -126,12 +141,11 @@ class StepTrace:
 
     # What is traced
 
-    def listen(self, model: nn.Module, reads: Callable[[Any], bool]) -> None:
+    def listen(self, model: nn.Module, draws: Draws) -> None:
         """Hear of the batches that iterators of data loaders hand out, until the traced steps are over.
 
         Args:
-            model: whose tensors are constants. reads: whether an iterator draws from the private
-                loader's sampler.
+            model: whose tensors are constants. draws: of the private loader.
         """
         if not self.left:
             return
@@ -142,8 +156,8 @@ class StepTrace:
             trace = me()
             if trace is None or not trace.wanted:
                 batch_listeners.remove(told)
-            elif reads(iterator):
-                trace.handed(iterator, batch)
+            elif draws.reads(iterator):
+                trace.handed(iterator, batch, draws.in_hand)
 
         self._remove = partial(batch_listeners.remove, told)
         batch_listeners.add(told)
@@ -164,8 +178,8 @@ class StepTrace:
         """What runs inside is the engine's own: the steps of other models see nothing of it, either."""
         return all_aside() if RUNNING else nullcontext()
 
-    def handed(self, iterator: Any, batch: Any) -> None:
-        """A loader hands out a batch: a step begins."""
+    def handed(self, iterator: Any, batch: Any, drawn: Collection[int]) -> None:
+        """A loader hands out a batch, of one of these numbers of samples: a step begins."""
         step = self._step
         if not torch.is_grad_enabled():
             return
@@ -179,7 +193,8 @@ class StepTrace:
         if step is None:
             return
         with step.tracer.aside():
-            step.seeded = step.tracer.handed = _seed_batch(step.tracer, batch, self._axis)
+            step.seeded = seed_batch(step.tracer, batch, self._axis, drawn)
+            step.tracer.python.handed = step.seeded
         weakref.finalize(iterator, self._gone, weakref.ref(self), weakref.ref(step)).atexit = False
 
     @staticmethod
@@ -205,18 +220,24 @@ class StepTrace:
         if step is not None and not self._continues(step, leaves, batch):
             self.end()
             step = None
+        if step is None and in_compiled_call():
+            self._begin_early = True
+            return
         step = step or self._begin()
         if step is None:
             return
         step.forwards += 1
-        step.inside = step.tracer.inside = True
+        step.inside = True
+        step.tracer.lines.enter_model()
         pairs = list(zip(leaves, cuts or [self._axis] * len(leaves), strict=True))
         with step.tracer.aside():
             for leaf, axis in pairs:
-                _check_input(step.tracer, leaf)
-                if not _seed_input(step.tracer, leaf, axis, batch) or flat:
+                check_input(step.tracer, leaf)
+                if not seed_input(step.tracer, leaf, axis, batch) or flat:
                     step.unproven = "inputs without an axis of samples"
-            step.rows = next((r for x in pairs if (r := _rows(step.tracer, *x)) is not None), None)
+            step.rows = next(
+                (r for x in pairs if (r := rows_of_input(step.tracer, *x)) is not None), None
+            )
             if step.rows is not None and step.rows.unique().numel() < len(step.rows):
                 step.tracer.report.add("repeated", None, "the model's input")
 
@@ -236,7 +257,7 @@ class StepTrace:
             return None
         for known in self._constants:
             if (x := known()) is not None:
-                self._memory.know(x.detach().to_local() if hasattr(x, "to_local") else x)  # type: ignore[attr-defined]
+                self._memory.know(x.detach().to_local() if hasattr(x, "to_local") else x.detach())  # type: ignore[attr-defined]
         tracer = Tracer(
             _Known(self._names, self._others), memory=self._memory, numbers=self._numbers
         )
@@ -270,12 +291,34 @@ class StepTrace:
         if self._step is not None and self._step.judged:
             self.end()
         self.leave()
+        if self._begin_early and self._step is None and not in_compiled_call():
+            self._begin_early = False
+            self._begin()
 
     def begins(self, losses: Sequence[Tensor]) -> None:
         """A backward pass is about to begin."""
         if self._step is not None:
             self._step.opened = False
             self._step.came.clear()
+            self._step.tracer.lines.enter_backward()
+            self._step.by_outputs = self._enters_by_outputs(losses)
+
+    def _enters_by_outputs(self, losses: Sequence[Tensor]) -> bool:
+        """Where the graph of the losses meets what the model's forward has made are its outputs."""
+        step = self._step
+        assert step is not None
+        ahead, seen = [x.grad_fn for x in losses], set()
+        while ahead:
+            node = ahead.pop()
+            if node is None or (number := number_of(node)) in seen:
+                continue
+            seen.add(number)
+            if step.tracer.lines.is_of_model(number):
+                if number not in step.outputs:
+                    return False
+                continue
+            ahead += [below for below, _ in node.next_functions]
+        return True
 
     def ended(self, failed: bool) -> None:
         """A backward pass is over, and has put the modes back."""
@@ -292,13 +335,23 @@ class StepTrace:
 
     # What a step shows
 
-    def seen(self, out: Tensor) -> Seen | None:
-        """What is known of the output of a layer or of a use of a parameter, just made."""
+    def seen(self, out: Tensor, made_of: Tensor | None = None) -> Seen | None:
+        """What is known of the output of a layer or of a use of a parameter, just made.
+
+        Args:
+            made_of: the layer's input. What holds samples there and none in the output was computed
+                past torch.
+        """
         step = self._step
         if step is None or not step.tracer.observing:
             return None
         tracer = step.tracer
         shadow = tracer.shadow_of(out)
+        unmade = out.numel() and (not shadow.held or tracer.memory.is_given(out))
+        if unmade and made_of is not None and tracer.shadow_of(made_of).held:
+            with tracer.aside():
+                shadow = tracer.made(at.everywhere(at.UNSEEN, out.dim()))
+                tracer.memory.write(out, shadow, tracer.cause("a kernel past torch"))
         found = Seen(shadow, tracer.memory.cause(out), step.rows)
         if step.unproven is None and (shadow.mixed or shadow.flags & ORDER):
             step.unproven = found.cause or "order"
@@ -340,7 +393,7 @@ class StepTrace:
         if samples_of is None or out.sample is None or len(report.findings) > before:
             return
         with tracer.aside():
-            expected = _as_given(samples_of(gradient), seen.rows)
+            expected = as_given(samples_of(gradient), seen.rows)
             if expected is not None and bool(
                 ((out.sample != at.NONE) & (out.sample != expected)).any()
             ):
@@ -366,28 +419,44 @@ class StepTrace:
                 came = tracer.shadow_of(g)
                 if not came.held and not (tracer is own and seen is not None and seen.shadow.held):
                     continue  # made of no sample, as a generator's rows are
-                samples = _as_given(samples_of(x), None if seen is None else seen.rows)
+                samples = as_given(samples_of(x), None if seen is None else seen.rows)
                 if samples is None or (tracer is not own and (own is None or came.mixed)):
                     samples = at.everywhere(at.SEVERAL, x.dim())
-                factor = next(iter(tracer.report.factors), None) if tracer is own else came.factor
-                shadow = tracer.made(samples.to(at.KIND).contiguous(), factor=factor)
-                tracer.memory.write(x, shadow)
+                factor = came.factor
+                if tracer is own and came.mixed and factor is None:  # dry runs say whose it is
+                    factor = next(iter(tracer.report.factors), None)
+                moved = came.flags & MOVED if seen is None else seen.shadow.flags & MOVED
+                shadow = tracer.made(samples.to(at.KIND).contiguous(), moved, factor=factor)
+                cause = None if factor is None else tracer.memory.cause(g)
+                tracer.memory.write(x, shadow, cause)
 
     def returned(self, out: Any, batch: int | None) -> None:
         """The model returns: if its forward is not proven, dry runs say what is in its outputs."""
         step = self._step
         if step is None:
             return
-        step.inside = step.tracer.inside = False
+        step.inside = False
+        step.tracer.lines.leave_model()
         step.outputs.update(number_of(x.grad_fn) for x in tensors_of(out) if x.grad_fn is not None)
         if not step.tracer.observing or step.unproven is None:
             return
         tracer = step.tracer
         tracer.memory.samples = batch or tracer.memory.samples
         with tracer.aside():
-            for x in tensors_of(out):
-                axis = _samples_axis(x, batch, self._axis)
-                if axis is None:
+            leaves = flatten(out)[0]
+            # Beside a packed sequence are a recurrent layer's states: layers, then samples.
+            axis_of = 1 if any(isinstance(x, PackedSequence) for x in leaves) else self._axis
+            for leaf in leaves:
+                x = leaf.data if isinstance(leaf, PackedSequence) else leaf
+                if not isinstance(x, Tensor):
+                    continue
+                axis = samples_axis(x, batch, axis_of)
+                own = tracer.shadow_of(x)
+                if own.held and not own.mixed and not own.flags & ORDER:
+                    pass  # of which it is known
+                elif isinstance(leaf, PackedSequence):
+                    tracer.memory.write(x, tracer.made(of_packed(leaf)))
+                elif axis is None:
                     of_all = at.everywhere(at.SEVERAL, x.dim())
                     tracer.memory.write(x, tracer.made(of_all, degree=_DEGREES["mean"]))
                 else:
@@ -438,11 +507,16 @@ class StepTrace:
                     x for x in running_losses() if not x.dim() and not _is_output(x, step.outputs)
                 ]
                 degrees = {step.tracer.shadow_of(x).degree for x in whole}
-            found = report.findings
+            inside = [
+                f for f in report.findings
+                if step.by_outputs and f.cause is not None and f.cause.inside
+            ]  # fmt: skip
+            step.unproven = step.unproven or next((f.cause for f in inside), None)
+            found = [f for f in report.findings if f not in inside]
             if scale_invariant and len(report.factors) == 1:
                 found = [f for f in found if f.kind != "factor"]
             if found and batch_size > 1:
-                raise GraphError(_said(found[0]))
+                raise GraphError(found[0].said)
             self._check_degree(degrees, mean, batch_size, report.shifts)
         except GraphError as error:
             self.log.error = error
@@ -509,8 +583,8 @@ def _leave(placed: list[Tracer]) -> None:
 
 
 def _tensors_in(model: nn.Module) -> Iterator[Tensor]:
-    """Buffers and other tensors of a model's modules, and this rank's parts of parameters."""
-    yield from (p for p in model.parameters() if hasattr(p, "to_local"))
+    """Parameters, buffers and other tensors of a model's modules."""
+    yield from model.parameters()
     for module in model.modules():
         for held in (*module._buffers.values(), *vars(module).values()):
             for x in held if isinstance(held, (list, tuple)) else (held,):
@@ -526,45 +600,6 @@ class _Known:
 
     def __contains__(self, x: object) -> bool:
         return any(x in group for group in self._groups)
-
-
-def _said(found: Finding) -> str:
-    """An error's message: what mixes samples, where, and one fix."""
-    what = str(found.cause) if isinstance(found.cause, Cause) else "an operation"
-    if found.kind == "factor":
-        return (
-            f"Your loss is divided or multiplied by a number of the whole batch ({what}), so samples "
-            "are not independent. Divide by a constant, or use clipping='automatic' with gamma=0."
-        )
-    if found.kind == "calls":
-        return (
-            "Your loss joins calls of the model on different samples of the batch, and their samples "
-            "are clipped as the same ones. Pass every call the whole batch, its samples in one order."
-        )
-    if found.kind == "repeated":
-        return (
-            "The batch that your loop gives the model holds a sample at several positions, so it "
-            "contributes several times. Give the model each sample of the loader's batch once."
-        )
-    if found.kind == "input":
-        return (
-            f"Your loss mixes samples before the model: {what} reaches an input, so the guarantee does "
-            "not hold. Give the model each sample as it is in the data."
-        )
-    if found.kind == "read":
-        return (
-            f"Your loss depends on {what}, so samples are not independent. "
-            "Compute the loss without numbers that are read from the batch."
-        )
-    if found.kind == "order":
-        return (
-            f"Your loss depends on a sample's position in the batch ({what}), so samples are not "
-            "independent. Use the same constants for all samples."
-        )
-    return (
-        f"Your loss mixes samples: {what} reaches the gradient of {found.use!r}, so the guarantee "
-        "does not hold. Compute each sample's loss from that sample alone."
-    )
 
 
 def _watch_outside(held: weakref.ref[_Step], x: Tensor, line: str) -> None:
@@ -607,76 +642,3 @@ def _is_output(loss: Tensor, outputs: set[int]) -> bool:
             return False
         node = node.next_functions[0][0]
     return node is not None
-
-
-def _samples_axis(x: Tensor, batch: int | None, axis: int) -> int | None:
-    return next((a for a in (axis, 0) if batch and x.dim() > a and x.shape[a] == batch), None)
-
-
-def _rows(tracer: Tracer, leaf: Any, axis: int | None) -> Tensor | None:
-    """The sample of each row of an input; None if that is its number, or cannot be told."""
-    if not isinstance(leaf, Tensor) or axis is None or leaf.dim() <= axis:
-        return None
-    found = tracer.shadow_of(leaf).sample
-    if found is None or found.dim() <= axis or found.numel() != found.shape[axis]:
-        return None
-    rows = found.reshape(-1).expand(leaf.shape[axis])
-    plain = bool((rows >= at.SEVERAL).any()) or torch.equal(
-        rows, torch.arange(len(rows), dtype=rows.dtype, device="cpu")
-    )
-    return None if plain and len(rows) == tracer.memory.samples else rows
-
-
-def _as_given(found: Tensor | None, rows: Tensor | None) -> Tensor | None:
-    """Numbers of rows of the model's input, as those of samples."""
-    return found if found is None or rows is None else rows[found.long()]
-
-
-def _seed_input(tracer: Tracer, leaf: Any, axis: int | None, batch: int | None) -> bool:
-    """An input of the model that nobody has seen yet is the samples' own.
-
-    Returns:
-        Whether the trace can follow it.
-    """
-    if isinstance(leaf, PackedSequence):
-        return False
-    if isinstance(leaf, Tensor):
-        if leaf.layout is not torch.strided:
-            return False
-        if axis is None or leaf.dim() <= axis or leaf.shape[axis] != batch:
-            return True
-        if tracer.memory.record(leaf) is None:
-            tracer.seed(leaf, axis)
-        elif tracer.memory.is_given(leaf) and not tracer.shadow_of(leaf).held:
-            others = at.along(batch, axis, leaf.dim()) + tracer.memory.samples  # another part of it
-            tracer.memory.write(leaf, tracer.made(others), whole=False)
-    elif isinstance(leaf, (list, tuple)) and len(leaf) == batch:
-        for i, x in enumerate(leaf):
-            if isinstance(x, Tensor) and tracer.memory.record(x) is None:
-                tracer.seed_all(x, i)
-    return True
-
-
-def _check_input(tracer: Tracer, leaf: Any) -> None:
-    """What mixes samples before the model is no business of the dry runs."""
-    if not isinstance(leaf, Tensor):
-        return
-    shadow = tracer.shadow_of(leaf)
-    if shadow.mixed or shadow.flags & ORDER or shadow.factor is not None:
-        tracer.report.add(
-            "input", tracer.memory.cause(leaf) or tracer.report.factor_cause, "the model's input"
-        )
-
-
-def _seed_batch(tracer: Tracer, batch: Any, axis: int) -> bool:
-    """A loader's batch: sample i lies at position i of each tensor that is as long as the batch."""
-    leaves = [x for x in tensors_of(batch) if x.layout is torch.strided and x.dim()]
-    sizes = [x.shape[axis if x.dim() > axis else 0] for x in leaves]
-    if not sizes:
-        return False
-    samples = max(set(sizes), key=sizes.count)
-    for x in leaves:
-        found = _samples_axis(x, samples, axis)
-        if found is not None:
-            tracer.seed(x, found)
-    return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from opacus.grad_sample import AbstractGradSampleModule
+from opacus.grad_sample import AbstractGradSampleModule, GradSampleModule
 from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS, AbstractGradSampleHooks
 from opacus.layers.dp_rnn import DPRNNBase, RNNLinear
 from torch import nn
@@ -218,6 +218,9 @@ class FastGradSampleModule(AbstractGradSampleModule):
         uninstall(self._module)
 
     cleanup = remove_hooks
+
+
+GradSampleModule.register(FastGradSampleModule)  # loops unwrap what isinstance tells them is one
 
 
 class FastGradSampleHooks(AbstractGradSampleHooks):

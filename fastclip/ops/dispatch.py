@@ -6,6 +6,9 @@ Triton's interpreter (TRITON_INTERPRET=1). A kernel that is missing, or whose fi
 replaced by the reference with one warning; an error in its result is never hidden: kernels either
 give what the reference gives or raise.
 
+Where the samples of a step are followed (fastclip.trace) references compute: kernels are launched past
+torch.
+
 On a CPU, "auto" takes what fastclip._host computes ("host"): what is one loop in C++ and a chain of
 operations in PyTorch.
 """
@@ -23,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fastclip._torch import followed
 from fastclip.errors import ArgumentError, FastclipError, say
 
 BACKENDS = ("auto", "reference", "triton", "cuda")
@@ -78,7 +82,7 @@ def _dispatched(
     @functools.wraps(reference)
     def dispatched(*args: Any, **kwargs: Any) -> Any:
         tensor = args[0] if args and isinstance(args[0], Tensor) else _first_tensor(args)
-        if tensor is None or _STATE.requested == "reference":
+        if tensor is None or _STATE.requested == "reference" or followed():
             return reference(*args, **kwargs)
         for backend in candidates(tensor.device):
             key = keys[backend]

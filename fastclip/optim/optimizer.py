@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from opacus.optimizers import DPOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastclip._torch import disable_dynamo
 from fastclip.accounting import NoiseLevels
@@ -231,6 +231,7 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
                 "make_private, so their gradients are not clipped; call make_private again"
             )
         if not self.keeper.batch.retired:
+            self._take_no_samples(parameters)
             check_alone(self.keeper.names)
         self._is_last_step_skipped = skip = self._check_skip_next_step()
         self.keeper.batch.step(skip=skip)
@@ -250,6 +251,16 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
             self.releasing = False
         state.advance()
         return True
+
+    def _take_no_samples(self, parameters: list[nn.Parameter]) -> None:
+        """A loop gives all parameters a `grad_sample` of no samples, and runs no pass: Opacus' way of
+        an empty batch that its model does not take."""
+        given = [p.__dict__.get("grad_sample") for p in parameters]
+        none = all(isinstance(x, Tensor) and x.dim() and not len(x) for x in given)
+        if none and self.keeper.clipping.ranks is None:
+            for p in parameters:
+                p.grad_sample = None  # type: ignore[attr-defined]
+            self.keeper.contribute_none()
 
     @disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from fastclip._torch import tree_flatten, tree_map, tree_unflatten
+from fastclip.trace.findings import Read
+from fastclip.trace.tracer import Tracer
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _SHORT = 4
@@ -130,3 +132,24 @@ def own(row: Any) -> Any:
         return copy.copy(leaf) if is_array(leaf) or hasattr(leaf, "__dict__") else leaf
 
     return tree_map(of_leaf, row)
+
+
+def seed_entries(tracer: Tracer, rows: Any) -> None:
+    """A list or an array has an entry for each sample: what Python has of it may choose its way.
+
+    Args:
+        tracer: of the step. rows: one of the model's inputs.
+    """
+    entries = [_tensors_in(entry) for entry in rows] if is_list(rows) else []
+    for i, held in enumerate(entries):
+        for k, x in enumerate(held):
+            if tracer.memory.record(x) is None:
+                tracer.seed_all(x, i, part=hash(("entries", id(rows), k)))
+    if len({tuple(x.shape for x in held) for held in entries} - {()}) != 1:
+        tracer.memory.lengths_read = True
+        tracer.report.reads.append(Read("numbers in a list", "one sample", "the model's inputs"))
+
+
+def _tensors_in(entry: Any) -> list[Tensor]:
+    held = tree_flatten(entry)[0]
+    return [x for x in held if isinstance(x, Tensor) and x.layout is torch.strided]

@@ -184,21 +184,34 @@ def differs(x: Tensor, found: Tensor, moved: bool = False) -> bool:
     found = fitted(found, len(shape)).expand(shape)  # type: ignore[union-attr]
     x = x.detach().expand(shape)
     axes = [axis for axis, n in enumerate(shape) if n > 1 and found.stride(axis)]
+    own = next((axis for axis in axes if _tells(found, axis)), None) if len(axes) > 1 else None
+    axes = axes if own is None else [own]
     if moved:
         return any(not _same(x, x.narrow(axis, 0, 1)) for axis in axes)
     if len(axes) == 1 and shape[axes[0]] == int(found.max()) + 1:
         return not _same(x, x.narrow(axes[0], 0, 1))
-    flat, x = found.reshape(-1), x.reshape(-1)
-    keep = (flat >= 0) & (flat < SEVERAL)
-    flat, x = flat[keep], x[keep]
+    keep = (found >= 0) & (found < SEVERAL)
+    flat, beside = found[keep], x[keep]
     counts = torch.bincount(flat.long())
     counts = counts[counts > 0]
     if counts.numel() == 0:
         return False
     if bool((counts != counts[0]).any()):
-        return not _same(x, x[:1])
+        return not (_same(beside, beside[:1]) if own is None else _same(x, x.narrow(own, 0, 1)))
+    x = beside
     x = x[torch.sort(flat, stable=True).indices].view(counts.numel(), -1)
     return not _same(x, x[:1])
+
+
+def _tells(found: Tensor, axis: int) -> bool:
+    """The place along this axis says which sample an entry is of, if it is of one."""
+    keep = (found >= 0) & (found < SEVERAL)
+    others = [d for d in range(found.dim()) if d != axis]
+    if not others:
+        return True
+    low = found.masked_fill(~keep, SEVERAL).amin(others)
+    high = found.masked_fill(~keep, NONE).amax(others)
+    return bool(((low == high) | (high == NONE)).all())
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

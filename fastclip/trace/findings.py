@@ -16,7 +16,8 @@ from fastclip._torch import creation_number, current_node, current_task, number_
 
 HIDDEN = [str(Path(__file__).resolve().parents[1]), "<"]
 """Beginnings of the names of files that are not the user's."""
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
+_PACKAGES = ("/site-packages/", "/dist-packages/")
+_STANDARD = sysconfig.get_path("stdlib")
 
 
 class Lines:
@@ -24,6 +25,39 @@ class Lines:
 
     def __init__(self) -> None:
         self._by_number: dict[int, str] = {}
+        self._model: list[range] = []
+        """Numbers of the nodes that forward passes of the model have made."""
+        self._entered: int | None = None
+        self._again = 0
+        """The number from which on nodes are made by the running backward pass (checkpoints)."""
+
+    def enter_model(self) -> None:
+        """The model's own forward begins."""
+        self._entered = creation_number()
+
+    def leave_model(self) -> None:
+        """It has ended."""
+        if self._entered is not None:
+            self._model.append(range(self._entered, creation_number()))
+            self._entered = None
+
+    def enter_backward(self) -> None:
+        """A backward pass begins."""
+        self._again = creation_number()
+
+    def in_model(self) -> bool:
+        """What runs is the model's own forward, or the backward pass of that."""
+        if current_task() == -1:
+            return self._entered is not None
+        node = current_node()
+        if node is None:
+            return False
+        number = number_of(node)
+        return self._again <= number < creation_number() or self.is_of_model(number)
+
+    def is_of_model(self, number: int) -> bool:
+        """The node of this number was made by the model's own forward."""
+        return any(number in made for made in self._model)
 
     def note(self) -> None:
         """An operation runs. If it has a node in the graph, that is the newest one."""
@@ -42,27 +76,31 @@ class Lines:
     def forget(self) -> None:
         """The graph of this step is gone."""
         self._by_number.clear()
+        self._model.clear()
+        self._entered = None
 
 
 def line_of(frame: FrameType | None) -> str:
-    """`file:line` of the nearest frame of the user's own code; of a library's, where there is none."""
-    library = None
+    """`file:line` of the nearest frame outside torch; if that is a library's, of the user's, too."""
+    library = ""
     while frame is not None:
         owner = _owner(frame.f_code.co_filename)
-        if owner == "user":
-            return _shown(frame)
-        if owner == "library" and library is None:
-            library = frame
+        if owner == "library":
+            library = library or _shown(frame)
+        elif owner == "user":
+            return f"{library}, called at {_shown(frame)}" if library else _shown(frame)
         frame = frame.f_back
-    return "unknown line" if library is None else _shown(library)
+    return library or "unknown line"
 
 
 @cache
 def _owner(file: str) -> str:
-    """Whose a file is: "user", "library", or "hidden" (torch's, fastclip's)."""
+    """Whose a file is: "user", "library", or "hidden" (torch's, Python's, fastclip's)."""
     if file.startswith(tuple(HIDDEN)) or "/torch/" in file:
         return "hidden"
-    return "library" if file.startswith(_INSTALLED) else "user"
+    if any(folder in file for folder in _PACKAGES):
+        return "library"
+    return "hidden" if file.startswith(_STANDARD) else "user"
 
 
 def is_a_loaders(frame: FrameType | None) -> bool:
@@ -86,13 +124,16 @@ class Cause:
 
     Args:
         operation: torch's name of it. line: of the user's code. shapes: of its operands.
-        backward: it ran in the backward pass.
+        backward: it ran in the backward pass. factor: it multiplied with, or divided by, a number of
+            several samples. inside: of the model's own forward, or its backward pass.
     """
 
     operation: str
     line: str
     shapes: tuple[tuple[int, ...], ...] = ()
     backward: bool = False
+    factor: bool = False
+    inside: bool = False
 
     def __str__(self) -> str:
         shapes = " and ".join(str(list(shape)) for shape in self.shapes[:2])
@@ -105,14 +146,60 @@ class Finding:
     """Why the trace does not prove that samples are independent.
 
     Args:
-        kind: "forward", "gradient", "order", "unseen", "factor", "repeated", "calls", "read", "input"
-            or "outside".
+        kind: "forward", "gradient", "order", "unseen", "factor", "factors", "repeated", "calls",
+            "read", "input" or "outside".
         use: the layer or function whose parameter's gradient it concerns.
     """
 
     kind: str
     cause: Cause | None
     use: str
+
+    @property
+    def said(self) -> str:
+        """An error's message: what mixes samples, where, and one fix."""
+        what = str(self.cause) if isinstance(self.cause, Cause) else "an operation"
+        if self.kind == "factor":
+            return (
+                f"Your loss is divided or multiplied by a number of the whole batch ({what}), so "
+                "samples are not independent. Divide by a constant, or use clipping='automatic' "
+                "with gamma=0."
+            )
+        if self.kind == "calls":
+            return (
+                "Your loss joins calls of the model on different samples of the batch, and their "
+                "samples are clipped as the same ones. Pass every call the whole batch, its samples "
+                "in one order."
+            )
+        if self.kind == "factors":
+            return (
+                "Your loss mixes samples: its parts are divided by different numbers of the batch "
+                f"({what}). Divide each sample's loss by its own numbers, or by constants."
+            )
+        if self.kind == "repeated":
+            return (
+                "The batch that your loop gives the model holds a sample at several positions, so it "
+                "contributes several times. Give the model each sample of the loader's batch once."
+            )
+        if self.kind == "input":
+            return (
+                f"Your loss mixes samples before the model: {what} reaches an input, so the guarantee "
+                "does not hold. Give the model each sample as it is in the data."
+            )
+        if self.kind == "read":
+            return (
+                f"Your loss depends on {what}, so samples are not independent. "
+                "Compute the loss without numbers that are read from the batch."
+            )
+        if self.kind == "order":
+            return (
+                f"Your loss depends on a sample's position in the batch ({what}), so samples are not "
+                "independent. Use the same constants for all samples."
+            )
+        return (
+            f"Your loss mixes samples: {what} reaches the gradient of {self.use!r}, so the guarantee "
+            "does not hold. Compute each sample's loss from that sample alone."
+        )
 
 
 @dataclass(frozen=True)
@@ -146,11 +233,10 @@ class Report:
     """What of the batch is still held after the step."""
     uses: dict[str, Any] = field(default_factory=dict)
     """Shadows of the outputs of layers and uses, by their name."""
-    factors: set[int | None] = field(default_factory=set)
+    factors: dict[int | None, Any] = field(default_factory=dict)
+    """Numbers of the whole batch that gradients share, and where each became a factor of them."""
     mixing: list[Cause] = field(default_factory=list)
     """Operations in which samples met, in their order."""
-    factor_cause: Cause | None = None
-    """Where a number of the whole batch first became a factor."""
     shifts: set[int] = field(default_factory=set)
     """By which powers of the batch's size samples may have been multiplied before they were summed."""
     operations: int = 0

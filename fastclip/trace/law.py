@@ -11,6 +11,8 @@ and `cat([h[:2], 1.5 * h[2:]])` is not.
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fastclip.trace import attribution as at
+from fastclip.trace.findings import Read
 from fastclip.trace.memory import content_of
 from fastclip.trace.operation import Kind
 from fastclip.trace.shadow import BY_VALUE, MOVED, ORDER, RANDOM, TRAINED, Shadow
@@ -39,6 +42,7 @@ class Law:
         self.tracer = tracer
         self._rows: Tensor | None = None
         self._met = False
+        self._chance = _generators()
         self._covered: dict[Hashable, tuple[set[int], object, str]] = {}
         """How some samples were treated, and which these are."""
 
@@ -59,15 +63,16 @@ class Law:
         with tracer.aside(), torch.no_grad():
             if not got.held and got.factor is None and not bool(gradient.any()):
                 return
-            report.factors.add(got.factor)
+            of_gradient = tracer.memory.cause(gradient)
+            report.factors.setdefault(got.factor, None if got.factor is None else of_gradient)
             flags = out.flags | got.flags
             if flags & BY_VALUE and use not in report.by_value:
                 report.by_value.append(use)
-            of_gradient = tracer.memory.cause(gradient)
             if out.mixed or out.factor is not None:
                 report.add("unseen" if _is_unseen(out) else "forward", cause, use)
             elif not _is_same(out, got):
-                report.add("unseen" if _is_unseen(got) else "gradient", of_gradient, use)
+                kind = "factors" if getattr(of_gradient, "factor", False) else "gradient"
+                report.add("unseen" if _is_unseen(got) else kind, of_gradient, use)
             elif flags & ORDER or self._is_uneven(out, got, gradient):
                 report.add("order", cause or of_gradient, use)
             elif not flags & MOVED:
@@ -108,16 +113,28 @@ class Law:
     def end_step(self) -> None:
         """All gradients of the step have arrived."""
         report = self.tracer.report
+        if _generators() != self._chance:
+            report.reads.append(Read("random numbers of Python or NumPy", "chance", "unknown line"))
         samples = self.tracer.memory.samples if self._rows is None else self._rows.unique().numel()
-        branched = any(read.of == "one sample" for read in report.reads)
+        branched = is_branched(self.tracer)
         for seen, cause, use in self._covered.values():
             if len(seen) < samples and not branched:
                 report.add("order", cause, use)
+        cause = next((x for x in report.factors.values() if x is not None), None)
         if len(report.factors) > 1:
-            report.add("gradient", report.factor_cause, "gradients that share no factor")
-        elif report.factors > {None} or report.factors - {None}:
-            report.add("factor", report.factor_cause, "all gradients")
+            report.add("factors", cause, "gradients that share no factor")
+        elif report.factors.keys() - {None}:
+            report.add("factor", cause, "all gradients")
         self._covered.clear()
+
+
+def _generators() -> tuple:
+    """The states of the generators by which Python may choose its way."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    name, key, *rest = numpy.random.get_state()
+    return random.getstate(), name, key.tobytes(), *rest
 
 
 def _is_unseen(shadow: Shadow) -> bool:
@@ -170,10 +187,10 @@ def ordered(
     return [flagged(tracer, f) for f in found] if changes else found
 
 
-def flagged(tracer: Any, shadow: Shadow) -> Shadow:
+def flagged(tracer: Any, shadow: Shadow, flag: int = ORDER) -> Shadow:
     """The same, in which the number of a sample matters."""
     return tracer.made(
-        shadow.sample, shadow.flags | ORDER,
+        shadow.sample, shadow.flags | flag,
         degree=shadow.degree, part=shadow.part, factor=shadow.factor,
     )  # fmt: skip
 
@@ -226,6 +243,11 @@ def is_uneven(x: Tensor, sample: Tensor) -> bool:
 # Parts of a batch
 
 
+def is_branched(tracer: Any) -> bool:
+    """Python knows numbers of single samples, or how long they are: parts may be chosen by them."""
+    return tracer.memory.lengths_read or any(r.of == "one sample" for r in tracer.report.reads)
+
+
 def parts_told(
     tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor], shadows: Sequence[Shadow],
     found: Sequence[Shadow], outs: Sequence[Tensor],
@@ -255,8 +277,7 @@ def _told(
     if found.whole:
         if kind.writes or not _meets(kind, found, partial, shadows, met):
             return found
-        branched = any(r.of == "one sample" for r in tracer.report.reads)  # each on its own values
-        return again(flags=BY_VALUE if branched else ORDER)
+        return again(flags=BY_VALUE if is_branched(tracer) else ORDER)
     merges = kind.pointwise and kind.name in ("add", "where") and len(met) == 1
     if merges and at.are_apart([s.sample for s in shadows]):
         return again(next(iter(met)))

@@ -277,27 +277,28 @@ def _attention_backward(call: Operation) -> list[Any]:
 
 @rule("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
 def _recurrent(call: Operation) -> list[Any] | None:
-    def axis_of(x: Tensor) -> int:
-        own = call.of(x)
-        wide = [d for d in range(3) if own is not None and own.shape[d] > 1]
-        return wide[0] if len(wide) == 1 else 1
-
+    """Inputs and outputs are [t, b, d], also of a layer with `batch_first`; states are [b, d]."""
+    forward = call.name == "mkldnn_rnn_layer"
+    weights, states = call.args[1:5], ((1, 2) if forward else (5, 6))
+    if any(call.of(x) is not None for x in weights):
+        return None
     found: at.Attribution = None
     for x in call.operands:
-        if x.dim() == 3 and call.of(x) is not None:
-            axis = axis_of(x)
-            own = at.reduced(call.of(x), [d for d in range(3) if d != axis])
-            found = at.joined(found, own.reshape(-1))  # type: ignore[union-attr]
+        own = call.of(x)
+        if own is not None and x.dim() in (2, 3):
+            along = x.dim() - 2
+            others = [d for d in range(x.dim()) if d != along]
+            found = at.joined(found, at.reduced(own, others).reshape(-1))  # type: ignore[union-attr]
     if found is None:
         return None
-    first = axis_of(call.args[0])
     mixed, out = at.reduced(found), []
     for k, x in enumerate(call.outs):
-        if x.dim() != 3:
+        if x.dim() == 3:
+            out.append(found.reshape(1, -1, 1))
+        elif k in states:
+            out.append(found.reshape(-1, 1))
+        else:
             out.append(mixed.reshape([1] * x.dim()))  # type: ignore[union-attr]
-            continue
-        axis = first if k == 0 else 1
-        out.append(found.reshape([-1 if d == axis else 1 for d in range(3)]))
     return out
 
 
@@ -312,9 +313,10 @@ def _packed(call: Operation) -> list[Any]:
     lengths = [
         call.shadow(y) for y in call.args[1:] if isinstance(y, Tensor) and call.of(y) is not None
     ]
+    call.tracer.memory.lengths_read = True
     if lengths:
         call.tracer.read("lengths of packed sequences", lengths)
-    return [Out(at.compressed(found[0].to(at.KIND) - 1), MOVED * bool(lengths)), None]
+    return [Out(at.compressed(found[0].to(at.KIND) - 1), MOVED), None]
 
 
 # Tables

@@ -27,6 +27,7 @@ from fastclip.trace.shadow import (
     BY_VALUE,
     FOREIGN,
     LEARNED,
+    MOVED,
     ORDER,
     STICKY,
     TRAINED,
@@ -36,6 +37,8 @@ from fastclip.trace.shadow import (
 
 Geometry = tuple[int, torch.Size, tuple[int, ...], int]
 _SWEEP = 2048
+_FEW = 64
+"""Entries of a constant that is known by its numbers."""
 _KEPT = STICKY | TRAINED | FOREIGN
 """What a part of a memory gives to all of it."""
 
@@ -78,6 +81,8 @@ class Record:
     """How all of it was made, if it holds some samples alone."""
     factors: set[int | None] = field(default_factory=set)
     serial: int = 0
+    formula: int | None = None
+    """Of one number: how it was computed, and from what; another one of the same formula is equal."""
     cause: object | None = None
     """Where its entries first followed from several samples."""
 
@@ -101,6 +106,15 @@ class Memory:
         self._known: dict[int, StorageWeakRef] = {}
         """Memory of the model: constants."""
         self._writes = 0
+        self._drawn: set[int] = set()
+        """States of generators that this step has drawn from."""
+        self._drawn_before: set[int] = set()
+        """The same of the step before."""
+
+    def draws_again(self, state: int) -> bool:
+        """Numbers are drawn from this state: the same ones, if the step before has drawn from it."""
+        self._drawn.add(state)
+        return state in self._drawn_before
 
     def know(self, x: Tensor) -> None:
         """What lies in this memory follows from no sample until an operation writes it there."""
@@ -145,6 +159,7 @@ class Memory:
             if len(self._records) % _SWEEP == 0:
                 self.sweep()
         self._writes += 1
+        record.formula = None
         geometry = geometry_of(x)
         if whole or x.numel() * x.element_size() == storage.nbytes():
             record.shadows, record.flat, record.parts = {geometry: shadow}, None, {}
@@ -154,9 +169,12 @@ class Memory:
             self._note_part(record, x, shadow)
             record.factors.add(shadow.factor)
             flat = self.flat(record, x)
-            flat.as_strided(x.shape, x.stride(), geometry[0]).copy_(
-                expanded(shadow.sample, x.shape)
-            )
+            place = flat.as_strided(x.shape, x.stride(), geometry[0])
+            made = expanded(shadow.sample, x.shape)
+            for axis, step in enumerate(x.stride()):
+                if not step and x.shape[axis]:  # expanded: its memory holds one entry
+                    place, made = place.narrow(axis, 0, 1), made.narrow(axis, 0, 1)
+            place.copy_(made)
             record.shadows = {geometry: shadow}
             record.flags |= shadow.flags & _KEPT
             record.cause = record.cause or cause
@@ -185,7 +203,7 @@ class Memory:
     def _note_part(self, record: Record, x: Tensor, shadow: Shadow) -> None:
         """How the entries of some samples were written, where others lie in the same memory."""
         if shadow.held:
-            if not shadow.whole:
+            if not shadow.whole and not shadow.flags & MOVED:
                 record.parts.setdefault(shadow.part, set()).update(shadow.samples)
             return
         before = self.found(x)
@@ -250,6 +268,20 @@ class Memory:
                 source = part
         return hash((source, place, *((x.shape[k], x.stride(k)) for k in kept)))
 
+    def computed(self, x: Tensor, key: object, operands: Iterable[Tensor]) -> None:
+        """An operation that draws nothing has made one number of its operands."""
+        record = self.record(x)
+        if record is not None:
+            record.formula = hash((key, *map(self.formula, operands)))
+
+    def formula(self, x: Tensor) -> object:
+        """Equal for equal numbers, as far as that was seen."""
+        record = self.record(x)
+        if record is not None:
+            return record.formula or (record.serial, geometry_of(x))
+        few = x.layout is torch.strided and x.numel() <= _FEW and not x.is_meta
+        return content_of(x) if few else object()  # whose memory may be another's later
+
     def serial(self, x: Tensor) -> object:
         """Changes when the memory is written into, as far as that was seen."""
         record = self.record(x)
@@ -281,6 +313,7 @@ class Memory:
             The records of what was computed and is held.
         """
         carried = self.alive()
+        self._drawn, self._drawn_before = set(), self._drawn
         self._earlier = {**self._earlier, **self._given}
         self._earlier = {k: v for k, v in self._earlier.items() if not v[0].expired()}
         self._given = {}

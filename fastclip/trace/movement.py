@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fastclip._torch import tree_leaves
 from fastclip.trace import attribution as at
-from fastclip.trace.findings import Cause
 from fastclip.trace.operation import Operation, Out, rule
 from fastclip.trace.shadow import BY_VALUE, MOVED, ORDER, POSITIONS, RANDOM, STICKY
 
@@ -66,7 +65,8 @@ def _viewed(call: Operation) -> list[Any]:
 def _read(call: Operation) -> bool:
     """Python knows how many there are."""
     tracer = call.tracer
-    return tracer.read_by_python or any(r.what != "nonzero" for r in tracer.report.reads)
+    known = tracer.read_by_python or tracer.memory.lengths_read
+    return known or any(r.what != "nonzero" for r in tracer.report.reads)
 
 
 def _narrowed(found: Tensor) -> Tensor:
@@ -115,7 +115,10 @@ def _together(call: Operation) -> list[Any]:
     tensors = [x for x in call.given["tensors"] if x.dim() == call.outs[0].dim() - new]
     axis, dims = call.given["dim"] % call.outs[0].dim(), tensors[0].dim()
     found = [call.of(x) for x in tensors]
-    sizes = [max(f.shape[d] for f in found if f is not None) for d in range(dims)]
+    held = [f for f in found if f is not None]
+    if not held:  # what held samples is overwritten, or holds nothing
+        return [None]
+    sizes = [max(f.shape[d] for f in held) for d in range(dims)]
     parts = [
         at.expanded(f, [x.shape[d] if d == axis and not new else sizes[d] for d in range(dims)])
         for x, f in zip(tensors, found, strict=True)
@@ -193,7 +196,7 @@ def _reduced(call: Operation) -> list[Any]:
     if call.name in ("sum", "mean"):
         if at.is_mixed(found) and not shadow.mixed:
             degree = 0 if call.name == "sum" else mean_of(call, shadow.sample)
-            call.tracer.extents.add(x.numel())
+            call.tracer.python.extents.add(x.numel())
             if degree is not None and shadow.degree is not None:
                 degree += shadow.degree
         else:
@@ -336,7 +339,7 @@ def exchanged(tracer: Any, func: Any, args: tuple, kwargs: dict[str, Any]) -> An
         held = any(tracer.shadow_of(x).held for x in taken)
     out = func(*args, **kwargs)
     written = _tensors_in([given[name] for name in filled] if filled else taken)
-    cause = Cause(func._schema.name, tracer.lines.current()) if held else None
+    cause = tracer.cause(func._schema.name) if held else None
     with tracer.aside():
         for x in (*written, *_tensors_in(out)):
             of = (

@@ -8,7 +8,7 @@ or follows it, is told from a constant in the same way: by another batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fastclip._torch import creation_number, current_node, current_task, number_of
 from fastclip.trace.findings import Cause
-from fastclip.trace.memory import content_of
+from fastclip.trace.memory import content_of, key_of
 from fastclip.trace.operation import Kind
 from fastclip.trace.shadow import RANDOM, TRAINED, Shadow
 
@@ -54,6 +54,46 @@ class Numbers:
         return before[len(here) - 1] if len(here) <= len(before) else None
 
 
+class Python:
+    """What Python may know of the batch of one step.
+
+    Attributes:
+        armed: it may have read numbers of samples. knows_floats: of several, and not whole ones alone.
+        numbers: those of several samples, and where they were read. handed: the batch was observed from
+            where a loader handed it out. extents: as many entries as there were in the batch, and in
+            sums over samples.
+    """
+
+    def __init__(self) -> None:
+        self.armed = self.knows_floats = self.handed = False
+        self.numbers: dict[float, str] = {}
+        self.extents: set[int] = set()
+        self._literals: set[int] = set()
+        """Memory of tensors that were made of Python's numbers."""
+
+    def knows(self, value: float, line: str, *, several: bool) -> None:
+        """It has read a number of one or of several samples."""
+        self.armed = True
+        if several:
+            self.knows_floats |= isinstance(value, float)
+            self.numbers.setdefault(value, line)
+
+    def detached(self, x: Tensor, shadow: Shadow) -> None:
+        """A tensor was detached; if it has no gradient, then by numpy()."""
+        if not x.requires_grad and shadow.held and len(shadow.samples) != 1:
+            self.armed = True
+            self.knows_floats |= x.is_floating_point()
+
+    def made(self, literal: bool, operands: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        """Constants were made, of Python's numbers (`literal`) or of other constants."""
+        if literal or (self._literals and any(map(self.is_literal, operands))):
+            self._literals.update(map(key_of, outs))
+
+    def is_literal(self, x: Tensor) -> bool:
+        """It was made of Python's numbers in this step."""
+        return key_of(x) in self._literals
+
+
 class Counts:
     """Means over as many entries as data chose: how many these are is a factor of their gradients.
 
@@ -69,7 +109,7 @@ class Counts:
         """The operation that runs is one."""
         if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
             number = creation_number() - 1
-            cause = Cause("mean over entries that the batch selects", line)
+            cause = Cause("mean over entries that the batch selects", line, factor=True)
             self.nodes[number] = hash(("count", number)), cause
 
     def divide(self, tracer: Any, outs: Sequence[Tensor]) -> None:
@@ -86,22 +126,15 @@ class Counts:
                 self._made.add(factor)
                 shadow = tracer.made(own.sample, own.flags, part=own.part, factor=factor)
                 tracer.memory.write(x, shadow, cause)
-        tracer.report.factor_cause = tracer.report.factor_cause or cause
 
 
-def come_back(
-    tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor], known: Mapping[float, str]
-) -> None:  # fmt: skip
-    """Report numbers that Python has read from several samples and that are arguments again.
-
-    Args:
-        known: such numbers, and where they were read.
-    """
+def come_back(tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor]) -> None:
+    """Report numbers that Python has read from several samples and that are arguments again."""
     for k in kind.numbers:
         value = args[k] if k < len(args) else None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
-        line = known.get(value)
+        line = tracer.python.numbers.get(value)
         if line is None or (value % 1 and not 20 * value % 1):  # as 0.5: by accident
             continue
         of_formulas = {-1, 0, 1, 2}  # of `2 * x` and squares, and the largest of three classes
@@ -128,19 +161,23 @@ def compared(
         if isinstance(value, int) and tensor is not None:
             before = tracer.numbers.met((line, kind.name, "content"), value, tracer.memory.samples)
             changed = several and before is not None and before[0] != value
-            if changed and (tracer.armed or tracer.is_literal(tensor) or not tracer.handed):
+            if changed and (
+                tracer.python.armed or tracer.python.is_literal(tensor) or not tracer.python.handed
+            ):
                 _report(
                     tracer, kind, line, f"a constant of shape {list(tensor.shape)} that changes"
                 )
             continue
         before = tracer.numbers.met((line, kind.name), value, tracer.memory.samples)
-        powers[value] = power, _ = _power(value, before, tracer.memory.samples, tracer.extents)
+        powers[value] = power, _ = _power(
+            value, before, tracer.memory.samples, tracer.python.extents
+        )
         changed = before is not None and before[0] != value and not power
         if not changed or not several or _is_size(value, tracer, tensors):
             continue
         counts = summed and kind.name in ("mul", "div") and value == int(value) and abs(value) > 2
-        elsewhere = tensor is not None and not tracer.handed and kind.name in _WEIGHS
-        if tracer.armed or elsewhere or (counts and not _is_scale(value, before[0])):
+        elsewhere = tensor is not None and not tracer.python.handed and kind.name in _WEIGHS
+        if tracer.python.armed or elsewhere or (counts and not _is_scale(value, before[0])):
             _report(tracer, kind, line, f"a number that changes ({before[0]:g}, {value:g})")
     return powers
 
@@ -199,7 +236,7 @@ def _is_whole(value: float) -> bool:
 
 def _is_size(value: float, tracer: Any, tensors: Sequence[Tensor]) -> bool:
     sizes = {tracer.memory.samples, *(n for x in tensors for n in (*x.shape, x.numel()))}
-    return value in sizes or value in tracer.extents
+    return value in sizes or value in tracer.python.extents
 
 
 def _is_scale(value: float, before: float) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastclip._torch import overload_of
+from fastclip._torch import overload_of, tree_leaves
 from fastclip.trace.attribution import Attribution
 from fastclip.trace.shadow import Shadow
 
@@ -122,11 +122,12 @@ class Kind:
         aliases: what it returns is in its operand's memory. reshapes: only the geometry changes.
         aligned: how constants lie alongside samples: "pointwise", "stacked", "together" or
             "gradient" (the first operand alone), if they do. by_values: not remembered. collective:
-            ranks exchange what it is given. numbers: which arguments may be numbers of Python's.
+            ranks exchange what it is given. filled: arguments whose numbers it replaces (`out=`).
+            numbers: which arguments may be numbers of Python's.
     """
 
     __slots__ = (
-        "aliases", "aligned", "base", "by_values", "collective", "fresh", "name", "numbers",
+        "aliases", "aligned", "base", "by_values", "collective", "filled", "fresh", "name", "numbers",
         "pointwise", "random", "reads", "reshapes", "rule", "writes",
     )  # fmt: skip
 
@@ -137,6 +138,10 @@ class Kind:
             for k, a in enumerate(func._schema.arguments)
             if a.alias_info and a.alias_info.is_write
         ]
+        self.filled = [
+            a.name for a in func._schema.arguments
+            if a.kwarg_only and a.alias_info and a.alias_info.is_write
+        ]  # fmt: skip
         if self.writes and base.endswith("_") and not base.endswith("__"):
             base = base[:-1]
         self.base = base
@@ -178,3 +183,51 @@ _TOGETHER = frozenset((
 """Their results hold entries of constants among those of samples."""
 _JOINTLY = frozenset(("randperm", "multinomial"))
 """Their numbers are random, but not independent of each other."""
+
+
+# Arguments
+
+
+def is_of_losses(kind: Kind, tensors: list[Tensor]) -> bool:
+    """Numbers are added, or multiplied by a constant: the gradient of each follows from none of them."""
+    if any(x.dim() for x in tensors) or kind.writes:
+        return False
+    alone = len(tensors) == 1 and kind.name in ("mul", "div", "neg", "ones_like", "detach")
+    return alone or kind.name in ("add", "sub")
+
+
+def tensors_in(found: Any) -> list[Tensor]:
+    """The tensors of a nested structure."""
+    return [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+
+
+def generator_of(device: torch.device | str) -> torch.Generator | None:
+    """The one that draws for everybody there."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
+def taken_apart(func: Any, args: tuple, kwargs: dict) -> tuple[list[Tensor], list]:
+    """The tensors among the arguments, and what identifies the others."""
+    tensors: list[Tensor] = []
+    key: list = [func, *kwargs]
+    for value in args if not kwargs else (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            key.append("tensor")
+        elif isinstance(value, (list, tuple)):
+            for held in value:
+                if isinstance(held, Tensor):
+                    tensors.append(held)
+                    key.append("tensor")
+                else:
+                    key.append(held)
+            key.append("]")
+        else:
+            key.append(value)
+    return tensors, key

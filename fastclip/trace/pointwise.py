@@ -59,7 +59,7 @@ _HOMOGENEOUS = frozenset((
 ))  # fmt: skip
 """A factor of their first operand is one of the result; of either one, if it is a product."""
 _PRODUCTS = frozenset(("mul", "mm", "bmm"))
-_ADDING = frozenset((
+ADDING = frozenset((
     "add", "sub", "cat", "stack", "where", "index_put", "index_add", "scatter_add", "copy",
     "masked_fill", "masked_scatter",
 ))  # fmt: skip
@@ -227,7 +227,7 @@ def _kept_factor(call: Operation) -> int | None:
         if name in ("mul", "div") and isinstance(call.kwargs.get("rounding_mode"), str):
             alone = False
         return call.shadow(carriers[0]).factor if alone else None
-    if name not in _ADDING:
+    if name not in ADDING:
         return None
     number = None if isinstance(call.args[-1], Tensor) else call.args[-1]
     if name in ("add", "sub", "masked_fill") and number not in (None, 0):
@@ -285,4 +285,4 @@ def shared(call: Operation, x: object) -> int | None:
     if not bool(torch.isfinite(value.double()).all()) or not bool((value > 0).all()):
         return None
     call.tracer.report.guards.add("positive factor")
-    return hash(("factor", call.tracer.memory.serial(x), x.storage_offset()))
+    return hash(("factor", call.tracer.memory.formula(x)))

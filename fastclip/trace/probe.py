@@ -2,12 +2,16 @@
 
 For every bit of a sample's number the operation runs once with that half of the samples changed, and
 once with the other half: 2 log2 b runs, each with two kinds of values. A result that moves in one half
-of every pair has the bits of its sample's number; one that moves in both follows from several.
+of every pair has the bits of its sample's number; one that moves in both follows from several. Trained
+tensors have other values there, none of them zero: what they hide now they show when they have learnt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +21,7 @@ from torch import Tensor
 from fastclip._torch import tree_leaves
 from fastclip.trace import attribution as at
 from fastclip.trace.operation import Operation
-from fastclip.trace.shadow import BY_VALUE, Shadow
+from fastclip.trace.shadow import BY_VALUE, TRAINED, Shadow
 
 _TRIALS = 2
 _CHECKS = frozenset((
@@ -46,17 +50,29 @@ def probed(
     strided = all(x.layout is torch.strided and not x.is_meta for x in tensors)
     if not tracer.probes or not strided or not _is_safe(call, tensors, shadows):
         return everything
-    state = torch.get_rng_state()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _generators_kept():
             found = _asked(call, list(before or tensors), tensors, shadows)
     except Exception:  # the operation takes no other values
         return everything
-    finally:
-        torch.set_rng_state(state)
     if fills:
         found = [_filled(x) for x in found]
     return [tracer.made(at.compressed(x), flags | BY_VALUE) for x in found]
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """What is drawn inside, by torch, Python or NumPy, is drawn again afterwards."""
+    numpy = sys.modules.get("numpy")
+    state, python = torch.get_rng_state(), random.getstate()
+    array = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(array)
 
 
 def _filled(found: Tensor) -> Tensor:
@@ -92,6 +108,10 @@ def _asked(
 ) -> list[Tensor]:
     state = torch.get_rng_state()
     mixed = any(s.mixed for s in shadows)
+    given = [
+        _changed(x, torch.tensor(True), _TRIALS) if s.flags & TRAINED else x
+        for x, s in zip(given, shadows, strict=True)
+    ]
 
     def run(change: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
         values = {

@@ -16,18 +16,27 @@ from fastclip._torch import (
     base_of,
     current_task,
     place_beneath,
+    run_eagerly,
     take_away,
     tree_leaves,
 )
 from fastclip.trace import attribution as at
 from fastclip.trace import indices, layers  # noqa: F401 - they register their rules
 from fastclip.trace.findings import Cause, Lines, Read, Report, is_a_loaders
-from fastclip.trace.law import flagged, is_uneven, ordered, parts_told
+from fastclip.trace.law import flagged, is_branched, is_uneven, ordered, parts_told
 from fastclip.trace.memory import Memory, Record, content_of, geometry_of, key_of
 from fastclip.trace.movement import exchanged
-from fastclip.trace.numbers import Counts, Numbers, come_back, compared
-from fastclip.trace.operation import Kind, Operation, Out
-from fastclip.trace.pointwise import POINTWISE, factored, pointwise
+from fastclip.trace.numbers import Counts, Numbers, Python, come_back, compared
+from fastclip.trace.operation import (
+    Kind,
+    Operation,
+    Out,
+    generator_of,
+    is_of_losses,
+    taken_apart,
+    tensors_in,
+)
+from fastclip.trace.pointwise import ADDING, POINTWISE, factored, pointwise
 from fastclip.trace.probe import probed
 from fastclip.trace.shadow import (
     BY_VALUE,
@@ -63,6 +72,10 @@ _DISPATCHING = [0]
 """Operations that are on their way through tracers."""
 RUNNING: list[Tracer] = []
 """Those whose steps are under way, of all private models of this process."""
+
+
+_AFTERWARDS: list[Callable[[], None]] = []
+"""To be called when none is under way any more."""
 
 
 @contextmanager
@@ -107,21 +120,9 @@ class Tracer(TorchDispatchMode):
         self.on_outside: Callable[[Tensor, str], None] | None = None
         """Called with a trained tensor that is none of the model's, and the line where it meets data."""
         self._outside_met: set[int] = set()
-        self._numbers: dict[float, str] = {}
-        """Read from several samples, and where."""
-        self.numbers = numbers or Numbers()
+        self.numbers, self.python = numbers or Numbers(), Python()
         self.powers: dict[float, tuple[int, bool]] = {}
         """Of the numbers that the running operation was given: as of `compared`."""
-        self.armed = self.armed_by_floats = False
-        """Python may know numbers of several samples."""
-        self.inside = False
-        """The model's own forward is running."""
-        self.handed = False
-        """The batch was observed from where a loader handed it out."""
-        self.extents: set[int] = set()
-        """As many entries as there were in sums over samples, and in the batch."""
-        self._literals: set[int] = set()
-        """Memory of tensors that were made of Python's numbers in this step."""
         self.counts = Counts()
         self.idle = 0
         self._thread: int | None = None
@@ -151,6 +152,8 @@ class Tracer(TorchDispatchMode):
         self.stopped = False
         self._thread = threading.get_ident() if place_beneath(self) else None
         if self._thread is not None:
+            if not RUNNING:
+                _AFTERWARDS.append(run_eagerly())
             RUNNING.append(self)
         return self._thread is not None
 
@@ -160,22 +163,24 @@ class Tracer(TorchDispatchMode):
         return current_task() != -1 or self._thread == threading.get_ident()
 
     @property
+    def hears(self) -> bool:
+        """It follows what runs where its mode lies."""
+        return not (self.idle or self.stopped)
+
+    @property
     def observing(self) -> bool:
         """Operations of this thread are being followed."""
-        return self._thread is not None and not self.stopped and not self.idle and self.here
+        return self._thread is not None and self.hears and self.here
 
     def begin(self) -> None:
         """Another step: nothing is known of its batch."""
         self.report, self.read_by_python, self.memory.samples = Report(), False, 0
         self.same_samples = None
         self.guarded_labels.clear()
-        self._numbers.clear()
         self._outside_met.clear()
         self.counts = Counts()
         self.numbers.begin()
-        self.armed = self.armed_by_floats = self.inside = self.handed = False
-        self.extents.clear()
-        self._literals.clear()
+        self.python = Python()
 
     def end(self) -> None:
         """The step is over: what of it is still held may be read by the next one."""
@@ -196,6 +201,8 @@ class Tracer(TorchDispatchMode):
         self.stopped = True
         if self in RUNNING:
             RUNNING.remove(self)
+            if not RUNNING:
+                _AFTERWARDS.pop()()
         here = self._thread == threading.get_ident() and current_task() == -1
         if not here or _DISPATCHING[0] or not take_away(self):
             return False
@@ -210,14 +217,14 @@ class Tracer(TorchDispatchMode):
     def seed(self, x: Tensor, axis: int = 0) -> None:
         """Sample i lies at position i of this axis."""
         self.memory.samples = max(self.memory.samples, x.shape[axis])
-        self.extents.add(x.numel())
+        self.python.extents.add(x.numel())
         found = at.along(x.shape[axis], axis, x.dim())
         again = self.memory.give(x, self.shadows.of(found, self.memory.samples))
         self.same_samples = self.same_samples is not False and again
 
-    def seed_all(self, x: Tensor, sample: int) -> None:
-        """All of a tensor is of one sample."""
-        found = self.shadows.of(at.everywhere(sample, x.dim()), self.memory.samples)
+    def seed_all(self, x: Tensor, sample: int, part: int | None = None) -> None:
+        """All of a tensor is of one sample; the others have tensors of the same part."""
+        found = self.shadows.of(at.everywhere(sample, x.dim()), self.memory.samples, part=part)
         self.memory.give(x, found)
 
     def shadow_of(self, x: Tensor) -> Shadow:
@@ -254,11 +261,11 @@ class Tracer(TorchDispatchMode):
     ) -> Any:
         _DISPATCHING[0] += 1
         try:
-            if self.idle or self.stopped:
+            if not self.hears:
                 return func(*args, **(kwargs or {}))
             out = self._dispatched(func, args, kwargs or {})
             if self.counts.nodes and func in _KINDS and not _KINDS[func].aliases:
-                self.counts.divide(self, _tensors_in(out))
+                self.counts.divide(self, tensors_in(out))
             return out
         finally:
             _DISPATCHING[0] -= 1
@@ -270,11 +277,15 @@ class Tracer(TorchDispatchMode):
         self.report.operations += 1
         if kind.collective:
             return exchanged(self, func, args, kwargs)
-        tensors, key = _taken_apart(func, args, kwargs)
+        tensors, key = taken_apart(func, args, kwargs)
         records = list(map(self.memory.record, tensors))
         shadows = list(map(self._met, tensors, records))
         if self.memory.samples > 1 and None in records:
             shadows = self._from_elsewhere(func, args, tensors, shadows)
+        for filled in kind.filled:
+            k = next((k for k, x in enumerate(tensors) if x is kwargs.get(filled)), None)
+            if k is not None:
+                shadows[k] = self.shadows.constant
         hot, flags = False, 0
         for shadow in shadows:
             hot |= shadow.sample is not None
@@ -283,31 +294,45 @@ class Tracer(TorchDispatchMode):
             return self._answer(self._read_number(kind, func(*args, **kwargs), shadows))
         if self.trail is not None:
             self._note(key, tensors)
+        again = kind.random and self._draws_again(tensors, kwargs)
         if not hot:
-            return self._constant(func, kind, args, kwargs, tensors, shadows)
+            return self._constant(func, kind, args, kwargs, tensors, shadows, again)
         self.lines.note()
-        if kind.name == "detach" and not self.inside and current_task() == -1:
-            self._may_leave(tensors[0], shadows[0])
-        if flags & FOREIGN and not self._unpacks:
-            for x, shadow in zip(tensors, shadows, strict=True):
-                if shadow.flags & FOREIGN:
-                    self._outside(x)
+        if kind.name == "detach" and not self.lines.in_model() and current_task() == -1:
+            self.python.detached(tensors[0], shadows[0])
+        if self._unpacks:
+            return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key, again)
+        beside = is_of_losses(kind, tensors)
         for x, shadow in zip(tensors, shadows, strict=True):
-            if (
-                x.requires_grad
-                and not self._unpacks
-                and shadow is self.shadows.constant
-                and self.memory.record(x) is None
-            ):
+            foreign = bool(shadow.flags & FOREIGN)
+            unmet = x.requires_grad and shadow is self.shadows.constant
+            unmet &= x.is_leaf or current_task() == -1  # a checkpoint hands on what it was given
+            if unmet and self.memory.record(x) is None:
+                foreign = True
+                self.memory.write(x, self.shadows.of_no_sample(TRAINED | FOREIGN * beside))
+            if foreign and not beside:
                 self._outside(x)
-                self.memory.write(x, self.shadows.of_no_sample(TRAINED))
-        return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key)
+            elif foreign:
+                flags |= FOREIGN
+        out = self._followed(func, kind, args, kwargs, tensors, shadows, flags, key, again)
+        if beside and flags & FOREIGN:
+            found = self.shadow_of(out)
+            more = {"degree": found.degree, "factor": found.factor}
+            self.memory.write(out, self.made(found.sample, found.flags | FOREIGN, **more))
+        return out
 
-    def _may_leave(self, x: Tensor, shadow: Shadow) -> None:
-        """Of a tensor without a gradient that is detached: numpy() does it."""
-        if not x.requires_grad and shadow.held and len(shadow.samples) != 1:
-            self.armed = True
-            self.armed_by_floats |= x.is_floating_point()
+    def _draws_again(self, tensors: list[Tensor], kwargs: dict[str, Any]) -> bool:
+        """What is about to be drawn are the numbers of the step before: constants."""
+        generator = kwargs.get("generator")
+        if generator is None:
+            generator = generator_of(
+                kwargs.get("device") or (tensors[0].device if tensors else "cpu")
+            )
+        if generator is None:
+            return False
+        with suppress(RuntimeError):  # a graph is being captured
+            return self.memory.draws_again(hash(generator.get_state().numpy().tobytes()))
+        return False
 
     @property
     def _unpacks(self) -> bool:
@@ -316,23 +341,25 @@ class Tracer(TorchDispatchMode):
 
     def _read_number(self, kind: Kind, value: Any, shadows: list[Shadow]) -> Any:
         of = self.read(kind.name, shadows)
-        if isinstance(value, bool) or of == "chance" or self.inside:
-            return value
-        self.armed = True
-        if of == "several samples":
-            self.armed_by_floats |= isinstance(value, float)
-            self._numbers.setdefault(value, self.lines.current())
+        if of != "chance" and not isinstance(value, bool):
+            self.known_number(value, several=of == "several samples")
         return value
 
-    def known_number(self, value: float) -> None:
-        """Python can read this number of several samples without an operation."""
-        if not self.inside:
-            self.armed = True
-            self._numbers.setdefault(value, self.lines.current())
+    def known_number(self, value: float, *, several: bool = True) -> None:
+        """Python knows this number of samples, or can read it without an operation."""
+        if not self.lines.in_model():
+            self.python.knows(value, self.lines.current(), several=several)
 
-    def is_literal(self, x: Tensor) -> bool:
-        """It was made of Python's numbers in this step."""
-        return key_of(x) in self._literals
+    def cause(self, what: str, operands: Iterable[Tensor] = (), *, factor: bool = False) -> Cause:
+        """What runs, as the cause of a finding.
+
+        Args:
+            factor: it makes a number of several samples a factor; whose gradient that becomes a factor
+                of does not matter.
+        """
+        shapes = tuple(tuple(x.shape) for x in operands)
+        backward = current_task() != -1 and not factor
+        return Cause(what, self.lines.current(), shapes, backward, factor, self.lines.in_model())
 
     def _answer(self, number: Any) -> Any:
         if isinstance(number, bool):
@@ -375,21 +402,23 @@ class Tracer(TorchDispatchMode):
 
     def _followed(
         self, func: Any, kind: Kind, args: tuple, kwargs: dict, tensors: list[Tensor],
-        shadows: list[Shadow], flags: int, key: list,
+        shadows: list[Shadow], flags: int, key: list, again: bool = False,
     ) -> Any:  # fmt: skip
-        """An operation on samples."""
+        """An operation on samples; it draws `again` what the step before has drawn."""
         self.powers = {}
-        if not self.inside and current_task() == -1:
+        if not self.lines.in_model() and current_task() == -1:
             with self.aside():
                 self.powers = compared(self, kind, args, tensors, shadows)
-        if self._numbers and kind.numbers:
-            come_back(self, kind, args, tensors, self._numbers)
+        if self.python.numbers and kind.numbers:
+            come_back(self, kind, args, tensors)
         before = [x.clone() for x in tensors] if kind.writes and kind.rule is None else None
         beside = tensors
         if kind.writes and kind.pointwise and not shadows[0].held and tensors[0].numel() > 1:
             beside = [tensors[0].clone(), *tensors[1:]]  # the constant that is written into
         out = func(*args, **kwargs)
-        outs = [out] if isinstance(out, Tensor) else _tensors_in(out)
+        outs = [out] if isinstance(out, Tensor) else tensors_in(out)
+        if kind.writes and not outs:
+            self._join(kind, args, tensors, shadows)
         if kind.reshapes or not outs:
             return out
         known = None if kind.by_values or flags & MOVED else self._key(key, shadows, tensors)
@@ -404,13 +433,30 @@ class Tracer(TorchDispatchMode):
         if kind.aligned:
             with self.aside():
                 found = ordered(self, kind, found, beside, shadows, outs)
+        if again:
+            found = [
+                flagged(self, f) if f.held else self.shadows.of_no_sample(f.flags & ~RANDOM)
+                for f in found
+            ]
         if any(s.partial for s in (*found, *shadows)):
             found = parts_told(self, kind, args, tensors, shadows, found, outs)
         cause = self._cause(kind, tensors, shadows, found)
         if kind.fresh:
             found = [self._nobody(outs[0])]
         self._put(kind, outs, found, cause, tensors)
+        plain = func.namespace == "aten" and not (kind.writes or kind.random or kwargs)
+        if plain and out is outs[0] and out.numel() == 1 and not self._lies_in(out, tensors):
+            with self.aside():
+                self.memory.computed(out, repr(key), tensors)
         return out
+
+    def _join(self, kind: Kind, args: tuple, tensors: list[Tensor], shadows: list[Shadow]) -> None:
+        """An operation on lists that returns nothing has written what all its operands hold."""
+        for x in tree_leaves([args[k] for k in kind.writes if k < len(args)]):
+            if isinstance(x, Tensor):
+                found = self.made(at.everywhere(at.SEVERAL, x.dim()), LEARNED)
+                cause = self._cause(kind, tensors, shadows, [found])
+                self.memory.write(x, found, cause, whole=False)
 
     def _key(self, key: list, shadows: list[Shadow], tensors: list[Tensor]) -> tuple | None:
         """Under which the result is remembered."""
@@ -439,7 +485,7 @@ class Tracer(TorchDispatchMode):
             found = factored(call, shadows)
             if found is not None:
                 return found
-        told = None if call.kind.rule is None else call.kind.rule(call)
+        told = self._told(call)
         if told is None:
             return probed(call, tensors, shadows, kept, before)
         found = [
@@ -450,6 +496,14 @@ class Tracer(TorchDispatchMode):
             if any(s.mixed and (s.degree is None or masked) for s in found):
                 return probed(call, tensors, shadows, kept, before)
         return found
+
+    @staticmethod
+    def _told(call: Operation) -> Any:
+        """What the rule says; nothing, if there is none or it does not know these arguments."""
+        try:
+            return None if call.kind.rule is None else call.kind.rule(call)
+        except (RuntimeError, IndexError, ValueError, TypeError, KeyError, AttributeError):
+            return None
 
     def _shadow(self, x: Tensor, out: Out | at.Attribution, kept: int, learned: int = 0) -> Shadow:
         if not isinstance(out, Out):
@@ -465,18 +519,20 @@ class Tracer(TorchDispatchMode):
         self, kind: Kind, tensors: list[Tensor], shadows: list[Shadow], found: list[Shadow]
     ) -> object | None:
         """Where what the operation returns first followed from several samples."""
-        if self.report.factor_cause is None and any(s.factor is not None for s in found):
-            shapes = tuple(tuple(x.shape) for x in tensors)
-            self.report.factor_cause = Cause(kind.base, self.lines.current(), shapes)
-        backward = current_task() != -1
-        if not any(s.joined or (backward and s.partial) for s in found):
+        backward, factor = current_task() != -1, any(s.factor is not None for s in found)
+        coupled = [s for s in found if s.joined or (backward and s.partial)]
+        if not coupled and not factor:
             return None
+        carried = any(s.factor is not None for s in shadows)
+        before = [s for s in shadows if s.mixed or s.joined or (backward and s.partial)]
+        of_factor = bool((factor and (before or not coupled)) or (carried and kind.name in ADDING))
         for x, shadow in zip(tensors, shadows, strict=True):
-            if shadow.held and (earlier := self.memory.cause(x)) is not None:
+            earlier, shares = self.memory.cause(x), shadow.factor is not None
+            by_factor = getattr(earlier, "factor", False)
+            if earlier and ((shares or by_factor) if of_factor else not (shares and by_factor)):
                 return earlier
-        held = tuple(tuple(x.shape) for x in tensors)
-        cause = Cause(kind.base, self.lines.current(), held, backward)
-        if cause not in self.report.mixing:
+        cause = self.cause(kind.base, tensors, factor=of_factor)
+        if not of_factor and cause not in self.report.mixing:
             self.report.mixing.append(cause)
         return cause
 
@@ -486,7 +542,11 @@ class Tracer(TorchDispatchMode):
     ) -> None:  # fmt: skip
         """Keep what was found by the memory that the operation returned."""
         for x, shadow in zip(outs, found, strict=True):
-            if kind.writes:
+            if x.layout is not torch.strided and shadow.held:
+                self.read(
+                    f"a tensor of layout {x.layout}", [shadow]
+                )  # which has no memory of its own
+            elif kind.writes:
                 self.memory.write(x, shadow, cause, whole=False)
                 self._compare_parts(x)
             elif self._lies_in(x, tensors):
@@ -504,8 +564,9 @@ class Tracer(TorchDispatchMode):
             if record is None or own is None or own.sample is None or own.flags & MOVED:
                 return
             if is_uneven(base, own.sample):
-                record.flags |= ORDER
-                record.shadows = {k: flagged(self, s) for k, s in record.shadows.items()}
+                flag = BY_VALUE if is_branched(self) else ORDER
+                record.flags |= flag
+                record.shadows = {k: flagged(self, s, flag) for k, s in record.shadows.items()}
 
     @staticmethod
     def _lies_in(x: Tensor, tensors: list[Tensor]) -> bool:
@@ -515,26 +576,30 @@ class Tracer(TorchDispatchMode):
 
     def _constant(
         self, func: Any, kind: Kind, args: tuple, kwargs: dict, tensors: list[Tensor],
-        shadows: list[Shadow],
+        shadows: list[Shadow], again: bool,
     ) -> Any:  # fmt: skip
         """An operation on no sample."""
         out = func(*args, **kwargs)
-        outs = [out] if isinstance(out, Tensor) else _tensors_in(out)
-        factor = next((s.factor for s in shadows if s.factor is not None), None)
-        if factor is not None:
+        outs = [out] if isinstance(out, Tensor) else tensors_in(out)
+        shared = next(
+            (x for x, s in zip(tensors, shadows, strict=True) if s.factor is not None), None
+        )
+        if shared is not None:
+            cause = self.memory.cause(shared)
             call = Operation(self, kind, func, args, kwargs, tensors, shadows, outs)
             with self.aside():
                 found = factored(call, shadows)
             for x, shadow in zip(outs, found or [self.shadows.constant] * len(outs), strict=True):
-                self.memory.write(x, shadow, whole=not kind.writes)
+                self.memory.write(x, shadow, cause, whole=not kind.writes)
             return out
         foreign = self._has_foreign(tensors, shadows)
         trained = foreign or any(s.flags & TRAINED for s in shadows)
-        drawn = kind.random or (kind.pointwise and any(s.flags & RANDOM for s in shadows))
+        drawn = (kind.random and not again) or (
+            kind.pointwise and any(s.flags & RANDOM for s in shadows)
+        )
         # What is made of a tensor from elsewhere (a part of all labels) is from elsewhere, too.
         literal = kind.name in _LITERALS
-        if literal or (self._literals and any(map(self.is_literal, tensors))):
-            self._literals.update(map(key_of, outs))
+        self.python.made(literal, tensors, outs)
         elsewhere = not literal and not trained and any(self._from_nowhere(x) for x in tensors)
         shadow = self.shadows.of_no_sample(RANDOM * drawn | TRAINED * trained | FOREIGN * foreign)
         for x in outs:
@@ -572,7 +637,7 @@ class Tracer(TorchDispatchMode):
         finally:
             self.idle -= 1
         if any(self.shadow_of(x).held for x in held):
-            cause = Cause(str(func), self.lines.current(), (), current_task() != -1)
+            cause = self.cause(str(func))
             for x in tree_leaves(out):
                 if isinstance(x, Tensor):
                     self.memory.write(
@@ -585,7 +650,9 @@ class Tracer(TorchDispatchMode):
     def _from_elsewhere(
         self, func: Any, args: tuple, tensors: list[Tensor], shadows: list[Shadow]
     ) -> list[Shadow]:
-        """Tensors as long as the batch that no operation of this step has made, as it meets them."""
+        """Tensors as long as the batch that no operation of this step has made, as it meets them; or as
+        long as the rows of samples that they meet (labels of positions, end to end).
+        """
         channels = {
             id(args[k]) for k, a in enumerate(func._schema.arguments)
             if k < len(args) and a.name in _OF_CHANNELS and isinstance(args[k], Tensor)
@@ -599,23 +666,26 @@ class Tracer(TorchDispatchMode):
                 axis = self._samples_axis(x)
                 if axis is not None and (self.same_samples or not self.memory.was_given(x)):
                     self._outside(x)
-                    self._seed_elsewhere(x, axis)
-                    if self.armed_by_floats and x.is_floating_point() and _is_literal(func):
-                        self._numbers_again(x)
+                    self.seed(x, axis)
+                    literal = _KINDS[func].name in _LITERALS and x.is_floating_point()
+                    if literal and self.python.knows_floats:  # these come back, or others
+                        several = self.made(at.everywhere(at.SEVERAL, x.dim()))
+                        self.memory.write(x, several, self.cause("numbers that Python has read"))
+                    found[k] = self.shadow_of(x)
+                elif axis is None and (rows := self._rows_beside(x, shadows)) is not None:
+                    self.memory.give(x, self.made(rows))
                     found[k] = self.shadow_of(x)
         return found
 
-    def _numbers_again(self, x: Tensor) -> None:
-        """Numbers that Python has read come back, or others: nobody can tell."""
-        cause = Cause("numbers that Python has read", self.lines.current())
-        self.memory.write(x, self.made(at.everywhere(at.SEVERAL, x.dim())), cause)
-
-    def _seed_elsewhere(self, x: Tensor, axis: int) -> None:
-        base = x
-        for k, step in enumerate(x.stride()):
-            if not step:
-                base = base.narrow(k, 0, 1)  # expanded: its memory holds one entry
-        self.seed(base, axis)
+    def _rows_beside(self, x: Tensor, shadows: Iterable[Shadow]) -> at.Attribution:
+        """The samples of the rows of an operand that has as many rows as `x`, more than one a sample."""
+        if not x.dim() or not x.stride(0) or len(x) % self.memory.samples:
+            return None
+        for shadow in shadows:
+            own = shadow.sample
+            if own is not None and own.dim() and len(own) == len(x) == own.numel():
+                return None if shadow.flags & MOVED else own.reshape([-1] + [1] * (x.dim() - 1))
+        return None
 
     def _outside(self, x: Tensor) -> None:
         apart = not x.is_leaf or base_of(x) is None
@@ -628,32 +698,3 @@ class Tracer(TorchDispatchMode):
         """The first axis that is as long as the batch."""
         samples = self.memory.samples
         return next((a for a, n in enumerate(x.shape) if n == samples and x.stride(a)), None)
-
-
-def _is_literal(func: Any) -> bool:
-    return _KINDS[func].name in _LITERALS
-
-
-def _tensors_in(found: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(found) if isinstance(x, Tensor)]
-
-
-def _taken_apart(func: Any, args: tuple, kwargs: dict) -> tuple[list[Tensor], list]:
-    """The tensors among the arguments, and what identifies the others."""
-    tensors: list[Tensor] = []
-    key: list = [func, *kwargs]
-    for value in args if not kwargs else (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            tensors.append(value)
-            key.append("tensor")
-        elif isinstance(value, (list, tuple)):
-            for held in value:
-                if isinstance(held, Tensor):
-                    tensors.append(held)
-                    key.append("tensor")
-                else:
-                    key.append(held)
-            key.append("]")
-        else:
-            key.append(value)
-    return tensors, key

@@ -19,6 +19,7 @@ from fastclip._torch import current_task
 from fastclip.errors import BatchSizeError
 from fastclip.samples.owners import NOBODY, coded_by
 from fastclip.samples.place import Place
+from fastclip.trace.tracer import all_aside
 
 _BASE = 16
 """Samples that one pass tells apart, by factors of 2^-8 to 2^7."""
@@ -143,7 +144,8 @@ class _Leave(Function):
         ]
         if came and _records():
             edges, values, places = (list(column) for column in zip(*came, strict=True))
-            ctx.routing.send(edges, values, places)
+            with all_aside():  # these gradients are no part of a traced step
+                ctx.routing.send(edges, values, places)
         return None, None, *gradients
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastclip import ops
+from fastclip.errors import GraphError
 from fastclip.kernels.group_norm import MAX_SIZE, cut, group_norm, is_channels_last
 from fastclip.kernels.group_norm_backward import group_norm_backward
 from fastclip.ops import dispatch
@@ -285,6 +286,7 @@ def trained(
     with use_backend(backend), full_float32(), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*kernel of group_norm.*")
         _, private, optimizer, _ = make_private(model, max_grad_norm=0.5)
+        optimizer.keeper.trace.finish()  # as from the third step on, when kernels serve
         for layer in model.modules():
             if isinstance(layer, (nn.GroupNorm, nn.InstanceNorm2d)):
                 layer.register_forward_hook(lambda *call: found.append(ops.channels_last(call[-1])))
@@ -316,6 +318,19 @@ def test_private_layer(name: str, size: int, monkeypatch: pytest.MonkeyPatch) ->
     served = {key.split()[1] for key in dispatch._STATE.proven}
     assert "group_norm_backward" in served
     assert ("group_norm" in served) != one
+
+
+def test_samples_are_followed_through_a_layer_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is launched past torch: in a traced step the reference computes."""
+    monkeypatch.setattr(dispatch, "_STATE", dispatch._State("triton"))
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 1)).to(DEVICE)
+    x = last(normal(3, 3, 7, 7))
+    engine, private, _, _ = make_private(model)
+    out = private(x).flatten(1).mean(1)
+    with pytest.raises(GraphError, match="mixes samples"):
+        (out - out.mean()).square().mean().backward()
+    private(x).mean().backward()
+    assert not engine.explain().unproven
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])

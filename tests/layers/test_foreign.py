@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastclip.errors import FastclipError
+from fastclip.errors import FastclipError, ParameterLeakError
 from tests.apart import check_exact_as_it_is, own_gradients, step
 from tests.oracle import (
     DTYPES,
@@ -99,11 +99,12 @@ def test_by_another_way(way: str, make: type, gate: float, b: int) -> None:
 
 
 def test_a_tensor_of_ones_own_that_needs_a_gradient() -> None:
-    """It is none of the model's parameters, and takes nothing from theirs."""
+    """It is none of the model's parameters, so its gradient would be clipped by nobody."""
     model = Parent("none", 1.0)
     scale = torch.ones(6, dtype=torch.float64, requires_grad=True)
     model.f.extra = lambda x: x * (scale * 2)
-    check_exact_as_it_is(model, torch.randn(3, 6))
+    with refused("that is not a parameter of the private model", ParameterLeakError):
+        check_exact_as_it_is(model, torch.randn(3, 6))
 
 
 def test_rows_that_come_later() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from opacus import GradSampleModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -161,3 +162,12 @@ def test_a_deep_copy_clips_its_own_rows(trained: bool) -> None:
     plain.load_state_dict(bare_state_dict(twin.state_dict(), plain))
     expected = norms(per_sample_gradients(plain, x))
     torch.testing.assert_close(twin.keeper.per_sample_norms, expected.float())
+
+
+def test_loops_that_ask_opacus_whether_a_model_is_wrapped() -> None:
+    """isinstance(model, GradSampleModule), as loops written for Opacus unwrap what they save."""
+    module = nn.Linear(3, 2)
+    private = make_private(module)[1]
+    assert isinstance(private, GradSampleModule)
+    assert private._module is module
+    assert not isinstance(module, GradSampleModule)

@@ -100,12 +100,12 @@ def check(
     way: Callable[..., tuple], model: nn.Module, batch: Batch, loss_fn: LossFn = row_loss, *,
     backend: str = "aot_eager", tol: float = F32,
 ) -> None:  # fmt: skip
-    """Two steps of a compiled private model, exact, with something compiled."""
+    """Steps of a compiled private model, exact: two that are traced, and two with something compiled."""
     grads = per_sample_gradients(model, batch, loss_fn)
     C = norms(grads).median().item()
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     private, optimizer = way(model, backend, max_grad_norm=C, lr=0.0)
-    for _ in range(2):
+    for _ in range(4):
         optimizer.zero_grad()
         backward(private, batch, loss_fn)
         assert relative_error(optimizer.per_sample_norms, norms(grads)) <= tol
@@ -167,7 +167,7 @@ def test_poisson_batches(way: str) -> None:
     twin = copy.deepcopy(model)
     private, optimizer = WAYS[way](model, "eager", max_grad_norm=0.5, lr=0.0)
     seen = []
-    for rows in (4, 7, 3, 9, 12, 5):
+    for rows in (4, 7, 3, 9, 12, 5, 8, 6):
         x = torch.randn(rows, 6)
         grads = per_sample_gradients(twin, x)
         optimizer.zero_grad()
@@ -176,7 +176,8 @@ def test_poisson_batches(way: str) -> None:
         assert_sums(summed(params), clipped_sum(grads, 0.5), F32)
         optimizer.step()
         seen.append(graphs())
-    assert seen[-1] == seen[1] <= 2 * seen[0]
+    first = next(n for n in seen if n)  # steps that are traced compile nothing
+    assert seen[-1] == seen[-4] <= 2 * first
 
 
 def test_a_loop_of_the_loader() -> None:
@@ -260,7 +261,9 @@ def test_compiled_parts() -> None:
     for i in range(2):
         model[i] = torch.compile(model[i], backend="eager")
     _, private, optimizer, _ = make_private(model, max_grad_norm=C)
-    backward(private, x)
+    for _ in range(3):  # what is traced is not compiled
+        optimizer.zero_grad()
+        backward(private, x)
     assert graphs() == 2  # none of a probe of two or three rows
     assert relative_error(optimizer.per_sample_norms, norms(grads)) <= F32
     assert_sums(summed(params), clipped_sum(grads, C), F32)

@@ -116,6 +116,11 @@ def in_buffer(m: Any, x: Tensor) -> Tensor:
     return x
 
 
+def in_list(m: Any, x: Tensor) -> Tensor:
+    torch._foreach_add_([m.running], [x.detach().mean(0)])
+    return x - m.running
+
+
 def in_data(m: Any, x: Tensor) -> Tensor:
     m.running.data.copy_(x.detach()[0])
     return x + m.running
@@ -146,9 +151,22 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "cache": (cached, "coupled"),
     "buffer": (in_buffer, "coupled"),
     "buffer's data": (in_data, "coupled"),
+    "buffer in a list": (in_list, "coupled"),
+    "joined into memory": (
+        lambda m, x: (
+            x * torch.cat([torch.ones(B, 1), 2 * torch.ones(B, D - 1)], 1, out=torch.empty(B, D))
+        ),
+        "proven",
+    ),
+    "product of a list": (lambda m, x: torch._foreach_mul([x], [x.sigmoid()])[0], "values"),
     "trained tensor of others": (lambda m, x: x @ OUTSIDE, "coupled"),
     "made of others' tensor": (lambda m, x: x @ OUTSIDE.exp(), "coupled"),
     "sparse": (lambda m, x: torch.sparse.mm(torch.eye(B).to_sparse(), x), "coupled"),
+    "sparse, its own": (lambda m, x: x + x.detach().to_sparse().to_dense(), "coupled"),
+    "sparse, together": (
+        lambda m, x: torch.sparse.mm((x.detach() @ x.detach().T).to_sparse(), x),
+        "coupled",
+    ),
     "length": (lambda m, x: x / len(x), "proven"),
     "vmap": (lambda m, x: torch.func.vmap(lambda r: r * r.sum())(x), "proven"),
     "vmap over features": (

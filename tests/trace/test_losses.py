@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -261,6 +262,15 @@ def two_counts(o: Tensor, y: Tensor) -> Tensor:
     return (each * y).sum() / y.sum() + (each * (1 - y)).sum() / (1 - y).sum()
 
 
+def balanced_terms(o: Tensor, y: Tensor) -> Tensor:
+    """Two terms of every sample, each divided by another count."""
+    each = F.binary_cross_entropy_with_logits(o[:, 0], y, reduction="none")
+    some, others = y.sum(), (1 - y).sum()
+    first = each.sum() / some
+    second = o[:, 0].square().sum() / others
+    return first + second
+
+
 def one_path(o: Tensor, y: Tensor) -> Tensor:
     """A count on one of two terms."""
     each = F.binary_cross_entropy_with_logits(o[:, 0], y, reduction="none")
@@ -435,6 +445,69 @@ def test_selected_sum() -> None:
     found = run(T * K, PADDED, lambda o, y: token_losses(o, y)[y != -100].sum())
     assert found.verdict == "path"
     assert found.degree == 0
+
+
+def logged(loss: Loss) -> Loss:
+    """After a number that the loop only logs: divided by a count, too."""
+
+    def both(o: Tensor, y: Tensor) -> Tensor:
+        o.detach().sum() / (y > 0).sum()
+        return loss(o, y)
+
+    return both
+
+
+@pytest.mark.parametrize("loss", [balanced_terms, one_path], ids=["two counts", "a count and b"])
+@pytest.mark.parametrize("also_logged", [False, True])
+def test_factors_that_differ(loss: Loss, also_logged: bool) -> None:
+    """No strategy makes the weights of a loss' parts those of one sample: each division is named."""
+    found = run(1, BINARY, logged(loss) if also_logged else loss)
+    lines, first = inspect.getsourcelines(loss)
+    divisions = {f"test_losses.py:{first + i}" for i, text in enumerate(lines) if " / " in text}
+    assert found.kinds == {"factors"}, found.report
+    for finding in found.report.findings:
+        assert finding.cause is not None
+        assert finding.cause.operation == "div", finding
+        assert finding.cause.line in divisions, finding
+
+
+def same_count_twice(o: Tensor, y: Tensor) -> Tensor:
+    """Two terms, divided by a count that each of them computes."""
+    each = F.binary_cross_entropy_with_logits(o[:, 0], y, reduction="none")
+    return each.sum() / y.sum().clamp(min=1) + (o[:, 0] ** 2).sum() / y.sum().clamp(min=1)
+
+
+def other_bounds(o: Tensor, y: Tensor) -> Tensor:
+    """The same count, bounded otherwise."""
+    each = F.binary_cross_entropy_with_logits(o[:, 0], y, reduction="none")
+    return each.sum() / y.sum().clamp(min=1) + (o[:, 0] ** 2).sum() / y.sum().clamp(min=2)
+
+
+def changed_between(o: Tensor, y: Tensor) -> Tensor:
+    """The same line, of labels that have been written into."""
+    each = F.binary_cross_entropy_with_logits(o[:, 0], y, reduction="none")
+    z = y.clone()
+    first = each.sum() / z.sum()
+    z.mul_(y + 1)
+    return first + (o[:, 0] ** 2).sum() / z.sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [(same_count_twice, "factor"), (other_bounds, "factors"), (changed_between, "factors")],
+)
+def test_numbers_that_are_computed_again(loss: Loss, kind: str) -> None:
+    assert run(1, BINARY, loss).kinds == {kind}
+
+
+def test_the_line_of_a_factor() -> None:
+    """It is the loss' own, not that of a number which is only logged."""
+    outputs, target, loss = FACTORS["tokens, masked mean"]
+    lines, first = inspect.getsourcelines(masked_mean)
+    (finding,) = run(outputs, target, logged(loss)).report.findings
+    assert finding.kind == "factor"
+    assert finding.cause is not None
+    assert finding.cause.line == f"test_losses.py:{first + len(lines) - 1}"
 
 
 def test_reads() -> None:

@@ -16,6 +16,7 @@ from fastclip.trace.operation import RULES
 from tests.trace.apart import APART
 from tests.trace.checked import Checked, operators, run, samples_of, seeded
 from tests.trace.fuzz import CLASSES, B, D, Recipe, T, losses
+from tests.trace.standalone import traced
 
 SHARES = 48
 BY_OTHERS = [
@@ -305,3 +306,23 @@ def test_none_is_left_out() -> None:
         held |= set(of_step(name).held)
     named = {*BY_OTHERS, *NOT_HERE, *MADE, *BY_MEMORY, *UNCHANGED}
     assert not sorted(set(RULES) - held - named)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("out", ["sequence", "last", "state"])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_recurrent_layers_run_along_time(batch_first: bool, out: str, dtype: torch.dtype) -> None:
+    """One kernel takes samples along its second axis alone, wherever the layer has them."""
+    layer = nn.LSTM(D, 2, num_layers=2, batch_first=batch_first).to(dtype)
+    x = torch.randn(B, B + 1, D, dtype=dtype)
+
+    def step() -> Tensor:
+        sequence, states = layer(x)
+        last = sequence.select(1 if batch_first else 0, -1)
+        return {"sequence": sequence, "last": last, "state": states[0]}[out].square().sum()
+
+    def verdict(axis: int) -> str:
+        return traced(layer, step, [], before=lambda tracer: tracer.seed(x, axis)).verdict
+
+    assert verdict(0 if batch_first else 1) == "proven"
+    assert verdict(1 if batch_first else 0) == "coupled"

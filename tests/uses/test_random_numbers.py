@@ -232,4 +232,6 @@ def test_one_that_draws_later(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     optimizer.step()
     optimizer.zero_grad()
     with refused("straight.*random numbers"):
-        row_loss(private(batch())).mean().backward()
+        for _ in range(8):  # one entry in many may be drawn alike
+            optimizer.zero_grad()
+            row_loss(private(batch())).mean().backward()

@@ -1,0 +1,121 @@
+"""Which samples lie where in what a step is given: the loader's batch, and the model's inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from fastclip.samples.inputs import tensors_of
+from fastclip.samples.row_lists import is_rows, seed_entries
+from fastclip.trace import attribution as at
+from fastclip.trace.shadow import ORDER
+from fastclip.trace.tracer import Tracer
+
+
+def samples_axis(x: Tensor, batch: int | None, axis: int) -> int | None:
+    return next((a for a in (axis, 0) if batch and x.dim() > a and x.shape[a] == batch), None)
+
+
+def rows_of_input(tracer: Tracer, leaf: Any, axis: int | None) -> Tensor | None:
+    """The sample of each row of an input; None if that is its number, or cannot be told."""
+    if not isinstance(leaf, Tensor) or axis is None or leaf.dim() <= axis:
+        return None
+    found = tracer.shadow_of(leaf).sample
+    if found is None or found.dim() <= axis or found.numel() != found.shape[axis]:
+        return None
+    rows = found.reshape(-1).expand(leaf.shape[axis])
+    plain = bool((rows >= at.SEVERAL).any()) or torch.equal(
+        rows, torch.arange(len(rows), dtype=rows.dtype, device="cpu")
+    )
+    return None if plain and len(rows) == tracer.memory.samples else rows
+
+
+def as_given(found: Tensor | None, rows: Tensor | None) -> Tensor | None:
+    """Numbers of rows of the model's input, as those of samples."""
+    return found if found is None or rows is None else rows[found.long()]
+
+
+def seed_input(tracer: Tracer, leaf: Any, axis: int | None, batch: int | None) -> bool:
+    """An input of the model that nobody has seen yet is the samples' own.
+
+    Returns:
+        Whether the trace can follow it.
+    """
+    if isinstance(leaf, PackedSequence):
+        if tracer.memory.record(leaf.data) is None:
+            tracer.memory.samples = max(tracer.memory.samples, int(leaf.batch_sizes[0]))
+            tracer.memory.lengths_read = True
+            for order in (leaf.sorted_indices, leaf.unsorted_indices):
+                if order is not None:
+                    tracer.memory.know(order)
+            tracer.memory.give(leaf.data, tracer.made(of_packed(leaf)))
+        return True
+    if isinstance(leaf, Tensor):
+        if leaf.layout is not torch.strided:
+            return False
+        if axis is None or leaf.dim() <= axis or leaf.shape[axis] != batch:
+            return True
+        if tracer.memory.record(leaf) is None:
+            tracer.seed(leaf, axis)
+        elif tracer.memory.is_given(leaf) and not tracer.shadow_of(leaf).held:
+            others = at.along(batch, axis, leaf.dim()) + tracer.memory.samples  # another part of it
+            tracer.memory.write(leaf, tracer.made(others), whole=False)
+    elif axis is not None and is_rows(leaf) and len(leaf) == batch:
+        seed_entries(tracer, leaf)
+    return True
+
+
+def check_input(tracer: Tracer, leaf: Any) -> None:
+    """What mixes samples before the model is no business of the dry runs."""
+    if not isinstance(leaf, Tensor):
+        return
+    shadow = tracer.shadow_of(leaf)
+    if shadow.mixed or shadow.flags & ORDER or shadow.factor is not None:
+        tracer.report.add("input", tracer.memory.cause(leaf), "the model's input")
+
+
+def of_packed(packed: PackedSequence) -> Tensor:
+    """The sample of every row of a packed sequence."""
+    order = packed.sorted_indices
+    if order is None:
+        order = torch.arange(int(packed.batch_sizes[0]), device="cpu")
+    rows = [order.cpu()[:n] for n in packed.batch_sizes.tolist()]
+    return torch.cat(rows).to(at.KIND).view([-1] + [1] * (packed.data.dim() - 1))
+
+
+def seed_batch(tracer: Tracer, batch: Any, axis: int, drawn: Collection[int]) -> bool:
+    """A loader's batch: sample i lies at position i of each tensor, or is entry i of each list, that is
+    as long as the batch.
+    """
+    leaves = [x for x in tensors_of(batch) if x.layout is torch.strided and x.dim()]
+    sizes = [x.shape[axis if x.dim() > axis else 0] for x in leaves]
+    lists = [held for held in _lists_in(batch) if held is not batch and len(held) in drawn]
+    if not sizes:
+        return False
+    likely = [n for n in sizes if n in drawn] or [len(held) for held in lists] or sizes
+    samples = max(set(likely), key=likely.count)
+    tracer.memory.samples = max(tracer.memory.samples, samples)
+    for held in lists:
+        if len(held) == samples and not any(x.shape[:1] == (samples,) for x in tensors_of(held)):
+            seed_entries(tracer, held)
+    for x in leaves:
+        found = samples_axis(x, samples, axis)
+        if found is not None and not tracer.memory.is_given(x):
+            tracer.seed(x, found)
+    return True
+
+
+def _lists_in(held: Any) -> Iterator[Sequence[Any]]:
+    """Lists and tuples of a nested structure, those of tensors among them."""
+    if isinstance(held, Mapping):
+        held = list(held.values())
+    elif isinstance(held, (list, tuple)):
+        yield held
+    else:
+        return
+    for entry in held:
+        yield from _lists_in(entry)
