@@ -198,9 +198,8 @@ def main(arguments: list[str] | None = None) -> None:
     results = {}
     for name in tqdm(args.models, desc="models"):
         results[name] = run_module("bench.first_step", ["--one", name])
-    args.out.write_text(
-        json.dumps({**heading("bench.first_step", arguments), "models": results}, indent=1) + "\n"
-    )
+        written = heading("bench.first_step", arguments) | {"models": results}
+        args.out.write_text(json.dumps(written, indent=1) + "\n")
     print("| model | plain, s | traced | best traced | first private step | us an operation |")
     print("|---|---|---|---|---|---|")
     for name, r in results.items():

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from fastclip._torch import dispatch_modes
+from fastclip.backward.traced_step import leave_late
 
 pytest.register_assert_rewrite("tests.oracle")
 
@@ -111,6 +112,12 @@ _ENVIRONMENT = tuple({*os.environ, "FASTCLIP_BACKEND", "PYTHONPATH"} - {"PYTEST_
 """Libraries add variables of their own; those that are here stay as they are."""
 
 
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first two steps of private models are traced."""
+    monkeypatch.setenv("FASTCLIP_TRACE", "1")
+
+
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     """The tests of a worker share one process: one that changes it breaks others, far away."""
@@ -120,6 +127,7 @@ def _leaves_nothing_behind() -> Iterator[None]:
         _end_workers()
     if dispatch_modes() > before["modes"]:  # type: ignore[operator]
         gc.collect()  # a model in a cycle takes the mode of its traced step along
+        leave_late()
     assert _process() == before
 
 

@@ -7,6 +7,7 @@ loss outside the model, and trained tensors that are none of the model's (fastcl
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections import deque
@@ -59,6 +60,24 @@ JUDGED: list[Callable[[TraceLog], None]] = []
 """Told of the verdict on each traced step, before anything of it is summed."""
 _OUTPUT = "the model's output"
 _DEGREES = {"sum": 0, "mean": -1}
+_LATE: list[Tracer] = []
+"""Those that could not leave their places when their models were gone."""
+
+
+def steps_asked() -> int:
+    """How many steps are traced: two if the environment variable FASTCLIP_TRACE is 1, else none."""
+    return _STEPS if os.environ.get("FASTCLIP_TRACE") == "1" else 0
+
+
+def leave_late() -> None:
+    """Try again where `_leave_for_good` was in vain."""
+    _LATE[:] = [tracer for tracer in _LATE if not tracer.leave()]
+
+
+def _leave_for_good(tracers: list[Tracer]) -> None:
+    """Their models are gone, perhaps as garbage in the middle of an operation."""
+    _LATE.extend(tracers)
+    leave_late()
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,15 +135,15 @@ class StepTrace:
 
     def __init__(
         self, names: Mapping[nn.Parameter, str], others: Mapping[nn.Parameter, str], axis: int,
-        *, steps: int = _STEPS,
+        *, steps: int | None = None,
     ) -> None:  # fmt: skip
         self._names, self._others, self._axis = names, others, axis
-        self.left = steps
+        self.left = steps_asked() if steps is None else steps
         self.log = TraceLog()
         self._memory, self._numbers = Memory(SHADOWS), Numbers()
         self._placed: list[Tracer] = []
         """Those that lie among the modes of a thread: the running step's, and what could not leave."""
-        weakref.finalize(self, _leave, self._placed)
+        weakref.finalize(self, _leave_for_good, self._placed)
         self._step: _Step | None = None
         self._begin_early = False
         """The next step is to be traced from before the call of a compiled function on."""
@@ -153,6 +172,7 @@ class StepTrace:
         me = weakref.ref(self)
 
         def told(iterator: Any, batch: Any) -> None:
+            leave_late()
             trace = me()
             if trace is None or not trace.wanted:
                 batch_listeners.remove(told)
@@ -252,6 +272,7 @@ class StepTrace:
         return any(step.tracer.shadow_of(x).held for x in leaves if isinstance(x, Tensor))
 
     def _begin(self) -> _Step | None:
+        leave_late()
         self.leave()
         if not self.left or transformed():  # under which memory is not what it seems
             return None
@@ -574,12 +595,6 @@ class StepTrace:
         self.left = 0
         self.end()
         self._stop_listening()
-
-
-def _leave(placed: list[Tracer]) -> None:
-    """The model is gone."""
-    for tracer in placed:
-        tracer.leave()
 
 
 def _tensors_in(model: nn.Module) -> Iterator[Tensor]:

@@ -118,8 +118,8 @@ class Memory:
 
     def know(self, x: Tensor) -> None:
         """What lies in this memory follows from no sample until an operation writes it there."""
-        storage = x.untyped_storage()
-        self._known[memory_of(x)] = StorageWeakRef(storage)
+        if key := key_of(x):
+            self._known[key] = StorageWeakRef(x.untyped_storage())
 
     def knows(self, x: Tensor) -> bool:
         found = self._known.get(key_of(x))

@@ -45,6 +45,7 @@ def summed_grad(
     return model.weight.summed_grad.flatten()
 
 
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(("reduce", "stated"), [(torch.sum, "mean"), (torch.mean, "sum")])
 def test_a_contradiction_that_no_graph_tells(
     reduce: Callable[[Tensor], Tensor], stated: str

@@ -104,6 +104,7 @@ def test_a_sample_in_its_row(case: str) -> None:
     assert_sums(summed(params), clipped_sum(grads, 1.0), 1e-10)
 
 
+@pytest.mark.usefixtures("traced")
 def test_a_row_that_is_given_again() -> None:
     """The second call has the first sample's row twice."""
     _, private, _, _ = make_private(Two().double(), batch_size=B)
@@ -113,6 +114,7 @@ def test_a_row_that_is_given_again() -> None:
         losses.mean().backward()
 
 
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("t", [1, 3, 4])
 def test_letters_in_another_order(t: int) -> None:
     """A model that is called letter by letter meets two rows in each other's place all the time: whose

@@ -208,6 +208,7 @@ def test_a_wrong_rule(fault: str, named: str) -> None:
     ).ok
 
 
+@pytest.mark.usefixtures("traced")
 def test_a_mean_over_tokens() -> None:
     """A loss that divides by the number of tokens of the whole batch is nobody's own."""
     torch.manual_seed(0)
