@@ -313,7 +313,7 @@ COUPLED: dict[str, tuple[int, Any, Loss, str]] = {
         K,
         CLASSES,
         lambda o, y: rows(o, y).sort(descending=True)[0][:3].mean(),
-        "scatter",
+        "",
     ),
     "means of two classes": (
         1,
