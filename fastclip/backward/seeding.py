@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from fastclip.samples.inputs import tensors_of
 from fastclip.samples.row_lists import is_rows, seed_entries
 from fastclip.trace import attribution as at
+from fastclip.trace.shadow import ORDER
 from fastclip.trace.tracer import Tracer
 
 
@@ -67,6 +68,15 @@ def seed_input(tracer: Tracer, leaf: Any, axis: int | None, batch: int | None) -
     elif axis is not None and is_rows(leaf) and len(leaf) == batch:
         seed_entries(tracer, leaf)
     return True
+
+
+def check_input(tracer: Tracer, leaf: Any) -> None:
+    """What mixes samples before the model is no business of the dry runs."""
+    if not isinstance(leaf, Tensor):
+        return
+    shadow = tracer.shadow_of(leaf)
+    if shadow.mixed or shadow.flags & ORDER or shadow.factor is not None:
+        tracer.report.add("input", tracer.memory.cause(leaf), "the model's input")
 
 
 def seed_output(

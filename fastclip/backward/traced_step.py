@@ -35,6 +35,7 @@ from fastclip.backward.loss_graph import running_losses
 from fastclip.backward.loss_guard import LossGuard
 from fastclip.backward.seeding import (
     as_given,
+    check_input,
     rows_of_input,
     seed_batch,
     seed_input,
@@ -48,6 +49,7 @@ from fastclip.trace import attribution as at
 from fastclip.trace.findings import IGNORED_LABELS, Report, TraceLog
 from fastclip.trace.law import Law
 from fastclip.trace.memory import Memory
+from fastclip.trace.numbers import Numbers
 from fastclip.trace.shadow import MOVED, ORDER, SHADOWS, Shadow
 from fastclip.trace.tracer import RUNNING, Tracer, all_aside
 
@@ -135,7 +137,7 @@ class StepTrace:
         self._names, self._others, self._axis = names, others, axis
         self.left = steps_asked() if steps is None else steps
         self.log = TraceLog()
-        self._memory = Memory(SHADOWS)
+        self._memory, self._numbers = Memory(SHADOWS), Numbers()
         self._placed: list[Tracer] = []
         """Those that lie among the modes of a thread: the running step's, and what could not leave."""
         weakref.finalize(self, _leave_for_good, self._placed)
@@ -209,6 +211,7 @@ class StepTrace:
             return
         with step.tracer.aside():
             step.seeded = seed_batch(step.tracer, batch, self._axis, drawn)
+            step.tracer.python.handed = step.seeded
         weakref.finalize(iterator, self._gone, weakref.ref(self), weakref.ref(step)).atexit = False
 
     @staticmethod
@@ -245,6 +248,7 @@ class StepTrace:
         pairs = list(zip(leaves, cuts or [self._axis] * len(leaves), strict=True))
         with step.tracer.aside():
             for leaf, axis in pairs:
+                check_input(step.tracer, leaf)
                 if not seed_input(step.tracer, leaf, axis, batch) or flat:
                     step.unproven = "inputs without an axis of samples"
             step.rows = next(
@@ -271,7 +275,9 @@ class StepTrace:
         for known in self._constants:
             if (x := known()) is not None:
                 self._memory.know(x.detach().to_local() if hasattr(x, "to_local") else x.detach())  # type: ignore[attr-defined]
-        tracer = Tracer(_Known(self._names, self._others), memory=self._memory)
+        tracer = Tracer(
+            _Known(self._names, self._others), memory=self._memory, numbers=self._numbers
+        )
         tracer.begin()
         if not tracer.enter():
             return None
@@ -519,8 +525,7 @@ class StepTrace:
                 found = [f for f in found if f.kind != "factor"]
             if found and batch_size > 1:
                 raise GraphError(found[0].said)
-            if not report.divided:
-                self._check_degree(degrees, mean, batch_size)
+            self._check_degree(degrees, mean, batch_size, report.shifts)
         except GraphError as error:
             self.log.error = error
             self._tell()
@@ -554,20 +559,22 @@ class StepTrace:
         """Squared norms, NaN if what was found of the loss does not hold in this step."""
         return norm_sq if self._guard is None else self._guard.void(norm_sq)
 
-    def _check_degree(self, degrees: set[int | None], mean: bool, batch_size: int) -> None:
+    def _check_degree(
+        self, degrees: set[int | None], mean: bool, batch_size: int, shifts: set[int]
+    ) -> None:
         if len(degrees) != 1 or batch_size < 2:
             return
         (degree,) = degrees
         wanted = _DEGREES["mean" if mean else "sum"]
-        if degree is None or degree == wanted:
+        if degree is None or wanted in {degree, *(degree + shift for shift in shifts)}:
             return
         found = next((name for name, d in _DEGREES.items() if d == degree), None)
         kind = f"a {found} over the batch" if found else "neither a sum nor a mean over the batch"
         expected = "mean" if mean else "sum"
+        way_out = f"Pass loss_reduction={found!r}, or take" if found else "Take"
         raise GraphError(
             f"Your loss is {kind}, but loss_reduction={expected!r}: each sample's contribution "
-            f"depends on the batch size. Pass loss_reduction={found!r}, or take the {expected} of the "
-            "samples' losses."
+            f"depends on the batch size. {way_out} the {expected} of the samples' losses."
         )
 
     def finish(self) -> None:

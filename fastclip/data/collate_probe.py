@@ -162,6 +162,7 @@ class Probe:
         seen = False
         whole = Counter(_contents(base, size, self.law)[0])
         for i in range(len(self.items)):
+            changed = False
             for trial in range(_TRIALS):
                 items = self._changed([i], trial)
                 if items is None:
@@ -173,10 +174,9 @@ class Probe:
                 gone, new, rest = _differences(base, now, size, self.law)
                 if gone.total() > 1 or new.total() > 1 or rest:
                     return False
-                if gone or new:
-                    seen = True
+                if (gone or new) and not changed:
+                    seen = changed = True
                     taken.update(gone)
-                    break
         self.decided |= seen
         return seen and all(taken[row] <= whole[row] for row in taken)
 

@@ -53,7 +53,10 @@ class CollateTrace:
         self.read = bool(tracer.report.reads) or not whole
         for leaf in leaves(self.root):
             if isinstance(leaf.value, Tensor):
-                sample = tracer.shadow_of(leaf.value).sample
+                shadow = tracer.shadow_of(leaf.value)
+                sample = shadow.sample
+                if shadow.factor is not None:  # a divisor that all samples share, as their norm
+                    sample = at.everywhere(at.SEVERAL, leaf.value.dim())
                 if sample is not None and bool((sample == at.UNSEEN).any()):
                     self.read = True
                     sample = sample.masked_fill(sample == at.UNSEEN, at.NONE)

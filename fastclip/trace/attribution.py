@@ -154,6 +154,13 @@ def is_alike(found: Tensor) -> bool:
     )
 
 
+def are_as_many(found: Tensor, samples: int) -> bool:
+    """Each of so many samples has as many entries as any other."""
+    flat = found.reshape(-1)
+    counts = torch.bincount(flat[(flat >= 0) & (flat < SEVERAL)].long(), minlength=samples)
+    return bool((counts == counts[0]).all())
+
+
 def are_apart(several: Sequence[Attribution]) -> bool:
     """No entry is of a sample in two of these."""
     found = [x >= 0 for x in several if x is not None]

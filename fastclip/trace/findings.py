@@ -151,8 +151,8 @@ class Finding:
     """Why the trace does not prove that samples are independent.
 
     Args:
-        kind: "forward", "gradient", "order", "unseen", "factor", "factors", "repeated", "calls", "read"
-            or "outside".
+        kind: "forward", "gradient", "order", "unseen", "factor", "factors", "repeated", "calls",
+            "read", "input" or "outside".
         use: the layer or function whose parameter's gradient it concerns.
     """
 
@@ -185,6 +185,11 @@ class Finding:
             return (
                 "The batch that your loop gives the model holds a sample at several positions, so it "
                 "contributes several times. Give the model each sample of the loader's batch once."
+            )
+        if self.kind == "input":
+            return (
+                f"Your loss mixes samples before the model: {what} reaches an input, so the guarantee "
+                "does not hold. Give the model each sample as it is in the data."
             )
         if self.kind == "read":
             return (
@@ -237,8 +242,8 @@ class Report:
     """Numbers of the whole batch that gradients share, and where each became a factor of them."""
     mixing: list[Cause] = field(default_factory=list)
     """Operations in which samples met, in their order."""
-    divided: bool = False
-    """Samples were multiplied with, or divided by, the size of the batch before they were summed."""
+    shifts: set[int] = field(default_factory=set)
+    """By which powers of the batch's size samples may have been multiplied before they were summed."""
     operations: int = 0
 
     def add(self, kind: str, cause: Any, use: str) -> None:

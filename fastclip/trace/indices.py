@@ -151,6 +151,7 @@ def _masked(call: Operation, x: Tensor, used: Sequence[tuple[int, Tensor]]) -> l
     order = _is_masked_by_number(call, x, axis, mask)
     if of_mask is not None:
         call.tracer.read("number of entries that a mask selects", [call.shadow(mask)])
+        _note_number(call, at.is_mixed(at.reduced(of_mask)))
     lead = None
     if of_mask is not None:
         lead = of_mask.reshape(
@@ -162,6 +163,12 @@ def _masked(call: Operation, x: Tensor, used: Sequence[tuple[int, Tensor]]) -> l
     full = own.expand([x.shape[d] if d in axes else n for d, n in enumerate(own.shape)])
     out = torch.ops.aten.index.Tensor(full, [None] * axis + [mask.bool()])
     return [Out(at.compressed(out), MOVED * (of_mask is not None) | order)]
+
+
+def _note_number(call: Operation, several: bool) -> None:
+    """Python can ask a result how long it is."""
+    if several:
+        call.tracer.known_number(call.outs[0].shape[0] if call.outs[0].dim() else 1)
 
 
 def _is_masked_by_number(call: Operation, x: Tensor, axis: int, mask: Tensor) -> int:
@@ -180,6 +187,7 @@ def _nonzero(call: Operation) -> list[Any]:
     x = call.args[0]
     call.tracer.read("nonzero", [call.shadow(x)])
     own = call.of(x)
+    _note_number(call, at.is_mixed(at.reduced(own)))
     if call.outs[0].numel():
         found = at.compressed(at.expanded(own, x.shape)[x != 0][:, None])
     else:
@@ -193,6 +201,7 @@ def _selected(call: Operation) -> list[Any]:
     call.tracer.read("masked_select", [call.shadow(y) for y in call.args[:2]])
     own = at.joined(call.of(call.args[0]), call.of(call.args[1]))
     assert own is not None
+    _note_number(call, at.is_mixed(at.reduced(own)))
     if not call.outs[0].numel():
         return [own.reshape(-1)[:1]]
     return [Out(at.compressed(at.fitted(own, x.dim()).expand(x.shape)[mask]), MOVED)]  # type: ignore[union-attr]
@@ -282,6 +291,10 @@ def _scattered(call: Operation) -> list[Any] | None:
             flags |= ORDER
     if of_index is not None:
         numbers = of_source is None and source is not None and source.numel() > 1
+        if numbers and moved:
+            if changes_alongside(source, of_index, call.shadow(source), True):  # type: ignore[arg-type]
+                return [_several(call)]  # by the place that a sample has among all
+            numbers = False
         flags |= call.flags(index) & STICKY & ~(ORDER if numbers else ORDER | POSITIONS)
         if at.is_alike(found) and not numbers:
             flags &= ~MOVED

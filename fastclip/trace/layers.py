@@ -12,6 +12,7 @@ from fastclip._torch import memory_of
 from fastclip.trace import attribution as at
 from fastclip.trace.findings import IGNORED_LABELS
 from fastclip.trace.law import changes_alongside
+from fastclip.trace.movement import mean_of
 from fastclip.trace.operation import BY_VALUES, Operation, Out, rule
 from fastclip.trace.shadow import BY_VALUE, LEARNED, MOVED, ORDER, POSITIONS
 
@@ -428,7 +429,11 @@ def _classes(call: Operation) -> list[Any]:
         return _everything(call)
     mean = given["reduction"] == 1
     uneven = mean and call.of(y) is not None and _counts_differ(call, y, given)
-    if mean and call.of(y) is not None and not uneven:
+    counted = at.reduced(call.of(y))
+    own_labels = counted is not None and not at.is_mixed(
+        counted
+    )  # of one sample, which may ignore some
+    if mean and counted is not None and not (uneven or own_labels):
         call.tracer.guarded_labels.add(memory_of(y))
         call.tracer.report.guards.add(IGNORED_LABELS)
     if call.name.endswith("backward"):
@@ -438,14 +443,16 @@ def _classes(call: Operation) -> list[Any]:
     whole = at.reduced(own).reshape([])  # type: ignore[union-attr]
     learned = call.flags(x) & LEARNED
     count = (
-        Out(at.reduced(call.of(y)).reshape([]), call.flags(y), exact=True)  # type: ignore[union-attr]
-        if uneven
+        Out(counted.reshape([]), call.flags(y), exact=True)  # type: ignore[union-attr]
+        if uneven or own_labels
         else None
-    )  # type: ignore[union-attr]
+    )
     if uneven:
         return [Out(whole, learned | order), count]
-    sums = at.is_mixed(whole) and not at.is_mixed(own)
-    return [Out(whole, order, degree=(-1 if mean else 0) if sums else None), None]
+    degree = None
+    if at.is_mixed(whole) and not at.is_mixed(own):
+        degree = mean_of(call, own) if mean else 0
+    return [Out(whole, order, degree=degree), count]
 
 
 def _numbered(call: Operation, own: at.Attribution, *constants: Any) -> int:
@@ -478,6 +485,9 @@ def _classes_backward(call: Operation, own: Tensor, uneven: bool) -> Out:
     if not uneven:
         return Out(joined)
     count = call.given["total_weight"]
+    of_count = call.of(count)
+    if of_count is not None and not at.is_mixed(of_count):  # one sample's own labels
+        return Out(at.joined(joined, of_count.reshape([1] * own.dim())))
     positive = not count.is_meta and bool((count > 0).all())
     y = call.given["target"]
     learned = call.flags(call.given["weight"]) | call.flags(y) & LEARNED
@@ -505,7 +515,7 @@ def _loss(call: Operation) -> list[Any] | None:
         own = at.joined(
             at.reduced(call.of(x), [-1], keep=False), at.reduced(call.of(y), [-1], keep=False)
         )
-        return None if given["reduction"] == 0 else [*_over_samples(given, own), call.of(y)]
+        return None if given["reduction"] == 0 else [*_over_samples(call, own), call.of(y)]
     own = at.joined(call.of(x), call.of(y))
     if call.name == "multi_margin_loss":
         own = at.joined(at.reduced(call.of(x), [-1], keep=False), call.of(y))
@@ -515,15 +525,17 @@ def _loss(call: Operation) -> list[Any] | None:
             if given[name].shape != x.shape:
                 return _everything(call)
             own = at.joined(own, held)
-    return _over_samples(given, own, _numbered(call, own, *call.operands))
+    return _over_samples(call, own, _numbered(call, own, *call.operands))
 
 
-def _over_samples(given: dict[str, Any], own: at.Attribution, order: int = 0) -> list[Any]:
-    if given["reduction"] == 0:
+def _over_samples(call: Operation, own: at.Attribution, order: int = 0) -> list[Any]:
+    reduction = call.given["reduction"]
+    if reduction == 0:
         return [Out(own, order)]
     whole = at.reduced(own).reshape([])  # type: ignore[union-attr]
-    sums = at.is_mixed(whole) and not at.is_mixed(own)
-    degree = (-1 if given["reduction"] == 1 else 0) if sums else None
+    degree = None
+    if at.is_mixed(whole) and not at.is_mixed(own):
+        degree = mean_of(call, own) if reduction == 1 else 0
     return [Out(whole, order, degree=degree)]
 
 

@@ -168,6 +168,15 @@ def _unfold_backward(call: Operation) -> list[Any]:
 # Whole axes
 
 
+def mean_of(call: Operation, found: at.Attribution) -> int | None:
+    """The degree of a mean over entries of samples; none if how many each has follows from data."""
+    moved = found is not None and any(call.flags(x) & MOVED for x in call.operands)
+    if moved and not at.are_as_many(found, call.tracer.memory.samples):  # type: ignore[arg-type]
+        call.tracer.counts.add(call.operands, call.tracer.lines.current())
+        return None
+    return -1
+
+
 @rule(
     "sum", "mean", "amax", "amin", "any", "all", "prod", "var", "std", "var_mean", "std_mean",
     "linalg_vector_norm", "norm", "logsumexp", "argmax", "argmin", "max", "min", "median", "nansum",
@@ -185,7 +194,10 @@ def _reduced(call: Operation) -> list[Any]:
     degree = None
     if call.name in ("sum", "mean"):
         if at.is_mixed(found) and not shadow.mixed:
-            degree = 0 if call.name == "sum" else -1
+            degree = 0 if call.name == "sum" else mean_of(call, shadow.sample)
+            call.tracer.python.extents.add(x.numel())
+            if degree is not None and shadow.degree is not None:
+                degree += shadow.degree
         else:
             degree = shadow.degree
     return [Out(found, degree=degree)] * len(call.outs)

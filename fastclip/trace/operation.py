@@ -123,10 +123,11 @@ class Kind:
         aligned: how constants lie alongside samples: "pointwise", "stacked", "together" or
             "gradient" (the first operand alone), if they do. by_values: not remembered. collective:
             ranks exchange what it is given. filled: arguments whose numbers it replaces (`out=`).
+            numbers: which arguments may be numbers of Python's.
     """
 
     __slots__ = (
-        "aliases", "aligned", "base", "by_values", "collective", "filled", "fresh", "name",
+        "aliases", "aligned", "base", "by_values", "collective", "filled", "fresh", "name", "numbers",
         "pointwise", "random", "reads", "reshapes", "rule", "writes",
     )  # fmt: skip
 
@@ -156,6 +157,10 @@ class Kind:
         self.rule: Rule | None = pointwise if self.pointwise else RULES.get(self.name)
         self.by_values = self.name in BY_VALUES or self.name == "eq"
         self.aligned = self._alignment()
+        self.numbers = tuple(
+            k for k, a in enumerate(func._schema.arguments)
+            if str(a.type) in ("Tensor", "number", "Optional[number]")
+        )  # fmt: skip
 
     def _alignment(self) -> str:
         """How constants lie alongside samples, if they do."""

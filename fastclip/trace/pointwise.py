@@ -61,7 +61,7 @@ _HOMOGENEOUS = frozenset((
 _PRODUCTS = frozenset(("mul", "mm", "bmm"))
 ADDING = frozenset((
     "add", "sub", "cat", "stack", "where", "index_put", "index_add", "scatter_add", "copy",
-    "masked_fill",
+    "masked_fill", "masked_scatter",
 ))  # fmt: skip
 """A factor of all operands is one of the result; zeros have any."""
 _LINEAR_BACKWARD = frozenset((
@@ -134,40 +134,43 @@ def _ignored(call: Operation) -> list[Out] | None:
     return [Out(None)]
 
 
+UNLIKE = -1000
+"""The degree of what is made of sums of unlike degrees."""
+
+
 def _degree(call: Operation, operands: Sequence[Tensor], shadows: Sequence[Shadow]) -> int | None:
-    """Of a sum over samples, under operations that are linear in it."""
+    """Of a sum over samples, or of samples' own terms, under operations that are linear in it."""
     held = [s for s in shadows if s.held]
-    if call.name in ("mul", "div") and not any(s.mixed for s in held):
-        numbers = [x for x in call.args if isinstance(x, (int, float))]
-        numbers += [x.item() for x in operands if not x.dim() and not call.shadow(x).held]
-        if call.tracer.memory.samples in numbers:  # each sample's own loss, over b
-            call.tracer.report.divided = True
     if call.name not in _LINEAR or not held:
         return None
-    degrees = [s.degree for s in held]
-    if call.name in ("add", "sub") and len(held) == 2:
+    if call.name in ("mul", "div"):
+        return _scaled(call, held)
+    mixed = [s for s in held if s.mixed]
+    adds = call.name in ("add", "sub") and len(held) == 2 and all(s.degree == 0 for s in mixed)
+    if adds and (mixed or not any(s.whole for s in held)):
         # A sum over samples, and terms of which each is one sample's: the sum is such a sum as well.
-        mixed = [s for s in held if s.mixed]
-        if all(s.degree == 0 for s in mixed) and (mixed or not any(s.whole for s in held)):
-            return 0
-    if None in degrees or len(set(degrees)) != 1:
+        return 0
+    degrees = {s.degree if s.mixed else s.degree or 0 for s in held}
+    if None in degrees or (mixed and len(mixed) < len(held)):
         return None
-    if len(held) > 1 and call.name not in ("add", "sub"):
+    degree = next(iter(degrees)) if len(degrees) == 1 else UNLIKE
+    return degree if mixed or degree else None
+
+
+def _scaled(call: Operation, held: Sequence[Shadow]) -> int | None:
+    """Under a product with a number, or a quotient by one, that may follow the size of the batch."""
+    if len(held) > 1 or (call.name == "div" and call.of(call.args[0]) is None):
         return None
-    degree, other = degrees[0], call.args[1] if len(call.args) > 1 else None
-    assert degree is not None
-    if call.name not in ("mul", "div"):
-        return degree
-    if isinstance(other, Tensor):
-        if call.name == "div" and call.shadow(other).held:
-            return None
-        second = other if not call.shadow(other).held else call.args[0]
-        number = float(second) if isinstance(second, Tensor) and second.numel() == 1 else second
-    else:
-        number = other
-    if isinstance(number, (int, float)) and number == call.tracer.memory.samples > 1:
-        return degree - 1 if call.name == "div" else degree + 1
-    return degree
+    (own,) = held
+    if own.mixed and own.degree is None:
+        return None
+    sign = 1 if call.name == "mul" else -1
+    shift = sum(sign * power for power, sure in call.tracer.powers.values() if own.mixed or sure)
+    if not own.mixed:  # each sample's own loss
+        unsure = {sign * p for p, sure in call.tracer.powers.values() if p and not sure}
+        call.tracer.report.shifts |= unsure
+    degree = (own.degree or 0) + shift
+    return degree if own.mixed or degree else None
 
 
 def factored(call: Operation, shadows: Sequence[Shadow]) -> list[Shadow] | None:
@@ -233,6 +236,7 @@ def _kept_factor(call: Operation) -> int | None:
         "where": [0],
         "index_put": [],
         "masked_fill": [1],
+        "masked_scatter": [1],
         "index_add": [2],
         "scatter_add": [2],
     }

@@ -25,6 +25,7 @@ from fastclip.trace.findings import Cause, Lines, Read, Report, is_a_loaders
 from fastclip.trace.law import flagged, is_branched, is_uneven, ordered, parts_told
 from fastclip.trace.memory import Memory, Record, content_of, geometry_of, key_of
 from fastclip.trace.movement import exchanged
+from fastclip.trace.numbers import Counts, Numbers, Python, come_back, compared
 from fastclip.trace.operation import (
     Kind,
     Operation,
@@ -94,14 +95,16 @@ class Tracer(TorchDispatchMode):
 
     Args:
         known: trained tensors that are the model's. probes: operations without a rule are run once more
-            on changed operands; else they are taken to join samples. memory: of the steps before.
+            on changed operands; else they are taken to join samples. memory, numbers: of the steps
+            before.
     """
 
     supports_higher_order_operators = True
 
     def __init__(
-        self, known: Container[Tensor] = (), *, probes: bool = True, memory: Memory | None = None
-    ) -> None:
+        self, known: Container[Tensor] = (), *, probes: bool = True, memory: Memory | None = None,
+        numbers: Numbers | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.known, self.probes = known, probes
         self.shadows = SHADOWS
@@ -116,8 +119,10 @@ class Tracer(TorchDispatchMode):
         self.on_outside: Callable[[Tensor, str], None] | None = None
         """Called with a trained tensor that is none of the model's, and the line where it meets data."""
         self._outside_met: set[int] = set()
-        self._numbers: dict[float, str] = {}
-        """Read from several samples, and where."""
+        self.numbers, self.python = numbers or Numbers(), Python()
+        self.powers: dict[float, tuple[int, bool]] = {}
+        """Of the numbers that the running operation was given: as of `compared`."""
+        self.counts = Counts()
         self.idle = 0
         self._thread: int | None = None
         self.takes_others = True
@@ -171,8 +176,10 @@ class Tracer(TorchDispatchMode):
         self.report, self.read_by_python, self.memory.samples = Report(), False, 0
         self.same_samples = None
         self.guarded_labels.clear()
-        self._numbers.clear()
         self._outside_met.clear()
+        self.counts = Counts()
+        self.numbers.begin()
+        self.python = Python()
 
     def end(self) -> None:
         """The step is over: what of it is still held may be read by the next one."""
@@ -209,6 +216,7 @@ class Tracer(TorchDispatchMode):
     def seed(self, x: Tensor, axis: int = 0) -> None:
         """Sample i lies at position i of this axis."""
         self.memory.samples = max(self.memory.samples, x.shape[axis])
+        self.python.extents.add(x.numel())
         found = at.along(x.shape[axis], axis, x.dim())
         again = self.memory.give(x, self.shadows.of(found, self.memory.samples))
         self.same_samples = self.same_samples is not False and again
@@ -254,7 +262,10 @@ class Tracer(TorchDispatchMode):
         try:
             if not self.hears:
                 return func(*args, **(kwargs or {}))
-            return self._dispatched(func, args, kwargs or {})
+            out = self._dispatched(func, args, kwargs or {})
+            if self.counts.nodes and func in _KINDS and not _KINDS[func].aliases:
+                self.counts.divide(self, tensors_in(out))
+            return out
         finally:
             _DISPATCHING[0] -= 1
 
@@ -286,6 +297,8 @@ class Tracer(TorchDispatchMode):
         if not hot:
             return self._constant(func, kind, args, kwargs, tensors, shadows, again)
         self.lines.note()
+        if kind.name == "detach" and not self.lines.in_model() and current_task() == -1:
+            self.python.detached(tensors[0], shadows[0])
         if self._unpacks:
             return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key, again)
         beside = is_of_losses(kind, tensors)
@@ -326,9 +339,15 @@ class Tracer(TorchDispatchMode):
         return current_task() != -1 and not torch.is_grad_enabled()
 
     def _read_number(self, kind: Kind, value: Any, shadows: list[Shadow]) -> Any:
-        if self.read(kind.name, shadows) == "several samples" and not isinstance(value, bool):
-            self._numbers.setdefault(value, self.lines.current())
+        of = self.read(kind.name, shadows)
+        if of != "chance" and not isinstance(value, bool):
+            self.known_number(value, several=of == "several samples")
         return value
+
+    def known_number(self, value: float, *, several: bool = True) -> None:
+        """Python knows this number of samples, or can read it without an operation."""
+        if not self.lines.in_model():
+            self.python.knows(value, self.lines.current(), several=several)
 
     def cause(self, what: str, operands: Iterable[Tensor] = (), *, factor: bool = False) -> Cause:
         """What runs, as the cause of a finding.
@@ -340,24 +359,6 @@ class Tracer(TorchDispatchMode):
         shapes = tuple(tuple(x.shape) for x in operands)
         backward = current_task() != -1 and not factor
         return Cause(what, self.lines.current(), shapes, backward, factor, self.lines.in_model())
-
-    def _check_numbers(self, kind: Kind, args: tuple, tensors: list[Tensor]) -> None:
-        """A number that Python has read from several samples comes back as an argument."""
-        for value in args:
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                continue
-            line = self._numbers.get(value)
-            sizes = {
-                -1,
-                0,
-                1,
-                2,  # of `2 * x` and squares, and the largest of three classes
-                self.memory.samples,
-                *(n for x in tensors for n in (*x.shape, x.numel())),
-            }
-            if line is not None and value not in sizes:
-                cause = self.cause(f"a number of several samples, read at {line}, in {kind.base}")
-                self.report.add("read", cause, "your loss")
 
     def _answer(self, number: Any) -> Any:
         if isinstance(number, bool):
@@ -403,8 +404,12 @@ class Tracer(TorchDispatchMode):
         shadows: list[Shadow], flags: int, key: list, again: bool = False,
     ) -> Any:  # fmt: skip
         """An operation on samples; it draws `again` what the step before has drawn."""
-        if self._numbers and kind.name in ("mul", "div", "add", "sub"):
-            self._check_numbers(kind, args, tensors)
+        self.powers = {}
+        if not self.lines.in_model() and current_task() == -1:
+            with self.aside():
+                self.powers = compared(self, kind, args, tensors, shadows)
+        if self.python.numbers and kind.numbers:
+            come_back(self, kind, args, tensors)
         before = [x.clone() for x in tensors] if kind.writes and kind.rule is None else None
         beside = tensors
         if kind.writes and kind.pointwise and not shadows[0].held and tensors[0].numel() > 1:
@@ -457,7 +462,7 @@ class Tracer(TorchDispatchMode):
             if shadow.factor is not None:
                 return None
             key += (id(shadow), x.shape, x.dtype)
-        key.append(self.memory.samples)
+        key += (self.memory.samples, *self.powers.items())
         return tuple(key)
 
     def _recalled(self, key: tuple) -> list[Shadow] | None:
@@ -592,6 +597,7 @@ class Tracer(TorchDispatchMode):
         )
         # What is made of a tensor from elsewhere (a part of all labels) is from elsewhere, too.
         literal = kind.name in _LITERALS
+        self.python.made(literal, tensors, outs)
         elsewhere = not literal and not trained and any(self._from_nowhere(x) for x in tensors)
         shadow = self.shadows.of_no_sample(RANDOM * drawn | TRAINED * trained | FOREIGN * foreign)
         for x in outs:
@@ -657,6 +663,10 @@ class Tracer(TorchDispatchMode):
                 if axis is not None and (self.same_samples or not self.memory.was_given(x)):
                     self._outside(x)
                     self.seed(x, axis)
+                    literal = _KINDS[func].name in _LITERALS and x.is_floating_point()
+                    if literal and self.python.knows_floats:  # these come back, or others
+                        several = self.made(at.everywhere(at.SEVERAL, x.dim()))
+                        self.memory.write(x, several, self.cause("numbers that Python has read"))
                     found[k] = self.shadow_of(x)
                 elif axis is None and (rows := self._rows_beside(x, shadows)) is not None:
                     self.memory.give(x, self.made(rows))

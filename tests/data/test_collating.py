@@ -107,6 +107,11 @@ def centered(rows: list[Any]) -> Tensor:
     return x - x.mean(0)
 
 
+def scaled_by_the_norm(rows: list[Any]) -> Tensor:
+    x = stacked(rows)
+    return x / x.norm()
+
+
 def centered_by_python(rows: list[Any]) -> Tensor:
     x = stacked(rows)
     return x - sum(float(row[:20].sum()) for row in rows)
@@ -142,6 +147,7 @@ FAULTY = {
         ],
         "mixes samples": [
             mixup, pairs, averaged_pairs, centered, centered_by_python, rolled_labels, total,
+            scaled_by_the_norm,
         ],
         "sample": [refilled, resampled_in_secret],
     }.items()

@@ -85,6 +85,10 @@ def quantiles(o: Tensor, y: Tensor) -> Tensor:
     return torch.maximum(0.9 * d, -0.1 * d).mean()
 
 
+def one_by_one(o: Tensor, y: Tensor) -> Tensor:
+    return torch.stack([F.cross_entropy(z, k) for z, k in zip(tokens(o), y, strict=True)]).mean()
+
+
 def margins(o: Tensor, y: Tensor) -> Tensor:
     true = o.gather(1, y[:, None])
     return F.relu(1 + o - true).sum(1).mean()
@@ -107,6 +111,8 @@ ORDINARY: dict[str, tuple[int, Any, Loss, int | None]] = {
     ),
     "probabilities": (K, SOFT, F.cross_entropy, -1),
     "label smoothing": (K, CLASSES, lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1), -1),
+    "tokens of each row, a mean, some ignored": (T * K, PADDED, one_by_one, -1),
+    "all rows, sorted": (K, CLASSES, lambda o, y: rows(o, y).sort()[0].mean(), -1),
     "squares, sum": (1, REAL, lambda o, y: F.mse_loss(o[:, 0], y, reduction="sum"), 0),
     "squares, mean": (1, REAL, lambda o, y: F.mse_loss(o[:, 0], y), -1),
     "squares of [b, k]": (K, SOFT, F.mse_loss, -1),
@@ -303,6 +309,18 @@ COUPLED: dict[str, tuple[int, Any, Loss, str]] = {
     "even load": (K, CLASSES, even_load, ""),
     "spread of the batch": (K, REAL, spread, ""),
     "above the mean": (K, CLASSES, above_mean, ""),
+    "three hardest rows, sorted": (
+        K,
+        CLASSES,
+        lambda o, y: rows(o, y).sort(descending=True)[0][:3].mean(),
+        "",
+    ),
+    "means of two classes": (
+        1,
+        BINARY,
+        lambda o, y: o[y == 0].mean() - o[y == 1].mean(),
+        "",
+    ),
     "largest row": (K, CLASSES, lambda o, y: rows(o, y).max(), "max"),
     "root of the mean": (1, REAL, lambda o, y: F.mse_loss(o[:, 0], y).sqrt(), ""),
     "times itself": (1, REAL, squared_by_itself, ""),
@@ -334,10 +352,35 @@ def masked_mean_clamped(o: Tensor, y: Tensor) -> Tensor:
     return each.sum() / kept.sum().clamp(min=1)
 
 
+def chosen(o: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    at = (y.flatten() != -100).nonzero().squeeze(1)
+    return tokens(o).flatten(0, 1)[at], y.flatten().index_select(0, at)
+
+
 FACTORS: dict[str, tuple[int, Any, Loss]] = {
     "tokens, mean, some ignored": (T * K, PADDED, of_tokens("mean")),
     "tokens, masked mean": (T * K, PADDED, masked_mean),
     "tokens, masked mean, clamped": (T * K, PADDED, masked_mean_clamped),
+    "tokens that a mask selects": (
+        T * K,
+        PADDED,
+        lambda o, y: token_losses(o, y)[y != -100].mean(),
+    ),
+    "tokens that a mask selects, flat": (
+        T * K,
+        PADDED,
+        lambda o, y: torch.masked_select(token_losses(o, y), y != -100).mean(),
+    ),
+    "tokens that are chosen by number": (
+        T * K,
+        PADDED,
+        lambda o, y: F.cross_entropy(*chosen(o, y)),
+    ),
+    "squares of rows that a mask selects": (
+        1,
+        (REAL, BINARY),
+        lambda o, d: F.mse_loss(o[:, 0][d[1] > 0], d[0][d[1] > 0]),
+    ),
     "one label ignored": (K, ONE_IGNORED, F.cross_entropy),
     "weights of classes": (
         K,
@@ -395,6 +438,13 @@ def test_coupled(name: str) -> None:
 def test_factors(name: str) -> None:
     found = run(*FACTORS[name])
     assert found.kinds == {"factor"}, found.report
+
+
+def test_selected_sum() -> None:
+    """How many tokens a mask selects is seen by Python, and divides nothing."""
+    found = run(T * K, PADDED, lambda o, y: token_losses(o, y)[y != -100].sum())
+    assert found.verdict == "path"
+    assert found.degree == 0
 
 
 def logged(loss: Loss) -> Loss:

@@ -1,0 +1,244 @@
+"""Numbers that Python gives to operations on samples, held against those of the step before.
+
+What Python has read from a batch can come back as a number, or as a constant tensor that is made of it,
+and no operation connects the two. But it changes from batch to batch. A number that is the batch's size,
+or follows it, is told from a constant in the same way: by another batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastclip._torch import creation_number, current_node, current_task, number_of
+from fastclip.trace.findings import Cause
+from fastclip.trace.memory import content_of, key_of
+from fastclip.trace.operation import Kind
+from fastclip.trace.shadow import RANDOM, TRAINED, Shadow
+
+_LARGEST = 4096
+"""Entries of a constant that is compared."""
+_WEIGHS = frozenset((
+    "mul", "div", "index", "index_select", "gather", "embedding", "nll_loss_forward",
+    "nll_loss2d_forward", "binary_cross_entropy_with_logits",
+))  # fmt: skip
+"""Operations in which a constant tensor weighs samples."""
+_NEAR = 1e-6
+
+
+class Numbers:
+    """Of the step that is traced, and of the one before."""
+
+    def __init__(self) -> None:
+        self._now: dict[tuple, list[tuple[Any, int]]] = {}
+        self._before: dict[tuple, list[tuple[Any, int]]] = {}
+
+    def begin(self) -> None:
+        """Another step."""
+        if self._now:
+            self._before, self._now = self._now, {}
+
+    def met(self, place: tuple, value: Any, samples: int) -> tuple[Any, int] | None:
+        """Keep what an operation was given.
+
+        Returns:
+            What it was given there in the step before, and of how many samples that step's batch was.
+        """
+        here = self._now.setdefault(place, [])
+        here.append((value, samples))
+        before = self._before.get(place, ())
+        return before[len(here) - 1] if len(here) <= len(before) else None
+
+
+class Python:
+    """What Python may know of the batch of one step.
+
+    Attributes:
+        armed: it may have read numbers of samples. knows_floats: of several, and not whole ones alone.
+        numbers: those of several samples, and where they were read. handed: the batch was observed from
+            where a loader handed it out. extents: as many entries as there were in the batch, and in
+            sums over samples.
+    """
+
+    def __init__(self) -> None:
+        self.armed = self.knows_floats = self.handed = False
+        self.numbers: dict[float, str] = {}
+        self.extents: set[int] = set()
+        self._literals: set[int] = set()
+        """Memory of tensors that were made of Python's numbers."""
+
+    def knows(self, value: float, line: str, *, several: bool) -> None:
+        """It has read a number of one or of several samples."""
+        self.armed = True
+        if several:
+            self.knows_floats |= isinstance(value, float)
+            self.numbers.setdefault(value, line)
+
+    def detached(self, x: Tensor, shadow: Shadow) -> None:
+        """A tensor was detached; if it has no gradient, then by numpy()."""
+        if not x.requires_grad and shadow.held and len(shadow.samples) != 1:
+            self.armed = True
+            self.knows_floats |= x.is_floating_point()
+
+    def made(self, literal: bool, operands: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        """Constants were made, of Python's numbers (`literal`) or of other constants."""
+        if literal or (self._literals and any(map(self.is_literal, operands))):
+            self._literals.update(map(key_of, outs))
+
+    def is_literal(self, x: Tensor) -> bool:
+        """It was made of Python's numbers in this step."""
+        return key_of(x) in self._literals
+
+
+class Counts:
+    """Means over as many entries as data chose: how many these are is a factor of their gradients.
+
+    Attributes:
+        nodes: numbers of the nodes of such means; of each the factor, and where it is.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: dict[int, tuple[int, Cause]] = {}
+        self._made: set[int] = set()
+
+    def add(self, operands: Sequence[Tensor], line: str) -> None:
+        """The operation that runs is one."""
+        if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
+            number = creation_number() - 1
+            cause = Cause("mean over entries that the batch selects", line, factor=True)
+            self.nodes[number] = hash(("count", number)), cause
+
+    def divide(self, tracer: Any, outs: Sequence[Tensor]) -> None:
+        """An operation has run, which may be a part of the backward pass of one."""
+        node = current_node() if current_task() != -1 else None
+        found = None if node is None else self.nodes.get(number_of(node))
+        if found is None:
+            return
+        number, cause = found
+        for x in outs:
+            own = tracer.shadow_of(x)
+            if x.is_floating_point() and own.factor not in self._made:
+                factor = hash((own.factor, number))
+                self._made.add(factor)
+                shadow = tracer.made(own.sample, own.flags, part=own.part, factor=factor)
+                tracer.memory.write(x, shadow, cause)
+
+
+def come_back(tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor]) -> None:
+    """Report numbers that Python has read from several samples and that are arguments again."""
+    for k in kind.numbers:
+        value = args[k] if k < len(args) else None
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        line = tracer.python.numbers.get(value)
+        if line is None or (value % 1 and not 20 * value % 1):  # as 0.5: by accident
+            continue
+        of_formulas = {-1, 0, 1, 2}  # of `2 * x` and squares, and the largest of three classes
+        sizes = {tracer.memory.samples, *(n for x in tensors for n in (*x.shape, x.numel()))}
+        if value not in of_formulas | sizes:
+            what = f"a number of several samples, read at {line}, in {kind.base}"
+            tracer.report.add("read", Cause(what, tracer.lines.current()), "your loss")
+
+
+def compared(
+    tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor], shadows: Sequence[Shadow]
+) -> dict[float, tuple[int, bool]]:  # fmt: skip
+    """Hold the numbers and constants that meet samples against those of the step before.
+
+    Returns:
+        Of each number: which power of the batch's size it is, and whether another batch has shown it.
+    """
+    powers: dict[float, tuple[int, bool]] = {}
+    several = any(s.held and len(s.samples) != 1 for s in shadows)
+    summed = any(s.mixed for s in shadows)
+    line = ""
+    for value, tensor in _given(tracer, kind, args, tensors, shadows):
+        line = line or tracer.lines.current()
+        if isinstance(value, int) and tensor is not None:
+            before = tracer.numbers.met((line, kind.name, "content"), value, tracer.memory.samples)
+            changed = several and before is not None and before[0] != value
+            if changed and (
+                tracer.python.armed or tracer.python.is_literal(tensor) or not tracer.python.handed
+            ):
+                _report(
+                    tracer, kind, line, f"a constant of shape {list(tensor.shape)} that changes"
+                )
+            continue
+        before = tracer.numbers.met((line, kind.name), value, tracer.memory.samples)
+        powers[value] = power, _ = _power(
+            value, before, tracer.memory.samples, tracer.python.extents
+        )
+        changed = before is not None and before[0] != value and not power
+        if not changed or not several or _is_size(value, tracer, tensors):
+            continue
+        counts = summed and kind.name in ("mul", "div") and value == int(value) and abs(value) > 2
+        elsewhere = tensor is not None and not tracer.python.handed and kind.name in _WEIGHS
+        if tracer.python.armed or elsewhere or (counts and not _is_scale(value, before[0])):
+            _report(tracer, kind, line, f"a number that changes ({before[0]:g}, {value:g})")
+    return powers
+
+
+def _report(tracer: Any, kind: Kind, line: str, what: str) -> None:
+    cause = Cause(f"{what} from batch to batch, in {kind.base}", line)
+    tracer.report.add("read", cause, "your loss")
+
+
+def _given(
+    tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor], shadows: Sequence[Shadow]
+) -> Iterator[tuple[Any, Tensor | None]]:  # fmt: skip
+    """The numbers, those in constant tensors too, and what identifies constants of several."""
+    for k in kind.numbers:
+        value = args[k] if k < len(args) else None
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            yield float(value), None
+    for x, shadow in zip(tensors, shadows, strict=True):
+        if shadow.held or shadow.flags & (RANDOM | TRAINED) or isinstance(x, nn.Parameter):
+            continue
+        if x.is_meta or x.device.type != "cpu" or not 0 < x.numel() <= _LARGEST or x.is_complex():
+            continue
+        if x.layout is not torch.strided or tracer.memory.knows(x) or x in tracer.known:
+            continue
+        plain = x.detach()
+        if plain.numel() == 1 or (
+            kind.name in ("mul", "div") and bool((plain == plain.reshape(-1)[0]).all())
+        ):
+            if math.isfinite(plain.reshape(-1)[0]):
+                yield float(plain.reshape(-1)[0]), x
+        elif kind.name in _WEIGHS and x.is_floating_point():
+            yield content_of(x), x
+
+
+def _power(
+    value: float, before: tuple[Any, int] | None, samples: int, extents: set[int]
+) -> tuple[int, bool]:
+    if before is not None and before[1] != samples and isinstance(before[0], float):
+        if before[0] == value:
+            return 0, True
+        ratio = samples / before[1]
+        for power in (1, -1):
+            if before[0] and math.isclose(value / before[0], ratio**power, rel_tol=_NEAR):
+                return power, True
+    sizes = {samples, *(n for n in extents if n % samples == 0)} if samples > 1 else set()
+    if value in sizes:
+        return 1, False
+    if 0 < value < 1 and _is_whole(1 / value) and round(1 / value) in sizes:
+        return -1, False
+    return 0, False
+
+
+def _is_whole(value: float) -> bool:
+    return math.isclose(value, round(value), rel_tol=_NEAR)
+
+
+def _is_size(value: float, tracer: Any, tensors: Sequence[Tensor]) -> bool:
+    sizes = {tracer.memory.samples, *(n for x in tensors for n in (*x.shape, x.numel()))}
+    return value in sizes or value in tracer.python.extents
+
+
+def _is_scale(value: float, before: float) -> bool:
+    """The scale of a loss, which grows and shrinks."""
+    return before > 0 < value and math.log2(value / before).is_integer()

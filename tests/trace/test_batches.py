@@ -1,0 +1,197 @@
+"""What a loop does with the batch before the model, and with numbers that Python has read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastclip.errors import GraphError
+from tests.trace.test_lifecycle import Run, rows
+
+
+def cut_and_mixed(x: Tensor) -> Tensor:
+    mask = torch.zeros(x.shape[1], dtype=torch.bool)
+    mask[1:3] = True
+    return torch.where(mask, x.roll(1, 0), x)
+
+
+def halves(x: Tensor) -> Tensor:
+    a, b = x.split(len(x) // 2)
+    return torch.cat([0.9 * a + 0.1 * b, 0.9 * b + 0.1 * a])
+
+
+MIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "cut and mixed": cut_and_mixed,
+    "halves": halves,
+    "centered": lambda x: x - x.mean(0),
+    "interpolated": lambda x: torch.lerp(x, x.flip(0), 0.3),
+    "scaled by the largest": lambda x: x / x.abs().amax(),
+    "numbered": lambda x: x * torch.arange(1.0, len(x) + 1)[:, None],
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_before_the_model(name: str) -> None:
+    """Dry runs judge the model, not what it is given."""
+    run = Run()
+    for x, y in run.loader:
+        with pytest.raises(GraphError, match=r"before the model: .* at test_batches\.py:"):
+            run.loss(MIXED[name](x), y).backward()
+        break
+
+
+OWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "centered in itself": lambda x: x - x.mean(1, keepdim=True),
+    "noisy": lambda x: x + torch.randn_like(x),
+    "scaled by constants": lambda x: x / torch.tensor([1.0, 2, 3, 4]),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_before_the_model(name: str) -> None:
+    run = Run()
+    for x, y in run.loader:
+        x = OWN[name](x)
+        run.optimizer.zero_grad()
+        run.loss(x, y).backward()
+        run.check_sums(x, y)
+        run.optimizer.step()
+    run.check_traced()
+
+
+# Numbers that Python gives to a loss
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+SIZES = 8, 7, 8
+"""Of the batches."""
+
+
+def each(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, y, reduction="none")
+
+
+def with_weights(weights: Callable[[Tensor], Tensor]) -> Loss:
+    return lambda z, y: (each(z, y) * weights(y)).mean()
+
+
+def by_counts(y: Tensor) -> Tensor:
+    labels = y.tolist()
+    return torch.tensor([1 / (1 + labels.count(k)) for k in range(3)], dtype=torch.float64)[y]
+
+
+def by_counts_of_numpy(y: Tensor) -> Tensor:
+    return torch.from_numpy(1 / (1 + np.bincount(y.numpy(), minlength=3)))[y]
+
+
+def normalized_in_numpy(z: Tensor, y: Tensor) -> Tensor:
+    scores = z.detach()[:, 0].numpy()
+    return (each(z, y) * torch.from_numpy((scores - scores.mean()) / scores.std())).mean()
+
+
+def above_the_median(z: Tensor, y: Tensor) -> Tensor:
+    own = each(z, y)
+    return (own * (own >= own.detach().median().item() + 0.001)).mean()
+
+
+def counted_by_python(z: Tensor, y: Tensor) -> Tensor:
+    return each(z, y).sum() / (100 + 3 * sum(k == 1 for k in y.tolist()))
+
+
+# loss_reduction, loss
+READ: dict[str, tuple[str, Loss]] = {
+    "one over a count": ("sum", lambda z, y: each(z, y).sum() * (1 / (1.5 + y.sum().item()))),
+    "a tensor of a count": (
+        "sum",
+        lambda z, y: each(z, y).sum() / torch.tensor(3.7 + y.sum().item()),
+    ),
+    "as many as a mask selects": ("sum", lambda z, y: each(z, y).sum() / len(y[y > 0])),
+    "a count of a list": ("sum", counted_by_python),
+    "weights of classes, by a list": ("mean", with_weights(by_counts)),
+    "weights of classes, by numpy": ("mean", with_weights(by_counts_of_numpy)),
+    "normalized in numpy": ("mean", normalized_in_numpy),
+    "a threshold": ("mean", above_the_median),
+}
+
+
+def steps(run: Run, loss: Loss, exact: Loss | None = None) -> None:
+    x, y = rows().tensors
+    y = y[torch.randperm(len(y), generator=torch.Generator().manual_seed(5))]
+    for part, labels in zip(x.split((*SIZES, 17)), y.split((*SIZES, 17)), strict=True):
+        if len(part) > 8:
+            break
+        run.optimizer.zero_grad()
+        loss(run.model(part), labels).backward()
+        if exact is not None:
+            run.check_sums(part, labels)
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize("name", READ)
+def test_read_numbers(name: str) -> None:
+    reduction, loss = READ[name]
+    with pytest.raises(GraphError, match=r"number|mixes samples|constant") as caught:
+        steps(Run(loss_reduction=reduction), loss)
+    assert "test_batches.py:" in str(caught.value)
+    assert len(str(caught.value).split()) <= 40
+
+
+def logged(z: Tensor, y: Tensor) -> Tensor:
+    right = (z.argmax(1) == y).sum().item() / len(y)
+    loss = 0.5 * F.cross_entropy(z, y) + 0.5 * F.cross_entropy(z, y)
+    return loss if right >= 0 else 2 * loss
+
+
+def annealed() -> Loss:
+    met: list[float] = []
+
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        met.append(0.001 * len(met))
+        return F.cross_entropy(z, y) + met[-1] * 0 * z.pow(2).sum(1).mean()
+
+    return loss
+
+
+# of which each is the mean of the samples' losses
+PLAIN: dict[str, Loss] = {
+    "logged": logged,
+    "annealed": annealed(),
+    "over their number": lambda z, y: each(z, y).sum() / len(y),
+    "times one over their number": lambda z, y: each(z, y).sum() * (1 / len(y)),
+    "each over their number": lambda z, y: (each(z, y) / len(y)).sum(),
+    "weights of their number": lambda z, y: (
+        each(z, y) * torch.full((len(y),), 1 / len(y), dtype=torch.float64)
+    ).sum(),
+    "over all entries": lambda z, y: (each(z, y)[:, None].expand_as(z)).sum() / z.numel(),
+    "labels by numpy": lambda z, y: F.cross_entropy(z, torch.from_numpy(y.numpy().copy())),
+    "labels by a list": lambda z, y: F.cross_entropy(z, torch.tensor(y.tolist())),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_numbers(name: str) -> None:
+    steps(Run(), PLAIN[name], exact=PLAIN[name])
+
+
+# Weights that follow the size of the batch: what another batch shows
+
+WEIGHED: dict[str, tuple[str, Loss]] = {
+    "a sum and a mean": ("mean", lambda z, y: each(z, y).sum() + each(z, y).mean()),
+    "each over their number, and a mean": ("mean", lambda z, y: (each(z, y) / len(y)).mean()),
+    "each times their number, and a mean": ("mean", lambda z, y: (each(z, y) * len(y)).mean()),
+    "in proportion to their number": ("mean", lambda z, y: F.cross_entropy(z, y) * (len(y) / 10)),
+    "over a constant": ("mean", lambda z, y: each(z, y).sum() / 8),
+    "a mean, times a constant": ("sum", lambda z, y: F.cross_entropy(z, y) * 8),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+def test_weights_that_follow_the_size(name: str) -> None:
+    reduction, loss = WEIGHED[name]
+    with pytest.raises(GraphError, match="over the batch") as caught:
+        steps(Run(loss_reduction=reduction), loss)
+    assert "None" not in str(caught.value)
