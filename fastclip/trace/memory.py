@@ -7,6 +7,7 @@ the record into one attribution for each of its entries, of which other geometri
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -64,6 +65,13 @@ def content_of(x: Tensor) -> int:
     return hash((tuple(x.shape), content))
 
 
+def state_of(generator: torch.Generator) -> int:
+    """Identifies what it draws next; 0 while a graph is being captured."""
+    with suppress(RuntimeError):
+        return hash(generator.get_state().numpy().tobytes())
+    return 0
+
+
 @dataclass(slots=True)
 class Record:
     """What lies in one memory."""
@@ -111,8 +119,14 @@ class Memory:
         self._drawn_before: set[int] = set()
         """The same of the step before."""
 
-    def draws_again(self, state: int) -> bool:
-        """Numbers are drawn from this state: the same ones, if the step before has drawn from it."""
+    def drew_again(self, generator: torch.Generator | None, state: int) -> bool:
+        """What was drawn since this state of the generator are the numbers of the step before.
+
+        Args:
+            state: as of `state_of`. Dropout with p = 0 draws nothing.
+        """
+        if generator is None or state_of(generator) == state:
+            return False
         self._drawn.add(state)
         return state in self._drawn_before
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -162,6 +162,15 @@ class Kind:
             if str(a.type) in ("Tensor", "number", "Optional[number]")
         )  # fmt: skip
 
+    def written(self, args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The operands that it writes into."""
+        given = [args[k] for k in self.writes if k < len(args)]
+        return tensors_in([*given, *self.replaced(kwargs)])
+
+    def replaced(self, kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The operands whose numbers it replaces."""
+        return tensors_in([kwargs.get(name) for name in self.filled]) if self.filled else []
+
     def _alignment(self) -> str:
         """How constants lie alongside samples, if they do."""
         if self.name in _TOGETHER:
@@ -201,9 +210,11 @@ def tensors_in(found: Any) -> list[Tensor]:
     return [x for x in tree_leaves(found) if isinstance(x, Tensor)]
 
 
-def generator_of(device: torch.device | str) -> torch.Generator | None:
-    """The one that draws for everybody there."""
-    device = torch.device(device)
+def generator_of(tensors: Sequence[Tensor], given: Mapping[str, Any]) -> torch.Generator | None:
+    """From which an operation draws: the one that it is given, else its device's."""
+    if (own := given.get("generator")) is not None:
+        return own
+    device = torch.device(given.get("device") or (tensors[0].device if tensors else "cpu"))
     if device.type == "cpu":
         return torch.default_generator
     if device.type != "cuda":

@@ -23,7 +23,7 @@ from fastclip.trace import attribution as at
 from fastclip.trace import indices, layers  # noqa: F401 - they register their rules
 from fastclip.trace.findings import Cause, Lines, Read, Report, is_a_loaders
 from fastclip.trace.law import flagged, is_branched, is_uneven, ordered, parts_told
-from fastclip.trace.memory import Memory, Record, content_of, geometry_of, key_of
+from fastclip.trace.memory import Memory, Record, content_of, geometry_of, key_of, state_of
 from fastclip.trace.movement import exchanged
 from fastclip.trace.numbers import Counts, Numbers, Python, come_back, compared
 from fastclip.trace.operation import (
@@ -281,10 +281,9 @@ class Tracer(TorchDispatchMode):
         shadows = list(map(self._met, tensors, records))
         if self.memory.samples > 1 and None in records:
             shadows = self._from_elsewhere(func, args, tensors, shadows)
-        for filled in kind.filled:
-            k = next((k for k, x in enumerate(tensors) if x is kwargs.get(filled)), None)
-            if k is not None:
-                shadows[k] = self.shadows.constant
+        for filled in kind.replaced(kwargs):
+            k = next(k for k, x in enumerate(tensors) if x is filled)
+            shadows[k] = self.shadows.constant
         hot, flags = False, 0
         for shadow in shadows:
             hot |= shadow.sample is not None
@@ -293,14 +292,15 @@ class Tracer(TorchDispatchMode):
             return self._answer(self._read_number(kind, func(*args, **kwargs), shadows))
         if self.trail is not None:
             self._note(key, tensors)
-        again = kind.random and self._draws_again(tensors, kwargs)
+        generator = generator_of(tensors, kwargs) if kind.random else None
+        draw = generator, 0 if generator is None else state_of(generator)
         if not hot:
-            return self._constant(func, kind, args, kwargs, tensors, shadows, again)
+            return self._constant(func, kind, args, kwargs, tensors, shadows, draw)
         self.lines.note()
         if kind.name == "detach" and not self.lines.in_model() and current_task() == -1:
             self.python.detached(tensors[0], shadows[0])
         if self._unpacks:
-            return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key, again)
+            return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key, draw)
         beside = is_of_losses(kind, tensors)
         for x, shadow in zip(tensors, shadows, strict=True):
             foreign = bool(shadow.flags & FOREIGN)
@@ -313,27 +313,13 @@ class Tracer(TorchDispatchMode):
                 self._outside(x)
             elif foreign:
                 flags |= FOREIGN
-        out = self._followed(func, kind, args, kwargs, tensors, shadows, flags, key, again)
+        out = self._followed(func, kind, args, kwargs, tensors, shadows, flags, key, draw)
         if beside and flags & FOREIGN:
             found = self.shadow_of(out)
             more = {"degree": found.degree, "factor": found.factor}
             self.memory.write(out, self.made(found.sample, found.flags | FOREIGN, **more))
         return out
 
-    def _draws_again(self, tensors: list[Tensor], kwargs: dict[str, Any]) -> bool:
-        """What is about to be drawn are the numbers of the step before: constants."""
-        generator = kwargs.get("generator")
-        if generator is None:
-            generator = generator_of(
-                kwargs.get("device") or (tensors[0].device if tensors else "cpu")
-            )
-        if generator is None:
-            return False
-        with suppress(RuntimeError):  # a graph is being captured
-            return self.memory.draws_again(hash(generator.get_state().numpy().tobytes()))
-        return False
-
-    @property
     def _unpacks(self) -> bool:
         """What runs are nodes of the graph, whose tensors were saved before."""
         return current_task() != -1 and not torch.is_grad_enabled()
@@ -401,9 +387,13 @@ class Tracer(TorchDispatchMode):
 
     def _followed(
         self, func: Any, kind: Kind, args: tuple, kwargs: dict, tensors: list[Tensor],
-        shadows: list[Shadow], flags: int, key: list, again: bool = False,
+        shadows: list[Shadow], flags: int, key: list, draw: tuple,
     ) -> Any:  # fmt: skip
-        """An operation on samples; it draws `again` what the step before has drawn."""
+        """An operation on samples.
+
+        Args:
+            draw: the generator from which it may draw, and its state.
+        """
         self.powers = {}
         if not self.lines.in_model() and current_task() == -1:
             with self.aside():
@@ -417,7 +407,7 @@ class Tracer(TorchDispatchMode):
         out = func(*args, **kwargs)
         outs = [out] if isinstance(out, Tensor) else tensors_in(out)
         if kind.writes and not outs:
-            self._join(kind, args, tensors, shadows)
+            self._join(kind, kind.written(args, kwargs), tensors, shadows)
         if kind.reshapes or not outs:
             return out
         known = None if kind.by_values or flags & MOVED else self._key(key, shadows, tensors)
@@ -432,7 +422,7 @@ class Tracer(TorchDispatchMode):
         if kind.aligned:
             with self.aside():
                 found = ordered(self, kind, found, beside, shadows, outs)
-        if again:
+        if self.memory.drew_again(*draw):  # constants
             found = [
                 flagged(self, f) if f.held else self.shadows.of_no_sample(f.flags & ~RANDOM)
                 for f in found
@@ -449,9 +439,11 @@ class Tracer(TorchDispatchMode):
                 self.memory.computed(out, repr(key), tensors)
         return out
 
-    def _join(self, kind: Kind, args: tuple, tensors: list[Tensor], shadows: list[Shadow]) -> None:
+    def _join(
+        self, kind: Kind, written: list[Tensor], tensors: list[Tensor], shadows: list[Shadow]
+    ) -> None:
         """An operation on lists that returns nothing has written what all its operands hold."""
-        for x in tensors_in([args[k] for k in kind.writes if k < len(args)]):
+        for x in written:
             found = self.made(at.everywhere(at.SEVERAL, x.dim()), LEARNED)
             cause = self._cause(kind, tensors, shadows, [found])
             self.memory.write(x, found, cause, whole=False)
@@ -518,7 +510,8 @@ class Tracer(TorchDispatchMode):
     ) -> object | None:
         """Where what the operation returns first followed from several samples."""
         backward, factor = current_task() != -1, any(s.factor is not None for s in found)
-        coupled = [s for s in found if s.joined or (backward and s.partial)]
+        views = kind.aliases and not kind.writes  # nothing meets in them
+        coupled = [s for s in found if (s.joined and not views) or (backward and s.partial)]
         if not coupled and not factor:
             return None
         carried = any(s.factor is not None for s in shadows)
@@ -574,11 +567,11 @@ class Tracer(TorchDispatchMode):
 
     def _constant(
         self, func: Any, kind: Kind, args: tuple, kwargs: dict, tensors: list[Tensor],
-        shadows: list[Shadow], again: bool,
+        shadows: list[Shadow], draw: tuple,
     ) -> Any:  # fmt: skip
         """An operation on no sample."""
         out = func(*args, **kwargs)
-        outs = [out] if isinstance(out, Tensor) else tensors_in(out)
+        outs = [out] if isinstance(out, Tensor) else tensors_in(out) or kind.written(args, kwargs)
         shared = next(
             (x for x, s in zip(tensors, shadows, strict=True) if s.factor is not None), None
         )
@@ -592,7 +585,7 @@ class Tracer(TorchDispatchMode):
             return out
         foreign = self._has_foreign(tensors, shadows)
         trained = foreign or any(s.flags & TRAINED for s in shadows)
-        drawn = (kind.random and not again) or (
+        drawn = (kind.random and not self.memory.drew_again(*draw)) or (
             kind.pointwise and any(s.flags & RANDOM for s in shadows)
         )
         # What is made of a tensor from elsewhere (a part of all labels) is from elsewhere, too.

@@ -668,7 +668,21 @@ def test_a_compiled_model() -> None:
 def test_a_coupled_loss_of_a_compiled_model() -> None:
     run = Run()
     compiled = torch.compile(run.model, backend="eager")
-    x, y = next(iter(run.loader))
+    batches = iter(run.loader)
+    x, y = next(batches)
+    with pytest.raises(GraphError, match="mixes samples"):
+        dice(compiled(x), y).backward()
+
+
+@pytest.mark.slow
+def test_a_coupled_loss_of_a_compiled_model_on_a_batch_from_nowhere() -> None:
+    """Where the first step begins inside the compiled call, the second one is the first traced."""
+    run = Run()
+    compiled = torch.compile(run.model, backend="eager")
+    x, y = rows(BATCH)[:]
+    F.cross_entropy(compiled(x), y).backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
     with pytest.raises(GraphError, match="mixes samples"):
         dice(compiled(x), y).backward()
 
