@@ -200,8 +200,6 @@ def check_script(script: str, arguments: Sequence[str] = ()) -> int:
         has ended before.
     """
     from fastclip.backward.traced_step import JUDGED
-
-    os.environ["FASTCLIP_TRACE"] = "1"
     from fastclip.optim.optimizer import FastDPOptimizer
 
     judged: list[TraceLog] = []

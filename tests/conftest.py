@@ -112,12 +112,6 @@ _ENVIRONMENT = tuple({*os.environ, "FASTCLIP_BACKEND", "PYTHONPATH"} - {"PYTEST_
 """Libraries add variables of their own; those that are here stay as they are."""
 
 
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first two steps of private models are traced."""
-    monkeypatch.setenv("FASTCLIP_TRACE", "1")
-
-
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     """The tests of a worker share one process: one that changes it breaks others, far away."""

@@ -7,7 +7,6 @@ loss outside the model, and trained tensors that are none of the model's (fastcl
 
 from __future__ import annotations
 
-import os
 import sys
 import weakref
 from collections import deque
@@ -61,11 +60,6 @@ _OUTPUT = "the model's output"
 _DEGREES = {"sum": 0, "mean": -1}
 _LATE: list[Tracer] = []
 """Those that could not leave their places when their models were gone."""
-
-
-def steps_asked() -> int:
-    """How many steps are traced: two if the environment variable FASTCLIP_TRACE is 1, else none."""
-    return _STEPS if os.environ.get("FASTCLIP_TRACE") == "1" else 0
 
 
 def leave_late() -> None:
@@ -132,10 +126,10 @@ class StepTrace:
 
     def __init__(
         self, names: Mapping[nn.Parameter, str], others: Mapping[nn.Parameter, str], axis: int,
-        *, steps: int | None = None,
+        *, steps: int = _STEPS,
     ) -> None:  # fmt: skip
         self._names, self._others, self._axis = names, others, axis
-        self.left = steps_asked() if steps is None else steps
+        self.left = steps
         self.log = TraceLog()
         self._memory, self._numbers = Memory(SHADOWS), Numbers()
         self._placed: list[Tracer] = []
@@ -254,8 +248,10 @@ class StepTrace:
             step.rows = next(
                 (r for x in pairs if (r := rows_of_input(step.tracer, *x)) is not None), None
             )
-            if step.rows is not None and step.rows.unique().numel() < len(step.rows):
-                step.tracer.report.add("repeated", None, "the model's input")
+            if step.rows is not None:
+                step.tracer.memory.present = present = step.rows.unique().long().cpu()
+                if present.numel() < len(step.rows):
+                    step.tracer.report.add("repeated", None, "the model's input")
 
     @staticmethod
     def _continues(step: _Step, leaves: list[Any], batch: int | None) -> bool:

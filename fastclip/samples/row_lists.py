@@ -145,10 +145,14 @@ def seed_entries(tracer: Tracer, rows: Any) -> None:
         [x for x in tensors_in(entry) if x.layout is torch.strided]
         for entry in (rows if is_list(rows) else ())
     ]
-    for i, held in enumerate(entries):
-        for k, x in enumerate(held):
-            if tracer.memory.record(x) is None:
-                tracer.seed_all(x, i, part=hash(("entries", id(rows), k)))
+    given = [  # by no operation of this step; entries may be views of one memory
+        (x, i, hash(("entries", id(rows), k)))
+        for i, held in enumerate(entries)
+        for k, x in enumerate(held)
+        if tracer.memory.record(x) is None
+    ]
+    for x, i, part in given:
+        tracer.seed_all(x, i, part=part)
     if len({tuple(x.shape for x in held) for held in entries} - {()}) != 1:
         tracer.memory.lengths_read = True
         tracer.report.reads.append(Read("numbers in a list", "one sample", "the model's inputs"))

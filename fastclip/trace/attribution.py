@@ -154,11 +154,21 @@ def is_alike(found: Tensor) -> bool:
     )
 
 
-def are_as_many(found: Tensor, samples: int) -> bool:
-    """Each of so many samples has as many entries as any other."""
+def are_as_many(found: Tensor, samples: int, present: Tensor | None = None) -> bool:
+    """Each of so many samples has as many entries as any other, entries of no sample in their place
+    among them.
+
+    Args:
+        present: the numbers of those that may have any; None: all.
+    """
     flat = found.reshape(-1)
     counts = torch.bincount(flat[(flat >= 0) & (flat < SEVERAL)].long(), minlength=samples)
-    return bool((counts == counts[0]).all())
+    if present is not None:
+        may = torch.zeros_like(counts, dtype=torch.bool)
+        may[present[(present >= 0) & (present < samples)].long()] = True
+        if not bool(counts[~may].any()):
+            counts = counts[may]
+    return not counts.numel() or int(counts.max()) * counts.numel() == flat.numel()
 
 
 def are_apart(several: Sequence[Attribution]) -> bool:

@@ -17,6 +17,8 @@ from fastclip._torch import creation_number, current_node, current_task, number_
 HIDDEN = [str(Path(__file__).resolve().parents[1]), "<"]
 """Beginnings of the names of files that are not the user's."""
 _PACKAGES = ("/site-packages/", "/dist-packages/")
+BY_PYTHON = "numbers that Python has read"
+"""A cause: samples may have met, and no operation shows it."""
 _STANDARD = sysconfig.get_path("stdlib")
 
 
@@ -187,9 +189,10 @@ class Finding:
                 "contributes several times. Give the model each sample of the loader's batch once."
             )
         if self.kind == "input":
+            word = "may mix" if BY_PYTHON in what else "mixes"
             return (
-                f"Your loss mixes samples before the model: {what} reaches an input, so the guarantee "
-                "does not hold. Give the model each sample as it is in the data."
+                f"Your batch {word} samples before the model: {what} reaches an input. "
+                "Change each sample by itself, in torch or in the data set."
             )
         if self.kind == "read":
             return (

@@ -66,6 +66,8 @@ class Law:
             of_gradient = tracer.memory.cause(gradient)
             report.factors.setdefault(got.factor, None if got.factor is None else of_gradient)
             flags = out.flags | got.flags
+            if not flags & ORDER and self._is_uneven(out, got, gradient):
+                flags |= BY_VALUE if is_branched(tracer) else ORDER
             if flags & BY_VALUE and use not in report.by_value:
                 report.by_value.append(use)
             if out.mixed or out.factor is not None:
@@ -73,7 +75,7 @@ class Law:
             elif not _is_same(out, got):
                 kind = "factors" if getattr(of_gradient, "factor", False) else "gradient"
                 report.add("unseen" if _is_unseen(got) else kind, of_gradient, use)
-            elif flags & ORDER or self._is_uneven(out, got, gradient):
+            elif flags & ORDER:
                 report.add("order", cause or of_gradient, use)
             elif not flags & MOVED:
                 self._cover(use, key, out, got, cause or of_gradient)

@@ -104,6 +104,8 @@ class Memory:
 
     def __init__(self, shadows: Shadows) -> None:
         self.shadows, self.samples = shadows, 0
+        self.present: torch.Tensor | None = None
+        """Numbers of the samples that the model is called with; None: all."""
         self.lengths_read = False
         """Python knows how long samples are, so parts of the batch may be chosen by it."""
         self._records: dict[int, Record] = {}

@@ -171,7 +171,8 @@ def _unfold_backward(call: Operation) -> list[Any]:
 def mean_of(call: Operation, found: at.Attribution) -> int | None:
     """The degree of a mean over entries of samples; none if how many each has follows from data."""
     moved = found is not None and any(call.flags(x) & MOVED for x in call.operands)
-    if moved and not at.are_as_many(found, call.tracer.memory.samples):  # type: ignore[arg-type]
+    memory = call.tracer.memory
+    if moved and not at.are_as_many(found, memory.samples, memory.present):  # type: ignore[arg-type]
         call.tracer.counts.add(call.operands, call.tracer.lines.current())
         return None
     return -1

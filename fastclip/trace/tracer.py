@@ -21,7 +21,7 @@ from fastclip._torch import (
 )
 from fastclip.trace import attribution as at
 from fastclip.trace import indices, layers  # noqa: F401 - they register their rules
-from fastclip.trace.findings import Cause, Lines, Read, Report, is_a_loaders
+from fastclip.trace.findings import BY_PYTHON, Cause, Lines, Read, Report, is_a_loaders
 from fastclip.trace.law import flagged, is_branched, is_uneven, ordered, parts_told
 from fastclip.trace.memory import Memory, Record, content_of, geometry_of, key_of, state_of
 from fastclip.trace.movement import exchanged
@@ -174,6 +174,7 @@ class Tracer(TorchDispatchMode):
     def begin(self) -> None:
         """Another step: nothing is known of its batch."""
         self.report, self.read_by_python, self.memory.samples = Report(), False, 0
+        self.memory.present = None
         self.same_samples = None
         self.guarded_labels.clear()
         self._outside_met.clear()
@@ -320,6 +321,7 @@ class Tracer(TorchDispatchMode):
             self.memory.write(out, self.made(found.sample, found.flags | FOREIGN, **more))
         return out
 
+    @property
     def _unpacks(self) -> bool:
         """What runs are nodes of the graph, whose tensors were saved before."""
         return current_task() != -1 and not torch.is_grad_enabled()
@@ -657,9 +659,9 @@ class Tracer(TorchDispatchMode):
                     self._outside(x)
                     self.seed(x, axis)
                     literal = _KINDS[func].name in _LITERALS and x.is_floating_point()
-                    if literal and self.python.knows_floats:  # these come back, or others
+                    if literal and self.python.knows_floats and self.python.copied(x) is None:
                         several = self.made(at.everywhere(at.SEVERAL, x.dim()))
-                        self.memory.write(x, several, self.cause("numbers that Python has read"))
+                        self.memory.write(x, several, self.cause(BY_PYTHON))
                     found[k] = self.shadow_of(x)
                 elif axis is None and (rows := self._rows_beside(x, shadows)) is not None:
                     self.memory.give(x, self.made(rows))

@@ -45,27 +45,6 @@ def summed_grad(
     return model.weight.summed_grad.flatten()
 
 
-@pytest.mark.parametrize(
-    ("reduce", "stated", "norm"),
-    [(torch.sum, "mean", lambda b: 1 / (b + 1)), (torch.mean, "sum", float)],
-)
-def test_what_a_contradiction_costs(
-    reduce: Callable[[Tensor], Tensor], stated: str, norm: Callable[[int], float]
-) -> None:
-    """Written with operations that no graph tells from others: one row more moves the sum by 2 C."""
-    b = 50
-    same = torch.zeros(b, 2, dtype=torch.float64)
-    same[:, 0] = norm(b)
-    sign = 1.0 if stated == "mean" else -1.0
-    new = torch.tensor([[sign * 1e6, 0.0]], dtype=torch.float64)
-    with_it, without = (summed_grad(reduce, stated, x) for x in (torch.cat([same, new]), same))
-    assert (with_it - without).norm() > 1.95
-    right = torch.mean if stated == "mean" else torch.sum
-    with_it, without = (summed_grad(right, stated, x) for x in (torch.cat([same, new]), same))
-    assert (with_it - without).norm() <= 1 + 1e-12
-
-
-@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(("reduce", "stated"), [(torch.sum, "mean"), (torch.mean, "sum")])
 def test_a_contradiction_that_no_graph_tells(
     reduce: Callable[[Tensor], Tensor], stated: str

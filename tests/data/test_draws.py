@@ -159,7 +159,6 @@ def test_several_rows_of_one_sample_in_physical_batches(size: int) -> None:
     assert run.steps == 2
 
 
-@pytest.mark.usefixtures("traced")
 def test_several_rows_of_one_sample_in_a_traced_part() -> None:
     run = start(N, poisson=False)
     row = refused("holds a sample at several positions", GraphError)
@@ -180,7 +179,6 @@ def test_rows_may_be_left_out() -> None:
     assert total.tolist() == [0.0] + [1.0] * (N - 1)
 
 
-@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("halves", [True, False])
 def test_two_calls_under_one_loss(halves: bool) -> None:
     """Rows of several calls are the same samples: halves added would be clipped as one, 2 C."""

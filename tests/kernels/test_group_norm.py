@@ -320,7 +320,6 @@ def test_private_layer(name: str, size: int, monkeypatch: pytest.MonkeyPatch) ->
     assert ("group_norm" in served) != one
 
 
-@pytest.mark.usefixtures("traced")
 def test_samples_are_followed_through_a_layer_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel is launched past torch: in a traced step the reference computes."""
     monkeypatch.setattr(dispatch, "_STATE", dispatch._State("triton"))

@@ -98,7 +98,6 @@ def test_by_another_way(way: str, make: type, gate: float, b: int) -> None:
     check_exact_as_it_is(make(way, gate), torch.randn(b, 6))
 
 
-@pytest.mark.usefixtures("traced")
 def test_a_tensor_of_ones_own_that_needs_a_gradient() -> None:
     """It is none of the model's parameters, so its gradient would be clipped by nobody."""
     model = Parent("none", 1.0)

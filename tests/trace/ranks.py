@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -63,7 +62,6 @@ def coupled(name: str, *, gathered: bool = False) -> str:
 
 def ready(name: str) -> tuple:
     """(engine, model, optimizer, loader) of this rank's share."""
-    os.environ["FASTCLIP_TRACE"] = "1"  # a rank's own
     rows = Rows()
     share: DistributedSampler = DistributedSampler(rows, shuffle=False, drop_last=True)
     loader = DataLoader(rows, int(BATCH), sampler=share)

@@ -32,6 +32,7 @@ MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "interpolated": lambda x: torch.lerp(x, x.flip(0), 0.3),
     "scaled by the largest": lambda x: x / x.abs().amax(),
     "numbered": lambda x: x * torch.arange(1.0, len(x) + 1)[:, None],
+    "scaled by NumPy": lambda x: torch.from_numpy(x.numpy() / x.numpy().max()),
 }
 
 
@@ -49,6 +50,7 @@ OWN: dict[str, Callable[[Tensor], Tensor]] = {
     "centered in itself": lambda x: x - x.mean(1, keepdim=True),
     "noisy": lambda x: x + torch.randn_like(x),
     "scaled by constants": lambda x: x / torch.tensor([1.0, 2, 3, 4]),
+    "copied by NumPy": lambda x: torch.from_numpy(x.numpy().copy()),
 }
 
 
