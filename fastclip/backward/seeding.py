@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from fastclip.samples.inputs import tensors_of
 from fastclip.samples.row_lists import is_rows, seed_entries
 from fastclip.trace import attribution as at
-from fastclip.trace.shadow import ORDER
+from fastclip.trace.memory import ORDER
 from fastclip.trace.tracer import Tracer
 
 

@@ -47,9 +47,8 @@ from fastclip.samples.inputs import flatten, tensors_of
 from fastclip.trace import attribution as at
 from fastclip.trace.findings import IGNORED_LABELS, Report, TraceLog
 from fastclip.trace.law import Law
-from fastclip.trace.memory import Memory
+from fastclip.trace.memory import MOVED, ORDER, SHADOWS, Memory, Shadow
 from fastclip.trace.numbers import Numbers
-from fastclip.trace.shadow import MOVED, ORDER, SHADOWS, Shadow
 from fastclip.trace.tracer import RUNNING, Tracer, all_aside
 
 _STEPS = 2

@@ -13,9 +13,8 @@ from fastclip.data.batch_law import Node, leaves, opened
 from fastclip.data.item_tensors import seeded
 from fastclip.trace import attribution as at
 from fastclip.trace.findings import Cause, Report
-from fastclip.trace.memory import Memory
+from fastclip.trace.memory import Memory, Shadow
 from fastclip.trace.operation import Kind
-from fastclip.trace.shadow import Shadow
 from fastclip.trace.tracer import Tracer
 
 _CALLS = 64

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fastclip.trace import attribution as at
 from fastclip.trace.law import changes_alongside
+from fastclip.trace.memory import BY_VALUE, LEARNED, MOVED, ORDER, POSITIONS, STICKY
 from fastclip.trace.operation import Operation, Out, rule
-from fastclip.trace.shadow import BY_VALUE, LEARNED, MOVED, ORDER, POSITIONS, STICKY
 
 
 def _several(call: Operation, flags: int = 0) -> Out:

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from fastclip.trace import attribution as at
 from fastclip.trace.findings import Read
-from fastclip.trace.memory import content_of
+from fastclip.trace.memory import BY_VALUE, MOVED, ORDER, RANDOM, TRAINED, Shadow, content_of
 from fastclip.trace.operation import Kind
-from fastclip.trace.shadow import BY_VALUE, MOVED, ORDER, RANDOM, TRAINED, Shadow
 
 _LARGEST = 65536
 """Entries of a constant whose content identifies it."""

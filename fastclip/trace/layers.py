@@ -12,9 +12,9 @@ from fastclip._torch import memory_of
 from fastclip.trace import attribution as at
 from fastclip.trace.findings import IGNORED_LABELS
 from fastclip.trace.law import changes_alongside
+from fastclip.trace.memory import BY_VALUE, LEARNED, MOVED, ORDER, POSITIONS
 from fastclip.trace.movement import mean_of
 from fastclip.trace.operation import BY_VALUES, Operation, Out, rule
-from fastclip.trace.shadow import BY_VALUE, LEARNED, MOVED, ORDER, POSITIONS
 
 
 def _everything(call: Operation) -> list[Any]:

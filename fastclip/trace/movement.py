@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fastclip.trace import attribution as at
+from fastclip.trace.memory import BY_VALUE, MOVED, ORDER, POSITIONS, RANDOM, STICKY
 from fastclip.trace.operation import Operation, Out, rule, tensors_in
-from fastclip.trace.shadow import BY_VALUE, MOVED, ORDER, POSITIONS, RANDOM, STICKY
 
 
 def axes_of(call: Operation, dims: int) -> list[int]:

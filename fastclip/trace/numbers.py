@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from fastclip._torch import creation_number, current_node, current_task, number_of
 from fastclip.trace.findings import Cause
-from fastclip.trace.memory import content_of, key_of
+from fastclip.trace.memory import RANDOM, TRAINED, Shadow, content_of, key_of
 from fastclip.trace.operation import Kind
-from fastclip.trace.shadow import RANDOM, TRAINED, Shadow
 
 _LARGEST = 4096
 """Entries of a constant that is compared."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastclip._torch import overload_of, tree_leaves
 from fastclip.trace.attribution import Attribution
-from fastclip.trace.shadow import Shadow
+from fastclip.trace.memory import Shadow
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from fastclip._torch import memory_of
 from fastclip.trace import attribution as at
-from fastclip.trace.operation import Operation, Out
-from fastclip.trace.shadow import (
+from fastclip.trace.memory import (
     FOREIGN,
     LEARNED,
     ORDER,
@@ -20,6 +19,7 @@ from fastclip.trace.shadow import (
     TRAINED,
     Shadow,
 )
+from fastclip.trace.operation import Operation, Out
 
 POINTWISE = frozenset((
     "_to_copy", "copy", "fill", "zero", "tril", "triu", "native_dropout", "ones_like", "full_like",

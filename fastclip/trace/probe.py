@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fastclip._torch import tree_leaves
 from fastclip.trace import attribution as at
+from fastclip.trace.memory import BY_VALUE, TRAINED, Shadow
 from fastclip.trace.operation import Operation
-from fastclip.trace.shadow import BY_VALUE, TRAINED, Shadow
 
 _TRIALS = 2
 _CHECKS = frozenset((

@@ -23,7 +23,24 @@ from fastclip.trace import attribution as at
 from fastclip.trace import indices, layers  # noqa: F401 - they register their rules
 from fastclip.trace.findings import BY_PYTHON, Cause, Lines, Read, Report, is_a_loaders
 from fastclip.trace.law import flagged, is_branched, is_uneven, ordered, parts_told
-from fastclip.trace.memory import Memory, Record, content_of, geometry_of, key_of, state_of
+from fastclip.trace.memory import (
+    BY_VALUE,
+    FOREIGN,
+    LEARNED,
+    MOVED,
+    ORDER,
+    RANDOM,
+    SHADOWS,
+    STICKY,
+    TRAINED,
+    Memory,
+    Record,
+    Shadow,
+    content_of,
+    geometry_of,
+    key_of,
+    state_of,
+)
 from fastclip.trace.movement import exchanged
 from fastclip.trace.numbers import Counts, Numbers, Python, come_back, compared
 from fastclip.trace.operation import (
@@ -37,18 +54,6 @@ from fastclip.trace.operation import (
 )
 from fastclip.trace.pointwise import ADDING, POINTWISE, factored, pointwise
 from fastclip.trace.probe import probed
-from fastclip.trace.shadow import (
-    BY_VALUE,
-    FOREIGN,
-    LEARNED,
-    MOVED,
-    ORDER,
-    RANDOM,
-    SHADOWS,
-    STICKY,
-    TRAINED,
-    Shadow,
-)
 
 _SHARP = frozenset((
     "bmm", "baddbmm", "mm", "addmm", "convolution", "convolution_backward", "index_add",

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fastclip._torch import tree_leaves
 from fastclip.trace import attribution as at
+from fastclip.trace.memory import BY_VALUE, MOVED, POSITIONS, Shadow
 from fastclip.trace.operation import Operation
 from fastclip.trace.probe import probed
-from fastclip.trace.shadow import BY_VALUE, MOVED, POSITIONS, Shadow
 from fastclip.trace.tracer import Tracer
 
 _OF_VALUES = BY_VALUE | MOVED | POSITIONS

@@ -15,8 +15,7 @@ from fastclip._torch import tree_leaves
 from fastclip.trace.attribution import SEVERAL
 from fastclip.trace.findings import HIDDEN, Report
 from fastclip.trace.law import Law
-from fastclip.trace.memory import geometry_of
-from fastclip.trace.shadow import TRAINED, Shadow
+from fastclip.trace.memory import TRAINED, Shadow, geometry_of
 from fastclip.trace.tracer import Tracer
 from tests.trace.outcomes import outcomes_agree
 
