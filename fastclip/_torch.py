@@ -261,6 +261,40 @@ def run_eagerly() -> Callable[[], None]:
     return end
 
 
+def hear_exports(told: Callable[[str, Tensor], None]) -> Callable[[], None]:
+    """Be told of tensors whose numbers Python or NumPy takes all at once: no mode sees that.
+
+    Args:
+        told: called before, with the method's name and the tensor, but not for this package's own.
+
+    Returns:
+        Ends it.
+    """
+    before = {name: vars(Tensor).get(name) for name in ("tolist", "numpy")}
+
+    def heard(name: str) -> Any:
+        plain = getattr(Tensor, name)
+
+        @functools.wraps(plain)
+        def method(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not sys._getframe(1).f_globals.get("__name__", "").startswith("fastclip."):
+                told(name, x)
+            return plain(x, *args, **kwargs)
+
+        return method
+
+    def end() -> None:
+        for name, own in before.items():
+            if own is None:
+                delattr(Tensor, name)  # its base class has it
+            else:
+                setattr(Tensor, name, own)
+
+    for name in before:
+        setattr(Tensor, name, heard(name))
+    return end
+
+
 @contextmanager
 def at_rest(modules: Iterable[Any]) -> Iterator[None]:
     """Inside, the hooks of fully_shard's modules cast, but neither gather nor reshard: so they do where

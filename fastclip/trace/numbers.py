@@ -58,37 +58,37 @@ class Python:
     """What Python may know of the batch of one step.
 
     Attributes:
-        armed: it may have read numbers of samples. knows_floats: of several, and not whole ones alone.
+        armed: it may have read numbers of samples. knows_several: of several.
         numbers: those of several samples, and where they were read. handed: the batch was observed from
             where a loader handed it out. extents: as many entries as there were in the batch, and in
             sums over samples.
     """
 
     def __init__(self) -> None:
-        self.armed = self.knows_floats = self.handed = False
+        self.armed = self.knows_several = self.handed = False
         self.numbers: dict[float, str] = {}
         self.extents: set[int] = set()
         self._literals: set[int] = set()
         """Memory of tensors that were made of Python's numbers."""
         self._read: list[weakref.ref[Tensor]] = []
-        """Tensors of samples that were given to NumPy."""
+        """Tensors that it has read."""
 
     def knows(self, value: float, line: str, *, several: bool) -> None:
         """It has read a number of one or of several samples."""
         self.armed = True
         if several:
-            self.knows_floats |= isinstance(value, float)
+            self.knows_several = True
             self.numbers.setdefault(value, line)
 
-    def detached(self, x: Tensor, shadow: Shadow) -> None:
-        """A tensor was detached; if it has no gradient, then by numpy()."""
-        if not x.requires_grad and shadow.held and len(shadow.samples) != 1:
-            self.armed = True
-            self.knows_floats |= x.is_floating_point()
+    def takes(self, x: Tensor, shadow: Shadow) -> None:
+        """It has read all of a tensor."""
+        self.armed = True
+        if len(shadow.samples) != 1:
+            self.knows_several = True
             self._read.append(weakref.ref(x))
 
     def copied(self, x: Tensor) -> Tensor | None:
-        """What NumPy was given, if its numbers are those of `x`."""
+        """What it has read, if its numbers are those of `x`."""
         for read in self._read:
             y = read()
             if y is not None and y.shape == x.shape and y.dtype == x.dtype and torch.equal(x, y):
@@ -137,6 +137,15 @@ class Counts:
                 self._made.add(factor)
                 shadow = tracer.made(own.sample, own.flags, part=own.part, factor=factor)
                 tracer.memory.write(x, shadow, cause)
+
+
+def exported(tracer: Any, what: str, x: Tensor) -> None:
+    """Python or NumPy is about to get all numbers of a tensor."""
+    shadow = tracer.shadow_of(x)
+    if shadow.held or shadow.flags & RANDOM:
+        tracer.read(what, [shadow], each=True)
+        if shadow.held and not tracer.lines.in_model():
+            tracer.python.takes(x, shadow)
 
 
 def come_back(tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor]) -> None:

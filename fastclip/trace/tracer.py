@@ -15,6 +15,7 @@ from fastclip._torch import (
     TorchDispatchMode,
     base_of,
     current_task,
+    hear_exports,
     place_beneath,
     run_eagerly,
     take_away,
@@ -42,7 +43,7 @@ from fastclip.trace.memory import (
     state_of,
 )
 from fastclip.trace.movement import exchanged
-from fastclip.trace.numbers import Counts, Numbers, Python, come_back, compared
+from fastclip.trace.numbers import Counts, Numbers, Python, come_back, compared, exported
 from fastclip.trace.operation import (
     Kind,
     Operation,
@@ -76,8 +77,6 @@ _DISPATCHING = [0]
 """Operations that are on their way through tracers."""
 RUNNING: list[Tracer] = []
 """Those whose steps are under way, of all private models of this process."""
-
-
 _AFTERWARDS: list[Callable[[], None]] = []
 """To be called when none is under way any more."""
 
@@ -93,6 +92,12 @@ def all_aside() -> Iterator[None]:
     finally:
         for tracer in here:
             tracer.idle -= 1
+
+
+def _export(what: str, x: Tensor) -> None:
+    for tracer in RUNNING if not _DISPATCHING[0] else ():
+        if tracer.observing:
+            exported(tracer, what, x)
 
 
 class Tracer(TorchDispatchMode):
@@ -157,7 +162,7 @@ class Tracer(TorchDispatchMode):
         self._thread = threading.get_ident() if place_beneath(self) else None
         if self._thread is not None:
             if not RUNNING:
-                _AFTERWARDS.append(run_eagerly())
+                _AFTERWARDS.extend((run_eagerly(), hear_exports(_export)))
             RUNNING.append(self)
         return self._thread is not None
 
@@ -206,7 +211,7 @@ class Tracer(TorchDispatchMode):
         self.stopped = True
         if self in RUNNING:
             RUNNING.remove(self)
-            if not RUNNING:
+            while not RUNNING and _AFTERWARDS:
                 _AFTERWARDS.pop()()
         here = self._thread == threading.get_ident() and current_task() == -1
         if not here or _DISPATCHING[0] or not take_away(self):
@@ -240,8 +245,8 @@ class Tracer(TorchDispatchMode):
         """A shadow in this batch."""
         return self.shadows.of(sample, self.memory.samples, flags, **more)
 
-    def read(self, what: str, shadows: Iterable[Shadow]) -> str:
-        """Numbers leave torch.
+    def read(self, what: str, shadows: Iterable[Shadow], *, each: bool = False) -> str:
+        """Numbers leave torch: one, or `each` entry.
 
         Returns:
             Of what they are: "several samples", "one sample" or "chance".
@@ -252,7 +257,7 @@ class Tracer(TorchDispatchMode):
         if not held and is_a_loaders(sys._getframe(1)):
             return of  # the seed of its workers
         if held:
-            mixed = any(s.mixed or s.sample.unique().numel() > 1 for s in held)  # type: ignore[union-attr]
+            mixed = any(s.mixed or (not each and s.sample.unique().numel() > 1) for s in held)  # type: ignore[union-attr]
             of = "several samples" if mixed else "one sample"
         found = Read("item" if what == "_local_scalar_dense" else what, of, self.lines.current())
         if found not in self.report.reads:
@@ -303,8 +308,6 @@ class Tracer(TorchDispatchMode):
         if not hot:
             return self._constant(func, kind, args, kwargs, tensors, shadows, draw)
         self.lines.note()
-        if kind.name == "detach" and not self.lines.in_model() and current_task() == -1:
-            self.python.detached(tensors[0], shadows[0])
         if self._unpacks:
             return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key, draw)
         beside = is_of_losses(kind, tensors)
@@ -664,7 +667,7 @@ class Tracer(TorchDispatchMode):
                     self._outside(x)
                     self.seed(x, axis)
                     literal = _KINDS[func].name in _LITERALS and x.is_floating_point()
-                    if literal and self.python.knows_floats and self.python.copied(x) is None:
+                    if literal and self.python.knows_several and self.python.copied(x) is None:
                         several = self.made(at.everywhere(at.SEVERAL, x.dim()))
                         self.memory.write(x, several, self.cause(BY_PYTHON))
                     found[k] = self.shadow_of(x)

@@ -63,7 +63,7 @@ def test_own_before_the_model(name: str) -> None:
         run.loss(x, y).backward()
         run.check_sums(x, y)
         run.optimizer.step()
-    run.check_traced()
+    run.check_traced(verdict="path" if name == "copied by NumPy" else "proven")
 
 
 # Numbers that Python gives to a loss
@@ -88,6 +88,11 @@ def by_counts(y: Tensor) -> Tensor:
 
 def by_counts_of_numpy(y: Tensor) -> Tensor:
     return torch.from_numpy(1 / (1 + np.bincount(y.numpy(), minlength=3)))[y]
+
+
+def of_each_label(y: Tensor) -> Tensor:
+    labels = y.tolist()
+    return torch.tensor([1 / (1 + labels.count(k)) for k in labels], dtype=torch.float64)
 
 
 def normalized_in_numpy(z: Tensor, y: Tensor) -> Tensor:
@@ -115,6 +120,7 @@ READ: dict[str, tuple[str, Loss]] = {
     "a count of a list": ("sum", counted_by_python),
     "weights of classes, by a list": ("mean", with_weights(by_counts)),
     "weights of classes, by numpy": ("mean", with_weights(by_counts_of_numpy)),
+    "weights of samples, by a list": ("mean", with_weights(of_each_label)),
     "normalized in numpy": ("mean", normalized_in_numpy),
     "a threshold": ("mean", above_the_median),
 }

@@ -93,9 +93,9 @@ class Run:
         """What the last pass has summed is what these samples give one at a time."""
         assert_sums(self.sums, clipped(self.plain, x, y), 1e-10)
 
-    def check_traced(self, steps: int = 2) -> None:
+    def check_traced(self, steps: int = 2, verdict: str = "proven") -> None:
         proof = self.engine.explain()
-        assert [report.verdict for report in proof.steps] == ["proven"] * steps, str(proof)
+        assert [report.verdict for report in proof.steps] == [verdict] * steps, str(proof)
         assert all(report.uses for report in proof.steps)
         assert proof.unproven == ()
 
