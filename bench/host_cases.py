@@ -112,10 +112,11 @@ def fastclip(model: nn.Module, criterion: nn.Module, case: Case) -> tuple[nn.Mod
     given = (case.inputs(small=False).to("cuda"),)
     large = {name: parameter for parameter, name in model.keeper.names.items()}
     for layout in layouts.values():
-        layout.watch = Watch(raw, given, {}, layout.read)
+        layout.watch = Watch(raw, given, {}, layout.read, layout.axis)
         layout.proxied = {large[small.keeper.names[parameter]] for parameter in layout.proxied}
         layout.tried = layout.compared = _KNOWN
     model.keeper.calls.layouts = layouts
+    model.keeper.trace.left = 0  # on a card that computes nothing there is nothing to follow
     return model, optimizer
 
 
