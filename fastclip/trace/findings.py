@@ -204,8 +204,9 @@ class Finding:
                 f"Your loss depends on a sample's position in the batch ({what}), so samples are not "
                 "independent. Use the same constants for all samples."
             )
+        of = repr(self.use) if self.use else "the model"
         return (
-            f"Your loss mixes samples: {what} reaches the gradient of {self.use!r}, so the guarantee "
+            f"Your loss mixes samples: {what} reaches the gradient of {of}, so the guarantee "
             "does not hold. Compute each sample's loss from that sample alone."
         )
 

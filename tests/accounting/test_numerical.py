@@ -117,13 +117,17 @@ def test_no_step_costs_nothing_and_no_noise_everything(accountant: str) -> None:
     assert epsilon([(0.0, 0.1, 1)], 1e-5, accountant) == math.inf
 
 
-@pytest.mark.one_in(3)
+LONG = (
+    ([1.1 + 0.001 * k for k in range(300)], 6e-5, 200, 4e-9),
+    ([5 - 0.01 * k for k in range(300)], 0.05, 40, 1e-6),
+)
+
+
 @pytest.mark.parametrize(
     ("noise", "rate", "steps", "delta"),
     [
-        ([1.1 + 0.001 * k for k in range(300)], 6e-5, 200, 4e-9),
         ([0.3 + 5e-5 * k for k in range(80)], 1e-3, 5, 1e-6),
-        ([5 - 0.01 * k for k in range(300)], 0.05, 40, 1e-6),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG),
     ],
 )
 def test_many_multipliers_are_few_transforms(

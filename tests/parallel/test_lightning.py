@@ -62,6 +62,7 @@ def check_weights(found: list[dict[str, Any]], expected: torch.Tensor) -> None:
         torch.testing.assert_close(rank["weights"], expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "steps"),
     [
@@ -83,6 +84,7 @@ def test_ranks_are_one_process(ways: list[dict[str, Any]], way: str, steps: int)
         assert not rank["left"]
 
 
+@pytest.mark.slow
 def test_noise_and_epsilon(ways: list[dict[str, Any]]) -> None:
     """What was spent is what one process spends; noise of all ranks makes one model."""
     engine, _, fitter = lit.fit(strategy="auto", devices=1, told={"noise_multiplier": 1.0})
@@ -94,6 +96,7 @@ def test_noise_and_epsilon(ways: list[dict[str, Any]]) -> None:
     assert one["numbers"]["epsilon"] == float(fitter.callback_metrics["epsilon"])
 
 
+@pytest.mark.slow
 def test_a_second_fit_draws_rows_of_its_own(ways: list[dict[str, Any]]) -> None:
     """The data module seeds its loader's generator whenever it is asked for one."""
     drawn = together([rank["fitted twice"] for rank in ways])
