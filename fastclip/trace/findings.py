@@ -204,6 +204,11 @@ class Finding:
                 f"Your loss depends on a sample's position in the batch ({what}), so samples are not "
                 "independent. Use the same constants for all samples."
             )
+        if BY_PYTHON in what:
+            return (
+                f"Your loss may mix samples: {what} weigh samples, and nothing shows whose they are. "
+                "Compute them in torch, or in the data set."
+            )
         of = repr(self.use) if self.use else "the model"
         return (
             f"Your loss mixes samples: {what} reaches the gradient of {of}, so the guarantee "

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastclip._torch import (
     TorchDispatchMode,
@@ -543,10 +543,8 @@ class Tracer(TorchDispatchMode):
     ) -> None:  # fmt: skip
         """Keep what was found by the memory that the operation returned."""
         for x, shadow in zip(outs, found, strict=True):
-            if x.layout is not torch.strided and shadow.held:
-                self.read(
-                    f"a tensor of layout {x.layout}", [shadow]
-                )  # which has no memory of its own
+            if x.layout is not torch.strided and shadow.held:  # which has no memory of its own
+                self.read(f"a tensor of layout {x.layout}", [shadow])
             elif kind.writes:
                 self.memory.write(x, shadow, cause, whole=False)
                 self._compare_parts(x)
@@ -659,6 +657,8 @@ class Tracer(TorchDispatchMode):
         found = list(shadows)
         for k, x in enumerate(tensors):
             trained = x.requires_grad and x.is_leaf
+            if isinstance(x, nn.Parameter) and not trained:
+                self.memory.know(x)  # of another model, frozen
             if trained or id(x) in channels or x.layout is not torch.strided:
                 continue
             if self.takes_others and self._from_nowhere(x) and current_task() == -1:

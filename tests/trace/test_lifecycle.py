@@ -700,6 +700,18 @@ def test_the_model_twice_under_one_loss() -> None:
     run.check_traced()
 
 
+def test_a_frozen_teacher_as_wide_as_the_batch() -> None:
+    """Its weights have an axis as long as the batch, and hold no samples."""
+    teacher = nn.Sequential(nn.Linear(D, BATCH), nn.Tanh(), nn.Linear(BATCH, CLASSES)).double()
+    teacher.requires_grad_(False)
+    run = Run()
+    for x, _ in run.loader:
+        run.optimizer.zero_grad()
+        (run.model(x) - teacher(x)).square().sum(1).mean().backward()
+        run.optimizer.step()
+    run.check_traced()
+
+
 def test_twice_under_a_loss_that_compares_with_others() -> None:
     run = Run()
     x, _ = next(iter(run.loader))
