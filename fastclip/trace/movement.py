@@ -197,6 +197,7 @@ def _reduced(call: Operation) -> list[Any]:
         if at.is_mixed(found) and not shadow.mixed:
             degree = 0 if call.name == "sum" else mean_of(call, shadow.sample)
             call.tracer.python.extents.add(x.numel())
+            call.by_values = True  # noted in every step
             if degree is not None and shadow.degree is not None:
                 degree += shadow.degree
         else:

@@ -59,7 +59,8 @@ class Operation:
 
     Attributes:
         tracer: of the step. name: of the operator. args, kwargs: of the call. outs: the tensors
-            that it returned. by_values: what was found holds for these values alone.
+            that it returned. by_values: the result is not remembered: it holds for these values alone, or
+            the rule has noted something of this step.
     """
 
     __slots__ = (

@@ -169,6 +169,7 @@ def _scaled(call: Operation, held: Sequence[Shadow]) -> int | None:
     if not own.mixed:  # each sample's own loss
         unsure = {sign * p for p, sure in call.tracer.powers.values() if p and not sure}
         call.tracer.report.shifts |= unsure
+        call.by_values = call.by_values or bool(unsure)  # noted in every step
     degree = (own.degree or 0) + shift
     return degree if own.mixed or degree else None
 
