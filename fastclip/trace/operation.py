@@ -59,8 +59,8 @@ class Operation:
 
     Attributes:
         tracer: of the step. name: of the operator. args, kwargs: of the call. outs: the tensors
-            that it returned. by_values: the result is not remembered: it holds for these values alone, or
-            the rule has noted something of this step.
+            that it returned. by_values: the result is not remembered, since it holds for these values
+            alone, or the rule has noted something of this step.
     """
 
     __slots__ = (
