@@ -129,6 +129,8 @@ class StepTrace:
     ) -> None:  # fmt: skip
         self._names, self._others, self._axis = names, others, axis
         self.left = steps
+        self._alone = steps
+        """How many steps on one sample are still traced: none shows whether samples meet."""
         self.log = TraceLog()
         self._memory, self._numbers = Memory(SHADOWS), Numbers()
         self._placed: list[Tracer] = []
@@ -191,7 +193,7 @@ class StepTrace:
     def handed(self, iterator: Any, batch: Any, drawn: Collection[int]) -> None:
         """A loader hands out a batch, of one of these numbers of samples: a step begins."""
         step = self._step
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self._is_enough(max(drawn, default=0)):
             return
         if step is not None:
             if step.tracer.here and step.seeded and not step.forwards:
@@ -206,6 +208,10 @@ class StepTrace:
             step.seeded = seed_batch(step.tracer, batch, self._axis, drawn)
             step.tracer.python.handed = step.seeded
         weakref.finalize(iterator, self._gone, weakref.ref(self), weakref.ref(step)).atexit = False
+
+    def _is_enough(self, samples: int | None) -> bool:
+        """A step on one sample shows nothing more."""
+        return samples == 1 and not self._alone
 
     @staticmethod
     def _gone(me: weakref.ref[StepTrace], step: weakref.ref[_Step]) -> None:
@@ -230,6 +236,9 @@ class StepTrace:
         if step is not None and not self._continues(step, leaves, batch):
             self.end()
             step = None
+        if self._is_enough(batch) and not (step and step.forwards):
+            self.end()
+            return
         if step is None and in_compiled_call():
             self._begin_early = True
             return
@@ -536,6 +545,8 @@ class StepTrace:
                 self._guard = LossGuard(self._is_ours)
             self.left -= not step.judged
             self._tell()
+        elif self._alone:
+            self._alone -= not step.judged
         if self._step is step:
             step.next_pass()
         elif not self.left:

@@ -17,6 +17,7 @@ from tests.oracle import assert_sums
 from tests.trace.run import (
     BATCH,
     CLASSES,
+    ROWS,
     D,
     Run,
     clipped,
@@ -227,6 +228,22 @@ def test_physical_batches() -> None:
             run.step(x, y)
             assert modes() == 0
     run.check_traced()
+
+
+def test_physical_batches_of_one_sample() -> None:
+    """Two are followed, for what else is trained; a third would show nothing more."""
+    run, followed = Run(), []
+    with BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer
+    ) as loader:
+        for x, y in loader:
+            run.optimizer.zero_grad()
+            loss = run.loss(x, y)
+            followed.append(modes())
+            loss.backward()
+            run.optimizer.step()
+    assert followed == [1, 1] + [0] * (len(followed) - 2)
+    assert len(followed) == ROWS
 
 
 def test_a_coupled_loss_of_physical_batches() -> None:
