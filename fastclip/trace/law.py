@@ -241,6 +241,35 @@ def is_uneven(x: Tensor, sample: Tensor) -> bool:
     return False
 
 
+# Tensors that no operation of the step has made
+
+_MATRICES = frozenset(("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution"))
+
+
+def lies_across(kind: Kind, x: Tensor, axis: int, shadows: Sequence[Shadow]) -> bool:
+    """An axis as long as the batch is not the axis of the samples that it meets.
+
+    Args:
+        x: an operand. axis: its axis. shadows: of all operands.
+    """
+    if kind.name in _MATRICES:
+        return True
+    behind = x.dim() - axis
+    held = [s.sample for s in shadows if s.sample is not None and s.sample.numel() > 1]
+    return kind.pointwise and any(own.dim() < behind or own.shape[-behind] == 1 for own in held)
+
+
+def rows_beside(x: Tensor, samples: int, shadows: Sequence[Shadow]) -> at.Attribution:
+    """The samples of the rows of an operand that has as many rows as `x`, more than one a sample."""
+    if not x.dim() or not x.stride(0) or len(x) % samples:
+        return None
+    for shadow in shadows:
+        own = shadow.sample
+        if own is not None and own.dim() and len(own) == len(x) == own.numel():
+            return None if shadow.flags & MOVED else own.reshape([-1] + [1] * (x.dim() - 1))
+    return None
+
+
 # Parts of a batch
 
 

@@ -21,9 +21,8 @@ from fastclip._torch import (
     take_away,
 )
 from fastclip.trace import attribution as at
-from fastclip.trace import indices, layers  # noqa: F401 - they register their rules
+from fastclip.trace import indices, law, layers  # noqa: F401 - they register their rules
 from fastclip.trace.findings import BY_PYTHON, Cause, Lines, Read, Report, is_a_loaders
-from fastclip.trace.law import flagged, is_branched, is_uneven, ordered, parts_told
 from fastclip.trace.memory import (
     BY_VALUE,
     FOREIGN,
@@ -431,14 +430,14 @@ class Tracer(TorchDispatchMode):
                     self.shadows.remembered[known] = found, shadows
         if kind.aligned:
             with self.aside():
-                found = ordered(self, kind, found, beside, shadows, outs)
+                found = law.ordered(self, kind, found, beside, shadows, outs)
         if self.memory.drew_again(*draw):  # constants
             found = [
-                flagged(self, f) if f.held else self.shadows.of_no_sample(f.flags & ~RANDOM)
+                law.flagged(self, f) if f.held else self.shadows.of_no_sample(f.flags & ~RANDOM)
                 for f in found
             ]
         if any(s.partial for s in (*found, *shadows)):
-            found = parts_told(self, kind, args, tensors, shadows, found, outs)
+            found = law.parts_told(self, kind, args, tensors, shadows, found, outs)
         cause = self._cause(kind, tensors, shadows, found)
         if kind.fresh:
             found = [self._nobody(outs[0])]
@@ -562,10 +561,10 @@ class Tracer(TorchDispatchMode):
             record, own = self.memory.record(base), self.memory.found(base)
             if record is None or own is None or own.sample is None or own.flags & MOVED:
                 return
-            if is_uneven(base, own.sample):
-                flag = BY_VALUE if is_branched(self) else ORDER
+            if law.is_uneven(base, own.sample):
+                flag = BY_VALUE if law.is_branched(self) else ORDER
                 record.flags |= flag
-                record.shadows = {k: flagged(self, s, flag) for k, s in record.shadows.items()}
+                record.shadows = {k: law.flagged(self, s, flag) for k, s in record.shadows.items()}
 
     @staticmethod
     def _lies_in(x: Tensor, tensors: list[Tensor]) -> bool:
@@ -654,7 +653,7 @@ class Tracer(TorchDispatchMode):
             id(args[k]) for k, a in enumerate(func._schema.arguments)
             if k < len(args) and a.name in _OF_CHANNELS and isinstance(args[k], Tensor)
         }  # fmt: skip
-        found = list(shadows)
+        found, kind = list(shadows), _KINDS[func]
         for k, x in enumerate(tensors):
             trained = x.requires_grad and x.is_leaf
             if isinstance(x, nn.Parameter) and not trained:
@@ -663,28 +662,27 @@ class Tracer(TorchDispatchMode):
                 continue
             if self.takes_others and self._from_nowhere(x) and current_task() == -1:
                 axis = self._samples_axis(x)
-                if axis is not None and (self.same_samples or not self.memory.was_given(x)):
+                if (
+                    axis is not None
+                    and self.python.handed
+                    and law.lies_across(kind, x, axis, shadows)
+                ):
+                    self.memory.know(x)  # it was there before its samples were drawn
+                elif axis is not None and (self.same_samples or not self.memory.was_given(x)):
                     self._outside(x)
                     self.seed(x, axis)
-                    literal = _KINDS[func].name in _LITERALS and x.is_floating_point()
+                    literal = kind.name in _LITERALS and x.is_floating_point()
                     if literal and self.python.knows_several and self.python.copied(x) is None:
                         several = self.made(at.everywhere(at.SEVERAL, x.dim()))
                         self.memory.write(x, several, self.cause(BY_PYTHON))
                     found[k] = self.shadow_of(x)
-                elif axis is None and (rows := self._rows_beside(x, shadows)) is not None:
+                elif (
+                    axis is None
+                    and (rows := law.rows_beside(x, self.memory.samples, shadows)) is not None
+                ):
                     self.memory.give(x, self.made(rows))
                     found[k] = self.shadow_of(x)
         return found
-
-    def _rows_beside(self, x: Tensor, shadows: Iterable[Shadow]) -> at.Attribution:
-        """The samples of the rows of an operand that has as many rows as `x`, more than one a sample."""
-        if not x.dim() or not x.stride(0) or len(x) % self.memory.samples:
-            return None
-        for shadow in shadows:
-            own = shadow.sample
-            if own is not None and own.dim() and len(own) == len(x) == own.numel():
-                return None if shadow.flags & MOVED else own.reshape([-1] + [1] * (x.dim() - 1))
-        return None
 
     def _outside(self, x: Tensor) -> None:
         apart = not x.is_leaf or base_of(x) is None

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip.errors import GraphError, ParameterLeakError
 from tests.oracle import assert_sums
@@ -192,6 +193,23 @@ def test_a_frozen_teacher_as_wide_as_the_batch() -> None:
     for x, _ in run.loader:
         run.optimizer.zero_grad()
         (run.model(x) - teacher(x)).square().sum(1).mean().backward()
+        run.optimizer.step()
+    run.check_traced()
+
+
+@pytest.mark.parametrize("way", ["mean and deviation", "projection"])
+def test_constants_as_long_as_the_batch(way: str) -> None:
+    """They were there before the batch was drawn, and lie across its samples."""
+    wide = torch.randn(ROWS, BATCH, dtype=torch.float64)
+    labels = torch.arange(ROWS) % CLASSES
+    net = nn.Sequential(nn.Linear(BATCH, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
+    run = Run(net, loader=DataLoader(TensorDataset(wide, labels), batch_size=BATCH))
+    mean, deviation, matrix = wide.mean(0), wide.std(0), torch.randn(BATCH, BATCH).double()
+    for x, y in run.loader:
+        x = (x - mean) / deviation if way == "mean and deviation" else x @ matrix
+        run.optimizer.zero_grad()
+        run.loss(x, y).backward()
+        run.check_sums(x, y)
         run.optimizer.step()
     run.check_traced()
 
