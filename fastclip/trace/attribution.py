@@ -154,6 +154,15 @@ def is_alike(found: Tensor) -> bool:
     )
 
 
+def lie_along(found: Tensor, axis: int) -> bool:
+    """Entries of several samples lie along this axis."""
+    if found.shape[axis] < 2:
+        return False
+    none = found == NONE
+    least = found.masked_fill(none, SEVERAL).amin(axis)
+    return bool(((found.amax(axis) != least) & ~none.all(axis)).any())
+
+
 def are_as_many(found: Tensor, samples: int, present: Tensor | None = None) -> bool:
     """Each of so many samples has as many entries as any other, entries of no sample in their place
     among them.

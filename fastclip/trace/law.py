@@ -226,12 +226,9 @@ def is_uneven(x: Tensor, sample: Tensor) -> bool:
     none = sample == at.NONE
     if x.is_meta or not x.numel() or x.is_complex() or not bool(none.any()) or bool(none.all()):
         return False
-    low = sample.masked_fill(none, at.SEVERAL)
     values = x.detach().double().expand(x.shape)
-    for axis, n in enumerate(sample.shape):
-        if n < 2 or not bool(
-            (sample.amax(axis) != low.amin(axis)).logical_and(~none.all(axis)).any()
-        ):
+    for axis in range(sample.dim()):
+        if not at.lie_along(sample, axis):
             continue  # one sample alone lies along this axis
         here = none.expand(x.shape)
         high = values.masked_fill(~here, -torch.inf).amax(axis)

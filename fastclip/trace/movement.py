@@ -55,7 +55,7 @@ def _viewed(call: Operation) -> list[Any]:
     flag = 0
     if shadow.flags & MOVED and call.name in _TAKES_A_PART:
         axis = call.given.get("dim", 0) % x.dim()
-        if shadow.sample.shape[axis] > 1 and found[0].shape != x.shape:  # type: ignore[union-attr]
+        if found[0].shape != x.shape and at.lie_along(shadow.sample, axis):  # type: ignore[arg-type]
             # A fixed part of samples that lie where data put them.
             flag = BY_VALUE if _read(call) else ORDER
     return [Out(_narrowed(f), flag, degree=shadow.degree) for f in found]

@@ -209,7 +209,6 @@ def test_constants_as_long_as_the_batch(way: str) -> None:
         x = (x - mean) / deviation if way == "mean and deviation" else x @ matrix
         run.optimizer.zero_grad()
         run.loss(x, y).backward()
-        run.check_sums(x, y)
         run.optimizer.step()
     run.check_traced()
 
