@@ -13,7 +13,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter, methodcaller
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
@@ -475,15 +475,18 @@ class BatchListeners:
         self._told: list[Callable[[Any, Any], None]] = []
         self._plain: Any = None
 
-    def add(self, told: Callable[[Any, Any], None]) -> None:
-        """From now on `told` hears of every batch of this process."""
+    def add(
+        self, told: Callable[[Any, Any], None], around: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """From now on `told` hears of every batch of this process; batches are drawn in `around()`."""
         self._told.append(told)
         if self._plain is not None:
             return
         self._plain = plain = LoaderIterator.__next__
 
         def heard(iterator: Any) -> Any:
-            batch = plain(iterator)
+            with around():
+                batch = plain(iterator)
             for listener in list(self._told):
                 listener(iterator, batch)
             return batch

@@ -172,7 +172,7 @@ class StepTrace:
                 trace.handed(iterator, batch, draws.in_hand)
 
         self._remove = partial(batch_listeners.remove, told)
-        batch_listeners.add(told)
+        batch_listeners.add(told, all_aside)  # the next batch is drawn beside the step
         weakref.finalize(self, batch_listeners.remove, told)
 
     @property

@@ -213,6 +213,19 @@ def test_constants_as_long_as_the_batch(way: str) -> None:
     run.check_traced()
 
 
+def test_batches_that_are_drawn_ahead_on_this_thread() -> None:
+    """The next batch is stacked while a step runs, of rows as long as the batch."""
+    wide, labels = torch.randn(ROWS, BATCH, dtype=torch.float64), torch.arange(ROWS) % CLASSES
+    net = nn.Sequential(nn.Linear(BATCH, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
+    run = Run(net, loader=DataLoader(TensorDataset(wide, labels), batch_size=BATCH))
+    batches = iter(run.loader)
+    ahead = next(batches)
+    for later in batches:
+        run.step(*ahead)
+        ahead = later
+    run.check_traced()
+
+
 def test_twice_under_a_loss_that_compares_with_others() -> None:
     run = Run()
     x, _ = next(iter(run.loader))
