@@ -390,7 +390,8 @@ class Tracer(TorchDispatchMode):
         elif not found.held and x.requires_grad and x.is_leaf and not found.flags & TRAINED:
             if current_task() != -1:  # a view that was kept for this backward pass
                 return found
-            found = self.shadows.of_no_sample(TRAINED if x in self.known else TRAINED | FOREIGN)
+            own = x in self.known or self.lines.in_model()  # the model's forward has just made it
+            found = self.shadows.of_no_sample(TRAINED if own else TRAINED | FOREIGN)
             self.memory.write(x, found)
         return found
 
