@@ -105,6 +105,8 @@ class _Step:
     """The loss follows from the model by its outputs alone, which dry runs compare."""
     outputs: set[int] = field(default_factory=set)
     """The numbers of the nodes of the model's outputs."""
+    reached: set[int] = field(default_factory=set)
+    """The numbers of the nodes behind the losses."""
     came: list[tuple[Tensor, str]] = field(default_factory=list)
     """Trained tensors outside the model to which it has brought a gradient, and where they met data."""
     handles: list[RemovableHandle] = field(default_factory=list)
@@ -322,24 +324,25 @@ class StepTrace:
             self._step.opened = False
             self._step.came.clear()
             self._step.tracer.lines.enter_backward()
-            self._step.by_outputs = self._enters_by_outputs(losses)
+            self._walk(self._step, losses)
 
-    def _enters_by_outputs(self, losses: Sequence[Tensor]) -> bool:
-        """Where the graph of the losses meets what the model's forward has made are its outputs."""
-        step = self._step
-        assert step is not None
-        ahead, seen = [x.grad_fn for x in losses], set()
+    @staticmethod
+    def _walk(step: _Step, losses: Sequence[Tensor]) -> None:
+        """Which nodes are behind the losses, and whether they meet what the model's forward has made at
+        its outputs alone.
+        """
+        step.by_outputs = True
+        ahead = [(x.grad_fn, False) for x in losses]
         while ahead:
-            node = ahead.pop()
-            if node is None or (number := number_of(node)) in seen:
+            node, from_model = ahead.pop()
+            if node is None:
                 continue
-            seen.add(number)
-            if step.tracer.lines.is_of_model(number):
-                if number not in step.outputs:
-                    return False
-                continue
-            ahead += [below for below, _ in node.next_functions]
-        return True
+            number = number_of(node)
+            of_model = step.tracer.lines.is_of_model(number)
+            step.by_outputs &= from_model or not of_model or number in step.outputs
+            if number not in step.reached:
+                step.reached.add(number)
+                ahead += [(below, of_model) for below, _ in node.next_functions]
 
     def ended(self, failed: bool) -> None:
         """A backward pass is over, and has put the modes back."""
@@ -514,7 +517,7 @@ class StepTrace:
         report = step.tracer.report
         try:
             with step.tracer.aside():
-                step.law.end_step()
+                step.law.end_step(step.reached)
                 whole = [
                     x for x in running_losses() if not x.dim() and not _is_output(x, step.outputs)
                 ]

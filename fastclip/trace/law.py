@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -111,9 +111,16 @@ class Law:
         seen = self._covered.setdefault(way, (set(), cause, use))[0]
         seen |= got.samples if got.held else out.samples
 
-    def end_step(self) -> None:
-        """All gradients of the step have arrived."""
+    def end_step(self, reached: Container[int] | None = None) -> None:
+        """All gradients of the step have arrived.
+
+        Args:
+            reached: numbers of the nodes behind the losses; None: of all nodes.
+        """
         report = self.tracer.report
+        for number, cause in self.tracer.python.suspects.items():
+            if reached is None or number in reached:
+                report.add("read", cause, "your loss")
         if _generators() != self._chance:
             report.reads.append(Read("random numbers of Python or NumPy", "chance", "unknown line"))
         samples = self.tracer.memory.samples if self._rows is None else self._rows.unique().numel()

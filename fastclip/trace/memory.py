@@ -44,7 +44,9 @@ LEARNED = 64
 """Trained tensors have had a part in it."""
 FOREIGN = 128
 """Trained tensors that are none of the model's have had a part in it."""
-STICKY = ORDER | MOVED | BY_VALUE | POSITIONS | LEARNED
+READ = 256
+"""A number that Python may have computed from samples has had a part in it."""
+STICKY = ORDER | MOVED | BY_VALUE | POSITIONS | LEARNED | READ
 """What an operation hands on from its operands."""
 _CONSTANT = RANDOM | TRAINED | FOREIGN
 """What a constant can be."""

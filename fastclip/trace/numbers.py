@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fastclip._torch import creation_number, current_node, current_task, number_of
 from fastclip.trace.findings import Cause
-from fastclip.trace.memory import RANDOM, TRAINED, Shadow, content_of, key_of
+from fastclip.trace.memory import RANDOM, READ, TRAINED, Shadow, content_of, key_of
 from fastclip.trace.operation import Kind
 
 _LARGEST = 4096
@@ -70,6 +70,10 @@ class Python:
         self.extents: set[int] = set()
         self._literals: set[int] = set()
         """Memory of tensors that were made of Python's numbers."""
+        self.suspects: dict[int, Cause] = {}
+        """Nodes of the graph in whose operations a number of samples may have had a part."""
+        self.suspected: Cause | None = None
+        """The last such number; what the running operation returns is to be flagged."""
         self._read: list[weakref.ref[Tensor]] = []
         """Tensors that it has read."""
 
@@ -86,6 +90,16 @@ class Python:
         if len(shadow.samples) != 1:
             self.knows_several = True
             self._read.append(weakref.ref(x))
+
+    def suspect(self, cause: Cause | None, operands: Sequence[Tensor]) -> None:
+        """The operation that runs was given a number that Python may have computed from samples.
+
+        Args:
+            cause: that number, if it is none of the operands.
+        """
+        self.suspected = cause or self.suspected
+        if self.suspected and torch.is_grad_enabled() and any(x.requires_grad for x in operands):
+            self.suspects.setdefault(creation_number() - 1, self.suspected)
 
     def copied(self, x: Tensor) -> Tensor | None:
         """What it has read, if its numbers are those of `x`."""
@@ -148,8 +162,33 @@ def exported(tracer: Any, what: str, x: Tensor) -> None:
             tracer.python.takes(x, shadow)
 
 
-def come_back(tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor]) -> None:
-    """Report numbers that Python has read from several samples and that are arguments again."""
+def held_against(
+    tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor], shadows: Sequence[Shadow]
+) -> tuple[dict[float, tuple[int, bool]], bool]:  # fmt: skip
+    """Suspect the numbers that an operation is given, and what was computed from such numbers.
+
+    Returns:
+        As of `compared`; whether one of its own numbers is suspected.
+    """
+    python = tracer.python
+    if current_task() != -1:
+        return {}, False
+    if any(s.flags & READ for s in shadows):
+        python.suspect(None, tensors)
+    before, python.suspected = python.suspected, None
+    powers = {}
+    if not tracer.lines.in_model():
+        with tracer.aside():
+            powers = _compared(tracer, kind, args, tensors, shadows)
+    if python.numbers and kind.numbers:
+        _come_back(tracer, kind, args, tensors)
+    suspected = python.suspected is not None
+    python.suspected = python.suspected or before
+    return powers, suspected
+
+
+def _come_back(tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor]) -> None:
+    """Numbers that Python has read from several samples, and that are arguments again."""
     for k in kind.numbers:
         value = args[k] if k < len(args) else None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -161,10 +200,10 @@ def come_back(tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor]) -
         sizes = {tracer.memory.samples, *(n for x in tensors for n in (*x.shape, x.numel()))}
         if value not in of_formulas | sizes:
             what = f"a number of several samples, read at {line}, in {kind.base}"
-            tracer.report.add("read", Cause(what, tracer.lines.current()), "your loss")
+            tracer.python.suspect(Cause(what, tracer.lines.current()), tensors)
 
 
-def compared(
+def _compared(
     tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor], shadows: Sequence[Shadow]
 ) -> dict[float, tuple[int, bool]]:  # fmt: skip
     """Hold the numbers and constants that meet samples against those of the step before.
@@ -184,9 +223,8 @@ def compared(
             if changed and (
                 tracer.python.armed or tracer.python.is_literal(tensor) or not tracer.python.handed
             ):
-                _report(
-                    tracer, kind, line, f"a constant of shape {list(tensor.shape)} that changes"
-                )
+                what = f"a constant of shape {list(tensor.shape)} that changes"
+                tracer.python.suspect(_changing(what, kind, line), tensors)
             continue
         before = tracer.numbers.met((line, kind.name), value, tracer.memory.samples)
         powers[value] = power, _ = _power(
@@ -198,13 +236,13 @@ def compared(
         counts = summed and kind.name in ("mul", "div") and value == int(value) and abs(value) > 2
         elsewhere = tensor is not None and not tracer.python.handed and kind.name in _WEIGHS
         if tracer.python.armed or elsewhere or (counts and not _is_scale(value, before[0])):
-            _report(tracer, kind, line, f"a number that changes ({before[0]:g}, {value:g})")
+            what = f"a number that changes ({before[0]:g}, {value:g})"
+            tracer.python.suspect(_changing(what, kind, line), tensors)
     return powers
 
 
-def _report(tracer: Any, kind: Kind, line: str, what: str) -> None:
-    cause = Cause(f"{what} from batch to batch, in {kind.base}", line)
-    tracer.report.add("read", cause, "your loss")
+def _changing(what: str, kind: Kind, line: str) -> Cause:
+    return Cause(f"{what} from batch to batch, in {kind.base}", line)
 
 
 def _given(

@@ -30,6 +30,7 @@ from fastclip.trace.memory import (
     MOVED,
     ORDER,
     RANDOM,
+    READ,
     SHADOWS,
     STICKY,
     TRAINED,
@@ -42,7 +43,7 @@ from fastclip.trace.memory import (
     state_of,
 )
 from fastclip.trace.movement import exchanged
-from fastclip.trace.numbers import Counts, Numbers, Python, come_back, compared, exported
+from fastclip.trace.numbers import Counts, Numbers, Python, exported, held_against
 from fastclip.trace.operation import (
     Kind,
     Operation,
@@ -130,7 +131,7 @@ class Tracer(TorchDispatchMode):
         self._outside_met: set[int] = set()
         self.numbers, self.python = numbers or Numbers(), Python()
         self.powers: dict[float, tuple[int, bool]] = {}
-        """Of the numbers that the running operation was given: as of `compared`."""
+        """Of the numbers that the running operation was given: as of `held_against`."""
         self.counts = Counts()
         self.idle = 0
         self._thread: int | None = None
@@ -404,12 +405,7 @@ class Tracer(TorchDispatchMode):
         Args:
             draw: the generator from which it may draw, and its state.
         """
-        self.powers = {}
-        if not self.lines.in_model() and current_task() == -1:
-            with self.aside():
-                self.powers = compared(self, kind, args, tensors, shadows)
-        if self.python.numbers and kind.numbers:
-            come_back(self, kind, args, tensors)
+        self.powers, read = held_against(self, kind, args, tensors, shadows)
         before = [x.clone() for x in tensors] if kind.writes and kind.rule is None else None
         beside = tensors
         if kind.writes and kind.pointwise and not shadows[0].held and tensors[0].numel() > 1:
@@ -432,6 +428,8 @@ class Tracer(TorchDispatchMode):
         if kind.aligned:
             with self.aside():
                 found = law.ordered(self, kind, found, beside, shadows, outs)
+        if read:
+            found = [law.flagged(self, f, READ) for f in found]
         if self.memory.drew_again(*draw):  # constants
             found = [
                 law.flagged(self, f) if f.held else self.shadows.of_no_sample(f.flags & ~RANDOM)
