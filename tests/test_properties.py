@@ -165,6 +165,7 @@ def test_no_sample_exceeds_the_threshold(network: str, dtype: torch.dtype, seed:
                 assert total_norm(summed(params)) >= 0.98 * C
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("removed", range(4))
 def test_neighbouring_batches(network: str, removed: int) -> None:

@@ -101,6 +101,7 @@ STEPS: dict[str, Build] = {
 }
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_is_the_inner_one_of_the_clipped_mean(name: str) -> None:
     """Whatever the inner optimizer's flags are; its own hooks see released gradients only."""

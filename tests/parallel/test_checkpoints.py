@@ -7,10 +7,10 @@ import torch
 
 from tests.parallel import training, world
 
-HSDP = pytest.param("hsdp", marks=pytest.mark.slow)
+DDP, HSDP = (pytest.param(kind, marks=pytest.mark.slow) for kind in ("ddp", "hsdp"))
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp of parts", HSDP])
+@pytest.fixture(scope="module", params=[DDP, "fsdp of parts", HSDP])
 def kind(request) -> str:
     return request.param
 

@@ -10,6 +10,8 @@ import torch
 from tests.parallel import spread_models, training, world
 from tests.parallel.spread_models import MODELS, STEPS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict[str, Any]]:

@@ -42,6 +42,7 @@ def test_a_trainer(tmp_path, kind: str) -> None:
         torch.testing.assert_close(rank["shuffled"]["weights"], expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_units_and_placeholders(tmp_path) -> None:
     """Parts that fill up a draw contribute nothing, whosever rows are clipped as one."""
     found = world.run(2, "tests.parallel.trainers:units", tmp_path)

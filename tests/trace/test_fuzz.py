@@ -17,7 +17,7 @@ NEEDLESS = {"every row"}
 """Steps that end in an error without need: rows that are written in place, one after the other."""
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("first", range(0, 600, SHARE))
 def test_networks(first: int) -> None:
     tally: Counter[str] = Counter()
