@@ -62,15 +62,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marker = several[0].get_closest_marker("one_in")
         if marker is None:
             several = [item for item in several if item.get_closest_marker("slow") is None]
-        every = marker.args[0] if marker else 2 if len(several) >= _MANY else 1
+        every = marker.args[0] if marker else _one_in(len(several))
         if every == 1 or not several:
             continue
         for item in set(several).difference(_quick(test, several, every)):
             item.add_marker(pytest.mark.slow)
 
 
-_MANY = 8
-"""Of a test of so many cases one in two is quick, unless it says otherwise."""
+def _one_in(cases: int) -> int:
+    """Of a test that does not say itself how many of its cases are quick."""
+    return 1 if cases < 4 else 2 if cases < 16 else 3
 
 
 def _quick(test: str, cases: list[pytest.Item], every: int) -> list[pytest.Item]:

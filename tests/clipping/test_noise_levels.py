@@ -94,6 +94,7 @@ def test_gradient_noise_of_sad_dpsgd() -> None:
         assert_normal(idle.step(), SIGMA / 0.6**stage * C * 0.5**stage / B)
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("thresholds", ["same_step", "previous_step"])
 @pytest.mark.parametrize("ratio", [10.0, 1.5])
 def test_gradient_noise_of_dpsgd_f(thresholds: str, ratio: float) -> None:
