@@ -313,9 +313,11 @@ def _packed(call: Operation) -> list[Any]:
     lengths = [
         call.shadow(y) for y in call.args[1:] if isinstance(y, Tensor) and call.of(y) is not None
     ]
-    call.tracer.memory.lengths_read = True
+    given = call.args[1]
     if lengths:
         call.tracer.read("lengths of packed sequences", lengths)
+    elif bool((given != given[:1]).any()):  # by which Python may choose parts of the batch
+        call.tracer.memory.lengths_read = True
     return [Out(at.compressed(found[0].to(at.KIND) - 1), MOVED), None]
 
 
