@@ -432,9 +432,8 @@ def _classes(call: Operation) -> list[Any]:
     mean = given["reduction"] == 1
     uneven = mean and call.of(y) is not None and _counts_differ(call, y, given)
     counted = at.reduced(call.of(y))
-    own_labels = counted is not None and not at.is_mixed(
-        counted
-    )  # of one sample, which may ignore some
+    # Of one sample, which may ignore some.
+    own_labels = counted is not None and not at.is_mixed(counted)
     if mean and counted is not None and not (uneven or own_labels):
         call.tracer.guarded_labels.add(memory_of(y))
         call.tracer.report.guards.add(IGNORED_LABELS)

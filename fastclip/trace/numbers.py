@@ -73,7 +73,7 @@ class Python:
         self.suspects: dict[int, Cause] = {}
         """Nodes of the graph in whose operations a number of samples may have had a part."""
         self.suspected: Cause | None = None
-        """The last such number; what the running operation returns is to be flagged."""
+        """The last such number, if there was one."""
         self._read: list[weakref.ref[Tensor]] = []
         """Tensors that it has read."""
 
@@ -98,16 +98,13 @@ class Python:
             cause: that number, if it is none of the operands.
         """
         self.suspected = cause or self.suspected
-        if self.suspected and torch.is_grad_enabled() and any(x.requires_grad for x in operands):
-            self.suspects.setdefault(creation_number() - 1, self.suspected)
+        if self.suspected and (number := _running_node(operands)) is not None:
+            self.suspects.setdefault(number, self.suspected)
 
-    def copied(self, x: Tensor) -> Tensor | None:
-        """What it has read, if its numbers are those of `x`."""
-        for read in self._read:
-            y = read()
-            if y is not None and y.shape == x.shape and y.dtype == x.dtype and torch.equal(x, y):
-                return y
-        return None
+    def has_read(self, x: Tensor) -> bool:
+        """The numbers of `x` are those of a tensor that it has read."""
+        held = [y for read in self._read if (y := read()) is not None]
+        return any(y.shape == x.shape and y.dtype == x.dtype and torch.equal(x, y) for y in held)
 
     def made(self, literal: bool, operands: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         """Constants were made, of Python's numbers (`literal`) or of other constants."""
@@ -132,8 +129,7 @@ class Counts:
 
     def add(self, operands: Sequence[Tensor], line: str) -> None:
         """The operation that runs is one."""
-        if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
-            number = creation_number() - 1
+        if (number := _running_node(operands)) is not None:
             cause = Cause("mean over entries that the batch selects", line, factor=True)
             self.nodes[number] = hash(("count", number)), cause
 
@@ -153,6 +149,20 @@ class Counts:
                 tracer.memory.write(x, shadow, cause)
 
 
+def _running_node(operands: Sequence[Tensor]) -> int | None:
+    """The number of the node that autograd has made for the running operation, if it has."""
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
+    return creation_number() - 1 if recorded else None
+
+
+def _number_arguments(kind: Kind, args: tuple) -> Iterator[float]:
+    """What an operation was given as numbers of Python's."""
+    for k in kind.numbers:
+        value = args[k] if k < len(args) else None
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield value
+
+
 def exported(tracer: Any, what: str, x: Tensor) -> None:
     """Python or NumPy is about to get all numbers of a tensor."""
     shadow = tracer.shadow_of(x)
@@ -168,7 +178,7 @@ def held_against(
     """Suspect the numbers that an operation is given, and what was computed from such numbers.
 
     Returns:
-        As of `compared`; whether one of its own numbers is suspected.
+        As of `_compared`; whether one of its own numbers is suspected.
     """
     python = tracer.python
     if current_task() != -1:
@@ -189,16 +199,12 @@ def held_against(
 
 def _come_back(tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor]) -> None:
     """Numbers that Python has read from several samples, and that are arguments again."""
-    for k in kind.numbers:
-        value = args[k] if k < len(args) else None
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            continue
+    for value in _number_arguments(kind, args):
         line = tracer.python.numbers.get(value)
         if line is None or (value % 1 and not 20 * value % 1):  # as 0.5: by accident
             continue
         of_formulas = {-1, 0, 1, 2}  # of `2 * x` and squares, and the largest of three classes
-        sizes = {tracer.memory.samples, *(n for x in tensors for n in (*x.shape, x.numel()))}
-        if value not in of_formulas | sizes:
+        if value not in of_formulas | _sizes(tracer, tensors):
             what = f"a number of several samples, read at {line}, in {kind.base}"
             tracer.python.suspect(Cause(what, tracer.lines.current()), tensors)
 
@@ -249,9 +255,8 @@ def _given(
     tracer: Any, kind: Kind, args: tuple, tensors: Sequence[Tensor], shadows: Sequence[Shadow]
 ) -> Iterator[tuple[Any, Tensor | None]]:  # fmt: skip
     """The numbers, those in constant tensors too, and what identifies constants of several."""
-    for k in kind.numbers:
-        value = args[k] if k < len(args) else None
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+    for value in _number_arguments(kind, args):
+        if math.isfinite(value):
             yield float(value), None
     for x, shadow in zip(tensors, shadows, strict=True):
         if shadow.held or shadow.flags & (RANDOM | TRAINED) or isinstance(x, nn.Parameter):
@@ -293,8 +298,12 @@ def _is_whole(value: float) -> bool:
 
 
 def _is_size(value: float, tracer: Any, tensors: Sequence[Tensor]) -> bool:
-    sizes = {tracer.memory.samples, *(n for x in tensors for n in (*x.shape, x.numel()))}
-    return value in sizes or value in tracer.python.extents
+    return value in _sizes(tracer, tensors) or value in tracer.python.extents
+
+
+def _sizes(tracer: Any, tensors: Sequence[Tensor]) -> set[int]:
+    """Numbers that shapes explain."""
+    return {tracer.memory.samples, *(n for x in tensors for n in (*x.shape, x.numel()))}
 
 
 def _is_scale(value: float, before: float) -> bool:

@@ -671,7 +671,7 @@ class Tracer(TorchDispatchMode):
                     self._outside(x)
                     self.seed(x, axis)
                     literal = kind.name in _LITERALS and x.is_floating_point()
-                    if literal and self.python.knows_several and self.python.copied(x) is None:
+                    if literal and self.python.knows_several and not self.python.has_read(x):
                         several = self.made(at.everywhere(at.SEVERAL, x.dim()))
                         self.memory.write(x, several, self.cause(BY_PYTHON))
                     found[k] = self.shadow_of(x)
