@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.trace.run import modes
+from fastclip._torch import dispatch_modes
 
 
 @pytest.fixture(autouse=True)
 def _no_mode_is_left() -> Iterator[None]:
-    while modes():  # of a test that has failed
+    while dispatch_modes():  # of a test that has failed
         torch._C._pop_torch_dispatch_stack(None)
     yield
-    if modes():  # of a run that a cycle keeps
+    if dispatch_modes():  # of a run that a cycle keeps
         gc.collect()
-    assert modes() == 0
+    assert dispatch_modes() == 0

@@ -16,10 +16,6 @@ ROWS, BATCH, D, CLASSES, C = 40, 8, 4, 3, 0.5
 PROVEN = {"proven", "values", "path"}
 
 
-def modes() -> int:
-    return torch._C._len_torch_dispatch_stack()
-
-
 def network() -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()

@@ -16,14 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from fastclip._torch import place_beneath, take_away
+from fastclip._torch import dispatch_modes, place_beneath, take_away
 from fastclip.errors import GraphError
 from tests.trace.run import (
     BATCH,
     ROWS,
     Run,
     dice,
-    modes,
     network,
     rows,
 )
@@ -52,11 +51,11 @@ def test_two_steps_are_traced_and_exact() -> None:
     run, inside = Run(), []
     for x, y in run.loader:
         run.optimizer.zero_grad()
-        inside.append(modes())
+        inside.append(dispatch_modes())
         run.loss(x, y).backward()
         run.check_sums(x, y)
         run.optimizer.step()
-        assert modes() == 0
+        assert dispatch_modes() == 0
     assert inside == [1, 1, 0, 0, 0]
     run.check_traced()
 
@@ -65,18 +64,18 @@ def test_a_batch_from_elsewhere_is_traced_from_the_models_call_on() -> None:
     run = Run()
     x, y = rows().tensors
     for k in (0, 8, 16):
-        assert modes() == 0
+        assert dispatch_modes() == 0
         run.step(x[k : k + 8 - k // 8], y[k : k + 8 - k // 8])
-        assert modes() == 0
+        assert dispatch_modes() == 0
     run.check_traced()
 
 
 def test_a_loop_that_is_left_leaves_no_mode() -> None:
     run = Run()
     for _ in run.loader:
-        assert modes() == 1
+        assert dispatch_modes() == 1
         break
-    assert modes() == 0
+    assert dispatch_modes() == 0
     for x, y in run.loader:
         run.step(x, y)
     run.check_traced()
@@ -147,7 +146,7 @@ def test_an_error_leaves_no_mode_and_loses_nothing(fault: Callable) -> None:
     except (Stop, KeyboardInterrupt) as error:
         caught = error  # with its traceback, whose frames are kept
     assert caught is not None
-    assert modes() == 0
+    assert dispatch_modes() == 0
     assert run.held == [None] * 4
     assert run.engine.accountant.history == []
     run.optimizer.zero_grad()
@@ -155,7 +154,7 @@ def test_an_error_leaves_no_mode_and_loses_nothing(fault: Callable) -> None:
     run.check_sums(*batch)
     run.optimizer.step()
     assert sum(steps for _, _, steps in run.engine.accountant.history) == 1
-    assert modes() == 0
+    assert dispatch_modes() == 0
     run.check_traced(1)
 
 
@@ -170,7 +169,7 @@ def test_an_error_that_the_loop_forgives(fault: Callable) -> None:
                 fault(run, x, y)
         if k != 2:
             run.step(x, y)
-            assert modes() == 0
+            assert dispatch_modes() == 0
     run.check_traced()
 
 
@@ -182,7 +181,7 @@ def test_an_error_on_a_batch_from_elsewhere(fault: Callable) -> None:
     with suppress(Stop, KeyboardInterrupt):
         fault(run, x[:8], y[:8])
     run.optimizer.zero_grad()
-    assert modes() == 0
+    assert dispatch_modes() == 0
     run.loss(x[:8], y[:8]).backward()
     run.check_sums(x[:8], y[:8])
     run.optimizer.step()
@@ -199,7 +198,7 @@ def test_a_coupled_loss_is_refused_and_the_batch_given_again_trains() -> None:
             assert run.held == [None] * 4
             assert sum(steps for *_, steps in run.engine.accountant.history) == k
         run.step(x, y)
-    assert modes() == 0
+    assert dispatch_modes() == 0
     assert [r.verdict for r in run.engine.explain().steps] == ["coupled", "proven"]
 
 
@@ -211,14 +210,14 @@ def test_a_generator_around_the_loader() -> None:
 
     taken = batches()
     next(taken)
-    assert modes() == 1
+    assert dispatch_modes() == 1
     taken.close()
-    assert modes() == 0
+    assert dispatch_modes() == 0
     taken = batches()
     run.step(*next(taken))
     next(taken)
     del taken
-    assert modes() == 0
+    assert dispatch_modes() == 0
 
 
 def test_workers_that_persist() -> None:
@@ -232,7 +231,7 @@ def test_workers_that_persist() -> None:
         break
     for x, y in run.loader:
         run.step(x, y)
-        assert modes() == 0
+        assert dispatch_modes() == 0
     run.check_traced()
 
 
@@ -242,11 +241,11 @@ def test_an_iterator_that_is_kept() -> None:
     next(kept)
     x, y = next(kept)
     run.step(x, y)
-    assert modes() == 0
+    assert dispatch_modes() == 0
     next(kept)
-    assert modes() == 1
+    assert dispatch_modes() == 1
     del kept
-    assert modes() == 0
+    assert dispatch_modes() == 0
 
 
 def test_a_run_that_is_dropped_in_the_middle_of_a_step() -> None:
@@ -254,10 +253,10 @@ def test_a_run_that_is_dropped_in_the_middle_of_a_step() -> None:
     kept = iter(run.loader)
     x, _ = next(kept)
     out = run.model(x)
-    assert modes() == 1
+    assert dispatch_modes() == 1
     del run, out
     gc.collect()
-    assert modes() == 0
+    assert dispatch_modes() == 0
 
 
 # Other modes
@@ -268,8 +267,8 @@ def test_a_mode_around_the_loop_stays() -> None:
     with Counting() as mine:
         for x, y in run.loader:
             run.step(x, y)
-            assert torch._C._get_dispatch_stack_at(modes() - 1) is mine
-            assert modes() == 1
+            assert torch._C._get_dispatch_stack_at(dispatch_modes() - 1) is mine
+            assert dispatch_modes() == 1
         before = mine.heard
         torch.ones(2) + 1
         assert mine.heard > before
@@ -283,8 +282,8 @@ def test_a_mode_within_the_body() -> None:
             before = mine.heard
             run.step(x, y)
             assert mine.heard > before
-            assert modes() == 1
-        assert modes() == 0
+            assert dispatch_modes() == 1
+        assert dispatch_modes() == 0
     run.check_traced()
 
 
@@ -309,10 +308,10 @@ def test_a_mode_that_is_closed_while_the_step_runs(closes: str) -> None:
             mine.__exit__(None, None, None)
         run.optimizer.step()
         if closes == "before the next batch":
-            assert modes() == 1
+            assert dispatch_modes() == 1
             mine.__exit__(None, None, None)
         run.optimizer.zero_grad()
-        assert modes() == 0
+        assert dispatch_modes() == 0
     run.check_traced()
 
 
@@ -332,7 +331,7 @@ def test_what_torch_keeps_of_modes_is_as_before() -> None:
     mine.__enter__()
     run.optimizer.step()
     mine.__exit__(None, None, None)
-    assert modes() == 0
+    assert dispatch_modes() == 0
     assert flags() == before
 
 
@@ -341,7 +340,7 @@ def test_modes_of_torchs_own_are_left_alone() -> None:
     mine = Counting()
     with FakeTensorMode() as fake:
         assert not place_beneath(mine)
-        assert modes() == 1
+        assert dispatch_modes() == 1
         assert torch._C._get_dispatch_stack_at(0) is fake
     assert not take_away(mine)
     assert place_beneath(mine)
@@ -396,7 +395,7 @@ def test_evaluation_in_the_middle_of_a_step(between: Callable, when: str) -> Non
         loss.backward()
         run.check_sums(x, y)
         run.optimizer.step()
-        assert modes() == 0
+        assert dispatch_modes() == 0
     proof = run.engine.explain()
     assert [report.verdict for report in proof.steps] == ["proven"] * 2, str(proof)
 
@@ -411,7 +410,7 @@ def test_a_step_in_another_thread() -> None:
             run.loss(x, y).backward()
             run.check_sums(x, y)
             run.optimizer.step()
-            assert modes() == 0
+            assert dispatch_modes() == 0
         except BaseException as error:
             errors.append(error)
 
@@ -420,7 +419,7 @@ def test_a_step_in_another_thread() -> None:
         thread.start()
         thread.join()
     assert errors == []
-    assert modes() == 0
+    assert dispatch_modes() == 0
     run.check_traced()
 
 
@@ -461,6 +460,6 @@ def test_batches_that_another_thread_draws_ahead() -> None:
         run.check_sums(x, y)
         run.optimizer.step()
         run.optimizer.zero_grad()
-        assert modes() == 0
+        assert dispatch_modes() == 0
     thread.join()
     run.check_traced()

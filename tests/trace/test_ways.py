@@ -13,6 +13,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fastclip._torch import dispatch_modes
 from fastclip.errors import GraphError, ParameterLeakError
 from tests.oracle import assert_sums
 from tests.trace.run import (
@@ -23,7 +24,6 @@ from tests.trace.run import (
     Run,
     clipped,
     dice,
-    modes,
     network,
     rows,
 )
@@ -36,7 +36,7 @@ def test_two_engines_in_turns() -> None:
     for (x, y), (u, v) in zip(one.loader, two.loader, strict=True):
         one.step(x, y)
         two.step(u, v)
-    assert modes() == 0
+    assert dispatch_modes() == 0
     one.check_traced()
     two.check_traced()
 
@@ -53,7 +53,7 @@ def test_two_engines_on_one_batch() -> None:
         checks.append((x, y, *((copy.deepcopy(r.plain.state_dict()), r.sums) for r in (one, two))))
         one.optimizer.step()
         two.optimizer.step()
-        assert modes() == 0
+        assert dispatch_modes() == 0
     for x, y, *runs in checks:  # the steps of both are over
         for weights, sums in runs:
             twin = network()
@@ -98,7 +98,7 @@ def test_a_private_discriminator(classes: str) -> None:
             ).backward()  # it may mix samples, which trains none of the model
         assert all(p.grad is not None for p in generator.parameters())
         inner.step()
-        assert modes() == 0
+        assert dispatch_modes() == 0
     assert [r.verdict for r in run.engine.explain().steps] == ["proven"] * 2
 
 
@@ -127,9 +127,9 @@ def test_copies_in_the_middle_of_a_step() -> None:
         torch.save({"model": run.plain.state_dict(), "batch": (x, y)}, held)
         torch.save(run.engine.accountant.state_dict(), held)
         run.step(x, y)
-        assert modes() == 0
+        assert dispatch_modes() == 0
         twin(x)
-        assert modes() == 0
+        assert dispatch_modes() == 0
     run.check_traced()
 
 
@@ -145,7 +145,7 @@ def test_a_compiled_model() -> None:
         F.cross_entropy(compiled(x), y).backward()
         run.check_sums(x, y)
         run.optimizer.step()
-        assert modes() == 0
+        assert dispatch_modes() == 0
     run.check_traced()
 
 
@@ -181,7 +181,7 @@ def test_the_model_twice_under_one_loss() -> None:
         twin = network()
         twin.load_state_dict(run.plain.state_dict())
         run.optimizer.step()
-        assert modes() == 0
+        assert dispatch_modes() == 0
     run.check_traced()
 
 
@@ -245,7 +245,7 @@ def test_accumulation_by_two_passes() -> None:
             run.optimizer.step()
             run.optimizer.zero_grad()
             kept = []
-            assert modes() == 0
+            assert dispatch_modes() == 0
     run.check_traced()
 
 
@@ -256,7 +256,7 @@ def test_physical_batches() -> None:
     ) as batches:
         for x, y in batches:
             run.step(x, y)
-            assert modes() == 0
+            assert dispatch_modes() == 0
     run.check_traced()
 
 
@@ -269,7 +269,7 @@ def test_physical_batches_of_one_sample() -> None:
         for x, y in loader:
             run.optimizer.zero_grad()
             loss = run.loss(x, y)
-            followed.append(modes())
+            followed.append(dispatch_modes())
             loss.backward()
             run.optimizer.step()
     assert followed == [1, 1] + [0] * (len(followed) - 2)
@@ -297,7 +297,7 @@ def test_a_made_step() -> None:
         step(x, y)
         run.check_sums(x, y)
         run.optimizer.step()
-        assert modes() == 0
+        assert dispatch_modes() == 0
     run.check_traced()
 
 
@@ -338,7 +338,7 @@ def test_a_batch_that_the_loop_splits(made: Callable, size: int) -> None:
             run.loss(part, labels).backward()
         run.check_sums(x, y)
         run.optimizer.step()
-        assert modes() == 0
+        assert dispatch_modes() == 0
     run.check_traced()
 
 
