@@ -513,11 +513,15 @@ def number_of(node: Any) -> int:
     return node._sequence_nr()
 
 
+def _listed(x: Any) -> Sequence[Any]:
+    return x if isinstance(x, (tuple, list)) else (x,)
+
+
 class BackwardListener(Protocol):
     """Hears of the backward passes of this process."""
 
-    def begins(self, losses: Sequence[Tensor]) -> None:
-        """A pass is about to begin on these losses."""
+    def begins(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """A pass is about to begin on these losses, with the gradients that the user gives for them."""
 
     def ended(self, failed: bool) -> None:
         """It is over."""
@@ -538,16 +542,17 @@ class BackwardListeners:
         self._plain = plain = torch.autograd.backward
 
         @functools.wraps(plain)
-        def heard(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        def heard(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
             listeners = list(self._all)
             if not listeners or current_task() != -1:
-                return plain(tensors, *args, **kwargs)
-            losses = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
+                return plain(tensors, grad_tensors, *args, **kwargs)
+            losses = [x for x in _listed(tensors) if isinstance(x, Tensor)]
+            gradients = _listed(kwargs.get(SEEDS[1]) if grad_tensors is None else grad_tensors)
             failed = True
             try:
                 for listener in listeners:
-                    listener.begins([x for x in losses if isinstance(x, Tensor)])
-                plain(tensors, *args, **kwargs)
+                    listener.begins(losses, gradients)
+                plain(tensors, grad_tensors, *args, **kwargs)
                 failed = False
             finally:
                 for listener in listeners:

@@ -35,7 +35,7 @@ class LossGuard:
     def ended(self, failed: bool) -> None:
         """A backward pass is over."""
 
-    def begins(self, losses: Sequence[Tensor]) -> None:
+    def begins(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Look at the means over classes among what these losses are made of.
 
         Raises:

@@ -98,6 +98,22 @@ def seed_output(
         tracer.memory.write(leaf, tracer.made(of_all, degree=degree))
 
 
+def seed_gradient(tracer: Tracer, loss: Tensor, gradient: Tensor | None) -> None:
+    """A gradient that the user gives for a loss, and no operation of the step has made: its entries are
+    of the samples whose the loss's are. One that is met again beside other samples is a constant.
+    """
+    own = tracer.shadow_of(loss)
+    if (
+        gradient is None
+        or own.sample is None
+        or own.mixed
+        or tracer.memory.record(gradient) is not None
+    ):
+        return
+    if tracer.same_samples or not tracer.memory.was_given(gradient):
+        tracer.memory.give(gradient, tracer.made(own.sample))
+
+
 def _of_packed(packed: PackedSequence) -> Tensor:
     """The sample of every row of a packed sequence."""
     order = packed.sorted_indices

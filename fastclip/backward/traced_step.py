@@ -37,6 +37,7 @@ from fastclip.backward.seeding import (
     check_input,
     rows_of_input,
     seed_batch,
+    seed_gradient,
     seed_input,
     seed_output,
 )
@@ -318,13 +319,20 @@ class StepTrace:
             self._begin_early = False
             self._begin()
 
-    def begins(self, losses: Sequence[Tensor]) -> None:
+    def begins(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """A backward pass is about to begin."""
-        if self._step is not None:
-            self._step.opened = False
-            self._step.came.clear()
-            self._step.tracer.lines.enter_backward()
-            self._walk(self._step, losses)
+        step = self._step
+        if step is None:
+            return
+        step.opened = False
+        step.came.clear()
+        step.tracer.lines.enter_backward()
+        self._walk(step, losses)
+        with step.tracer.aside():
+            for loss, gradient in zip(
+                losses, gradients, strict=False
+            ):  # too few are torch's to name
+                seed_gradient(step.tracer, loss, gradient)
 
     @staticmethod
     def _walk(step: _Step, losses: Sequence[Tensor]) -> None:

@@ -7,7 +7,7 @@ the record into one attribution for each of its entries, of which other geometri
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -188,6 +188,11 @@ def geometry_of(x: Tensor) -> Geometry:
     return int(x.storage_offset()), x.shape, x.stride(), x.element_size()
 
 
+def _start_of(x: Tensor) -> Hashable:
+    """The same of the first parts of one tensor, however long."""
+    return int(x.storage_offset()), x.stride(), x.element_size()
+
+
 def content_of(x: Tensor) -> int:
     """Identifies the numbers of a constant."""
     plain = x.detach().cpu().resolve_conj().resolve_neg()
@@ -240,9 +245,9 @@ class Memory:
         self.lengths_read = False
         """Python knows how long samples are, so parts of the batch may be chosen by it."""
         self._records: dict[int, Record] = {}
-        self._given: dict[int, tuple[StorageWeakRef, int]] = {}
-        """Memory that samples of this step were seeded in, and its version."""
-        self._earlier: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._given: dict[int, dict[Hashable, tuple[StorageWeakRef, int]]] = {}
+        """Memory that samples of this step were seeded in: where they begin there, and its version."""
+        self._earlier: dict[int, dict[Hashable, tuple[StorageWeakRef, int]]] = {}
         """The same of the steps before."""
         self._known: dict[int, StorageWeakRef] = {}
         """Memory of the model: constants."""
@@ -334,7 +339,8 @@ class Memory:
             Whether it is unchanged since an earlier step, in which samples lay there, too.
         """
         storage, again = x.untyped_storage(), self.was_given(x)
-        self._given[memory_of(x)] = StorageWeakRef(storage), version_of(x)
+        parts = self._given.setdefault(memory_of(x), {})
+        parts[_start_of(x)] = StorageWeakRef(storage), version_of(x)
         self.write(x, shadow, whole=False)
         return again
 
@@ -343,8 +349,8 @@ class Memory:
         return memory_of(x) in self._given
 
     def was_given(self, x: Tensor) -> bool:
-        """Samples of an earlier step lay in this memory, which has not changed since."""
-        found = self._earlier.get(memory_of(x))
+        """Samples of an earlier step lay here, perhaps fewer or more, and nothing was written since."""
+        found = self._earlier.get(memory_of(x), {}).get(_start_of(x))
         return found is not None and not found[0].expired() and found[1] == version_of(x)
 
     def _note_part(self, record: Record, x: Tensor, shadow: Shadow) -> None:
@@ -461,8 +467,11 @@ class Memory:
         """
         carried = self.alive()
         self._drawn, self._drawn_before = set(), self._drawn
-        self._earlier = {**self._earlier, **self._given}
-        self._earlier = {k: v for k, v in self._earlier.items() if not v[0].expired()}
+        for key, parts in self._given.items():
+            self._earlier[key] = {**self._earlier.get(key, {}), **parts}
+        for key, parts in list(self._earlier.items()):
+            if any(held.expired() for held, _ in parts.values()):
+                del self._earlier[key]
         self._given = {}
         self._records = {record.reference.cdata: record for record in carried}
         for record in carried:

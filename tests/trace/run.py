@@ -66,12 +66,17 @@ class Run:
         return [getattr(p, "summed_grad", None) for p in self.plain.parameters()]
 
 
-def clipped(plain: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """One sample at a time, of the weights as they are."""
+def clipped(
+    plain: nn.Module, x: Tensor, y: Tensor, weights: Tensor | None = None
+) -> dict[str, Tensor]:
+    """One sample at a time, of the weights as they are. weights: of the samples' losses."""
     twin = network()
     twin.load_state_dict({k: v.detach() for k, v in plain.state_dict().items()})
     own = {"loss_fn": lambda out, y: F.cross_entropy(out, y, reduction="none")}
-    return clipped_sum(per_sample_gradients(twin, Batch((x,), target=y), **own), C)
+    found = per_sample_gradients(twin, Batch((x,), target=y), **own)
+    if weights is not None:
+        found = {k: g * weights.view([-1] + [1] * (g.dim() - 1)) for k, g in found.items()}
+    return clipped_sum(found, C)
 
 
 def dice(out: Tensor, y: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastclip.errors import GraphError
-from tests.trace.run import Run, rows
+from tests.oracle import assert_sums
+from tests.trace.run import Run, clipped, rows
 
 
 def cut_and_mixed(x: Tensor) -> Tensor:
@@ -130,12 +131,16 @@ READ: dict[str, tuple[str, Loss]] = {
 }
 
 
-def steps(run: Run, loss: Loss, exact: Loss | None = None) -> None:
+def parts(sizes: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+    """Batches that are parts of one tensor."""
     x, y = rows().tensors
     y = y[torch.randperm(len(y), generator=torch.Generator().manual_seed(5))]
-    for part, labels in zip(x.split((*SIZES, 17)), y.split((*SIZES, 17)), strict=True):
-        if len(part) > 8:
-            break
+    sizes = (*sizes, len(x) - sum(sizes))
+    return list(zip(x.split(sizes), y.split(sizes), strict=True))[:-1]
+
+
+def steps(run: Run, loss: Loss, exact: Loss | None = None, sizes: tuple[int, ...] = SIZES) -> None:
+    for part, labels in parts(sizes):
         run.optimizer.zero_grad()
         loss(run.model(part), labels).backward()
         if exact is not None:
@@ -218,3 +223,54 @@ def test_weights_that_follow_the_size(name: str) -> None:
     with pytest.raises(GraphError, match="over the batch") as caught:
         steps(Run(loss_reduction=reduction), loss)
     assert "None" not in str(caught.value)
+
+
+# Gradients that the loop gives for the samples' losses
+
+
+def given(gradient: Callable[[int], Tensor], sizes: tuple[int, ...] = (8, 8)) -> Run:
+    run = Run(loss_reduction="sum")
+    for part, labels in parts(sizes):
+        run.optimizer.zero_grad()
+        own = each(run.model(part), labels)
+        weights = gradient(len(part))
+        own.backward(weights)
+        assert_sums(run.sums, clipped(run.plain, part, labels, weights), 1e-10)
+        run.optimizer.step()
+    return run
+
+
+def test_gradients_that_were_there_are_the_samples_own() -> None:
+    held = iter(torch.rand(2, 8, generator=torch.Generator().manual_seed(3)).double().unbind())
+    given(lambda n: next(held)).check_traced()
+
+
+def test_one_gradient_for_all_samples() -> None:
+    given(lambda n: torch.ones(n, dtype=torch.float64)).check_traced()
+
+
+def test_gradients_by_position() -> None:
+    with pytest.raises(GraphError, match="position"):
+        given(lambda n: torch.arange(1.0, n + 1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (8, 7), (7, 8)])
+def test_gradients_that_are_met_again_are_by_position(sizes: tuple[int, ...]) -> None:
+    kept = torch.arange(1.0, 9, dtype=torch.float64)
+    with pytest.raises(GraphError, match="position"):
+        given(lambda n: kept[:n], sizes)
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (8, 7), (7, 8)])
+def test_weights_that_are_met_again_are_by_position(sizes: tuple[int, ...]) -> None:
+    kept = torch.arange(1.0, 9, dtype=torch.float64)
+    loss = with_weights(lambda y: kept[: len(y)])
+    with pytest.raises(GraphError, match="position"):
+        steps(Run(), loss, sizes=sizes)
+
+
+def test_gradients_that_follow_from_all_samples() -> None:
+    run, (x, y) = Run(loss_reduction="sum"), rows().tensors
+    own = each(run.model(x[:8]), y[:8])
+    with pytest.raises(GraphError, match="mixes samples"):
+        own.backward(own.detach().softmax(0))
