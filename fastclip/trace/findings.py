@@ -254,6 +254,12 @@ class Report:
     shifts: set[int] = field(default_factory=set)
     """By which powers of the batch's size samples may have been multiplied before they were summed."""
     operations: int = 0
+    drew: bool = False
+    """Random numbers were drawn."""
+    by_chance: bool = False
+    """Where samples lie, or what they are multiplied by, follows from several random numbers."""
+    hooked: bool = False
+    """Hooks were put on gradients of tensors."""
 
     def add(self, kind: str, cause: Any, use: str) -> None:
         """Note a finding once."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from fastclip.trace import attribution as at
 from fastclip.trace.findings import Read
 from fastclip.trace.memory import BY_VALUE, MOVED, ORDER, RANDOM, TRAINED, Shadow, content_of
-from fastclip.trace.operation import Kind
+from fastclip.trace.operation import Kind, is_leaf
 
 _LARGEST = 65536
 """Entries of a constant whose content identifies it."""
@@ -216,7 +216,7 @@ def changes_alongside(x: Tensor, own: Tensor, shadow: Shadow, moved: bool = Fals
         torch.broadcast_shapes(x.shape, own.shape)
     except RuntimeError:
         return False
-    if shadow.flags & TRAINED and x.is_leaf and x.requires_grad:  # a trained entry for each number
+    if shadow.flags & TRAINED and x.requires_grad and is_leaf(x):  # a trained entry for each number
         x = torch.arange(x.numel(), device="cpu").view(x.shape)
     return at.differs(x, own, moved)
 

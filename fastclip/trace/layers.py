@@ -313,12 +313,15 @@ def _packed(call: Operation) -> list[Any]:
     lengths = [
         call.shadow(y) for y in call.args[1:] if isinstance(y, Tensor) and call.of(y) is not None
     ]
-    given = call.args[1]
+    given, moved = call.args[1], MOVED
     if lengths:
         call.tracer.read("lengths of packed sequences", lengths)
     elif bool((given != given[:1]).any()):  # by which Python may choose parts of the batch
         call.tracer.memory.lengths_read = True
-    return [Out(at.compressed(found[0].to(at.KIND) - 1), MOVED), None]
+    else:
+        call.tracer.report.by_value.append("one length for all samples")
+        moved = 0
+    return [Out(at.compressed(found[0].to(at.KIND) - 1), moved), None]
 
 
 # Tables

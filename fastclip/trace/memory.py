@@ -46,9 +46,11 @@ FOREIGN = 128
 """Trained tensors that are none of the model's have had a part in it."""
 READ = 256
 """A number that Python may have computed from samples has had a part in it."""
+CHANCE = 512
+"""Of no sample, and computed from what was drawn."""
 STICKY = ORDER | MOVED | BY_VALUE | POSITIONS | LEARNED | READ
 """What an operation hands on from its operands."""
-_CONSTANT = RANDOM | TRAINED | FOREIGN
+_CONSTANT = RANDOM | CHANCE | TRAINED | FOREIGN
 """What a constant can be."""
 
 

@@ -9,15 +9,25 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastclip._torch import creation_number, current_node, current_task, number_of
+from fastclip._torch import creation_number, current_node, current_task, number_of, tree_leaves
 from fastclip.trace.findings import Cause
-from fastclip.trace.memory import RANDOM, READ, TRAINED, Shadow, content_of, key_of
+from fastclip.trace.memory import (
+    CHANCE,
+    RANDOM,
+    READ,
+    TRAINED,
+    Shadow,
+    content_of,
+    geometry_of,
+    key_of,
+)
 from fastclip.trace.operation import Kind
 
 _LARGEST = 4096
@@ -52,6 +62,104 @@ class Numbers:
         here.append((value, samples))
         before = self._before.get(place, ())
         return before[len(here) - 1] if len(here) <= len(before) else None
+
+
+class Trail:
+    """The operations of a run in their order, with all that tells one run from another: two runs that
+    leave equal ones have computed the same of their inputs.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[_Step] = []
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Trail) and self._steps == other._steps
+
+    def note(
+        self, tracer: Any, kind: Kind, args: tuple, kwargs: Mapping[str, Any],
+        tensors: Sequence[Tensor], shadows: Sequence[Shadow],
+    ) -> None:  # fmt: skip
+        """An operation runs."""
+        named = [(name, x) for name, x in kwargs.items() if not isinstance(x, Tensor)]
+        sizes = [x for x in tree_leaves(args) if not isinstance(x, Tensor)]
+        meets = any(s.held or s.flags & TRAINED for s in shadows)
+        of_one = kind.name in _COMPARING and not any(x.dim() for x in tensors)
+        numbers = list(_number_arguments(kind, args)) if meets and not of_one else []
+        held = [
+            _identity(tracer, x, s, meets) for x, s in zip(tensors, shadows, strict=True)
+            if x.layout is torch.strided
+        ]  # fmt: skip
+        self._steps.append((kind.name, named, numbers, sizes, held))
+
+    def agrees(self, other: Trail, samples: int, others: int) -> bool:
+        """The runs differ in sizes alone, which follow the number of samples: no number does.
+
+        Args:
+            samples, others: of this run, and of the other.
+        """
+        if len(self._steps) != len(other._steps):
+            return False
+        return all(
+            one[:3] == two[:3] and len(one[3]) == len(two[3]) and len(one[4]) == len(two[4])
+            and all(_follows(a, b, samples, others) for a, b in zip(one[3], two[3], strict=True))
+            and all(a.is_like(b) for a, b in zip(one[4], two[4], strict=True))
+            for one, two in zip(self._steps, other._steps, strict=True)
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class _Operand:
+    """What tells it from another.
+
+    Args:
+        serial: of what was written there last; the same in another run. geometry: of the tensor.
+        numbers: of a small constant.
+    """
+
+    serial: object
+    geometry: tuple
+    numbers: Tensor | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Operand) and self.geometry == other.geometry
+            and (self.serial == other.serial if self.numbers is None else self._is_part_of(other))
+        )  # fmt: skip
+
+    def is_like(self, other: _Operand) -> bool:
+        """The same operand, of a run on other samples: constants begin with the same numbers."""
+        if self.numbers is None or other.numbers is None:
+            return self.numbers is other.numbers and self.serial == other.serial
+        return self._is_part_of(other) or other._is_part_of(self)
+
+    def _is_part_of(self, other: _Operand) -> bool:
+        one, two = self.numbers, other.numbers
+        if one is None or two is None or one.dim() != two.dim() or one.dtype != two.dtype:
+            return False
+        if any(n > m for n, m in zip(one.shape, two.shape, strict=True)):
+            return False
+        return torch.equal(one, two[tuple(map(slice, one.shape))])
+
+
+_Step = tuple[str, list, list, list, list[_Operand]]
+_COMPARING = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+"""Of one number of all samples, they answer a question of Python's, or join samples."""
+
+
+def _follows(one: Any, other: Any, samples: int, others: int) -> bool:
+    if type(one) is int and type(other) is int:
+        return one == other or one * others == other * samples
+    return bool(one == other)
+
+
+def _identity(tracer: Any, x: Tensor, shadow: Shadow, meets: bool) -> _Operand:
+    """Of an operand of an operation that meets samples or trained tensors, or does not."""
+    drawn = shadow.flags & (RANDOM | CHANCE | TRAINED)
+    if shadow.held or drawn or x.numel() > _LARGEST or x.is_meta or not meets:
+        known = tracer.memory.record(x) is not None
+        return _Operand(tracer.memory.serial(x) if known else None, geometry_of(x))
+    with tracer.aside():
+        return _Operand(None, geometry_of(x), x.detach().clone())
 
 
 class Python:
@@ -164,11 +272,15 @@ def _number_arguments(kind: Kind, args: tuple) -> Iterator[float]:
 
 
 def exported(tracer: Any, what: str, x: Tensor) -> None:
-    """Python or NumPy is about to get all numbers of a tensor."""
+    """Python or NumPy is about to get all numbers of a tensor, or a hook its gradient."""
+    if what == "register_hook":
+        tracer.report.hooked = True
+        return
     shadow = tracer.shadow_of(x)
     if shadow.held or shadow.flags & RANDOM:
         tracer.read(what, [shadow], each=True)
-        if shadow.held and not tracer.lines.in_model():
+        by_python = what in ("tolist", "numpy")
+        if by_python and shadow.held and not tracer.lines.in_model():
             tracer.python.takes(x, shadow)
 
 

@@ -118,7 +118,8 @@ class Kind:
 
     Attributes:
         name: without overload and, if it writes in place, without the underscore.
-        writes: numbers of the arguments that it writes into. random: it draws numbers.
+        writes: numbers of the arguments that it writes into. draws: random
+            numbers; random: those are independent.
         fresh: what it returns holds no numbers yet. reads: it gives a number to Python.
         aliases: what it returns is in its operand's memory. reshapes: only the geometry changes.
         aligned: how constants lie alongside samples: "pointwise", "stacked", "together" or
@@ -128,8 +129,8 @@ class Kind:
     """
 
     __slots__ = (
-        "aliases", "aligned", "base", "by_values", "collective", "filled", "fresh", "name", "numbers",
-        "pointwise", "random", "reads", "reshapes", "rule", "writes",
+        "aliases", "aligned", "base", "by_values", "collective", "draws", "filled", "fresh", "name",
+        "numbers", "pointwise", "random", "reads", "reshapes", "rule", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any, pointwise: Rule, extra: frozenset[str]) -> None:
@@ -147,7 +148,8 @@ class Kind:
             base = base[:-1]
         self.base = base
         self.name = base if space == "aten" else func._schema.name
-        self.random = torch.Tag.nondeterministic_seeded in func.tags and base not in _JOINTLY
+        self.draws = torch.Tag.nondeterministic_seeded in func.tags
+        self.random = self.draws and base not in _JOINTLY
         self.collective = func._schema.name.startswith(_SPACES)
         self.fresh = base.startswith(("empty", "new_empty"))
         self.reads = base in ("_local_scalar_dense", "is_nonzero", "equal")
@@ -204,6 +206,14 @@ def is_of_losses(kind: Kind, tensors: list[Tensor]) -> bool:
         return False
     alone = len(tensors) == 1 and kind.name in ("mul", "div", "neg", "ones_like", "detach")
     return alone or kind.name in ("add", "sub")
+
+
+def is_leaf(x: Tensor) -> bool:
+    """No operation has made it; torch cannot say so of a view made without a graph and written into."""
+    try:
+        return x.is_leaf
+    except RuntimeError:
+        return False
 
 
 def tensors_in(found: Any) -> list[Tensor]:

@@ -25,6 +25,7 @@ from fastclip.trace import indices, law, layers  # noqa: F401 - they register th
 from fastclip.trace.findings import BY_PYTHON, Cause, Lines, Read, Report, is_a_loaders
 from fastclip.trace.memory import (
     BY_VALUE,
+    CHANCE,
     FOREIGN,
     LEARNED,
     MOVED,
@@ -37,18 +38,17 @@ from fastclip.trace.memory import (
     Memory,
     Record,
     Shadow,
-    content_of,
-    geometry_of,
     key_of,
     state_of,
 )
 from fastclip.trace.movement import exchanged
-from fastclip.trace.numbers import Counts, Numbers, Python, exported, held_against
+from fastclip.trace.numbers import Counts, Numbers, Python, Trail, exported, held_against
 from fastclip.trace.operation import (
     Kind,
     Operation,
     Out,
     generator_of,
+    is_leaf,
     is_of_losses,
     taken_apart,
     tensors_in,
@@ -63,8 +63,6 @@ _SHARP = frozenset((
 """Operations in which weights of 0 may keep samples independent that the rule joins."""
 _KINDS: dict[Any, Kind] = {}
 """Of every operator that has run under a tracer."""
-_SMALL = 4096
-"""Entries of a constant that is known by its numbers."""
 _OF_CHANNELS = frozenset({"weight", "bias", "running_mean", "running_var"})
 """Arguments that are never the samples' own."""
 
@@ -137,7 +135,7 @@ class Tracer(TorchDispatchMode):
         self._thread: int | None = None
         self.takes_others = True
         """Tensors as long as the batch that no operation of the step has made are the samples' own."""
-        self.trail: int | None = None
+        self.trail: Trail | None = None
         """Of the operations so far and their operands; a number from the beginning, if it is wanted."""
         self.wanted: dict[int, bool] = {}
         """Answers that Python is to get to the yes-or-no questions of these numbers."""
@@ -196,7 +194,8 @@ class Tracer(TorchDispatchMode):
         """The step is over: what of it is still held may be read by the next one."""
         self.lines.forget()
         self.on_outside = None
-        self.report.carried = [record.cause for record in self.memory.end_step()]  # type: ignore[misc]
+        with self.aside():
+            self.report.carried = [record.cause for record in self.memory.end_step()]  # type: ignore[misc]
 
     def leave(self) -> bool:
         """Observe nothing more.
@@ -302,7 +301,8 @@ class Tracer(TorchDispatchMode):
         if kind.reads and (hot or flags & RANDOM):
             return self._answer(self._read_number(kind, func(*args, **kwargs), shadows))
         if self.trail is not None:
-            self._note(key, tensors)
+            self.trail.note(self, kind, args, kwargs, tensors, shadows)
+        self.report.drew |= kind.draws
         generator = generator_of(tensors, kwargs) if kind.random else None
         draw = generator, 0 if generator is None else state_of(generator)
         if not hot:
@@ -312,9 +312,12 @@ class Tracer(TorchDispatchMode):
             return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key, draw)
         beside = is_of_losses(kind, tensors)
         for x, shadow in zip(tensors, shadows, strict=True):
+            if shadow.flags & (RANDOM | CHANCE):
+                of_one = shadow.flags & RANDOM and (kind.pointwise or x.is_floating_point())
+                self.report.by_chance |= not of_one
             foreign = bool(shadow.flags & FOREIGN)
             unmet = x.requires_grad and shadow is self.shadows.constant
-            unmet &= x.is_leaf or current_task() == -1  # a checkpoint hands on what it was given
+            unmet &= is_leaf(x) or current_task() == -1  # a checkpoint hands on what it was given
             if unmet and self.memory.record(x) is None:
                 foreign = True
                 self.memory.write(x, self.shadows.of_no_sample(TRAINED | FOREIGN * beside))
@@ -364,16 +367,6 @@ class Tracer(TorchDispatchMode):
             self.trail = None  # other numbers can have any effect
         return number
 
-    def _note(self, key: list, tensors: list[Tensor]) -> None:
-        held = [(self._identity(x), geometry_of(x)) for x in tensors if x.layout is torch.strided]
-        self.trail = hash((self.trail, repr(key), len(tensors), *held))
-
-    def _identity(self, x: Tensor) -> object:
-        """The same in another run of the step; lists that index a tensor are made anew in each."""
-        if self.memory.record(x) is None and x.numel() <= _SMALL and not x.is_meta:
-            return content_of(x)
-        return self.memory.serial(x)
-
     def _kind(self, func: Any) -> Kind | None:
         if not hasattr(func, "_schema"):
             return None
@@ -384,11 +377,11 @@ class Tracer(TorchDispatchMode):
         """The shadow of an operand; a trained leaf that is met for the first time gets one."""
         found = None if record is None else self.memory.within(record, x)
         if found is None:
-            if not (x.requires_grad and x.is_leaf and x in self.known):
+            if not (x.requires_grad and is_leaf(x) and x in self.known):
                 return self.shadows.constant
             found = self.shadows.of_no_sample(TRAINED)
             self.memory.write(x, found)
-        elif not found.held and x.requires_grad and x.is_leaf and not found.flags & TRAINED:
+        elif not found.held and x.requires_grad and is_leaf(x) and not found.flags & TRAINED:
             if current_task() != -1:  # a view that was kept for this backward pass
                 return found
             own = x in self.known or self.lines.in_model()  # the model's forward has just made it
@@ -415,6 +408,11 @@ class Tracer(TorchDispatchMode):
         if kind.writes and not outs:
             self._join(kind, kind.written(args, kwargs), tensors, shadows)
         if kind.reshapes or not outs:
+            return out
+        odd = next((x.layout for x in (*tensors, *outs) if x.layout is not torch.strided), None)
+        if odd is not None:  # which has no memory of its own
+            self.read(f"a tensor of layout {odd}", shadows)
+            self._join(kind, [x for x in outs if x.layout is torch.strided], tensors, shadows)
             return out
         known = None if kind.by_values or flags & MOVED else self._key(key, shadows, tensors)
         found = None if known is None else self._recalled(known)
@@ -450,7 +448,7 @@ class Tracer(TorchDispatchMode):
     def _join(
         self, kind: Kind, written: list[Tensor], tensors: list[Tensor], shadows: list[Shadow]
     ) -> None:
-        """An operation on lists that returns nothing has written what all its operands hold."""
+        """All that an operation was given has had a part in what it has written."""
         for x in written:
             found = self.made(at.everywhere(at.SEVERAL, x.dim()), LEARNED)
             cause = self._cause(kind, tensors, shadows, [found])
@@ -541,9 +539,7 @@ class Tracer(TorchDispatchMode):
     ) -> None:  # fmt: skip
         """Keep what was found by the memory that the operation returned."""
         for x, shadow in zip(outs, found, strict=True):
-            if x.layout is not torch.strided and shadow.held:  # which has no memory of its own
-                self.read(f"a tensor of layout {x.layout}", [shadow])
-            elif kind.writes:
+            if kind.writes:
                 self.memory.write(x, shadow, cause, whole=False)
                 self._compare_parts(x)
             elif self._lies_in(x, tensors):
@@ -598,7 +594,10 @@ class Tracer(TorchDispatchMode):
         literal = kind.name in _LITERALS
         self.python.made(literal, tensors, outs)
         elsewhere = not literal and not trained and any(self._from_nowhere(x) for x in tensors)
-        shadow = self.shadows.of_no_sample(RANDOM * drawn | TRAINED * trained | FOREIGN * foreign)
+        chance = kind.draws or any(s.flags & (RANDOM | CHANCE) for s in shadows)
+        shadow = self.shadows.of_no_sample(
+            RANDOM * drawn | CHANCE * chance | TRAINED * trained | FOREIGN * foreign
+        )
         for x in outs:
             if kind.fresh:
                 self.memory.write(x, self._nobody(x))
@@ -617,7 +616,7 @@ class Tracer(TorchDispatchMode):
     def _has_foreign(tensors: list[Tensor], shadows: list[Shadow]) -> bool:
         """Trained tensors are among these that are none of the model's."""
         return current_task() == -1 and any(
-            s.flags & FOREIGN or (x.requires_grad and x.is_leaf and not s.flags & TRAINED)
+            s.flags & FOREIGN or (x.requires_grad and is_leaf(x) and not s.flags & TRAINED)
             for x, s in zip(tensors, shadows, strict=True)
         )
 
@@ -654,7 +653,7 @@ class Tracer(TorchDispatchMode):
         }  # fmt: skip
         found, kind = list(shadows), _KINDS[func]
         for k, x in enumerate(tensors):
-            trained = x.requires_grad and x.is_leaf
+            trained = x.requires_grad and is_leaf(x)
             if isinstance(x, nn.Parameter) and not trained:
                 self.memory.know(x)  # of another model, frozen
             if trained or id(x) in channels or x.layout is not torch.strided:
@@ -684,7 +683,7 @@ class Tracer(TorchDispatchMode):
         return found
 
     def _outside(self, x: Tensor) -> None:
-        apart = not x.is_leaf or base_of(x) is None
+        apart = not is_leaf(x) or base_of(x) is None
         if x.requires_grad and apart and id(x) not in self._outside_met:
             self._outside_met.add(id(x))
             if self.on_outside is not None:

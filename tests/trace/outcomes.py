@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-Run = Callable[[Mapping[int, bool]], "tuple[int | None, list[bool]]"]
+from fastclip.trace.numbers import Trail
+
+Run = Callable[[Mapping[int, bool]], "tuple[Trail | None, list[bool]]"]
 
 
 def outcomes_agree(run: Run, most: int = 8) -> bool:

@@ -16,6 +16,7 @@ from fastclip.trace.attribution import SEVERAL
 from fastclip.trace.findings import HIDDEN, Report
 from fastclip.trace.law import Law
 from fastclip.trace.memory import TRAINED, Shadow, geometry_of
+from fastclip.trace.numbers import Trail
 from fastclip.trace.tracer import Tracer
 from tests.trace.outcomes import outcomes_agree
 
@@ -166,9 +167,9 @@ def traced(
         tracer.report.add("carried", record.cause, "memory that is still held")
     if explores and tracer.report.verdict == "path":
 
-        def run(wanted: Mapping[int, bool]) -> tuple[int | None, list[bool]]:
+        def run(wanted: Mapping[int, bool]) -> tuple[Trail | None, list[bool]]:
             other = Standalone([*model.parameters(), *model.buffers()])
-            other.trail, other.wanted = 0, dict(wanted)
+            other.trail, other.wanted = Trail(), dict(wanted)
             torch.manual_seed(0)
             model.zero_grad()  # each run begins as the first one did
             try:
