@@ -36,6 +36,7 @@ from tqdm import tqdm
 from bench.measure import heading
 from bench.training import Training
 from bench.workloads import WARM_UP, WORKLOADS
+from fastclip import _torch
 from fastclip.ops import ConvGeometry, dispatch
 
 OUT = Path(__file__).resolve().parent / "results" / "cost.json"
@@ -156,11 +157,15 @@ def _size(x: Tensor) -> int:
     return x.numel() * x.element_size() // torch.Size(expanded).numel()
 
 
+_OF_ALL = frozenset((dispatch.__file__, _torch.__file__))
+"""Where every operation of a kind passes through, whoever called it."""
+
+
 def _caller() -> str:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
-        of_all = code.co_name == "guarded" or code.co_filename == dispatch.__file__
+        of_all = code.co_name == "guarded" or code.co_filename in _OF_ALL
         if code.co_filename.startswith(FASTCLIP) and not of_all:
             return f"{Path(code.co_filename).stem}.{code.co_qualname}"
         frame = frame.f_back

@@ -116,7 +116,7 @@ def fastclip(model: nn.Module, criterion: nn.Module, case: Case) -> tuple[nn.Mod
         layout.proxied = {large[small.keeper.names[parameter]] for parameter in layout.proxied}
         layout.tried = layout.compared = _KNOWN
     model.keeper.calls.layouts = layouts
-    model.keeper.trace.left = 0  # on a card that computes nothing there is nothing to follow
+    model.keeper.trace.finish()  # on a card that computes nothing there is nothing to follow
     return model, optimizer
 
 

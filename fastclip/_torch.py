@@ -261,23 +261,30 @@ def run_eagerly() -> Callable[[], None]:
     return end
 
 
+_BY_ADDRESS = ("data_ptr", "__dlpack__")
+_HEARD = ("tolist", "numpy", "register_hook", *_BY_ADDRESS)
+
+
 def hear_exports(told: Callable[[str, Tensor], None]) -> Callable[[], None]:
-    """Be told of tensors whose numbers Python or NumPy takes all at once: no mode sees that.
+    """Be told of tensors whose numbers Python, NumPy or a kernel takes all at once, or whose gradient a
+    hook gets: no mode sees that.
 
     Args:
-        told: called before, with the method's name and the tensor, but not for this package's own.
+        told: called before, with the method's name and the tensor, but not for this package's own calls,
+            nor for addresses that torch asks for.
 
     Returns:
         Ends it.
     """
-    before = {name: vars(Tensor).get(name) for name in ("tolist", "numpy")}
+    before = {name: vars(Tensor).get(name) for name in _HEARD}
 
     def heard(name: str) -> Any:
         plain = getattr(Tensor, name)
+        own = ("fastclip.", "torch.") if name in _BY_ADDRESS else "fastclip."
 
         @functools.wraps(plain)
         def method(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not sys._getframe(1).f_globals.get("__name__", "").startswith("fastclip."):
+            if not sys._getframe(1).f_globals.get("__name__", "").startswith(own):
                 told(name, x)
             return plain(x, *args, **kwargs)
 

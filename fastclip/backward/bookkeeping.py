@@ -75,7 +75,7 @@ class BookKeeper:
         self.per_sample_norms: Tensor | None = None
         self.batch_norms: list[tuple[str, nn.Module]] = []
         self.trace = StepTrace(names, self.others, batch_axis)
-        self.calls.aside = self.trace.aside
+        self.calls.aside, self.calls.traces = self.trace.aside, self.trace.again
         self._shared: set[nn.Parameter] = set()
         self._pass: BackwardPass | None = None
         self.interceptor = Interceptor(self)
@@ -367,7 +367,7 @@ class BookKeeper:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy has no sums, so nothing of a logical batch is pending in it."""
         self.__dict__.update(state)
-        self.calls.aside = self.trace.aside
+        self.calls.aside, self.calls.traces = self.trace.aside, self.trace.again
         self.interceptor = Interceptor(self)
         with self.batch.abandon():
             pass

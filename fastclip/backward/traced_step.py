@@ -1,8 +1,9 @@
 """The first steps of a private model, traced from the batch to the clipped sums.
 
-Dry runs find where the samples are inside the model, and judge its forward pass. What they cannot see is
-judged here, by the user's own first two steps: what mixes samples between the loader and the model, the
-loss outside the model, and trained tensors that are none of the model's (fastclip.trace).
+Short runs have found where the samples are inside the model (fastclip.samples). The rest is judged here,
+by the user's own first two steps, and by those that go a new way: what mixes samples between the loader
+and the model, the loss outside the model, trained tensors that are none of the model's (fastclip.trace),
+and, where no values were compared, the model's forward at its full size.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ from fastclip._torch import (
 from fastclip.backward.guards import is_guarded
 from fastclip.backward.loss_graph import running_losses
 from fastclip.backward.loss_guard import LossGuard
-from fastclip.backward.seeding import (
+from fastclip.data.draws import Draws
+from fastclip.errors import GraphError, ParameterLeakError
+from fastclip.graph import above_private
+from fastclip.samples.inputs import flatten, tensors_of
+from fastclip.samples.seeding import (
     as_given,
     check_input,
     rows_of_input,
@@ -41,10 +46,6 @@ from fastclip.backward.seeding import (
     seed_input,
     seed_output,
 )
-from fastclip.data.draws import Draws
-from fastclip.errors import GraphError, ParameterLeakError
-from fastclip.graph import above_private
-from fastclip.samples.inputs import flatten, tensors_of
 from fastclip.trace import attribution as at
 from fastclip.trace.findings import IGNORED_LABELS, Report, TraceLog
 from fastclip.trace.law import Law
@@ -96,6 +97,8 @@ class _Step:
     unproven: object | None = None
     """What in the model's forward the trace does not prove: there dry runs decide."""
     forwards: int = 0
+    proven: bool = False
+    """No values were compared in the model's forward: what is found there counts."""
     judged: bool = False
     """A backward pass has been judged; others of the same batch may come until the optimizer steps."""
     rows: Tensor | None = None
@@ -131,7 +134,7 @@ class StepTrace:
         *, steps: int = _STEPS,
     ) -> None:  # fmt: skip
         self._names, self._others, self._axis = names, others, axis
-        self.left = steps
+        self.left, self._traces = steps, bool(steps)
         self._alone = steps
         """How many steps on one sample are still traced: none shows whether samples meet."""
         self.log = TraceLog()
@@ -226,12 +229,14 @@ class StepTrace:
             trace.leave()
 
     def forward(
-        self, leaves: list[Any], cuts: tuple[int | None, ...] | None, batch: int | None, flat: bool
-    ) -> None:
+        self, leaves: list[Any], cuts: tuple[int | None, ...] | None, batch: int | None, *,
+        flat: bool, proven: bool = False,
+    ) -> None:  # fmt: skip
         """The model's own forward begins on these inputs, with the samples along these axes.
 
         Args:
-            flat: the samples' ids are in one list, which offsets divide.
+            flat: the samples' ids are in one list, which offsets divide. proven: no values of it were
+                compared.
         """
         if current_task() != -1 or not torch.is_grad_enabled():
             return
@@ -249,6 +254,7 @@ class StepTrace:
         if step is None:
             return
         step.forwards += 1
+        step.proven = proven
         step.tracer.lines.enter_model()
         pairs = list(zip(leaves, cuts or [self._axis] * len(leaves), strict=True))
         with step.tracer.aside():
@@ -462,16 +468,24 @@ class StepTrace:
                 cause = None if factor is None else tracer.memory.cause(g)
                 tracer.memory.write(x, shadow, cause)
 
-    def returned(self, out: Any, batch: int | None) -> None:
-        """The model returns: if its forward is not proven, dry runs say what is in its outputs."""
+    def returned(self, out: Any, batch: int | None) -> bool:
+        """The model returns: if its forward is not proven, dry runs say what is in its outputs.
+
+        Returns:
+            Whether it is, or nobody has looked.
+        """
         step = self._step
         if step is None:
-            return
+            return True
         step.tracer.lines.leave_model()
         step.outputs.update(number_of(x.grad_fn) for x in tensors_of(out) if x.grad_fn is not None)
-        if not step.tracer.observing or step.unproven is None:
-            return
-        tracer = step.tracer
+        if not step.tracer.observing:
+            return True
+        if step.unproven is None and step.proven:
+            step.unproven = self._mixing_of(step, out)
+        if step.unproven is None:
+            return True
+        step.proven, tracer = False, step.tracer
         tracer.memory.samples = batch or tracer.memory.samples
         with tracer.aside():
             leaves = flatten(out)[0]
@@ -487,6 +501,16 @@ class StepTrace:
                 if x.grad_fn is not None:
                     seen = Seen(tracer.shadow_of(x), None)
                     step.handles.append(x.register_hook(partial(self._at_output, step, seen)))
+        return False
+
+    @staticmethod
+    def _mixing_of(step: _Step, out: Any) -> object | None:
+        """Where outputs became more than sums over samples."""
+        for x in tensors_of(out):
+            own = step.tracer.shadow_of(x)
+            if own.flags & ORDER or (own.mixed and (own.degree is None or own.factor is not None)):
+                return step.tracer.memory.cause(x) or "an output"
+        return None
 
     def check_outside(self) -> None:
         """A pass that trains the model has been opened.
@@ -532,7 +556,7 @@ class StepTrace:
                 degrees = {step.tracer.shadow_of(x).degree for x in whole}
             inside = [
                 f for f in report.findings
-                if step.by_outputs and f.cause is not None and f.cause.inside
+                if step.by_outputs and not step.proven and f.cause is not None and f.cause.inside
             ]  # fmt: skip
             step.unproven = step.unproven or next((f.cause for f in inside), None)
             found = [f for f in report.findings if f not in inside]
@@ -561,7 +585,7 @@ class StepTrace:
         if self._step is step:
             step.next_pass()
         elif not self.left:
-            self.finish()
+            self.end()
 
     def _tell(self) -> None:
         for told in JUDGED:
@@ -594,9 +618,24 @@ class StepTrace:
             f"depends on the batch size. {way_out} the {expected} of the samples' losses."
         )
 
+    def again(self, begins: bool) -> bool:
+        """A step goes a way that is new: it is traced, if it can be.
+
+        Args:
+            begins: with the model's own forward.
+
+        Returns:
+            Whether it is.
+        """
+        if not self._traces or in_compiled_call() or transformed():
+            return False
+        if begins:
+            self.left = max(self.left, 1)
+        return begins or self.observing
+
     def finish(self) -> None:
-        """No further step is traced."""
-        self.left = 0
+        """No further step is traced, whatever comes."""
+        self.left, self._traces = 0, False
         self.end()
         self._stop_listening()
 

@@ -123,7 +123,8 @@ class RootScope:
         if outermost and not keeper.paused and keeper.trace.wanted:
             keeper.drop_stale()
             leaves, structure = layout.read(args, kwargs)
-            keeper.trace.forward(leaves, layout.cuts(way_of(leaves, structure)), batch, layout.flat)
+            cuts = layout.cuts(way_of(leaves, structure))
+            keeper.trace.forward(leaves, cuts, batch, flat=layout.flat, proven=layout.proven)
         inside = keeper.root_forward(batch, layout)
         if alone:
             inside = _both(inside, keeper.calls.intercepted(layout.proxied))
@@ -198,7 +199,8 @@ class RootCall:
                 if tensor.grad_fn is not None:
                     tensor.register_hook(hook)
             out = self._keeper.calls.returned(self._called, out)
-            self._keeper.trace.returned(out, self._forward.batch_size)
+            if not self._keeper.trace.returned(out, self._forward.batch_size):
+                self._keeper.calls.compare(self._called)
         return out
 
 

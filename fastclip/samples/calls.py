@@ -31,6 +31,10 @@ FORWARD = "forward"  # the name of the call that is the model's own
 _LOOKS_AGAIN = 17  # at one batch, where a layer in the middle of it cannot hold its samples
 
 
+def _not_traced(begins: bool) -> bool:
+    return False
+
+
 @dataclass(eq=False)
 class Forward:
     """One forward pass of the model; private layers stamp their graph with it."""
@@ -103,6 +107,9 @@ class Calls:
         """What runs now contributes nothing."""
         self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
         """What runs inside is no part of the traced step."""
+        self.traces: Callable[[bool], bool] = _not_traced
+        """Told of a kind of call that is not known, and whether the model's own forward is about to
+        begin; answers whether its step is traced."""
         self.shards: Shards | None = None
         """Where the parameters are spread over ranks."""
         self._running: list[Entered] = []
@@ -117,6 +124,7 @@ class Calls:
         left = {
             **left,
             "aside": nullcontext,
+            "traces": _not_traced,
             "_running": [],
             "layouts": {},
             "looks": [],
@@ -244,15 +252,16 @@ class Calls:
         return next((c for c in reversed(self._running) if c.forward is forward), None)
 
     def _learn_inside(
-        self, layout: BatchLayout, called: Entered, forward: Forward, path: Hashable, trial: int = 0
-    ) -> None:
+        self, layout: BatchLayout, called: Entered, forward: Forward, path: Hashable | None,
+        trial: int = 0, *, compare: bool = False,
+    ) -> None:  # fmt: skip
         """Learn in the middle of a forward pass, for what is left of it.
 
         Raises:
             GraphError: what has been learnt contradicts what has run.
         """
         before = layout.facts()
-        self.learn(layout, called, path, trial)
+        self.learn(layout, called, path, trial, compare=compare)
         wrong = {name for name, _ in before - layout.facts()} & forward.reached
         if wrong:
             raise GraphError(
@@ -277,14 +286,28 @@ class Calls:
                 "trained; call make_private again"
             )
 
+    def compare(self, called: Entered) -> None:
+        """The step itself does not prove what a traced run on few rows has: values must.
+
+        Raises:
+            BatchSizeError, GraphError: they say that samples are not independent, or lie elsewhere.
+        """
+        layout = self.layout_of(called.name)
+        if layout.proven and called.forward is not None:
+            self._learn_inside(layout, called, called.forward, None, compare=True)
+
     def learn(
-        self, layout: BatchLayout, called: Entered, path: Hashable | None = None, trial: int = 0
-    ) -> None:
+        self, layout: BatchLayout, called: Entered, path: Hashable | None = None, trial: int = 0,
+        *, compare: bool = False,
+    ) -> None:  # fmt: skip
         """Run the call on a few of its rows; `path` is a layer that must be met.
 
         Args:
             trial: above 0: parameters are as they are, and other rows are taken in each.
+            compare: values must say where the samples are; they must also where the step is not traced.
         """
+        begins = called.name == FORWARD and called.forward is None
+        compare |= not self.traces(begins)
 
         @contextmanager
         def watch(probe: Probe) -> Iterator[None]:
@@ -304,7 +327,7 @@ class Calls:
         self._check_known(called.model, layout)
         begun = time.perf_counter()
         with self.aside(), nullcontext() if called.name == FORWARD else no_training():
-            learn(layout, run, path)
+            learn(layout, run, path, compare=compare)
         check_moves(self.shards, called.model, layout.returns)
         self.trusted[:] = untried(self.layouts)
         self.looks.append(Look(called.name, run.passes, time.perf_counter() - begun))

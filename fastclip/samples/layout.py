@@ -35,6 +35,8 @@ class BatchLayout:
     def __init__(self, axis: int, drawn: Drawn = tuple) -> None:
         self.axis, self.drawn = axis, drawn
         self.known = False
+        self.proven = False
+        """A traced run says all of it (fastclip.samples.rehearsal); no values were compared."""
         self.drives = False
         """The method trains by itself, so it is not run for a look."""
         self.compared = 0

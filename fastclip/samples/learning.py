@@ -35,6 +35,7 @@ from fastclip.samples.place import called
 from fastclip.samples.plain import note_plain
 from fastclip.samples.probe_state import stirred
 from fastclip.samples.probing import Misjudged, Opened, Probe, Runs
+from fastclip.samples.rehearsal import rehearsed
 from fastclip.samples.routers import selected, shorter
 from fastclip.samples.special import check_special
 from fastclip.samples.taint import Taint
@@ -56,7 +57,9 @@ class _NotFound(Exception):
     """No way of cutting the inputs gives rows of output."""
 
 
-def learn(layout: BatchLayout, run: Runs, path: Hashable | None = None) -> None:
+def learn(
+    layout: BatchLayout, run: Runs, path: Hashable | None = None, *, compare: bool = False
+) -> None:
     """Note where the samples of this call are, and that its rows are apart.
 
     Generators, buffers, attributes and parameters are as before afterwards. Inputs that cannot be cut
@@ -66,27 +69,22 @@ def learn(layout: BatchLayout, run: Runs, path: Hashable | None = None) -> None:
     Args:
         layout: what is known so far. run: the call.
         path: a layer or use that has just been reached and must be among those seen.
+        compare: values must say it: a traced run does not suffice.
 
     Raises:
         BatchSizeError: the samples are not to be found, or the model couples them.
     """
     if not layout.known:  # nothing of an earlier refusal is left
         layout.forget_all()
-    learner = _Learner(layout, run)
     try:
-        for run.trial in range(_TRIALS):
-            with saved_tensors_hooks(Tensor.detach, lambda x: x):  # not those of a checkpoint
-                learner.look()
-            layout.settle()
-            layout.known = True
-            if run.copies_another():
-                continue
-            if path is None or layout.knows(path):
-                model, given = run.model, (run.args, run.kwargs)
-                layout.watch = layout.watch or Watch(model, *given, layout.read, layout.axis)
-                layout.tried = max(layout.tried, layout.batch_size(*given) or 0)
-                give_back()
-                return
+        if not (run.as_they_are or compare) and rehearsed(layout, run, path):
+            _note(layout, run)
+            return
+        layout.proven = False
+        if _compared(layout, run, path):
+            _note(layout, run)
+            give_back()
+            return
     except BaseException:
         layout.known = False
         raise
@@ -95,6 +93,27 @@ def learn(layout: BatchLayout, run: Runs, path: Hashable | None = None) -> None:
         f"{where(called(path))}: this layer runs with this batch, but not with a few rows of it, so "
         "where its samples lie is not known; let the model use the same layers for any number of rows"
     )
+
+
+def _compared(layout: BatchLayout, run: Runs, path: Hashable | None) -> bool:
+    """Note what values say; whether the layer or use at `path` was among what has run."""
+    learner = _Learner(layout, run)
+    for run.trial in range(_TRIALS):
+        with saved_tensors_hooks(Tensor.detach, lambda x: x):  # not those of a checkpoint
+            learner.look()
+        layout.settle()
+        layout.known = True
+        if not run.copies_another() and (path is None or layout.knows(path)):
+            return True
+    return False
+
+
+def _note(layout: BatchLayout, run: Runs) -> None:
+    """What is known of the call holds for the model as it is now."""
+    given = run.args, run.kwargs
+    layout.known = True
+    layout.watch = layout.watch or Watch(run.model, *given, layout.read, layout.axis)
+    layout.tried = max(layout.tried, layout.batch_size(*given) or 0)
 
 
 class _Learner:

@@ -70,6 +70,7 @@ class Probe:
     fewer: bool = False  # masks select one entry less
     change: Callable[[Any, int, int], Any] | None = None
     """What is done to the rows of every input, along its axis; its number comes last."""
+    natural: bool = False  # as in a step: nothing is evened out
     shows: bool = True  # what layers and uses show is kept
     beside: Beside | None = None  # or held against an earlier run at once
     shapes: Shapes = field(default_factory=dict)
@@ -96,6 +97,7 @@ class Probe:
     trusted: bool = False  # inside a layer that is known to keep account of its rows
     draws: bool = False
     """Random numbers were drawn, in the forward pass or in the gradients that were asked for."""
+    elsewhere: bool = False  # from other generators than torch's own
     stand: dict[str, Any] = field(default_factory=dict)  # of the generators, afterwards
     slopes: list[tuple[Hashable, Tensor | None]] | None = None
     """Gradients of the sources, if they are asked for: fastclip.samples.slopes."""
@@ -241,7 +243,7 @@ class Runs(TakenRows):
             leaves.append(few)
             cut.append(few)
         if probe.taint is not None:
-            probe.taint = Taint(tensors_of(cut), probe.taint.undrawn)
+            probe.taint = probe.taint.of(leaves, cut)
         probe.seen = Seen(len(rows) if len(set(rows)) == 1 < len(rows) else 0)
         return self._run(probe, leaves, seed, then, left)
 
@@ -261,12 +263,13 @@ class Runs(TakenRows):
             generators = generators_of(self.model)
             before = generators.states()
             with ExitStack() as stack:
-                if not probe.trusted:
+                plain = probe.trusted or probe.natural
+                if not plain:
                     draw = evenly if probe.taint is None else probe.taint.undrawn.elsewhere
                     tables = [table for _, table in tables_of(self.model)]
                     stack.enter_context(drawn_by(draw, tables))
-                ties = None if probe.trusted else Ties()
-                even = None if probe.trusted else Even()
+                ties = None if plain else Ties()
+                even = None if plain else Even()
                 for mode in (even, left, probe.taint, ties, Fewer() if probe.fewer else None):
                     if mode is not None:
                         stack.enter_context(mode)
@@ -281,4 +284,5 @@ class Runs(TakenRows):
                     then(out)
                 probe.stand = generators.states()
                 probe.draws = probe.stand != before
+                probe.elsewhere = any(probe.stand[x] != before[x] for x in before if x != "torch")
             return out

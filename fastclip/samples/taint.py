@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastclip._torch import StorageWeakRef, TorchDispatchMode, memory_of, tree_leaves
 from fastclip.samples.ignored import Told, tell
+from fastclip.samples.inputs import tensors_of
 from fastclip.samples.parts import parts_of
 from fastclip.samples.selected import selects
 from fastclip.samples.undrawn import Undrawn
@@ -49,6 +50,14 @@ class Taint(TorchDispatchMode):
         """Labels that the model leaves out, as far as it has told."""
         for x in batch:
             self.mark(x)
+
+    def of(self, leaves: list[Any], cut: list[Any]) -> Taint:
+        """Another one, of a run on these inputs.
+
+        Args:
+            cut: those that hold samples.
+        """
+        return Taint(tensors_of(cut), self.undrawn)
 
     def holds(self, x: Tensor) -> bool:
         """Whether `x` holds numbers of the batch."""

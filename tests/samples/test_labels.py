@@ -171,10 +171,13 @@ def test_labels_of_a_later_batch(case: str) -> None:
 
 
 def test_a_place_beyond_the_last_token() -> None:
-    """Which place that is changes from batch to batch, so all of them are refused."""
-    private = make_private(Labelled(span))[1]
+    """Which place that is changes from batch to batch."""
+    private, optimizer = make_private(Labelled(span))[1:3]
+    private(IDS, torch.arange(B) % T).backward()
+    optimizer.step()
+    optimizer.zero_grad()
     with refused("per_sample_cross_entropy"):
-        private(IDS, torch.arange(B) % T).backward()
+        private(IDS, torch.arange(B) % T + T * (torch.arange(B) == 1)).backward()
 
 
 @pytest.mark.parametrize("labels", [TOKENS, left_out(TOKENS)], ids=["all count", "some do"])

@@ -16,6 +16,7 @@ from torch.nn.modules import module
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
+from fastclip.samples import learning
 from fastclip.samples.reentrant import applied_by
 from tests.oracle import backward, check_exact, make_private, row_loss
 from tests.refusal import refused
@@ -161,8 +162,14 @@ def test_containers_are_put_back() -> None:
     assert model.seen == {"sizes": {B}}
 
 
-@pytest.mark.parametrize("at", range(1, 9))
-def test_an_interrupted_look_leaves_no_trace(at: int) -> None:
+@pytest.mark.parametrize(
+    ("at", "proven"), [*((at, True) for at in range(1, 3)), *((at, False) for at in range(1, 9))]
+)
+def test_an_interrupted_look_leaves_no_trace(
+    at: int, proven: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not proven:
+        monkeypatch.setattr(learning, "rehearsed", lambda *given: False)
     calls: list[int] = []
 
     class Interrupted(Stashing):
@@ -233,6 +240,7 @@ def test_hooks_of_the_first_forward_pass(everywhere: bool) -> None:
         assert len(module._global_forward_hooks) == before + everywhere
         check_exact(Hooked(False), torch.randn(B, D), dtype=torch.float64)
     finally:
+        model.states.clear()
         for handle in model.handles:
             handle.remove()
 

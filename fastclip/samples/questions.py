@@ -1,0 +1,93 @@
+"""Yes-or-no questions that Python asks of a batch (`if mask.all():`), and whether the answers matter.
+
+A call is run again with the other answer to each. Where every such run is proven and gives the same
+outputs and gradients, one way of the program is another way to compute the same, so that the answer,
+which follows from all samples, has no effect. A mask is run as if nothing were hidden: only then both
+ways, with and without it, are to give the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fastclip.samples.gradients import gradients, normal
+from fastclip.samples.probing import Probe
+from fastclip.samples.rounding import VALUES, close
+
+_MOST = 16
+"""Runs, at most."""
+
+
+class Asked(Protocol):
+    """A run that has asked."""
+
+    @property
+    def answers(self) -> list[bool]:
+        """What Python got, in the order of its questions."""
+
+    def gives_the_same(self, other: Any) -> bool:
+        """Outputs and gradients are those of the other run."""
+
+
+def have_no_effect(first: Asked, run: Callable[[Mapping[int, bool]], Asked]) -> bool:
+    """Whether no question of a run has an effect.
+
+    Args:
+        run: runs again, with given answers to the questions of these numbers; others are answered as
+            they are. Raises an error where that is not proven.
+    """
+    ahead = [[*first.answers[:k], not first.answers[k]] for k in range(len(first.answers))]
+    runs = 0
+    while ahead:
+        wanted, runs = ahead.pop(), runs + 1
+        if runs > _MOST:
+            return False
+        found = run(dict(enumerate(wanted)))
+        if found.answers[: len(wanted)] != wanted or not found.gives_the_same(first):
+            return False
+        more = range(len(wanted), len(found.answers))
+        ahead += [[*found.answers[:k], not found.answers[k]] for k in more]
+    return True
+
+
+def unmasked(x: Any, axis: int, number: int) -> Any:
+    """An input's rows as they are; a mask that hides nothing, in the place of one."""
+    del axis, number
+    if not isinstance(x, Tensor) or x.dim() < 2 or x.is_floating_point() or x.is_complex():
+        return x
+    return torch.ones_like(x) if not x.numel() or 0 <= int(x.min()) <= int(x.max()) <= 1 else x
+
+
+class Given:
+    """What a run has given: outputs, and the gradients of layers and uses.
+
+    Args:
+        probe: of the run. outputs: the tensors that it returned.
+    """
+
+    def __init__(self, probe: Probe, outputs: list[Tensor]) -> None:
+        self._outputs = [x.detach() for x in outputs]
+        roots = [x for x in outputs if x.requires_grad and x.grad_fn is not None]
+        seeds = [normal(x, k).to(x.dtype) for k, x in enumerate(roots)]
+        edges = [source.edge for source in probe.sources]
+        self._names = [source.name for source in probe.sources]
+        self._gradients = gradients(roots, edges, seeds) if roots and edges else ()
+
+    def is_like(self, other: Given) -> bool:
+        """The other run has given the same, but for rounding."""
+        if self._names != other._names or len(self._outputs) != len(other._outputs):
+            return False
+        found = zip(
+            (*self._outputs, *self._gradients), (*other._outputs, *other._gradients), strict=True
+        )
+        return all(_same(one, two) for one, two in found)
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and one.dtype == other.dtype and close(one, other, VALUES)

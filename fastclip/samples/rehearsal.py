@@ -1,0 +1,410 @@
+"""A call on few of its rows, under a tracer: where the samples are, and that they are independent.
+
+Where the tracer proves it, whatever the numbers are, nothing need be compared
+(fastclip.samples.learning). It does not where Python reads numbers of the batch, rows are moved by their
+values, something is kept, or an operation has no rule: there values decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Iterable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from fastclip.errors import FastclipError
+from fastclip.graph import Node, reached_without
+from fastclip.memory import no_memory
+from fastclip.samples.carried import Kept
+from fastclip.samples.inputs import Cuts, flatten, flatten_inputs
+from fastclip.samples.layout import BatchLayout
+from fastclip.samples.outlets import outlets
+from fastclip.samples.place import Place, places
+from fastclip.samples.probing import Misjudged, Probe, Runs
+from fastclip.samples.questions import Given, have_no_effect, unmasked
+from fastclip.samples.seeding import seed_input
+from fastclip.samples.taint import SINGLE
+from fastclip.samples.taken import MOST_ROWS
+from fastclip.samples.unsaved import unsaved
+from fastclip.trace import attribution as at
+from fastclip.trace.law import Law
+from fastclip.trace.memory import BY_VALUE, MOVED, ORDER, Shadow
+from fastclip.trace.numbers import Trail
+from fastclip.trace.tracer import Tracer, all_aside
+
+_FEW = 2
+_QUESTIONS = frozenset({"item", "is_nonzero", "equal"})
+"""By which Python may ask yes or no."""
+
+
+class _Unproven(Exception):
+    """Values must decide."""
+
+
+def rehearsed(layout: BatchLayout, run: Runs, path: Hashable | None) -> bool:
+    """Note where the samples of this call are, if a traced run proves that they are independent.
+
+    Args:
+        layout: what is known so far; unchanged where the answer is no. run: the call.
+        path: a layer or use that must be among those seen.
+    """
+    known = layout.cuts if layout.tried > 1 else lambda _: None
+    cuts = next(run.ways(layout.axis, known, 1), None)
+    if cuts is None or not all(
+        _is_followed(run.leaves[n]) for n, a in enumerate(cuts) if a is not None
+    ):
+        return False
+    try:
+        found = _rehearse(layout, run, cuts)
+    except (_Unproven, FastclipError, Misjudged):
+        return False
+    except Exception as error:  # the model does not run on these rows: more is tried
+        if no_memory(error):
+            raise
+        return False
+    if not found.is_like(layout, path):
+        return False
+    found.tell(layout, run, cuts)
+    return True
+
+
+def _is_followed(leaf: Any) -> bool:
+    """Its numbers reach the model by operations alone."""
+    return isinstance(leaf, (Tensor, PackedSequence))
+
+
+def _rehearse(layout: BatchLayout, run: Runs, cuts: Cuts) -> _Rehearsal:
+    """Runs on few rows and on more: nothing but sizes may follow how many there are.
+
+    Raises:
+        _Unproven: the tracer does not prove that samples are independent.
+    """
+    trial = BatchLayout(layout.axis, layout.drawn)
+    trial.uses = {key: used for key, used in layout.uses.items() if used}
+    many = max(_FEW + 1, min(MOST_ROWS, run.rows(cuts)))
+    once = partial(_once, trial, run, cuts)
+    few = once(_FEW, {})
+    if any(trial.uses.get(key) for key in few.derived):  # such as a loop that begins with zeros
+        few = once(_FEW, {})
+    more = once(many, {})
+    more.check_beside(few)
+    grown = _growing(few, more)
+    if grown:
+        trial.forget()
+        trial.uses |= dict.fromkeys(grown, True)
+        more = once(_FEW, grown)
+    if more.answers:
+        again = partial(once, many, grown, asks=True)
+        first = again(wanted={})
+        if not have_no_effect(first, lambda wanted: again(wanted=wanted)):
+            raise _Unproven
+    return more
+
+
+def _once(
+    layout: BatchLayout, run: Runs, cuts: Cuts, rows: int, grown: dict[Hashable, int], *,
+    asks: bool = False, wanted: Mapping[int, bool] = MappingProxyType({}),
+) -> _Rehearsal:  # fmt: skip
+    """One run.
+
+    Args:
+        grown: uses of nothing but parameters and the number of rows, and the axis of these.
+        asks: for gradients. wanted: answers to questions of Python's, by their numbers.
+    """
+    there = min(rows, run.rows(cuts))
+    if not there:
+        raise _Unproven
+
+    def once() -> _Rehearsal:
+        run.cut(cuts, list(range(there)))
+        found = _Rehearsal(layout, _Followed(set(run.private), cuts, rows), grown)
+        found.differentiable, found.change = asks, unmasked
+        found.followed.tracer.wanted = dict(wanted)
+        taken = [min(i, there - 1) for i in range(rows)]
+        run.once(found, taken, then=partial(found.note_output, run.model))
+        return found
+
+    found = once() if asks else unsaved(once)
+    found.check()
+    return found
+
+
+def _growing(few: _Rehearsal, more: _Rehearsal) -> dict[Hashable, int]:
+    """The axis along which values of parameters and constants follow the number of rows.
+
+    Raises:
+        _Unproven: it cannot be told.
+    """
+    found: dict[Hashable, int] = {}
+    for name, shapes in few.derived.items():
+        others = more.derived.get(name, [])
+        if len(shapes) != len(others):
+            raise _Unproven
+        axes = {_grown(a, b, few.rows, more.rows) for a, b in zip(shapes, others, strict=True)}
+        if axes - {None}:
+            if len(axes) > 1:
+                raise _Unproven
+            found[name] = axes.pop()  # type: ignore[assignment]
+    return found
+
+
+def _grown(one: tuple[int, ...], other: tuple[int, ...], rows: int, others: int) -> int | None:
+    if len(one) != len(other):
+        raise _Unproven
+    changed = [axis for axis, sizes in enumerate(zip(one, other, strict=True)) if len({*sizes}) > 1]
+    if not changed:
+        return None
+    if len(changed) > 1 or (one[changed[0]], other[changed[0]]) != (rows, others):
+        raise _Unproven
+    return changed[0]
+
+
+class _Followed:
+    """Tells of the tensors of a run what a tracer knows, in the place of fastclip.samples.taint.Taint.
+
+    Args:
+        known: the model's trained parameters. cuts: the axes of the inputs that hold samples.
+    """
+
+    undrawn: Any = None
+    selects, rounding = False, SINGLE
+
+    def __init__(self, known: Container[Tensor], cuts: Cuts, rows: int) -> None:
+        self.tracer, self.trail, self.rows = Tracer(known), Trail(), rows
+        self.tracer.takes_others = False
+        self.told: dict = {}
+        self._cuts = cuts
+        self._found: dict[tuple[int, tuple[int, ...]], Place | None] = {}
+
+    def of(self, leaves: list[Any], cut: list[Any]) -> _Followed:
+        """The same, of a run on these inputs."""
+        tracer = self.tracer
+        tracer.begin()
+        tracer.trail = self.trail
+        for leaf, axis in zip(leaves, self._cuts, strict=True):
+            if axis is not None:
+                seed_input(tracer, leaf, axis, self.rows)
+        return self
+
+    def __enter__(self) -> None:
+        if not self.tracer.enter():
+            raise _Unproven
+        self.tracer.lines.enter_model()
+        self._law = Law(self.tracer)
+
+    def __exit__(self, *error: Any) -> None:
+        self._law.end_step(())
+        self.tracer.end()
+        self.tracer.leave()
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether `x` follows from a sample."""
+        return self.shadow_of(x).held
+
+    def shadow_of(self, x: Tensor) -> Shadow:
+        """What is known of `x`."""
+        with all_aside():
+            return self.tracer.shadow_of(x)
+
+    follows = holds
+
+    def mark(self, x: Tensor) -> None:
+        """`x` is what it is."""
+
+    def place_of(self, x: Tensor) -> Place | None:
+        """Where the samples are in `x`; None if not one alone is where another could be."""
+        with all_aside():
+            shadow = self.shadow_of(x)
+            if not _is_plain(shadow):
+                return None
+            key = id(shadow), tuple(x.shape)
+            if key not in self._found:
+                assert shadow.sample is not None
+                self._found[key] = _place(shadow.sample, tuple(x.shape), self.rows)
+            return self._found[key]
+
+
+def _is_plain(shadow: Shadow) -> bool:
+    return (
+        shadow.held and shadow.whole and not shadow.mixed and shadow.factor is None
+        and not shadow.flags & (ORDER | MOVED | BY_VALUE)
+    )  # fmt: skip
+
+
+def _nodes(tensors: Iterable[Tensor]) -> set[Node]:
+    """What these were computed by."""
+    roots = [x.grad_fn for x in tensors if x.grad_fn is not None]
+    return reached_without(roots, lambda node: False)[0]
+
+
+def _is_a_users(node: Node) -> bool:
+    """Somebody's own function computes its gradient: a forward pass shows nothing of that."""
+    made = getattr(node, "_forward_cls", None)
+    return made is not None and not made.__module__.startswith("fastclip.")
+
+
+def _place(found: Tensor, shape: tuple[int, ...], rows: int) -> Place | None:
+    axes = [axis for axis, size in enumerate(found.shape) if size > 1]
+    for place in places(shape, rows, axes):
+        owners = place.owners(shape[place.axis], rows, found.device).to(found.dtype)
+        owners = owners.view([-1 if axis == place.axis else 1 for axis in range(len(shape))])
+        if bool(((found == owners) | (found == at.NONE)).all()):
+            return place
+    return None
+
+
+class _Rehearsal(Probe):
+    """One traced run, and what it has shown.
+
+    Args:
+        grown: uses of nothing but parameters and the number of rows, and the axis of these.
+    """
+
+    def __init__(
+        self, layout: BatchLayout, followed: _Followed, grown: Mapping[Hashable, int]
+    ) -> None:
+        super().__init__(layout, followed.rows, natural=True, shows=False)
+        self.taint = self.followed = followed  # type: ignore[assignment]
+        self._grown = grown
+        self.places: dict[Hashable, Place] = {}
+        self.entries: dict[Hashable, set[int]] = {}
+        """How many a sample has, by layer or use."""
+        self._constants: list[tuple[Hashable, tuple[int, ...]]] = []
+        """What uses have given of constants, and has the place of what they give of samples."""
+        self.outlets: set[Any] = set()
+        self.unproven: list[Hashable] = []
+        self.given: Given | None = None
+        """What it has given, if gradients were asked for."""
+
+    @property
+    def answers(self) -> list[bool]:
+        """What Python got, in the order of its yes-or-no questions."""
+        return self.followed.tracer.answers
+
+    def gives_the_same(self, other: _Rehearsal) -> bool:
+        """Places, outputs and gradients are those of the other run."""
+        assert self.given is not None
+        assert other.given is not None
+        return self.places == other.places and self.given.is_like(other.given)
+
+    def show(self, name: Hashable, value: Tensor) -> None:
+        """The input of a layer, or the output of a use."""
+        super().show(name, value)
+        if self.closed or self.trusted:
+            return
+        place = self.followed.place_of(value)
+        if place is None and not self.followed.holds(value):
+            if name not in self._grown:  # constants, in the place of samples
+                self._constants.append((name, tuple(value.shape)))
+                return
+            place = Place(self._grown[name])
+        if place is None or not place.fits(value, self.rows):
+            self.unproven.append(name)
+            return
+        each = value.shape[place.axis] // self.rows
+        known = self.places.setdefault(name, place)
+        folded = known.fold(each * self.rows, self.rows)
+        if not known.like(place) or folded != (place.outer, place.inner):
+            self.unproven.append(name)
+        self.entries.setdefault(name, set()).add(each)
+
+    def note_output(self, model: nn.Module, output: Any) -> None:
+        """What the call returns, and leaves on the model."""
+        with all_aside():
+            self._note_output(model, output)
+
+    def _note_output(self, model: nn.Module, output: Any) -> None:
+        leaves = [x.data if isinstance(x, PackedSequence) else x for x in flatten(output)[0]]
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        axes, report = set(), self.followed.tracer.report
+        if report.hooked or any(map(_is_a_users, _nodes(tensors))):
+            self.unproven.append("a gradient that is not torch's")
+        for x in tensors:
+            shadow = self.followed.shadow_of(x)
+            if not shadow.held and shadow.factor is None:
+                continue
+            place = self.followed.place_of(x)
+            of_all = shadow.mixed and shadow.degree is not None and shadow.factor is None
+            if place is None and (x.dim() or not of_all or report.drew):
+                self.unproven.append("an output")
+            axes.add(None if place is None else place.axis)
+        if not axes & {0, self.layout.axis} and any(x.dim() for x in tensors):
+            self.unproven.append("the output")
+        self.first = self.graph = None
+        if self.differentiable:
+            self.given = Given(self, tensors)
+        held = [x for x in flatten_inputs((output,), {})[0] if isinstance(x, Tensor)]
+        kept = Kept(model, self).names
+        alive = self.followed.tracer.memory.alive(but=[*tensors, *held])
+        if kept or (alive and not self.differentiable):  # its graph holds what it needs
+            self.unproven.append(f"what the model keeps {kept}")
+        for rows in (None, self.rows):
+            self.outlets.update(outlet for outlet, _ in outlets(output, rows))
+
+    def check(self) -> None:
+        """What was seen holds for all numbers.
+
+        Raises:
+            _Unproven: it does not.
+        """
+        for name, shape in self._constants:
+            place = self.places.get(name, Place(len(shape)))
+            if place.axis >= len(shape) or not place.plain or shape[place.axis] != self.rows:
+                raise _Unproven
+        report, memory = self.followed.tracer.report, self.followed.tracer.memory
+        asks = {read.what for read in report.reads} <= _QUESTIONS and self.followed.tracer.trail
+        values = report.findings or report.by_value or report.probed or report.by_chance
+        if (
+            self.elsewhere
+            or values
+            or not asks
+            or memory.lengths_read
+            or self.unproven
+            or self.layout.counting
+        ):
+            raise _Unproven
+
+    def check_beside(self, other: _Rehearsal) -> None:
+        """A run on other rows has computed the same.
+
+        Raises:
+            _Unproven: it has not, or it cannot be told.
+        """
+        one, two = self.followed.trail, other.followed.trail
+        if self.places != other.places or not one.agrees(two, self.rows, other.rows):
+            raise _Unproven
+
+    def is_like(self, layout: BatchLayout, path: Hashable | None) -> bool:
+        """It has met this layer or use, and contradicts nothing that is known."""
+        trial = self.layout
+        axes = {name: place.axis for name, place in layout.places.items()}
+        return (
+            (path is None or trial.knows(path))
+            and all(axes.get(name, place.axis) == place.axis for name, place in self.places.items())
+            and not trial.open & layout.places.keys()
+            and not self.places.keys() & layout.open
+            and not layout.moved.keys() & {*self.places, *trial.met}
+        )
+
+    def tell(self, layout: BatchLayout, run: Runs, cuts: Cuts) -> None:
+        """Note it."""
+        trial = self.layout
+        layout.cut_by(run.way, cuts)
+        lengths = layout.lengths(run.args, run.kwargs)
+        for name, place in self.places.items():
+            layout.places[name] = place
+            layout.folds.note(name, place, self.entries[name], lengths)
+        layout.met |= trial.met
+        layout.copied |= trial.met
+        layout.open |= trial.open
+        layout.uses |= trial.uses
+        layout.users |= trial.users
+        layout.proxied |= trial.proxied
+        layout.outlets |= self.outlets
+        layout.settle()
+        layout.proven, layout.compared = True, MOST_ROWS
+        number = next(i for i, axis in enumerate(cuts) if axis == layout.axis)
+        layout.told_by = [(number, run.way), *(x for x in layout.told_by if x[1] != run.way)]

@@ -1,0 +1,217 @@
+"""Calls that a traced run on few rows proves, and those that it must leave to values."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastclip.errors import FastclipError
+from tests.oracle import (
+    Batch,
+    assert_sums,
+    backward,
+    clipped_sum,
+    make_private,
+    per_sample_gradients,
+    row_loss,
+    summed,
+)
+
+B, T, D = 6, 5, 4
+Does = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """A layer, what a test does to its output, and a head."""
+
+    def __init__(self, does: Does) -> None:
+        super().__init__()
+        self.does = does
+        self.first, self.second, self.head = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 3)
+        self.token = nn.Parameter(torch.randn(1, 1, D))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        mask = torch.ones(x.shape[:2], dtype=torch.int64) if mask is None else mask
+        return self.head(torch.tanh(self.does(self, torch.tanh(self.first(x)), mask))).mean(1)
+
+
+def masked(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    """As transformers do: without padding there is nothing to hide."""
+    scores = h @ h.transpose(1, 2)
+    if not mask.all():
+        scores = scores.masked_fill(mask[:, None] == 0, -1e4)
+    return scores.softmax(-1) @ h
+
+
+def warned(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    if (h == 0).all():
+        print("nothing here")
+    return m.second(h)
+
+
+def cells(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    state = h.new_zeros(len(h), D)
+    for step in h.unbind(1):
+        state = torch.tanh(step + F.linear(state, m.second.weight))
+    return state[:, None] + h
+
+
+PROVEN: dict[str, Does] = {
+    "layers": lambda m, h, mask: m.second(h),
+    "a token for each sample": lambda m, h, mask: torch.cat([m.token.expand(len(h), -1, -1), h], 1),
+    "folded": lambda m, h, mask: m.second(h.reshape(-1, D)).view_as(h),
+    "its own mean": lambda m, h, mask: h - h.mean((1, 2), keepdim=True),
+    "a mask": masked,
+    "a question without effect": warned,
+    "dropout": lambda m, h, mask: m.second(F.dropout(h, 0.3)),
+    "a state of zeros": cells,
+    "indexed by position": lambda m, h, mask: h[torch.arange(len(h)), -1][:, None] + h,
+}
+
+
+def passes(private: nn.Module) -> int:
+    """Forward passes that were made beside the calls."""
+    return sum(look.passes for look in private.keeper.calls.looks)
+
+
+@pytest.mark.parametrize("name", PROVEN)
+def test_proven(name: str) -> None:
+    torch.manual_seed(0)
+    model = Model(PROVEN[name]).double()
+    x, mask = torch.randn(B, T, D).double(), torch.ones(B, T, dtype=torch.int64)
+    mask[1, 3:] = mask[2:, 4:] = 0
+    given = (x, mask) if name == "a mask" else (x,)
+    grads = None if name == "dropout" else per_sample_gradients(model, Batch(given))
+    private = make_private(model, max_grad_norm=0.1)[1]
+    row_loss(private(*given)).mean().backward()
+    assert private.keeper.calls.layouts["forward"].proven
+    assert passes(private) <= 6
+    if grads is not None:
+        found = summed(dict(model.named_parameters()))
+        assert_sums(found, clipped_sum(grads, 0.1), 1e-10)
+
+
+class Doubled(torch.autograd.Function):
+    """Its gradient is another one than what torch would compute."""
+
+    @staticmethod
+    def forward(ctx, h: Tensor) -> Tensor:
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> Tensor:
+        return 2 * g
+
+
+def hooked(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    h = m.second(h)
+    h.register_hook(lambda g: 2 * g)
+    return h
+
+
+def in_an_order(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    order = torch.randperm(len(h))
+    return m.second(h[order])[order.argsort()]
+
+
+def detached(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    """Both answers give the same values."""
+    return h.detach() if h.mean() > 0.01 else m.second(h) - m.second(h).detach() + h.detach()
+
+
+def by_address(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    out = torch.zeros_like(h)
+    ctypes.memmove(out.data_ptr(), h.data_ptr(), h.numel() * h.element_size())
+    return m.second(out) + h
+
+
+APART: dict[str, Does] = {
+    "an address": by_address,
+    "a question of gradients": detached,
+    "a gradient of one's own": lambda m, h, mask: Doubled.apply(h),
+    "a hook": hooked,
+    "an order by chance": in_an_order,
+    "the samples that Python selects": lambda m, h, mask: torch.stack(
+        [m.second(r) if r.sum().item() > -99 else r for r in h]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_left_to_values(name: str) -> None:
+    torch.manual_seed(0)
+    private = make_private(Model(APART[name]).double())[1]
+    backward(private, torch.randn(B, T, D).double())
+    assert not private.keeper.calls.layouts["forward"].proven
+    assert passes(private) > 6
+
+
+COUPLED: dict[str, Does] = {
+    "a question": lambda m, h, mask: 2 * h if h.mean() > 0.01 else h,
+    "the number of samples": lambda m, h, mask: h * (1 + 1 / len(h)),
+    "a tensor of their number": lambda m, h, mask: h * torch.full((), 1 / len(h)).to(h),
+    "their share": lambda m, h, mask: h / torch.ones(len(h), 1, 1).sum().to(h),
+    "more samples": lambda m, h, mask: h - 0.1 * h.mean(0) if len(h) > 8 else h,
+    "the mask's sum": lambda m, h, mask: h * T / mask.double().mean(),
+    "draws": lambda m, h, mask: h * (k := torch.rand(len(h), T, 1).to(h)) / k.mean(),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_coupled(name: str) -> None:
+    torch.manual_seed(0)
+    private = make_private(Model(COUPLED[name]).double())[1]
+    mask = torch.randint(0, 2, (12, T)).index_fill_(1, torch.tensor(0), 1)
+    with pytest.raises(FastclipError):
+        row_loss(private(torch.randn(12, T, D).double(), mask)).mean().backward()
+
+
+def late_hook(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    h = m.second(h)
+    if len(h) > 8 and h.requires_grad:
+        h.register_hook(lambda g: g + 0.1 * g.mean(0))
+    return h
+
+
+def test_a_step_counts_where_nothing_was_compared() -> None:
+    """Few rows prove it; what the step itself shows inside the model is an error."""
+    private = make_private(Model(late_hook).double())[1]
+    with pytest.raises(FastclipError, match="mixes samples"):
+        row_loss(private(torch.randn(12, T, D).double())).mean().backward()
+
+
+def test_a_new_way_is_traced() -> None:
+    """Also after the first two steps, loss and backward pass included."""
+
+    def does(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+        return torch.cat([h, h], 1) if m.on else h
+
+    model = Model(does).double()
+    model.on = False
+    private, optimizer = make_private(model)[1:3]
+    for on in (False, False, False, True, True):
+        model.on = on
+        optimizer.zero_grad()
+        backward(private, torch.randn(B, T, D).double())
+        optimizer.step()
+        assert passes(private) == 2 + 2 * on
+    traced = private.keeper.trace.log.reports
+    assert len(traced) == 2
+    assert traced[-1].operations > traced[0].operations
+
+
+def test_a_method_of_a_step_that_is_not_traced() -> None:
+    """The batch comes from nowhere, and the model's own forward does not run: values are compared."""
+
+    class Encodes(Model):
+        def encode(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.first(x))).mean(1)
+
+    private = make_private(Encodes(PROVEN["layers"]).double())[1]
+    row_loss(private.encode(torch.randn(B, T, D).double())).mean().backward()
+    assert not private.keeper.calls.layouts["encode"].proven
