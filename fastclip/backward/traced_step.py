@@ -468,24 +468,26 @@ class StepTrace:
                 cause = None if factor is None else tracer.memory.cause(g)
                 tracer.memory.write(x, shadow, cause)
 
-    def returned(self, out: Any, batch: int | None) -> bool:
-        """The model returns: if its forward is not proven, dry runs say what is in its outputs.
-
-        Returns:
-            Whether it is, or nobody has looked.
-        """
+    def proves(self, out: Any) -> bool:
+        """Whether the forward that returns this is proven, or nobody has looked."""
         step = self._step
-        if step is None:
-            return True
-        step.tracer.lines.leave_model()
-        step.outputs.update(number_of(x.grad_fn) for x in tensors_of(out) if x.grad_fn is not None)
-        if not step.tracer.observing:
+        if step is None or not step.tracer.observing:
             return True
         if step.unproven is None and step.proven:
             step.unproven = self._mixing_of(step, out)
-        if step.unproven is None:
-            return True
-        step.proven, tracer = False, step.tracer
+        step.proven &= step.unproven is None
+        return step.unproven is None
+
+    def returned(self, out: Any, batch: int | None) -> None:
+        """The model returns: if its forward is not proven, values have said what is in its outputs."""
+        step = self._step
+        if step is None:
+            return
+        step.tracer.lines.leave_model()
+        step.outputs.update(number_of(x.grad_fn) for x in tensors_of(out) if x.grad_fn is not None)
+        if not step.tracer.observing or step.unproven is None:
+            return
+        tracer = step.tracer
         tracer.memory.samples = batch or tracer.memory.samples
         with tracer.aside():
             leaves = flatten(out)[0]
@@ -501,7 +503,6 @@ class StepTrace:
                 if x.grad_fn is not None:
                     seen = Seen(tracer.shadow_of(x), None)
                     step.handles.append(x.register_hook(partial(self._at_output, step, seen)))
-        return False
 
     @staticmethod
     def _mixing_of(step: _Step, out: Any) -> object | None:

@@ -198,9 +198,10 @@ class RootCall:
             for tensor in tensors_of(out):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(hook)
-            out = self._keeper.calls.returned(self._called, out)
-            if not self._keeper.trace.returned(out, self._forward.batch_size):
+            if not self._keeper.trace.proves(out):
                 self._keeper.calls.compare(self._called)
+            out = self._keeper.calls.returned(self._called, out)
+            self._keeper.trace.returned(out, self._forward.batch_size)
         return out
 
 

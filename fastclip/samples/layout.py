@@ -7,6 +7,7 @@ holds the samples is never assumed: fastclip.samples.learning runs the model to 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -23,6 +24,24 @@ from fastclip.samples.probing import Probe
 from fastclip.samples.selected import Shorter
 from fastclip.samples.taken import MOST_ROWS
 from fastclip.samples.watch import Watch
+
+
+@dataclass
+class Guards:
+    """What later calls are held to, whose inputs come in one way: outputs, by their number."""
+
+    mixed: dict[int, int] = field(default_factory=dict)
+    """Those that couple rows, and must not be part of a loss: dimensions."""
+    inner: set[int] = field(default_factory=set)
+    """Those without an axis of samples of which other outputs are made."""
+    spreading: dict[int, int] = field(default_factory=dict)
+    """Those behind which NaN in one row's gradient would reach others: axes."""
+    counted: dict[Shorter, dict[int, int]] = field(default_factory=dict)
+    """Those that couple rows where an input holds such labels: dimensions."""
+    outlets: set[Any] = field(default_factory=set)
+    """Where looks have seen tensors that a call returns: samples.outlets."""
+    rare: set[Any] = field(default_factory=set)
+    """The same of those that calls have returned, and no look has seen."""
 
 
 class BatchLayout:
@@ -87,18 +106,9 @@ class BatchLayout:
         """Modules inside which parameters are used by themselves."""
         self.proxied: set[nn.Parameter] = set()
         """Parameters that are used outside a layer with a rule."""
-        self.mixed: dict[int, int] = {}
-        """Outputs that couple rows, and must not be part of a loss: dimensions, by their number."""
-        self.inner: set[int] = set()
-        """Outputs without an axis of samples of which other outputs are made, by their number."""
-        self.spreading: dict[int, int] = {}
-        """Outputs behind which NaN in one row's gradient would reach others: axes, by their number."""
-        self.counted: dict[Shorter, dict[int, int]] = {}
-        """The same where an input holds such labels."""
-        self.outlets: set[Any] = set()
-        """Where looks have seen tensors that a call returns: samples.outlets."""
-        self.rare: set[Any] = set()
-        """The same of those that calls have returned, and no look has seen."""
+        self._guards: list[tuple[Way, Guards]] = []
+        self.guards = Guards()
+        """Those of the inputs that were cut last."""
         self.untried: set[tuple[int, str]] = set()
         """Inputs by their number, and kinds of special rows of which the model takes none there."""
 
@@ -133,6 +143,18 @@ class BatchLayout:
         """From now on inputs that come this way are cut along these axes."""
         others = [known for known in self._cuts if known[0] != way]
         self._cuts = [(way, cuts), *others]
+        self.guards = self._guards_of(way)
+
+    def guards_of(self, args: tuple, kwargs: dict) -> Guards:
+        """Those of calls with such inputs."""
+        return self._guards_of(way_of(*self.read(args, kwargs)))
+
+    def _guards_of(self, way: Way) -> Guards:
+        found = next((guards for known, guards in self._guards if known == way), None)
+        if found is None:
+            found = Guards()
+            self._guards.append((way, found))
+        return found
 
     def settle(self) -> None:
         """Layers that were seen only where nothing could tell their samples have not been met."""

@@ -296,7 +296,7 @@ class _Learner:
                 "row of the batch be computed from itself alone"
             )
         note_outlets(self.layout, probes, outputs)
-        self.layout.mixed |= {n: x.dim() for n, x in crossed(outputs).items()}
+        self.layout.guards.mixed |= {n: x.dim() for n, x in crossed(outputs).items()}
         number = next(i for i, axis in enumerate(cuts) if axis == self.layout.axis)
         self.layout.told_by = [(number, way), *(x for x in self.layout.told_by if x[1] != way)]
 

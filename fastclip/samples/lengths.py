@@ -73,6 +73,6 @@ def _check(run: Runs, unfolded: Unfolded, filler: Shorter) -> None:
     check_values(probes[0], probes[1], own, held, unfolded.axes)
     mixed = mixed_outputs(found[0], found[1], held, unfolded.axes, _ROWS)
     if filler.alone is None or filler.moves:
-        run.layout.mixed |= mixed
+        run.layout.guards.mixed |= mixed
     elif mixed:
-        run.layout.counted[filler] = mixed
+        run.layout.guards.counted[filler] = mixed

@@ -56,7 +56,7 @@ def find_mixed(
         return found
 
     def note(given: Found, others: Found, kept: list[int]) -> None:
-        run.layout.mixed |= mixed_outputs(given, others, kept, axes, len(rows))
+        run.layout.guards.mixed |= mixed_outputs(given, others, kept, axes, len(rows))
 
     given = gradients_of(rows)
     for group in groups if given else ():
@@ -107,7 +107,7 @@ def note_gradients(
             roots = [n for y in tensors if y.grad_fn for n, _ in y.grad_fn.next_functions if n]
             below, _ = reached_without(roots, lambda node: False)
         if x.grad_fn in below:
-            probe.layout.inner.add(number)
+            probe.layout.guards.inner.add(number)
         seed = _by_value(x.detach(), number) if axis == UNPLACED else normal(x, number).to(x.dtype)
         given = gradients([x], edges, [seed], keep_graph=True) if edges else ()
         found[number] = (
@@ -161,9 +161,10 @@ def refuse_gradients(layout: BatchLayout, inputs: Any, output: Any) -> Any:
         The output, in which views take the place of those of which other outputs are made: through
         these a gradient may come.
     """
-    stop_gradients(layout.spreading, output)
-    mixed, counted = layout.mixed, layout.counted
-    if inner := layout.inner & {*mixed, *(n for found in counted.values() for n in found)}:
+    guards = layout.guards_of(*inputs)
+    stop_gradients(guards.spreading, output)
+    mixed, counted = guards.mixed, guards.counted
+    if inner := guards.inner & {*mixed, *(n for found in counted.values() for n in found)}:
         output = _apart(inner, output)
     for label, outputs in counted.items():
         x = layout.read(*inputs)[0][label.alone or 0]

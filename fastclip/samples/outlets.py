@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastclip.errors import BatchSizeError
-from fastclip.samples.layout import BatchLayout
+from fastclip.samples.layout import BatchLayout, Guards
 from fastclip.samples.mixed_outputs import refuse_gradients
 from fastclip.samples.probing import Probe
 from fastclip.samples.taken import MOST_ROWS
@@ -55,7 +55,7 @@ def note_outlets(layout: BatchLayout, probes: list[Probe], outputs: list[Any]) -
     """A look has seen these outputs."""
     for probe, output in zip(probes, outputs, strict=True):
         for rows in (None, probe.rows):
-            layout.outlets.update(outlet for outlet, _ in outlets(output, rows))
+            layout.guards.outlets.update(outlet for outlet, _ in outlets(output, rows))
 
 
 def guarded(layout: BatchLayout, called: Any, output: Any, look: Callable[..., None] | None) -> Any:
@@ -65,24 +65,26 @@ def guarded(layout: BatchLayout, called: Any, output: Any, look: Callable[..., N
         called: the call, of samples.calls. look: Calls' own, in the middle of it; None where it cannot.
     """
     rows = None if called.forward is None else called.forward.batch_size
-    if layout.outlets and rows and torch.is_grad_enabled():
-        new = _new(layout, rows, output)
+    guards = layout.guards_of(called.args, called.kwargs)
+    if guards.outlets and rows and torch.is_grad_enabled():
+        new = _new(guards, rows, output)
         trials = min(_LOOKS, 2 + (rows - 1) // MOST_ROWS) if look is not None else 0
-        for trial in range(trials if new - layout.rare else 0):
+        for trial in range(trials if new - guards.rare else 0):
             if look is not None and new:
                 look(layout, called, called.forward, None, trial)
-                new = _new(layout, rows, output)
-        layout.rare |= new
+                guards = layout.guards_of(called.args, called.kwargs)
+                new = _new(guards, rows, output)
+        guards.rare |= new
         if new:
             _refuse_unseen(layout, new, rows, output)
     return refuse_gradients(layout, (called.args, called.kwargs), output)
 
 
-def _new(layout: BatchLayout, rows: int, output: Any) -> set[Outlet]:
+def _new(guards: Guards, rows: int, output: Any) -> set[Outlet]:
     """The outlets that no look has seen, whichever lists hold rows."""
-    found = {outlet for outlet, _ in outlets(output)} - layout.outlets
+    found = {outlet for outlet, _ in outlets(output)} - guards.outlets
     if found:
-        found = {outlet for outlet, _ in outlets(output, rows)} - layout.outlets
+        found = {outlet for outlet, _ in outlets(output, rows)} - guards.outlets
     return found
 
 

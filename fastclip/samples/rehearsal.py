@@ -403,7 +403,7 @@ class _Rehearsal(Probe):
         layout.uses |= trial.uses
         layout.users |= trial.users
         layout.proxied |= trial.proxied
-        layout.outlets |= self.outlets
+        layout.guards.outlets |= self.outlets
         layout.settle()
         layout.proven, layout.compared = True, MOST_ROWS
         number = next(i for i, axis in enumerate(cuts) if axis == layout.axis)

@@ -139,7 +139,7 @@ class _Look:
             self._run.layout.untried.update((number, "special") for number in every.inputs)
             return
         if not stays_finite(self._base.probe.slopes, self._base.void, self._places):
-            self._run.layout.spreading = self._unfolded.plain_axes
+            self._run.layout.guards.spreading = self._unfolded.plain_axes
         self._base.void = []
         if not every.inputs:
             return
@@ -207,13 +207,13 @@ class _Look:
         assert self._base is not None
         self._hold(self._base, other, KEPT, _reached)
         layout, found, masks = self._run.layout, self._mixed(other), part.inputs & self._masks
-        if masks and found.keys() - layout.mixed.keys():
+        if masks and found.keys() - layout.guards.mixed.keys():
             for number in masks:  # which couple nothing, maybe, as long as they are masks
-                layout.counted.setdefault(Shorter(math.inf, number), {}).update(found)
+                layout.guards.counted.setdefault(Shorter(math.inf, number), {}).update(found)
             sure = replace(part, inputs=part.inputs - masks)
             again = self._once(others, sure) if sure.inputs else None
             found = {} if again is None else self._mixed(again)
-        layout.mixed |= found
+        layout.guards.mixed |= found
 
     def _mixed(self, other: SpecialRun) -> dict[int, int]:
         assert self._base is not None

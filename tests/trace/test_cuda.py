@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastclip.errors import GraphError
 from tests.oracle import Batch, assert_sums, clipped_sum, per_sample_gradients, summed
-from tests.trace.run import C, CLASSES, D, Run, dice, network
+from tests.trace.run import CLASSES, C, D, Run, dice, network
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,7 +32,9 @@ def test_a_step_is_traced_in_both_passes() -> None:
         run.optimizer.zero_grad()
         run.loss(x, y).backward()
         own = per_sample_gradients(
-            twin, Batch((x,), target=y), loss_fn=lambda z, t: F.cross_entropy(z, t, reduction="none")
+            twin,
+            Batch((x,), target=y),
+            loss_fn=lambda z, t: F.cross_entropy(z, t, reduction="none"),
         )
         assert_sums(summed(dict(run.plain.named_parameters())), clipped_sum(own, C), 1e-10)
         run.optimizer.step()
