@@ -198,10 +198,18 @@ class RootCall:
             for tensor in tensors_of(out):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(hook)
-            if not self._keeper.trace.proves(out):
-                self._keeper.calls.compare(self._called)
-            out = self._keeper.calls.returned(self._called, out)
-            self._keeper.trace.returned(out, self._forward.batch_size)
+            out = self._checked(self._keeper, self._called, out)
+        return out
+
+    def _checked(self, keeper: BookKeeper, called: Entered, out: Any) -> Any:
+        try:
+            if not keeper.trace.proves(out):
+                keeper.calls.compare(called)
+            out = keeper.calls.returned(called, out)
+        except BaseException:
+            keeper.trace.end()
+            raise
+        keeper.trace.returned(out, self._forward.batch_size)
         return out
 
 
