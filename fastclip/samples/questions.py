@@ -70,7 +70,7 @@ class Given:
     """
 
     def __init__(self, probe: Probe, outputs: list[Tensor]) -> None:
-        self._outputs = [x.detach() for x in outputs]
+        self.outputs = [x.detach() for x in outputs]
         roots = [x for x in outputs if x.requires_grad and x.grad_fn is not None]
         seeds = [normal(x, k).to(x.dtype) for k, x in enumerate(roots)]
         edges = [source.edge for source in probe.sources]
@@ -79,10 +79,10 @@ class Given:
 
     def is_like(self, other: Given) -> bool:
         """The other run has given the same, but for rounding."""
-        if self._names != other._names or len(self._outputs) != len(other._outputs):
+        if self._names != other._names or len(self.outputs) != len(other.outputs):
             return False
         found = zip(
-            (*self._outputs, *self._gradients), (*other._outputs, *other._gradients), strict=True
+            (*self.outputs, *self._gradients), (*other.outputs, *other._gradients), strict=True
         )
         return all(_same(one, two) for one, two in found)
 

@@ -19,7 +19,7 @@ from fastclip.errors import FastclipError
 from fastclip.graph import Node, reached_without
 from fastclip.memory import no_memory
 from fastclip.samples.carried import Kept
-from fastclip.samples.inputs import Cuts, flatten, flatten_inputs
+from fastclip.samples.inputs import Cuts, flatten
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.outlets import outlets
 from fastclip.samples.place import Place, places
@@ -333,14 +333,11 @@ class _Rehearsal(Probe):
             axes.add(None if place is None else place.axis)
         if not axes & {0, self.layout.axis} and any(x.dim() for x in tensors):
             self.unproven.append("the output")
-        self.first = self.graph = None
         if self.differentiable:
             self.given = Given(self, tensors)
-        held = [x for x in flatten_inputs((output,), {})[0] if isinstance(x, Tensor)]
-        kept = Kept(model, self).names
-        alive = self.followed.tracer.memory.alive(but=[*tensors, *held])
-        if kept or (alive and not self.differentiable):  # its graph holds what it needs
-            self.unproven.append(f"what the model keeps {kept}")
+        self.without(())
+        if kept := Kept(model, self).names:
+            self.unproven.append(f"what the model keeps: {kept}")
         for rows in (None, self.rows):
             self.outlets.update(outlet for outlet, _ in outlets(output, rows))
 
@@ -357,14 +354,9 @@ class _Rehearsal(Probe):
         report, memory = self.followed.tracer.report, self.followed.tracer.memory
         asks = {read.what for read in report.reads} <= _QUESTIONS and self.followed.tracer.trail
         values = report.findings or report.by_value or report.probed or report.by_chance
-        if (
-            self.elsewhere
-            or values
-            or not asks
-            or memory.lengths_read
-            or self.unproven
-            or self.layout.counting
-        ):
+        kept = memory.alive(but=() if self.given is None else self.given.outputs)
+        drew = self.elsewhere or memory.lengths_read
+        if values or not asks or kept or drew or self.unproven or self.layout.counting:
             raise _Unproven
 
     def check_beside(self, other: _Rehearsal) -> None:
