@@ -307,7 +307,7 @@ class StepTrace:
             return
         for handle in step.handles:
             handle.remove()
-        step.tracer.end()
+        step.tracer.end(ran=bool(step.forwards))
         self.leave()
         self._stop_listening()
 

@@ -460,6 +460,10 @@ class Memory:
             if key not in kept and not record.reference.expired() and record.holds_samples
         ]  # fmt: skip
 
+    def forget_step(self) -> None:
+        """Nothing was computed: the batch, and what was made of it, is from elsewhere when it is met."""
+        self._records, self._given = {}, {}
+
     def end_step(self) -> list[Record]:
         """What was computed from this batch and is still held may be read in the next step: there it is
         of nobody. The batch itself is constant there, as long as it does not change.

@@ -65,12 +65,8 @@ _KINDS: dict[Any, Kind] = {}
 """Of every operator that has run under a tracer."""
 _OF_CHANNELS = frozenset({"weight", "bias", "running_mean", "running_var"})
 """Arguments that are never the samples' own."""
-
-
 _LITERALS = frozenset({"lift_fresh", "lift"})
 """What torch.tensor(...) goes through: its numbers are made by this step."""
-
-
 _DISPATCHING = [0]
 """Operations that are on their way through tracers."""
 RUNNING: list[Tracer] = []
@@ -136,7 +132,7 @@ class Tracer(TorchDispatchMode):
         self.takes_others = True
         """Tensors as long as the batch that no operation of the step has made are the samples' own."""
         self.trail: Trail | None = None
-        """Of the operations so far and their operands; a number from the beginning, if it is wanted."""
+        """Takes the operations of the step and their operands, if somebody wants them."""
         self.wanted: dict[int, bool] = {}
         """Answers that Python is to get to the yes-or-no questions of these numbers."""
         self.answers: list[bool] = []
@@ -190,10 +186,17 @@ class Tracer(TorchDispatchMode):
         self.numbers.begin()
         self.python = Python()
 
-    def end(self) -> None:
-        """The step is over: what of it is still held may be read by the next one."""
+    def end(self, *, ran: bool = True) -> None:
+        """The step is over: what of it is still held may be read by the next one.
+
+        Args:
+            ran: the model did. If it did not, batches were only prepared for later steps.
+        """
         self.lines.forget()
         self.on_outside = None
+        if not ran:
+            self.memory.forget_step()
+            return
         with self.aside():
             self.report.carried = [record.cause for record in self.memory.end_step()]  # type: ignore[misc]
 

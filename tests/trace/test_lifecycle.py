@@ -463,3 +463,15 @@ def test_batches_that_another_thread_draws_ahead() -> None:
         assert dispatch_modes() == 0
     thread.join()
     run.check_traced()
+
+
+def test_batches_that_are_prepared_before_the_loop() -> None:
+    """What is made of them outlives no step: none has run."""
+    run = Run()
+    batches = [(2 * x, y) for x, y in run.loader]
+    for x, y in batches:
+        run.optimizer.zero_grad()
+        run.loss(x, y).backward()
+        run.check_sums(x, y)
+        run.optimizer.step()
+    run.check_traced()
