@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -30,12 +29,11 @@ from fastclip._torch import (
     number_of,
     transformed,
 )
-from fastclip.backward.guards import is_guarded
 from fastclip.backward.loss_graph import running_losses
 from fastclip.backward.loss_guard import LossGuard
+from fastclip.backward.met_outside import trained_outside, watch_outside
 from fastclip.data.draws import Draws
-from fastclip.errors import GraphError, ParameterLeakError
-from fastclip.graph import above_private
+from fastclip.errors import GraphError
 from fastclip.samples.inputs import flatten, tensors_of
 from fastclip.samples.seeding import (
     as_given,
@@ -296,7 +294,7 @@ class StepTrace:
             return None
         self._placed.append(tracer)
         self._step = step = _Step(tracer, Law(tracer))
-        tracer.on_outside = partial(_watch_outside, weakref.ref(step))
+        tracer.on_outside = partial(watch_outside, weakref.ref(step))
         backward_listeners.add(self)
         return step
 
@@ -524,7 +522,7 @@ class StepTrace:
         if step is not None and step.tracer.observing:
             step.opened = True
             for x, line in step.came:
-                raise _trained_outside(step.tracer.report, x, line)
+                raise trained_outside(step.tracer.report, x, line)
 
     def _at_output(self, step: _Step, seen: Seen, gradient: Tensor) -> None:
         if not step.tracer.observing:
@@ -659,38 +657,6 @@ class _Known:
 
     def __contains__(self, x: object) -> bool:
         return any(x in group for group in self._groups)
-
-
-def _watch_outside(held: weakref.ref[_Step], x: Tensor, line: str) -> None:
-    """A trained tensor that is none of the model's meets data: a pass that trains both is an error."""
-    step = held()
-    if step is None or not x.requires_grad or is_guarded(x):
-        return
-    if x.grad_fn is not None:
-        below = above_private(deque([x.grad_fn]))
-        if not any(hasattr(node, "variable") for node in below):
-            return  # computed by private models alone
-
-    def came(gradient: Tensor | None) -> None:
-        step = held()
-        if gradient is None or step is None:
-            return
-        step.came.append((x, line))
-        if step.opened:
-            raise _trained_outside(step.tracer.report, x, line)
-
-    with step.tracer.aside():
-        step.handles.append(x.register_hook(came))
-
-
-def _trained_outside(report: Report, x: Tensor, line: str) -> ParameterLeakError:
-    report.outside.append((f"{list(x.shape)}", line))
-    kind = "parameter" if isinstance(x, nn.Parameter) else "tensor"
-    return ParameterLeakError(
-        f"A {kind} of shape {list(x.shape)} that is not a parameter of the private model is trained at "
-        f"{line}, on a gradient that is neither clipped nor noised. Make it a parameter of the model "
-        "before make_private, or detach it."
-    )
 
 
 def _is_output(loss: Tensor, outputs: set[int]) -> bool:

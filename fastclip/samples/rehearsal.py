@@ -7,6 +7,7 @@ values, something is kept, or an operation has no rule: there values decide.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Container, Hashable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -354,7 +355,8 @@ class _Rehearsal(Probe):
         report, memory = self.followed.tracer.report, self.followed.tracer.memory
         asks = {read.what for read in report.reads} <= _QUESTIONS and self.followed.tracer.trail
         values = report.findings or report.by_value or report.probed or report.by_chance
-        kept = memory.alive(but=() if self.given is None else self.given.outputs)
+        given = () if self.given is None else self.given.outputs
+        kept = memory.alive(given) and (gc.collect() or memory.alive(given))
         drew = self.elsewhere or memory.lengths_read
         if values or not asks or kept or drew or self.unproven or self.layout.counting:
             raise _Unproven

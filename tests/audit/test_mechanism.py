@@ -43,7 +43,7 @@ def test_no_setting_is_refuted(setting: Setting) -> None:
     assert found.bound < 1.2 * found.tight  # few canaries: +- 15%
     # What a cut costs is of rows that take each other's place, which no canary sees.
     assert setting.cut is not None or 0.6 * found.tight < found.bound
-    assert found.tight <= found.claimed <= found.tight + 0.02
+    assert found.tight - MESH <= found.claimed <= found.tight + 0.02
 
 
 @pytest.mark.slow
