@@ -28,14 +28,14 @@ class Notes(nn.Module):
 def test_a_look_is_in_full_float32(precision: str) -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.allow_tf32 = True  # its default, now a value of each operation's own
     try:
-        users, seen = gpu_products(), []
-        model = nn.Sequential(nn.Linear(6, 8), Notes(seen), nn.Tanh(), nn.Linear(8, 3))
-        _, private, optimizer, _ = make_private(model, max_grad_norm=1.0)
-        row_loss(private(torch.randn(4, 6))).mean().backward()
-        optimizer.step()
-        assert gpu_products() == users
+        with torch.backends.cudnn.flags(allow_tf32=True):  # its default, now of each operation's own
+            users, seen = gpu_products(), []
+            model = nn.Sequential(nn.Linear(6, 8), Notes(seen), nn.Tanh(), nn.Linear(8, 3))
+            _, private, optimizer, _ = make_private(model, max_grad_norm=1.0)
+            row_loss(private(torch.randn(4, 6))).mean().backward()
+            optimizer.step()
+            assert gpu_products() == users
     finally:
         torch.set_float32_matmul_precision(before)
     assert precision == "highest" or not FULL.issuperset(users)
