@@ -261,8 +261,7 @@ def run_eagerly() -> Callable[[], None]:
     return end
 
 
-_BY_ADDRESS = ("data_ptr", "__dlpack__")
-_HEARD = ("tolist", "numpy", "register_hook", *_BY_ADDRESS)
+_HEARD = ("tolist", "numpy", "register_hook", "__dlpack__", "data_ptr")
 
 
 def hear_exports(told: Callable[[str, Tensor], None]) -> Callable[[], None]:
@@ -276,11 +275,20 @@ def hear_exports(told: Callable[[str, Tensor], None]) -> Callable[[], None]:
     Returns:
         Ends it.
     """
-    before = {name: vars(Tensor).get(name) for name in _HEARD}
+    before = {name: vars(Tensor).get(name) for name in (*_HEARD, "grad_fn")}
+    node_of: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
+
+    def node(x: Tensor) -> Any:  # whose hooks nobody hears of
+        frame: Any = sys._getframe(1)
+        while frame.f_globals.get("__name__") == "torch.autograd.graph":
+            frame = frame.f_back
+        if not frame.f_globals.get("__name__", "").startswith(("fastclip.", "torch.")):
+            told("register_hook", x)
+        return node_of(x)
 
     def heard(name: str) -> Any:
         plain = getattr(Tensor, name)
-        own = ("fastclip.", "torch.") if name in _BY_ADDRESS else "fastclip."
+        own = ("fastclip.", "torch.") if name == "data_ptr" else "fastclip."
 
         @functools.wraps(plain)
         def method(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -297,8 +305,9 @@ def hear_exports(told: Callable[[str, Tensor], None]) -> Callable[[], None]:
             else:
                 setattr(Tensor, name, own)
 
-    for name in before:
+    for name in _HEARD:
         setattr(Tensor, name, heard(name))
+    Tensor.grad_fn = property(node)  # type: ignore[assignment]
     return end
 
 

@@ -95,6 +95,8 @@ class _Step:
     unproven: object | None = None
     """What in the model's forward the trace does not prove: there dry runs decide."""
     forwards: int = 0
+    reads: int = 0
+    """How often Python had read numbers when the model was called; all, if it asked before."""
     proven: bool = False
     """No values were compared in the model's forward: what is found there counts."""
     judged: bool = False
@@ -228,13 +230,13 @@ class StepTrace:
 
     def forward(
         self, leaves: list[Any], cuts: tuple[int | None, ...] | None, batch: int | None, *,
-        flat: bool, proven: bool = False,
+        flat: bool, proven: bool = False, asked: bool = False,
     ) -> None:  # fmt: skip
         """The model's own forward begins on these inputs, with the samples along these axes.
 
         Args:
             flat: the samples' ids are in one list, which offsets divide. proven: no values of it were
-                compared.
+                compared. asked: its questions are known to have no effect.
         """
         if current_task() != -1 or not torch.is_grad_enabled():
             return
@@ -252,7 +254,8 @@ class StepTrace:
         if step is None:
             return
         step.forwards += 1
-        step.proven = proven
+        step.proven, reads = proven, len(step.tracer.report.reads)
+        step.reads = sys.maxsize if asked else reads
         step.tracer.lines.enter_model()
         pairs = list(zip(leaves, cuts or [self._axis] * len(leaves), strict=True))
         with step.tracer.aside():
@@ -472,7 +475,10 @@ class StepTrace:
         if step is None or not step.tracer.observing:
             return True
         if step.unproven is None and step.proven:
-            step.unproven = self._mixing_of(step, out)
+            reads = len(step.tracer.report.reads) > step.reads
+            step.unproven = self._mixing_of(step, out) or (
+                "numbers that it reads" if reads else None
+            )
         step.proven &= step.unproven is None
         return step.unproven is None
 
@@ -553,9 +559,10 @@ class StepTrace:
                     x for x in running_losses() if not x.dim() and not _is_output(x, step.outputs)
                 ]
                 degrees = {step.tracer.shadow_of(x).degree for x in whole}
+            by_values = step.by_outputs and not (step.proven or report.hooked)
             inside = [
                 f for f in report.findings
-                if step.by_outputs and not step.proven and f.cause is not None and f.cause.inside
+                if by_values and f.cause is not None and f.cause.inside
             ]  # fmt: skip
             step.unproven = step.unproven or next((f.cause for f in inside), None)
             found = [f for f in report.findings if f not in inside]

@@ -124,7 +124,9 @@ class RootScope:
             keeper.drop_stale()
             leaves, structure = layout.read(args, kwargs)
             cuts = layout.cuts(way_of(leaves, structure))
-            keeper.trace.forward(leaves, cuts, batch, flat=layout.flat, proven=layout.proven)
+            keeper.trace.forward(
+                leaves, cuts, batch, flat=layout.flat, proven=layout.proven, asked=layout.asked
+            )
         inside = keeper.root_forward(batch, layout)
         if alone:
             inside = _both(inside, keeper.calls.intercepted(layout.proxied))

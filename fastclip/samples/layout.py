@@ -56,6 +56,8 @@ class BatchLayout:
         self.known = False
         self.proven = False
         """A traced run says all of it (fastclip.samples.rehearsal); no values were compared."""
+        self.asked = False
+        """Python has asked yes-or-no questions of the batch in that run, which had no effect."""
         self.drives = False
         """The method trains by itself, so it is not run for a look."""
         self.compared = 0

@@ -87,7 +87,7 @@ def undisturbed(model: nn.Module, seed: int) -> Iterator[Writes]:
     """
     buffers = [(name, b, b._version, b.clone()) for name, b in model.named_buffers()]
     named = dict(model.named_buffers()) | dict(model.named_parameters())
-    writes = Writes({**named, **{f" {n}": x for n, x in enumerate(_own_tensors(model))}})
+    writes = Writes({**named, **{f" {n}": x for n, x in enumerate(own_tensors(model))}})
     with ExitStack() as stack:
         stack.enter_context(_own_attributes(model))
         stack.enter_context(generators_of(model).seeded(seed))
@@ -133,7 +133,7 @@ def _own_attributes(model: nn.Module) -> Iterator[None]:
     saved = [(table, dict(table)) for _, table in tables_of(model)]
     parts = [(table, table.copy()) for table in _parts_of(model)]
     filled = [(one, copy.copy(one)) for one in _held(model) if type(one) in _CONTAINERS]
-    tensors = [(x, x._version, x.detach().clone()) for x in _own_tensors(model)]
+    tensors = [(x, x._version, x.detach().clone()) for x in own_tensors(model)]
     try:
         yield
     finally:
@@ -162,7 +162,7 @@ def _parts_of(model: nn.Module) -> Iterator[dict[Any, Any]]:
         yield from (table for table in tables if isinstance(table, dict))  # TorchScript has others
 
 
-def _own_tensors(model: nn.Module) -> Iterator[Tensor]:
+def own_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Tensors that modules hold beside their parameters and buffers."""
     return (x for x in _held(model) if type(x) is Tensor and not x.is_inference())
 
@@ -222,8 +222,8 @@ def _whole_checkpoints() -> Iterator[None]:
 
 
 @contextmanager
-def stirred(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Constant or tiny parameters get random values inside, and so do entries that say nothing beside
+def stirred(parameters: Iterable[nn.Parameter], *, entries: bool = True) -> Iterator[None]:
+    """Constant or tiny parameters get random values inside, and so do `entries` that say nothing beside
     the others (the columns of a widened head): nothing hides behind them.
 
     They keep their signs: a logarithm may be taken of them.
@@ -235,7 +235,7 @@ def stirred(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             values = parameter.data
             if not values.is_floating_point() or not values.numel():
                 continue
-            where, size = _silent(values)
+            where, size = _silent(values, entries)
             before = values[where].clone()
             if not before.numel():
                 continue
@@ -253,11 +253,13 @@ def stirred(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             values[where] = before
 
 
-def _silent(values: Tensor) -> tuple[Index, float]:
+def _silent(values: Tensor, entries: bool) -> tuple[Index, float]:
     """Which entries say nothing, and the standard deviation of what they are given."""
     low, high = torch.aminmax(values)
     largest = torch.maximum(-low, high)
     if bool(low == high) or bool(largest < _SMALL):
         return ..., STIR
+    if not entries:
+        return slice(0, 0), 0.0
     rms = torch.linalg.vector_norm(values) / math.sqrt(values.numel())
     return (values.abs() < _SMALL * largest).nonzero(as_tuple=True), float(rms)

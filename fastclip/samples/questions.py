@@ -1,9 +1,9 @@
 """Yes-or-no questions that Python asks of a batch (`if mask.all():`), and whether the answers matter.
 
-A call is run again with the other answer to each. Where every such run is proven and gives the same
-outputs and gradients, one way of the program is another way to compute the same, so that the answer,
-which follows from all samples, has no effect. A mask is run as if nothing were hidden: only then both
-ways, with and without it, are to give the same.
+A call is run again with the other answer to each. If that is the same operations on the same operands,
+the answer, which follows from all samples, has no effect (a warning). If the question is whether all of
+a mask is true, the call is run as if nothing were hidden: both ways, with and without the mask, must
+then give the same outputs and gradients.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ class Asked(Protocol):
     def answers(self) -> list[bool]:
         """What Python got, in the order of its questions."""
 
-    def gives_the_same(self, other: Any) -> bool:
-        """Outputs and gradients are those of the other run."""
+    def is_again(self, other: Any) -> bool:
+        """The other run has done the same."""
+
+    def gives_the_same(self, other: Any, question: int) -> bool:
+        """Another answer to this question than in the other run changes nothing."""
 
 
 def have_no_effect(first: Asked, run: Callable[[Mapping[int, bool]], Asked]) -> bool:
@@ -40,17 +43,18 @@ def have_no_effect(first: Asked, run: Callable[[Mapping[int, bool]], Asked]) -> 
         run: runs again, with given answers to the questions of these numbers; others are answered as
             they are. Raises an error where that is not proven.
     """
-    ahead = [[*first.answers[:k], not first.answers[k]] for k in range(len(first.answers))]
-    runs = 0
+    ahead, runs = [(first, k) for k in range(len(first.answers))], 0
     while ahead:
-        wanted, runs = ahead.pop(), runs + 1
+        (before, k), runs = ahead.pop(), runs + 1
         if runs > _MOST:
             return False
+        wanted = [*before.answers[:k], not before.answers[k]]
         found = run(dict(enumerate(wanted)))
-        if found.answers[: len(wanted)] != wanted or not found.gives_the_same(first):
+        if found.answers[: k + 1] != wanted or not found.gives_the_same(before, k):
             return False
-        more = range(len(wanted), len(found.answers))
-        ahead += [[*found.answers[:k], not found.answers[k]] for k in more]
+        if not run({}).is_again(first):  # an answer was kept
+            return False
+        ahead += [(found, k) for k in range(len(wanted), len(found.answers))]
     return True
 
 

@@ -8,6 +8,7 @@ values, something is kept, or an operation has no rule: there values decide.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Container, Hashable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -20,10 +21,12 @@ from fastclip.errors import FastclipError
 from fastclip.graph import Node, reached_without
 from fastclip.memory import no_memory
 from fastclip.samples.carried import Kept
+from fastclip.samples.groups import MANY
 from fastclip.samples.inputs import Cuts, flatten
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.outlets import outlets
 from fastclip.samples.place import Place, places
+from fastclip.samples.probe_state import own_tensors, stirred
 from fastclip.samples.probing import Misjudged, Probe, Runs
 from fastclip.samples.questions import Given, have_no_effect, unmasked
 from fastclip.samples.seeding import seed_input
@@ -33,7 +36,7 @@ from fastclip.samples.unsaved import unsaved
 from fastclip.trace import attribution as at
 from fastclip.trace.law import Law
 from fastclip.trace.memory import BY_VALUE, MOVED, ORDER, Shadow
-from fastclip.trace.numbers import Trail
+from fastclip.trace.numbers import Questions, Trail
 from fastclip.trace.tracer import Tracer, all_aside
 
 _FEW = 2
@@ -59,7 +62,8 @@ def rehearsed(layout: BatchLayout, run: Runs, path: Hashable | None) -> bool:
     ):
         return False
     try:
-        found = _rehearse(layout, run, cuts)
+        with stirred(run.private, entries=False):
+            found = _rehearse(layout, run, cuts)
     except (_Unproven, FastclipError, Misjudged):
         return False
     except Exception as error:  # the model does not run on these rows: more is tried
@@ -85,20 +89,21 @@ def _rehearse(layout: BatchLayout, run: Runs, cuts: Cuts) -> _Rehearsal:
     """
     trial = BatchLayout(layout.axis, layout.drawn)
     trial.uses = {key: used for key, used in layout.uses.items() if used}
-    many = max(_FEW + 1, min(MOST_ROWS, run.rows(cuts)))
+    many = max(_FEW + 1, min(run.rows(cuts), MANY))
     once = partial(_once, trial, run, cuts)
     few = once(_FEW, {})
     if any(trial.uses.get(key) for key in few.derived):  # such as a loop that begins with zeros
         few = once(_FEW, {})
-    more = once(many, {})
-    more.check_beside(few)
+    for rows in sorted({_FEW + 1, many}):
+        more = once(rows, {})
+        more.check_beside(few)
     grown = _growing(few, more)
     if grown:
         trial.forget()
         trial.uses |= dict.fromkeys(grown, True)
         more = once(_FEW, grown)
     if more.answers:
-        again = partial(once, many, grown, asks=True)
+        again = partial(once, min(many, MOST_ROWS), grown, asks=True)
         first = again(wanted={})
         if not have_no_effect(first, lambda wanted: again(wanted=wanted)):
             raise _Unproven
@@ -123,8 +128,12 @@ def _once(
         run.cut(cuts, list(range(there)))
         found = _Rehearsal(layout, _Followed(set(run.private), cuts, rows), grown)
         found.differentiable, found.change = asks, unmasked
-        found.followed.tracer.wanted = dict(wanted)
+        found.followed.tracer.questions.wanted = dict(wanted)
+        found.followed.knows(
+            run.model, [x for x, a in zip(run.leaves, cuts, strict=True) if a is None]
+        )
         taken = [min(i, there - 1) for i in range(rows)]
+        taken = taken[::-1] if rows == _FEW + 1 else taken
         run.once(found, taken, then=partial(found.note_output, run.model))
         return found
 
@@ -188,6 +197,8 @@ class _Followed:
         for leaf, axis in zip(leaves, self._cuts, strict=True):
             if axis is not None:
                 seed_input(tracer, leaf, axis, self.rows)
+                if isinstance(leaf, Tensor) and leaf.dim() > 1 and not leaf.is_floating_point():
+                    tracer.questions.masks.add(leaf.numel())
         return self
 
     def __enter__(self) -> None:
@@ -200,6 +211,13 @@ class _Followed:
         self._law.end_step(())
         self.tracer.end()
         self.tracer.leave()
+
+    def knows(self, model: nn.Module, others: Iterable[Any]) -> None:
+        """What the model holds, and its inputs without samples, are constants."""
+        held = (*model.parameters(), *model.buffers(), *own_tensors(model), *others)
+        for x in held:
+            if isinstance(x, Tensor):
+                self.tracer.memory.know(x)
 
     def holds(self, x: Tensor) -> bool:
         """Whether `x` follows from a sample."""
@@ -244,7 +262,10 @@ def _nodes(tensors: Iterable[Tensor]) -> set[Node]:
 def _is_a_users(node: Node) -> bool:
     """Somebody's own function computes its gradient: a forward pass shows nothing of that."""
     made = getattr(node, "_forward_cls", None)
-    return made is not None and not made.__module__.startswith("fastclip.")
+    if made is None:
+        return False
+    name = made.__module__
+    return not name.startswith("fastclip.") or made not in vars(sys.modules[name]).values()
 
 
 def _place(found: Tensor, shape: tuple[int, ...], rows: int) -> Place | None:
@@ -283,10 +304,25 @@ class _Rehearsal(Probe):
     @property
     def answers(self) -> list[bool]:
         """What Python got, in the order of its yes-or-no questions."""
-        return self.followed.tracer.answers
+        return self.questions.answers
 
-    def gives_the_same(self, other: _Rehearsal) -> bool:
-        """Places, outputs and gradients are those of the other run."""
+    @property
+    def questions(self) -> Questions:
+        """What Python asked."""
+        return self.followed.tracer.questions
+
+    def is_again(self, other: _Rehearsal) -> bool:
+        """The other run has done the same."""
+        return self.followed.trail == other.followed.trail
+
+    def gives_the_same(self, other: _Rehearsal, question: int) -> bool:
+        """Another answer to this question changes no operation; or, if it is whether all of a mask is
+        true, none of the places, outputs and gradients.
+        """
+        if self.is_again(other):
+            return True
+        if not other.questions.whole[question]:
+            return False
         assert self.given is not None
         assert other.given is not None
         return self.places == other.places and self.given.is_like(other.given)
@@ -355,6 +391,7 @@ class _Rehearsal(Probe):
         report, memory = self.followed.tracer.report, self.followed.tracer.memory
         asks = {read.what for read in report.reads} <= _QUESTIONS and self.followed.tracer.trail
         values = report.findings or report.by_value or report.probed or report.by_chance
+        values = values or report.unknown
         given = () if self.given is None else self.given.outputs
         kept = memory.alive(given) and (gc.collect() or memory.alive(given))
         drew = self.elsewhere or memory.lengths_read
@@ -399,6 +436,7 @@ class _Rehearsal(Probe):
         layout.proxied |= trial.proxied
         layout.guards.outlets |= self.outlets
         layout.settle()
-        layout.proven, layout.compared = True, MOST_ROWS
+        layout.proven, layout.asked = True, bool(self.answers)
+        layout.compared = max(layout.compared, min(run.rows(cuts), MOST_ROWS))
         number = next(i for i, axis in enumerate(cuts) if axis == layout.axis)
         layout.told_by = [(number, run.way), *(x for x in layout.told_by if x[1] != run.way)]

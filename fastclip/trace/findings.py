@@ -258,6 +258,8 @@ class Report:
     """Random numbers were drawn."""
     by_chance: bool = False
     """Where samples lie, or what they are multiplied by, follows from several random numbers."""
+    unknown: bool = False
+    """A constant met samples that no operation has made, and that was not there before."""
     hooked: bool = False
     """Hooks were put on gradients of tensors."""
 

@@ -21,7 +21,16 @@ from torch import Tensor
 
 from fastclip.trace import attribution as at
 from fastclip.trace.findings import Read
-from fastclip.trace.memory import BY_VALUE, MOVED, ORDER, RANDOM, TRAINED, Shadow, content_of
+from fastclip.trace.memory import (
+    BY_VALUE,
+    CHANCE,
+    MOVED,
+    ORDER,
+    RANDOM,
+    TRAINED,
+    Shadow,
+    content_of,
+)
 from fastclip.trace.operation import Kind, is_leaf
 
 _LARGEST = 65536
@@ -243,6 +252,27 @@ def is_uneven(x: Tensor, sample: Tensor) -> bool:
         if bool(((high > least) & here.any(axis)).any()):
             return True
     return False
+
+
+# What was drawn
+
+_COPYING = frozenset(("_to_copy", "clone", "copy", "detach", "alias", "lift_fresh"))
+
+
+def by_chance(
+    kind: Kind, tensors: Sequence[Tensor], shadows: Sequence[Shadow], drawn: bool
+) -> bool:
+    """What an operation on no sample gives follows from several draws, or from one that is not alike for
+    all entries: of numbers that change, by a permutation.
+    """
+    if any(s.flags & CHANCE for s in shadows) or (kind.draws and not drawn):
+        return True
+    if kind.draws:
+        written = kind.written(tuple(tensors), {})
+        given = (x for x in tensors if x.numel() > 1 and not any(x is y for y in written))
+        return any(bool((x != x.reshape(-1)[0]).any()) for x in given if not x.is_meta)
+    one_by_one = kind.pointwise or kind.aliases or kind.name in _COPYING
+    return not one_by_one and any(s.flags & RANDOM for s in shadows)
 
 
 # Tensors that no operation of the step has made

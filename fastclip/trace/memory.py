@@ -185,6 +185,12 @@ def key_of(x: Tensor) -> int:
         return 0
 
 
+def lies_in(x: Tensor, tensors: Iterable[Tensor]) -> bool:
+    """In an operand's memory; `unsafe_split` and its like do not say so in their schema."""
+    own = key_of(x)
+    return any(x is y or (own != 0 and own == key_of(y)) for y in tensors)
+
+
 def geometry_of(x: Tensor) -> Geometry:
     """Offset, sizes, strides and bytes an entry."""
     return int(x.storage_offset()), x.shape, x.stride(), x.element_size()

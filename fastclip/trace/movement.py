@@ -41,7 +41,7 @@ def _reshaped(call: Operation) -> list[Any]:
 
 @rule(
     "alias", "detach", "unsqueeze", "squeeze", "transpose", "t", "permute", "expand", "slice",
-    "select", "split", "split_with_sizes", "unbind", "diagonal", "unfold", "numpy_T", "movedim",
+    "select", "split", "split_with_sizes", "unbind", "unfold", "numpy_T", "movedim",
     "_conj", "_neg_view", "real", "imag", "unsafe_split", "unsafe_split_with_sizes", "chunk",
     "unsafe_chunk", "lift", "narrow", "swapaxes",
 )  # fmt: skip
@@ -73,6 +73,25 @@ def _narrowed(found: Tensor) -> Tensor:
         if found.shape[axis] > 1 and found.stride(axis) == 0:
             found = found.narrow(axis, 0, 1)
     return at.compressed(found)
+
+
+def _by_number(call: Operation, axes: tuple[int, int]) -> int:
+    """What is taken along one of these axes depends on the place along the other one."""
+    found = call.of(call.args[0])
+    assert found is not None
+    return ORDER * any(at.lie_along(found, axis) for axis in axes)
+
+
+@rule("tril", "triu")
+def _triangle(call: Operation) -> list[Any]:
+    return [Out(call.of(call.args[0]), _by_number(call, (-2, -1)))]
+
+
+@rule("diagonal")
+def _diagonal(call: Operation) -> list[Any]:
+    x, axes = call.args[0], (call.given["dim1"], call.given["dim2"])
+    found = call.func(at.expanded(call.of(x), x.shape), *call.args[1:], **call.kwargs)
+    return [Out(_narrowed(found), _by_number(call, axes))]
 
 
 @rule("view_as_real")

@@ -113,6 +113,13 @@ _RESHAPING = frozenset(
 )
 
 
+_NUMBERS = frozenset(("bool", "int", "float", "number", "Scalar"))
+_OF_SIZES = frozenset(
+    ("is_same_size", "_has_same_storage_numel", "_has_compatible_shallow_copy_type")
+)
+_COUNTING = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output))
+
+
 class Kind:
     """What is known of an operator before it runs.
 
@@ -120,7 +127,8 @@ class Kind:
         name: without overload and, if it writes in place, without the underscore.
         writes: numbers of the arguments that it writes into. draws: random
             numbers; random: those are independent.
-        fresh: what it returns holds no numbers yet. reads: it gives a number to Python.
+        fresh: what it returns holds no numbers yet. reads: it gives a number to Python; counts: the
+            shape of what it returns says one.
         aliases: what it returns is in its operand's memory. reshapes: only the geometry changes.
         aligned: how constants lie alongside samples: "pointwise", "stacked", "together" or
             "gradient" (the first operand alone), if they do. by_values: not remembered. collective:
@@ -129,8 +137,8 @@ class Kind:
     """
 
     __slots__ = (
-        "aliases", "aligned", "base", "by_values", "collective", "draws", "filled", "fresh", "name",
-        "numbers", "pointwise", "random", "reads", "reshapes", "rule", "writes",
+        "aliases", "aligned", "base", "by_values", "collective", "counts", "draws", "filled", "fresh",
+        "name", "numbers", "pointwise", "random", "reads", "reshapes", "rule", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any, pointwise: Rule, extra: frozenset[str]) -> None:
@@ -152,13 +160,15 @@ class Kind:
         self.random = self.draws and base not in _JOINTLY
         self.collective = func._schema.name.startswith(_SPACES)
         self.fresh = base.startswith(("empty", "new_empty"))
-        self.reads = base in ("_local_scalar_dense", "is_nonzero", "equal")
+        numbers = any(str(r.type) in _NUMBERS for r in func._schema.returns)
+        self.reads = numbers and base not in _OF_SIZES
         self.aliases = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
         self.reshapes = bool(self.writes) and base in _RESHAPING
         of_pairs = base in ("max", "min") and overload_of(func) != "other"
         self.pointwise = (torch.Tag.pointwise in func.tags or base in extra) and not of_pairs
         self.rule: Rule | None = pointwise if self.pointwise else RULES.get(self.name)
         self.by_values = self.name in BY_VALUES or self.name == "eq"
+        self.counts = bool(_COUNTING & set(func.tags)) and (self.rule is None or base == "bincount")
         self.aligned = self._alignment()
         self.numbers = tuple(
             k for k, a in enumerate(func._schema.arguments)

@@ -22,7 +22,7 @@ from fastclip.trace.memory import (
 from fastclip.trace.operation import Operation, Out
 
 POINTWISE = frozenset((
-    "_to_copy", "copy", "fill", "zero", "tril", "triu", "native_dropout", "ones_like", "full_like",
+    "_to_copy", "copy", "fill", "zero", "native_dropout", "ones_like", "full_like",
     "bernoulli", "masked_fill", "lift_fresh", "exponential", "normal", "uniform", "random",
     "log_normal", "cauchy", "geometric", "floor_divide", "_conj_physical", "isclose",
     "silu_backward", "elu_backward", "hardtanh_backward", "leaky_relu_backward",

@@ -38,11 +38,19 @@ from fastclip.trace.memory import (
     Memory,
     Record,
     Shadow,
-    key_of,
+    lies_in,
     state_of,
 )
 from fastclip.trace.movement import exchanged
-from fastclip.trace.numbers import Counts, Numbers, Python, Trail, exported, held_against
+from fastclip.trace.numbers import (
+    Counts,
+    Numbers,
+    Python,
+    Questions,
+    Trail,
+    exported,
+    held_against,
+)
 from fastclip.trace.operation import (
     Kind,
     Operation,
@@ -131,12 +139,9 @@ class Tracer(TorchDispatchMode):
         self._thread: int | None = None
         self.takes_others = True
         """Tensors as long as the batch that no operation of the step has made are the samples' own."""
+        self.questions = Questions()
         self.trail: Trail | None = None
-        """Takes the operations of the step and their operands, if somebody wants them."""
-        self.wanted: dict[int, bool] = {}
-        """Answers that Python is to get to the yes-or-no questions of these numbers."""
-        self.answers: list[bool] = []
-        """What it got."""
+        """Takes the operations and their operands, if somebody wants them."""
         self.stopped = False
         """It observes nothing any more, and leaves its place when it can."""
 
@@ -276,6 +281,8 @@ class Tracer(TorchDispatchMode):
             if not self.hears:
                 return func(*args, **(kwargs or {}))
             out = self._dispatched(func, args, kwargs or {})
+            if self.trail is not None:
+                self.trail.gave(self, tensors_in(out))
             if self.counts.nodes and func in _KINDS and not _KINDS[func].aliases:
                 self.counts.divide(self, tensors_in(out))
             return out
@@ -302,7 +309,9 @@ class Tracer(TorchDispatchMode):
             hot |= shadow.sample is not None
             flags |= shadow.flags
         if kind.reads and (hot or flags & RANDOM):
-            return self._answer(self._read_number(kind, func(*args, **kwargs), shadows))
+            return self._read_number(kind, func(*args, **kwargs), tensors, shadows)
+        if hot and kind.counts:
+            self.read(kind.name, shadows)
         if self.trail is not None:
             self.trail.note(self, kind, args, kwargs, tensors, shadows)
         self.report.drew |= kind.draws
@@ -316,9 +325,11 @@ class Tracer(TorchDispatchMode):
         beside = is_of_losses(kind, tensors)
         for x, shadow in zip(tensors, shadows, strict=True):
             if shadow.flags & (RANDOM | CHANCE):
-                of_one = shadow.flags & RANDOM and (kind.pointwise or x.is_floating_point())
-                self.report.by_chance |= not of_one
+                of_one = kind.pointwise or x.is_floating_point()
+                self.report.by_chance |= bool(shadow.flags & CHANCE) or not of_one
             foreign = bool(shadow.flags & FOREIGN)
+            if shadow is self.shadows.constant and self._from_nowhere(x):
+                self.report.unknown = True
             unmet = x.requires_grad and shadow is self.shadows.constant
             unmet &= is_leaf(x) or current_task() == -1  # a checkpoint hands on what it was given
             if unmet and self.memory.record(x) is None:
@@ -329,6 +340,7 @@ class Tracer(TorchDispatchMode):
             elif foreign:
                 flags |= FOREIGN
         out = self._followed(func, kind, args, kwargs, tensors, shadows, flags, key, draw)
+        self.questions.met(kind, tensors, out)
         if beside and flags & FOREIGN:
             found = self.shadow_of(out)
             more = {"degree": found.degree, "factor": found.factor}
@@ -340,9 +352,14 @@ class Tracer(TorchDispatchMode):
         """What runs are nodes of the graph, whose tensors were saved before."""
         return current_task() != -1 and not torch.is_grad_enabled()
 
-    def _read_number(self, kind: Kind, value: Any, shadows: list[Shadow]) -> Any:
+    def _read_number(
+        self, kind: Kind, value: Any, tensors: list[Tensor], shadows: list[Shadow]
+    ) -> Any:
         of = self.read(kind.name, shadows)
-        if of != "chance" and not isinstance(value, bool):
+        if isinstance(value, bool):
+            return self.questions.answer(value, tensors)
+        self.trail = None  # other numbers can have any effect
+        if of != "chance":
             self.known_number(value, several=of == "several samples")
         return value
 
@@ -362,19 +379,10 @@ class Tracer(TorchDispatchMode):
         backward = current_task() != -1 and not factor
         return Cause(what, self.lines.current(), shapes, backward, factor, self.lines.in_model())
 
-    def _answer(self, number: Any) -> Any:
-        if isinstance(number, bool):
-            number = self.wanted.get(len(self.answers), number)
-            self.answers.append(number)
-        else:
-            self.trail = None  # other numbers can have any effect
-        return number
-
     def _kind(self, func: Any) -> Kind | None:
-        if not hasattr(func, "_schema"):
-            return None
-        found = _KINDS[func] = Kind(func, pointwise, POINTWISE)
-        return found
+        if hasattr(func, "_schema"):
+            _KINDS[func] = Kind(func, pointwise, POINTWISE)
+        return _KINDS.get(func)
 
     def _met(self, x: Tensor, record: Record | None) -> Shadow:
         """The shadow of an operand; a trained leaf that is met for the first time gets one."""
@@ -443,7 +451,7 @@ class Tracer(TorchDispatchMode):
             found = [self._nobody(outs[0])]
         self._put(kind, outs, found, cause, tensors)
         plain = func.namespace == "aten" and not (kind.writes or kind.random or kwargs)
-        if plain and out is outs[0] and out.numel() == 1 and not self._lies_in(out, tensors):
+        if plain and out is outs[0] and out.numel() == 1 and not lies_in(out, tensors):
             with self.aside():
                 self.memory.computed(out, repr(key), tensors)
         return out
@@ -545,7 +553,7 @@ class Tracer(TorchDispatchMode):
             if kind.writes:
                 self.memory.write(x, shadow, cause, whole=False)
                 self._compare_parts(x)
-            elif self._lies_in(x, tensors):
+            elif lies_in(x, tensors):
                 self.memory.view(x, shadow)
             else:
                 self.memory.write(x, shadow, cause)
@@ -563,12 +571,6 @@ class Tracer(TorchDispatchMode):
                 flag = BY_VALUE if law.is_branched(self) else ORDER
                 record.flags |= flag
                 record.shadows = {k: law.flagged(self, s, flag) for k, s in record.shadows.items()}
-
-    @staticmethod
-    def _lies_in(x: Tensor, tensors: list[Tensor]) -> bool:
-        """In an operand's memory; `unsafe_split` and its like do not say so in their schema."""
-        own = key_of(x)
-        return any(x is y for y in tensors) or (own != 0 and own in map(key_of, tensors))
 
     def _constant(
         self, func: Any, kind: Kind, args: tuple, kwargs: dict, tensors: list[Tensor],
@@ -597,7 +599,7 @@ class Tracer(TorchDispatchMode):
         literal = kind.name in _LITERALS
         self.python.made(literal, tensors, outs)
         elsewhere = not literal and not trained and any(self._from_nowhere(x) for x in tensors)
-        chance = kind.draws or any(s.flags & (RANDOM | CHANCE) for s in shadows)
+        chance = law.by_chance(kind, tensors, shadows, bool(drawn))
         shadow = self.shadows.of_no_sample(
             RANDOM * drawn | CHANCE * chance | TRAINED * trained | FOREIGN * foreign
         )
@@ -607,7 +609,7 @@ class Tracer(TorchDispatchMode):
             elif kind.writes:
                 if shadow is not self.shadows.constant or self.memory.record(x) is not None:
                     self.memory.write(x, shadow, whole=False)
-            elif literal or (not elsewhere and not self._lies_in(x, tensors)):
+            elif literal or (not elsewhere and not lies_in(x, tensors)):
                 self.memory.write(x, shadow)
         return out
 

@@ -151,7 +151,44 @@ def test_left_to_values(name: str) -> None:
     assert passes(private) > 6
 
 
+def by_node(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    h = m.second(h).tanh()
+    if h.grad_fn is not None:
+        h.grad_fn.register_hook(lambda gs, _: tuple(g + 0.1 * g.mean(0) for g in gs))
+    return h
+
+
+def of_so_many(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    return h * len(torch.unique(h[:, 0, 0].round()))
+
+
+def clamped(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    """In most batches both ways give the same."""
+    return h.clamp(-0.5, 0.5) if h.max() > 0.8 else h
+
+
 COUPLED: dict[str, Does] = {
+    "a part of so many features": lambda m, h, mask: h * h[:, : len(h) // 3].sum(1, keepdim=True),
+    "as often as there are samples": lambda m, h, mask: (
+        h.unsqueeze(1).expand(-1, len(h), -1, -1).sum(1)
+    ),
+    "a padding of their number": lambda m, h, mask: (
+        h + torch.cat([h, h.new_zeros(len(h), len(h), D)], 1).mean(1, keepdim=True)
+    ),
+    "positions in the batch": lambda m, h, mask: (
+        h
+        + 0 * m.second.weight[: len(h)].new_ones(1)
+        + F.embedding(torch.arange(len(h)), torch.cat([m.token[0]] + [2 * m.token[0]] * 11))[
+            :, None
+        ]
+    ),
+    "a triangle": lambda m, h, mask: h.transpose(0, 1).tril().transpose(0, 1),
+    "a node's hook": by_node,
+    "how many there are of a kind": of_so_many,
+    "a question that is seldom answered": clamped,
+    "draws by position": lambda m, h, mask: (
+        h * torch.bernoulli((torch.arange(len(h)) % 2).double())[:, None, None]
+    ),
     "a question": lambda m, h, mask: 2 * h if h.mean() > 0.01 else h,
     "the number of samples": lambda m, h, mask: h * (1 + 1 / len(h)),
     "a tensor of their number": lambda m, h, mask: h * torch.full((), 1 / len(h)).to(h),
@@ -199,7 +236,7 @@ def test_a_new_way_is_traced() -> None:
         optimizer.zero_grad()
         backward(private, torch.randn(B, T, D).double())
         optimizer.step()
-        assert passes(private) == 2 + 2 * on
+        assert passes(private) == 3 + 3 * on
     traced = private.keeper.trace.log.reports
     assert len(traced) == 2
     assert traced[-1].operations > traced[0].operations

@@ -169,14 +169,14 @@ def traced(
 
         def run(wanted: Mapping[int, bool]) -> tuple[Trail | None, list[bool]]:
             other = Standalone([*model.parameters(), *model.buffers()])
-            other.trail, other.wanted = Trail(), dict(wanted)
+            other.trail, other.questions.wanted = Trail(), dict(wanted)
             torch.manual_seed(0)
             model.zero_grad()  # each run begins as the first one did
             try:
                 _run(other, step, samples, before)
             except Exception:
-                return None, other.answers
-            return other.trail, other.answers
+                return None, other.questions.answers
+            return other.trail, other.questions.answers
 
         asks = {"item", "is_nonzero"}
         if {read.what for read in tracer.report.reads} <= asks and outcomes_agree(run):
