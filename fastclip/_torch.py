@@ -275,8 +275,7 @@ def hear_exports(told: Callable[[str, Tensor], None]) -> Callable[[], None]:
     Returns:
         Ends it.
     """
-    before = {name: vars(Tensor).get(name) for name in (*_HEARD, "grad_fn")}
-    node_of: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
+    node_of = vars(torch._C.TensorBase)["grad_fn"].__get__
 
     def node(x: Tensor) -> Any:  # whose hooks nobody hears of
         frame: Any = sys._getframe(1)
@@ -298,6 +297,9 @@ def hear_exports(told: Callable[[str, Tensor], None]) -> Callable[[], None]:
 
         return method
 
+    hearing = {name: heard(name) for name in _HEARD} | {"grad_fn": property(node)}
+    before = {name: vars(Tensor).get(name) for name in hearing}
+
     def end() -> None:
         for name, own in before.items():
             if own is None:
@@ -305,9 +307,8 @@ def hear_exports(told: Callable[[str, Tensor], None]) -> Callable[[], None]:
             else:
                 setattr(Tensor, name, own)
 
-    for name in _HEARD:
-        setattr(Tensor, name, heard(name))
-    Tensor.grad_fn = property(node)  # type: ignore[assignment]
+    for name, method in hearing.items():
+        setattr(Tensor, name, method)
     return end
 
 

@@ -147,6 +147,11 @@ class BatchLayout:
         self._cuts = [(way, cuts), *others]
         self.guards = self._guards_of(way)
 
+    def size_told_by(self, way: Way, cuts: Cuts) -> None:
+        """The first input that is cut along the samples' own axis tells how many there are."""
+        number = next(i for i, axis in enumerate(cuts) if axis == self.axis)
+        self.told_by = [(number, way), *(x for x in self.told_by if x[1] != way)]
+
     def guards_of(self, args: tuple, kwargs: dict) -> Guards:
         """Those of calls with such inputs."""
         return self._guards_of(way_of(*self.read(args, kwargs)))

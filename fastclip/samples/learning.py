@@ -297,8 +297,7 @@ class _Learner:
             )
         note_outlets(self.layout, probes, outputs)
         self.layout.guards.mixed |= {n: x.dim() for n, x in crossed(outputs).items()}
-        number = next(i for i, axis in enumerate(cuts) if axis == self.layout.axis)
-        self.layout.told_by = [(number, way), *(x for x in self.layout.told_by if x[1] != way)]
+        self.layout.size_told_by(way, cuts)
 
     def _opened(self, probes: list[Probe]) -> bool:
         """Note layers to be opened, and what turned out to be a use; whether any is new."""

@@ -29,7 +29,7 @@ from fastclip.samples.taint import Taint
 from fastclip.samples.undrawn import BY_ROW, HIGH, LOW, MIDDLE, Undrawn
 
 if TYPE_CHECKING:
-    from fastclip.samples.layout import BatchLayout
+    from fastclip.samples.layout import BatchLayout, Guards
 
 Gradients = list[tuple[Hashable, Place | None, Tensor]]
 """Of one output by what it follows from: name, place of the samples if that is known, gradient."""
@@ -148,20 +148,19 @@ def _differ(given: Gradients, others: Gradients, kept: list[int], rows: int) -> 
     return not all(rows_agree(one, other, kept, place, rows) for place, one, other in held)
 
 
-def refuse_gradients(layout: BatchLayout, inputs: Any, output: Any) -> Any:
+def refuse_gradients(layout: BatchLayout, guards: Guards, inputs: Any, output: Any) -> Any:
     """Let no gradient come in through outputs that couple rows.
 
     Where labels lie on a device, asking for them would hold up the step; gradients are NaN there if one
     counts, so that nobody contributes.
 
     Args:
-        layout: what is known of the call. inputs, output: of the call.
+        layout: what is known of the call. guards: of its inputs. inputs, output: of the call.
 
     Returns:
         The output, in which views take the place of those of which other outputs are made: through
         these a gradient may come.
     """
-    guards = layout.guards_of(*inputs)
     stop_gradients(guards.spreading, output)
     mixed, counted = guards.mixed, guards.counted
     if inner := guards.inner & {*mixed, *(n for found in counted.values() for n in found)}:

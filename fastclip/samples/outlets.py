@@ -51,11 +51,15 @@ def _below(
             yield from _below((*path, name), held, rows)
 
 
+def outlets_of(output: Any, rows: int) -> set[Outlet]:
+    """Where the tensors of an output are, whether lists of as many hold rows or not."""
+    return {outlet for size in (None, rows) for outlet, _ in outlets(output, size)}
+
+
 def note_outlets(layout: BatchLayout, probes: list[Probe], outputs: list[Any]) -> None:
     """A look has seen these outputs."""
     for probe, output in zip(probes, outputs, strict=True):
-        for rows in (None, probe.rows):
-            layout.guards.outlets.update(outlet for outlet, _ in outlets(output, rows))
+        layout.guards.outlets |= outlets_of(output, probe.rows)
 
 
 def guarded(layout: BatchLayout, called: Any, output: Any, look: Callable[..., None] | None) -> Any:
@@ -77,7 +81,7 @@ def guarded(layout: BatchLayout, called: Any, output: Any, look: Callable[..., N
         guards.rare |= new
         if new:
             _refuse_unseen(layout, new, rows, output)
-    return refuse_gradients(layout, (called.args, called.kwargs), output)
+    return refuse_gradients(layout, guards, (called.args, called.kwargs), output)
 
 
 def _new(guards: Guards, rows: int, output: Any) -> set[Outlet]:

@@ -59,7 +59,7 @@ def have_no_effect(first: Asked, run: Callable[[Mapping[int, bool]], Asked]) -> 
 
 
 def unmasked(x: Any, axis: int, number: int) -> Any:
-    """An input's rows as they are; a mask that hides nothing, in the place of one."""
+    """An input's rows as they are; instead of a mask, one that hides nothing."""
     del axis, number
     if not isinstance(x, Tensor) or x.dim() < 2 or x.is_floating_point() or x.is_complex():
         return x

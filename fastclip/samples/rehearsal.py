@@ -24,7 +24,7 @@ from fastclip.samples.carried import Kept
 from fastclip.samples.groups import MANY
 from fastclip.samples.inputs import Cuts, flatten
 from fastclip.samples.layout import BatchLayout
-from fastclip.samples.outlets import outlets
+from fastclip.samples.outlets import outlets_of
 from fastclip.samples.place import Place, places
 from fastclip.samples.probe_state import own_tensors, stirred
 from fastclip.samples.probing import Misjudged, Probe, Runs
@@ -154,10 +154,10 @@ def _growing(few: _Rehearsal, more: _Rehearsal) -> dict[Hashable, int]:
         if len(shapes) != len(others):
             raise _Unproven
         axes = {_grown(a, b, few.rows, more.rows) for a, b in zip(shapes, others, strict=True)}
-        if axes - {None}:
-            if len(axes) > 1:
-                raise _Unproven
-            found[name] = axes.pop()  # type: ignore[assignment]
+        if len(axes) > 1:
+            raise _Unproven
+        if (axis := next(iter(axes), None)) is not None:
+            found[name] = axis
     return found
 
 
@@ -375,8 +375,7 @@ class _Rehearsal(Probe):
         self.without(())
         if kept := Kept(model, self).names:
             self.unproven.append(f"what the model keeps: {kept}")
-        for rows in (None, self.rows):
-            self.outlets.update(outlet for outlet, _ in outlets(output, rows))
+        self.outlets = outlets_of(output, self.rows)
 
     def check(self) -> None:
         """What was seen holds for all numbers.
@@ -438,5 +437,4 @@ class _Rehearsal(Probe):
         layout.settle()
         layout.proven, layout.asked = True, bool(self.answers)
         layout.compared = max(layout.compared, min(run.rows(cuts), MOST_ROWS))
-        number = next(i for i, axis in enumerate(cuts) if axis == layout.axis)
-        layout.told_by = [(number, run.way), *(x for x in layout.told_by if x[1] != run.way)]
+        layout.size_told_by(run.way, cuts)
