@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +13,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fastclip._torch import tree_leaves
+from fastclip.samples.questions import have_no_effect
 from fastclip.trace.attribution import SEVERAL
 from fastclip.trace.findings import HIDDEN, Report
 from fastclip.trace.law import Law
 from fastclip.trace.memory import TRAINED, Shadow, geometry_of
 from fastclip.trace.numbers import Trail
 from fastclip.trace.tracer import Tracer
-from tests.trace.outcomes import outcomes_agree
 
 HIDDEN.append(__file__)
 
@@ -125,6 +126,20 @@ class Reads(TorchFunctionMode):
 
 
 @dataclass
+class _Ran:
+    """A step with given answers: all that it did must stay the same."""
+
+    trail: Trail
+    answers: list[bool]
+
+    def is_again(self, other: _Ran) -> bool:
+        return self.trail == other.trail
+
+    def gives_the_same(self, other: _Ran, question: int) -> bool:
+        return self.is_again(other)
+
+
+@dataclass
 class Traced:
     """What a traced step has shown.
 
@@ -167,20 +182,21 @@ def traced(
         tracer.report.add("carried", record.cause, "memory that is still held")
     if explores and tracer.report.verdict == "path":
 
-        def run(wanted: Mapping[int, bool]) -> tuple[Trail | None, list[bool]]:
+        def run(wanted: Mapping[int, bool]) -> _Ran:
             other = Standalone([*model.parameters(), *model.buffers()])
             other.trail, other.questions.wanted = Trail(), dict(wanted)
             torch.manual_seed(0)
             model.zero_grad()  # each run begins as the first one did
-            try:
-                _run(other, step, samples, before)
-            except Exception:
-                return None, other.questions.answers
-            return other.trail, other.questions.answers
+            _run(other, step, samples, before)
+            if other.trail is None:
+                raise ValueError("Python has read another number")
+            return _Ran(other.trail, other.questions.answers)
 
         asks = {"item", "is_nonzero"}
-        if {read.what for read in tracer.report.reads} <= asks and outcomes_agree(run):
-            tracer.report.reads.clear()
+        if {read.what for read in tracer.report.reads} <= asks:
+            with suppress(Exception):  # the step does not run so, or asks for more than yes or no
+                if have_no_effect(run({}), run):
+                    tracer.report.reads.clear()
     return Traced(tracer.report, degree, tracer)
 
 
