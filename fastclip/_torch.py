@@ -261,6 +261,12 @@ def run_eagerly() -> Callable[[], None]:
     return end
 
 
+class _Attribute(property):
+    """What torch hands to `__torch_function__` of an attribute has its name."""
+
+    __name__ = "grad_fn"
+
+
 _HEARD = ("tolist", "numpy", "register_hook", "__dlpack__", "data_ptr")
 
 
@@ -297,7 +303,7 @@ def hear_exports(told: Callable[[str, Tensor], None]) -> Callable[[], None]:
 
         return method
 
-    hearing = {name: heard(name) for name in _HEARD} | {"grad_fn": property(node)}
+    hearing = {name: heard(name) for name in _HEARD} | {"grad_fn": _Attribute(node)}
     before = {name: vars(Tensor).get(name) for name in hearing}
 
     def end() -> None:

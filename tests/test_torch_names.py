@@ -557,3 +557,22 @@ def test_hooks_of_all_modules() -> None:
 def test_the_end_of_a_pool() -> None:
     """Its name; a build without CUDA has no allocator that could be asked."""
     assert callable(_torch.end_of_pool)
+
+
+def test_an_attribute_that_is_heard_has_its_name() -> None:
+    """As torch's own has, which it hands to subclasses: fully_shard sets proxies on modules."""
+
+    class Sub(Tensor):
+        asked: list[str] = []
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Sub.asked.append(func.__self__.__name__)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    end = _torch.hear_exports(lambda what, x: None)
+    try:
+        assert torch.ones(2).as_subclass(Sub).grad_fn is None
+    finally:
+        end()
+    assert Sub.asked == ["grad_fn"]

@@ -56,6 +56,6 @@ def test_rows_of_other_forms_stay() -> None:
 def test_every_configuration(tmp_path: Path) -> None:
     rows = compiled(tmp_path)
     modules = {launcher.__module__.rpartition(".")[2] for launcher in KERNELS.values()}
-    modules.add("one_position")  # of ghost_norm and instantiated_norm
+    modules |= {"one_position", "ghost_sums"}  # of ghost_norm, instantiated_norm and ghost_norms
     modules.remove("conv_arguments")  # it copies, and launches nothing of ours
     assert {row["kernel"].partition(".")[0] for row in rows} == modules
