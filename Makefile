@@ -97,4 +97,4 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.train --parts
 
 clean:
-	rm -rf $(VENV) build fastclip/_C.*.so fastclip/_host.*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build fastclip/_*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache

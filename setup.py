@@ -1,8 +1,9 @@
-"""The packages under fastclip/, and csrc/, whose folders become two modules: host/ becomes
-fastclip._host where there is a C++ compiler, cuda/ becomes fastclip._C where there is an nvcc.
+"""The packages under fastclip/, and csrc/, whose folders become modules: host/ becomes fastclip._host
+where there is a C++ compiler, path/ fastclip._path where there is torch, too, and cuda/ becomes
+fastclip._C where there is an nvcc.
 
-Both are optional: without them every operation still runs, in Triton or PyTorch. So a module that
-cannot be built is told in one sentence and the installation goes on. FASTCLIP_BUILD=0 leaves both
+All are optional: without them every operation still runs, in Triton or PyTorch. So a module that
+cannot be built is told in one sentence and the installation goes on. FASTCLIP_BUILD=0 leaves all
 out, FASTCLIP_BUILD=strict (`make build`) makes a failed build an error. The rest of the metadata is in
 pyproject.toml.
 """
@@ -128,6 +129,39 @@ def nvcc_flags() -> list[str]:
     ]
 
 
+def find_torch() -> Path:
+    """Where the torch that is installed lies."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise NoCompiler(
+            "torch is not installed where it would be built (pip isolates builds): after "
+            "`pip install torch`, pip install --no-build-isolation fastclip"
+        )
+    return Path(found.origin).parent
+
+
+def find_cxx_and_torch() -> str:
+    """The C++ compiler, where there is something to compile against."""
+    find_torch()
+    return find_cxx()
+
+
+def torch_flags() -> list[str]:
+    """What the compiler is told of torch, whose headers are to check nothing at run time."""
+    import torch
+
+    include = find_torch() / "include"
+    strings = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    headers = include, include / "torch" / "csrc" / "api" / "include"
+    found = [flag for path in headers for flag in ("-isystem", str(path))]
+    return [*OF_THE_HOST, "-DNDEBUG", strings, *found]
+
+
+def torch_libraries() -> str:
+    """Found by the process that has imported torch."""
+    return f"-L{escape(find_torch() / 'lib')} -ltorch_python -ltorch_cpu -lc10"
+
+
 class Module(NamedTuple):
     """A folder of csrc/ and what becomes of it."""
 
@@ -136,19 +170,26 @@ class Module(NamedTuple):
     find: Callable[[], str]
     """Its compiler."""
     flags: Callable[[], list[str]]
-    libraries: str
+    libraries: Callable[[], str]
     other_compiler: str
     """How the user names another one, where this one fails."""
+    needs: str = "sys"
+    """A module that is imported before."""
 
 
 HOST = Module(
-    "_host", "host", find_cxx, lambda: OF_THE_HOST, "-pthread -ldl",
+    "_host", "host", find_cxx, lambda: OF_THE_HOST, lambda: "-pthread -ldl",
     "CXX=... chooses another compiler",
 )  # fmt: skip
+PATH = Module(
+    "_path", "path", find_cxx_and_torch, torch_flags, torch_libraries,
+    "CXX=... chooses another compiler", needs="torch",
+)  # fmt: skip
 CUDA = Module(
-    "_C", "cuda", find_nvcc, nvcc_flags, "-cudart static",
+    "_C", "cuda", find_nvcc, nvcc_flags, lambda: "-cudart static",
     "NVCC_PREPEND_FLAGS='-ccbin ...' chooses another host compiler",
 )  # fmt: skip
+MODULES = HOST, PATH, CUDA
 
 
 def escape(text: str | Path) -> str:
@@ -200,7 +241,7 @@ def write_ninja(folder: Path, module: Module, compiler: str) -> None:
     names = f"-DFASTCLIP_HEADERS={zlib.crc32('/'.join(headers).encode())}"
     flags = " ".join(map(shlex.quote, (*plain_flags(copy), *module.flags(), names)))
     lines = [f"compiler = {dollars(compiler)}", f"flags = {dollars(flags)}"]
-    lines.append(f"libraries = {module.libraries}")
+    lines.append(f"libraries = {module.libraries()}")
     lines.append(RULES)
     objects, sources = [], copy / module.folder
     for source in sorted([*sources.glob("*.cu"), *sources.glob("*.cpp")]):
@@ -240,13 +281,14 @@ def build(folder: Path, module: Module) -> Path:
     return folder / f"{module.name}.so"
 
 
-def versions_of(path: Path) -> str:
+def versions_of(path: Path, needs: str = "sys") -> str:
     """Import a module by its path alone and ask it what it was built for.
 
     Raises:
         NotBuilt: it cannot be imported.
     """
     try:
+        importlib.import_module(needs)
         versions = imported(path).versions()
         return ", ".join(f"{name} {value}" for name, value in versions.items())
     except ImportError as error:
@@ -254,17 +296,17 @@ def versions_of(path: Path) -> str:
 
 
 class BuildModules(build_ext):
-    """Builds fastclip._host and fastclip._C with ninja and their compilers, or says why not."""
+    """Builds the modules of csrc/ with ninja and their compilers, or says why not."""
 
     def run(self) -> None:
         """What fails is an error after all was tried, and where the build was asked for."""
         if os.environ.get("FASTCLIP_BUILD") == "0":
-            print("fastclip._host and fastclip._C are left out: FASTCLIP_BUILD=0")
+            print("the modules of csrc/ are left out: FASTCLIP_BUILD=0")
             if not self.inplace:  # what an earlier build has left would be packed
-                for module in (HOST, CUDA):
+                for module in MODULES:
                     self.path_of(module).unlink(missing_ok=True)
             return
-        failed = [module for module in (HOST, CUDA) if not self.build_module(module)]
+        failed = [module for module in MODULES if not self.build_module(module)]
         if failed and os.environ.get("FASTCLIP_BUILD") == "strict":
             raise SystemExit(1)
 
@@ -279,7 +321,7 @@ class BuildModules(build_ext):
         kept = ROOT / "build" / f"{module.folder}-{sys.implementation.cache_tag}"
         try:
             path = build(kept, module)
-            versions = versions_of(path)
+            versions = versions_of(path, module.needs)
             target.parent.mkdir(parents=True, exist_ok=True)
             fresh = target.with_suffix(f".{os.getpid()}.new")
             shutil.copyfile(path, fresh)
@@ -296,8 +338,7 @@ if __name__ == "__main__":  # setuptools and pip run this file as a program
     setup(
         packages=find_packages(include=["fastclip", "fastclip.*"]),
         ext_modules=[
-            Extension(f"fastclip.{module.name}", sources=[], optional=True)
-            for module in (HOST, CUDA)
+            Extension(f"fastclip.{module.name}", sources=[], optional=True) for module in MODULES
         ],
         cmdclass={"build_ext": BuildModules},
     )

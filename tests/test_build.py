@@ -22,11 +22,16 @@ from fastclip.compiled import check_built, how_to_build
 from fastclip.ops import dispatch
 
 ROOT = Path(__file__).resolve().parents[1]
-COMPILERS = {"_host": "g++", "_C": "nvcc"}
+FOLDERS = {"_host": "host", "_path": "path", "_C": "cuda"}
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 needs_cxx = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-of_both = pytest.mark.parametrize(
-    "module", [pytest.param("_host", marks=needs_cxx), pytest.param("_C", marks=needs_nvcc)]
+of_each = pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param("_host", marks=needs_cxx),
+        pytest.param("_path", marks=needs_cxx),
+        pytest.param("_C", marks=needs_nvcc),
+    ],
 )
 
 
@@ -39,7 +44,7 @@ def built(module: str = "_C") -> Path:
     return Path(found.origin)
 
 
-@of_both
+@of_each
 def test_it_is_built_where_it_can_be(module: str) -> None:
     """Or the tests of csrc/ would be left out without a word."""
     assert importlib.util.find_spec(f"fastclip.{module}") is not None, "run `make build`"
@@ -68,9 +73,9 @@ def test_its_absence_names_the_way_out(
     assert dispatch.has_loops("draw_normals") == with_loops
 
 
-@of_both
+@of_each
 def test_it_is_of_the_sources_that_are_here(module: str) -> None:
-    folder = {"_host": "host", "_C": "cuda"}[module]
+    folder = FOLDERS[module]
     check_built(module, folder, "")
     found = importlib.import_module(f"fastclip.{module}").versions()["sources"]
     assert found == sources.mark_of(folder)
@@ -333,12 +338,12 @@ def test_the_compilers_place_and_age(
         setup.find_nvcc()
 
 
-@of_both
+@of_each
 def test_what_changes_is_compiled_again(
     module: str, setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A header's change reaches the sources that include it, and no other; new sources join."""
-    chosen = {"_host": setup.HOST, "_C": setup.CUDA}[module]
+    chosen = {"_host": setup.HOST, "_path": setup.PATH, "_C": setup.CUDA}[module]
     root, folder = tmp_path / "with space", tmp_path / "a build"
     of_module = root / chosen.folder
     of_module.mkdir(parents=True)
@@ -382,14 +387,14 @@ def checkout(folder: Path, source: str) -> list[Path]:
     """A small copy of the project, with sources of its own, and the modules of an older build."""
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    for part in ("cuda", "host"):
+    for name, part in FOLDERS.items():
         (folder / "csrc" / part).mkdir(parents=True)
-        (folder / "csrc" / part / "only.cpp").write_text(source)
+        (folder / "csrc" / part / "only.cpp").write_text(source.replace("_NAME", name))
     (folder / "fastclip").mkdir()
     (folder / "fastclip" / "__init__.py").touch()
     shutil.copy(ROOT / "fastclip" / "sources.py", folder / "fastclip")
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
-    stale = [folder / "fastclip" / f"{name}{suffix}" for name in COMPILERS]
+    stale = [folder / "fastclip" / f"{name}{suffix}" for name in FOLDERS]
     for path in stale:
         path.write_text("of older sources")
     return stale
@@ -404,12 +409,12 @@ def build_in(folder: Path, *options: str, **environment: str) -> tuple[int, list
     return done.returncode, (done.stdout + done.stderr).splitlines()
 
 
-@of_both
+@of_each
 def test_a_header_in_the_place_of_another(
     module: str, setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """All is compiled again: a compiler would find the new one first."""
-    chosen = {"_host": setup.HOST, "_C": setup.CUDA}[module]
+    chosen = {"_host": setup.HOST, "_path": setup.PATH, "_C": setup.CUDA}[module]
     root, folder = tmp_path / "csrc", tmp_path / "build"
     (root / chosen.folder).mkdir(parents=True)
     (root / "value.hpp").write_text("inline int value() { return 1; }\n")
@@ -457,7 +462,7 @@ def test_a_wheel_without_modules_has_none_of_an_earlier_build(tmp_path: Path) ->
     checkout(tmp_path, "")
     packed = tmp_path / "build" / "lib" / "fastclip"
     packed.mkdir(parents=True)
-    for name in COMPILERS:
+    for name in FOLDERS:
         (packed / f"{name}{importlib.machinery.EXTENSION_SUFFIXES[0]}").write_text("older")
     code, lines = build_in(tmp_path, "--build-lib", "build/lib", FASTCLIP_BUILD="0")
     assert code == 0, lines
@@ -474,7 +479,7 @@ def test_a_compiler_that_is_none(cxx: str, said: str, tmp_path: Path) -> None:
     path = f"{nvcc.parent}:{os.environ['PATH']}"
     code, lines = build_in(tmp_path, FASTCLIP_BUILD="", CXX=cxx, PATH=path)
     assert code == 0, lines
-    assert sum(said in line for line in lines) == 1, lines
+    assert sum(said in line for line in lines) == 2, lines  # of both modules that ask for one
     assert sum("nvcc cannot be run" in line for line in lines) == 1, lines
     assert not any(map(Path.exists, stale))
 
@@ -484,16 +489,21 @@ def test_a_compiler_that_is_none(cxx: str, said: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wish", "nvcc", "said", "code"),
     [
-        ("", None, ["_host is not built: csrc/host did", "_C is not built: csrc/cuda did"], 0),
+        (
+            "",
+            None,
+            [f"{name} is not built: csrc/{folder} did" for name, folder in FOLDERS.items()],
+            0,
+        ),
         (
             "strict",
             None,
-            ["_host is not built: csrc/host did", "_C is not built: csrc/cuda did"],
+            [f"{name} is not built: csrc/{folder} did" for name, folder in FOLDERS.items()],
             1,
         ),
         ("", nvcc_of("10.2"), ["is CUDA 10.2: install 12.1 or newer"], 0),
         ("strict", nvcc_of("10.2"), ["is CUDA 10.2: install 12.1 or newer"], 1),
-        ("0", None, ["fastclip._host and fastclip._C are left out: FASTCLIP_BUILD=0"], 0),
+        ("0", None, ["the modules of csrc/ are left out: FASTCLIP_BUILD=0"], 0),
     ],
 )
 def test_an_installation_goes_on(
@@ -513,7 +523,7 @@ def test_an_installation_goes_on(
 
 LEAST_MODULE = """
 #include <pybind11/pybind11.h>
-PYBIND11_MODULE(_host, module) {
+PYBIND11_MODULE(_NAME, module) {
   module.def("versions", [] { return pybind11::dict(pybind11::arg("compiler") = __VERSION__); });
 }
 """
@@ -523,7 +533,7 @@ PYBIND11_MODULE(_host, module) {
 @needs_cxx
 def test_the_loops_ask_for_no_nvcc(tmp_path: Path) -> None:
     """A C++ compiler makes them; that there is nothing to build the other module with is no error."""
-    of_host, of_cuda = checkout(tmp_path, LEAST_MODULE)
+    *loops, of_cuda = checkout(tmp_path, LEAST_MODULE)
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in ("g++", "as", "ld"):
@@ -540,5 +550,5 @@ def test_the_loops_ask_for_no_nvcc(tmp_path: Path) -> None:
     assert code == 0, lines
     assert any("fastclip._C is not built: there is no nvcc" in line for line in lines)
     assert any(line.startswith("fastclip._host: compiler ") for line in lines)
-    assert of_host.exists()
+    assert all(map(Path.exists, loops))
     assert not of_cuda.exists()

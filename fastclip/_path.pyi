@@ -1,0 +1,16 @@
+"""The way of a call through torch's operators, as Python sees it; csrc/path documents it."""
+
+from torch import Tensor
+
+def versions() -> dict[str, str]: ...
+def pause(by: int) -> None: ...
+
+class Path:
+    operators: int
+    sizes: list[int]
+    hash: int
+    def follows(self, other: Path, mine: list[int], its: list[int]) -> bool: ...
+
+class Recording:
+    def start(self, inputs: list[Tensor]) -> None: ...
+    def stop(self) -> Path: ...
