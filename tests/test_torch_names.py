@@ -566,7 +566,9 @@ def test_an_attribute_that_is_heard_has_its_name() -> None:
         asked: list[str] = []
 
         @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             Sub.asked.append(func.__self__.__name__)
             return super().__torch_function__(func, types, args, kwargs or {})
 

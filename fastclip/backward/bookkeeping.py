@@ -75,7 +75,7 @@ class BookKeeper:
         self.per_sample_norms: Tensor | None = None
         self.batch_norms: list[tuple[str, nn.Module]] = []
         self.trace = StepTrace(names, self.others, batch_axis)
-        self.calls.aside, self.calls.traces = self.trace.aside, self.trace.again
+        self._connect()
         self._shared: set[nn.Parameter] = set()
         self._pass: BackwardPass | None = None
         self.interceptor = Interceptor(self)
@@ -359,6 +359,10 @@ class BookKeeper:
             self.batch.retire()
             self.sums.clear(self.names)
 
+    def _connect(self) -> None:
+        """Calls ask the trace of their step."""
+        self.calls.traces, self.calls.traced = self.trace.again, lambda: self.trace.observing
+
     def __getstate__(self) -> dict[str, Any]:
         """Nothing of raw data is copied or pickled with a model."""
         left = {"per_sample_norms": None, "_pass": None, "forward": Forward(None)}
@@ -367,7 +371,7 @@ class BookKeeper:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy has no sums, so nothing of a logical batch is pending in it."""
         self.__dict__.update(state)
-        self.calls.aside, self.calls.traces = self.trace.aside, self.trace.again
+        self._connect()
         self.interceptor = Interceptor(self)
         with self.batch.abandon():
             pass

@@ -179,6 +179,8 @@ class RootCall:
     @disable_dynamo
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """The model's forward has returned, or failed; of a batch without rows the way out is told."""
+        if self._called is not None:
+            self._called.ran()
         _tell(error, self._forward.batch_size)
         if self._called is not None:
             if error is not None and self._keeper is not None:

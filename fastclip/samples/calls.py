@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fastclip.errors import GraphError, StepError
 from fastclip.parallel.shards import Shards
+from fastclip.samples import paths
 from fastclip.samples.blind import check_rows
 from fastclip.samples.inputs import Drawn, batch_sizes_of
 from fastclip.samples.layout import BatchLayout, Lengths
@@ -26,12 +27,17 @@ from fastclip.samples.special import untried
 from fastclip.samples.spread import check_look, check_moves
 from fastclip.samples.taken import MOST_ROWS
 from fastclip.samples.watch import Look
+from fastclip.trace.tracer import all_aside
 
 FORWARD = "forward"  # the name of the call that is the model's own
 _LOOKS_AGAIN = 17  # at one batch, where a layer in the middle of it cannot hold its samples
 
 
 def _not_traced(begins: bool) -> bool:
+    return False
+
+
+def _is_not() -> bool:
     return False
 
 
@@ -82,6 +88,17 @@ class Entered:
     """It is no computation over one batch (Lightning's optimizer_step): what it calls is looked at."""
     noticing: ExitStack = field(default_factory=ExitStack)
     """What lets parameters notice their uses, until the call ends."""
+    looked_at: bool = False
+    """Dry runs have been made for it."""
+    following: Any = None
+    """Follows its way through torch's operators."""
+    path: Any = None
+    """That way, once it has run."""
+
+    def ran(self) -> None:
+        """It has computed what it returns, or has failed."""
+        if self.following is not None:
+            self.path, self.following = self.following.stop(), None
 
 
 class Calls:
@@ -105,11 +122,11 @@ class Calls:
         """All parameters of the model as it was intercepted."""
         self.paused = False
         """What runs now contributes nothing."""
-        self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
-        """What runs inside is no part of the traced step."""
         self.traces: Callable[[bool], bool] = _not_traced
         """Told of a kind of call that is not known, and whether the model's own forward is about to
         begin; answers whether its step is traced."""
+        self.traced: Callable[[], bool] = _is_not
+        """Whether what runs is a part of a traced step."""
         self.shards: Shards | None = None
         """Where the parameters are spread over ranks."""
         self._running: list[Entered] = []
@@ -123,8 +140,8 @@ class Calls:
         left: dict[str, Any] = dict.fromkeys(("probe", "intercepting", "shards"))
         left = {
             **left,
-            "aside": nullcontext,
             "traces": _not_traced,
+            "traced": _is_not,
             "_running": [],
             "layouts": {},
             "looks": [],
@@ -145,12 +162,17 @@ class Calls:
     def begin(self, called: Entered, noticed: Iterable[nn.Parameter] = ()) -> None:
         """A call begins, in which these parameters notice their uses."""
         called.noticing.enter_context(self.intercepted(noticed))
+        outermost = not called.drives and self.outermost is None
         self._running.append(called)
+        if outermost and torch.is_grad_enabled() and not (self.paused or self.shards):
+            called.following = paths.begin(called.args, called.kwargs)
 
     def end(self, called: Entered) -> None:
         """The call has returned, or failed; nothing, where it was dropped."""
         while any(running is called for running in self._running):
-            self._running.pop().noticing.close()
+            ended = self._running.pop()
+            ended.ran()
+            ended.noticing.close()
 
     def drop_forward(self) -> None:
         """No forward of the model's own runs any more, nor what has begun inside."""
@@ -206,6 +228,8 @@ class Calls:
 
     def returned(self, called: Entered, out: Any) -> Any:
         """What a call returns; what of it couples rows takes no gradient."""
+        called.ran()
+        self._check_path(called)
         layout = None if self.probe else self.layouts.get(called.name)
         look = None if self.shards else self._learn_inside
         return out if layout is None else guarded(layout, called, out, look)
@@ -296,6 +320,22 @@ class Calls:
         if layout.proven and called.forward is not None:
             self._learn_inside(layout, called, called.forward, None, compare=True)
 
+    def _check_path(self, called: Entered) -> None:
+        """The call has gone a way that was looked at, or is looked at now.
+
+        Raises:
+            BatchSizeError, GraphError: as of `compare`.
+        """
+        path, given = called.path, (called.args, called.kwargs)
+        if path is None or called.forward is None:
+            return
+        layout = self.layout_of(called.name)
+        seen = called.looked_at or self.traced() or layout.paths.knows(path, *given)
+        if not seen and layout.paths.next_due():
+            self._learn_inside(layout, called, called.forward, None, compare=True)
+            self.traces(called.name == FORWARD)
+        layout.paths.note(path, *given)
+
     def learn(
         self, layout: BatchLayout, called: Entered, path: Hashable | None = None, trial: int = 0,
         *, compare: bool = False,
@@ -326,9 +366,10 @@ class Calls:
         check_look(self.shards, called.name, called_by(path or ""))
         self._check_known(called.model, layout)
         begun = time.perf_counter()
-        with self.aside(), nullcontext() if called.name == FORWARD else no_training():
+        with all_aside(), nullcontext() if called.name == FORWARD else no_training():
             learn(layout, run, path, compare=compare)
         check_moves(self.shards, called.model, layout.returns)
+        called.looked_at = True
         self.trusted[:] = untried(self.layouts)
         self.looks.append(Look(called.name, run.passes, time.perf_counter() - begun))
         # in a branch that has not run yet: when it does, it is looked at

@@ -19,6 +19,7 @@ from fastclip.samples.drawn import check_drawn
 from fastclip.samples.folds import Folds
 from fastclip.samples.groups import MANY
 from fastclip.samples.inputs import Cuts, Drawn, Way, batch_sizes_of, readings, rows_of, way_of
+from fastclip.samples.paths import Paths
 from fastclip.samples.place import Place
 from fastclip.samples.probing import Probe
 from fastclip.samples.selected import Shorter
@@ -71,6 +72,8 @@ class BatchLayout:
         self._cuts: list[tuple[Way, Cuts]] = []
         """The axes of the inputs that hold the samples."""
         self._aside = Aside()
+        self.paths = Paths()
+        """The ways through torch's operators that its calls have taken."""
         self.flat = False
         """A probe has met a layer over flat ids, which counts its samples itself."""
         self.forget()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,6 +79,8 @@ _DISPATCHING = [0]
 """Operations that are on their way through tracers."""
 RUNNING: list[Tracer] = []
 """Those whose steps are under way, of all private models of this process."""
+ASIDE: list[Callable[[int], None]] = []
+"""Called with 1 where a private model's own business begins, and with -1 where it ends."""
 _AFTERWARDS: list[Callable[[], None]] = []
 """To be called when none is under way any more."""
 
@@ -89,9 +91,13 @@ def all_aside() -> Iterator[None]:
     here = [tracer for tracer in RUNNING if tracer.here]
     for tracer in here:
         tracer.idle += 1
+    for told in ASIDE:
+        told(1)
     try:
         yield
     finally:
+        for told in ASIDE:
+            told(-1)
         for tracer in here:
             tracer.idle -= 1
 
@@ -118,7 +124,7 @@ class Tracer(TorchDispatchMode):
         numbers: Numbers | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.known, self.probes = known, probes
+        self.known, self.probes, self.idle = known, probes, 0
         self.shadows = SHADOWS
         self.memory = memory or Memory(self.shadows)
         self.report, self.lines = Report(), Lines()
@@ -135,7 +141,6 @@ class Tracer(TorchDispatchMode):
         self.powers: dict[float, tuple[int, bool]] = {}
         """Of the numbers that the running operation was given: as of `held_against`."""
         self.counts = Counts()
-        self.idle = 0
         self._thread: int | None = None
         self.takes_others = True
         """Tensors as long as the batch that no operation of the step has made are the samples' own."""
@@ -426,14 +431,16 @@ class Tracer(TorchDispatchMode):
             self._join(kind, [x for x in outs if x.layout is torch.strided], tensors, shadows)
             return out
         known = None if kind.by_values or flags & MOVED else self._key(key, shadows, tensors)
-        found = None if known is None else self._recalled(known)
+        try:
+            found = None if known is None else self.shadows.remembered.get(known, (None,))[0]
+        except TypeError:  # an argument without a hash
+            known = found = None
         if found is None:
             call = Operation(self, kind, func, args, kwargs, tensors, shadows, outs)
             with self.aside():
                 found = self._found(call, tensors, shadows, flags, before)
             if known is not None and not call.by_values:
-                with suppress(TypeError):  # an argument without a hash
-                    self.shadows.remembered[known] = found, shadows
+                self.shadows.remembered[known] = found, shadows
         if kind.aligned:
             with self.aside():
                 found = law.ordered(self, kind, found, beside, shadows, outs)
@@ -473,13 +480,6 @@ class Tracer(TorchDispatchMode):
             key += (id(shadow), x.shape, x.dtype)
         key += (self.memory.samples, *self.powers.items())
         return tuple(key)
-
-    def _recalled(self, key: tuple) -> list[Shadow] | None:
-        try:
-            found = self.shadows.remembered.get(key)
-        except TypeError:  # an argument without a hash
-            return None
-        return None if found is None else found[0]
 
     def _found(
         self, call: Operation, tensors: list[Tensor], shadows: list[Shadow], flags: int,

@@ -1,0 +1,86 @@
+"""Ways through torch's operators: a call that goes one that was never looked at is noticed as it ends.
+
+What is known of a call holds for what it computed then. A counter, a closure or a number may let a later
+call compute something else, of which neither its inputs nor the model's settings say anything. So each
+call is followed: which operators it calls, which earlier results each of them is given, and with which
+axes, sizes and small integer constants (csrc/path). Other numbers leave samples where they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import profiler
+
+from fastclip._torch import current_task, in_compiled_call, transformed
+from fastclip.compiled import check_built
+from fastclip.samples.inputs import tensors_of
+from fastclip.trace.tracer import ASIDE
+
+try:
+    check_built("_path", "path", "a C++ compiler")
+    from fastclip import _path
+
+    if _path.versions()["torch"] != torch.__version__.partition("+")[0]:
+        raise ImportError("fastclip._path was compiled against another torch")
+except ImportError:  # inputs and settings decide alone
+    FOLLOWS = False
+else:
+    FOLLOWS = True
+    ASIDE.append(_path.pause)
+
+_EVERY = 8
+"""Ways of one method that are looked at as they come; after that, each whose number is a power of 2."""
+
+
+def begin(args: tuple, kwargs: dict) -> Any:
+    """Follow the operators that this thread calls from now on, in a call with these inputs.
+
+    Returns:
+        What has a method `stop`, which returns the path. None where operators cannot be followed: in
+        compiled and captured code, in transforms, in backward passes and under torch's profiler.
+    """
+    captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    elsewhere = captured or current_task() != -1 or transformed() or profiler._is_profiler_enabled
+    if not FOLLOWS or elsewhere or in_compiled_call():
+        return None
+    recording = _path.Recording()
+    recording.start([*tensors_of((args, kwargs))])
+    return recording
+
+
+class Paths:
+    """Those that calls of one method have gone."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, list[tuple[Any, list[int]]]] = {}
+        self.unseen = 0
+        """Calls that went another way than any before."""
+
+    def knows(self, path: Any, args: tuple, kwargs: dict) -> bool:
+        """Whether a call has gone this way: the same operators on the same results.
+
+        Sizes among their arguments may be others if they follow from those of the inputs.
+        """
+        known = self._known.get(path.hash, [])
+        if any(path.follows(other, [], []) for other, _ in known):
+            return True
+        sizes = _sizes(args, kwargs)
+        return any(path.follows(other, sizes, others) for other, others in known)
+
+    def note(self, path: Any, args: tuple, kwargs: dict) -> None:
+        """A call with these inputs has gone this way."""
+        if not self.knows(path, args, kwargs):
+            self._known.setdefault(path.hash, []).append((path, _sizes(args, kwargs)))
+
+    def next_due(self) -> bool:
+        """Count a way that is not known; whether it is to be looked at. Of a program that changes in
+        every call not all are.
+        """
+        self.unseen += 1
+        return self.unseen <= _EVERY or not self.unseen & (self.unseen - 1)
+
+
+def _sizes(args: tuple, kwargs: dict) -> list[int]:
+    return [size for x in tensors_of((args, kwargs)) for size in x.shape]

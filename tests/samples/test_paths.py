@@ -1,0 +1,209 @@
+"""A call that goes another way than any before is noticed as it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastclip.errors import BatchSizeError
+from fastclip.samples import paths
+from tests.oracle import (
+    assert_sums,
+    backward,
+    clipped_sum,
+    make_private,
+    per_sample_gradients,
+    summed,
+)
+
+pytestmark = pytest.mark.skipif(not paths.FOLLOWS, reason="fastclip._path is not built")
+_path = pytest.importorskip("fastclip._path")
+B, T, D = 6, 5, 6
+Does = Callable[[Tensor], Tensor]
+SAME_OPERATORS: dict[str, tuple[Does, Does]] = {
+    "mean": (lambda h: h - h.mean(1, keepdim=True), lambda h: h - h.mean(0, keepdim=True)),
+    "flip": (lambda h: h + h.flip(1), lambda h: h + h.flip(0)),
+    "softmax": (lambda h: h * h.softmax(1), lambda h: h * h.softmax(0)),
+    "operands": (
+        lambda h: [h * 2, h.roll(1, 0)][0] + h.sum(2, keepdim=True),
+        lambda h: [h * 2, h.roll(1, 0)][1] + h.sum(2, keepdim=True),
+    ),
+    "sizes": (
+        lambda h: h.reshape(len(h), T, D).cumsum(1),
+        lambda h: h.reshape(1, len(h) * T, D).cumsum(1).view_as(h),
+    ),
+    "constants": (
+        lambda h: h * torch.tensor([1.0] * len(h)).to(h)[:, None, None],
+        lambda h: h * torch.tensor([1.0] * (len(h) - 1) + [2.0]).to(h)[:, None, None],
+    ),
+}
+"""Of which the second is coupled, or follows from a sample's number."""
+
+
+def path_of(does: Callable[..., Any], *given: Tensor) -> Any:
+    following = paths.begin(given, {})
+    does(*given)
+    return following.stop()
+
+
+def agree(one: Any, other: Any, *shapes: tuple[int, ...]) -> bool:
+    first, second = [list(shape) for shape in shapes] or ([], [])
+    return one.follows(other, first, second)
+
+
+@pytest.mark.parametrize("pair", SAME_OPERATORS.values(), ids=SAME_OPERATORS)
+def test_equal_operators_are_no_equal_paths(pair: tuple[Does, Does]) -> None:
+    h = torch.randn(B, T, D, requires_grad=True)
+    first, again, second = (path_of(does, h) for does in (pair[0], pair[0], pair[1]))
+    assert agree(first, again)
+    assert not agree(first, second)
+    assert not agree(first, second, (B, T, D), (B, T, D))
+
+
+def test_sizes_follow_those_of_the_inputs() -> None:
+    def does(h: Tensor) -> Tensor:
+        folded = h.reshape(len(h) * h.shape[1], D)[: len(h) * h.shape[1] - 1]
+        return folded.sum() + h[:, : h.shape[1] - 1].sum() + torch.arange(h.shape[1]).sum()
+
+    one, other = (path_of(does, torch.randn(b, t, D)) for b, t in ((B, T), (4, 9)))
+    assert not agree(one, other)
+    assert agree(one, other, (B, T, D), (4, 9, D))
+    cut = path_of(lambda h: does(h) + h[:4].sum(), torch.randn(B, T, D))
+    again = path_of(lambda h: does(h) + h[:3].sum(), torch.randn(B, T, D))
+    assert not agree(cut, again, (B, T, D), (B, T, D))
+
+
+def test_what_changes_from_step_to_step_and_moves_nothing() -> None:
+    """Weights, factors and draws."""
+    weight = nn.Parameter(torch.randn(D, D))
+
+    def does(h: Tensor, factor: float) -> Tensor:
+        weight.data.add_(1)
+        return torch.dropout(F.linear(h, weight), 0.5, True) * factor
+
+    h = torch.randn(B, T, D)
+    found = [path_of(lambda x, k=k: does(x, 1 + 1 / (1 + k)), h) for k in range(8)]
+    assert all(agree(found[0], other) for other in found)
+    other = nn.Parameter(torch.randn(D, D))
+    one, two = (path_of(lambda x, w=w: F.linear(x, weight) @ w, h) for w in (weight, other))
+    assert not agree(one, two)
+
+
+def test_what_the_engine_does_beside_is_no_part() -> None:
+    from fastclip.trace.tracer import all_aside
+
+    def beside(h: Tensor) -> None:
+        h.sum(1)
+        with all_aside():
+            h.sum(0)
+        h.sum(2)
+
+    h = torch.randn(B, T, D)
+    assert agree(path_of(beside, h), path_of(lambda h: (h.sum(1), h.sum(2)), h))
+
+
+def test_an_error_ends_it() -> None:
+    following = paths.begin((), {})
+    with pytest.raises(RuntimeError):
+        torch.ones(2) + torch.ones(3)
+    assert following.stop().operators == 3
+    assert torch.ones(2).sum() == 2
+    assert following.stop().operators == 0
+
+
+@pytest.mark.parametrize("where", ["in a profiler", "in a transform", "in a backward pass"])
+def test_where_operators_cannot_be_followed(where: str) -> None:
+    found = []
+    x = torch.ones(2, requires_grad=True)
+    if where == "in a profiler":
+        with torch.profiler.profile():
+            found.append(paths.begin((), {}))
+    elif where == "in a transform":
+        torch.func.vmap(lambda x: (found.append(paths.begin((), {})), x)[1])(torch.ones(2))
+    else:
+        x.register_hook(lambda g: found.append(paths.begin((), {})))
+        (2 * x).sum().backward()
+    assert found == [None]
+
+
+NOW: list[Does] = []
+"""What models do at the moment: nothing of theirs says so."""
+
+
+class Model(nn.Module):
+    """A layer, what it does now, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(D, D), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(NOW[0](torch.tanh(self.first(x))))).mean(1)
+
+
+def looks(private: nn.Module) -> int:
+    return len(private.keeper.calls.looks)
+
+
+def check_step(private: nn.Module, model: Model, x: Tensor, optimizer: Any) -> None:
+    """Its sums are those of one sample at a time."""
+    optimizer.zero_grad()
+    backward(private, x)
+    plain = Model().double()
+    plain.load_state_dict(model.state_dict())
+    params = dict(model.named_parameters())
+    assert_sums(summed(params), clipped_sum(per_sample_gradients(plain, x), 1.0), 1e-9)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("pair", SAME_OPERATORS.values(), ids=SAME_OPERATORS)
+def test_a_way_that_was_never_looked_at(pair: tuple[Does, Does]) -> None:
+    """Nothing says so but what the call computes."""
+    model, NOW[:] = Model().double(), [pair[0]]
+    private, optimizer = make_private(model)[1:3]
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(private, torch.randn(B, T, D).double())
+        optimizer.step()
+    assert looks(private) == 1
+    NOW[0], before = pair[1], [p.detach().clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    with pytest.raises(BatchSizeError, match=r"depends on|number in the batch"):
+        backward(private, torch.randn(B, T, D).double())
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
+    NOW[0] = pair[0]
+    check_step(private, model, torch.randn(B, T, D).double(), optimizer)
+
+
+def test_ways_that_are_independent() -> None:
+    """Each is looked at once, whatever sizes come."""
+    ways: list[Does] = [lambda h: h * 2, lambda h: h.cumsum(1), lambda h: h.roll(1, 1)]
+    model, NOW[:] = Model().double(), [ways[0]]
+    private, optimizer = make_private(model)[1:3]
+    for step in range(12):
+        NOW[0] = ways[step % 3]
+        x = torch.randn(B - step % 2, T + step // 6, D).double()
+        check_step(private, model, x, optimizer)
+    assert looks(private) <= 3
+
+
+def test_of_a_program_that_never_rests_some_are_looked_at() -> None:
+    found = paths.Paths()
+    due = [k for k in range(1, 70) if found.next_due()]
+    assert due == [*range(1, 9), 16, 32, 64]
+
+
+def test_without_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "FOLLOWS", False)
+    model, NOW[:] = Model().double(), [SAME_OPERATORS["mean"][0]]
+    private, optimizer = make_private(model)[1:3]
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(private, torch.randn(B, T, D).double())
+        optimizer.step()
+    assert looks(private) == 1
