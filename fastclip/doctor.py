@@ -26,6 +26,7 @@ from torch import distributed
 from fastclip.errors import FastclipError
 from fastclip.ops.dispatch import LOOPS, OPERATIONS, backend_of
 from fastclip.planner.costs import cache_file, device_name
+from fastclip.samples import paths
 from fastclip.trace.findings import TraceLog
 
 
@@ -100,6 +101,18 @@ def _loops_line(loops: dict[str, Any]) -> str:
     return f"C++ loops for the CPU: {loops['compiler']}, {vectors}"
 
 
+def _paths() -> dict[str, Any]:
+    """Whether calls are followed through torch's operators, or why they are not."""
+    return {"followed": paths.FOLLOWS} | ({"why": paths.WHY_NOT} if paths.WHY_NOT else {})
+
+
+def _paths_line(found: dict[str, Any]) -> str:
+    """The same in one line."""
+    if found["followed"]:
+        return "models that change what they compute: noticed in every step"
+    return f"models that change what they compute: not noticed in every step: {found['why']}"
+
+
 def _between_processes() -> list[str]:
     """Back ends of torch.distributed that this build has, over which ranks can train."""
     if not distributed.is_available():
@@ -146,6 +159,7 @@ def examine() -> dict[str, Any]:
         "nvcc": _nvcc(),
         "core": _core(),
         "loops": _loops(),
+        "paths": _paths(),
         "between_processes": _between_processes(),
         "environment": {
             name: os.environ.get(name) for name in ("FASTCLIP_BACKEND", "TRITON_INTERPRET")
@@ -162,7 +176,7 @@ def report(found: dict[str, Any]) -> str:
         f"torch built for CUDA: {found['cuda_of_torch'] or 'no'}; nvcc: {found['nvcc'] or 'missing'}"
     )
     lines.append(_core_line(found["core"]))
-    lines.append(_loops_line(found["loops"]))
+    lines += [_loops_line(found["loops"]), _paths_line(found["paths"])]
     lines.append(f"between processes: {', '.join(found['between_processes']) or 'nothing'}")
     lines += [f"{name}={value}" for name, value in found["environment"].items() if value]
     if not any(device["device"].startswith("cuda") for device in found["devices"]):

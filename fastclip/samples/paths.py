@@ -24,10 +24,10 @@ try:
 
     if _path.versions()["torch"] != torch.__version__.partition("+")[0]:
         raise ImportError("fastclip._path was compiled against another torch")
-except ImportError:  # inputs and settings decide alone
-    FOLLOWS = False
+except ImportError as error:  # inputs and settings decide alone
+    FOLLOWS, WHY_NOT = False, str(error)
 else:
-    FOLLOWS = True
+    FOLLOWS, WHY_NOT = True, ""
     ASIDE.append(_path.pause)
 
 _EVERY = 8

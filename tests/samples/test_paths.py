@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastclip import doctor
 from fastclip.errors import BatchSizeError
 from fastclip.samples import paths
 from tests.oracle import (
@@ -196,6 +197,13 @@ def test_of_a_program_that_never_rests_some_are_looked_at() -> None:
     found = paths.Paths()
     due = [k for k in range(1, 70) if found.next_due()]
     assert due == [*range(1, 9), 16, 32, 64]
+
+
+def test_the_doctor_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "noticed in every step\n" in doctor.report(doctor.examine())
+    monkeypatch.setattr(paths, "FOLLOWS", False)
+    monkeypatch.setattr(paths, "WHY_NOT", "no compiler")
+    assert "not noticed in every step: no compiler" in doctor.report(doctor.examine())
 
 
 def test_without_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
