@@ -15,7 +15,7 @@ from fastclip._torch import tree_leaves, tree_map
 from fastclip.errors import UnsupportedLayerError
 from fastclip.memory import no_memory
 from fastclip.samples.inputs import tensors_of
-from fastclip.samples.probe_state import TORCHS, is_object, tables_of
+from fastclip.samples.probe_state import PLAIN, TORCHS, is_object, tables_of
 from fastclip.samples.probing import Misjudged, Probe, Runs
 from fastclip.samples.taint import Taint
 
@@ -105,6 +105,8 @@ def _after(run: Runs, probe: Probe, kept: Kept) -> tuple[Any, bool]:
 
 def _tensors(value: Any) -> list[Tensor]:
     """Those in an attribute, or in an object that it may hold since that batch."""
+    if type(value) in PLAIN:
+        return []
     leaves = tree_leaves(value)
     held = [leaf for leaf in leaves if is_object(leaf)]
     return [x for x in (*leaves, *tree_leaves(list(map(vars, held)))) if isinstance(x, Tensor)]

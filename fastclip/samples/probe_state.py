@@ -37,6 +37,8 @@ STIR = 0.1
 _SMALL = 1e-2
 """A parameter below that says nothing, and an entry so many times smaller than the largest."""
 Index = Any
+PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
+"""What holds nothing else; most attributes are of these types."""
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _OTHERS = frozenset({"builtins", "functools", "torch", "numpy", "fastclip"})
 """Whose objects keep nothing of a batch."""
@@ -178,7 +180,7 @@ def tables_of(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
     for path, module in model.named_modules():
         yield path, vars(module)
         for name, value in list(vars(module).items()):
-            for one in () if name in TORCHS else tree_leaves(value):
+            for one in () if name in TORCHS or type(value) in PLAIN else tree_leaves(value):
                 if is_object(one) and id(one) not in known:
                     known.add(id(one))
                     yield f"{path}.{name}".lstrip("."), vars(one)
