@@ -20,6 +20,7 @@ from fastclip.graph import differentiable_once, private_function, save, saved, t
 from fastclip.layers.contribution import Contribution
 from fastclip.layers.records import Record
 from fastclip.ops.units import UnitRows
+from fastclip.samples.foreign import of_samples
 from fastclip.samples.owners import NOBODY
 from fastclip.samples.place import Place
 from fastclip.uses.chance import (
@@ -186,7 +187,8 @@ class Tap(Function):
         wanted = set(compress(call.parameters, taking_part(ctx, call.parameters, known)))
         if wanted:
             operands = dict(zip(call.saved, saved(ctx), strict=True))  # may run a checkpoint again
-            with keeper.trace.aside(), Native(), torch.autocast(g.device.type, enabled=False):
+            full = torch.autocast(g.device.type, enabled=False)
+            with keeper.trace.aside(), Native(), full, of_samples(call.label):
                 UseBackward(call, operands, g, wanted).run()
         return None, g, *nothing
 
