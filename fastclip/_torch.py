@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -184,6 +185,27 @@ overload_of: Callable[[Any], str] = attrgetter("_overloadname")
 def transformed() -> bool:
     """Whether a transform of torch.func (vmap, grad) runs."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextmanager
+def hear_functions_given(told: Callable[[Any], None]) -> Iterator[None]:
+    """Inside, hear of operators of this thread that run functions they are given (torch.cond), before
+    they do; not of those that transforms use themselves.
+    """
+    operator: Any = torch._ops.HigherOrderOperator
+    plain, here = operator.__call__, threading.get_ident()
+
+    @functools.wraps(plain)
+    def heard(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == here and not transformed():
+            told(self)
+        return plain(self, *args, **kwargs)
+
+    operator.__call__ = heard
+    try:
+        yield
+    finally:
+        operator.__call__ = plain
 
 
 # Settings of torch
