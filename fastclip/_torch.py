@@ -169,6 +169,19 @@ def hooks_of_all_modules() -> list[dict[int, Any]]:
     return [getattr(module, f"_global_{kind}") for kind in kinds]
 
 
+def called_with(module: nn.Module) -> tuple[tuple, dict] | None:
+    """(args, kwargs) with which the module was called whose forward runs, before hooks saw them; None if
+    that is not known.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._wrapped_call_impl.__code__:
+            held = frame.f_locals
+            return (held["args"], held["kwargs"]) if held["self"] is module else None
+        frame = frame.f_back
+    return None
+
+
 end_of_pool: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
 """(GPU, pool): its allocator gives out no more of this memory, as after a capture."""
 
