@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fastclip.errors import BatchSizeError, FastclipError, where
 from fastclip.memory import no_memory
 from fastclip.samples.carried import Kept, next_batch, note_kept
+from fastclip.samples.chosen import say_chosen
 from fastclip.samples.comparison import Comparison
 from fastclip.samples.crossed import GivenUp, crossed
 from fastclip.samples.drawn import has_time_first, in_lists, tells, time_first, unclear
@@ -80,6 +81,8 @@ def learn(
     try:
         if _found(layout, run, path, compare=compare):
             _note(layout, run)
+            say_chosen(run.model, layout.chosen, layout.told_of)
+            layout.chosen.clear()
             return
         foreign = None
     except BaseException as error:

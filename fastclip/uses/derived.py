@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from fastclip._torch import Native, memory_of, tree_leaves, tree_map
 from fastclip.errors import GraphError, UnsupportedLayerError
+from fastclip.samples.chosen import Rows
 from fastclip.samples.foreign import of_samples
 from fastclip.samples.parts import parts_of
 from fastclip.uses.origin import FOLLOWED, Origin, follow, whole
@@ -46,6 +47,8 @@ class Source:
     """Where its entries lie in one parameter, if they do."""
     version: int = 0
     """Of the value for which that is so."""
+    rows: set[Rows] = field(default_factory=set)
+    """Constants whose rows it was computed of, as a probe has seen it."""
 
     def __post_init__(self) -> None:
         self.version = self.value._version
