@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -168,6 +169,19 @@ def hooks_of_all_modules() -> list[dict[int, Any]]:
     return [getattr(module, f"_global_{kind}") for kind in kinds]
 
 
+def called_with(module: nn.Module) -> tuple[tuple, dict] | None:
+    """(args, kwargs) with which the module was called whose forward runs, before hooks saw them; None if
+    that is not known.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._wrapped_call_impl.__code__:
+            held = frame.f_locals
+            return (held["args"], held["kwargs"]) if held["self"] is module else None
+        frame = frame.f_back
+    return None
+
+
 end_of_pool: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
 """(GPU, pool): its allocator gives out no more of this memory, as after a capture."""
 
@@ -184,6 +198,27 @@ overload_of: Callable[[Any], str] = attrgetter("_overloadname")
 def transformed() -> bool:
     """Whether a transform of torch.func (vmap, grad) runs."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextmanager
+def hear_functions_given(told: Callable[[Any], None]) -> Iterator[None]:
+    """Inside, hear of operators of this thread that run functions they are given (torch.cond), before
+    they do; not of those that transforms use themselves.
+    """
+    operator: Any = torch._ops.HigherOrderOperator
+    plain, here = operator.__call__, threading.get_ident()
+
+    @functools.wraps(plain)
+    def heard(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == here and not transformed():
+            told(self)
+        return plain(self, *args, **kwargs)
+
+    operator.__call__ = heard
+    try:
+        yield
+    finally:
+        operator.__call__ = plain
 
 
 # Settings of torch

@@ -442,6 +442,22 @@ def test_modes_hear_of_nothing_inside() -> None:
     assert _torch.memory_of(x) != _torch.memory_of(x.clone())
 
 
+def test_operators_that_are_given_functions() -> None:
+    def run() -> None:
+        torch.ops.higher_order.cond(torch.tensor(True), torch.sin, torch.cos, (torch.ones(2),))
+
+    heard: list[Any] = []
+    with _torch.hear_functions_given(heard.append):
+        run()
+        assert {*map(str, heard)} == {"cond"}
+        heard.clear()
+        other = threading.Thread(target=run)
+        other.start()
+        other.join()
+    run()
+    assert not heard
+
+
 def test_reentrant_checkpoints_go_through_apply(monkeypatch) -> None:
     monkeypatch.setattr(
         _torch.CheckpointFunction, "apply", lambda run, state, *args: run(*args) + 1

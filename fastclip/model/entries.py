@@ -18,6 +18,7 @@ from torch import nn
 from fastclip._torch import disable_dynamo, is_exporting
 from fastclip.errors import GraphError
 from fastclip.model.following import exported_as_it_was, follow, shown_as
+from fastclip.model.given import check_given
 
 if TYPE_CHECKING:
     from fastclip.backward.bookkeeping import BookKeeper
@@ -118,6 +119,8 @@ def _part_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     plain = MethodType(type(self).forward, self)
     if keeper.depth or keeper.calls.probe or keeper.recomputes:
         return follow(path, keeper, plain, args, kwargs)
+    if not keeper.paused:
+        check_given(path, self, args, kwargs)
     with keeper.calls.inside(f"{path}()", self, plain, args, kwargs) as returned:
         return returned(plain(*args, **kwargs))
 

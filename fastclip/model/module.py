@@ -22,7 +22,7 @@ from fastclip.model import entries
 from fastclip.model.interception import ATTRIBUTE, Handle, attach, detach
 from fastclip.model.let_go import let_go
 from fastclip.model.ownership import check_free, claim
-from fastclip.model.scopes import PartScope, RecurrentScope, RootScope, SortedScope
+from fastclip.model.scopes import PartScope, RecurrentScope, RootScope, SortedScope, call_root
 from fastclip.parallel.processes import (
     bare,
     hold_back,
@@ -173,7 +173,7 @@ class FastGradSampleModule(AbstractGradSampleModule):
         _attach(self, m, keeper, batch_first, loss_reduction)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._module(*args, **kwargs)
+        return call_root(self._module, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """What the wrapper has not is the model's own: `model.config`, `model.encode`."""

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.guards import arm
 from fastclip.errors import GraphError
 from fastclip.graph import fills_a_checkpoint
-from fastclip.model.following import enter, follow, left
-from fastclip.model.interception import Handle
+from fastclip.model.following import eagerly, enter, follow, left
+from fastclip.model.given import check_given, has_more
+from fastclip.model.interception import ATTRIBUTE, Handle
 from fastclip.parallel.ranks import whole
 from fastclip.samples.calls import FORWARD, Entered, Forward
 from fastclip.samples.inputs import tensors_of, way_of
@@ -67,8 +69,25 @@ def _way_out(rows: int | None) -> Iterator[None]:
         raise
 
 
+def call_root(model: nn.Module, args: tuple, kwargs: dict) -> Any:
+    """Call a model whose forward may be private. What code of the user's does to its inputs before they
+    reach forward is a part of that."""
+    handle = model.__dict__.get(ATTRIBUTE)
+    if handle is None or not has_more(model):
+        return model(*args, **kwargs)
+    inner = partial(eagerly, MethodType(type(model).__call__, model))
+    return RootScope(whole=True).run(handle, model, inner, args, kwargs)
+
+
 class RootScope:
-    """The model's own forward: finds the batch size, and opens the pass where gradients come in."""
+    """The model's own forward: finds the batch size, and opens the pass where gradients come in.
+
+    Args:
+        whole: what runs around forward is watched, too.
+    """
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self._whole = whole
 
     def run(
         self, handle: Handle, module: nn.Module, inner: Callable, args: tuple, kwargs: dict
@@ -112,6 +131,8 @@ class RootScope:
         followed = partial(_followed, keeper, inner)
         called = Entered(FORWARD, module, followed, args, kwargs)
         if outermost:
+            if not (self._whole or keeper.paused):
+                check_given(handle.path, module, args, kwargs)
             keeper.check_unchanged()
             due = layout.due(module, args, kwargs)
             with whole(keeper.clipping.ranks, due):
@@ -226,6 +247,8 @@ class PartScope:
         keeper = handle.keeper
         if keeper.depth:
             return inner(*args, **kwargs)
+        if not (keeper.paused or keeper.calls.probe or keeper.recomputes):
+            check_given(handle.path, module, args, kwargs)
         with keeper.calls.inside(f"{handle.path}()", module, inner, args, kwargs) as returned:
             return returned(inner(*args, **kwargs))
 

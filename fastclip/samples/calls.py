@@ -350,10 +350,10 @@ class Calls:
         compare |= not self.traces(begins)
 
         @contextmanager
-        def watch(probe: Probe) -> Iterator[None]:
+        def watch(probe: Probe, noticing: bool) -> Iterator[None]:
             self.probe = probe
             try:
-                with self.intercepted(self._private):
+                with self.intercepted(self._private if noticing else ()):
                     yield
             finally:
                 self.probe = None

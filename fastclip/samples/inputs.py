@@ -28,11 +28,14 @@ Cuts = tuple[int | None, ...]
 """For each input, by its number: the axis that holds samples, or None."""
 Drawn = Callable[[], Collection[int]]
 """Gives the numbers of rows that the data loader may have drawn; none where that is not known."""
-_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _DEEPEST = 4
 """Objects in objects are opened so far."""
 INPUT = "input "
 """With its number: what an input of the model is called."""
+NESTED = (
+    "expected a dense tensor, got a nested one, whose samples have no axis; pad them "
+    "(torch.nested.to_padded_tensor) and use a mask, or pack them (torch.nn.utils.rnn.pack_sequence)"
+)
 
 
 class _Fields:
@@ -165,6 +168,11 @@ def without_graph(value: Any) -> Any:
     return rebuild([x.detach() if isinstance(x, Tensor) else x for x in leaves], structure)
 
 
+def is_dense(leaf: Any) -> bool:
+    """A tensor of which rows can be taken: it is neither sparse nor nested."""
+    return isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
+
+
 def rows_of(leaf: Any, axis: int) -> int | None:
     """Number of samples in one input if they lie along `axis`; None where it has no such axis.
 
@@ -174,8 +182,7 @@ def rows_of(leaf: Any, axis: int) -> int | None:
         return len(leaf)
     if isinstance(leaf, PackedSequence):
         return int(leaf.batch_sizes[0])
-    held = isinstance(leaf, Tensor) and leaf.layout not in _SPARSE and leaf.dim() > axis
-    return leaf.shape[axis] if held else None
+    return leaf.shape[axis] if is_dense(leaf) and leaf.dim() > axis else None
 
 
 def batch_sizes_of(args: tuple, kwargs: dict, axis: int) -> list[int]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fastclip.errors import BatchSizeError, where
 from fastclip.samples.aside import Aside, Lengths
+from fastclip.samples.chosen import Rows
 from fastclip.samples.drawn import check_drawn
 from fastclip.samples.folds import Folds
 from fastclip.samples.groups import MANY
@@ -76,6 +77,10 @@ class BatchLayout:
         """The ways through torch's operators that its calls have taken."""
         self.flat = False
         """A probe has met a layer over flat ids, which counts its samples itself."""
+        self.chosen: dict[Rows, str] = {}
+        """Rows of constants that trained weights meet, and the use where samples choose among them."""
+        self.told_of: set[str] = set()
+        """Names of such rows."""
         self.forget()
 
     def forget_all(self) -> None:

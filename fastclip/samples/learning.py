@@ -22,9 +22,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from fastclip.errors import BatchSizeError, FastclipError, where
 from fastclip.memory import no_memory
 from fastclip.samples.carried import Kept, next_batch, note_kept
+from fastclip.samples.chosen import say_chosen
 from fastclip.samples.comparison import Comparison
 from fastclip.samples.crossed import GivenUp, crossed
 from fastclip.samples.drawn import has_time_first, in_lists, tells, time_first, unclear
+from fastclip.samples.foreign import described, is_foreign
 from fastclip.samples.freed import give_back
 from fastclip.samples.independence import UNBATCHED, Coupled, by_row, followed, rows_come_out
 from fastclip.samples.inputs import Cuts, without_graph
@@ -77,21 +79,51 @@ def learn(
     if not layout.known:  # nothing of an earlier refusal is left
         layout.forget_all()
     try:
-        if not (run.as_they_are or compare) and rehearsed(layout, run, path):
+        if _found(layout, run, path, compare=compare):
             _note(layout, run)
+            say_chosen(run.model, layout.chosen, layout.told_of)
+            layout.chosen.clear()
             return
-        layout.proven = False
-        if _compared(layout, run, path):
-            _note(layout, run)
-            give_back()
-            return
-    except BaseException:
+        foreign = None
+    except BaseException as error:
         layout.known = False
-        raise
+        if not is_foreign(error):
+            raise
+        foreign = error
     layout.known = False
+    if foreign is None:
+        raise BatchSizeError(
+            f"{where(called(path))}: this layer runs with this batch, but not with a few rows of it, so "
+            "where its samples lie is not known; let the model use the same layers for any number of "
+            "rows"
+        )
+    run.as_called()  # a model that fails on its own input says why itself
+    if isinstance(foreign, _NotFound):
+        raise _unclear(layout, run)
     raise BatchSizeError(
-        f"{where(called(path))}: this layer runs with this batch, but not with a few rows of it, so "
-        "where its samples lie is not known; let the model use the same layers for any number of rows"
+        "the model runs on this batch, but not where every operation on a few rows of it is followed "
+        f"({described(foreign)}). Let it take any number of rows, and use torch's dense operations there"
+    ) from foreign
+
+
+def _found(layout: BatchLayout, run: Runs, path: Hashable | None, *, compare: bool) -> bool:
+    """Note what a traced run proves, or values say; whether what is at `path` was among what has run."""
+    run.check_unnested()
+    if not (run.as_they_are or compare) and rehearsed(layout, run, path):
+        return True
+    layout.proven = False
+    found = _compared(layout, run, path)
+    if found:
+        give_back()
+    return found
+
+
+def _unclear(layout: BatchLayout, run: Runs) -> BatchSizeError:
+    return BatchSizeError(
+        "cannot tell which axis of the model's inputs holds the samples: no way of cutting them "
+        "to 2 and to 3 rows gives as many rows of output. Pass tensors with one row a sample "
+        f"along axis {layout.axis} (a list of tensors: stack or pad them), and let the model "
+        f"take any number of rows{run.unread}{run.last_error}"
     )
 
 
@@ -125,28 +157,17 @@ class _Learner:
         if self.run.as_they_are:
             self._look_as_they_are()
             return
-        try:
-            for must_be_finite in (True, False):
-                try:
-                    with stirred(self.run.private):
-                        self._learn(must_be_finite)
-                        return
-                except _NotFound:
+        for must_be_finite in (True, False):
+            try:
+                with stirred(self.run.private):
+                    self._learn(must_be_finite)
+                    return
+            except _NotFound:
+                break
+            except _Unstable as unstable:
+                if not self._are_finite(unstable.where):
                     break
-                except _Unstable as unstable:
-                    if not self._are_finite(unstable.where):
-                        break
-            self._learn(must_be_finite=False)
-            return
-        except _NotFound:
-            pass
-        self.run.as_called()  # a model that fails on its own input says why itself
-        raise BatchSizeError(
-            "cannot tell which axis of the model's inputs holds the samples: no way of cutting them "
-            "to 2 and to 3 rows gives as many rows of output. Pass tensors with one row a sample "
-            f"along axis {self.layout.axis} (a list of tensors: stack or pad them), and let the model "
-            f"take any number of rows{self.run.unread}{self.run.last_error}"
-        )
+        self._learn(must_be_finite=False)
 
     def _look_as_they_are(self) -> None:
         """What parameters that say something have shown stays so, unless rows are seen to move."""
@@ -204,7 +225,7 @@ class _Learner:
             except Exception as error:  # this way does not fit the model
                 if no_memory(error):
                     raise
-                self.run.last_error = f" ({type(error).__name__}: {error})"
+                self.run.last_error = f" ({described(error)})"
                 given_up.fails(cuts, self.run.last_error)
                 continue
             axes = followed(probes[0].shapes, probes[1].shapes)
@@ -219,7 +240,7 @@ class _Learner:
                 probes, outputs = self._both()
             if layers:
                 return self._only_way(cuts, probes, outputs)
-            if self.layout.met and unfollowed is None:
+            if unfollowed is None:
                 unfollowed = cuts, self.run.way
         if unfollowed is None:
             return None

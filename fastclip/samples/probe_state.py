@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from fastclip._torch import (
     DropoutBase,
     can_compile,
+    hear_functions_given,
     hooks_of_all_modules,
     parametrizations_apart,
     tree_leaves,
@@ -31,6 +33,7 @@ from fastclip.samples.gradients import in_order
 from fastclip.samples.randomness import Generators
 from fastclip.samples.reentrant import applied_by
 from fastclip.samples.writes import Writes
+from fastclip.trace.findings import line_of
 
 STIR = 0.1
 """Standard deviation of what is added to a parameter that says nothing."""
@@ -76,11 +79,14 @@ def no_training() -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed(model: nn.Module, seed: int) -> Iterator[Writes]:
+def undisturbed(model: nn.Module, seed: int, *, followed: bool = True) -> Iterator[Writes]:
     """Without dropout, from generators of `seed`; afterwards everything is as before.
 
     And in full float32: libraries take tf32 for batches of one size, for another they may not, and what
     that rounds away would look like another row's.
+
+    Args:
+        followed: operations are; what is written through `.data` stays else.
 
     Yields what is written to inside.
 
@@ -99,7 +105,9 @@ def undisturbed(model: nn.Module, seed: int) -> Iterator[Writes]:
         stack.enter_context(parametrizations_apart())
         stack.enter_context(_whole_checkpoints())
         stack.callback(writes.put_back)
-        stack.enter_context(writes)
+        if followed:
+            stack.enter_context(hear_functions_given(_refuse_functions))
+            stack.enter_context(writes)
         for module in model.modules():
             if isinstance(module, DropoutBase):
                 module.p = 0.0  # an attribute like any other: put back
@@ -121,6 +129,13 @@ def undisturbed(model: nn.Module, seed: int) -> Iterator[Writes]:
             f"buffers {told} change in the forward pass: what they learn from the batch is not private; "
             f"freeze them (eval mode) or remove them{count}"
         )
+
+
+def _refuse_functions(operator: Any) -> None:
+    raise UnsupportedLayerError(
+        f"{operator} at {line_of(sys._getframe(1))} runs functions that it is given where samples, and "
+        "private layers inside, cannot be followed. Use Python's if and for, or torch.where"
+    )
 
 
 def _forget_casts() -> None:

@@ -16,7 +16,7 @@ from fastclip.errors import UnsupportedLayerError, where
 from fastclip.samples.beside import Beside
 from fastclip.samples.elsewhere import drawn_by, evenly
 from fastclip.samples.ignored import Told, labels
-from fastclip.samples.inputs import INPUT, take_rows, tensors_of
+from fastclip.samples.inputs import INPUT, NESTED, take_rows, tensors_of
 from fastclip.samples.place import Place, called
 from fastclip.samples.probe_state import generators_of, tables_of, undisturbed
 from fastclip.samples.seen import Seen
@@ -143,11 +143,7 @@ class Probe:
         if self.closed:
             return
         if value.is_nested and value.layout == torch.strided:  # it has no shape
-            raise UnsupportedLayerError(
-                f"{where(called(name))}: expected a dense tensor, got a nested one, whose samples have "
-                "no axis; pad them (torch.nested.to_padded_tensor) and use a mask, or pack them "
-                "(torch.nn.utils.rnn.pack_sequence)"
-            )
+            raise UnsupportedLayerError(f"{where(called(name))}: {NESTED}")
         self.shapes.setdefault(name, []).append(tuple(value.shape))
         kept = self.shows and not self.trusted and not self.differentiable
         if kept and not (self.beside and self.beside.show(name, value)):
@@ -171,12 +167,14 @@ class Runs(TakenRows):
     Args:
         layout: what is being learnt. model: whose state is put back after every run.
         forward: what is run. args, kwargs: of the real call.
-        private: the trained parameters. watch: tells the model's layers which probe runs.
+        private: the trained parameters. watch: tells the model's layers which probe runs, and lets
+            parameters notice their uses if it is to.
     """
 
     def __init__(
         self, layout: BatchLayout, model: nn.Module, forward: Callable[..., Any], args: tuple,
-        kwargs: dict, private: Iterable[nn.Parameter], watch: Callable[[Probe], AbstractContextManager],
+        kwargs: dict, private: Iterable[nn.Parameter],
+        watch: Callable[[Probe, bool], AbstractContextManager],
     ) -> None:  # fmt: skip
         super().__init__(args, kwargs, layout.drawn)
         self.layout, self.model, self.forward = layout, model, forward
@@ -248,8 +246,12 @@ class Runs(TakenRows):
         return self._run(probe, leaves, seed, then, left)
 
     def as_called(self) -> None:
-        """Run the call on all its rows, only to see whether it fails by itself."""
-        self._run(Probe(self.layout, 0, trusted=True), self._leaves, 0)
+        """Run the call on all its rows as it is, only to see whether it fails by itself."""
+        args, kwargs = tree_unflatten(self._leaves, self._structure)
+        probe = Probe(self.layout, 0, trusted=True)
+        alone = undisturbed(self.model, 0, followed=False)
+        with self._watch(probe, False), alone, torch.enable_grad():
+            self.forward(*args, **kwargs)
 
     def _run(
         self, probe: Probe, leaves: list[Any], seed: int,
@@ -259,7 +261,7 @@ class Runs(TakenRows):
         args, kwargs = tree_unflatten(leaves, self._structure)
         graph = torch.enable_grad()  # without, parameters would take it for a look: it is not kept
         alone = undisturbed(self.model, seed + 1000 * self.trial)
-        with _LOOKING.bit(), self._watch(probe), alone as writes, graph:
+        with _LOOKING.bit(), self._watch(probe, True), alone as writes, graph:
             generators = generators_of(self.model)
             before = generators.states()
             with ExitStack() as stack:

@@ -433,6 +433,7 @@ class _Rehearsal(Probe):
         layout.open |= trial.open
         layout.uses |= trial.uses
         layout.users |= trial.users
+        layout.chosen |= trial.chosen
         layout.proxied |= trial.proxied
         layout.guards.outlets |= self.outlets
         layout.settle()

@@ -12,7 +12,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from fastclip._torch import TreeSpec
+from fastclip.errors import BatchSizeError
 from fastclip.samples.inputs import (
+    INPUT,
+    NESTED,
     Cuts,
     Drawn,
     Way,
@@ -135,6 +138,16 @@ class TakenRows:
             yield
         finally:
             self._pool = pool
+
+    def check_unnested(self) -> None:
+        """Every sample has a row of its own in each input that holds them.
+
+        Raises:
+            BatchSizeError: an input is a nested tensor.
+        """
+        for number, leaf in enumerate(self._leaves):
+            if isinstance(leaf, Tensor) and leaf.is_nested:
+                raise BatchSizeError(f"{INPUT}{number}: {NESTED}")
 
     @property
     def unread(self) -> str:

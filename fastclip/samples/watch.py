@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fastclip.samples.inputs import Way, way_of
+from fastclip.samples.inputs import Way, is_dense, way_of
 from fastclip.samples.settings import Key, Settings, is_counter, is_flag, kind
 
 _PATIENCE = 16
@@ -123,7 +123,7 @@ def _sizes(leaf: Any, axis: int) -> tuple[int, ...]:
     """Of one row, as far as its samples lie along this axis, or the first where there is none."""
     if isinstance(leaf, PackedSequence):
         return (len(leaf.batch_sizes),)
-    if not isinstance(leaf, Tensor):
+    if not is_dense(leaf):
         return ()
     return tuple(
         leaf.shape[:axis] + leaf.shape[axis + 1 :] if leaf.dim() > axis else leaf.shape[1:]
@@ -134,5 +134,6 @@ def _shown(leaf: Any) -> Any:
     """An argument, as far as code may branch on it without reading the numbers of a batch."""
     if isinstance(leaf, Tensor):
         one = type(leaf) is Tensor and not leaf.dim() and leaf.device.type == "cpu"
-        return (leaf.dim(), leaf.dtype, leaf.item() if one and is_flag(leaf) else None)
+        flag = leaf.item() if one and is_flag(leaf) else None
+        return (leaf.dim(), leaf.dtype, is_dense(leaf), flag)
     return kind(leaf)

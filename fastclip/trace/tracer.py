@@ -630,14 +630,13 @@ class Tracer(TorchDispatchMode):
         return self.made(at.everywhere(at.UNSEEN, x.dim())) if x.numel() else self.shadows.constant
 
     def _higher_order(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """An operator that calls functions of the user's: what it returns joins all it was given."""
-        held = tensors_in((args, kwargs))
+        """An operator that calls functions of the user's, which may hold any sample: it joins all."""
         self.idle += 1  # but not those of other models
         try:
             out = func(*args, **kwargs)
         finally:
             self.idle -= 1
-        if any(self.shadow_of(x).held for x in held):
+        if self.memory.samples:
             cause = self.cause(str(func))
             for x in tensors_in(out):
                 joined = self.made(at.everywhere(at.SEVERAL, x.dim()), LEARNED)

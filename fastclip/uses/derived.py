@@ -18,6 +18,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from fastclip._torch import Native, memory_of, tree_leaves, tree_map
 from fastclip.errors import GraphError, UnsupportedLayerError
+from fastclip.samples.chosen import Rows
+from fastclip.samples.foreign import of_samples
+from fastclip.samples.parts import parts_of
 from fastclip.uses.origin import FOLLOWED, Origin, follow, whole
 from fastclip.uses.proxy import Derived, PrivateParameter, is_private
 from fastclip.uses.rule import in_place, plain_name
@@ -44,6 +47,8 @@ class Source:
     """Where its entries lie in one parameter, if they do."""
     version: int = 0
     """Of the value for which that is so."""
+    rows: set[Rows] = field(default_factory=set)
+    """Constants whose rows it was computed of, as a probe has seen it."""
 
     def __post_init__(self) -> None:
         self.version = self.value._version
@@ -164,7 +169,9 @@ class DerivedGraph:
                 leaf.new_zeros(s) for leaf, s in zip(leaves, shapes, strict=True)
             ]
         else:
-            found = _batched(edges, leaves, gradients)
+            names = self._interceptor.keeper.names
+            with of_samples(", ".join(names.get(p, "?") for p in self.leaves)):
+                found = _batched(edges, leaves, gradients)
         return {
             parameter: gradient
             for parameter, gradient in zip(self.leaves, found, strict=True)
@@ -173,7 +180,8 @@ class DerivedGraph:
 
 
 def _one_memory(first: Tensor, second: Tensor) -> bool:
-    return memory_of(first) == memory_of(second)
+    """A change of the one in place changes the other; of a sparse tensor its values count."""
+    return memory_of(parts_of(first)[-1]) == memory_of(parts_of(second)[-1])
 
 
 def check_current(source: Source, graph: DerivedGraph | None) -> None:

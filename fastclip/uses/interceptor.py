@@ -26,7 +26,13 @@ from fastclip.uses.derived import DerivedGraph, check_current, edge_of
 from fastclip.uses.keeper import Keeper
 from fastclip.uses.key import Key, Keys
 from fastclip.uses.probed import probed
-from fastclip.uses.proxy import PrivateParameter, detached, intercepted, is_private
+from fastclip.uses.proxy import (
+    PrivateParameter,
+    detached,
+    intercepted,
+    is_private,
+    parameters_of,
+)
 from fastclip.uses.replay import ReplayUse
 from fastclip.uses.rule import Operands, UseRule, in_place, plain_name, rules_of
 from fastclip.uses.tap import Target, UseCall
@@ -58,6 +64,8 @@ class Interceptor:
 
     def called(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """A function is called with a private value among its arguments."""
+        if func is torch.autograd.grad:
+            raise self._asked(leaves_of((args, kwargs)))
         body = opened(func, args, kwargs)
         found = NotImplemented if body is None else body(*args, **kwargs)
         if found is not NotImplemented:
@@ -93,6 +101,15 @@ class Interceptor:
             for x in outputs(args[0] if out is None else out):
                 self.keeper.begins_with(forward, x)
         return out
+
+    def _asked(self, values: list[Any]) -> UnsupportedLayerError:
+        """The forward pass asks for gradients of private values, which no private layer gives."""
+        found = (p for x in values if is_private(x) for p in parameters_of(x))
+        names = dict.fromkeys(self.keeper.names.get(p, "?") for p in found)
+        return UnsupportedLayerError(
+            f"torch.autograd.grad inside forward takes gradients of {', '.join(names)}, which are sums "
+            "over all samples; take them of inputs or hidden values, which are each sample's own"
+        )
 
     def _here(self, key: Key, plain: bool) -> tuple[BatchLayout | None, Forward, bool]:
         forward, opens = self.keeper.layer_forward(key if plain else None)

@@ -11,15 +11,17 @@ from torch.autograd import Function
 
 from fastclip._torch import Native
 from fastclip.errors import UnsupportedLayerError
+from fastclip.samples.chosen import Rows
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.probing import Misjudged, Probe
 from fastclip.uses.arguments import leaves_of, mapped, outputs
 from fastclip.uses.chance import check_repeats, is_of_torch
 from fastclip.uses.derived import DerivedGraph
+from fastclip.uses.equations import Product
 from fastclip.uses.keeper import Intercepts
 from fastclip.uses.key import Key
 from fastclip.uses.proxy import Derived, detached, is_private, parameters_of
-from fastclip.uses.rule import in_place, plain_name, rules_of
+from fastclip.uses.rule import Operands, in_place, plain_name, rules_of
 
 
 def probed(
@@ -39,22 +41,26 @@ def probed(
         used = any(map(taint.holds, plain)) if taint is not None else bool(plain)
         if used or plain:
             layout.uses[key] = used
-    for rule in rules_of(func):  # what it refuses, it refuses before anything has run
-        rule.bind(plain_name(func), args, kwargs)
+    # what a rule refuses, it refuses before anything has run
+    bound = [rule.bind(plain_name(func), args, kwargs) or {} for rule in rules_of(func)]
     if not used:
         if probe.graph is None:
             probe.graph = DerivedGraph(interceptor)
         out = probe.graph.derive(func, args, kwargs, hash(key))
         if in_place(func) and type(args[0]) is Derived:
             args[0].source.written.append(key)
+        rows = _rows_met(bound, private)
         for x in leaves_of((out, args[:1])) if in_place(func) else leaves_of(out):
             if type(x) is Derived:
+                x.source.rows |= rows
                 probe.derived.setdefault(key, []).append(tuple(x.shape))
         return out
     if in_place(func) and is_private(args[0]):
         _misjudged(layout, key, args[0])
     for value in private:
         layout.proxied.update(parameters_of(value))
+    if taint is not None and any(taint.holds(x) for x in plain if not x.is_floating_point()):
+        layout.chosen |= dict.fromkeys(_chosen_from(private), key.label)
     if taint is not None and not any(map(taint.holds, plain)):
         probe.constants.add(key)
     if not probe.closed:
@@ -96,6 +102,26 @@ def _misjudged(layout: BatchLayout, key: Key, target: Any) -> None:
         )
     layout.uses |= dict.fromkeys(written, True)
     raise Misjudged
+
+
+def _rows_met(bound: list[Operands], private: list[Any]) -> set[Rows]:
+    """The constants whose rows are those of the values of parameters that a function gives."""
+    found = {rows for x in private if type(x) is Derived for rows in x.source.rows}
+    for operands in bound:
+        product = operands.get("product")
+        if not isinstance(product, Product) or not product.out:
+            continue
+        for number, letters in enumerate(product.letters):
+            x, axis = operands[str(number)], letters.find(product.out[0])
+            if type(x) is Tensor and axis >= 0 and x.shape[axis] > 1:
+                found.add(Rows.of(x, axis))
+    return found
+
+
+def _chosen_from(private: list[Any]) -> set[Rows]:
+    """Of these values, the rows that are still there."""
+    values = [x for x in private if type(x) is Derived]
+    return {rows for x in values for rows in x.source.rows if rows.number in x.shape}
 
 
 class _Mark(Function):

@@ -159,8 +159,8 @@ _UNSEEN = frozenset(
 _VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 """Attributes that are views."""
 _KNOWN: dict[Any, bool] = {}
-APART: set[Any] = set()
-"""Functions for which another body than their own runs, without a graph, too."""
+APART: set[Any] = {torch.autograd.grad}
+"""Functions for which another body than their own runs, or none, without a graph, too."""
 
 
 def _is_seen(func: Any) -> bool:

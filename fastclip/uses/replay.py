@@ -45,12 +45,7 @@ class ReplayUse(UseRule):
 
     def records(self, use: UseBackward) -> None:
         wanted = [name for name in use.private if use.wants(name)]
-        owner, b = use.entry_owners(), use.batch
-        if not b:
-            found = [use[name].new_zeros(0, *use.shape_of(name)) for name in wanted]
-        else:
-            found = self._finite(use, wanted, owner)
-        for name, own in zip(wanted, found, strict=True):
+        for name, own in zip(wanted, self._finite(use, wanted, use.entry_owners()), strict=True):
             use.record(name, KeptRecord(own))
 
     @staticmethod
@@ -59,6 +54,8 @@ class ReplayUse(UseRule):
 
         Where a sample's gradient is masked, 0 times an infinite operand would be NaN in all of them.
         """
+        if not use.batch:
+            return [_zeros(use[name], 0) for name in wanted]
         found = _alone(use, wanted, owner, clean=False)
         lost = torch.stack([~torch.isfinite(x.reshape(len(x), -1)).all(1) for x in found]).any(0)
         if lost.device.type == "cpu" and not bool(lost.any()):
@@ -74,7 +71,7 @@ def _alone(use: UseBackward, wanted: list[str], owner: Tensor, *, clean: bool) -
     leaves = [use[name].detach().requires_grad_() for name in wanted]
     out = use.replay(dict(zip(wanted, leaves, strict=True)), clean=clean)
     if not out.requires_grad:  # no derivative (a number drawn with a probability)
-        return [leaf.new_zeros(use.batch, *leaf.shape) for leaf in leaves]
+        return [_zeros(leaf, use.batch) for leaf in leaves]
     g = use.g.to(out.dtype)
     with use.backwards() as gradient:
         found = _each(gradient, out, leaves, g, owner, use.batch)
@@ -96,8 +93,7 @@ def _each(
                 allow_unused=True,
             )  # fmt: skip
             return [
-                leaf.new_zeros(b, *leaf.shape) if x is None else x
-                for x, leaf in zip(found, leaves, strict=True)
+                _zeros(leaf, b) if x is None else x for x, leaf in zip(found, leaves, strict=True)
             ]
         except RuntimeError:  # a backward that cannot be batched
             pass
@@ -106,6 +102,15 @@ def _each(
         own = torch.where(owner == i, g, 0.0)
         found = gradient(out, leaves, own, retain_graph=True, allow_unused=True)
         rows.append(
-            [torch.zeros_like(x) if f is None else f for x, f in zip(leaves, found, strict=True)]
+            [_zeros(x) if f is None else _dense(f) for x, f in zip(leaves, found, strict=True)]
         )
     return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+def _zeros(like: Tensor, *rows: int) -> Tensor:
+    return _dense(like).new_zeros(*rows, *like.shape)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """A gradient, or an operand: autograd gives sparse gradients of sparse operands."""
+    return x if x.layout == torch.strided else x.to_dense()

@@ -20,6 +20,7 @@ from fastclip.graph import differentiable_once, private_function, save, saved, t
 from fastclip.layers.contribution import Contribution
 from fastclip.layers.records import Record
 from fastclip.ops.units import UnitRows
+from fastclip.samples.foreign import of_samples
 from fastclip.samples.owners import NOBODY
 from fastclip.samples.place import Place
 from fastclip.uses.chance import (
@@ -32,7 +33,7 @@ from fastclip.uses.chance import (
     repeated,
 )
 from fastclip.uses.routing import several
-from fastclip.uses.rule import Operands, UseRule, plain_name
+from fastclip.uses.rule import Operands, UseRule
 
 if TYPE_CHECKING:
     from fastclip.samples.calls import Forward
@@ -40,10 +41,6 @@ if TYPE_CHECKING:
     from fastclip.uses.keeper import Intercepts
     from fastclip.uses.origin import Origin
     from fastclip.uses.routing import Routing
-
-
-_SAVE_THEIR_OUTPUT = frozenset({"pow", "rpow", "float_power", "hypot"})
-"""Functions whose backward looks at what they returned, which must stay as it is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +93,6 @@ class UseCall:
         self.seen: Any = None
         """What the trace knows of the output."""
         self.number_of_output = 0
-        self.keeps_output = rule.keeps_output or plain_name(func) in _SAVE_THEIR_OUTPUT
 
     def repeated_with(self, chance: Chance, drew: bool, shown: list[Tensor]) -> None:
         """The call will be repeated in the backward pass, with the random numbers that it drew.
@@ -172,10 +168,9 @@ class Tap(Function):
         if out._is_view() and not ctx.needs_input_grad[1] and _repeats(out):
             call.shares_memory = True  # an expanded parameter
             return out.detach()
-        if call.keeps_output or out._is_view():
+        if call.rule.keeps_output or out._is_view():
             return out.clone()
-        ctx.mark_dirty(out)
-        return out
+        return out.detach()  # the same memory and version: whoever has saved it finds it unchanged
 
     @staticmethod
     @differentiable_once
@@ -192,7 +187,8 @@ class Tap(Function):
         wanted = set(compress(call.parameters, taking_part(ctx, call.parameters, known)))
         if wanted:
             operands = dict(zip(call.saved, saved(ctx), strict=True))  # may run a checkpoint again
-            with keeper.trace.aside(), Native(), torch.autocast(g.device.type, enabled=False):
+            full = torch.autocast(g.device.type, enabled=False)
+            with keeper.trace.aside(), Native(), full, of_samples(call.label):
                 UseBackward(call, operands, g, wanted).run()
         return None, g, *nothing
 

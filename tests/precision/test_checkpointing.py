@@ -5,11 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 import fastclip
 from tests.models.test_transformers import keep_float64
@@ -192,6 +199,35 @@ class Sequential(nn.Module):
 @pytest.mark.parametrize("kind", KINDS)
 def test_nested(kind: str, dtype: torch.dtype) -> None:
     check_exact(Sequential(KINDS[kind]), torch.randn(4, 6), dtype=dtype)
+
+
+SAVED: dict[str, Any] = {
+    "products": [torch.ops.aten.mm.default, torch.ops.aten.addmm.default],
+    "factors": [torch.ops.aten.mul.Tensor, torch.ops.aten.native_layer_norm.default],
+    "everything": lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE,
+}
+
+
+class Selective(nn.Module):
+    """Layers and uses of parameters, of whose outputs some are kept."""
+
+    def __init__(self, saved: Any) -> None:
+        super().__init__()
+        self.context = partial(create_selective_checkpoint_contexts, saved)
+        self.first, self.norm, self.head = nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(6, 3)
+        self.gain = nn.Parameter(torch.rand(5) + 0.5)
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.norm(self.first(x) * self.gain) ** 2 @ self.first.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(checkpoint(self._inner, x, use_reentrant=False, context_fn=self.context))
+
+
+@pytest.mark.parametrize("saved", SAVED)
+@pytest.mark.parametrize("shape", [(4, 6), (4, 3, 6)], ids=str)
+def test_selective(saved: str, shape: tuple[int, ...]) -> None:
+    check_exact(Selective(SAVED[saved]), torch.randn(shape), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("kind", KINDS)
