@@ -52,10 +52,20 @@ def _gathered(call: Operation) -> list[Any] | None:
         ]
     if of_index is not None and call.name == "index_select":
         of_index = _one_axis(of_index, axis, x.dim())
-    numbered = call.name == "gather" and of_index is None and own is not None
-    if numbered and call.of(x).shape[axis] == 1 and _is_numbered(call, index, own):  # type: ignore[union-attr]
-        return [Out(own, call.flags(x) & STICKY | ORDER, exact=True)]
+    if call.name == "gather" and of_index is None and own is not None and not index.is_meta:
+        rows = _whose_slices(call.of(x), x, axis)
+        among = None if rows is None else torch.gather(rows, axis, index)
+        if among is not None and _is_numbered(call, index, among):
+            return [Out(own, call.flags(x) & STICKY | ORDER, exact=True)]
     return [_chosen(call, own, of_index, call.flags(x), call.flags(index), chosen_by_data)]
+
+
+def _whose_slices(own: at.Attribution, x: Tensor, axis: int) -> Tensor | None:
+    """The sample that each slice along this axis is of, at all its entries; None if several lie there."""
+    rows = at.reduced(own, [axis])
+    if rows is None or at.is_mixed(rows):
+        return None
+    return rows.expand(x.shape)
 
 
 def _is_numbered(call: Operation, index: Tensor, own: at.Attribution) -> bool:
@@ -99,10 +109,11 @@ def _indexed(call: Operation) -> list[Any] | None:
         own = at.compressed(torch.ops.aten.index.Tensor(full, list(indices)))
         shape = torch.broadcast_shapes(*[i.shape for _, i in used])
         for axis, i in used:
-            constant = call.of(i) is None and call.of(x).shape[axis] == 1  # type: ignore[union-attr]
-            spread = _spread(i.expand(shape), axes, x)
-            if constant and changes_alongside(spread, own, call.shadow(i)):
-                flags |= ORDER
+            rows = _whose_slices(call.of(x), x, axis) if call.of(i) is None else None
+            if rows is not None:
+                among = at.compressed(torch.ops.aten.index.Tensor(rows, list(indices)))
+                if changes_alongside(_spread(i.expand(shape), axes, x), among, call.shadow(i)):
+                    flags |= ORDER
     if of & POSITIONS and not along_samples:
         return [_several(call, flags & STICKY)]
     found = _chosen(

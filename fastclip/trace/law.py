@@ -186,7 +186,7 @@ def ordered(
     moved = bool(found[0].flags & MOVED)
     if kind.aligned == "together":
         random = all(s.held or s.flags & RANDOM for s in shadows)
-        changes = not random and not moved and is_uneven(outs[0], own)
+        changes = not random and is_uneven(outs[0], own)
     else:
         axes = [axis - own.dim() for axis, n in enumerate(own.shape) if n > 1]
         changes = False

@@ -560,12 +560,11 @@ class Tracer(TorchDispatchMode):
 
     def _compare_parts(self, x: Tensor) -> None:
         """Constants in one part of a memory, samples in another."""
-        base = base_of(x)
-        if base is None:
+        if (base := base_of(x)) is None:
             return
         with self.aside():
             record, own = self.memory.record(base), self.memory.found(base)
-            if record is None or own is None or own.sample is None or own.flags & MOVED:
+            if record is None or own is None or own.sample is None:
                 return
             if law.is_uneven(base, own.sample):
                 flag = BY_VALUE if law.is_branched(self) else ORDER
@@ -609,6 +608,7 @@ class Tracer(TorchDispatchMode):
             elif kind.writes:
                 if shadow is not self.shadows.constant or self.memory.record(x) is not None:
                     self.memory.write(x, shadow, whole=False)
+                    self._compare_parts(x)
             elif literal or (not elsewhere and not lies_in(x, tensors)):
                 self.memory.write(x, shadow)
         return out

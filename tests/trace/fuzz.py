@@ -83,14 +83,38 @@ def losses(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out, y, reduction="none")
 
 
-def gradient(network: Network, x: Tensor, y: Tensor) -> Tensor:
-    """Of the sum over samples, in one vector."""
+def gradient(network: Network, x: Tensor, y: Tensor, only: int | None = None) -> Tensor:
+    """Of the sum over samples, or of one sample's loss, in one vector."""
     torch.manual_seed(0)
     n = copy.deepcopy(network)
-    losses(n(x), y).sum().backward()
+    of_each = losses(n(x), y)
+    (of_each.sum() if only is None else of_each[only]).backward()
     return torch.cat(
         [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in n.parameters()]
     )
+
+
+def differ(one: Tensor, other: Tensor) -> bool:
+    return float((one - other).norm()) > TOLERANCE * (float(one.norm()) + 1e-12)
+
+
+def follows_others(network: Network, x: Tensor, y: Tensor) -> bool:
+    """The gradient of one sample's loss is another one beside other samples."""
+    for i in range(B):
+        own, mine = gradient(network, x, y, i), (torch.arange(B) == i)[:, None, None]
+        for shift in (-2.0, 0.0, 2.0):
+            others = torch.where(mine, x, torch.randn(B, T, D) * 3 + shift)
+            if differ(own, gradient(network, others, y, i)):
+                return True
+    return False
+
+
+def follows_rounding(network: Network, x: Tensor, y: Tensor) -> bool:
+    """The largest of equal numbers, or what is divided by almost nothing: another one where numbers are
+    rounded in another order, as they are in batches of another size.
+    """
+    own, moved = gradient(network, x, y), [x * (1 + 1e-12 * torch.randn_like(x)) for _ in range(8)]
+    return any(differ(own, gradient(network, near, y)) for near in moved)
 
 
 class Impossible(Exception):
@@ -101,8 +125,8 @@ def is_coupled(network: Network) -> bool | None:
     """By brute force: an output moves with another sample, or gradients do not add up.
 
     Returns:
-        None: the network does not run on single samples; or the gradients of one draw alone say so: the
-            largest of equal numbers is another one where they are rounded in another order.
+        None: the network does not run on single samples; or its gradients follow from rounding, and from
+            no other sample.
 
     Raises:
         Impossible: it does not run at all.
@@ -120,10 +144,9 @@ def is_coupled(network: Network) -> bool | None:
             alone = sum(gradient(network, x[i : i + 1], y[i : i + 1]) for i in range(B))
         except Exception:
             return None
-        apart = float((gradient(network, x, y) - alone).norm() / (alone.norm() + 1e-12))
-        shown += apart > TOLERANCE
+        shown += differ(alone, gradient(network, x, y))
         if shown > 1:
-            return True
+            return follows_others(network, x, y) or not follows_rounding(network, x, y) or None
         torch.manual_seed(0)
         first = copy.deepcopy(network)(x).detach()
         x[0] = torch.randn(T, D) * 3
