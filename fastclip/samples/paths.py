@@ -30,8 +30,9 @@ else:
     FOLLOWS, WHY_NOT = True, ""
     ASIDE.append(_path.pause)
 
-_EVERY = 8
-"""Ways of one method that are looked at as they come; after that, each whose number is a power of 2."""
+_EVERY, _FEW = 8, 2
+"""So many ways of one method are looked at as they come, and so many that may follow from sizes; after
+that, each whose number is a power of 2."""
 
 
 def begin(args: tuple, kwargs: dict) -> Any:
@@ -55,8 +56,14 @@ class Paths:
 
     def __init__(self) -> None:
         self._known: dict[int, list[tuple[Any, list[int]]]] = {}
+        self._sizes: set[tuple[int, ...]] = set()
+        """Of the inputs of all calls that have gone them."""
+        self._of_all_sizes = False
+        """One way was gone by calls of unlike sizes, so another size is no reason for another way."""
         self.unseen = 0
         """Calls that went another way than any before."""
+        self._by_size = 0
+        """Those of them that may have done so for their sizes, as a loop over samples does."""
 
     def knows(self, path: Any, args: tuple, kwargs: dict) -> bool:
         """Whether a call has gone this way: the same operators on the same results.
@@ -67,19 +74,27 @@ class Paths:
         if any(path.follows(other, [], []) for other, _ in known):
             return True
         sizes = _sizes(args, kwargs)
-        return any(path.follows(other, sizes, others) for other, others in known)
+        found = any(path.follows(other, sizes, others) for other, others in known)
+        self._of_all_sizes |= found
+        return found
 
     def note(self, path: Any, args: tuple, kwargs: dict) -> None:
         """A call with these inputs has gone this way."""
+        sizes = _sizes(args, kwargs)
+        self._sizes.add(tuple(sizes))
         if not self.knows(path, args, kwargs):
-            self._known.setdefault(path.hash, []).append((path, _sizes(args, kwargs)))
+            self._known.setdefault(path.hash, []).append((path, sizes))
 
-    def next_due(self) -> bool:
+    def next_due(self, args: tuple, kwargs: dict) -> bool:
         """Count a way that is not known; whether it is to be looked at. Of a program that changes in
         every call not all are.
         """
         self.unseen += 1
-        return self.unseen <= _EVERY or not self.unseen & (self.unseen - 1)
+        number, most = self.unseen, _EVERY
+        if not self._of_all_sizes and tuple(_sizes(args, kwargs)) not in self._sizes:
+            self._by_size += 1
+            number, most = self._by_size, _FEW
+        return number <= most or not number & (number - 1)
 
 
 def _sizes(args: tuple, kwargs: dict) -> list[int]:

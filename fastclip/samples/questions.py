@@ -63,7 +63,10 @@ def unmasked(x: Any, axis: int, number: int) -> Any:
     del axis, number
     if not isinstance(x, Tensor) or x.dim() < 2 or x.is_floating_point() or x.is_complex():
         return x
-    return torch.ones_like(x) if not x.numel() or 0 <= int(x.min()) <= int(x.max()) <= 1 else x
+    masks = (
+        not x.numel() or 0 <= int(x.min()) <= int(x.max()) == 1
+    )  # zeros alone may be numbers of a table
+    return torch.ones_like(x) if masks else x
 
 
 class Given:

@@ -31,6 +31,8 @@ _MOST = frozenset({bool, int, float, str, type(None)})
 _DEEPEST = 3
 _LONGEST = 64
 """Containers of settings are no deeper and no longer: what is longer holds data."""
+_OF_BATCHES = "max_batch_len"
+"""What Opacus' recurrent cells note of every batch, first in a first one."""
 
 
 def kind(value: Any) -> Any:
@@ -152,11 +154,13 @@ class Settings:
         if self._owner(table) in self._known:
             return
         self._known.add(self._owner(table))
-        self._sized.append(table)
+        of_opacus = self._home.startswith("opacus.")
+        if not of_opacus:
+            self._sized.append(table)
         for name in list(names):
             value = table.get(name)
             if isinstance(value, _PLAIN) or _is_set(value) or _is_number(value):
-                if name != "training":
+                if name != "training" and not (of_opacus and name == _OF_BATCHES):
                     self._plain.append((table, name))
             elif is_flag(value):
                 self._tensors.append((table, name))

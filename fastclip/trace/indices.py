@@ -61,7 +61,7 @@ def _gathered(call: Operation) -> list[Any] | None:
 
 
 def _whose_slices(own: at.Attribution, x: Tensor, axis: int) -> Tensor | None:
-    """The sample that each slice along this axis is of, at all its entries; None if several lie there."""
+    """The sample that each slice along this axis is of, at all entries; None if several lie there."""
     rows = at.reduced(own, [axis])
     if rows is None or at.is_mixed(rows):
         return None

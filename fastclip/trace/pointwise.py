@@ -51,11 +51,9 @@ _LINEAR = frozenset((
 ))  # fmt: skip
 """A sum over samples stays one under these."""
 _HOMOGENEOUS = frozenset((
-    "mul", "div", "neg", "_to_copy", "clone", "expand", "view", "_unsafe_view", "reshape",
-    "squeeze", "unsqueeze", "detach", "alias", "sum", "mean", "mm", "bmm", "t", "transpose",
-    "permute", "slice", "select", "unbind", "split", "split_with_sizes", "expand_copy", "cumsum",
-    "flip", "roll", "repeat", "diagonal", "unfold", "index", "index_select", "gather", "tril",
-    "triu", "_reshape_alias",
+    "mul", "div", "neg", "_to_copy", "clone", "_unsafe_view", "sum", "mean", "mm", "bmm", "expand_copy",
+    "cumsum", "flip", "roll", "repeat", "index", "index_select", "gather", "tril", "triu",
+    "im2col", "col2im",
 ))  # fmt: skip
 """A factor of their first operand is one of the result; of either one, if it is a product."""
 _PRODUCTS = frozenset(("mul", "mm", "bmm"))
@@ -64,19 +62,6 @@ ADDING = frozenset((
     "masked_fill", "masked_scatter",
 ))  # fmt: skip
 """A factor of all operands is one of the result; zeros have any."""
-_LINEAR_BACKWARD = frozenset((
-    "slice_backward", "select_backward", "diagonal_backward", "unfold_backward",
-    "embedding_dense_backward", "convolution_backward", "_softmax_backward_data",
-    "_log_softmax_backward_data", "native_layer_norm_backward", "_fused_rms_norm_backward",
-    "native_group_norm_backward", "threshold_backward", "tanh_backward", "sigmoid_backward",
-    "gelu_backward", "silu_backward", "elu_backward", "leaky_relu_backward", "softplus_backward",
-    "hardswish_backward", "hardtanh_backward", "mish_backward", "native_dropout_backward",
-    "nll_loss_backward", "nll_loss2d_backward", "mse_loss_backward", "smooth_l1_loss_backward",
-    "huber_loss_backward", "binary_cross_entropy_backward", "avg_pool2d_backward",
-    "max_pool2d_with_indices_backward", "_adaptive_avg_pool2d_backward", "log_sigmoid_backward",
-    "native_batch_norm_backward", "_scaled_dot_product_flash_attention_for_cpu_backward",
-))  # fmt: skip
-"""Linear in the gradient, their first operand."""
 
 
 def pointwise(call: Operation) -> list[Out]:
@@ -223,7 +208,7 @@ def _kept_factor(call: Operation) -> int | None:
     if any(not x.is_floating_point() for x in call.outs) or not isinstance(first, Tensor):
         return None
     carriers = [x for x in operands if call.shadow(x).factor is not None]
-    if name in _HOMOGENEOUS or name in _LINEAR_BACKWARD:
+    if name in _HOMOGENEOUS or _is_linear(call):
         alone = len(carriers) == 1 and (carriers[0] is first or name in _PRODUCTS)
         if name in ("mul", "div") and isinstance(call.kwargs.get("rounding_mode"), str):
             alone = False
@@ -252,6 +237,19 @@ def _kept_factor(call: Operation) -> int | None:
         elif call.shadow(x).factor is not None or call.shadow(x).held or bool(x.any()):
             factors.add(call.shadow(x).factor)
     return next(iter(factors)) if len(factors) == 1 else None
+
+
+def _is_linear(call: Operation) -> bool:
+    """What it returns is a multiple where its first operand is: views, padding with zeros, and what
+    computes a gradient from that of a result.
+    """
+    kind = call.kind
+    if kind.name == "constant_pad_nd":
+        return not call.given["value"]
+    if kind.aliases and not kind.writes:
+        return True
+    backward = kind.name.endswith(("_backward", "_backward_data"))
+    return backward and call.func._schema.arguments[0].name.startswith("grad")
 
 
 def _told(call: Operation) -> list[Shadow] | None:

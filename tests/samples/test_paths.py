@@ -194,9 +194,24 @@ def test_ways_that_are_independent() -> None:
 
 
 def test_of_a_program_that_never_rests_some_are_looked_at() -> None:
-    found = paths.Paths()
-    due = [k for k in range(1, 70) if found.next_due()]
+    """Fewer where its sizes may be why: a loop over samples runs more operators for more of them."""
+    found, given = paths.Paths(), (torch.zeros(B, D),)
+    found.note(path_of(torch.sum, *given), given, {})
+    due = [k for k in range(1, 70) if found.next_due(given, {})]
     assert due == [*range(1, 9), 16, 32, 64]
+    sized = [k for k in range(1, 70) if found.next_due((torch.zeros(B + k, D),), {})]
+    assert sized == [1, 2, 4, 8, 16, 32, 64]
+    other = (torch.zeros(B + 70, D),)
+    assert found.knows(path_of(torch.sum, *other), other, {})
+    assert [found.next_due((torch.zeros(B + k, D),), {}) for k in range(80, 83)] == [False] * 3
+
+
+def test_a_loop_over_samples() -> None:
+    model, NOW[:] = Model().double(), [lambda h: torch.stack([2 * row.cumsum(0) for row in h])]
+    private, optimizer = make_private(model)[1:3]
+    for size in (B, B, B - 1, B - 2, B + 1, B - 1, B + 2, B):
+        check_step(private, model, torch.randn(size, T, D).double(), optimizer)
+    assert looks(private) <= 4
 
 
 def test_the_doctor_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

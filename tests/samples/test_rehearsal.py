@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastclip.errors import FastclipError
+from fastclip.samples.questions import unmasked
 from tests.oracle import (
     Batch,
     assert_sums,
@@ -94,6 +95,14 @@ def test_proven(name: str) -> None:
     if grads is not None:
         found = summed(dict(model.named_parameters()))
         assert_sums(found, clipped_sum(grads, 0.1), 1e-10)
+
+
+def test_masks_are_told_from_numbers_of_a_table() -> None:
+    """Of one row, whose numbers are all 0."""
+    mask, numbers = torch.tensor([[1, 1], [1, 0]]), torch.zeros(2, 2, dtype=torch.int64)
+    assert torch.equal(unmasked(mask, 0, 2), torch.ones_like(mask))
+    assert torch.equal(unmasked(numbers, 0, 2), numbers)
+    assert torch.equal(unmasked(mask + 1, 0, 2), mask + 1)
 
 
 class Doubled(torch.autograd.Function):

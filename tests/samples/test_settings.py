@@ -11,7 +11,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from opacus.layers import DPLSTM
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.oracle import Batch, backward, check_exact, make_private
 from tests.refusal import refused
@@ -272,3 +274,23 @@ def test_a_copy_looks_for_itself() -> None:
     with refused(COUPLED):
         twin(torch.randn(B, D))
     private(torch.randn(B, D))
+
+
+def test_what_cells_of_opacus_note_of_a_batch_is_no_setting() -> None:
+    """How many samples its longest step has."""
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recurrent, self.head = DPLSTM(D, D, batch_first=True), nn.Linear(D, 2)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return self.head(
+                pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)[0].sum(1)
+            )
+
+    private = make_private(Packed())[1]
+    for size in (B, B - 1, B - 2, B - 1, B - 2, B):
+        backward(private, (torch.randn(size, 5, D), torch.full((size,), 5)))
+    assert len(private.keeper.calls.looks) <= 2  # at first, and at one of a loop over samples

@@ -440,6 +440,39 @@ def test_factors(name: str) -> None:
     assert found.kinds == {"factor"}, found.report
 
 
+LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
+    "padded": lambda o: F.pad(o, (1, 2)),
+    "in patches": lambda o: F.unfold(o.view(B, 1, 2, 2), 2),
+    "gated": lambda o: F.glu(o, 1),
+    "resized": lambda o: F.interpolate(o[:, None], 7, mode="linear"),
+    "diagonal": lambda o: torch.diag_embed(o),
+}
+
+
+@pytest.mark.parametrize("way", LINEAR.values(), ids=LINEAR)
+def test_a_factor_stays_one(way: Callable[[Tensor], Tensor]) -> None:
+    """Whatever lies between a loss' division and the layers: its gradient is linear."""
+    found = run(K, BINARY, lambda o, y: way(o).flatten(1).sin().sum() / y.sum())
+    assert found.kinds == {"factor"}, found.report
+
+
+class Squared(torch.autograd.Function):
+    """Not the derivative of anything."""
+
+    @staticmethod
+    def forward(ctx: Any, o: Tensor) -> Tensor:
+        return o * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * g
+
+
+def test_what_squares_a_factor() -> None:
+    found = run(K, BINARY, lambda o, y: (Squared.apply(o) + o).sum() / y.sum())
+    assert found.kinds - {"factor"}, found.report
+
+
 def test_selected_sum() -> None:
     """How many tokens a mask selects is seen by Python, and divides nothing."""
     found = run(T * K, PADDED, lambda o, y: token_losses(o, y)[y != -100].sum())
