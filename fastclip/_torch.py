@@ -221,6 +221,13 @@ def hear_functions_given(told: Callable[[Any], None]) -> Iterator[None]:
         operator.__call__ = plain
 
 
+def is_profiled() -> bool:
+    """Whether torch's profiler runs."""
+    from torch.autograd import profiler
+
+    return profiler._is_profiler_enabled
+
+
 # Settings of torch
 
 are_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms

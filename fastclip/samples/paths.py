@@ -11,9 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd import profiler
 
-from fastclip._torch import current_task, in_compiled_call, transformed
+from fastclip._torch import current_task, in_compiled_call, is_profiled, transformed
 from fastclip.compiled import check_built
 from fastclip.samples.inputs import tensors_of
 from fastclip.trace.tracer import ASIDE
@@ -43,7 +42,7 @@ def begin(args: tuple, kwargs: dict) -> Any:
         compiled and captured code, in transforms, in backward passes and under torch's profiler.
     """
     captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    elsewhere = captured or current_task() != -1 or transformed() or profiler._is_profiler_enabled
+    elsewhere = captured or current_task() != -1 or transformed() or is_profiled()
     if not FOLLOWS or elsewhere or in_compiled_call():
         return None
     recording = _path.Recording()
