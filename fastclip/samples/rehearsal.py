@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Container, Hashable, Iterable, Mapping
+from collections.abc import Collection, Container, Hashable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -90,8 +90,11 @@ def _rehearse(layout: BatchLayout, run: Runs, cuts: Cuts) -> _Rehearsal:
     trial = BatchLayout(layout.axis, layout.drawn)
     trial.uses = {key: used for key, used in layout.uses.items() if used}
     many = max(_FEW + 1, min(run.rows(cuts), MANY))
-    once = partial(_once, trial, run, cuts)
-    few = once(_FEW, {})
+    first = _once(trial, run, cuts, _FEW, {})
+    once = partial(_checked, trial, run, cuts, drawn=first.drawn)
+    few = once(_FEW, {}) if first.drawn else first.checked()
+    # by generators that the model seeds itself: the same numbers in each call
+    once = partial(once, drawn={state for state in first.drawn if state in few.drawn})
     if any(trial.uses.get(key) for key in few.derived):  # such as a loop that begins with zeros
         few = once(_FEW, {})
     for rows in sorted({_FEW + 1, many}):
@@ -110,15 +113,22 @@ def _rehearse(layout: BatchLayout, run: Runs, cuts: Cuts) -> _Rehearsal:
     return more
 
 
+def _checked(*args: Any, **kwargs: Any) -> _Rehearsal:
+    """A run that proves what it has seen."""
+    return _once(*args, seed=1, **kwargs).checked()
+
+
 def _once(
     layout: BatchLayout, run: Runs, cuts: Cuts, rows: int, grown: dict[Hashable, int], *,
     asks: bool = False, wanted: Mapping[int, bool] = MappingProxyType({}),
+    drawn: Collection[int] = (), seed: int = 0,
 ) -> _Rehearsal:  # fmt: skip
     """One run.
 
     Args:
         grown: uses of nothing but parameters and the number of rows, and the axis of these.
         asks: for gradients. wanted: answers to questions of Python's, by their numbers.
+        drawn: states of generators in which an earlier run has drawn. seed: of those that are known.
     """
     there = min(rows, run.rows(cuts))
     if not there:
@@ -129,17 +139,16 @@ def _once(
         found = _Rehearsal(layout, _Followed(set(run.private), cuts, rows), grown)
         found.differentiable, found.change = asks, unmasked
         found.followed.tracer.questions.wanted = dict(wanted)
+        found.followed.tracer.memory.drawn_before = drawn
         found.followed.knows(
             run.model, [x for x, a in zip(run.leaves, cuts, strict=True) if a is None]
         )
         taken = [min(i, there - 1) for i in range(rows)]
         taken = taken[::-1] if rows == _FEW + 1 else taken
-        run.once(found, taken, then=partial(found.note_output, run.model))
+        run.once(found, taken, seed, then=partial(found.note_output, run.model))
         return found
 
-    found = once() if asks else unsaved(once)
-    found.check()
-    return found
+    return once() if asks else unsaved(once)
 
 
 def _growing(few: _Rehearsal, more: _Rehearsal) -> dict[Hashable, int]:
@@ -307,6 +316,11 @@ class _Rehearsal(Probe):
         return self.questions.answers
 
     @property
+    def drawn(self) -> Collection[int]:
+        """States of generators in which it has drawn."""
+        return self.followed.tracer.memory.drawn_before
+
+    @property
     def questions(self) -> Questions:
         """What Python asked."""
         return self.followed.tracer.questions
@@ -377,8 +391,8 @@ class _Rehearsal(Probe):
             self.unproven.append(f"what the model keeps: {kept}")
         self.outlets = outlets_of(output, self.rows)
 
-    def check(self) -> None:
-        """What was seen holds for all numbers.
+    def checked(self) -> _Rehearsal:
+        """This one: what was seen holds for all numbers.
 
         Raises:
             _Unproven: it does not.
@@ -396,6 +410,7 @@ class _Rehearsal(Probe):
         drew = self.elsewhere or memory.lengths_read
         if values or not asks or kept or drew or self.unproven or self.layout.counting:
             raise _Unproven
+        return self
 
     def check_beside(self, other: _Rehearsal) -> None:
         """A run on other rows has computed the same.

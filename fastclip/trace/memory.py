@@ -7,7 +7,7 @@ the record into one attribution for each of its entries, of which other geometri
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -262,7 +262,7 @@ class Memory:
         self._writes = 0
         self._drawn: set[int] = set()
         """States of generators that this step has drawn from."""
-        self._drawn_before: set[int] = set()
+        self.drawn_before: Collection[int] = ()
         """The same of the step before."""
 
     def drew_again(self, generator: torch.Generator | None, state: int) -> bool:
@@ -274,7 +274,7 @@ class Memory:
         if generator is None or state_of(generator) == state:
             return False
         self._drawn.add(state)
-        return state in self._drawn_before
+        return state in self.drawn_before
 
     def know(self, x: Tensor) -> None:
         """What lies in this memory follows from no sample until an operation writes it there."""
@@ -478,7 +478,7 @@ class Memory:
             The records of what was computed and is held.
         """
         carried = self.alive()
-        self._drawn, self._drawn_before = set(), self._drawn
+        self._drawn, self.drawn_before = set(), self._drawn
         for key, parts in self._given.items():
             self._earlier[key] = {**self._earlier.get(key, {}), **parts}
         for key, parts in list(self._earlier.items()):

@@ -82,7 +82,8 @@ class Trail:
         tensors: Sequence[Tensor], shadows: Sequence[Shadow],
     ) -> None:  # fmt: skip
         """An operation runs."""
-        named = [(name, x) for name, x in kwargs.items() if not isinstance(x, Tensor)]
+        aside = Tensor, torch.Generator  # what that draws is an operand of other operations
+        named = [(name, x) for name, x in kwargs.items() if not isinstance(x, aside)]
         sizes = [x for x in tree_leaves(args) if not isinstance(x, Tensor)]
         meets = any(s.held or s.flags & (TRAINED | RANDOM | CHANCE) for s in shadows)
         of_one = kind.name in _COMPARING and not any(x.dim() for x in tensors)

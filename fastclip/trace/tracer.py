@@ -315,7 +315,7 @@ class Tracer(TorchDispatchMode):
         if self.trail is not None:
             self.trail.note(self, kind, args, kwargs, tensors, shadows)
         self.report.drew |= kind.draws
-        generator = generator_of(tensors, kwargs) if kind.random else None
+        generator = generator_of(tensors, kwargs) if kind.draws else None
         draw = generator, 0 if generator is None else state_of(generator)
         if not hot:
             return self._constant(func, kind, args, kwargs, tensors, shadows, draw)
@@ -592,17 +592,12 @@ class Tracer(TorchDispatchMode):
             return out
         foreign = self._has_foreign(tensors, shadows)
         trained = foreign or any(s.flags & TRAINED for s in shadows)
-        drawn = (kind.random and not self.memory.drew_again(*draw)) or (
-            kind.pointwise and any(s.flags & RANDOM for s in shadows)
-        )
         # What is made of a tensor from elsewhere (a part of all labels) is from elsewhere, too.
         literal = kind.name in _LITERALS
         self.python.made(literal, tensors, outs)
         elsewhere = not literal and not trained and any(self._from_nowhere(x) for x in tensors)
-        chance = law.by_chance(kind, tensors, shadows, bool(drawn))
-        shadow = self.shadows.of_no_sample(
-            RANDOM * drawn | CHANCE * chance | TRAINED * trained | FOREIGN * foreign
-        )
+        drawn = law.drawn(kind, tensors, shadows, again=self.memory.drew_again(*draw))
+        shadow = self.shadows.of_no_sample(drawn | TRAINED * trained | FOREIGN * foreign)
         for x in outs:
             if kind.fresh:
                 self.memory.write(x, self._nobody(x))
