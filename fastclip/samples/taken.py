@@ -154,7 +154,7 @@ class TakenRows:
         """Let another row be run in copies from here on: those with most zeros in what counts come
         first, as rows that are padded have. False where enough were."""
         counted = [
-            (x == 0).movedim(a, 0).flatten(1).sum(1)
+            (x == 0).movedim(a, 0).reshape(x.shape[a], -1).sum(1)
             for x, a in zip(self._leaves, self._cuts, strict=True)
             if a is not None and counts(x)
         ]
