@@ -295,6 +295,8 @@ class UseBackward(Contribution):
 
     def _routed(self) -> Tensor:
         call = self._call
+        if not self.g.numel():
+            return torch.zeros(self.g.shape, dtype=torch.int64, device=self.g.device)
         if call.routing is None:
             mean = "; with a mean of losses, apply it to the rows' losses before the mean"
             raise BatchSizeError(
