@@ -36,8 +36,9 @@ from fastclip.samples.unsaved import unsaved
 from fastclip.trace import attribution as at
 from fastclip.trace.law import Law
 from fastclip.trace.memory import BY_VALUE, MOVED, ORDER, Shadow
-from fastclip.trace.numbers import Questions, Trail
+from fastclip.trace.numbers import Questions
 from fastclip.trace.tracer import Tracer, all_aside
+from fastclip.trace.trail import Trail
 
 _FEW = 2
 _QUESTIONS = frozenset({"item", "is_nonzero", "equal"})

@@ -47,7 +47,6 @@ from fastclip.trace.numbers import (
     Numbers,
     Python,
     Questions,
-    Trail,
     exported,
     held_against,
 )
@@ -63,6 +62,7 @@ from fastclip.trace.operation import (
 )
 from fastclip.trace.pointwise import ADDING, POINTWISE, factored, pointwise
 from fastclip.trace.probe import probed
+from fastclip.trace.trail import Trail
 
 _SHARP = frozenset((
     "bmm", "baddbmm", "mm", "addmm", "convolution", "convolution_backward", "index_add",
