@@ -407,7 +407,9 @@ class _Rehearsal(Probe):
         values = report.findings or report.by_value or report.probed or report.by_chance
         values = values or report.unknown
         given = () if self.given is None else self.given.outputs
-        kept = memory.alive(given) and (gc.collect() or memory.alive(given))
+        if kept := memory.alive(given):
+            gc.collect()
+            kept = memory.alive(given)
         drew = self.elsewhere or memory.lengths_read
         if values or not asks or kept or drew or self.unproven or self.layout.counting:
             raise _Unproven
