@@ -384,6 +384,8 @@ def _identified(tracer: Any, x: Tensor, shadow: Shadow) -> Any:
         return shadow.part if shadow.part is not None else hash((tracer.memory.serial(x), False))
     if shadow.flags & RANDOM:
         return "random"
-    if shadow.flags & TRAINED or x.numel() > _LARGEST or x.is_meta or x.layout is not torch.strided:
+    if shadow.flags & TRAINED and tracer.memory.record(x) is not None:
+        return tracer.memory.formula(x)
+    if x.numel() > _LARGEST or x.is_meta or x.layout is not torch.strided:
         return tracer.memory.serial(x), tuple(x.shape)
     return content_of(x)

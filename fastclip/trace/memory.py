@@ -234,7 +234,7 @@ class Record:
     factors: set[int | None] = field(default_factory=set)
     serial: int = 0
     formula: int | None = None
-    """Of one number: how it was computed, and from what; another one of the same formula is equal."""
+    """How what lies there was computed, and from what; what has the same formula is equal."""
     cause: object | None = None
     """Where its entries first followed from several samples."""
 
@@ -430,7 +430,7 @@ class Memory:
         return hash((source, place, *((x.shape[k], x.stride(k)) for k in kept)))
 
     def computed(self, x: Tensor, key: object, operands: Iterable[Tensor]) -> None:
-        """An operation that draws nothing has made one number of its operands."""
+        """An operation that draws nothing has made all that lies in this memory, of its operands."""
         record = self.record(x)
         if record is not None:
             record.formula = hash((key, *map(self.formula, operands)))
@@ -438,10 +438,14 @@ class Memory:
     def formula(self, x: Tensor) -> object:
         """Equal for equal numbers, as far as that was seen."""
         record = self.record(x)
-        if record is not None:
-            return record.formula or (record.serial, geometry_of(x))
         few = x.layout is torch.strided and x.numel() <= _FEW and not x.is_meta
-        return content_of(x) if few else object()  # whose memory may be another's later
+        if few and (record is None or not (record.holds_samples or record.flags & TRAINED)):
+            return content_of(x)
+        if record is None:
+            return object()  # whose memory may be another's later
+        if x.numel() == 1 and record.formula is not None:
+            return record.formula
+        return record.formula or record.serial, geometry_of(x)
 
     def serial(self, x: Tensor) -> object:
         """Changes when the memory is written into, as far as that was seen."""

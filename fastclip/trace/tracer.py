@@ -318,7 +318,7 @@ class Tracer(TorchDispatchMode):
         generator = generator_of(tensors, kwargs) if kind.draws else None
         draw = generator, 0 if generator is None else state_of(generator)
         if not hot:
-            return self._constant(func, kind, args, kwargs, tensors, shadows, draw)
+            return self._constant(func, kind, args, kwargs, tensors, shadows, draw, repr(key))
         self.lines.note()
         if self._unpacks:
             return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key, draw)
@@ -574,7 +574,7 @@ class Tracer(TorchDispatchMode):
 
     def _constant(
         self, func: Any, kind: Kind, args: tuple, kwargs: dict, tensors: list[Tensor],
-        shadows: list[Shadow], draw: tuple,
+        shadows: list[Shadow], draw: tuple, key: str,
     ) -> Any:  # fmt: skip
         """An operation on no sample."""
         out = func(*args, **kwargs)
@@ -598,7 +598,7 @@ class Tracer(TorchDispatchMode):
         elsewhere = not literal and not trained and any(self._from_nowhere(x) for x in tensors)
         drawn = law.drawn(kind, tensors, shadows, again=self.memory.drew_again(*draw))
         shadow = self.shadows.of_no_sample(drawn | TRAINED * trained | FOREIGN * foreign)
-        for x in outs:
+        for k, x in enumerate(outs):
             if kind.fresh:
                 self.memory.write(x, self._nobody(x))
             elif kind.writes:
@@ -606,6 +606,8 @@ class Tracer(TorchDispatchMode):
                     self.memory.write(x, shadow, whole=False)
             elif literal or (not elsewhere and not lies_in(x, tensors)):
                 self.memory.write(x, shadow)
+                if trained and not kind.draws:
+                    self.memory.computed(x, (key, k), tensors)
         return out
 
     def _from_nowhere(self, x: Tensor) -> bool:
