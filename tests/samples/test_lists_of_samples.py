@@ -93,13 +93,31 @@ def test_entries_are_samples(how: str, lengths: str) -> None:
         assert len(optimizer.per_sample_norms) == DRAWN
 
 
-@pytest.mark.parametrize("slices", [3, DRAWN, 8])
-def test_slices_are_no_samples(slices: int) -> None:
+@pytest.mark.parametrize("lengths", [[3] * 10, [8] * 10, [3] * DRAWN + [2, 4, 2, 4, 3]])
+def test_slices_are_of_their_sample(lengths: list[int]) -> None:
     """A label for every slice: clipped by slices, one patient would move the sum by several C."""
-    private, _, batches = private_of(Bags("slices").double(), rows_of([slices] * 10, True))
-    bags, _ = next(batches)
-    with refused("stack"):
-        private(bags)
+    model, rows = Bags("slices").double(), rows_of(lengths, True)
+    params, own = dict(model.named_parameters()), []
+    for x, y in rows:
+        own.append(torch.autograd.grad(F.cross_entropy(model([x]), y), [*params.values()]))
+    private, optimizer, batches = private_of(model, rows)
+    for number, (bags, ys) in enumerate(batches):
+        optimizer.zero_grad()
+        if len({*map(len, bags)}) > 1:  # as many in all as before, but not of each
+            with refused("depends on the other samples"):
+                private(bags).sum().backward()
+            return
+        F.cross_entropy(private(bags), torch.cat(ys)).backward()
+        some = own[number * DRAWN :][:DRAWN]
+        grads = {n: torch.stack(g) for n, g in zip(params, zip(*some, strict=True), strict=True)}
+        assert_sums(summed(params), clipped_sum(grads, 0.5), 1e-9)
+
+
+@pytest.mark.parametrize("lengths", [[DRAWN] * 10, [3, 2, 4, 1, 3] * 2])
+def test_slices_are_no_samples(lengths: list[int]) -> None:
+    private, _, batches = private_of(Bags("slices").double(), rows_of(lengths, True))
+    with refused("stack|depends on the other samples"):
+        private(next(batches)[0]).sum().backward()
 
 
 class Pooled(Bags):
@@ -207,7 +225,7 @@ class Few(nn.Module):
 @pytest.mark.parametrize("how", ["tensors", "records", "raw"])
 def test_draws_of_nobody(how: str, first: bool) -> None:
     """As steps of no sample, whether or not the model has been looked at before."""
-    model, rows = Few(how).double(), [x for x, _ in rows_of([3] * 12)]
+    model, rows = Few(how).double(), [x for x, _ in rows_of([7] * 12)]
     params, own = dict(model.named_parameters()), []
     given = [{"x": x} if how == "records" else x for x in rows]
     for x in given:
@@ -235,3 +253,4 @@ def test_draws_of_nobody(how: str, first: bool) -> None:
     assert (sizes[0] == 0) is first
     assert 0 in sizes[1:]
     assert 2 in sizes
+    assert private.keeper.calls.layouts["forward"].proven
