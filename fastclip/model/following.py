@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from fastclip._torch import disable_dynamo, is_exporting
 from fastclip.backward.bookkeeping import BookKeeper
@@ -102,7 +103,7 @@ def left(path: str, forward: Forward, routing: Routing, out: Any) -> Any:
         return out
     leaves, structure = flatten(out)
     places = forward.layout.returns[path]
-    tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    tensors = [i for i, x in enumerate(leaves) if isinstance(x, (Tensor, PackedSequence))]
     numbers = [
         i for number, i in enumerate(tensors)
         if number in places and type(leaves[i]) is Tensor and leaves[i].requires_grad

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastclip.errors import GraphError, StepError
+from fastclip.errors import BatchSizeError, GraphError, StepError
 from fastclip.parallel.shards import Shards
 from fastclip.samples import paths
 from fastclip.samples.blind import check_rows
@@ -66,6 +66,32 @@ class Forward:
     """Layers and uses that it has passed."""
     inputs: Any = None
     """What the call was given, until a backward pass has taken its contributions."""
+    turns: dict[Hashable, int] = field(default_factory=dict)
+    """How often uses were made in which samples take turns."""
+
+    def turn(self, name: Hashable, label: str) -> Callable[[], int]:
+        """A use is made in which samples take turns; once all have had theirs, it is known whose it is.
+
+        Args:
+            label: of the use, for messages.
+        """
+        number = self.turns.get(name, 0)
+        self.turns[name] = number + 1
+        if self.lengths is None and self.layout is not None and self.inputs is not None:
+            self.lengths = self.layout.lengths(*self.inputs)
+        return partial(self._whose, name, number, label)
+
+    def _whose(self, name: Hashable, number: int, label: str) -> int:
+        layout, calls, batch = self.layout, self.turns[name], self.batch_size or 1
+        assert layout is not None
+        each, rest = divmod(calls, batch)
+        place = None if rest else layout.folds.find(name, each, self.lengths or ())
+        if place is None:
+            raise BatchSizeError(
+                f"{label} runs {calls} times for {batch} samples, which is no order of their turns that "
+                "is known, so whose each call is cannot be told. Compute every sample in the same way."
+            )
+        return number // place.inner % batch
 
     @property
     def routings(self) -> list[tuple[str, Any]]:

@@ -75,6 +75,10 @@ class Folds:
                 )
             seen.setdefault(lengths, {})[each] = found
 
+    def has(self, name: Hashable, lengths: Lengths) -> bool:
+        """It was seen with inputs of these lengths."""
+        return lengths in self._seen.get(name, {})
+
     def find(self, name: Hashable, each: int, lengths: Lengths) -> Place | None:
         """Where the samples are, of which each has so many entries; None if that is not known."""
         seen = self._seen.get(name, {})

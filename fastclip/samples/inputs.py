@@ -189,15 +189,18 @@ def batch_sizes_of(args: tuple, kwargs: dict, axis: int) -> list[int]:
     """What the number of samples in a model's inputs may be, the likeliest first.
 
     These are the sizes along `axis` of its inputs, in order, that of a list with tensors before theirs,
-    but 1 last: a leading 1 may broadcast over the batch.
+    but 1 last: a leading 1 may broadcast over the batch. Empty lists alone tell of no samples.
     """
     sizes: list[int] = []
+    without: list[int] = []
 
     def note(node: Any) -> bool:
         if is_list(node):
             outer = node is opened or node is opened[0]
             if not outer and not is_data(node) and next(tensors_of(node), None) is not None:
                 sizes.append(len(node))
+            elif not outer and not node:
+                without.append(0)
             return not outer and is_data(node)
         if not is_rows(node) and (size := rows_of(node, axis)) is not None:
             sizes.append(size)
@@ -205,7 +208,7 @@ def batch_sizes_of(args: tuple, kwargs: dict, axis: int) -> list[int]:
 
     opened = _opened((args, kwargs), lambda node: _is_packed(node) or is_data(node), objects=True)
     tree_flatten(opened, is_leaf=note)
-    return sorted(dict.fromkeys(sizes), key=lambda size: size == 1)
+    return sorted(dict.fromkeys(sizes), key=lambda size: size == 1) or without[:1]
 
 
 def ways_to_cut(leaves: list[Any], sizes: list[int], own_axis: int) -> Iterator[Cuts]:

@@ -23,9 +23,11 @@ from fastclip.samples.inputs import Cuts, Drawn, Way, batch_sizes_of, readings, 
 from fastclip.samples.paths import Paths
 from fastclip.samples.place import Place
 from fastclip.samples.probing import Probe
+from fastclip.samples.row_lists import is_list
 from fastclip.samples.selected import Shorter
 from fastclip.samples.taken import MOST_ROWS
 from fastclip.samples.watch import Watch
+from fastclip.trace.operation import tensors_in
 
 
 @dataclass
@@ -58,6 +60,8 @@ class BatchLayout:
         self.known = False
         self.proven = False
         """A traced run says all of it (fastclip.samples.rehearsal); no values were compared."""
+        self.entries: set[Hashable] = set()
+        """As of `entries_of`, in traced runs that have."""
         self.asked = False
         """Python has asked yes-or-no questions of the batch in that run, which had no effect."""
         self.drives = False
@@ -104,6 +108,8 @@ class BatchLayout:
         """Layers without rules: their input has no samples, or rows that the model has moved."""
         self.moved: dict[Hashable, None] = {}
         """Layers and uses whose rows were seen in other places when other rows changed."""
+        self.turns: set[Hashable] = set()
+        """Uses that are made for one sample after the other; `folds` says in which order, by lengths."""
         self.uses: dict[Hashable, bool] = {}
         """Calls of functions with parameters: True: with a batch; False: with constants alone."""
         self.routers: dict[Hashable, set[str]] = {}
@@ -214,6 +220,12 @@ class BatchLayout:
             return True
         if self.flat:
             return False
+        if self.proven and not self.entries_of(args, kwargs) <= self.entries:
+            return True
+        if self.turns:  # how many each sample has follows from lengths
+            lengths = self.lengths(args, kwargs)
+            if not all(self.folds.has(name, lengths) for name in self.turns):
+                return True
         rows = self.batch_size(args, kwargs) or 0
         if self.compared >= MOST_ROWS:
             return rows > 2 * self.tried and self.tried < MANY
@@ -221,6 +233,14 @@ class BatchLayout:
             return True
         # a batch that repeated one row said nothing
         return self.compared < 2 and rows > 1 and self.watch.rarely()
+
+    def entries_of(self, args: tuple, kwargs: dict) -> set[Hashable]:
+        """The sizes of the entries of each list that holds samples: in a traced run all had the same."""
+        leaves, _ = self.read(args, kwargs)
+        return {
+            (n, frozenset(tuple(x.shape for x in tensors_in(entry)) for entry in leaf))
+            for n, leaf in enumerate(leaves) if is_list(leaf) and leaf
+        }  # fmt: skip
 
     def observe(self, probe: Probe, path: str, x: Any, counts_rows: bool) -> None:
         """Note a layer's input during a probe."""

@@ -76,6 +76,9 @@ def learn(
     Raises:
         BatchSizeError: the samples are not to be found, or the model couples them.
     """
+    if run.has_none(layout.axis):  # the next call is looked at
+        layout.known = False
+        return
     if not layout.known:  # nothing of an earlier refusal is left
         layout.forget_all()
     try:

@@ -19,6 +19,7 @@ from fastclip.samples.ignored import Told, labels
 from fastclip.samples.inputs import INPUT, NESTED, take_rows, tensors_of
 from fastclip.samples.place import Place, called
 from fastclip.samples.probe_state import generators_of, tables_of, undisturbed
+from fastclip.samples.randomness import OF_TORCH
 from fastclip.samples.seen import Seen
 from fastclip.samples.selected import MASKS, Fewer, Shorter, fillers, holds_ids, shortened
 from fastclip.samples.taint import SINGLE, Taint
@@ -286,5 +287,6 @@ class Runs(TakenRows):
                     then(out)
                 probe.stand = generators.states()
                 probe.draws = probe.stand != before
-                probe.elsewhere = any(probe.stand[x] != before[x] for x in before if x != "torch")
+                others = before.keys() - {"torch", OF_TORCH}
+                probe.elsewhere = any(probe.stand[x] != before[x] for x in others)
             return out

@@ -12,6 +12,8 @@ import torch
 
 from fastclip.noise.aside import set_aside
 
+OF_TORCH = "a generator of torch's that the model holds"
+
 
 class Generators:
     """All generators that a model may draw from.
@@ -35,7 +37,10 @@ class Generators:
             "Python's random": [random.getstate()],
             "numpy.random": [array],
             "torch": [torch.get_rng_state(), *cuda],
-            "a generator that the model holds": [state_of(one) for one in self._own],
+            OF_TORCH: [state_of(x) for x in self._own if isinstance(x, torch.Generator)],
+            "a generator that the model holds": [
+                state_of(x) for x in self._own if not isinstance(x, torch.Generator)
+            ],
         }
         return {name: [_comparable(x) for x in states] for name, states in found.items()}
 

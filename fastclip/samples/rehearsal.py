@@ -9,35 +9,41 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Container, Hashable, Iterable, Mapping
+from collections.abc import Collection, Container, Hashable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from fastclip._torch import tree_leaves
 from fastclip.errors import FastclipError
 from fastclip.graph import Node, reached_without
 from fastclip.memory import no_memory
 from fastclip.samples.carried import Kept
 from fastclip.samples.groups import MANY
-from fastclip.samples.inputs import Cuts, flatten
+from fastclip.samples.inputs import Cuts, flatten, rows_of
 from fastclip.samples.layout import BatchLayout
 from fastclip.samples.outlets import outlets_of
 from fastclip.samples.place import Place, places
 from fastclip.samples.probe_state import own_tensors, stirred
 from fastclip.samples.probing import Misjudged, Probe, Runs
 from fastclip.samples.questions import Given, have_no_effect, unmasked
+from fastclip.samples.row_lists import is_list
 from fastclip.samples.seeding import seed_input
 from fastclip.samples.taint import SINGLE
 from fastclip.samples.taken import MOST_ROWS
 from fastclip.samples.unsaved import unsaved
 from fastclip.trace import attribution as at
 from fastclip.trace.law import Law
-from fastclip.trace.memory import BY_VALUE, MOVED, ORDER, Shadow
-from fastclip.trace.numbers import Questions, Trail
+from fastclip.trace.memory import BY_VALUE, MOVED, ORDER, Shadow, key_of
+from fastclip.trace.numbers import Questions
+from fastclip.trace.operation import tensors_in
+from fastclip.trace.steps import is_of_one
 from fastclip.trace.tracer import Tracer, all_aside
+from fastclip.trace.trail import Trail
 
 _FEW = 2
 _QUESTIONS = frozenset({"item", "is_nonzero", "equal"})
@@ -57,8 +63,10 @@ def rehearsed(layout: BatchLayout, run: Runs, path: Hashable | None) -> bool:
     """
     known = layout.cuts if layout.tried > 1 else lambda _: None
     cuts = next(run.ways(layout.axis, known, 1), None)
-    if cuts is None or not all(
-        _is_followed(run.leaves[n]) for n, a in enumerate(cuts) if a is not None
+    if (
+        cuts is None
+        or not _is_clear(run, cuts, layout.axis)
+        or not all(_is_followed(run.leaves[n]) for n, a in enumerate(cuts) if a is not None)
     ):
         return False
     try:
@@ -78,7 +86,21 @@ def rehearsed(layout: BatchLayout, run: Runs, path: Hashable | None) -> bool:
 
 def _is_followed(leaf: Any) -> bool:
     """Its numbers reach the model by operations alone."""
+    if is_list(leaf):
+        return all(isinstance(x, Tensor) and x.layout is torch.strided for x in tree_leaves(leaf))
     return isinstance(leaf, (Tensor, PackedSequence))
+
+
+def _is_clear(run: Runs, cuts: Cuts, axis: int) -> bool:
+    """Where lists hold the samples, as many were drawn, and no tensor in them has as many rows, or
+    another number that may have been drawn.
+    """
+    pairs = zip(run.leaves, cuts, strict=True)
+    inside = [x for leaf, a in pairs if a is not None and is_list(leaf) for x in tensors_in(leaf)]
+    drawn = run.drawn() if inside else ()
+    return not inside or (
+        run.rows(cuts) in drawn and not any(rows_of(x, axis) in drawn for x in inside)
+    )
 
 
 def _rehearse(layout: BatchLayout, run: Runs, cuts: Cuts) -> _Rehearsal:
@@ -90,8 +112,14 @@ def _rehearse(layout: BatchLayout, run: Runs, cuts: Cuts) -> _Rehearsal:
     trial = BatchLayout(layout.axis, layout.drawn)
     trial.uses = {key: used for key, used in layout.uses.items() if used}
     many = max(_FEW + 1, min(run.rows(cuts), MANY))
-    once = partial(_once, trial, run, cuts)
-    few = once(_FEW, {})
+    first = _once(trial, run, cuts, _FEW, {})
+    if layers := {name for name in first.turns if isinstance(name, str)}:
+        trial.open |= layers  # the uses of their parameters are followed one by one
+        first = _once(trial, run, cuts, _FEW, {})
+    once = partial(_checked, trial, run, cuts, drawn=first.drawn)
+    few = once(_FEW, {}) if first.drawn else first.checked()
+    # by generators that the model seeds itself: the same numbers in each call
+    once = partial(once, drawn={state for state in first.drawn if state in few.drawn})
     if any(trial.uses.get(key) for key in few.derived):  # such as a loop that begins with zeros
         few = once(_FEW, {})
     for rows in sorted({_FEW + 1, many}):
@@ -110,15 +138,22 @@ def _rehearse(layout: BatchLayout, run: Runs, cuts: Cuts) -> _Rehearsal:
     return more
 
 
+def _checked(*args: Any, **kwargs: Any) -> _Rehearsal:
+    """A run that proves what it has seen."""
+    return _once(*args, seed=1, **kwargs).checked()
+
+
 def _once(
     layout: BatchLayout, run: Runs, cuts: Cuts, rows: int, grown: dict[Hashable, int], *,
     asks: bool = False, wanted: Mapping[int, bool] = MappingProxyType({}),
+    drawn: Collection[int] = (), seed: int = 0,
 ) -> _Rehearsal:  # fmt: skip
     """One run.
 
     Args:
         grown: uses of nothing but parameters and the number of rows, and the axis of these.
         asks: for gradients. wanted: answers to questions of Python's, by their numbers.
+        drawn: states of generators in which an earlier run has drawn. seed: of those that are known.
     """
     there = min(rows, run.rows(cuts))
     if not there:
@@ -129,17 +164,16 @@ def _once(
         found = _Rehearsal(layout, _Followed(set(run.private), cuts, rows), grown)
         found.differentiable, found.change = asks, unmasked
         found.followed.tracer.questions.wanted = dict(wanted)
+        found.followed.tracer.memory.drawn_before = drawn
         found.followed.knows(
             run.model, [x for x, a in zip(run.leaves, cuts, strict=True) if a is None]
         )
         taken = [min(i, there - 1) for i in range(rows)]
         taken = taken[::-1] if rows == _FEW + 1 else taken
-        run.once(found, taken, then=partial(found.note_output, run.model))
+        run.once(found, taken, seed, then=partial(found.note_output, run.model))
         return found
 
-    found = once() if asks else unsaved(once)
-    found.check()
-    return found
+    return once() if asks else unsaved(once)
 
 
 def _growing(few: _Rehearsal, more: _Rehearsal) -> dict[Hashable, int]:
@@ -151,6 +185,9 @@ def _growing(few: _Rehearsal, more: _Rehearsal) -> dict[Hashable, int]:
     found: dict[Hashable, int] = {}
     for name, shapes in few.derived.items():
         others = more.derived.get(name, [])
+        in_turns = len(shapes) * more.rows == len(others) * few.rows
+        if in_turns and {*shapes} == {*others} and len({*shapes}) == 1:
+            continue
         if len(shapes) != len(others):
             raise _Unproven
         axes = {_grown(a, b, few.rows, more.rows) for a, b in zip(shapes, others, strict=True)}
@@ -188,6 +225,7 @@ class _Followed:
         self.told: dict = {}
         self._cuts = cuts
         self._found: dict[tuple[int, tuple[int, ...]], Place | None] = {}
+        self._named: list[Any] = []
 
     def of(self, leaves: list[Any], cut: list[Any]) -> _Followed:
         """The same, of a run on these inputs."""
@@ -197,9 +235,18 @@ class _Followed:
         for leaf, axis in zip(leaves, self._cuts, strict=True):
             if axis is not None:
                 seed_input(tracer, leaf, axis, self.rows)
+                self._begins_with(leaf)
                 if isinstance(leaf, Tensor) and leaf.dim() > 1 and not leaf.is_floating_point():
                     tracer.questions.masks.add(leaf.numel())
         return self
+
+    def _begins_with(self, leaf: Any) -> None:
+        """Of each sample's own tensors the same ones have the same name."""
+        number = len(self._named)
+        self._named.append(leaf)
+        for entry in leaf if is_list(leaf) else [leaf]:
+            for k, x in enumerate(tensors_in(entry)):
+                self.trail.begins_with(x, (number, k))
 
     def __enter__(self) -> None:
         if not self.tracer.enter():
@@ -218,6 +265,7 @@ class _Followed:
         for x in held:
             if isinstance(x, Tensor):
                 self.tracer.memory.know(x)
+                self.trail.begins_with(x, key_of(x))
 
     def holds(self, x: Tensor) -> bool:
         """Whether `x` follows from a sample."""
@@ -245,12 +293,20 @@ class _Followed:
                 self._found[key] = _place(shadow.sample, tuple(x.shape), self.rows)
             return self._found[key]
 
+    def sample_of(self, x: Tensor) -> int | None:
+        """The sample that `x` is of alone, where others have tensors of their own."""
+        with all_aside():
+            shadow = self.shadow_of(x)
+            alone = is_of_one(shadow) and _is_sure(shadow)
+            return next(iter(shadow.samples)) if alone else None
+
 
 def _is_plain(shadow: Shadow) -> bool:
-    return (
-        shadow.held and shadow.whole and not shadow.mixed and shadow.factor is None
-        and not shadow.flags & (ORDER | MOVED | BY_VALUE)
-    )  # fmt: skip
+    return shadow.held and shadow.whole and not shadow.mixed and _is_sure(shadow)
+
+
+def _is_sure(shadow: Shadow) -> bool:
+    return shadow.factor is None and not shadow.flags & (ORDER | MOVED | BY_VALUE)
 
 
 def _nodes(tensors: Iterable[Tensor]) -> set[Node]:
@@ -266,6 +322,20 @@ def _is_a_users(node: Node) -> bool:
         return False
     name = made.__module__
     return not name.startswith("fastclip.") or made not in vars(sys.modules[name]).values()
+
+
+def _turns(calls: list[int | None], rows: int) -> Place | None:
+    """How samples take turns in these calls, if that is certain; a call of constants is of any."""
+    found = [
+        place for place in places((len(calls),), rows, [0])
+        if all(
+            sample in (None, own)
+            for sample, own in zip(
+                calls, place.owners(len(calls), rows, torch.device("cpu")).tolist(), strict=True
+            )
+        )
+    ]  # fmt: skip
+    return found[0] if len(found) == 1 else None
 
 
 def _place(found: Tensor, shape: tuple[int, ...], rows: int) -> Place | None:
@@ -292,6 +362,8 @@ class _Rehearsal(Probe):
         self.taint = self.followed = followed  # type: ignore[assignment]
         self._grown = grown
         self.places: dict[Hashable, Place] = {}
+        self._calls: dict[Hashable, list[int | None]] = {}
+        """The sample of each call of a layer or use that runs on one alone; None: of constants."""
         self.entries: dict[Hashable, set[int]] = {}
         """How many a sample has, by layer or use."""
         self._constants: list[tuple[Hashable, tuple[int, ...]]] = []
@@ -302,9 +374,24 @@ class _Rehearsal(Probe):
         """What it has given, if gradients were asked for."""
 
     @property
+    def turns(self) -> dict[Hashable, Place | None]:
+        """Layers and uses in which samples take turns: of which sample each call is, by its number, as
+        entries of an axis are; None where that follows no order.
+        """
+        found = self._calls.items()
+        return {
+            n: _turns(calls, self.rows) for n, calls in found if any(x is not None for x in calls)
+        }
+
+    @property
     def answers(self) -> list[bool]:
         """What Python got, in the order of its yes-or-no questions."""
         return self.questions.answers
+
+    @property
+    def drawn(self) -> Collection[int]:
+        """States of generators in which it has drawn."""
+        return self.followed.tracer.memory.drawn_before
 
     @property
     def questions(self) -> Questions:
@@ -333,6 +420,11 @@ class _Rehearsal(Probe):
         if self.closed or self.trusted:
             return
         place = self.followed.place_of(value)
+        sample = self.followed.sample_of(value) if place is None else None
+        if place is None and (sample is not None or not self.followed.holds(value)):
+            self._calls.setdefault(name, []).append(sample)
+        if sample is not None:
+            return
         if place is None and not self.followed.holds(value):
             if name not in self._grown:  # constants, in the place of samples
                 self._constants.append((name, tuple(value.shape)))
@@ -378,13 +470,18 @@ class _Rehearsal(Probe):
             self.unproven.append(f"what the model keeps: {kept}")
         self.outlets = outlets_of(output, self.rows)
 
-    def check(self) -> None:
-        """What was seen holds for all numbers.
+    def checked(self) -> _Rehearsal:
+        """This one: what was seen holds for all numbers.
 
         Raises:
             _Unproven: it does not.
         """
+        turns = self.turns
+        if turns.keys() & self.places.keys() or None in turns.values():
+            raise _Unproven
         for name, shape in self._constants:
+            if name in turns:
+                continue
             place = self.places.get(name, Place(len(shape)))
             if place.axis >= len(shape) or not place.plain or shape[place.axis] != self.rows:
                 raise _Unproven
@@ -393,10 +490,13 @@ class _Rehearsal(Probe):
         values = report.findings or report.by_value or report.probed or report.by_chance
         values = values or report.unknown
         given = () if self.given is None else self.given.outputs
-        kept = memory.alive(given) and (gc.collect() or memory.alive(given))
+        if kept := memory.alive(given):
+            gc.collect()
+            kept = memory.alive(given)
         drew = self.elsewhere or memory.lengths_read
         if values or not asks or kept or drew or self.unproven or self.layout.counting:
             raise _Unproven
+        return self
 
     def check_beside(self, other: _Rehearsal) -> None:
         """A run on other rows has computed the same.
@@ -405,7 +505,8 @@ class _Rehearsal(Probe):
             _Unproven: it has not, or it cannot be told.
         """
         one, two = self.followed.trail, other.followed.trail
-        if self.places != other.places or not one.agrees(two, self.rows, other.rows):
+        same = self.places == other.places and self.turns == other.turns
+        if not same or not one.agrees(two, self.rows, other.rows):
             raise _Unproven
 
     def is_like(self, layout: BatchLayout, path: Hashable | None) -> bool:
@@ -415,8 +516,8 @@ class _Rehearsal(Probe):
         return (
             (path is None or trial.knows(path))
             and all(axes.get(name, place.axis) == place.axis for name, place in self.places.items())
-            and not trial.open & layout.places.keys()
-            and not self.places.keys() & layout.open
+            and not (trial.open | self.turns.keys()) & layout.places.keys()
+            and not self.places.keys() & (layout.open | layout.turns)
             and not layout.moved.keys() & {*self.places, *trial.met}
         )
 
@@ -428,6 +529,10 @@ class _Rehearsal(Probe):
         for name, place in self.places.items():
             layout.places[name] = place
             layout.folds.note(name, place, self.entries[name], lengths)
+        for name, calls in self.turns.items():
+            assert calls is not None
+            layout.turns.add(name)
+            layout.folds.note(name, calls, {calls.outer * calls.inner}, lengths)
         layout.met |= trial.met
         layout.copied |= trial.met
         layout.open |= trial.open
@@ -438,5 +543,6 @@ class _Rehearsal(Probe):
         layout.guards.outlets |= self.outlets
         layout.settle()
         layout.proven, layout.asked = True, bool(self.answers)
+        layout.entries |= layout.entries_of(run.args, run.kwargs)
         layout.compared = max(layout.compared, min(run.rows(cuts), MOST_ROWS))
         layout.size_told_by(run.way, cuts)

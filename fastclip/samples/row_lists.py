@@ -151,6 +151,7 @@ def seed_entries(tracer: Tracer, rows: Any) -> None:
         for k, x in enumerate(held)
         if tracer.memory.record(x) is None
     ]
+    tracer.memory.samples = max(tracer.memory.samples, len(rows))
     for x, i, part in given:
         tracer.seed_all(x, i, part=part)
     if len({tuple(x.shape for x in held) for held in entries} - {()}) != 1:

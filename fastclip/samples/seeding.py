@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from fastclip.samples.inputs import tensors_of
+from fastclip.samples.inputs import flatten, tensors_of
 from fastclip.samples.row_lists import is_rows, seed_entries
 from fastclip.trace import attribution as at
 from fastclip.trace.memory import ORDER
@@ -129,7 +129,7 @@ def seed_batch(tracer: Tracer, batch: Any, axis: int, drawn: Collection[int]) ->
     """
     leaves = [x for x in tensors_of(batch) if x.layout is torch.strided and x.dim()]
     sizes = [x.shape[axis if x.dim() > axis else 0] for x in leaves]
-    lists = [held for held in _lists_in(batch) if held is not batch and len(held) in drawn]
+    lists = [held for held in _lists_in(batch, drawn) if held is not batch]
     if not sizes:
         return False
     likely = [n for n in sizes if n in drawn] or [len(held) for held in lists] or sizes
@@ -145,13 +145,23 @@ def seed_batch(tracer: Tracer, batch: Any, axis: int, drawn: Collection[int]) ->
     return True
 
 
-def _lists_in(held: Any) -> Iterator[Sequence[Any]]:
-    """Lists and tuples of a nested structure, those of tensors among them."""
+def _lists_in(held: Any, drawn: Collection[int]) -> Iterator[Sequence[Any]]:
+    """Lists and tuples of a nested structure whose entries may be samples: as many as were drawn, and
+    alike; what is inside one of them is of one sample.
+    """
     if isinstance(held, Mapping):
         held = list(held.values())
-    elif isinstance(held, (list, tuple)):
+    elif not isinstance(held, (list, tuple)):
+        return
+    elif len(held) in drawn and all(_kinds(entry) == _kinds(held[0]) for entry in held):
         yield held
-    else:
         return
     for entry in held:
-        yield from _lists_in(entry)
+        yield from _lists_in(entry, drawn)
+
+
+def _kinds(entry: Any) -> Any:
+    """Of what an entry of a list is made."""
+    leaves, structure = flatten(entry)
+    kinds = [(x.dtype, x.dim()) if isinstance(x, Tensor) else type(x) for x in leaves]
+    return structure, kinds

@@ -80,6 +80,8 @@ class TakenRows:
         likely = self.drawn()
         sizes = sorted(batch_sizes_of(self.args, self.kwargs, axis), key=lambda n: n not in likely)
         for leaves, structure, size in self._readings(axis):
+            if any(map(_is_empty, leaves)):
+                continue
             self._leaves, self._structure = leaves, structure
             cuts = known(self.way)
             held = {
@@ -97,6 +99,14 @@ class TakenRows:
 
     def _readings(self, axis: int) -> Iterator[tuple[list[Any], TreeSpec, int | None]]:
         return readings(self.args, self.kwargs, axis, self.drawn)
+
+    def has_none(self, axis: int) -> bool:
+        """The draw is of no sample, and there are lists without entries, of which no row can be made."""
+        return (
+            0 in self.drawn()
+            and batch_sizes_of(self.args, self.kwargs, axis) == [0]
+            and any(map(_is_empty, flatten_inputs(self.args, self.kwargs, 0)[0]))
+        )
 
     def read_as(self, way: Way, axis: int) -> None:
         """Read them so again."""
@@ -167,7 +177,7 @@ class TakenRows:
         """Let another row be run in copies from here on: those with most zeros in what counts come
         first, as rows that are padded have. False where enough were."""
         counted = [
-            (x == 0).movedim(a, 0).flatten(1).sum(1)
+            (x == 0).movedim(a, 0).reshape(x.shape[a], -1).sum(1)
             for x, a in zip(self._leaves, self._cuts, strict=True)
             if a is not None and counts(x)
         ]
@@ -210,3 +220,7 @@ class TakenRows:
         """Number of samples in the real inputs, cut this way."""
         found = (rows_of(x, a) for x, a in zip(self._leaves, cuts, strict=True) if a is not None)
         return next(rows for rows in found if rows is not None)
+
+
+def _is_empty(leaf: Any) -> bool:
+    return is_rows(leaf) and not len(leaf)

@@ -259,20 +259,26 @@ def is_uneven(x: Tensor, sample: Tensor) -> bool:
 _COPYING = frozenset(("_to_copy", "clone", "copy", "detach", "alias", "lift_fresh"))
 
 
-def by_chance(
-    kind: Kind, tensors: Sequence[Tensor], shadows: Sequence[Shadow], drawn: bool
-) -> bool:
-    """What an operation on no sample gives follows from several draws, or from one that is not alike for
-    all entries: of numbers that change, by a permutation.
+def drawn(kind: Kind, tensors: Sequence[Tensor], shadows: Sequence[Shadow], *, again: bool) -> int:
+    """What an operation on no sample gives: RANDOM if each entry is drawn by itself, CHANCE if it
+    follows from several draws, or from one that is not alike for all entries: of numbers that change, by
+    a permutation.
+
+    Args:
+        again: it has drawn the numbers of the step before, which are constants.
     """
-    if any(s.flags & CHANCE for s in shadows) or (kind.draws and not drawn):
-        return True
-    if kind.draws:
+    draws, random = kind.draws and not again, any(s.flags & RANDOM for s in shadows)
+    alone = (kind.random and draws) or (kind.pointwise and random)
+    if any(s.flags & CHANCE for s in shadows) or (draws and not alone):
+        chance = True
+    elif draws:
         written = kind.written(tuple(tensors), {})
         given = (x for x in tensors if x.numel() > 1 and not any(x is y for y in written))
-        return any(bool((x != x.reshape(-1)[0]).any()) for x in given if not x.is_meta)
-    one_by_one = kind.pointwise or kind.aliases or kind.name in _COPYING
-    return not one_by_one and any(s.flags & RANDOM for s in shadows)
+        chance = any(bool((x != x.reshape(-1)[0]).any()) for x in given if not x.is_meta)
+    else:
+        one_by_one = kind.pointwise or kind.aliases or kind.name in _COPYING
+        chance = random and not one_by_one
+    return RANDOM * alone | CHANCE * chance
 
 
 # Tensors that no operation of the step has made
@@ -378,6 +384,8 @@ def _identified(tracer: Any, x: Tensor, shadow: Shadow) -> Any:
         return shadow.part if shadow.part is not None else hash((tracer.memory.serial(x), False))
     if shadow.flags & RANDOM:
         return "random"
-    if shadow.flags & TRAINED or x.numel() > _LARGEST or x.is_meta or x.layout is not torch.strided:
+    if shadow.flags & TRAINED and tracer.memory.record(x) is not None:
+        return tracer.memory.formula(x)
+    if x.numel() > _LARGEST or x.is_meta or x.layout is not torch.strided:
         return tracer.memory.serial(x), tuple(x.shape)
     return content_of(x)

@@ -7,7 +7,7 @@ the record into one attribution for each of its entries, of which other geometri
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -234,7 +234,7 @@ class Record:
     factors: set[int | None] = field(default_factory=set)
     serial: int = 0
     formula: int | None = None
-    """Of one number: how it was computed, and from what; another one of the same formula is equal."""
+    """How what lies there was computed, and from what; what has the same formula is equal."""
     cause: object | None = None
     """Where its entries first followed from several samples."""
 
@@ -262,7 +262,7 @@ class Memory:
         self._writes = 0
         self._drawn: set[int] = set()
         """States of generators that this step has drawn from."""
-        self._drawn_before: set[int] = set()
+        self.drawn_before: Collection[int] = ()
         """The same of the step before."""
 
     def drew_again(self, generator: torch.Generator | None, state: int) -> bool:
@@ -274,7 +274,7 @@ class Memory:
         if generator is None or state_of(generator) == state:
             return False
         self._drawn.add(state)
-        return state in self._drawn_before
+        return state in self.drawn_before
 
     def know(self, x: Tensor) -> None:
         """What lies in this memory follows from no sample until an operation writes it there."""
@@ -430,7 +430,7 @@ class Memory:
         return hash((source, place, *((x.shape[k], x.stride(k)) for k in kept)))
 
     def computed(self, x: Tensor, key: object, operands: Iterable[Tensor]) -> None:
-        """An operation that draws nothing has made one number of its operands."""
+        """An operation that draws nothing has made all that lies in this memory, of its operands."""
         record = self.record(x)
         if record is not None:
             record.formula = hash((key, *map(self.formula, operands)))
@@ -438,10 +438,14 @@ class Memory:
     def formula(self, x: Tensor) -> object:
         """Equal for equal numbers, as far as that was seen."""
         record = self.record(x)
-        if record is not None:
-            return record.formula or (record.serial, geometry_of(x))
         few = x.layout is torch.strided and x.numel() <= _FEW and not x.is_meta
-        return content_of(x) if few else object()  # whose memory may be another's later
+        if few and (record is None or not (record.holds_samples or record.flags & TRAINED)):
+            return content_of(x)
+        if record is None:
+            return object()  # whose memory may be another's later
+        if x.numel() == 1 and record.formula is not None:
+            return record.formula
+        return record.formula or record.serial, geometry_of(x)
 
     def serial(self, x: Tensor) -> object:
         """Changes when the memory is written into, as far as that was seen."""
@@ -478,7 +482,7 @@ class Memory:
             The records of what was computed and is held.
         """
         carried = self.alive()
-        self._drawn, self._drawn_before = set(), self._drawn
+        self._drawn, self.drawn_before = set(), self._drawn
         for key, parts in self._given.items():
             self._earlier[key] = {**self._earlier.get(key, {}), **parts}
         for key, parts in list(self._earlier.items()):

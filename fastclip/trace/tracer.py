@@ -47,7 +47,6 @@ from fastclip.trace.numbers import (
     Numbers,
     Python,
     Questions,
-    Trail,
     exported,
     held_against,
 )
@@ -63,6 +62,7 @@ from fastclip.trace.operation import (
 )
 from fastclip.trace.pointwise import ADDING, POINTWISE, factored, pointwise
 from fastclip.trace.probe import probed
+from fastclip.trace.trail import Trail
 
 _SHARP = frozenset((
     "bmm", "baddbmm", "mm", "addmm", "convolution", "convolution_backward", "index_add",
@@ -320,10 +320,10 @@ class Tracer(TorchDispatchMode):
         if self.trail is not None:
             self.trail.note(self, kind, args, kwargs, tensors, shadows)
         self.report.drew |= kind.draws
-        generator = generator_of(tensors, kwargs) if kind.random else None
+        generator = generator_of(tensors, kwargs) if kind.draws else None
         draw = generator, 0 if generator is None else state_of(generator)
         if not hot:
-            return self._constant(func, kind, args, kwargs, tensors, shadows, draw)
+            return self._constant(func, kind, args, kwargs, tensors, shadows, draw, repr(key))
         self.lines.note()
         if self._unpacks:
             return self._followed(func, kind, args, kwargs, tensors, shadows, flags, key, draw)
@@ -573,7 +573,7 @@ class Tracer(TorchDispatchMode):
 
     def _constant(
         self, func: Any, kind: Kind, args: tuple, kwargs: dict, tensors: list[Tensor],
-        shadows: list[Shadow], draw: tuple,
+        shadows: list[Shadow], draw: tuple, key: str,
     ) -> Any:  # fmt: skip
         """An operation on no sample."""
         out = func(*args, **kwargs)
@@ -591,18 +591,13 @@ class Tracer(TorchDispatchMode):
             return out
         foreign = self._has_foreign(tensors, shadows)
         trained = foreign or any(s.flags & TRAINED for s in shadows)
-        drawn = (kind.random and not self.memory.drew_again(*draw)) or (
-            kind.pointwise and any(s.flags & RANDOM for s in shadows)
-        )
         # What is made of a tensor from elsewhere (a part of all labels) is from elsewhere, too.
         literal = kind.name in _LITERALS
         self.python.made(literal, tensors, outs)
         elsewhere = not literal and not trained and any(self._from_nowhere(x) for x in tensors)
-        chance = law.by_chance(kind, tensors, shadows, bool(drawn))
-        shadow = self.shadows.of_no_sample(
-            RANDOM * drawn | CHANCE * chance | TRAINED * trained | FOREIGN * foreign
-        )
-        for x in outs:
+        drawn = law.drawn(kind, tensors, shadows, again=self.memory.drew_again(*draw))
+        shadow = self.shadows.of_no_sample(drawn | TRAINED * trained | FOREIGN * foreign)
+        for k, x in enumerate(outs):
             if kind.fresh:
                 self.memory.write(x, self._nobody(x))
             elif kind.writes:
@@ -611,6 +606,8 @@ class Tracer(TorchDispatchMode):
                     self._compare_parts(x)
             elif literal or (not elsewhere and not lies_in(x, tensors)):
                 self.memory.write(x, shadow)
+                if trained and not kind.draws:
+                    self.memory.computed(x, (key, k), tensors)
         return out
 
     def _from_nowhere(self, x: Tensor) -> bool:

@@ -1,6 +1,7 @@
-"""Functions of torch that are made of others and ask themselves whether an argument is overridden.
+"""Functions of torch that are made of others, so that each function inside is seen by itself.
 
-Their bodies run as they are, or as `composite` says, so that each function inside is seen by itself.
+Those that ask themselves whether an argument is overridden run as they are, others as `composite` says.
+Those that take the shape or the type of a tensor alone do not meet its numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +34,27 @@ def _body(func: Any) -> FunctionType:
     return body
 
 
-_BODIES: dict[Any, Callable[..., Any]] = {func: _body(func) for func in _COMPOSITE}
+def _to(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    other, *rest = args or (kwargs.pop("other", None),)
+    if not isinstance(other, Tensor):
+        return NotImplemented
+    return x.to(other.device, other.dtype, *rest, **kwargs)
+
+
+def _broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+    return tuple(x.expand(shape) for x in tensors)
+
+
+_BODIES: dict[Any, Callable[..., Any]] = {
+    **{func: _body(func) for func in _COMPOSITE},
+    Tensor.to: _to,
+    Tensor.type_as: lambda x, other: x.to(other.device, other.dtype),
+    Tensor.expand_as: lambda x, other: x.expand(other.shape),
+    Tensor.view_as: lambda x, other: x.view(other.shape),
+    Tensor.reshape_as: lambda x, other: x.reshape(other.shape),
+    torch.broadcast_tensors: _broadcast,
+}
 
 
 def composite(func: Any, body: Callable[..., Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastclip._torch import Native
+from fastclip._torch import Native, current_task
 from fastclip.errors import VALUES_IN_LOSSES, BatchSizeError, GraphError, UnsupportedLayerError
 from fastclip.samples.calls import Forward
 from fastclip.samples.layout import BatchLayout
@@ -142,6 +142,9 @@ class Interceptor:
         tensors = [target] if changes else outputs(out)
         shown = [] if is_of_torch(func) else given(out, target)
         tapped: dict[int, Tensor] = {}
+        # a checkpoint that runs again repeats a turn: no gradient comes to it there
+        turns = key in layout.turns and place is None and current_task() == -1
+        taker = forward.turn(key, key.label) if turns else None
         for number, tensor in enumerate(tensors):
             place = None if place is None else self._checked(layout, forward, key, place, tensor)
             call = self._call(
@@ -150,6 +153,7 @@ class Interceptor:
             if chance is not None:
                 call.repeated_with(chance, drew, shown)
             if place is None:
+                call.taker = taker
                 self._follow(layout, forward, key, call)
             result = call.tap(tensor)
             if call.routing is not None:

@@ -14,7 +14,10 @@ from fastclip.uses.proxy import Derived, parameters_of
 from fastclip.uses.rule import plain_name
 
 _PRECALL = dis.opmap.get("PRECALL")
-_NOT_A_CALLER = ("torch/overrides.py", "torch/_tensor.py")
+_NOT_A_CALLER = (
+    "torch/overrides.py", "torch/_tensor.py", "fastclip/uses/composite.py",
+    "fastclip/uses/interceptor.py", "fastclip/uses/proxy.py",
+)  # fmt: skip
 
 
 class Key(NamedTuple):

@@ -80,6 +80,8 @@ class UseCall:
         device = next(iter(targets.values())).value.device.type
         self.autocast = _autocast(device)
         self.routing: Routing | None = None
+        self.taker: Callable[[], int] | None = None
+        """Tells the sample that it is of alone, once all have had their turns."""
         self.versions = {n: target.value._version for n, target in targets.items()}
         self.shares_memory = False
         """The output is in the memory of a private operand, which must stay as it is."""
@@ -109,6 +111,14 @@ class UseCall:
                 "repeats it for the samples' gradients. Pass cuda_graph=False."
             )
         self.chance, self.shown = chance if drew else None, shown
+
+    @property
+    def samples_of(self) -> Callable[[Tensor], Tensor] | None:
+        """The sample of every entry of a tensor like the output, where samples take turns."""
+        taker = self.taker
+        if taker is None:
+            return None
+        return lambda x: torch.full([1] * x.dim(), taker(), dtype=torch.int64, device="cpu")
 
     def changed(self, name: str) -> bool:
         """Whether a private operand has been changed in place since the call."""
@@ -182,7 +192,7 @@ class Tap(Function):
             return None, None, *nothing
         keeper = call.interceptor.keeper
         if not keeper.paused:
-            keeper.trace.arrived(call.label, call.seen, g)
+            keeper.trace.arrived(call.label, call.seen, g, call.samples_of)
         known = () if call.paused or keeper.paused else keeper.names
         wanted = set(compress(call.parameters, taking_part(ctx, call.parameters, known)))
         if wanted:
@@ -291,6 +301,10 @@ class UseBackward(Contribution):
 
     def _routed(self) -> Tensor:
         call = self._call
+        if not self.g.numel():
+            return torch.zeros(self.g.shape, dtype=torch.int64, device=self.g.device)
+        if call.routing is None and call.taker is not None:
+            return torch.full(self.g.shape, call.taker(), dtype=torch.int64, device=self.g.device)
         if call.routing is None:
             mean = "; with a mean of losses, apply it to the rows' losses before the mean"
             raise BatchSizeError(

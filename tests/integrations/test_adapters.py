@@ -12,7 +12,17 @@ from fastclip.errors import ArgumentError
 from fastclip.integrations import bias_only, head_only
 from tests.integrations.adapters import batch, lora, peft
 from tests.integrations.tiny import CLASSES, bert, furthest, trainer, weights
-from tests.oracle import Batch, backward, make_private
+from tests.oracle import (
+    Batch,
+    assert_sums,
+    backward,
+    check_exact,
+    clipped_sum,
+    make_private,
+    per_sample_gradients,
+    row_loss,
+    summed,
+)
 from tests.refusal import refused
 
 
@@ -106,3 +116,42 @@ def test_helpers_name_what_there_is() -> None:
         head_only(bert(), "head")
     with pytest.raises(ArgumentError, match="no bias"):
         bias_only(nn.Sequential(nn.Linear(2, 2, bias=False)))
+
+
+def body() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4))
+
+
+@pytest.mark.filterwarnings("ignore:Failed to load the CUDA", "ignore:Setting boft_n_butterfly")
+@pytest.mark.parametrize(
+    "told", [{"boft_block_size": 4}, {"boft_block_size": 0, "boft_block_num": 2}]
+)
+def test_rotations_of_butterflies(told: dict) -> None:
+    """Whose weights take the type of the samples."""
+    made = peft.BOFTConfig(target_modules=["0", "2"], init_weights=False, **told)
+    model = peft.get_peft_model(body(), made)
+    check_exact(model, torch.randn(4, 8), dtype=torch.float64)
+
+
+ADAPTERS = {
+    "LoRA": peft.LoraConfig(target_modules=["0", "2"], r=2, init_lora_weights=False),
+    "gains": peft.IA3Config(target_modules=["0"], feedforward_modules=[], init_ia3_weights=False),
+}
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_the_reference_is_computed_first(name: str, graph: bool) -> None:
+    """Without adapters nothing private runs, which says nothing of the calls with them."""
+    model, x = peft.get_peft_model(body(), ADAPTERS[name]).double(), torch.randn(4, 8).double()
+    grads = per_sample_gradients(model, x)
+    private = make_private(model, max_grad_norm=0.1)[1]
+    for _ in range(2):
+        private.zero_grad()
+        with model.disable_adapter(), torch.set_grad_enabled(graph):
+            reference = private(x).detach()
+        out = private(x)
+        assert not torch.equal(reference, out)
+        row_loss(out).mean().backward()
+        assert_sums(summed(dict(model.named_parameters())), clipped_sum(grads, 0.1), 1e-10)

@@ -93,13 +93,31 @@ def test_entries_are_samples(how: str, lengths: str) -> None:
         assert len(optimizer.per_sample_norms) == DRAWN
 
 
-@pytest.mark.parametrize("slices", [3, DRAWN, 8])
-def test_slices_are_no_samples(slices: int) -> None:
+@pytest.mark.parametrize("lengths", [[3] * 10, [8] * 10, [3] * DRAWN + [2, 4, 2, 4, 3]])
+def test_slices_are_of_their_sample(lengths: list[int]) -> None:
     """A label for every slice: clipped by slices, one patient would move the sum by several C."""
-    private, _, batches = private_of(Bags("slices").double(), rows_of([slices] * 10, True))
-    bags, _ = next(batches)
-    with refused("stack"):
-        private(bags)
+    model, rows = Bags("slices").double(), rows_of(lengths, True)
+    params, own = dict(model.named_parameters()), []
+    for x, y in rows:
+        own.append(torch.autograd.grad(F.cross_entropy(model([x]), y), [*params.values()]))
+    private, optimizer, batches = private_of(model, rows)
+    for number, (bags, ys) in enumerate(batches):
+        optimizer.zero_grad()
+        if len({*map(len, bags)}) > 1:  # as many in all as before, but not of each
+            with refused("depends on the other samples"):
+                private(bags).sum().backward()
+            return
+        F.cross_entropy(private(bags), torch.cat(ys)).backward()
+        some = own[number * DRAWN :][:DRAWN]
+        grads = {n: torch.stack(g) for n, g in zip(params, zip(*some, strict=True), strict=True)}
+        assert_sums(summed(params), clipped_sum(grads, 0.5), 1e-9)
+
+
+@pytest.mark.parametrize("lengths", [[DRAWN] * 10, [3, 2, 4, 1, 3] * 2])
+def test_slices_are_no_samples(lengths: list[int]) -> None:
+    private, _, batches = private_of(Bags("slices").double(), rows_of(lengths, True))
+    with refused("stack|depends on the other samples"):
+        private(next(batches)[0]).sum().backward()
 
 
 class Pooled(Bags):
@@ -184,3 +202,55 @@ def test_what_holds_the_samples_cannot_be_told(how: str) -> None:
     given = list(torch.stack(next(batches)[0], 1))
     with refused("cannot be told"):
         private(given)
+
+
+class Few(nn.Module):
+    """A model that takes no entries, too; `how` they come."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head, self.how = nn.Linear(D, 6), nn.Linear(6, 2), how
+        self.raw, self.bias = nn.Parameter(torch.randn(6, 2)), nn.Parameter(torch.randn(6))
+
+    def forward(self, bags: list[Any]) -> Tensor:
+        if self.how == "records":
+            bags = [bag["x"] for bag in bags]
+        h = [self.layer(x).tanh().mean(0) for x in bags]
+        out = torch.stack(h) if h else torch.zeros(0, 6, dtype=torch.float64)
+        return (out * self.bias) @ self.raw if self.how == "raw" else self.head(out)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("how", ["tensors", "records", "raw"])
+def test_draws_of_nobody(how: str, first: bool) -> None:
+    """As steps of no sample, whether or not the model has been looked at before."""
+    model, rows = Few(how).double(), [x for x, _ in rows_of([7] * 12)]
+    params, own = dict(model.named_parameters()), []
+    given = [{"x": x} if how == "records" else x for x in rows]
+    for x in given:
+        loss = model([x]).square().sum()
+        found = torch.autograd.grad(loss, [*params.values()], allow_unused=True)
+        pairs = zip(params.items(), found, strict=True)
+        own.append({n: torch.zeros_like(p) if g is None else g for (n, p), g in pairs})
+    loader = DataLoader(
+        [*enumerate(given)], batch_size=1, collate_fn=list,  # type: ignore[arg-type]
+        generator=torch.Generator().manual_seed(2 if first else 1),
+    )  # fmt: skip
+    private, optimizer, batches = FastPrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), data_loader=loader,
+        noise_multiplier=0.0, max_grad_norm=0.5, loss_reduction="sum",
+    )  # fmt: skip
+    sizes = []
+    for batch in batches:
+        sizes.append(len(batch))
+        optimizer.zero_grad()
+        private([x for _, x in batch]).square().sum().backward()
+        some = [own[i] for i, _ in batch] or [{n: torch.zeros_like(p) for n, p in params.items()}]
+        grads = {n: torch.stack([g[n] for g in some]) for n in params}
+        assert_sums(summed(params), clipped_sum(grads, 0.5), 1e-9)
+        optimizer.step()
+    assert (sizes[0] == 0) is first
+    assert 0 in sizes[1:]
+    assert 2 in sizes
+    assert private.keeper.calls.layouts["forward"].proven

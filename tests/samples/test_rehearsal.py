@@ -35,6 +35,7 @@ class Model(nn.Module):
         self.does = does
         self.first, self.second, self.head = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 3)
         self.token = nn.Parameter(torch.randn(1, 1, D))
+        self.generator = torch.Generator()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         mask = torch.ones(x.shape[:2], dtype=torch.int64) if mask is None else mask
@@ -62,6 +63,12 @@ def cells(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
     return state[:, None] + h
 
 
+def seeded_here(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return h @ torch.randn(D, D).to(h) * torch.rand(T, 1).to(h)
+
+
 PROVEN: dict[str, Does] = {
     "layers": lambda m, h, mask: m.second(h),
     "a token for each sample": lambda m, h, mask: torch.cat([m.token.expand(len(h), -1, -1), h], 1),
@@ -72,6 +79,13 @@ PROVEN: dict[str, Does] = {
     "dropout": lambda m, h, mask: m.second(F.dropout(h, 0.3)),
     "a state of zeros": cells,
     "indexed by position": lambda m, h, mask: h[torch.arange(len(h)), -1][:, None] + h,
+    "numbers of a seed of its own": lambda m, h, mask: (
+        h + torch.randn(D, generator=torch.Generator().manual_seed(7)).to(h)
+    ),
+    "torch's generator, seeded": seeded_here,
+    "its generator, seeded": lambda m, h, mask: h[
+        ..., torch.randperm(D, generator=m.generator.manual_seed(3))
+    ],
 }
 
 
@@ -176,6 +190,12 @@ def clamped(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
     return h.clamp(-0.5, 0.5) if h.max() > 0.8 else h
 
 
+def dropped(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return F.dropout(h, 0.5)
+
+
 COUPLED: dict[str, Does] = {
     "a part of so many features": lambda m, h, mask: h * h[:, : len(h) // 3].sum(1, keepdim=True),
     "as often as there are samples": lambda m, h, mask: (
@@ -204,6 +224,13 @@ COUPLED: dict[str, Does] = {
     "their share": lambda m, h, mask: h / torch.ones(len(h), 1, 1).sum().to(h),
     "more samples": lambda m, h, mask: h - 0.1 * h.mean(0) if len(h) > 8 else h,
     "the mask's sum": lambda m, h, mask: h * T / mask.double().mean(),
+    "draws of a seed by position": lambda m, h, mask: (
+        h + torch.randn(len(h), 1, 1, generator=torch.Generator().manual_seed(7)).to(h)
+    ),
+    "a dropout of a seed": dropped,
+    "a seed of their number": lambda m, h, mask: (
+        h + torch.randn(D, generator=torch.Generator().manual_seed(len(h))).to(h)
+    ),
     "draws": lambda m, h, mask: h * (k := torch.rand(len(h), T, 1).to(h)) / k.mean(),
 }
 

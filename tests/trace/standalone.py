@@ -18,8 +18,8 @@ from fastclip.trace.attribution import SEVERAL
 from fastclip.trace.findings import HIDDEN, Report
 from fastclip.trace.law import Law
 from fastclip.trace.memory import TRAINED, Shadow, geometry_of
-from fastclip.trace.numbers import Trail
 from fastclip.trace.tracer import Tracer
+from fastclip.trace.trail import Trail
 
 HIDDEN.append(__file__)
 

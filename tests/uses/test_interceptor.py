@@ -77,6 +77,31 @@ def test_built_in_functions_that_an_interpreter_specialises(use: Callable) -> No
     check_exact_as_it_is(Model(use), batch())
 
 
+def typed(m: Model, x: Tensor) -> Tensor:
+    h = m.lin(x)
+    return h @ (m.v - m.v.mT).tanh().to(h) * m.w.type_as(h) + h.type_as(m.w)
+
+
+def as_one_sample(m: Model, x: Tensor) -> Tensor:
+    h = m.lin(x)
+    return h * (2 * m.w).view_as(h[0]) + m.v.sum(0).reshape_as(x[:1])
+
+
+def as_samples(m: Model, x: Tensor) -> Tensor:
+    h = m.lin(x)
+    each, h = torch.broadcast_tensors(m.v, h[:, None])
+    return (each * h).sum(1) + m.w.tanh().expand_as(h[:, 0])
+
+
+@pytest.mark.parametrize("use", [typed, as_one_sample, as_samples])
+def test_functions_that_take_a_shape_or_a_type_of_samples(use: Callable) -> None:
+    """What they return of a parameter is of no sample."""
+    check_exact_as_it_is(Model(use), batch())
+    private = make_private(Model(use))[1]
+    row_loss(private(batch())).mean().backward()
+    assert private.keeper.calls.layouts["forward"].proven
+
+
 @pytest.mark.parametrize("function", [torch.div, torch.atan2])
 def test_a_value_changed_after_it_was_used(function: Callable) -> None:
     """Its numbers at the time of the use are gone, and the gradient asks for them."""

@@ -101,6 +101,29 @@ class OwnLengths(nn.Module):
         return self.head(self.rnn(packed)[1][0])
 
 
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2}, {"bidirectional": True}])
+@pytest.mark.parametrize("state", [0, 1])
+def test_final_states_of_a_projected_layer(state: int, options: dict) -> None:
+    """Nothing else of what it returns is used: not the packed sequence before them."""
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(3, 8, proj_size=4, batch_first=True, **options)
+            self.head = nn.LazyLinear(2)
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            last = self.rnn(packed)[1][state][-2 if self.rnn.bidirectional else -1 :]
+            return self.head(torch.cat(list(last), 1))
+
+    torch.manual_seed(0)
+    given, model = (torch.randn(4, STEPS, 3), torch.tensor(LENGTHS["unsorted"])), Last()
+    model(*given)
+    check_exact(model, given, dtype=torch.float64)
+
+
 def test_lengths_of_the_data() -> None:
     check_exact(OwnLengths(), IDS, dtype=torch.float64)
 

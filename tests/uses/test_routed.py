@@ -271,3 +271,37 @@ def test_a_way_that_the_number_of_rows_decides_is_refused(also: Callable) -> Non
 def test_rows_that_one_module_moves_and_another_puts_back() -> None:
     blocks = [Block(lambda x: x.flip(0)), Block(), Block(lambda x: x.flip(0))]
     check_exact_or_refused(Shared(*blocks), padded(1), dtype=torch.float64)
+
+
+class Tasks(nn.Module):
+    """Each sample goes through the head that its task, a number of shape [b], names."""
+
+    def __init__(self, heads: Callable[[Tasks, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.of = nn.Linear(D, D), heads
+        self.heads = nn.ModuleList(nn.Linear(D, 2) for _ in range(E))
+
+    def forward(self, x: Tensor, task: Tensor) -> Tensor:
+        return self.of(self, self.body(x).tanh(), task)
+
+
+def one_by_one(m: Tasks, h: Tensor, task: Tensor) -> Tensor:
+    return torch.stack([m.heads[int(t)](row) for row, t in zip(h, task, strict=True)])
+
+
+def as_rows(m: Tasks, h: Tensor, task: Tensor) -> Tensor:
+    found = [row @ m.heads[t].weight.mT for row, t in zip(h.split(1), task.tolist(), strict=True)]
+    return torch.cat(found)
+
+
+def by_task(m: Tasks, h: Tensor, task: Tensor) -> Tensor:
+    out = h.new_zeros(len(h), 2)
+    for number, head in enumerate(m.heads):
+        out[task == number] = head(h[task == number])
+    return out
+
+
+@pytest.mark.parametrize("heads", [one_by_one, as_rows, by_task], ids=lambda f: f.__name__)
+def test_heads_by_number(heads: Callable) -> None:
+    check_exact(Tasks(heads), (batch(6, D), torch.arange(6) % E), dtype=torch.float64)

@@ -1,0 +1,174 @@
+"""An operation of a run, with all that tells it from the same one of another run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastclip.trace.attribution import UNSEEN, fitted, lie_along
+from fastclip.trace.memory import CHANCE, RANDOM, TRAINED, Shadow, geometry_of, key_of
+from fastclip.trace.numbers import LARGEST
+from fastclip.trace.operation import Kind
+
+
+@dataclass
+class Step:
+    kind: Kind
+    named: list[tuple[str, Any]]
+    numbers: list[float]
+    sizes: list[Any]
+    held: list[Operand]
+    outs: list[Operand] = field(default_factory=list)
+    source: Tensor | None = None
+    """The attribution of what it takes a part of."""
+
+    def agrees(self, other: Step, samples: int, others: int) -> bool:
+        """The other operation is the same on so many other samples."""
+        if (
+            self.kind is not other.kind
+            or self.named != other.named
+            or self.numbers != other.numbers
+        ):
+            return False
+        of_one = self.kind.name in COMPARING and not any(a.geometry[1] for a in self.held)
+        may_follow = of_one or self.kind.name in _SHAPED
+        sizes = list(zip(self.sizes, other.sizes, strict=False))
+        pairs = list(zip(self.held, other.held, strict=False))
+        given = list(zip(self.outs, other.outs, strict=False))
+        return (
+            len(self.sizes) == len(other.sizes)
+            and len(self.held) == len(other.held)
+            and len(self.outs) == len(other.outs)
+            and all(a == b or (may_follow and _follows(a, b, samples, others)) for a, b in sizes)
+            and all(a.is_like(b) for a, b in pairs)
+            and all(a.grows_as(b) for a, b in (*pairs, *given) if a.axes is not None)
+            and self._is_aligned(pairs, given)
+        )
+
+    def _is_aligned(
+        self, pairs: list[tuple[Operand, Operand]], given: list[tuple[Operand, Operand]]
+    ) -> bool:
+        """Constants that grow lie alongside samples, or are made into others that grow."""
+        growing = {k for a, b in pairs if a.axes is None for k in a.growing(b)}
+        if not growing:
+            return True
+        if self.kind.name == "diagonal":  # of each sample another entry
+            return False
+        held = [a for a, _ in (*pairs, *given) if a.axes is not None]
+        if not held:
+            return all(a.growing(b) or (a.numbers is not None and a.is_like(b)) for a, b in given)
+        if self.kind.name in _INDEXING or self.kind.name in RECURRENT:
+            return True
+        axes = [a.axes or () for a in held]
+        along = {k - len(own) for own in axes for k, lies in enumerate(own) if lies}
+        one_by_one = self.kind.pointwise or self.kind.aligned == "stacked"
+        return (one_by_one or self.kind.name in _TOGETHER) and growing <= along
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """What tells it from another.
+
+    Args:
+        serial: of what was written there last; the same in another run. geometry: of the tensor.
+        axes: along which samples lie; None of a constant. numbers: of a small constant.
+        sample: the one that it is of, where others have tensors of their own. leaf: names what was there
+            before the run.
+    """
+
+    serial: object
+    geometry: tuple
+    axes: tuple[bool, ...] | None = None
+    numbers: Tensor | None = None
+    sample: int | None = None
+    leaf: object = None
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Operand) and self.geometry == other.geometry
+            and (self.serial == other.serial if self.numbers is None else self._is_part_of(other))
+        )  # fmt: skip
+
+    def is_like(self, other: Operand) -> bool:
+        """The same operand, of a run on other samples: constants begin with the same numbers."""
+        if (self.axes is None) is not (other.axes is None):
+            return False
+        if self.numbers is None or other.numbers is None:
+            return self.numbers is other.numbers and self.serial == other.serial
+        return self._is_part_of(other) or other._is_part_of(self)
+
+    def growing(self, other: Operand) -> set[int]:
+        """The axes, counted from the last, whose sizes differ."""
+        mine, others = self.geometry[1], other.geometry[1]
+        if len(mine) != len(others):
+            return {0}
+        pairs = zip(mine, others, strict=True)
+        return {k - len(mine) for k, (n, m) in enumerate(pairs) if n != m}
+
+    def grows_as(self, other: Operand) -> bool:
+        """Of samples: along their axes alone."""
+        if self.axes is None or other.axes is None:
+            return self.axes is other.axes
+        return all(k < 0 and self.axes[k] and other.axes[k] for k in self.growing(other))
+
+    def _is_part_of(self, other: Operand) -> bool:
+        one, two = self.numbers, other.numbers
+        if one is None or two is None or one.dim() != two.dim() or one.dtype != two.dtype:
+            return False
+        if any(n > m for n, m in zip(one.shape, two.shape, strict=True)):
+            return False
+        return torch.equal(one, two[tuple(map(slice, one.shape))])
+
+
+COMPARING = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+"""Of one number of all samples, they answer a question of Python's, or join samples."""
+_SHAPED = frozenset((
+    "view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "slice", "as_strided", "split",
+    "unsafe_split", "split_with_sizes", "unflatten", "narrow", "arange", "zeros", "ones", "empty",
+    "full", "new_zeros", "new_ones", "new_empty", "new_full", "rand", "randn", "randint", "randperm",
+    "repeat", "empty_strided", "new_empty_strided", "resize", "native_group_norm",
+))  # fmt: skip
+"""Whose numbers are sizes: these may follow the number of samples, as far as shapes do so rightly."""
+_INDEXING = frozenset(("index", "index_put", "index_select", "gather", "embedding"))
+RECURRENT = frozenset(("mkldnn_rnn_layer",))
+"""They begin with states of zeros, and return memory that they work in."""
+_TOGETHER = frozenset(("cat", "stack", "copy", "where", "masked_fill"))
+
+
+def _follows(one: Any, other: Any, samples: int, others: int) -> bool:
+    return type(one) is int and type(other) is int and one * others == other * samples
+
+
+def _axes(shadow: Shadow, x: Tensor) -> tuple[bool, ...] | None:
+    if shadow.sample is None or (shadow.sample.numel() == 1 and int(shadow.sample) == UNSEEN):
+        return None  # memory that holds nothing yet is no sample's
+    found = fitted(shadow.sample, x.dim())
+    assert found is not None
+    return tuple(n > 1 and lie_along(found, axis) for axis, n in enumerate(found.shape))
+
+
+def identity(
+    tracer: Any, x: Tensor, shadow: Shadow, meets: bool, leaves: Mapping[int, object]
+) -> Operand:
+    """Of an operand of an operation that meets samples or trained tensors, or does not.
+
+    Args:
+        leaves: names of what was there before the run, by its memory.
+    """
+    drawn, axes = shadow.flags & (RANDOM | CHANCE | TRAINED), _axes(shadow, x)
+    alone = next(iter(shadow.samples)) if is_of_one(shadow) else None
+    known, numbers = tracer.memory.record(x) is not None, None
+    if not (shadow.held or drawn or x.numel() > LARGEST or x.is_meta) and meets:
+        with tracer.aside():
+            numbers = x.detach().clone()
+    serial = tracer.memory.serial(x) if known else None
+    return Operand(serial, geometry_of(x), axes, numbers, alone, leaves.get(key_of(x)))
+
+
+def is_of_one(shadow: Shadow) -> bool:
+    """It is of one sample, and others have tensors of their own."""
+    return shadow.partial and not shadow.mixed and len(shadow.samples) == 1
