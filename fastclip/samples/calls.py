@@ -357,7 +357,7 @@ class Calls:
             return
         layout = self.layout_of(called.name)
         seen = called.looked_at or self.traced() or layout.paths.knows(path, *given)
-        if not seen and layout.paths.next_due(*given):
+        if not seen and layout.paths.next_due(*given, turns=bool(layout.turns)):
             self._learn_inside(layout, called, called.forward, None, compare=True)
             self.traces(called.name == FORWARD)
         layout.paths.note(path, *given)

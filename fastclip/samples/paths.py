@@ -84,13 +84,18 @@ class Paths:
         if not self.knows(path, args, kwargs):
             self._known.setdefault(path.hash, []).append((path, sizes))
 
-    def next_due(self, args: tuple, kwargs: dict) -> bool:
+    def next_due(self, args: tuple, kwargs: dict, *, turns: bool) -> bool:
         """Count a way that is not known; whether it is to be looked at. Of a program that changes in
         every call not all are.
+
+        Args:
+            turns: samples were proven to take turns, as in a loop, which is longer for more of them.
         """
         self.unseen += 1
         number, most = self.unseen, _EVERY
         if not self._of_all_sizes and tuple(_sizes(args, kwargs)) not in self._sizes:
+            if turns:
+                return False
             self._by_size += 1
             number, most = self._by_size, _FEW
         return number <= most or not number & (number - 1)
