@@ -33,17 +33,17 @@ from fastclip.samples.probing import Misjudged, Probe, Runs
 from fastclip.samples.questions import Given, have_no_effect, unmasked
 from fastclip.samples.row_lists import is_list
 from fastclip.samples.seeding import seed_input
+from fastclip.samples.steps import is_of_one
 from fastclip.samples.taint import SINGLE
 from fastclip.samples.taken import MOST_ROWS
+from fastclip.samples.trail import Trail
 from fastclip.samples.unsaved import unsaved
 from fastclip.trace import attribution as at
 from fastclip.trace.law import Law
 from fastclip.trace.memory import BY_VALUE, MOVED, ORDER, Shadow, key_of
 from fastclip.trace.numbers import Questions
 from fastclip.trace.operation import tensors_in
-from fastclip.trace.steps import is_of_one
 from fastclip.trace.tracer import Tracer, all_aside
-from fastclip.trace.trail import Trail
 
 _FEW = 2
 _QUESTIONS = frozenset({"item", "is_nonzero", "equal"})

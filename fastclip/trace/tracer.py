@@ -62,7 +62,6 @@ from fastclip.trace.operation import (
 )
 from fastclip.trace.pointwise import ADDING, POINTWISE, factored, pointwise
 from fastclip.trace.probe import probed
-from fastclip.trace.trail import Trail
 
 _SHARP = frozenset((
     "bmm", "baddbmm", "mm", "addmm", "convolution", "convolution_backward", "index_add",
@@ -145,7 +144,7 @@ class Tracer(TorchDispatchMode):
         self.takes_others = True
         """Tensors as long as the batch that no operation of the step has made are the samples' own."""
         self.questions = Questions()
-        self.trail: Trail | None = None
+        self.trail: Any = None
         """Takes the operations and their operands, if somebody wants them."""
         self.stopped = False
         """It observes nothing any more, and leaves its place when it can."""

@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 
 from fastclip._torch import tree_leaves
 from fastclip.samples.questions import have_no_effect
+from fastclip.samples.trail import Trail
 from fastclip.trace.attribution import SEVERAL
 from fastclip.trace.findings import HIDDEN, Report
 from fastclip.trace.law import Law
 from fastclip.trace.memory import TRAINED, Shadow, geometry_of
 from fastclip.trace.tracer import Tracer
-from fastclip.trace.trail import Trail
 
 HIDDEN.append(__file__)
 

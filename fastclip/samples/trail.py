@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from fastclip._torch import tree_leaves
+from fastclip.samples.steps import COMPARING, RECURRENT, Step, identity
+from fastclip.samples.turns import TAKES, Uneven, in_turns, take_turns
 from fastclip.trace.attribution import fitted
 from fastclip.trace.memory import CHANCE, RANDOM, TRAINED, Shadow, key_of
 from fastclip.trace.numbers import number_arguments
 from fastclip.trace.operation import Kind
-from fastclip.trace.steps import COMPARING, RECURRENT, Step, identity
-from fastclip.trace.turns import TAKES, Uneven, in_turns, take_turns
 
 
 class Trail:

@@ -15,8 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fastclip.samples.steps import Operand, Step
 from fastclip.trace.memory import content_of
-from fastclip.trace.steps import Operand, Step
 
 TAKES = frozenset(("select", "slice"))
 """Views that take one sample by its number."""
