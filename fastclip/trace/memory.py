@@ -171,6 +171,8 @@ SHADOWS = Shadows()
 
 Geometry = tuple[int, torch.Size, tuple[int, ...], int]
 _SWEEP = 2048
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+"""Of other classes a tensor may hold a part of its numbers alone."""
 _FEW = 64
 """Entries of a constant that is known by its numbers."""
 _KEPT = STICKY | TRAINED | FOREIGN
@@ -439,6 +441,7 @@ class Memory:
         """Equal for equal numbers, as far as that was seen."""
         record = self.record(x)
         few = x.layout is torch.strided and x.numel() <= _FEW and not x.is_meta
+        few &= type(x) in _PLAIN
         if few and (record is None or not (record.holds_samples or record.flags & TRAINED)):
             return content_of(x)
         if record is None:
