@@ -39,7 +39,6 @@ STIR = 0.1
 """Standard deviation of what is added to a parameter that says nothing."""
 _SMALL = 1e-2
 """A parameter below that says nothing, and an entry so many times smaller than the largest."""
-Index = Any
 PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 """What holds nothing else; most attributes are of these types."""
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
@@ -240,43 +239,47 @@ def _whole_checkpoints() -> Iterator[None]:
 
 @contextmanager
 def stirred(parameters: Iterable[nn.Parameter], *, entries: bool = True) -> Iterator[None]:
-    """Constant or tiny parameters get random values inside, and so do `entries` that say nothing beside
-    the others (the columns of a widened head): nothing hides behind them.
+    """Constant or tiny parameters get random values inside, and so do entries that say nothing beside
+    the others (the columns of a widened head): nothing hides behind them. The others change a little,
+    so that no two are equal: a row of a table for each number of a sample shows.
 
     They keep their signs: a logarithm may be taken of them.
+
+    Args:
+        entries: of the other parameters change, too.
     """
-    saved: list[tuple[Tensor, Index, Tensor]] = []
+    saved: list[tuple[Tensor, Tensor]] = []
     generator = torch.Generator().manual_seed(0)
     try:
         for parameter in parameters:
             values = parameter.data
-            if not values.is_floating_point() or not values.numel():
+            size = _deviation(values, entries)
+            if size is None:
                 continue
-            where, size = _silent(values, entries)
-            before = values[where].clone()
-            if not before.numel():
-                continue
-            saved.append((values, where, before))
+            before = values.clone()
+            saved.append((values, before))
             noise = torch.randn(
                 before.shape, generator=generator, dtype=torch.float32, device="cpu"
             )
             noise = noise.to(values.device, values.dtype)
             noise = torch.where(before == 0, noise, noise.abs() * before.sign())
-            values[where] = before + size * noise
+            values.copy_(before + size * noise)
         _forget_casts()  # of weights as they were
         yield
     finally:
-        for values, where, before in reversed(saved):  # views of one storage were stirred in turn
-            values[where] = before
+        for values, before in reversed(saved):  # views of one storage were stirred in turn
+            values.copy_(before)
 
 
-def _silent(values: Tensor, entries: bool) -> tuple[Index, float]:
-    """Which entries say nothing, and the standard deviation of what they are given."""
+def _deviation(values: Tensor, entries: bool) -> float | Tensor | None:
+    """The standard deviation of what is added to entries; None: nothing is."""
+    if not values.is_floating_point() or not values.numel():
+        return None
     low, high = torch.aminmax(values)
     largest = torch.maximum(-low, high)
     if bool(low == high) or bool(largest < _SMALL):
-        return ..., STIR
+        return STIR
     if not entries:
-        return slice(0, 0), 0.0
-    rms = torch.linalg.vector_norm(values) / math.sqrt(values.numel())
-    return (values.abs() < _SMALL * largest).nonzero(as_tuple=True), float(rms)
+        return None
+    rms = float(torch.linalg.vector_norm(values)) / math.sqrt(values.numel())
+    return torch.where(values.abs() < _SMALL * largest, rms, _SMALL * rms).to(values.dtype)

@@ -129,7 +129,8 @@ def _rehearse(layout: BatchLayout, run: Runs, cuts: Cuts) -> _Rehearsal:
     if grown:
         trial.forget()
         trial.uses |= dict.fromkeys(grown, True)
-        more = once(_FEW, grown)
+        with stirred(more.derived_of):  # a row for each sample is none that is equal
+            more = once(_FEW, grown)
     if more.answers:
         again = partial(once, min(many, MOST_ROWS), grown, asks=True)
         first = again(wanted={})
@@ -368,6 +369,8 @@ class _Rehearsal(Probe):
         """How many a sample has, by layer or use."""
         self._constants: list[tuple[Hashable, tuple[int, ...]]] = []
         """What uses have given of constants, and has the place of what they give of samples."""
+        self.derived_of: set[nn.Parameter] = set()
+        """Parameters from which values were computed that are of no sample."""
         self.outlets: set[Any] = set()
         self.unproven: list[Hashable] = []
         self.given: Given | None = None
@@ -465,6 +468,7 @@ class _Rehearsal(Probe):
             self.unproven.append("the output")
         if self.differentiable:
             self.given = Given(self, tensors)
+        self.derived_of = set() if self.graph is None else set(self.graph.leaves)
         self.without(())
         if kept := Kept(model, self).names:
             self.unproven.append(f"what the model keeps: {kept}")

@@ -39,15 +39,25 @@ class Step:
         sizes = list(zip(self.sizes, other.sizes, strict=False))
         pairs = list(zip(self.held, other.held, strict=False))
         given = list(zip(self.outs, other.outs, strict=False))
-        return (
+        same = (
             len(self.sizes) == len(other.sizes)
             and len(self.held) == len(other.held)
             and len(self.outs) == len(other.outs)
             and all(a == b or (may_follow and _follows(a, b, samples, others)) for a, b in sizes)
+        )
+        if same and self.is_known and other.is_known:
+            return True
+        return (
+            same
             and all(a.is_like(b) for a, b in pairs)
             and all(a.grows_as(b) for a, b in (*pairs, *given) if a.axes is not None)
             and self._is_aligned(pairs, given)
         )
+
+    @property
+    def is_known(self) -> bool:
+        """It makes constants of constants, all of whose numbers are compared where they meet samples."""
+        return bool(self.outs) and all(x.numbers is not None for x in (*self.held, *self.outs))
 
     def _is_aligned(
         self, pairs: list[tuple[Operand, Operand]], given: list[tuple[Operand, Operand]]
@@ -65,6 +75,11 @@ class Step:
             return True
         axes = [a.axes or () for a in held]
         along = {k - len(own) for own in axes for k, lies in enumerate(own) if lies}
+        if self.kind.name in _NORMS:  # whose weights lie along the channels
+            return all(own[1:2] == (True,) for own in axes if len(own) > 1)
+        if self.kind.name in _SCATTERING:
+            dim = self.sizes[0] % len(self.held[0].geometry[1])
+            return growing <= along - {dim - len(self.held[0].geometry[1])}
         one_by_one = self.kind.pointwise or self.kind.aligned == "stacked"
         return (one_by_one or self.kind.name in _TOGETHER) and growing <= along
 
@@ -95,7 +110,7 @@ class Operand:
 
     def is_like(self, other: Operand) -> bool:
         """The same operand, of a run on other samples: constants begin with the same numbers."""
-        if (self.axes is None) is not (other.axes is None):
+        if (self.axes is None) is not (other.axes is None) or self.leaf != other.leaf:
             return False
         if self.numbers is None or other.numbers is None:
             return self.numbers is other.numbers and self.serial == other.serial
@@ -136,6 +151,9 @@ _SHAPED = frozenset((
 _INDEXING = frozenset(("index", "index_put", "index_select", "gather", "embedding"))
 RECURRENT = frozenset(("mkldnn_rnn_layer",))
 """They begin with states of zeros, and return memory that they work in."""
+_NORMS = frozenset(("native_batch_norm", "_native_batch_norm_legit"))
+_SCATTERING = frozenset(("scatter", "scatter_add", "scatter_reduce"))
+"""Along all axes but one an entry goes where it lies."""
 _TOGETHER = frozenset(("cat", "stack", "copy", "where", "masked_fill"))
 
 
@@ -151,10 +169,8 @@ def _axes(shadow: Shadow, x: Tensor) -> tuple[bool, ...] | None:
     return tuple(n > 1 and lie_along(found, axis) for axis, n in enumerate(found.shape))
 
 
-def identity(
-    tracer: Any, x: Tensor, shadow: Shadow, meets: bool, leaves: Mapping[int, object]
-) -> Operand:
-    """Of an operand of an operation that meets samples or trained tensors, or does not.
+def identity(tracer: Any, x: Tensor, shadow: Shadow, leaves: Mapping[int, object]) -> Operand:
+    """Of an operand.
 
     Args:
         leaves: names of what was there before the run, by its memory.
@@ -162,7 +178,7 @@ def identity(
     drawn, axes = shadow.flags & (RANDOM | CHANCE | TRAINED), _axes(shadow, x)
     alone = next(iter(shadow.samples)) if is_of_one(shadow) else None
     known, numbers = tracer.memory.record(x) is not None, None
-    if not (shadow.held or drawn or x.numel() > LARGEST or x.is_meta) and meets:
+    if not (shadow.held or drawn or x.numel() > LARGEST or x.is_meta):
         with tracer.aside():
             numbers = x.detach().clone()
     serial = tracer.memory.serial(x) if known else None

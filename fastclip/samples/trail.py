@@ -12,7 +12,7 @@ from fastclip._torch import tree_leaves
 from fastclip.samples.steps import COMPARING, RECURRENT, Step, identity
 from fastclip.samples.turns import TAKES, Uneven, in_turns, take_turns
 from fastclip.trace.attribution import fitted
-from fastclip.trace.memory import CHANCE, RANDOM, TRAINED, Shadow, key_of
+from fastclip.trace.memory import Shadow, key_of
 from fastclip.trace.numbers import number_arguments
 from fastclip.trace.operation import Kind
 
@@ -42,14 +42,11 @@ class Trail:
         aside = Tensor, torch.Generator  # what that draws is an operand of other operations
         named = [(name, x) for name, x in kwargs.items() if not isinstance(x, aside)]
         sizes = [x for x in tree_leaves(args) if not isinstance(x, Tensor)]
-        meets = any(s.held or s.flags & (TRAINED | RANDOM | CHANCE) for s in shadows)
         of_one = kind.name in COMPARING and not any(x.dim() for x in tensors)
         of_sizes = kind.name == "arange" or of_one
         numbers = [] if of_sizes else list(number_arguments(kind, args))
-        held = [
-            identity(tracer, x, s, meets, self._leaves)
-            for x, s in zip(tensors, shadows, strict=True) if x.layout is torch.strided
-        ]  # fmt: skip
+        pairs = [p for p in zip(tensors, shadows, strict=True) if p[0].layout is torch.strided]
+        held = [identity(tracer, x, s, self._leaves) for x, s in pairs]
         self._running = Step(kind, named, numbers, sizes, held)
         if kind.name in TAKES and shadows[0].held:
             self._running.source = fitted(shadows[0].sample, tensors[0].dim())
@@ -60,7 +57,7 @@ class Trail:
         if self._running is None:
             return
         self._running.outs.extend(
-            identity(tracer, x, tracer.shadow_of(x), True, self._leaves)
+            identity(tracer, x, tracer.shadow_of(x), self._leaves)
             for x in outs[: 1 if self._running.kind.name in RECURRENT else None]
             if x.layout is torch.strided
         )

@@ -218,6 +218,7 @@ def _batch_norm(call: Operation) -> list[Any] | None:
     stats = [call.of(given.get(name)) for name in ("running_mean", "running_var")]
     if any(own is not None for own in weights):
         return None
+    order = _channels_differ(call, found)
     if not training:
         for own in stats:
             if own is not None:
@@ -226,13 +227,28 @@ def _batch_norm(call: Operation) -> list[Any] | None:
         return [None] * len(call.outs)
     if not training:
         summed = at.reduced(found, [0, *range(2, found.dim())]).reshape(-1)  # type: ignore[union-attr]
-        return [found if x.dim() > 1 else Out(summed, degree=0) for x in call.outs]
+        return [Out(found, order) if x.dim() > 1 else Out(summed, degree=0) for x in call.outs]
     each = at.reduced(found, [0, *range(2, found.dim())])
     assert each is not None
     for name in ("running_mean", "running_var"):
         if isinstance(given.get(name), Tensor):
             call.tracer.memory.write(given[name], call.tracer.made(each.reshape(-1), LEARNED))
-    return [each if x.dim() > 1 else each.reshape(-1) for x in call.outs]
+    return [Out(each if x.dim() > 1 else each.reshape(-1), order) for x in call.outs]
+
+
+def _channels_differ(call: Operation, found: at.Attribution) -> int:
+    """ORDER if constants of channels change from sample to sample, where these lie in the channels."""
+    if found is None or found.dim() < 2 or found.shape[1] == 1:
+        return 0
+    call.by_values = True
+    names = ("weight", "bias", "running_mean", "running_var")
+    of_channels = [x for name in names if isinstance(x := call.given.get(name), Tensor)]
+    shape = [1, -1] + [1] * (found.dim() - 2)
+    changes = (
+        changes_alongside(x.view(shape), found, call.shadow(x))
+        for x in of_channels if call.of(x) is None and x.numel()
+    )  # fmt: skip
+    return ORDER * any(changes)
 
 
 # Attention and recurrent layers

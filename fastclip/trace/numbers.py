@@ -76,13 +76,22 @@ class Questions:
         self.masks: set[int] = set()
         self._of_masks: set[int] = set()
         """Memory that says whether all of a mask is true."""
+        self._counts: dict[int, int] = {}
+        """Memory that says how many entries of a mask are true, and how many there are."""
 
-    def met(self, kind: Kind, tensors: Sequence[Tensor], out: Any) -> None:
+    def met(self, kind: Kind, args: tuple, tensors: Sequence[Tensor], out: Any) -> None:
         """An operation on samples has run."""
-        if kind.name == "all" and isinstance(out, Tensor) and not out.dim():
-            x = tensors[0]
-            if x.numel() in self.masks and not x.is_floating_point():
-                self._of_masks.add(key_of(out))
+        if not isinstance(out, Tensor) or out.dim() or kind.aliases:
+            return
+        x, own = tensors[0], key_of(out)
+        self._counts.pop(own, None)
+        self._of_masks.discard(own)  # what lay there has been freed
+        if kind.name == "all" and x.numel() in self.masks and not x.is_floating_point():
+            self._of_masks.add(own)
+        elif kind.name == "sum" and x.numel() in self.masks and x.dtype == torch.bool:
+            self._counts[own] = x.numel()
+        elif kind.name in ("eq", "ne") and self._counts.get(key_of(x)) == args[1]:
+            self._of_masks.add(own)
 
     def answer(self, found: bool, tensors: Sequence[Tensor]) -> bool:
         """What Python gets."""

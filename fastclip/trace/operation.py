@@ -117,6 +117,8 @@ _NUMBERS = frozenset(("bool", "int", "float", "number", "Scalar"))
 _OF_SIZES = frozenset(
     ("is_same_size", "_has_same_storage_numel", "_has_compatible_shallow_copy_type")
 )
+_COUNTED = frozenset(("bincount", "unique", "_unique2", "unique_consecutive", "unique_dim"))
+"""Their rules do not say that Python can ask for the shape."""
 _COUNTING = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output))
 
 
@@ -168,7 +170,7 @@ class Kind:
         self.pointwise = (torch.Tag.pointwise in func.tags or base in extra) and not of_pairs
         self.rule: Rule | None = pointwise if self.pointwise else RULES.get(self.name)
         self.by_values = self.name in BY_VALUES or self.name == "eq"
-        self.counts = bool(_COUNTING & set(func.tags)) and (self.rule is None or base == "bincount")
+        self.counts = bool(_COUNTING & set(func.tags)) and (self.rule is None or base in _COUNTED)
         self.aligned = self._alignment()
         self.numbers = tuple(
             k for k, a in enumerate(func._schema.arguments)

@@ -344,7 +344,7 @@ class Tracer(TorchDispatchMode):
             elif foreign:
                 flags |= FOREIGN
         out = self._followed(func, kind, args, kwargs, tensors, shadows, flags, key, draw)
-        self.questions.met(kind, tensors, out)
+        self.questions.met(kind, args, tensors, out)
         if beside and flags & FOREIGN:
             found = self.shadow_of(out)
             more = {"degree": found.degree, "factor": found.factor}

@@ -36,6 +36,7 @@ class Model(nn.Module):
         self.first, self.second, self.head = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 3)
         self.token = nn.Parameter(torch.randn(1, 1, D))
         self.generator = torch.Generator()
+        self.alike = nn.Parameter(torch.randn(1, T, D).repeat(16, 1, 1))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         mask = torch.ones(x.shape[:2], dtype=torch.int64) if mask is None else mask
@@ -48,6 +49,15 @@ def masked(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
     if not mask.all():
         scores = scores.masked_fill(mask[:, None] == 0, -1e4)
     return scores.softmax(-1) @ h
+
+
+def counted(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    """The same question, and one of a constant."""
+    scores = h @ h.transpose(1, 2)
+    if mask.bool().sum() != mask.numel():
+        scores = scores.masked_fill(mask[:, None] == 0, -1e4)
+    every = torch.ones(h.shape[:2], dtype=torch.int64)
+    return scores.softmax(-1) @ h if every.sum() == every.numel() else h
 
 
 def warned(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
@@ -69,12 +79,23 @@ def seeded_here(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
         return h @ torch.randn(D, D).to(h) * torch.rand(T, 1).to(h)
 
 
+def normed(m: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    """An instance norm as torch computes it: of so many samples, and as many channels each."""
+    weight, bias = (m.second.bias * k for k in (1, 2))
+    return F.instance_norm(h.transpose(1, 2), weight=weight, bias=bias).transpose(1, 2)
+
+
 PROVEN: dict[str, Does] = {
     "layers": lambda m, h, mask: m.second(h),
     "a token for each sample": lambda m, h, mask: torch.cat([m.token.expand(len(h), -1, -1), h], 1),
     "folded": lambda m, h, mask: m.second(h.reshape(-1, D)).view_as(h),
     "its own mean": lambda m, h, mask: h - h.mean((1, 2), keepdim=True),
     "a mask": masked,
+    "a mask that is counted": counted,
+    "weights of instances": normed,
+    "scattered into zeros": lambda m, h, mask: m.second(
+        torch.zeros(len(h), T, D).to(h).scatter(2, h.argsort(-1), h)
+    ),
     "a question without effect": warned,
     "dropout": lambda m, h, mask: m.second(F.dropout(h, 0.3)),
     "a state of zeros": cells,
@@ -100,7 +121,7 @@ def test_proven(name: str) -> None:
     model = Model(PROVEN[name]).double()
     x, mask = torch.randn(B, T, D).double(), torch.ones(B, T, dtype=torch.int64)
     mask[1, 3:] = mask[2:, 4:] = 0
-    given = (x, mask) if name == "a mask" else (x,)
+    given = (x, mask) if name.startswith("a mask") else (x,)
     grads = None if name == "dropout" else per_sample_gradients(model, Batch(given))
     private = make_private(model, max_grad_norm=0.1)[1]
     row_loss(private(*given)).mean().backward()
@@ -210,6 +231,25 @@ COUPLED: dict[str, Does] = {
         + F.embedding(torch.arange(len(h)), torch.cat([m.token[0]] + [2 * m.token[0]] * 11))[
             :, None
         ]
+    ),
+    "rows of a table that are alike": lambda m, h, mask: h + m.alike[: len(h)],
+    "rows of a table by number": lambda m, h, mask: (
+        h * F.embedding(torch.arange(len(h)), m.alike.flatten(1)).view_as(h)
+    ),
+    "channels of a table": lambda m, h, mask: F.batch_norm(
+        h.view(1, -1, 1).expand(-1, -1, 2) * torch.arange(2).to(h),
+        None,
+        None,
+        m.alike.flatten()[: h.numel()],
+        None,
+        True,
+    )[..., 1].view_as(h),
+    "scattered among samples": lambda m, h, mask: (
+        h + torch.zeros_like(h).scatter(0, torch.zeros(1, T, D, dtype=torch.int64), h[:1])
+    ),
+    "a count of ones": lambda m, h, mask: h * torch.ones(len(h), T).sum().to(h),
+    "many of a count": lambda m, h, mask: (
+        h * (torch.ones(5000) * torch.ones(len(h), T).sum())[:1].to(h)
     ),
     "a triangle": lambda m, h, mask: h.transpose(0, 1).tril().transpose(0, 1),
     "a node's hook": by_node,
