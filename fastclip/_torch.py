@@ -223,9 +223,7 @@ def hear_functions_given(told: Callable[[Any], None]) -> Iterator[None]:
 
 def is_profiled() -> bool:
     """Whether torch's profiler runs."""
-    from torch.autograd import profiler
-
-    return profiler._is_profiler_enabled
+    return torch.autograd.profiler._is_profiler_enabled
 
 
 # Settings of torch

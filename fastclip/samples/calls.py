@@ -356,11 +356,12 @@ class Calls:
         if path is None or called.forward is None:
             return
         layout = self.layout_of(called.name)
-        seen = called.looked_at or self.traced() or layout.paths.knows(path, *given)
+        known = layout.paths.knows(path, *given)
+        seen = known or called.looked_at or self.traced()
         if not seen and layout.paths.next_due(*given, turns=bool(layout.turns)):
             self._learn_inside(layout, called, called.forward, None, compare=True)
             self.traces(called.name == FORWARD)
-        layout.paths.note(path, *given)
+        layout.paths.note(path, *given, known=known)
 
     def learn(
         self, layout: BatchLayout, called: Entered, path: Hashable | None = None, trial: int = 0,

@@ -32,6 +32,8 @@ else:
 _EVERY, _FEW = 8, 2
 """So many ways of one method are looked at as they come, and so many that may follow from sizes; after
 that, each whose number is a power of 2."""
+_KEPT = 1024
+"""Of a program that changes in every call no more are kept: each holds its sizes."""
 
 
 def begin(args: tuple, kwargs: dict) -> Any:
@@ -77,11 +79,11 @@ class Paths:
         self._of_all_sizes |= found
         return found
 
-    def note(self, path: Any, args: tuple, kwargs: dict) -> None:
-        """A call with these inputs has gone this way."""
+    def note(self, path: Any, args: tuple, kwargs: dict, *, known: bool) -> None:
+        """A call with these inputs has gone this way, of which `knows` has said whether it is known."""
         sizes = _sizes(args, kwargs)
         self._sizes.add(tuple(sizes))
-        if not self.knows(path, args, kwargs):
+        if not known and len(self._known) < _KEPT:
             self._known.setdefault(path.hash, []).append((path, sizes))
 
     def next_due(self, args: tuple, kwargs: dict, *, turns: bool) -> bool:

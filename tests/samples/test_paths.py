@@ -196,7 +196,7 @@ def test_ways_that_are_independent() -> None:
 def test_of_a_program_that_never_rests_some_are_looked_at() -> None:
     """Fewer where its sizes may be why: a loop over samples runs more operators for more of them."""
     found, given = paths.Paths(), (torch.zeros(B, D),)
-    found.note(path_of(torch.sum, *given), given, {})
+    found.note(path_of(torch.sum, *given), given, {}, known=False)
     due = [k for k in range(1, 70) if found.next_due(given, {}, turns=False)]
     assert due == [*range(1, 9), 16, 32, 64]
     sized = [k for k in range(1, 70) if found.next_due((torch.zeros(B + k, D),), {}, turns=False)]
@@ -205,6 +205,16 @@ def test_of_a_program_that_never_rests_some_are_looked_at() -> None:
     other = (torch.zeros(B + 70, D),)
     assert found.knows(path_of(torch.sum, *other), other, {})
     assert not any(found.next_due((torch.zeros(B + k, D),), {}, turns=True) for k in (80, 81, 82))
+
+
+def test_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds its sizes, and a long training may go a new one in every step."""
+    monkeypatch.setattr(paths, "_KEPT", 3)
+    found, given = paths.Paths(), (torch.zeros(B, D),)
+    ways = [path_of(lambda h, k=k: h * torch.tensor([k] * D), *given) for k in range(5)]
+    for way in ways:
+        found.note(way, given, {}, known=found.knows(way, given, {}))
+    assert [found.knows(way, given, {}) for way in ways] == [True] * 3 + [False] * 2
 
 
 def test_a_loop_over_samples() -> None:
