@@ -276,6 +276,11 @@ class Calls:
             self._learn_inside(layout, called, forward, path)
         return layout
 
+    def look_again_at_all(self) -> None:
+        """Samples have been seen where no look has seen them: the next calls are looked at."""
+        for layout in self.layouts.values():
+            layout.known = False
+
     def intercepted(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
         """These parameters notice their uses inside."""
         return nullcontext() if self.intercepting is None else self.intercepting(parameters)
