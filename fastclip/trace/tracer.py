@@ -55,6 +55,7 @@ from fastclip.trace.operation import (
     Operation,
     Out,
     generator_of,
+    has_zeros,
     is_leaf,
     is_of_losses,
     taken_apart,
@@ -499,6 +500,8 @@ class Tracer(TorchDispatchMode):
         ]
         if call.name in _SHARP and self.probes and not any(s.mixed for s in shadows):
             masked = kept & BY_VALUE and call.name == "bmm"
+            pairs = zip(tensors, shadows, strict=True)
+            masked = masked or any(not s.held and has_zeros(x) for x, s in pairs)
             if any(s.mixed and (s.degree is None or masked) for s in found):
                 return probed(call, tensors, shadows, kept, before)
         return found
