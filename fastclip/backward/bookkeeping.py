@@ -361,6 +361,7 @@ class BookKeeper:
 
     def _connect(self) -> None:
         """Calls ask the trace of their step."""
+        self.trace.misplaced = self.calls.look_whole
         self.calls.traces, self.calls.traced = self.trace.again, lambda: self.trace.observing
 
     def __getstate__(self) -> dict[str, Any]:

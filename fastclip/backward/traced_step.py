@@ -61,6 +61,10 @@ _LATE: list[Tracer] = []
 """Those that could not leave their places when their models were gone."""
 
 
+def _nothing() -> None:
+    """Nobody wants to know."""
+
+
 def leave_late() -> None:
     """Try again where `_leave_for_good` was in vain."""
     _LATE[:] = [tracer for tracer in _LATE if not tracer.leave()]
@@ -143,6 +147,8 @@ class StepTrace:
         """Those that lie among the modes of a thread: the running step's, and what could not leave."""
         weakref.finalize(self, _leave_for_good, self._placed)
         self._step: _Step | None = None
+        self.misplaced: Callable[[], None] = _nothing
+        """Called where samples lie elsewhere than the engine takes them to."""
         self._begin_early = False
         """The next step is to be traced from before the call of a compiled function on."""
         self._remove: Callable[[], None] | None = None
@@ -424,19 +430,18 @@ class StepTrace:
         tracer, out = step.tracer, seen.shadow
         report, before = tracer.report, len(tracer.report.findings)
         report.uses[use] = out
-        if step.unproven is not None:
+        if samples_of is not None and out.sample is not None and not out.mixed:
+            with tracer.aside():
+                expected = as_given(samples_of(gradient), seen.rows)
+                if expected is not None and bool(
+                    ((out.sample != at.NONE) & (out.sample != expected) & (gradient != 0)).any()
+                ):
+                    report.add("place", None, use)
+        if step.unproven is not None or len(report.findings) > before:
             return
         if not step.law.is_given(seen.rows):
             report.add("calls", None, use)
         step.law.gradient_arrived(use, use, out, seen.cause, gradient)
-        if samples_of is None or out.sample is None or len(report.findings) > before:
-            return
-        with tracer.aside():
-            expected = as_given(samples_of(gradient), seen.rows)
-            if expected is not None and bool(
-                ((out.sample != at.NONE) & (out.sample != expected)).any()
-            ):
-                report.add("gradient", tracer.memory.cause(gradient), use)
 
     def passed_on(
         self, x: Tensor | None, g: Tensor, seen: Seen | None,
@@ -569,6 +574,8 @@ class StepTrace:
             if scale_invariant and len(report.factors) == 1:
                 found = [f for f in found if f.kind != "factor"]
             if found and batch_size > 1:
+                if any(f.kind == "place" for f in found):
+                    self.misplaced()
                 raise GraphError(found[0].said)
             self._check_degree(degrees, mean, batch_size, report.shifts)
         except GraphError as error:
@@ -584,7 +591,7 @@ class StepTrace:
         if batch_size > 1:
             if IGNORED_LABELS in report.guards and not scale_invariant and self._guard is None:
                 self._guard = LossGuard(self._is_ours)
-            self.left -= not step.judged
+            self.left = max(self.left - (not step.judged), report.counted)
             self._tell()
         elif self._alone:
             self._alone -= not step.judged

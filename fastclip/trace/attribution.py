@@ -135,12 +135,15 @@ def is_mixed(found: Attribution) -> bool:
 
 
 def is_alike(found: Tensor) -> bool:
-    """Samples lie one after the other along one axis, as many entries each, in one order of folding."""
-    wide = [axis for axis, size in enumerate(found.shape) if size > 1]
-    if len(wide) != 1 or bool((found < 0).any()):
+    """Samples lie one after the other along one axis, as many entries each, in one order of folding;
+    constants may lie among them."""
+    wide = [axis for axis in range(found.dim()) if lie_along(found, axis)]
+    if len(wide) != 1:
         return False
-    flat = found.reshape(-1).long()
-    if bool((flat >= flat.numel()).any()):
+    line = reduced(found, [axis for axis in range(found.dim()) if axis != wide[0]])
+    assert line is not None
+    flat = line.reshape(-1).long()
+    if bool((flat < 0).any()) or bool((flat >= flat.numel()).any()):
         return False
     counts = torch.bincount(flat)
     each = int(counts[0])
@@ -161,6 +164,12 @@ def lie_along(found: Tensor, axis: int) -> bool:
     none = found == NONE
     least = found.masked_fill(none, SEVERAL).amin(axis)
     return bool(((found.amax(axis) != least) & ~none.all(axis)).any())
+
+
+def is_of_several(found: Tensor) -> bool:
+    """Entries of more than one sample."""
+    own = found[(found >= 0) & (found < SEVERAL)]
+    return own.numel() > 1 and bool((own != own.reshape(-1)[0]).any())
 
 
 def are_as_many(found: Tensor, samples: int, present: Tensor | None = None) -> bool:
@@ -192,13 +201,14 @@ def are_apart(several: Sequence[Attribution]) -> bool:
     return not bool((found[0] & found[1]).any())
 
 
-def differs(x: Tensor, found: Tensor, moved: bool = False) -> bool:
+def differs(x: Tensor, found: Tensor, moved: bool = False, near: float = 0.0) -> bool:
     """Whether a constant has other values alongside one sample than alongside another.
 
     Args:
         x: the constant. found: of the data that it meets. moved: samples lie where data put them, so
-            any change along their axis counts.
+            any change along their axis counts. near: by which share of the largest entry they may.
     """
+    room = near * float(x.detach().abs().amax()) if near and x.numel() else 0.0
     shape = torch.broadcast_shapes(x.shape, found.shape)
     found = fitted(found, len(shape)).expand(shape)  # type: ignore[union-attr]
     x = x.detach().expand(shape)
@@ -206,9 +216,9 @@ def differs(x: Tensor, found: Tensor, moved: bool = False) -> bool:
     own = next((axis for axis in axes if _tells(found, axis)), None) if len(axes) > 1 else None
     axes = axes if own is None else [own]
     if moved:
-        return any(not _same(x, x.narrow(axis, 0, 1)) for axis in axes)
+        return any(not _same(x, x.narrow(axis, 0, 1), room) for axis in axes)
     if len(axes) == 1 and shape[axes[0]] == int(found.max()) + 1:
-        return not _same(x, x.narrow(axes[0], 0, 1))
+        return not _same(x, x.narrow(axes[0], 0, 1), room)
     keep = (found >= 0) & (found < SEVERAL)
     flat, beside = found[keep], x[keep]
     counts = torch.bincount(flat.long())
@@ -216,10 +226,11 @@ def differs(x: Tensor, found: Tensor, moved: bool = False) -> bool:
     if counts.numel() == 0:
         return False
     if bool((counts != counts[0]).any()):
-        return not (_same(beside, beside[:1]) if own is None else _same(x, x.narrow(own, 0, 1)))
+        first, x = (beside[:1], beside) if own is None else (x.narrow(own, 0, 1), x)
+        return not _same(x, first, room)
     x = beside
     x = x[torch.sort(flat, stable=True).indices].view(counts.numel(), -1)
-    return not _same(x, x[:1])
+    return not _same(x, x[:1], room)
 
 
 def _tells(found: Tensor, axis: int) -> bool:
@@ -233,8 +244,8 @@ def _tells(found: Tensor, axis: int) -> bool:
     return bool(((low == high) | (high == NONE)).all())
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
-    equal = x == y
+def _same(x: Tensor, y: Tensor, room: float = 0.0) -> bool:
+    equal = (x - y).abs() <= room if room else x == y
     if x.is_floating_point():
         equal |= x.isnan() & y.isnan()
     return bool(equal.all())

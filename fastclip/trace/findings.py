@@ -178,6 +178,11 @@ class Finding:
                 "samples are clipped as the same ones. Pass every call the whole batch, its samples "
                 "in one order."
             )
+        if self.kind == "place":
+            return (
+                f"{self.use!r} holds samples in other places in this batch than in the few rows that "
+                "were looked at. Give the model the batch again: it is looked at as a whole."
+            )
         if self.kind == "factors":
             return (
                 "Your loss mixes samples: its parts are divided by different numbers of the batch "
@@ -260,6 +265,8 @@ class Report:
     """Where samples lie, or what they are multiplied by, follows from several random numbers."""
     unknown: bool = False
     """A constant met samples that no operation has made, and that was not there before."""
+    counted: bool = False
+    """It holds for as many entries of each sample as this batch has selected: the next one is traced."""
     hooked: bool = False
     """Hooks were put on gradients of tensors."""
 

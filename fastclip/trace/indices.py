@@ -81,9 +81,12 @@ def _chosen(
     """What an index takes, whose numbers are data where samples lie (`by_data`) or elsewhere."""
     flags, of = flags & STICKY, of & STICKY
     if by_data:  # as an index its number in the batch is what it has to be
-        moved = MOVED if of & MOVED else BY_VALUE
-        return Out(at.joined(own, of_index), flags | of & ~(ORDER | POSITIONS) | moved, exact=True)
-    if of & POSITIONS:
+        back = flags & MOVED and of & (MOVED | POSITIONS) and own is not None and at.is_alike(own)
+        flags |= of & ~(ORDER | POSITIONS) | (MOVED if of & MOVED else BY_VALUE)
+        if back:  # as the values of this batch say
+            flags = flags & ~MOVED | BY_VALUE
+        return Out(at.joined(own, of_index), flags, exact=True)
+    if of & POSITIONS and (own is not None or flags & LEARNED or call.args[0].is_floating_point()):
         return _several(call, flags)
     return Out(at.joined(own, of_index), flags | of, exact=True)
 
@@ -95,9 +98,9 @@ def _indexed(call: Operation) -> list[Any] | None:
     used = [(axis, i) for axis, i in enumerate(indices) if i is not None]
     if any(i.dtype in (torch.bool, torch.uint8) for _, i in used):
         return _masked(call, x, used)
-    data = [(axis, i) for axis, i in used if call.of(i) is not None]
+    data = [(axis, i) for axis, i in used if call.of(i) is not None and not _is_number(call, i)]
     flags, of = call.flags(x), 0
-    for _, i in used:
+    for _, i in data:
         of |= call.flags(i)
     along_samples = own is not None and any(own.shape[axis] > 1 for axis, _ in used)
     by_data = own is not None and any(own.shape[axis] > 1 for axis, _ in data)
@@ -114,19 +117,24 @@ def _indexed(call: Operation) -> list[Any] | None:
                 among = at.compressed(torch.ops.aten.index.Tensor(rows, list(indices)))
                 if changes_alongside(_spread(i.expand(shape), axes, x), among, call.shadow(i)):
                     flags |= ORDER
-    if of & POSITIONS and not along_samples:
+    if of & POSITIONS and not along_samples and (own is not None or x.is_floating_point()):
         return [_several(call, flags & STICKY)]
-    found = _chosen(
+    return [_chosen(
         call,
         own,
         _leading(call, x, used, data),
         flags,
         of if not along_samples or by_data else of & ~POSITIONS,
         by_data,
-    )
-    if by_data and flags & MOVED and of & MOVED and own is not None and at.is_alike(own):
-        found = Out(found.sample, found.add & ~MOVED, exact=True)
-    return [found]
+    )]  # fmt: skip
+
+
+def _is_number(call: Operation, index: Tensor) -> bool:
+    """One number of several samples chooses the way that all take, as if Python had read it."""
+    if index.numel() != 1 or not call.tracer.lines.in_model() or not at.is_mixed(call.of(index)):
+        return False
+    call.tracer.read("an index", [call.shadow(index)])
+    return True
 
 
 def _leading(
@@ -303,11 +311,12 @@ def _scattered(call: Operation) -> list[Any] | None:
     if of_index is not None:
         numbers = of_source is None and source is not None and source.numel() > 1
         if numbers and moved:
-            if changes_alongside(source, of_index, call.shadow(source), True):  # type: ignore[arg-type]
-                return [_several(call)]  # by the place that a sample has among all
-            numbers = False
-        flags |= call.flags(index) & STICKY & ~(ORDER if numbers else ORDER | POSITIONS)
-        if at.is_alike(found) and not numbers:
+            numbers = changes_alongside(source, of_index, call.shadow(source), True)  # type: ignore[arg-type]
+            flags |= POSITIONS * numbers  # by the place that a sample has among all
+        flags |= (
+            call.flags(index) & STICKY & ~(ORDER if numbers and not moved else ORDER | POSITIONS)
+        )
+        if at.is_alike(found) and (moved or not numbers):
             flags &= ~MOVED
     return [Out(found, flags, exact=True)]
 
@@ -413,7 +422,13 @@ def _put_by_mask(
     if of_source is not None:
         taken = full[mask]
         full[mask] = at.joined(taken, at.expanded(of_source, source.shape).expand(taken.shape))  # type: ignore[assignment]
-    return [Out(at.compressed(full), _is_masked_by_number(call, base, 0, mask))]
+    found, order = at.compressed(full), _is_masked_by_number(call, base, 0, mask)
+    if of_mask is None or at.is_mixed(found) or call.flags(base) & MOVED:
+        return [Out(found, order)]
+    flags = (call.flags(base) | call.flags(source) | call.flags(indices[0])) & STICKY
+    if flags & MOVED:  # as the values of this batch say, each is back in its place
+        flags = flags & ~MOVED | BY_VALUE
+    return [Out(found, flags | order, exact=True)]
 
 
 def _written(full: Tensor, indices: Sequence[Any], values: Tensor, adds: bool) -> Tensor:

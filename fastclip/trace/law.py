@@ -35,6 +35,8 @@ from fastclip.trace.operation import Kind, is_leaf
 
 _LARGEST = 65536
 """Entries of a constant whose content identifies it."""
+_NEAR = {torch.float64: 1e-12, torch.float32: 1e-5}
+"""How far values of parameters may be apart that are equal but for the order of sums."""
 _OF_POSITION = frozenset(("select_backward", "slice_backward"))
 """Their numbers say which part it is, not how it was made."""
 
@@ -192,7 +194,7 @@ def ordered(
         changes = False
         backward = kind.aligned == "gradient"
         for x, shadow in zip(tensors, shadows, strict=True):
-            if shadow.held or shadow.flags & RANDOM or x.is_meta:
+            if shadow.held or _is_drawn_for_each(shadow) or x.is_meta:
                 continue
             if backward and (x is not tensors[0] or x.shape != outs[0].shape):
                 continue
@@ -219,7 +221,7 @@ def changes_alongside(x: Tensor, own: Tensor, shadow: Shadow, moved: bool = Fals
         own: the attribution of what it meets. shadow: the constant's. moved: samples lie where data put
             them.
     """
-    if shadow.flags & RANDOM or x.numel() < 2 or x.is_meta:
+    if _is_drawn_for_each(shadow) or x.numel() < 2 or x.is_meta:
         return False
     try:
         torch.broadcast_shapes(x.shape, own.shape)
@@ -227,7 +229,13 @@ def changes_alongside(x: Tensor, own: Tensor, shadow: Shadow, moved: bool = Fals
         return False
     if shadow.flags & TRAINED and x.requires_grad and is_leaf(x):  # a trained entry for each number
         x = torch.arange(x.numel(), device="cpu").view(x.shape)
-    return at.differs(x, own, moved)
+    derived = shadow.flags & TRAINED and x.requires_grad and not is_leaf(x)
+    return at.differs(x, own, moved, _NEAR.get(x.dtype, 0.0) if derived else 0.0)
+
+
+def _is_drawn_for_each(shadow: Shadow) -> bool:
+    """Its entries are drawn one by one, all alike."""
+    return bool(shadow.flags & RANDOM and not shadow.flags & CHANCE)
 
 
 def _is_stacked(x: Tensor, own: Tensor) -> bool:
@@ -247,6 +255,13 @@ def is_uneven(x: Tensor, sample: Tensor) -> bool:
         if not at.lie_along(sample, axis):
             continue  # one sample alone lies along this axis
         here = none.expand(x.shape)
+        line = at.reduced(sample, [d for d in range(sample.dim()) if d != axis])
+        if line is not None and not at.is_mixed(
+            line
+        ):  # each entry along it is alongside one sample
+            if at.differs(values.masked_fill(~here, 0.0), line):
+                return True
+            continue
         high = values.masked_fill(~here, -torch.inf).amax(axis)
         least = values.masked_fill(~here, torch.inf).amin(axis)
         if bool(((high > least) & here.any(axis)).any()):

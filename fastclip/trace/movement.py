@@ -161,7 +161,7 @@ def _moved(call: Operation) -> list[Any] | None:
     if call.name == "constant_pad_nd":
         args = (*args[:2], 0)
     if call.name == "repeat_interleave" and isinstance(args[-1], Tensor):
-        return None
+        return _repeated(call) if len(args) == 1 else None
 
     def up(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
@@ -174,6 +174,19 @@ def _moved(call: Operation) -> list[Any] | None:
 
     found = call.func(*map(up, args), **call.kwargs)
     return [at.compressed(found.to(at.KIND) - 1)]
+
+
+def _repeated(call: Operation) -> list[Any] | None:
+    """The number of each entry, as often as it says."""
+    repeats, out = call.args[0], call.outs[0]
+    if repeats.is_meta:
+        return None
+    call.by_values = True
+    call.tracer.read("lengths", [call.shadow(repeats)])
+    found = torch.repeat_interleave(at.expanded(call.of(repeats), repeats.shape), repeats.cpu())
+    if not out.numel():
+        found = at.expanded(call.of(repeats), repeats.shape)[:1]
+    return [Out(at.compressed(found), MOVED | POSITIONS)]
 
 
 @rule("unfold_backward")
@@ -189,11 +202,14 @@ def _unfold_backward(call: Operation) -> list[Any]:
 
 def mean_of(call: Operation, found: at.Attribution) -> int | None:
     """The degree of a mean over entries of samples; none if how many each has follows from data."""
-    moved = found is not None and any(call.flags(x) & MOVED for x in call.operands)
-    memory = call.tracer.memory
-    if moved and not at.are_as_many(found, memory.samples, memory.present):  # type: ignore[arg-type]
+    if found is None:
+        return -1
+    moved = any(call.flags(x) & MOVED for x in call.operands)
+    memory, several = call.tracer.memory, at.is_of_several(found)
+    if (moved or several) and not at.are_as_many(found, memory.samples, memory.present):
         call.tracer.counts.add(call.operands, call.tracer.lines.current())
         return None
+    call.tracer.report.counted |= moved
     return -1
 
 
@@ -309,6 +325,12 @@ def _placed(call: Operation) -> list[Any] | None:
         return None
     of_bounds = at.reduced(call.of(bounds), [-1])
     return [at.joined(call.of(x), at.fitted(of_bounds, call.outs[0].dim()))]
+
+
+@rule("_sample_dirichlet")
+def _drawn_together(call: Operation) -> list[Any]:
+    """The numbers along the last axis sum up to one."""
+    return [at.reduced(call.of(call.args[0]), [-1])]
 
 
 @rule("histc", "bincount", "unique", "_unique2", "unique_consecutive", "unique_dim")

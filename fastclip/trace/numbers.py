@@ -43,6 +43,8 @@ class Numbers:
     def __init__(self) -> None:
         self._now: dict[tuple, list[tuple[Any, int]]] = {}
         self._before: dict[tuple, list[tuple[Any, int]]] = {}
+        self.answers: dict[tuple[str, str], bool] = {}
+        """What comparisons of counts of several samples have given, all entries alike."""
 
     def begin(self) -> None:
         """Another step."""

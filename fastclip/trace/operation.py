@@ -228,6 +228,11 @@ def is_leaf(x: Tensor) -> bool:
         return False
 
 
+def has_zeros(x: Tensor) -> bool:
+    """Numbers of which some are exactly 0."""
+    return x.is_floating_point() and not x.is_meta and bool((x == 0).any())
+
+
 def tensors_in(found: Any) -> list[Tensor]:
     """The tensors of a nested structure."""
     return [x for x in tree_leaves(found) if isinstance(x, Tensor)]

@@ -31,12 +31,18 @@ POINTWISE = frozenset((
     "rrelu_with_noise", "special_logit", "fused_dropout", "_fused_dropout", "is_same_size",
     "logaddexp", "erfinv", "set_data", "native_dropout_backward", "gelu_backward", "clamp",
     "_prelu_kernel", "_prelu_kernel_backward", "glu_jvp", "rrelu_with_noise_backward",
+    "_standard_gamma", "_standard_gamma_grad", "_dirichlet_grad", "poisson", "binomial",
     "hardshrink_backward", "softshrink_backward", "infinitely_differentiable_gelu_backward",
 ))  # fmt: skip
 """Operators that torch does not tag as pointwise, but that are."""
 _DRAWN = frozenset(
     "bernoulli exponential normal uniform random log_normal cauchy geometric".split()  # noqa: SIM905
 )
+_CHOOSING = {"masked_fill": 1, "where": 0}
+"""They take one of two operands in each entry; which operand says which."""
+_BUT_NOISE = {"rrelu_with_noise": 1, "rrelu_with_noise_backward": 2}
+"""How many operands come before the one that is drawn."""
+_COMPARING = frozenset(("lt", "le", "gt", "ge"))
 _FILLED = frozenset(
     "fill zero zeros_like ones_like full_like rand_like randn_like".split()  # noqa: SIM905
 )
@@ -76,7 +82,9 @@ def pointwise(call: Operation) -> list[Out]:
         shadow = call.shadow(args[1])
         sample = shadow.sample if shadow.held else at.everywhere(at.NONE, outs[0].dim())
         return [Out(sample, degree=shadow.degree)]
-    operands = call.operands
+    operands = call.operands[: _BUT_NOISE.get(name)]
+    if name in ("eq", "ne"):
+        operands = [x for x in operands if not _is_read(call, x)] or operands
     shadows = [call.shadow(x) for x in operands]
     values = outs[0].is_floating_point() or outs[0].dtype == torch.bool
     if values and any(s.flags & POSITIONS for s in shadows):
@@ -86,6 +94,10 @@ def pointwise(call: Operation) -> list[Out]:
     own: at.Attribution = None
     for shadow in shadows:
         own = at.joined(own, shadow.sample)
+    if name in _COMPARING and (answered := _answered(call, own)) is not None:
+        return answered
+    if name in _CHOOSING and own is not None:
+        own = _chosen(call, own)
     if name == "add" and own is not None and own.numel() > 1 and at.is_mixed(own):
         own = _absorbed(call, operands, own)
     return [Out(own, degree=_degree(call, operands, shadows))] * len(outs)
@@ -100,6 +112,55 @@ def _absorbed(call: Operation, operands: Sequence[Tensor], own: Tensor) -> Tenso
             if bool(gone.any()):
                 own = own.expand(call.outs[0].shape).masked_fill(gone, at.NONE)
     return own
+
+
+def _is_read(call: Operation, x: Tensor) -> bool:
+    """One whole number of several samples, which others are held against, as if Python had read it."""
+    alone = x.numel() == 1 < call.outs[0].numel() and not x.is_floating_point()
+    if not alone or not call.tracer.lines.in_model():
+        return False
+    if not at.is_mixed(call.of(x)):
+        return False
+    call.tracer.read("a number", [call.shadow(x)])
+    return True
+
+
+def _chosen(call: Operation, own: Tensor) -> at.Attribution:
+    """Where a constant mask chooses, an entry is of whom the chosen operand's is."""
+    mask = call.args[_CHOOSING[call.name]]
+    if (
+        not isinstance(mask, Tensor)
+        or call.shadow(mask).held
+        or mask.is_meta
+        or not at.is_mixed(own)
+    ):
+        return own
+    call.by_values = True
+    shape = call.outs[0].shape
+    yes, no = (call.args[2], call.args[0]) if call.name == "masked_fill" else call.args[1:3]
+    own_of = [call.of(x) if isinstance(x, Tensor) else None for x in (yes, no)]
+    one, other = (at.expanded(at.fitted(x, len(shape)), shape) for x in own_of)
+    return at.compressed(torch.where(mask.cpu().expand(shape), one, other))
+
+
+def _answered(call: Operation, own: at.Attribution) -> list[Out] | None:
+    """Counts of several samples, held against a number: where all are below it, that is a question that
+    has one answer (no expert is full), as if Python had asked it.
+
+    The same must be answered in later steps, which are traced.
+    """
+    whole = not any(x.is_floating_point() for x in call.operands) and call.tracer.lines.in_model()
+    out = call.outs[0]
+    if own is None or not whole or out.numel() < 2 or not at.is_mixed(own) or out.is_meta:
+        return None
+    if not bool((out == out.reshape(-1)[0]).all()):
+        return None
+    tracer, answer = call.tracer, bool(out.reshape(-1)[0])
+    if tracer.numbers.answers.setdefault((call.name, tracer.lines.current()), answer) is not answer:
+        return None
+    tracer.read("a comparison", [call.shadow(x) for x in call.operands])
+    tracer.report.counted = True
+    return [Out(None)]
 
 
 def _ignored(call: Operation) -> list[Out] | None:

@@ -55,6 +55,7 @@ from fastclip.trace.operation import (
     Operation,
     Out,
     generator_of,
+    has_zeros,
     is_leaf,
     is_of_losses,
     taken_apart,
@@ -143,6 +144,8 @@ class Tracer(TorchDispatchMode):
         self._thread: int | None = None
         self.takes_others = True
         """Tensors as long as the batch that no operation of the step has made are the samples' own."""
+        self.lenient = False
+        """What Python makes of numbers of samples may be another constant alongside each."""
         self.questions = Questions()
         self.trail: Any = None
         """Takes the operations and their operands, if somebody wants them."""
@@ -254,6 +257,8 @@ class Tracer(TorchDispatchMode):
 
     def made(self, sample: at.Attribution, flags: int = 0, **more: Any) -> Shadow:
         """A shadow in this batch."""
+        if self.lenient and flags & ORDER:
+            flags = flags & ~ORDER | BY_VALUE
         return self.shadows.of(sample, self.memory.samples, flags, **more)
 
     def read(self, what: str, shadows: Iterable[Shadow], *, each: bool = False) -> str:
@@ -362,8 +367,8 @@ class Tracer(TorchDispatchMode):
         of = self.read(kind.name, shadows)
         if isinstance(value, bool):
             return self.questions.answer(value, tensors)
-        self.trail = None  # other numbers can have any effect
         if of != "chance":
+            self.trail = None  # other numbers can have any effect
             self.known_number(value, several=of == "several samples")
         return value
 
@@ -499,6 +504,8 @@ class Tracer(TorchDispatchMode):
         ]
         if call.name in _SHARP and self.probes and not any(s.mixed for s in shadows):
             masked = kept & BY_VALUE and call.name == "bmm"
+            pairs = zip(tensors, shadows, strict=True)
+            masked = masked or any(not s.held and has_zeros(x) for x, s in pairs)
             if any(s.mixed and (s.degree is None or masked) for s in found):
                 return probed(call, tensors, shadows, kept, before)
         return found
