@@ -11,7 +11,7 @@ from torch import Tensor
 from fastclip.trace import attribution as at
 from fastclip.trace.law import changes_alongside
 from fastclip.trace.memory import BY_VALUE, LEARNED, MOVED, ORDER, POSITIONS, STICKY
-from fastclip.trace.operation import Operation, Out, rule
+from fastclip.trace.operation import Operation, Out, is_read, rule
 
 
 def _several(call: Operation, flags: int = 0) -> Out:
@@ -98,7 +98,9 @@ def _indexed(call: Operation) -> list[Any] | None:
     used = [(axis, i) for axis, i in enumerate(indices) if i is not None]
     if any(i.dtype in (torch.bool, torch.uint8) for _, i in used):
         return _masked(call, x, used)
-    data = [(axis, i) for axis, i in used if call.of(i) is not None and not _is_number(call, i)]
+    data = [
+        (axis, i) for axis, i in used if call.of(i) is not None and not is_read(call, i, "an index")
+    ]
     flags, of = call.flags(x), 0
     for _, i in data:
         of |= call.flags(i)
@@ -117,8 +119,6 @@ def _indexed(call: Operation) -> list[Any] | None:
                 among = at.compressed(torch.ops.aten.index.Tensor(rows, list(indices)))
                 if changes_alongside(_spread(i.expand(shape), axes, x), among, call.shadow(i)):
                     flags |= ORDER
-    if of & POSITIONS and not along_samples and (own is not None or x.is_floating_point()):
-        return [_several(call, flags & STICKY)]
     return [_chosen(
         call,
         own,
@@ -127,14 +127,6 @@ def _indexed(call: Operation) -> list[Any] | None:
         of if not along_samples or by_data else of & ~POSITIONS,
         by_data,
     )]  # fmt: skip
-
-
-def _is_number(call: Operation, index: Tensor) -> bool:
-    """One number of several samples chooses the way that all take, as if Python had read it."""
-    if index.numel() != 1 or not call.tracer.lines.in_model() or not at.is_mixed(call.of(index)):
-        return False
-    call.tracer.read("an index", [call.shadow(index)])
-    return True
 
 
 def _leading(

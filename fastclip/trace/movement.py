@@ -207,6 +207,7 @@ def mean_of(call: Operation, found: at.Attribution) -> int | None:
     moved = any(call.flags(x) & MOVED for x in call.operands)
     memory, several = call.tracer.memory, at.is_of_several(found)
     if (moved or several) and not at.are_as_many(found, memory.samples, memory.present):
+        call.by_values = True  # so that it is noted every time
         call.tracer.counts.add(call.operands, call.tracer.lines.current())
         return None
     call.tracer.report.counted |= moved

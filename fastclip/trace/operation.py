@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastclip._torch import overload_of, tree_leaves
-from fastclip.trace.attribution import Attribution
+from fastclip.trace.attribution import Attribution, is_mixed
 from fastclip.trace.memory import Shadow
 
 
@@ -226,6 +226,15 @@ def is_leaf(x: Tensor) -> bool:
         return x.is_leaf
     except RuntimeError:
         return False
+
+
+def is_read(call: Operation, x: Tensor, what: str) -> bool:
+    """One number of several samples chooses what the model computes for all: noted as read by Python."""
+    if x.numel() != 1 or not call.tracer.lines.in_model() or not is_mixed(call.of(x)):
+        return False
+    call.by_values = True  # so that it is noted every time
+    call.tracer.read(what, [call.shadow(x)])
+    return True
 
 
 def has_zeros(x: Tensor) -> bool:

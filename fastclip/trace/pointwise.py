@@ -19,7 +19,7 @@ from fastclip.trace.memory import (
     TRAINED,
     Shadow,
 )
-from fastclip.trace.operation import Operation, Out
+from fastclip.trace.operation import Operation, Out, is_read
 
 POINTWISE = frozenset((
     "_to_copy", "copy", "fill", "zero", "native_dropout", "ones_like", "full_like",
@@ -83,8 +83,10 @@ def pointwise(call: Operation) -> list[Out]:
         sample = shadow.sample if shadow.held else at.everywhere(at.NONE, outs[0].dim())
         return [Out(sample, degree=shadow.degree)]
     operands = call.operands[: _BUT_NOISE.get(name)]
-    if name in ("eq", "ne"):
-        operands = [x for x in operands if not _is_read(call, x)] or operands
+    if name in ("eq", "ne") and outs[0].numel() > 1:
+        whole = [x for x in operands if not x.is_floating_point()]
+        read = [x for x in whole if is_read(call, x, "a number")]
+        operands = [x for x in operands if not any(x is y for y in read)] or operands
     shadows = [call.shadow(x) for x in operands]
     values = outs[0].is_floating_point() or outs[0].dtype == torch.bool
     if values and any(s.flags & POSITIONS for s in shadows):
@@ -114,17 +116,6 @@ def _absorbed(call: Operation, operands: Sequence[Tensor], own: Tensor) -> Tenso
     return own
 
 
-def _is_read(call: Operation, x: Tensor) -> bool:
-    """One whole number of several samples, which others are held against, as if Python had read it."""
-    alone = x.numel() == 1 < call.outs[0].numel() and not x.is_floating_point()
-    if not alone or not call.tracer.lines.in_model():
-        return False
-    if not at.is_mixed(call.of(x)):
-        return False
-    call.tracer.read("a number", [call.shadow(x)])
-    return True
-
-
 def _chosen(call: Operation, own: Tensor) -> at.Attribution:
     """Where a constant mask chooses, an entry is of whom the chosen operand's is."""
     mask = call.args[_CHOOSING[call.name]]
@@ -144,8 +135,8 @@ def _chosen(call: Operation, own: Tensor) -> at.Attribution:
 
 
 def _answered(call: Operation, own: at.Attribution) -> list[Out] | None:
-    """Counts of several samples, held against a number: where all are below it, that is a question that
-    has one answer (no expert is full), as if Python had asked it.
+    """Counts of several samples, compared with a number: where all are below it, that is a question
+    with one answer (no expert is full), noted as asked by Python.
 
     The same must be answered in later steps, which are traced.
     """
@@ -156,6 +147,7 @@ def _answered(call: Operation, own: at.Attribution) -> list[Out] | None:
     if not bool((out == out.reshape(-1)[0]).all()):
         return None
     tracer, answer = call.tracer, bool(out.reshape(-1)[0])
+    call.by_values = True  # so that it is asked every time
     if tracer.numbers.answers.setdefault((call.name, tracer.lines.current()), answer) is not answer:
         return None
     tracer.read("a comparison", [call.shadow(x) for x in call.operands])

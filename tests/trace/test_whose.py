@@ -113,6 +113,29 @@ def test_what_is_back_in_its_place_is_moved_no_more(case: str) -> None:
     assert not followed(CASES[case])[0].flags & (MOVED | POSITIONS | ORDER)
 
 
+@pytest.mark.parametrize("use", [
+    by_kind, lambda x, n: x * (F.one_hot(n).cumsum(0) < 9).any(1)[:, None, None],
+])  # fmt: skip
+def test_numbers_that_all_take_are_noted_every_time(use: Use) -> None:
+    """What was found of an operation is remembered, but not that it has read a number."""
+    reads = []
+    for _ in range(3):
+        tracer, (x, counts) = Tracer(()), given()
+        tracer.begin()
+        assert tracer.enter()
+        tracer.lines.enter_model()
+        try:
+            tracer.seed(x)
+            tracer.seed(counts)
+            use(x, counts)
+        finally:
+            tracer.end()
+            tracer.leave()
+        reads.append({read.what for read in tracer.report.reads})
+    assert reads[0] == reads[1] == reads[2]
+    assert reads[0] & {"a number", "a comparison"}
+
+
 def test_places_are_no_numbers_of_a_sample() -> None:
     """Where a sample lies among the others follows from them."""
     assert followed(lambda x, n: x * inverse(n.argsort())[:, None, None].double())[0].mixed
@@ -126,9 +149,9 @@ BY_ALL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "the largest": lambda out, y: (each(out, y) * (y == y.max())).mean(),
     "the commonest": lambda out, y: out.log_softmax(1)[:, y.mode().values[None]].mean(),
     "the first hundred": lambda out, y: (each(out, y) * (y.cumsum(0) < 100)).mean(),
-    "those that there are": lambda out, y: sum(  # type: ignore[return-value,arg-type]
-        (each(out, y) * (y == kind)).sum() for kind in y.unique()
-    ),
+    "those that there are": lambda out, y: torch.stack(
+        [(each(out, y) * (y == kind)).sum() for kind in y.unique()]
+    ).sum(),
 }  # fmt: skip
 
 
