@@ -36,7 +36,7 @@ from fastclip.trace.operation import Kind, is_leaf
 _LARGEST = 65536
 """Entries of a constant whose content identifies it."""
 _NEAR = {torch.float64: 1e-12, torch.float32: 1e-5}
-"""How far values of parameters may be apart that are equal but for the order of sums."""
+"""Relative tolerance for values computed from parameters, whose sums may be in another order."""
 _OF_POSITION = frozenset(("select_backward", "slice_backward"))
 """Their numbers say which part it is, not how it was made."""
 

@@ -498,11 +498,11 @@ class Tracer(TorchDispatchMode):
         found = [
             self._shadow(x, out, kept, learned) for x, out in zip(call.outs, told, strict=True)
         ]
-        if call.name in _SHARP and self.probes and not any(s.mixed for s in shadows):
-            masked = kept & BY_VALUE and call.name == "bmm"
+        mixed = [s for s in found if s.mixed]
+        if mixed and call.name in _SHARP and self.probes and not any(s.mixed for s in shadows):
+            asked = (kept & BY_VALUE and call.name == "bmm") or any(s.degree is None for s in mixed)
             pairs = zip(tensors, shadows, strict=True)
-            masked = masked or any(not s.held and has_zeros(x) for x, s in pairs)
-            if any(s.mixed and (s.degree is None or masked) for s in found):
+            if asked or any(not s.held and has_zeros(x) for x, s in pairs):
                 return probed(call, tensors, shadows, kept, before)
         return found
 
