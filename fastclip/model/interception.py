@@ -132,7 +132,8 @@ class Handle:
         probe.layout.observe(probe, self.path, x, self.rule.counts_rows)
         with Native():
             out = plain(*args, **kwargs)
-        return probe.layout.observed_output(probe, self.path, self.rule.axis(module), out)
+        probe.gives(self.path, out)
+        return out
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The trainable parameters that the rule answers for, by their name in the module."""

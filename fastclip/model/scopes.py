@@ -140,6 +140,8 @@ class RootScope:
                     with _way_out(layout.batch_size(args, kwargs)):
                         keeper.calls.learn(layout, called)
             arm(keeper)
+            if layout.by_values:
+                keeper.calls.traces(True)
         batch = layout.batch_size(args, kwargs, begins=outermost)
         if outermost and not keeper.paused and keeper.trace.wanted:
             keeper.drop_stale()

@@ -23,14 +23,11 @@ from fastclip.samples.outlets import guarded
 from fastclip.samples.place import called as called_by
 from fastclip.samples.probe_state import Trains, no_training
 from fastclip.samples.probing import Probe, Runs
-from fastclip.samples.special import untried
 from fastclip.samples.spread import check_look, check_moves
-from fastclip.samples.taken import MOST_ROWS
 from fastclip.samples.watch import Look
 from fastclip.trace.tracer import all_aside
 
 FORWARD = "forward"  # the name of the call that is the model's own
-_LOOKS_AGAIN = 17  # at one batch, where a layer in the middle of it cannot hold its samples
 
 
 def _not_traced(begins: bool) -> bool:
@@ -159,7 +156,6 @@ class Calls:
         self.looks: list[Look] = []
         """What the calls cost that were looked at."""
         self.trusted: list[str] = []
-        """What is taken on faith of rows of which the model takes none, in words."""
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, which may be pickled, learns its layouts anew: they name places in running code."""
@@ -277,9 +273,9 @@ class Calls:
         return layout
 
     def look_again_at_all(self) -> None:
-        """Samples have been seen where no look has seen them: the next calls are looked at."""
+        """Samples lie where no look has seen them: the next calls are looked at on all rows."""
         for layout in self.layouts.values():
-            layout.known = False
+            layout.watch, layout.whole = None, True
 
     def intercepted(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
         """These parameters notice their uses inside."""
@@ -295,8 +291,8 @@ class Calls:
         if called is None or self.probe is not None:
             return
         rows = forward.batch_size or 0
-        for trial in range(min(_LOOKS_AGAIN, 2 + (rows - 1) // MOST_ROWS)):
-            self._learn_inside(layout, called, forward, name, trial)
+        for as_they_are in (False, True):
+            self._learn_inside(layout, called, forward, name, as_they_are=as_they_are, whole=True)
             forward.lengths = layout.lengths(called.args, called.kwargs)
             place = layout.place_of(name, x, rows, forward.lengths)
             if place is not None or name not in layout.places or name in layout.open:
@@ -308,7 +304,7 @@ class Calls:
 
     def _learn_inside(
         self, layout: BatchLayout, called: Entered, forward: Forward, path: Hashable | None,
-        trial: int = 0, *, compare: bool = False,
+        *, whole: bool = False, as_they_are: bool = False, compare: bool = False,
     ) -> None:  # fmt: skip
         """Learn in the middle of a forward pass, for what is left of it.
 
@@ -316,7 +312,7 @@ class Calls:
             GraphError: what has been learnt contradicts what has run.
         """
         before = layout.facts()
-        self.learn(layout, called, path, trial, compare=compare)
+        self.learn(layout, called, path, whole=whole, as_they_are=as_they_are, compare=compare)
         wrong = {name for name, _ in before - layout.facts()} & forward.reached
         if wrong:
             raise GraphError(
@@ -349,7 +345,7 @@ class Calls:
         """
         layout = self.layout_of(called.name)
         if layout.proven and called.forward is not None:
-            self._learn_inside(layout, called, called.forward, None, compare=True)
+            self._learn_inside(layout, called, called.forward, None, whole=True, compare=True)
 
     def _check_path(self, called: Entered) -> None:
         """The call has gone a way that was looked at, or is looked at now.
@@ -364,22 +360,21 @@ class Calls:
         known = layout.paths.knows(path, *given)
         seen = known or called.looked_at or self.traced()
         if not seen and layout.paths.next_due(*given, turns=bool(layout.turns)):
-            self._learn_inside(layout, called, called.forward, None, compare=True)
+            self._learn_inside(layout, called, called.forward, None, whole=True)
             self.traces(called.name == FORWARD)
         layout.paths.note(path, *given, known=known)
 
     def learn(
-        self, layout: BatchLayout, called: Entered, path: Hashable | None = None, trial: int = 0,
-        *, compare: bool = False,
+        self, layout: BatchLayout, called: Entered, path: Hashable | None = None,
+        *, whole: bool = False, as_they_are: bool = False, compare: bool = False,
     ) -> None:  # fmt: skip
         """Run the call on a few of its rows; `path` is a layer that must be met.
 
         Args:
-            trial: above 0: parameters are as they are, and other rows are taken in each.
-            compare: values must say where the samples are; they must also where the step is not traced.
+            whole: it is run on all of them, too. as_they_are: with parameters as they are.
+            compare: values must say that samples are independent.
         """
-        begins = called.name == FORWARD and called.forward is None
-        compare |= not self.traces(begins)
+        self.traces(called.name == FORWARD and called.forward is None)
 
         @contextmanager
         def watch(probe: Probe, noticing: bool) -> Iterator[None]:
@@ -393,16 +388,14 @@ class Calls:
         run = Runs(
             layout, called.model, called.plain, called.args, called.kwargs, self._private, watch
         )
-        if trial:
-            run.as_they_are, run.first_row = True, (trial - 1) * MOST_ROWS
+        run.as_they_are = as_they_are
         check_look(self.shards, called.name, called_by(path or ""))
         self._check_known(called.model, layout)
         begun = time.perf_counter()
         with all_aside(), nullcontext() if called.name == FORWARD else no_training():
-            learn(layout, run, path, compare=compare)
+            learn(layout, run, path, whole=whole or layout.whole, compare=compare)
         check_moves(self.shards, called.model, layout.returns)
         called.looked_at = True
-        self.trusted[:] = untried(self.layouts)
         self.looks.append(Look(called.name, run.passes, time.perf_counter() - begun))
         # in a branch that has not run yet: when it does, it is looked at
         unmet = (

@@ -162,12 +162,6 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
             yield leaf
 
 
-def without_graph(value: Any) -> Any:
-    """A nested structure whose tensors do not hold what they were computed from."""
-    leaves, structure = flatten(value)
-    return rebuild([x.detach() if isinstance(x, Tensor) else x for x in leaves], structure)
-
-
 def is_dense(leaf: Any) -> bool:
     """A tensor of which rows can be taken: it is neither sparse nor nested."""
     return isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -18,16 +18,18 @@ from fastclip.samples.aside import Aside, Lengths
 from fastclip.samples.chosen import Rows
 from fastclip.samples.drawn import check_drawn
 from fastclip.samples.folds import Folds
-from fastclip.samples.groups import MANY
 from fastclip.samples.inputs import Cuts, Drawn, Way, batch_sizes_of, readings, rows_of, way_of
 from fastclip.samples.paths import Paths
 from fastclip.samples.place import Place
-from fastclip.samples.probing import Probe
 from fastclip.samples.row_lists import is_list
-from fastclip.samples.selected import Shorter
-from fastclip.samples.taken import MOST_ROWS
 from fastclip.samples.watch import Watch
 from fastclip.trace.operation import tensors_in
+
+if TYPE_CHECKING:
+    from fastclip.samples.probing import Probe
+
+MANY = 512
+"""Rows of the largest batch that is run whole for a look."""
 
 
 @dataclass
@@ -36,12 +38,8 @@ class Guards:
 
     mixed: dict[int, int] = field(default_factory=dict)
     """Those that couple rows, and must not be part of a loss: dimensions."""
-    inner: set[int] = field(default_factory=set)
-    """Those without an axis of samples of which other outputs are made."""
     spreading: dict[int, int] = field(default_factory=dict)
     """Those behind which NaN in one row's gradient would reach others: axes."""
-    counted: dict[Shorter, dict[int, int]] = field(default_factory=dict)
-    """Those that couple rows where an input holds such labels: dimensions."""
     outlets: set[Any] = field(default_factory=set)
     """Where looks have seen tensors that a call returns: samples.outlets."""
     rare: set[Any] = field(default_factory=set)
@@ -62,6 +60,10 @@ class BatchLayout:
         """A traced run says all of it (fastclip.samples.rehearsal); no values were compared."""
         self.entries: set[Hashable] = set()
         """As of `entries_of`, in traced runs that have."""
+        self.by_values = False
+        """Where samples are follows from values, which may change: every step is traced."""
+        self.whole = False
+        """Looks are at as many rows as there are."""
         self.asked = False
         """Python has asked yes-or-no questions of the batch in that run, which had no effect."""
         self.drives = False
@@ -96,8 +98,6 @@ class BatchLayout:
         """Nothing is known of layers and uses."""
         self.met: set[Hashable] = set()
         """Layers and uses that a probe has seen."""
-        self.copied: set[Hashable] = set()
-        """Those that copies of one row have reached, or were to."""
         self.counting: set[str] = set()
         """Layers among them that count their samples themselves."""
         self.places: dict[Hashable, Place] = {}
@@ -107,7 +107,7 @@ class BatchLayout:
         self.open: set[str] = set()
         """Layers without rules: their input has no samples, or rows that the model has moved."""
         self.moved: dict[Hashable, None] = {}
-        """Layers and uses whose rows were seen in other places when other rows changed."""
+        """Layers and uses whose rows have no one place: data put them somewhere, or calls differ."""
         self.turns: set[Hashable] = set()
         """Uses that are made for one sample after the other; `folds` says in which order, by lengths."""
         self.uses: dict[Hashable, bool] = {}
@@ -125,8 +125,6 @@ class BatchLayout:
         self._guards: list[tuple[Way, Guards]] = []
         self.guards = Guards()
         """Those of the inputs that were cut last."""
-        self.untried: set[tuple[int, str]] = set()
-        """Inputs by their number, and kinds of special rows of which the model takes none there."""
 
     def batch_size(self, args: tuple, kwargs: dict, *, begins: bool = False) -> int | None:
         """Number of samples in the inputs; where a call `begins`, those without have not changed.
@@ -179,7 +177,7 @@ class BatchLayout:
 
     def settle(self) -> None:
         """Layers that were seen only where nothing could tell their samples have not been met."""
-        told = self.places.keys() | self.open | self.counting
+        told = self.places.keys() | self.open | self.counting | self.turns
         self.met = {name for name in self.met if name in told or not isinstance(name, str)}
 
     def facts(self) -> set[tuple[Hashable, Hashable]]:
@@ -195,26 +193,13 @@ class BatchLayout:
 
     def knows(self, name: Hashable) -> bool:
         """A probe has seen this layer or use (or cannot see any: inputs that cannot be cut)."""
-        if name in self.met and (name in self.copied or not self.beside(name)):
-            return True
-        return self.known and self.flat
-
-    def where_they_stay(self) -> dict[Hashable, Place]:
-        """Where the samples are in what was not seen to move them."""
-        return {n: place for n, place in self.places.items() if n not in self.moved}
-
-    def beside(self, name: Hashable) -> bool:
-        """A use that other rows came to, and no row that was run in copies: where it has its samples
-        was not looked for."""
-        if isinstance(name, str) or name not in self.met or name in self.copied:
-            return False
-        return name not in self.moved and self.uses.get(name, True)
+        return name in self.met or (self.known and self.flat)
 
     def due(self, model: nn.Module, args: tuple, kwargs: dict) -> bool:
         """Whether the model must be run on a few rows before this call; to be asked once a call.
 
-        At the first one, where it has changed its state or is called in another way, while a larger
-        batch may hold more distinct rows than could be compared, and where it has twice as many rows.
+        At the first one, where it has changed its state or is called in another way, and where it has
+        twice as many rows.
         """
         if not self.known or self.watch is None or self.watch.changed(args, kwargs):
             return True
@@ -227,12 +212,7 @@ class BatchLayout:
             if not all(self.folds.has(name, lengths) for name in self.turns):
                 return True
         rows = self.batch_size(args, kwargs) or 0
-        if self.compared >= MOST_ROWS:
-            return rows > 2 * self.tried and self.tried < MANY
-        if rows > self.tried:
-            return True
-        # a batch that repeated one row said nothing
-        return self.compared < 2 and rows > 1 and self.watch.rarely()
+        return rows > 2 * self.tried and self.tried < MANY
 
     def entries_of(self, args: tuple, kwargs: dict) -> set[Hashable]:
         """The sizes of the entries of each list that holds samples: in a traced run all had the same."""
@@ -252,15 +232,6 @@ class BatchLayout:
             self.flat |= x.dim() == 1
         else:
             probe.show(path, x)
-
-    def observed_output(self, probe: Probe, path: str, fixed: int | None, out: Any) -> Any:
-        """The layer's output during a probe."""
-        place = self.places.get(path) if fixed is None else Place(fixed)
-        probe.source(path, out)
-        if probe.first is None and place is not None and isinstance(out, Tensor):
-            out = probe.noisy(place, out)
-            probe.first = (place, out.detach())
-        return out
 
     def lengths(self, args: tuple, kwargs: dict) -> Lengths:
         """The sizes of the inputs along all axes but the samples'."""

@@ -15,11 +15,7 @@ from torch import Tensor
 from fastclip.errors import BatchSizeError
 from fastclip.samples.layout import BatchLayout, Guards
 from fastclip.samples.mixed_outputs import refuse_gradients
-from fastclip.samples.probing import Probe
-from fastclip.samples.taken import MOST_ROWS
 
-_LOOKS = 4
-"""At one batch, of which another row is copied in each."""
 _EACH_ROW = "each row"
 Outlet = tuple[tuple[Hashable, ...], int]
 """Where a tensor is in an output, and of how many dimensions it is."""
@@ -56,12 +52,6 @@ def outlets_of(output: Any, rows: int) -> set[Outlet]:
     return {outlet for size in (None, rows) for outlet, _ in outlets(output, size)}
 
 
-def note_outlets(layout: BatchLayout, probes: list[Probe], outputs: list[Any]) -> None:
-    """A look has seen these outputs."""
-    for probe, output in zip(probes, outputs, strict=True):
-        layout.guards.outlets |= outlets_of(output, probe.rows)
-
-
 def guarded(layout: BatchLayout, called: Any, output: Any, look: Callable[..., None] | None) -> Any:
     """The output of a call, through which no gradient comes in that couples rows.
 
@@ -72,16 +62,14 @@ def guarded(layout: BatchLayout, called: Any, output: Any, look: Callable[..., N
     guards = layout.guards_of(called.args, called.kwargs)
     if guards.outlets and rows and torch.is_grad_enabled():
         new = _new(guards, rows, output)
-        trials = min(_LOOKS, 2 + (rows - 1) // MOST_ROWS) if look is not None else 0
-        for trial in range(trials if new - guards.rare else 0):
-            if look is not None and new:
-                look(layout, called, called.forward, None, trial)
-                guards = layout.guards_of(called.args, called.kwargs)
-                new = _new(guards, rows, output)
+        if look is not None and new - guards.rare:
+            look(layout, called, called.forward, None, whole=True)
+            guards = layout.guards_of(called.args, called.kwargs)
+            new = _new(guards, rows, output)
         guards.rare |= new
         if new:
             _refuse_unseen(layout, new, rows, output)
-    return refuse_gradients(layout, guards, (called.args, called.kwargs), output)
+    return refuse_gradients(guards, output)
 
 
 def _new(guards: Guards, rows: int, output: Any) -> set[Outlet]:

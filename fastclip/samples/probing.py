@@ -1,165 +1,414 @@
-"""Runs of a model on a few rows of its inputs, whose values say what becomes of its samples."""
+"""Runs of a call on few of its rows, under a tracer: what each layer and use is given, and whose it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable
+import sys
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.utils.rnn import PackedSequence
 
 from fastclip._torch import tree_unflatten
 from fastclip.errors import UnsupportedLayerError, where
-from fastclip.samples.beside import Beside
+from fastclip.graph import Node, reached_without
 from fastclip.samples.elsewhere import drawn_by, evenly
-from fastclip.samples.ignored import Told, labels
-from fastclip.samples.inputs import INPUT, NESTED, take_rows, tensors_of
-from fastclip.samples.place import Place, called
-from fastclip.samples.probe_state import generators_of, tables_of, undisturbed
+from fastclip.samples.independence import NUMBER, OTHERS
+from fastclip.samples.inputs import NESTED, Cuts, flatten, take_rows, tensors_of
+from fastclip.samples.place import Place, called, places
+from fastclip.samples.probe_state import generators_of, own_tensors, tables_of, undisturbed
 from fastclip.samples.randomness import OF_TORCH
-from fastclip.samples.seen import Seen
-from fastclip.samples.selected import MASKS, Fewer, Shorter, fillers, holds_ids, shortened
-from fastclip.samples.taint import SINGLE, Taint
+from fastclip.samples.row_lists import is_list
+from fastclip.samples.seeding import seed_input
+from fastclip.samples.steps import is_of_one
 from fastclip.samples.taken import TakenRows
-from fastclip.samples.ties import Ties
-from fastclip.samples.undrawn import Even
+from fastclip.samples.trail import Trail
+from fastclip.trace import attribution as at
+from fastclip.trace.law import Law
+from fastclip.trace.memory import BY_VALUE, MOVED, ORDER, Memory, Shadow, key_of
+from fastclip.trace.operation import tensors_in
+from fastclip.trace.tracer import Tracer, all_aside
 from fastclip.waiting import Work
 
 if TYPE_CHECKING:
     from fastclip.samples.layout import BatchLayout
 
-_NOISE = 3.0
 _LOOKING = Work("looks at the model")
 Shapes = dict[Hashable, list[tuple[int, ...]]]
 
 
 class Opened(Exception):
-    """Layers were found that must run as they were: what they do is looked at anew."""
+    """What was taken for a value of parameters alone, or for a layer of rows that stay, is none."""
 
 
-class Misjudged(Opened):
-    """Something was taken for a value of parameters alone, and is known to be a use now."""
+class NotFollowed(Exception):
+    """No tracer can follow this run."""
+
+
+class Followed:
+    """What a tracer knows of the tensors of one run.
+
+    Args:
+        known: the model's trained parameters. cuts: the axes of the inputs that hold samples.
+        rows: that are run. memory: of the batch before, of which nothing may be read.
+        takes_others: tensors as long as the batch that no operation has made are the samples' own.
+        lenient: constants that Python makes may be another alongside each sample.
+    """
+
+    def __init__(
+        self, known: Container[Tensor], cuts: Cuts, rows: int, *, memory: Memory | None = None,
+        lenient: bool = False, takes_others: bool = False,
+    ) -> None:  # fmt: skip
+        self.tracer, self.trail, self.rows = Tracer(known, memory=memory), Trail(), rows
+        self.tracer.takes_others, self.tracer.lenient = takes_others, lenient
+        self._cuts = cuts
+        self._found: dict[tuple[int, tuple[int, ...]], Place | None] = {}
+        self._named = 0
+
+    def begins_on(self, leaves: list[Any]) -> None:
+        """The run is about to begin on these inputs."""
+        tracer = self.tracer
+        tracer.begin()
+        tracer.trail = self.trail
+        for leaf, axis in zip(leaves, self._cuts, strict=True):
+            if axis is not None:
+                seed_input(tracer, leaf, axis, self.rows)
+                self._begins_with(leaf)
+                if isinstance(leaf, Tensor) and leaf.dim() > 1 and not leaf.is_floating_point():
+                    tracer.questions.masks.add(leaf.numel())
+
+    def _begins_with(self, leaf: Any) -> None:
+        """Of each sample's own tensors the same ones have the same name."""
+        self._named += 1
+        for entry in leaf if is_list(leaf) else [leaf]:
+            for k, x in enumerate(tensors_in(entry)):
+                self.trail.begins_with(x, (self._named, k))
+
+    def __enter__(self) -> None:
+        if not self.tracer.enter():
+            raise NotFollowed
+        self.tracer.lines.enter_model()
+        self._law = Law(self.tracer)
+
+    def __exit__(self, *error: Any) -> None:
+        self._law.end_step(())
+        self.tracer.end()
+        self.tracer.leave()
+
+    def knows(self, model: nn.Module, others: Iterable[Any]) -> None:
+        """What the model holds, and its inputs without samples, are constants."""
+        held = (*model.parameters(), *model.buffers(), *own_tensors(model), *others)
+        for x in held:
+            if isinstance(x, Tensor):
+                self.tracer.memory.know(x)
+                self.trail.begins_with(x, key_of(x))
+
+    def shadow_of(self, x: Tensor) -> Shadow:
+        """What is known of `x`."""
+        with all_aside():
+            return self.tracer.shadow_of(x)
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether `x` follows from a sample."""
+        return self.shadow_of(x).held
+
+    follows = holds
+
+    def place_of(self, x: Tensor, shadow: Shadow, *, moved: bool = False) -> Place | None:
+        """Where the samples are in `x`; None if not one alone is where another could be, or, unless
+        `moved`, where data have put them.
+        """
+        if not shadow.held or not shadow.whole or shadow.mixed or shadow.factor is not None:
+            return None
+        if shadow.flags & (ORDER if moved else ORDER | MOVED):
+            return None
+        with all_aside():
+            key = id(shadow), tuple(x.shape)
+            if key not in self._found:
+                assert shadow.sample is not None
+                self._found[key] = _place(shadow.sample, tuple(x.shape), self.rows)
+            return self._found[key]
+
+    def owners(self, x: Tensor, shadow: Shadow) -> Tensor:
+        """The sample of every entry of `x`; negative where it is of none, or of several."""
+        with all_aside():
+            return at.expanded(shadow.sample, x.shape)
+
+
+def _place(found: Tensor, shape: tuple[int, ...], rows: int) -> Place | None:
+    axes = [axis for axis, size in enumerate(found.shape) if size > 1]
+    for place in places(shape, rows, axes):
+        owners = place.owners(shape[place.axis], rows, found.device).to(found.dtype)
+        owners = owners.view([-1 if axis == place.axis else 1 for axis in range(len(shape))])
+        if bool(((found == owners) | (found == at.NONE)).all()):
+            return place
+    return None
 
 
 @dataclass
-class Output:
-    """A tensor that layers or uses returned in a run: gradients of it may be asked for."""
+class Shown:
+    """What a layer was given, a use gave, or the call returned.
+
+    Args:
+        name: of the layer or use; the number of an output. edge: for its gradient; None without one.
+        moved: its rows lie where data put them. of_all: a sum over samples.
+    """
 
     name: Hashable
-    edge: GradientEdge
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    value: Tensor
+    shadow: Shadow
+    place: Place | None
+    edge: GradientEdge | None = None
+
+    @property
+    def moved(self) -> bool:
+        return self.place is None
+
+    @property
+    def of_all(self) -> bool:
+        return self.shadow.mixed and self.shadow.degree is not None and self.shadow.factor is None
 
 
-@dataclass
 class Probe:
-    """One run of the model on a few rows: layers show it their inputs, and run as they were."""
+    """One run: layers show it what they are given, and run as they were.
 
-    layout: BatchLayout
-    rows: int
-    replaced: frozenset[int] = frozenset()
-    """In these rows the first layer gives noise: numbers unlike those that other rows hold."""
-    differentiable: bool = False
-    taint: Taint | None = None
-    """Tells which tensors hold numbers of the batch, in the first runs."""
-    shortened: frozenset[int] = frozenset()
-    """These rows say that they are shorter."""
-    filler: Shorter = MASKS  # how they say so
-    fewer: bool = False  # masks select one entry less
-    change: Callable[[Any, int, int], Any] | None = None
-    """What is done to the rows of every input, along its axis; its number comes last."""
-    natural: bool = False  # as in a step: nothing is evened out
-    shows: bool = True  # what layers and uses show is kept
-    beside: Beside | None = None  # or held against an earlier run at once
-    shapes: Shapes = field(default_factory=dict)
-    """Of the inputs of layers and the outputs of uses, in the order of the calls."""
-    seen: Seen = field(default_factory=Seen)
-    """The same tensors."""
-    derived: Shapes = field(default_factory=dict)
-    """Of what was computed from parameters and constants alone."""
-    first: tuple[Place, Tensor] | None = None
-    """The output of the first layer that was reached, and where its samples are."""
-    sources: list[Output] = field(default_factory=list)
-    """What gradients are asked for."""
-    returned: list[Output] = field(default_factory=list)
-    """What modules returned; their names are (path, number)."""
-    came_out: Shapes = field(default_factory=dict)
-    """Of the same, by the modules' paths."""
-    inside: list[str] = field(default_factory=list)  # paths of the modules that run at the moment
-    constants: set[Hashable] = field(default_factory=set)
-    """Uses of nothing but parameters and the number of rows."""
-    closed: bool = False  # the run is over: a backward pass may compute parts of it again
-    users: dict[Hashable, dict[tuple[str, ...], None]] = field(default_factory=dict)
-    """The modules inside which a use was made, wherever that was."""
-    graph: Any = None  # of the values derived in this run
-    trusted: bool = False  # inside a layer that is known to keep account of its rows
-    draws: bool = False
-    """Random numbers were drawn, in the forward pass or in the gradients that were asked for."""
-    elsewhere: bool = False  # from other generators than torch's own
-    stand: dict[str, Any] = field(default_factory=dict)  # of the generators, afterwards
-    slopes: list[tuple[Hashable, Tensor | None]] | None = None
-    """Gradients of the sources, if they are asked for: fastclip.samples.slopes."""
-    rounding: float = SINGLE
-    """Of the coarsest type in which the batch is computed, as the last run with a taint has told."""
+    Args:
+        layout: what is known, and what this run adds to it. followed: the tracer's knowledge; None of a
+            run of which nothing is asked. grown: uses of nothing but parameters and the number of rows,
+            and the axis of these. compares: values and gradients are kept. change: what is done to the
+            rows of every input.
+    """
+
+    def __init__(
+        self, layout: BatchLayout, followed: Followed | None = None,
+        grown: Mapping[Hashable, int] = MappingProxyType({}), *, compares: bool = False,
+        change: Callable[[Any, int], Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.layout, self.followed = layout, followed
+        self.rows = 0 if followed is None else followed.rows
+        self._grown, self.compares, self.change = grown, compares, change
+        self.trusted = followed is None
+        """Inside a layer that is known to keep account of its rows."""
+        self.closed = False
+        """The run is over: a backward pass may compute parts of it again."""
+        self.inside: list[str] = []
+        """Paths of the modules that run at the moment."""
+        self.users: dict[Hashable, dict[tuple[str, ...], None]] = {}
+        """The modules inside which a use was made, wherever that was."""
+        self.graph: Any = None
+        """Of the values derived in this run."""
+        self.derived: Shapes = {}
+        """Of what was computed from parameters and constants alone."""
+        self.places: dict[Hashable, Place] = {}
+        self.entries: dict[Hashable, set[int]] = {}
+        """How many a sample has, by layer or use."""
+        self.moved: dict[Hashable, None] = {}
+        """Layers and uses that have no one place."""
+        self.loose: dict[Hashable, Place | None] = {}
+        """Where data have put the samples of these in this run, if that was one place."""
+        self.coupled: dict[Hashable, tuple[object, str]] = {}
+        """Those that are given what follows from several samples, or from their order: where that
+        began, and which of them."""
+        self.unseen: list[Hashable] = []
+        """What follows from the batch before, or from memory that nobody was seen to write."""
+        self.returned: dict[str, dict[int, Place | None]] = {}
+        """Where the samples are in what modules returned, by their paths and numbers."""
+        self.shown: list[Shown] = []
+        self.outputs: list[Shown] = []
+        """What the call has returned that follows from samples."""
+        self.by_value = False
+        """Whose something is follows from values."""
+        self.foreign_gradients = False
+        """Somebody's own code computes gradients, or changes them."""
+        self.draws = self.elsewhere = self.by_python = False
+        """Random numbers were drawn; from other generators than torch's own; samples' numbers come in
+        lists."""
+        self._calls: dict[Hashable, list[int | None]] = {}
+        """The sample of each call of a layer or use that runs on one alone; None: of constants."""
+        self.constants: Shapes = {}
+        """What uses have given of constants, and has the place of what they give of samples."""
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether `x` may hold numbers of the batch."""
+        return self.followed is None or self.followed.holds(x)
 
     def reaches(self, values: Iterable[Any]) -> bool:
-        """Whether one of these may hold numbers of the batch."""
-        taint = self.taint
-        return taint is None or any(isinstance(x, Tensor) and taint.holds(x) for x in values)
-
-    def without(self, names: Collection[Hashable]) -> Probe:
-        """This one, with nothing kept of these any more: its graph and their values are freed."""
-        self.seen.drop(names)
-        self.sources, self.returned, self.slopes = [], [], None
-        self.first = self.graph = None
-        return self
-
-    def noisy(self, place: Place, value: Tensor) -> Tensor:
-        """The first layer's output, with what stands in the replaced rows."""
-        if not self.replaced or self.trusted or not value.is_floating_point():
-            return value
-        if not place.plain or not place.fits(value, self.rows):
-            return value
-        value = value.clone()
-        generator = torch.Generator().manual_seed(0)
-        for i in self.replaced:
-            row = value.select(place.axis, i)
-            noise = torch.randn(row.shape, generator=generator, dtype=torch.float32, device="cpu")
-            row.copy_(_NOISE * noise)
-        return value
-
-    def source(self, name: Hashable, value: Any) -> None:
-        """Gradients of `value` will be asked for."""
-        if self.trusted or self.closed or not (self.differentiable or self.slopes is not None):
-            return
-        if isinstance(value, Tensor) and value.requires_grad:
-            edge = get_gradient_edge(value)
-            self.sources.append(Output(name, edge, tuple(value.shape), value.dtype))
+        """Whether one of these may."""
+        return any(isinstance(x, Tensor) and self.holds(x) for x in values)
 
     def show(self, name: Hashable, value: Tensor) -> None:
         """The input of a layer, or the output of a use."""
-        if self.closed:
+        if self.closed or self.followed is None:
             return
         if value.is_nested and value.layout == torch.strided:  # it has no shape
             raise UnsupportedLayerError(f"{where(called(name))}: {NESTED}")
-        self.shapes.setdefault(name, []).append(tuple(value.shape))
-        kept = self.shows and not self.trusted and not self.differentiable
-        if kept and not (self.beside and self.beside.show(name, value)):
-            self.seen.note(name, value)
+        if not self.trusted:
+            self._note(name, value, self.followed.shadow_of(value))
+
+    def _note(self, name: Hashable, value: Tensor, shadow: Shadow) -> None:
+        assert self.followed is not None
+        place = self.followed.place_of(value, shadow)
+        self.by_value |= bool(shadow.flags & BY_VALUE)
+        if place is None:
+            alone = is_of_one(shadow) and not shadow.flags & ORDER
+            if alone or not shadow.held:
+                sample = next(iter(shadow.samples)) if alone else None
+                self._calls.setdefault(name, []).append(sample)
+                if alone:
+                    self._keep(self.shown, name, value, shadow, None)
+                    return
+            if not shadow.held and shadow.factor is None:
+                if name not in self._grown:  # constants, in the place of samples
+                    self.constants.setdefault(name, []).append(tuple(value.shape))
+                    return
+                place = _repeated(value, self._grown[name], self.rows)
+                if place is None:
+                    self.moved[name] = None
+                    return
+            elif shadow.mixed or shadow.factor is not None or shadow.flags & ORDER:
+                self._note_coupled(name, value, shadow)
+                return
+        self._keep(self.shown, name, value, shadow, place)
+        if place is None or not place.fits(value, self.rows):
+            found = self.followed.place_of(value, shadow, moved=True)
+            if self.loose.setdefault(name, found) != found:
+                self.loose[name] = None
+            self.moved[name] = None
+            return
+        each = value.shape[place.axis] // self.rows
+        known = self.places.setdefault(name, place)
+        folded = known.fold(each * self.rows, self.rows)
+        if not known.like(place) or folded != (place.outer, place.inner):
+            self.moved[name] = None
+        self.entries.setdefault(name, set()).add(each)
+
+    def _note_coupled(self, name: Hashable, value: Tensor, shadow: Shadow) -> None:
+        assert self.followed is not None
+        if is_unseen(shadow):
+            self.unseen.append(name)
+        by_number = not shadow.mixed and shadow.factor is None
+        cause = self.followed.tracer.memory.cause(value)
+        self.coupled.setdefault(name, (cause, NUMBER if by_number else OTHERS))
+
+    def _keep(
+        self, where: list[Shown], name: Hashable, value: Tensor, shadow: Shadow, place: Place | None
+    ) -> None:
+        if not self.compares or not shadow.held:
+            return
+        with all_aside():
+            edge = get_gradient_edge(value) if value.requires_grad else None
+            where.append(Shown(name, value.detach().clone(), shadow, place, edge))
+
+    def gives(self, path: str, out: Any) -> None:
+        """A layer has returned this."""
+        if self.compares and not (self.closed or self.trusted) and type(out) is Tensor:
+            assert self.followed is not None
+            shadow = self.followed.shadow_of(out)
+            self._keep(self.shown, path, out, shadow, self.followed.place_of(out, shadow))
 
     def leaves(self, path: str, output: Any) -> None:
         """A module returned this."""
-        if not self.closed:
-            self.came_out.setdefault(path, []).extend(tuple(x.shape) for x in tensors_of(output))
-        if self.differentiable and not self.trusted and not self.closed:
-            for number, value in enumerate(tensors_of(output)):
-                if type(value) is Tensor and value.requires_grad:
-                    edge = get_gradient_edge(value)
-                    shape, name = tuple(value.shape), (path, number)
-                    self.returned.append(Output(name, edge, shape, value.dtype))
+        if self.closed or self.trusted or self.followed is None:
+            return
+        known = self.returned.setdefault(path, {})
+        for number, value in enumerate(tensors_of(output)):
+            if type(value) is Tensor and value.requires_grad:
+                place = self.followed.place_of(value, self.followed.shadow_of(value))
+                first = known.setdefault(number, place)
+                if place is None or first is None or not first.like(place):
+                    known[number] = None
+
+    @property
+    def turns(self) -> dict[Hashable, Place | None]:
+        """Layers and uses in which samples take turns: of which sample each call is, by its number, as
+        entries of an axis are; None where that follows no order.
+        """
+        found = self._calls.items()
+        return {
+            n: _turns(calls, self.rows) for n, calls in found if any(x is not None for x in calls)
+        }
+
+    def returns(self, output: Any) -> list[Tensor]:
+        """The call has returned this; its tensors."""
+        assert self.followed is not None
+        leaves = [x.data if isinstance(x, PackedSequence) else x for x in flatten(output)[0]]
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        report = self.followed.tracer.report
+        with all_aside():
+            self.foreign_gradients = report.hooked or any(map(_is_a_users, _nodes(tensors)))
+            for number, x in enumerate(tensors):
+                shadow = self.followed.shadow_of(x)
+                self.by_value |= bool(shadow.flags & BY_VALUE)
+                if is_unseen(shadow):
+                    self.unseen.append("the output")
+                if shadow.held or shadow.factor is not None:
+                    edge = get_gradient_edge(x) if x.requires_grad else None
+                    place = self.followed.place_of(x, shadow)
+                    self.outputs.append(Shown(number, x, shadow, place, edge))
+        turns = self.turns
+        for name, shapes in self.constants.items():
+            place = self.places.get(name)
+            if place is not None and name not in turns and any(
+                place.axis >= len(shape) or not place.plain or shape[place.axis] != self.rows
+                for shape in shapes
+            ):  # fmt: skip
+                self.moved[name] = None
+        for name in turns:
+            if name in self.places or turns[name] is None:
+                self.moved[name] = None
+        return tensors
+
+
+def _repeated(value: Tensor, axis: int, rows: int) -> Place | None:
+    """Where samples are in what repeats the same for each of them along this axis."""
+    if value.shape[axis] == rows:
+        return Place(axis)
+    with all_aside():
+        x = value.detach()
+        found = [
+            p for p in places(tuple(x.shape), rows, [axis])
+            if bool((r := p.rows(x, rows)).eq(r[:1]).all())
+        ]  # fmt: skip
+    return found[0] if len(found) == 1 else None
+
+
+def is_unseen(shadow: Shadow) -> bool:
+    """It follows from what nobody was seen to compute in this run."""
+    return shadow.sample is not None and bool((shadow.sample == at.UNSEEN).any())
+
+
+def _turns(calls: list[int | None], rows: int) -> Place | None:
+    """How samples take turns in these calls, if that is certain; a call of constants is of any."""
+    found = [
+        place for place in places((len(calls),), rows, [0])
+        if all(
+            sample in (None, own)
+            for sample, own in zip(
+                calls, place.owners(len(calls), rows, torch.device("cpu")).tolist(), strict=True
+            )
+        )
+    ]  # fmt: skip
+    return found[0] if len(found) == 1 else None
+
+
+def _nodes(tensors: Iterable[Tensor]) -> set[Node]:
+    """What these were computed by."""
+    roots = [x.grad_fn for x in tensors if x.grad_fn is not None]
+    return reached_without(roots, lambda node: False)[0]
+
+
+def _is_a_users(node: Node) -> bool:
+    """Somebody's own function computes its gradient: a forward pass shows nothing of that."""
+    made = getattr(node, "_forward_cls", None)
+    if made is None:
+        return False
+    name = made.__module__
+    return not name.startswith("fastclip.") or made not in vars(sys.modules[name]).values()
 
 
 class Runs(TakenRows):
@@ -180,43 +429,14 @@ class Runs(TakenRows):
         super().__init__(args, kwargs, layout.drawn)
         self.layout, self.model, self.forward = layout, model, forward
         self.private, self._watch = private, watch
-        self.last_error = ""
         self.passes = 0
         """Forward passes so far."""
-        self.trial = 0
-        """Which seeds are used."""
         self.as_they_are = False
         """Parameters are not stirred."""
-        self.asks_inputs = True
-        """Gradients of the inputs are asked for, too; a few models cannot run on such inputs."""
-        self._rounding = SINGLE
-        self._told: Told = {}
-
-    def copies_another(self) -> bool:
-        """Let another row be run in copies, if there are uses to which other rows alone have come.
-
-        Returns:
-            False where there are none, or enough rows were copied: they have been looked for.
-        """
-        beside = [name for name in self.layout.met if self.layout.beside(name)]
-        if not beside:
-            return False
-        if self.takes_another():
-            return True
-        self.layout.copied.update(beside)
-        return False
-
-    def fillers(self, *, counted: bool = False) -> list[Shorter]:
-        """How a row may say that it is shorter; `counted`: by labels that are left out, too."""
-        held = any(map(holds_ids, self._pool))
-        ids = fillers(table for _, table in tables_of(self.model)) if held else []
-        shorter = [MASKS, *ids] if self.counted else []
-        cut = [None if a is None else x for x, a in zip(self._pool, self._cuts, strict=True)]
-        return [*shorter, *(labels(cut, self._told) if counted else ())]
 
     def once(
-        self, probe: Probe, rows: list[int], seed: int = 0,
-        then: Callable[[Any], None] | None = None, left: AbstractContextManager[Any] | None = None,
+        self, probe: Probe, rows: list[int], seed: int = 0, then: Callable[[Any], None] | None = None,
+        *, left: AbstractContextManager[Any] | None = None,
     ) -> Any:  # fmt: skip
         """The output on these rows of those that `cut` took.
 
@@ -224,69 +444,47 @@ class Runs(TakenRows):
             then: is called with it while the probe still runs: a backward pass may compute parts of
                 the model again. left: what an earlier run has left on the modules.
         """
-        leaves, cut = [], []
-        for number, (leaf, axis) in enumerate(zip(self._pool, self._cuts, strict=True)):
-            if axis is None:
-                leaves.append(leaf)
-                continue
-            few = take_rows(leaf, axis, rows)
-            if probe.shortened:
-                few = shortened(few, number, axis, probe.shortened, probe.filler)
-            if probe.change is not None:
-                few = probe.change(few, axis, number)
-            numbers = isinstance(few, Tensor) and few.is_floating_point()
-            if probe.differentiable and self.asks_inputs and numbers:
-                few = few.detach().clone().requires_grad_()
-                probe.source(f"{INPUT}{number}", few)
-                few = few.clone()  # which the model may change in place
-            leaves.append(few)
-            cut.append(few)
-        if probe.taint is not None:
-            probe.taint = probe.taint.of(leaves, cut)
-        probe.seen = Seen(len(rows) if len(set(rows)) == 1 < len(rows) else 0)
+        leaves = []
+        for leaf, axis in zip(self._pool, self._cuts, strict=True):
+            few = leaf if axis is None else take_rows(leaf, axis, rows)
+            leaves.append(few if axis is None or probe.change is None else probe.change(few, axis))
+        assert probe.followed is not None
+        probe.followed.begins_on(leaves)
         return self._run(probe, leaves, seed, then, left)
 
     def as_called(self) -> None:
         """Run the call on all its rows as it is, only to see whether it fails by itself."""
         args, kwargs = tree_unflatten(self._leaves, self._structure)
-        probe = Probe(self.layout, 0, trusted=True)
         alone = undisturbed(self.model, 0, followed=False)
-        with self._watch(probe, False), alone, torch.enable_grad():
+        with self._watch(Probe(self.layout), False), alone, torch.enable_grad():
             self.forward(*args, **kwargs)
 
     def _run(
-        self, probe: Probe, leaves: list[Any], seed: int,
-        then: Callable[[Any], None] | None = None, left: AbstractContextManager[Any] | None = None,
+        self, probe: Probe, leaves: list[Any], seed: int, then: Callable[[Any], None] | None,
+        left: AbstractContextManager[Any] | None,
     ) -> Any:  # fmt: skip
         self.passes += 1
         args, kwargs = tree_unflatten(leaves, self._structure)
         graph = torch.enable_grad()  # without, parameters would take it for a look: it is not kept
-        alone = undisturbed(self.model, seed + 1000 * self.trial)
-        with _LOOKING.bit(), self._watch(probe, True), alone as writes, graph:
+        assert probe.followed is not None
+        with _LOOKING.bit(), self._watch(probe, True), ExitStack() as stack:
+            writes = stack.enter_context(undisturbed(self.model, seed))
+            stack.enter_context(graph)
             generators = generators_of(self.model)
             before = generators.states()
-            with ExitStack() as stack:
-                plain = probe.trusted or probe.natural
-                if not plain:
-                    draw = evenly if probe.taint is None else probe.taint.undrawn.elsewhere
-                    tables = [table for _, table in tables_of(self.model)]
-                    stack.enter_context(drawn_by(draw, tables))
-                ties = None if plain else Ties()
-                even = None if plain else Even()
-                for mode in (even, left, probe.taint, ties, Fewer() if probe.fewer else None):
-                    if mode is not None:
-                        stack.enter_context(mode)
+            if left is not None:
+                stack.enter_context(left)
+            if probe.compares:  # what one row draws says nothing of the next one's draws
+                tables = [table for _, table in tables_of(self.model)]
+                stack.enter_context(drawn_by(evenly, tables))
+            with probe.followed:
                 out = self.forward(*args, **kwargs)
-                if probe.taint is not None:
-                    self._rounding = probe.taint.rounding
-                    self._told |= probe.taint.told
-                    writes.check(probe.taint.holds)
-                probe.rounding, probe.closed = self._rounding, True
-                probe.seen.close()
+                writes.check(probe.holds)
+                probe.closed = True
                 if then is not None:
                     then(out)
-                probe.stand = generators.states()
-                probe.draws = probe.stand != before
-                others = before.keys() - {"torch", OF_TORCH}
-                probe.elsewhere = any(probe.stand[x] != before[x] for x in others)
-            return out
+            after = generators.states()
+            probe.draws = after != before
+            others = before.keys() - {"torch", OF_TORCH}
+            probe.elsewhere = any(after[x] != before[x] for x in others)
+        return out

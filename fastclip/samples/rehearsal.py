@@ -1,15 +1,18 @@
-"""A call on few of its rows, under a tracer: where the samples are, and that they are independent.
+"""A call on few of its rows, on one more and on many, under a tracer: where the samples are, and whether
+they are proven to be independent, whatever the numbers are.
 
-Where the tracer proves it, whatever the numbers are, nothing need be compared
-(fastclip.samples.learning). It does not where Python reads numbers of the batch, rows are moved by their
-values, something is kept, or an operation has no rule: there values decide.
+The axis of a layer's input, or of what a use of a parameter gives, is read off what the tracer knows of
+it. A layer whose rows have no one place is opened: the uses of its parameters are followed one by one,
+and whose their rows are is read from gradients (fastclip.uses.routing). What follows from several
+samples is an error. Where Python reads numbers of the batch, a trace proves the way that was taken; there
+fastclip.samples.agreement compares values.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
-from collections.abc import Collection, Container, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -19,69 +22,410 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fastclip._torch import tree_leaves
-from fastclip.errors import FastclipError
-from fastclip.graph import Node, reached_without
+from fastclip.errors import BatchSizeError, FastclipError, UnsupportedLayerError
 from fastclip.memory import no_memory
+from fastclip.samples.agreement import hold_apart
 from fastclip.samples.carried import Kept
-from fastclip.samples.groups import MANY
-from fastclip.samples.inputs import Cuts, flatten, rows_of
-from fastclip.samples.layout import BatchLayout
+from fastclip.samples.independence import HOW_MANY, NUMBER, OTHERS, coupled
+from fastclip.samples.inputs import Cuts
+from fastclip.samples.layout import MANY, BatchLayout
 from fastclip.samples.outlets import outlets_of
-from fastclip.samples.place import Place, places
-from fastclip.samples.probe_state import own_tensors, stirred
-from fastclip.samples.probing import Misjudged, Probe, Runs
+from fastclip.samples.place import Place, called
+from fastclip.samples.probe_state import stirred
+from fastclip.samples.probing import Followed, Opened, Probe, Runs
 from fastclip.samples.questions import Given, have_no_effect, unmasked
 from fastclip.samples.row_lists import is_list
-from fastclip.samples.seeding import seed_input
-from fastclip.samples.steps import is_of_one
-from fastclip.samples.taint import SINGLE
 from fastclip.samples.taken import MOST_ROWS
 from fastclip.samples.trail import Trail
 from fastclip.samples.unsaved import unsaved
-from fastclip.trace import attribution as at
-from fastclip.trace.law import Law
-from fastclip.trace.memory import BY_VALUE, MOVED, ORDER, Shadow, key_of
+from fastclip.trace.memory import ORDER, Memory
 from fastclip.trace.numbers import Questions
-from fastclip.trace.operation import tensors_in
-from fastclip.trace.tracer import Tracer, all_aside
 
 _FEW = 2
+_MOST_ROUNDS = 8
 _QUESTIONS = frozenset({"item", "is_nonzero", "equal"})
 """By which Python may ask yes or no."""
 
 
-class _Unproven(Exception):
-    """Values must decide."""
-
-
-def rehearsed(layout: BatchLayout, run: Runs, path: Hashable | None) -> bool:
-    """Note where the samples of this call are, if a traced run proves that they are independent.
+class Rehearsal:
+    """Traced runs of one call.
 
     Args:
-        layout: what is known so far; unchanged where the answer is no. run: the call.
-        path: a layer or use that must be among those seen.
+        layout: what is known so far; unchanged until `tell`. run: the call. cuts: how its inputs are
+            cut. whole: as many rows as the batch has.
     """
-    known = layout.cuts if layout.tried > 1 else lambda _: None
-    cuts = next(run.ways(layout.axis, known, 1), None)
-    if (
-        cuts is None
-        or not _is_clear(run, cuts, layout.axis)
-        or not all(_is_followed(run.leaves[n]) for n, a in enumerate(cuts) if a is not None)
-    ):
-        return False
-    try:
-        with stirred(run.private, entries=False):
-            found = _rehearse(layout, run, cuts)
-    except (_Unproven, FastclipError, Misjudged):
-        return False
-    except Exception as error:  # the model does not run on these rows: more is tried
-        if no_memory(error):
-            raise
-        return False
-    if not found.is_like(layout, path):
-        return False
-    found.tell(layout, run, cuts)
-    return True
+
+    def __init__(self, layout: BatchLayout, run: Runs, cuts: Cuts, *, whole: bool = False) -> None:
+        self._layout, self._run, self._cuts = layout, run, cuts
+        self._rows, self._whole = run.rows(cuts), whole
+        self._many = max(_FEW + 1, self._rows if whole else min(self._rows, MANY))
+        self.trial = BatchLayout(layout.axis, layout.drawn)
+        self.trial.uses = {key: used for key, used in layout.uses.items() if used}
+        self.trial.open, self.trial.moved = set(layout.open), dict(layout.moved)
+        self.unproven: list[str] = []
+        """What values must say."""
+        self._asked, self._lenient = False, False
+        self._runs: list[_Run] = []
+        self._grown: dict[Hashable, int] = {}
+        """Uses of nothing but parameters and the number of rows, and the axis of these."""
+        self._stirred: set[nn.Parameter] = set()
+        """Parameters of which they are."""
+        self._drawn: Collection[int] = ()
+        self._astray: set[str] = set()
+        """Modules that have returned rows in other places in another call."""
+
+    def hold(self) -> None:
+        """Run it.
+
+        Raises:
+            BatchSizeError: samples are not independent, or where they are cannot be told.
+        """
+        for _ in range(_MOST_ROUNDS):
+            with self._changed():
+                try:
+                    self._runs = self._on_all_sizes()
+                    break
+                except Opened:
+                    continue
+        else:
+            raise BatchSizeError(
+                "where the samples are in the model's layers changes with every look at it; let every "
+                "row of the batch be computed from itself alone"
+            )
+        self._check_outputs()
+        self._check_next()
+        self._route()
+
+    @contextmanager
+    def _changed(self) -> Iterator[None]:
+        """Parameters that say nothing say something."""
+        plain = () if self._run.as_they_are else self._run.private
+        with stirred(plain, entries=False), stirred(self._stirred):
+            yield
+
+    def compare(self) -> None:
+        """Values must say that samples are independent.
+
+        Raises:
+            BatchSizeError: they say that they are not.
+        """
+        for _ in range(_MOST_ROUNDS):
+            moved = hold_apart(self._run, self._cuts, self._probe_aside, whole=self._whole)
+            if moved <= self.trial.moved.keys():
+                break
+            self.trial.moved |= dict.fromkeys(moved)
+            self.trial.open |= {name for name in moved if isinstance(name, str)}
+            self.hold()
+
+    def _probe_aside(self, rows: int, **how: Any) -> Probe:
+        """Of a run from which nothing is learnt of layers."""
+        probe, trial = self.probe(rows, **how), self.trial
+        probe.layout = BatchLayout(trial.axis, trial.drawn)
+        probe.layout.open, probe.layout.uses = set(trial.open), dict(trial.uses)
+        return probe
+
+    # Runs
+
+    def _on_all_sizes(self) -> list[_Run]:
+        """Runs on few rows and on more: nothing but sizes may follow how many there are."""
+        first = self._once(_FEW)
+        self._settle(first)
+        drawn: Collection[int] = first.drawn
+        again = drawn or first.probe.draws
+        few = self._once(_FEW, drawn=drawn, seed=1) if again else first
+        # by generators that the model seeds itself: the same numbers in each call
+        self._drawn = {state for state in drawn if state in few.drawn}
+        if any(
+            self.trial.uses.get(key) for key in few.probe.derived
+        ):  # a loop that begins with zeros
+            few = self._once(_FEW, drawn=self._drawn, seed=1)
+        found = [few]
+        for rows in sorted({_FEW + 1, self._many}):
+            try:
+                more = self._once(rows, drawn=self._drawn, seed=1, backwards=rows == _FEW + 1)
+            except (RuntimeError, ValueError) as error:  # it takes rows in their order alone
+                if rows != _FEW + 1 or isinstance(error, FastclipError) or no_memory(error):
+                    raise
+                more = self._once(rows, drawn=self._drawn, seed=1)
+            self._settle(more)
+            found.append(more)
+        grown, unclear = _growing(few, more)
+        if unclear - self.trial.moved.keys():
+            self.trial.moved |= dict.fromkeys(unclear)
+            raise Opened
+        if grown:
+            self._grown |= grown
+            self._stirred |= more.derived_of  # a row for each sample is none that is equal
+            self.trial.uses |= dict.fromkeys(grown, True)
+            raise Opened
+        self.unproven = [why for one in found for why in one.unproven()]
+        self.trial.by_values |= any(one.counted for one in found)
+        self._settle_read(found)
+        self._check_sizes(found)
+        if more.answers and not self.unproven:
+            self._ask()
+        return found
+
+    def _check_sizes(self, found: list[_Run]) -> None:
+        """Where only sizes, or chance, say what is computed, it is the same for any number of rows.
+
+        Raises:
+            BatchSizeError: it is not, and random numbers are drawn, so that values cannot be compared.
+        """
+        few, *others = found
+        if any(one.reads_samples for one in found):
+            return
+        if all(one.is_beside(few, constants=not few.by_chance) for one in others):
+            return
+        if any(one.probe.draws for one in found) and not all(
+            one.is_beside(few, constants=False) for one in others
+        ):
+            raise coupled("the model", None, HOW_MANY)
+        self.unproven = self.unproven or ["it computes in another way where there are more samples"]
+        self._whole = True
+
+    def _ask(self) -> None:
+        """Whether answers to Python's questions have an effect."""
+        self._asked = True
+        rows = min(self._many, MOST_ROWS)
+        again = partial(self._once, rows, drawn=self._drawn, seed=1, asks=True)
+        asked = again(wanted={})
+        if not have_no_effect(asked, lambda wanted: again(wanted=wanted)):
+            self.unproven = ["questions that it asks of the batch"]
+
+    def _settle(self, found: _Run) -> None:
+        """Layers of rows that have no one place are opened, and runs begin anew."""
+        moved = found.probe.moved.keys() - self.trial.moved.keys()
+        self.trial.moved |= dict.fromkeys(moved)
+        turning = {name for name in found.probe.turns if isinstance(name, str)}
+        if found.probe.coupled and not self._lenient and found.knows_samples:
+            self._lenient = True
+            raise Opened
+        opened = {name for name in moved if isinstance(name, str)} | turning
+        if opened - self.trial.open:
+            self.trial.open |= opened
+            raise Opened
+        for name, (cause, of) in found.probe.coupled.items():
+            raise coupled(called(name), cause, of)
+
+    def _settle_read(self, found: list[_Run]) -> None:
+        """Where Python has read numbers of samples, these may say how many rows each has, and when it
+        is its turn: what is folded, and what takes turns, has no one place."""
+        if not any(one.reads for one in found):
+            return
+        folded = {n for one in found for n, place in one.probe.places.items() if not place.plain}
+        turning = {name for one in found for name in one.probe.turns}
+        for one in found:
+            one.probe.moved |= dict.fromkeys(folded | turning)
+        for one in found:
+            self._settle(one)
+
+    def probe(self, rows: int, memory: Memory | None = None, **how: Any) -> Probe:
+        """Of a run on so many rows."""
+        followed = Followed(
+            set(self._run.private), self._cuts, rows, memory=memory,
+            lenient=self._lenient, takes_others=self.by_python,
+        )  # fmt: skip
+        followed.knows(self._run.model, [x for x, a in self._pairs if a is None])
+        probe = Probe(self.trial, followed, self._grown, **how)
+        probe.by_python = self.by_python
+        return probe
+
+    @property
+    def by_python(self) -> bool:
+        """Numbers of samples come in lists or arrays, which no operation reads."""
+        return any(not _is_followed(x) for x, a in self._pairs if a is not None)
+
+    @property
+    def _pairs(self) -> Iterator[tuple[Any, int | None]]:
+        return zip(self._run.leaves, self._cuts, strict=True)
+
+    def _once(
+        self, rows: int, *, asks: bool = False, backwards: bool = False,
+        wanted: Mapping[int, bool] = MappingProxyType({}), drawn: Collection[int] = (), seed: int = 0,
+    ) -> _Run:  # fmt: skip
+        """One run.
+
+        Args:
+            asks: for gradients. backwards: the last row comes first. wanted: answers to questions of
+                Python's, by their numbers.
+            drawn: states of generators in which an earlier run has drawn.
+        """
+        there = max(1, min(rows, self._rows))
+
+        def once() -> _Run:
+            self._run.cut(self._cuts, list(range(there)))
+            probe = self.probe(rows, compares=asks, change=unmasked if asks else None)
+            assert probe.followed is not None
+            probe.followed.tracer.questions.wanted = dict(wanted)
+            probe.followed.tracer.memory.drawn_before = drawn
+            found = _Run(probe)
+            taken = [min(i, there - 1) for i in range(rows)]
+            taken = taken[::-1] if backwards else taken
+            self._run.once(probe, taken, seed, partial(found.returns, self._run.model))
+            return found
+
+        return once() if asks else unsaved(once)
+
+    # What they have shown
+
+    def _check_outputs(self) -> None:
+        """Rows come out, and what couples them is noted.
+
+        Raises:
+            BatchSizeError: a row of the output follows from several samples.
+        """
+        few, more = self._runs[0], self._runs[-1]
+        axes: set[int] = set()
+        guards, lists = self.trial.guards, False
+        for one, other in zip(few.probe.outputs, more.probe.outputs, strict=False):
+            x, shape = other.value, one.value.shape
+            sizes = zip(shape, x.shape, strict=False)
+            grows = [axis for axis, (n, m) in enumerate(sizes) if n * more.probe.rows == m * _FEW]
+            rows = [axis for axis in grows if shape[axis] and len(self._runs) > 1]
+            axes.update(rows)
+            shadow = other.shadow
+            # rows that data select
+            lists |= other.place is None and not (shadow.mixed or shadow.flags & ORDER)
+            if other.place is not None or (other.of_all and not x.dim()):
+                continue
+            if shadow.mixed or shadow.factor is not None or shadow.flags & ORDER:
+                if len(rows) == 1 and rows[0] in (0, self._layout.axis):
+                    by_number = not shadow.mixed and shadow.factor is None
+                    raise coupled("the output", more.cause(x), NUMBER if by_number else OTHERS)
+                guards.mixed[int(str(other.name))] = x.dim()
+        dims = any(out.value.dim() for out in more.probe.outputs)
+        if dims and len(self._runs) > 1 and not lists and not axes & {0, self._layout.axis}:
+            raise NoRows(next((more.cause(out.value) for out in more.probe.outputs if out.shadow.mixed), ""))
+
+    def _check_next(self) -> None:
+        """What a batch has left says nothing of the next one, as large or larger.
+
+        Raises:
+            UnsupportedLayerError: an output of that, or what a layer is given, follows from it.
+        """
+        for one in (x for x in self._runs if x.left):
+            for rows in (one.probe.rows, one.probe.rows + 1):
+                there = [max(0, min(i, self._rows - 1)) for i in range(rows)][::-1]
+                self._run.cut(self._cuts, sorted({*there}))
+                probe = self.probe(rows, one.probe.followed.tracer.memory)  # type: ignore[union-attr]
+                with suppress(RuntimeError, ValueError):  # a state of as many rows
+                    self._run.once(probe, there, 2, probe.returns, left=one.left)
+                if met := self._carried(one.probe, probe):
+                    what = (
+                        f"attributes {one.left.names} keep" if one.left.names else "the model keeps"
+                    )
+                    raise UnsupportedLayerError(
+                        f"{what} numbers of one batch, from which {met} of the next "
+                        "one follows: what they carry over is not private; compute them in every "
+                        "forward pass"
+                    )
+
+    @staticmethod
+    def _carried(first: Probe, after: Probe) -> str:
+        """What of a batch follows from the one before."""
+        names = [*after.unseen, *after.coupled]
+        before = {out.name for out in first.outputs if out.shadow.mixed}
+        outputs = any(out.shadow.mixed and out.name not in before for out in after.outputs)
+        return called(names[0]) if names else "an output" * outputs
+
+    def _route(self) -> None:
+        """For uses whose rows are moved: the innermost modules that return them in their places.
+
+        Raises:
+            BatchSizeError: there is none.
+        """
+        trial, returned = self.trial, [one.probe.returned for one in self._runs]
+        sure: dict[str, dict[int, Place]] = {}
+        for path, held in returned[-1].items():
+            if held and all(all((r.get(path) or {0: None}).values()) for r in returned):
+                found = {n: place for n, place in held.items() if place is not None}
+                known = self._layout.returns.get(path, {})
+                if path in self._layout.astray or not all(
+                    known[n].like(place) for n, place in found.items() if n in known
+                ):
+                    self._astray.add(path)
+                    continue
+                sure[path] = found
+        for name in list(trial.moved):
+            if isinstance(name, str):
+                continue
+            made_in = dict.fromkeys(u for one in self._runs for u in one.probe.users.get(name, ()))
+            for users in made_in:
+                path = next((path for path in reversed(users) if path in sure), None)
+                if path is None and self._lies_as_said(name):
+                    break
+                if path is None:
+                    raise BatchSizeError(
+                        f"{called(name)}: samples have no one place there, and no module around it "
+                        "returns them in their places, so whose each row is cannot be told. Put rows "
+                        "back inside the module that moves them"
+                    )
+                trial.routers.setdefault(name, set()).add(path)
+                trial.returns[path] = sure[path]
+
+    def _lies_as_said(self, name: Hashable) -> bool:
+        """Data have put samples in one place, in every run: each step is traced to see that they do."""
+        found = [one.probe.loose[name] for one in self._runs if name in one.probe.loose]
+        if not found or None in found or not all(map(found[0].like, found)):  # type: ignore[union-attr,arg-type]
+            return False
+        del self.trial.moved[name]
+        for one in self._runs:
+            if (place := one.probe.loose.get(name)) is not None:
+                one.probe.places[name] = place
+                one.probe.entries[name] = {place.outer * place.inner}
+        self.trial.by_values = True
+        return True
+
+    def meets(self, path: Hashable | None) -> bool:
+        """Whether this layer or use was met."""
+        return path is None or path in self.trial.met
+
+    def tell(self) -> None:
+        """Note what was found."""
+        layout, trial, run = self._layout, self.trial, self._run
+        layout.cut_by(run.way, self._cuts)
+        lengths = layout.lengths(run.args, run.kwargs)
+        gone = trial.moved.keys() | trial.open
+        for one in self._runs:
+            for name, place in one.probe.places.items():
+                if name in gone:
+                    layout.places.pop(name, None)
+                    continue
+                layout.places[name] = place
+                layout.folds.note(name, place, one.probe.entries[name], lengths)
+            for name, calls in one.probe.turns.items():
+                if calls is not None and name not in trial.moved:
+                    layout.turns.add(name)
+                    layout.folds.note(name, calls, {calls.outer * calls.inner}, lengths)
+            layout.guards.outlets |= one.outlets
+        for known, new in (
+            (layout.met, trial.met), (layout.open, trial.open), (layout.users, trial.users),
+            (layout.proxied, trial.proxied), (layout.counting, trial.counting),
+        ):  # fmt: skip
+            known |= new  # type: ignore[operator]
+        layout.uses |= trial.uses
+        layout.moved |= trial.moved
+        layout.chosen |= trial.chosen
+        layout.lost(self._astray)
+        layout.returns |= trial.returns
+        for name, paths in trial.routers.items():
+            layout.routers.setdefault(name, set()).update(paths)
+        layout.guards.mixed |= trial.guards.mixed
+        if self.unproven:
+            plain = {
+                int(str(x.name)): -1 if x.place is None else x.place.axis for x in self._outputs()
+            }
+            layout.guards.spreading |= plain
+        layout.settle()
+        layout.by_values |= trial.by_values
+        layout.proven, layout.asked = not self.unproven, self._asked
+        layout.entries |= layout.entries_of(run.args, run.kwargs)
+        layout.compared = max(layout.compared, min(self._rows, MOST_ROWS))
+        layout.size_told_by(run.way, self._cuts)
+
+    def _outputs(self) -> Iterator[Any]:
+        yield from (x for x in self._runs[-1].probe.outputs if not x.shadow.mixed)
 
 
 def _is_followed(leaf: Any) -> bool:
@@ -91,300 +435,69 @@ def _is_followed(leaf: Any) -> bool:
     return isinstance(leaf, (Tensor, PackedSequence))
 
 
-def _is_clear(run: Runs, cuts: Cuts, axis: int) -> bool:
-    """Where lists hold the samples, as many were drawn, and no tensor in them has as many rows, or
-    another number that may have been drawn.
-    """
-    pairs = zip(run.leaves, cuts, strict=True)
-    inside = [x for leaf, a in pairs if a is not None and is_list(leaf) for x in tensors_in(leaf)]
-    drawn = run.drawn() if inside else ()
-    return not inside or (
-        run.rows(cuts) in drawn and not any(rows_of(x, axis) in drawn for x in inside)
-    )
+class NoRows(Exception):
+    """Cut this way, the inputs give no rows of output: where samples met, if they did."""
 
 
-def _rehearse(layout: BatchLayout, run: Runs, cuts: Cuts) -> _Rehearsal:
-    """Runs on few rows and on more: nothing but sizes may follow how many there are.
+class _Run:
+    """One traced run, and what it has left."""
 
-    Raises:
-        _Unproven: the tracer does not prove that samples are independent.
-    """
-    trial = BatchLayout(layout.axis, layout.drawn)
-    trial.uses = {key: used for key, used in layout.uses.items() if used}
-    many = max(_FEW + 1, min(run.rows(cuts), MANY))
-    first = _once(trial, run, cuts, _FEW, {})
-    if layers := {name for name in first.turns if isinstance(name, str)}:
-        trial.open |= layers  # the uses of their parameters are followed one by one
-        first = _once(trial, run, cuts, _FEW, {})
-    once = partial(_checked, trial, run, cuts, drawn=first.drawn)
-    few = once(_FEW, {}) if first.drawn else first.checked()
-    # by generators that the model seeds itself: the same numbers in each call
-    once = partial(once, drawn={state for state in first.drawn if state in few.drawn})
-    if any(trial.uses.get(key) for key in few.derived):  # such as a loop that begins with zeros
-        few = once(_FEW, {})
-    for rows in sorted({_FEW + 1, many}):
-        more = once(rows, {})
-        more.check_beside(few)
-    grown = _growing(few, more)
-    if grown:
-        trial.forget()
-        trial.uses |= dict.fromkeys(grown, True)
-        with stirred(more.derived_of):  # a row for each sample is none that is equal
-            more = once(_FEW, grown)
-    if more.answers:
-        again = partial(once, min(many, MOST_ROWS), grown, asks=True)
-        first = again(wanted={})
-        if not have_no_effect(first, lambda wanted: again(wanted=wanted)):
-            raise _Unproven
-    return more
-
-
-def _checked(*args: Any, **kwargs: Any) -> _Rehearsal:
-    """A run that proves what it has seen."""
-    return _once(*args, seed=1, **kwargs).checked()
-
-
-def _once(
-    layout: BatchLayout, run: Runs, cuts: Cuts, rows: int, grown: dict[Hashable, int], *,
-    asks: bool = False, wanted: Mapping[int, bool] = MappingProxyType({}),
-    drawn: Collection[int] = (), seed: int = 0,
-) -> _Rehearsal:  # fmt: skip
-    """One run.
-
-    Args:
-        grown: uses of nothing but parameters and the number of rows, and the axis of these.
-        asks: for gradients. wanted: answers to questions of Python's, by their numbers.
-        drawn: states of generators in which an earlier run has drawn. seed: of those that are known.
-    """
-    there = min(rows, run.rows(cuts))
-    if not there:
-        raise _Unproven
-
-    def once() -> _Rehearsal:
-        run.cut(cuts, list(range(there)))
-        found = _Rehearsal(layout, _Followed(set(run.private), cuts, rows), grown)
-        found.differentiable, found.change = asks, unmasked
-        found.followed.tracer.questions.wanted = dict(wanted)
-        found.followed.tracer.memory.drawn_before = drawn
-        found.followed.knows(
-            run.model, [x for x, a in zip(run.leaves, cuts, strict=True) if a is None]
-        )
-        taken = [min(i, there - 1) for i in range(rows)]
-        taken = taken[::-1] if rows == _FEW + 1 else taken
-        run.once(found, taken, seed, then=partial(found.note_output, run.model))
-        return found
-
-    return once() if asks else unsaved(once)
-
-
-def _growing(few: _Rehearsal, more: _Rehearsal) -> dict[Hashable, int]:
-    """The axis along which values of parameters and constants follow the number of rows.
-
-    Raises:
-        _Unproven: it cannot be told.
-    """
-    found: dict[Hashable, int] = {}
-    for name, shapes in few.derived.items():
-        others = more.derived.get(name, [])
-        in_turns = len(shapes) * more.rows == len(others) * few.rows
-        if in_turns and {*shapes} == {*others} and len({*shapes}) == 1:
-            continue
-        if len(shapes) != len(others):
-            raise _Unproven
-        axes = {_grown(a, b, few.rows, more.rows) for a, b in zip(shapes, others, strict=True)}
-        if len(axes) > 1:
-            raise _Unproven
-        if (axis := next(iter(axes), None)) is not None:
-            found[name] = axis
-    return found
-
-
-def _grown(one: tuple[int, ...], other: tuple[int, ...], rows: int, others: int) -> int | None:
-    if len(one) != len(other):
-        raise _Unproven
-    changed = [axis for axis, sizes in enumerate(zip(one, other, strict=True)) if len({*sizes}) > 1]
-    if not changed:
-        return None
-    if len(changed) > 1 or (one[changed[0]], other[changed[0]]) != (rows, others):
-        raise _Unproven
-    return changed[0]
-
-
-class _Followed:
-    """Tells of the tensors of a run what a tracer knows, in the place of fastclip.samples.taint.Taint.
-
-    Args:
-        known: the model's trained parameters. cuts: the axes of the inputs that hold samples.
-    """
-
-    undrawn: Any = None
-    selects, rounding = False, SINGLE
-
-    def __init__(self, known: Container[Tensor], cuts: Cuts, rows: int) -> None:
-        self.tracer, self.trail, self.rows = Tracer(known), Trail(), rows
-        self.tracer.takes_others = False
-        self.told: dict = {}
-        self._cuts = cuts
-        self._found: dict[tuple[int, tuple[int, ...]], Place | None] = {}
-        self._named: list[Any] = []
-
-    def of(self, leaves: list[Any], cut: list[Any]) -> _Followed:
-        """The same, of a run on these inputs."""
-        tracer = self.tracer
-        tracer.begin()
-        tracer.trail = self.trail
-        for leaf, axis in zip(leaves, self._cuts, strict=True):
-            if axis is not None:
-                seed_input(tracer, leaf, axis, self.rows)
-                self._begins_with(leaf)
-                if isinstance(leaf, Tensor) and leaf.dim() > 1 and not leaf.is_floating_point():
-                    tracer.questions.masks.add(leaf.numel())
-        return self
-
-    def _begins_with(self, leaf: Any) -> None:
-        """Of each sample's own tensors the same ones have the same name."""
-        number = len(self._named)
-        self._named.append(leaf)
-        for entry in leaf if is_list(leaf) else [leaf]:
-            for k, x in enumerate(tensors_in(entry)):
-                self.trail.begins_with(x, (number, k))
-
-    def __enter__(self) -> None:
-        if not self.tracer.enter():
-            raise _Unproven
-        self.tracer.lines.enter_model()
-        self._law = Law(self.tracer)
-
-    def __exit__(self, *error: Any) -> None:
-        self._law.end_step(())
-        self.tracer.end()
-        self.tracer.leave()
-
-    def knows(self, model: nn.Module, others: Iterable[Any]) -> None:
-        """What the model holds, and its inputs without samples, are constants."""
-        held = (*model.parameters(), *model.buffers(), *own_tensors(model), *others)
-        for x in held:
-            if isinstance(x, Tensor):
-                self.tracer.memory.know(x)
-                self.trail.begins_with(x, key_of(x))
-
-    def holds(self, x: Tensor) -> bool:
-        """Whether `x` follows from a sample."""
-        return self.shadow_of(x).held
-
-    def shadow_of(self, x: Tensor) -> Shadow:
-        """What is known of `x`."""
-        with all_aside():
-            return self.tracer.shadow_of(x)
-
-    follows = holds
-
-    def mark(self, x: Tensor) -> None:
-        """`x` is what it is."""
-
-    def place_of(self, x: Tensor) -> Place | None:
-        """Where the samples are in `x`; None if not one alone is where another could be."""
-        with all_aside():
-            shadow = self.shadow_of(x)
-            if not _is_plain(shadow):
-                return None
-            key = id(shadow), tuple(x.shape)
-            if key not in self._found:
-                assert shadow.sample is not None
-                self._found[key] = _place(shadow.sample, tuple(x.shape), self.rows)
-            return self._found[key]
-
-    def sample_of(self, x: Tensor) -> int | None:
-        """The sample that `x` is of alone, where others have tensors of their own."""
-        with all_aside():
-            shadow = self.shadow_of(x)
-            alone = is_of_one(shadow) and _is_sure(shadow)
-            return next(iter(shadow.samples)) if alone else None
-
-
-def _is_plain(shadow: Shadow) -> bool:
-    return shadow.held and shadow.whole and not shadow.mixed and _is_sure(shadow)
-
-
-def _is_sure(shadow: Shadow) -> bool:
-    return shadow.factor is None and not shadow.flags & (ORDER | MOVED | BY_VALUE)
-
-
-def _nodes(tensors: Iterable[Tensor]) -> set[Node]:
-    """What these were computed by."""
-    roots = [x.grad_fn for x in tensors if x.grad_fn is not None]
-    return reached_without(roots, lambda node: False)[0]
-
-
-def _is_a_users(node: Node) -> bool:
-    """Somebody's own function computes its gradient: a forward pass shows nothing of that."""
-    made = getattr(node, "_forward_cls", None)
-    if made is None:
-        return False
-    name = made.__module__
-    return not name.startswith("fastclip.") or made not in vars(sys.modules[name]).values()
-
-
-def _turns(calls: list[int | None], rows: int) -> Place | None:
-    """How samples take turns in these calls, if that is certain; a call of constants is of any."""
-    found = [
-        place for place in places((len(calls),), rows, [0])
-        if all(
-            sample in (None, own)
-            for sample, own in zip(
-                calls, place.owners(len(calls), rows, torch.device("cpu")).tolist(), strict=True
-            )
-        )
-    ]  # fmt: skip
-    return found[0] if len(found) == 1 else None
-
-
-def _place(found: Tensor, shape: tuple[int, ...], rows: int) -> Place | None:
-    axes = [axis for axis, size in enumerate(found.shape) if size > 1]
-    for place in places(shape, rows, axes):
-        owners = place.owners(shape[place.axis], rows, found.device).to(found.dtype)
-        owners = owners.view([-1 if axis == place.axis else 1 for axis in range(len(shape))])
-        if bool(((found == owners) | (found == at.NONE)).all()):
-            return place
-    return None
-
-
-class _Rehearsal(Probe):
-    """One traced run, and what it has shown.
-
-    Args:
-        grown: uses of nothing but parameters and the number of rows, and the axis of these.
-    """
-
-    def __init__(
-        self, layout: BatchLayout, followed: _Followed, grown: Mapping[Hashable, int]
-    ) -> None:
-        super().__init__(layout, followed.rows, natural=True, shows=False)
-        self.taint = self.followed = followed  # type: ignore[assignment]
-        self._grown = grown
-        self.places: dict[Hashable, Place] = {}
-        self._calls: dict[Hashable, list[int | None]] = {}
-        """The sample of each call of a layer or use that runs on one alone; None: of constants."""
-        self.entries: dict[Hashable, set[int]] = {}
-        """How many a sample has, by layer or use."""
-        self._constants: list[tuple[Hashable, tuple[int, ...]]] = []
-        """What uses have given of constants, and has the place of what they give of samples."""
+    def __init__(self, probe: Probe) -> None:
+        assert probe.followed is not None
+        self.probe, self._tracer = probe, probe.followed.tracer
+        self.trail: Trail = probe.followed.trail
         self.derived_of: set[nn.Parameter] = set()
         """Parameters from which values were computed that are of no sample."""
         self.outlets: set[Any] = set()
-        self.unproven: list[Hashable] = []
         self.given: Given | None = None
         """What it has given, if gradients were asked for."""
+        self.left: Kept | None = None
+        """What of its batch is still there, if anything is."""
+
+    def returns(self, model: nn.Module, output: Any) -> None:
+        """The call has returned."""
+        probe = self.probe
+        tensors = probe.returns(output)
+        if probe.compares:
+            self.given = Given(probe.shown, tensors)
+        self.derived_of = set() if probe.graph is None else set(probe.graph.leaves)
+        kept = Kept(model, probe)
+        self.outlets = outlets_of(output, probe.rows)
+        given = () if self.given is None else self.given.outputs
+        probe.graph = None
+        held = self._is_held((*tensors, *given))
+        self.left = kept if kept.names or held else None
+
+    def _is_held(self, given: Collection[Tensor]) -> bool:
+        """Something of the batch is still held, but for what was returned."""
+        memory = self._tracer.memory
+        if memory.alive(given):
+            gc.collect()
+        return bool(memory.alive(given))
 
     @property
-    def turns(self) -> dict[Hashable, Place | None]:
-        """Layers and uses in which samples take turns: of which sample each call is, by its number, as
-        entries of an axis are; None where that follows no order.
-        """
-        found = self._calls.items()
-        return {
-            n: _turns(calls, self.rows) for n, calls in found if any(x is not None for x in calls)
-        }
+    def by_chance(self) -> bool:
+        """Python has drawn numbers, or has read some that were drawn."""
+        return self.probe.elsewhere or any(r.of == "chance" for r in self._tracer.report.reads)
+
+    @property
+    def reads_samples(self) -> bool:
+        """Python may know numbers of samples, or how long these are."""
+        known = any(read.of != "chance" for read in self._tracer.report.reads)
+        return known or self.probe.by_python or self._tracer.memory.lengths_read
+
+    @property
+    def counted(self) -> bool:
+        """What it shows holds for as many entries of each sample as this batch has selected."""
+        return self._tracer.report.counted
+
+    @property
+    def knows_samples(self) -> bool:
+        """Python may know numbers of samples, or has drawn some for them."""
+        return self.reads_samples or self.by_chance
+
+    def cause(self, x: Tensor) -> object | None:
+        return self._tracer.memory.cause(x)
 
     @property
     def answers(self) -> list[bool]:
@@ -394,18 +507,18 @@ class _Rehearsal(Probe):
     @property
     def drawn(self) -> Collection[int]:
         """States of generators in which it has drawn."""
-        return self.followed.tracer.memory.drawn_before
+        return self._tracer.memory.drawn_before
 
     @property
     def questions(self) -> Questions:
         """What Python asked."""
-        return self.followed.tracer.questions
+        return self._tracer.questions
 
-    def is_again(self, other: _Rehearsal) -> bool:
+    def is_again(self, other: _Run) -> bool:
         """The other run has done the same."""
-        return self.followed.trail == other.followed.trail
+        return self.trail == other.trail
 
-    def gives_the_same(self, other: _Rehearsal, question: int) -> bool:
+    def gives_the_same(self, other: _Run, question: int) -> bool:
         """Another answer to this question changes no operation; or, if it is whether all of a mask is
         true, none of the places, outputs and gradients.
         """
@@ -415,138 +528,83 @@ class _Rehearsal(Probe):
             return False
         assert self.given is not None
         assert other.given is not None
-        return self.places == other.places and self.given.is_like(other.given)
+        return self.probe.places == other.probe.places and self.given.is_like(other.given)
 
-    def show(self, name: Hashable, value: Tensor) -> None:
-        """The input of a layer, or the output of a use."""
-        super().show(name, value)
-        if self.closed or self.trusted:
-            return
-        place = self.followed.place_of(value)
-        sample = self.followed.sample_of(value) if place is None else None
-        if place is None and (sample is not None or not self.followed.holds(value)):
-            self._calls.setdefault(name, []).append(sample)
-        if sample is not None:
-            return
-        if place is None and not self.followed.holds(value):
-            if name not in self._grown:  # constants, in the place of samples
-                self._constants.append((name, tuple(value.shape)))
-                return
-            place = Place(self._grown[name])
-        if place is None or not place.fits(value, self.rows):
-            self.unproven.append(name)
-            return
-        each = value.shape[place.axis] // self.rows
-        known = self.places.setdefault(name, place)
-        folded = known.fold(each * self.rows, self.rows)
-        if not known.like(place) or folded != (place.outer, place.inner):
-            self.unproven.append(name)
-        self.entries.setdefault(name, set()).add(each)
+    @property
+    def reads(self) -> list[str]:
+        """Where Python has read numbers, but for questions."""
+        reads = self._tracer.report.reads
+        found = [f"{read.what} at {read.line}" for read in reads if read.what not in _QUESTIONS]
+        return found or ([] if self._tracer.trail else ["numbers that it reads"])
 
-    def note_output(self, model: nn.Module, output: Any) -> None:
-        """What the call returns, and leaves on the model."""
-        with all_aside():
-            self._note_output(model, output)
+    def unproven(self) -> list[str]:
+        """What it does not prove."""
+        report, probe = self._tracer.report, self.probe
+        told = {
+            "what holds for these values": probe.by_value or report.by_value or report.probed,
+            "places by chance": report.by_chance,
+            "constants that no operation has made": report.unknown,
+            "generators of other libraries": probe.elsewhere,
+            "lengths": self._tracer.memory.lengths_read,
+            "gradients that are not torch's": probe.foreign_gradients,
+            "numbers that come in lists": probe.by_python,
+        }
+        return [*self.reads, *(why for why, is_so in told.items() if is_so)]
 
-    def _note_output(self, model: nn.Module, output: Any) -> None:
-        leaves = [x.data if isinstance(x, PackedSequence) else x for x in flatten(output)[0]]
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        axes, report = set(), self.followed.tracer.report
-        nodes = _nodes(tensors) if self.rows == _FEW else ()  # the others run the same
-        if report.hooked or any(map(_is_a_users, nodes)):
-            self.unproven.append("a gradient that is not torch's")
-        for x in tensors:
-            shadow = self.followed.shadow_of(x)
-            if not shadow.held and shadow.factor is None:
-                continue
-            place = self.followed.place_of(x)
-            of_all = shadow.mixed and shadow.degree is not None and shadow.factor is None
-            if place is None and (x.dim() or not of_all or report.drew):
-                self.unproven.append("an output")
-            axes.add(None if place is None else place.axis)
-        if not axes & {0, self.layout.axis} and any(x.dim() for x in tensors):
-            self.unproven.append("the output")
-        if self.differentiable:
-            self.given = Given(self, tensors)
-        self.derived_of = set() if self.graph is None else set(self.graph.leaves)
-        self.without(())
-        if kept := Kept(model, self).names:
-            self.unproven.append(f"what the model keeps: {kept}")
-        self.outlets = outlets_of(output, self.rows)
-
-    def checked(self) -> _Rehearsal:
-        """This one: what was seen holds for all numbers.
-
-        Raises:
-            _Unproven: it does not.
-        """
-        turns = self.turns
-        if turns.keys() & self.places.keys() or None in turns.values():
-            raise _Unproven
-        for name, shape in self._constants:
-            if name in turns:
-                continue
-            place = self.places.get(name, Place(len(shape)))
-            if place.axis >= len(shape) or not place.plain or shape[place.axis] != self.rows:
-                raise _Unproven
-        report, memory = self.followed.tracer.report, self.followed.tracer.memory
-        asks = {read.what for read in report.reads} <= _QUESTIONS and self.followed.tracer.trail
-        values = report.findings or report.by_value or report.probed or report.by_chance
-        values = values or report.unknown
-        given = () if self.given is None else self.given.outputs
-        if kept := memory.alive(given):
-            gc.collect()
-            kept = memory.alive(given)
-        drew = self.elsewhere or memory.lengths_read
-        if values or not asks or kept or drew or self.unproven or self.layout.counting:
-            raise _Unproven
-        return self
-
-    def check_beside(self, other: _Rehearsal) -> None:
+    def is_beside(self, few: _Run, *, constants: bool = True) -> bool:
         """A run on other rows has computed the same.
 
-        Raises:
-            _Unproven: it has not, or it cannot be told.
+        Args:
+            constants: of the same numbers.
         """
-        one, two = self.followed.trail, other.followed.trail
-        same = self.places == other.places and self.turns == other.turns
-        if not same or not one.agrees(two, self.rows, other.rows):
-            raise _Unproven
+        one, two = self.probe, few.probe
+        same = one.places == two.places and one.turns == two.turns
+        return same and self.trail.agrees(few.trail, one.rows, two.rows, constants=constants)
 
-    def is_like(self, layout: BatchLayout, path: Hashable | None) -> bool:
-        """It has met this layer or use, and contradicts nothing that is known."""
-        trial = self.layout
-        axes = {name: place.axis for name, place in layout.places.items()}
-        return (
-            (path is None or trial.knows(path))
-            and all(axes.get(name, place.axis) == place.axis for name, place in self.places.items())
-            and not (trial.open | self.turns.keys()) & layout.places.keys()
-            and not self.places.keys() & (layout.open | layout.turns)
-            and not layout.moved.keys() & {*self.places, *trial.met}
-        )
 
-    def tell(self, layout: BatchLayout, run: Runs, cuts: Cuts) -> None:
-        """Note it."""
-        trial = self.layout
-        layout.cut_by(run.way, cuts)
-        lengths = layout.lengths(run.args, run.kwargs)
-        for name, place in self.places.items():
-            layout.places[name] = place
-            layout.folds.note(name, place, self.entries[name], lengths)
-        for name, calls in self.turns.items():
-            assert calls is not None
-            layout.turns.add(name)
-            layout.folds.note(name, calls, {calls.outer * calls.inner}, lengths)
-        layout.met |= trial.met
-        layout.copied |= trial.met
-        layout.open |= trial.open
-        layout.uses |= trial.uses
-        layout.users |= trial.users
-        layout.chosen |= trial.chosen
-        layout.proxied |= trial.proxied
-        layout.guards.outlets |= self.outlets
-        layout.settle()
-        layout.proven, layout.asked = True, bool(self.answers)
-        layout.entries |= layout.entries_of(run.args, run.kwargs)
-        layout.compared = max(layout.compared, min(run.rows(cuts), MOST_ROWS))
-        layout.size_told_by(run.way, cuts)
+def _growing(few: _Run, more: _Run) -> tuple[dict[Hashable, int], set[Hashable]]:
+    """The axis along which values of parameters and constants follow the number of rows; and the uses of
+    constants of which it cannot be told.
+
+    Raises:
+        BatchSizeError: it cannot be told.
+    """
+    found: dict[Hashable, int] = {}
+    unclear: set[Hashable] = set()
+    rows, others_rows = few.probe.rows, more.probe.rows
+    placed = few.probe.places.keys() | few.probe.turns.keys()
+    constants = {n: x for n, x in few.probe.constants.items() if n not in placed}
+    for name, shapes in (*few.probe.derived.items(), *constants.items()):
+        others = more.probe.derived.get(name) or more.probe.constants.get(name, [])
+        in_turns = len(shapes) * others_rows == len(others) * rows
+        if in_turns and {*shapes} == {*others} and len({*shapes}) == 1:
+            continue
+        try:
+            axes = {
+                _grown(name, a, b, rows, others_rows) for a, b in zip(shapes, others, strict=False)
+            }
+            if len(axes) > 1:
+                raise coupled(called(name))
+        except BatchSizeError:
+            if name not in constants:
+                raise
+            unclear.add(name)
+            continue
+        if (axis := next(iter(axes), None)) is not None:
+            found[name] = axis
+    return found, unclear
+
+
+def _grown(
+    name: Hashable, one: tuple[int, ...], other: tuple[int, ...], rows: int, others: int
+) -> int | None:
+    pairs = list(zip(one, other, strict=False))
+    changed = [axis for axis, sizes in enumerate(pairs) if len({*sizes}) > 1]
+    if not changed and len(one) == len(other):
+        return None
+    if len(one) != len(other) or len(changed) != 1:
+        raise coupled(called(name), None, HOW_MANY)
+    mine, theirs = pairs[changed[0]]
+    if mine * others != theirs * rows:
+        raise coupled(called(name), None, HOW_MANY)
+    return changed[0]

@@ -26,6 +26,12 @@ class Step:
     source: Tensor | None = None
     """The attribution of what it takes a part of."""
 
+    def is_alike(self, other: Step) -> bool:
+        """The other one is the same operation, with the same numbers of Python's."""
+        return (
+            self.kind is other.kind and self.named == other.named and self.numbers == other.numbers
+        )
+
     def agrees(self, other: Step, samples: int, others: int) -> bool:
         """The other operation is the same on so many other samples."""
         if (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -33,13 +32,10 @@ from fastclip.samples.inputs import (
 )
 from fastclip.samples.probe_state import is_object
 from fastclip.samples.row_lists import is_list, is_rows
-from fastclip.samples.selected import counts
 
 MOST_ROWS = 8
 _LOOKED_AT = 64
 """Rows of a batch among which distinct ones are looked for."""
-_MOST_COPIED = 3
-"""Rows that are run in copies instead of the first, until what was reached has a place."""
 
 
 class TakenRows:
@@ -51,10 +47,6 @@ class TakenRows:
 
     def __init__(self, args: tuple, kwargs: dict, drawn: Drawn = tuple) -> None:
         self.args, self.kwargs, self.drawn = args, kwargs, drawn
-        self.first_row = 0
-        """Of the real inputs, from which distinct ones are taken."""
-        self._copied: list[int] = []
-        """Other rows that were taken for the one that is run in copies."""
         self._leaves, self._structure = flatten_inputs(args, kwargs)
         self._cuts: Cuts = ()
         self._pool: list[Any] = []
@@ -63,11 +55,6 @@ class TakenRows:
     def way(self) -> Way:
         """How they are nested, and of what kinds they are."""
         return way_of(self._leaves, self._structure)
-
-    @property
-    def copied(self) -> int:
-        """Number of the row of the real inputs that is run in copies."""
-        return (self._copied or [self.first_row])[-1]
 
     def ways(self, axis: int, known: Callable[[Way], Cuts | None], most: int) -> Iterator[Cuts]:
         """Ways to cut them, likely ones first, of each reading so many at most; until the next one is
@@ -108,12 +95,6 @@ class TakenRows:
             and any(map(_is_empty, flatten_inputs(self.args, self.kwargs, 0)[0]))
         )
 
-    def read_as(self, way: Way, axis: int) -> None:
-        """Read them so again."""
-        for leaves, structure, _ in self._readings(axis):
-            if way_of(leaves, structure) == way:
-                self._leaves, self._structure = leaves, structure
-
     def cut(self, cuts: Cuts, real: list[int] | None = None, synthetic: bool = False) -> int:
         """Take rows from the inputs cut this way; returns how many there are to choose from.
 
@@ -122,7 +103,7 @@ class TakenRows:
             synthetic: add a row made of the first one's values in another order.
         """
         self._cuts = cuts
-        real = real or [self.copied]
+        real = real or [0]
         self._pool = [
             leaf if axis is None else take_rows(leaf, axis, real)
             for leaf, axis in zip(self._leaves, cuts, strict=True)
@@ -138,16 +119,6 @@ class TakenRows:
         """Lists of tensors alone hold the rows, one in each entry, where the inputs are cut this way."""
         cut = [x for x, a in zip(self._leaves, cuts, strict=True) if a is not None]
         return all(is_list(x) and next(tensors_of(x), None) is not None for x in cut)
-
-    @contextmanager
-    def another_row(self) -> Iterator[None]:
-        """Inside, another row is the one to be run in copies, if there is one."""
-        pool = self._pool
-        self.cut(self._cuts, [i for i in self.distinct(self._cuts) if i != self.copied][:1])
-        try:
-            yield
-        finally:
-            self._pool = pool
 
     def check_unnested(self) -> None:
         """Every sample has a row of its own in each input that holds them.
@@ -173,48 +144,19 @@ class TakenRows:
                 )
         return f"; got {', '.join(dict.fromkeys(told))}" if told else ""
 
-    def takes_another(self) -> bool:
-        """Let another row be run in copies from here on: those with most zeros in what counts come
-        first, as rows that are padded have. False where enough were."""
-        counted = [
-            (x == 0).movedim(a, 0).reshape(x.shape[a], -1).sum(1)
-            for x, a in zip(self._leaves, self._cuts, strict=True)
-            if a is not None and counts(x)
-        ]
-        if not counted or len(self._copied) == _MOST_COPIED:
-            return False
-        order = sum(counted[1:], counted[0]).argsort(descending=True, stable=True).tolist()
-        left = [i for i in order if i not in (self.first_row, *self._copied)]
-        self._copied += left[:1]
-        return bool(left)
-
-    @property
-    def counted(self) -> bool:
-        """An input holds masks or whole numbers, which may say how long a row is."""
-        pairs = zip(self._pool, self._cuts, strict=True)
-        return any(a is not None and (is_rows(x) or counts(x)) for x, a in pairs)
-
     @property
     def leaves(self) -> list[Any]:
         """The inputs, by number."""
         return self._leaves
 
-    @property
-    def taken(self) -> list[tuple[int, Any, int]]:
-        """Inputs that have rows: number, the rows that were taken, axis."""
-        pairs = enumerate(zip(self._pool, self._cuts, strict=True))
-        return [(number, x, axis) for number, (x, axis) in pairs if axis is not None]
-
     def distinct(self, cuts: Cuts, most: int = MOST_ROWS) -> list[int]:
-        """Numbers of rows of the real inputs that differ from one another, in their order: the one
-        that is run in copies, and the first others."""
+        """Numbers of the first rows of the real inputs that differ from one another."""
         cut = [(x, a) for x, a in zip(self._leaves, cuts, strict=True) if a is not None]
-        rows = range(self.first_row, min(self.rows(cuts), self.first_row + _LOOKED_AT))
         found: list[int] = []
-        for i in [*(i for i in (self.copied,) if i < self.rows(cuts)), *rows]:
+        for i in range(min(self.rows(cuts), _LOOKED_AT)):
             if len(found) < most and all(rows_differ(cut, i, j) for j in found):
                 found.append(i)
-        return sorted(found)
+        return found
 
     def rows(self, cuts: Cuts) -> int:
         """Number of samples in the real inputs, cut this way."""

@@ -63,12 +63,12 @@ class Trail:
         )
         self._running = None
 
-    def agrees(self, other: Trail, samples: int, others: int) -> bool:
+    def agrees(self, other: Trail, samples: int, others: int, *, constants: bool = True) -> bool:
         """The runs differ in sizes alone, which follow the number of samples: no number does, nor the
         size of an axis along which no samples lie.
 
         Args:
-            samples, others: of this run, and of the other.
+            samples, others: of this run, and of the other. constants: these are the same, too.
         """
         mine, theirs = self._steps, other._steps
         if in_turns(mine) or in_turns(theirs):
@@ -81,4 +81,6 @@ class Trail:
             if own != their_own:
                 return False
         pairs = zip(mine, theirs, strict=False)
+        if not constants:
+            return len(mine) == len(theirs) and all(a.is_alike(b) for a, b in pairs)
         return len(mine) == len(theirs) and all(a.agrees(b, samples, others) for a, b in pairs)

