@@ -8,7 +8,7 @@ must stay the same. Whose an entry is, the tracer says in each run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastclip.errors import BatchSizeError, FastclipError
 from fastclip.memory import no_memory
+from fastclip.samples.changed_rows import IN_LISTS, NOT_FINITE, SPECIAL, Change, of_others
 from fastclip.samples.gradients import gradients, normal
 from fastclip.samples.independence import HOW_MANY, NUMBER, OTHERS, coupled
 from fastclip.samples.inputs import Cuts
@@ -28,57 +29,7 @@ from fastclip.samples.probing import Probe, Runs, Shown
 from fastclip.samples.rounding import OTHER_BATCH, VALUES, close
 from fastclip.trace.tracer import all_aside
 
-Change = Callable[[Tensor], Tensor]
 _SEED = 1
-_LARGE = 1e4
-
-
-def _is_mask(x: Tensor) -> bool:
-    return bool(((x == 0) | (x == 1)).all())
-
-
-def _is_of_numbers(x: Tensor) -> bool:
-    return x.is_floating_point() and not _is_mask(x)
-
-
-def _large(x: Tensor) -> Tensor:
-    """Whole numbers may be categories."""
-    return torch.where(x == x.round(), x, x * _LARGE) if _is_of_numbers(x) else x
-
-
-def _full(x: Tensor) -> Tensor:
-    """Masks that hide nothing."""
-    return torch.ones_like(x) if x.numel() and _is_mask(x) and bool(x.any()) else x
-
-
-def _half(x: Tensor) -> Tensor:
-    """Rows, along axis 0, of which the second half is hidden, or zero."""
-    x = x.clone()
-    if x.dim() > 1:
-        x[:, x.shape[1] // 2 :] = 0
-    return x
-
-
-def _nan(x: Tensor) -> Tensor:
-    return torch.full_like(x, torch.nan) if _is_of_numbers(x) else x
-
-
-def _infinite(x: Tensor) -> Tensor:
-    return torch.full_like(x, torch.inf) if _is_of_numbers(x) else x
-
-
-SPECIAL = (_large, torch.zeros_like, _full, _half)
-"""What may become of other rows, of which a first batch may hold none."""
-NOT_FINITE = (_nan, _infinite)
-
-
-def of_others(change: Change, kept: list[int], x: Any, axis: int) -> Any:
-    """An input whose rows are changed, but for those that are kept."""
-    if type(x) is not Tensor or x.is_complex():
-        return x
-    index = torch.tensor(kept, dtype=torch.int64, device=x.device)
-    found = change(x.movedim(axis, 0)).movedim(0, axis)
-    return found.index_copy(axis, index, x.index_select(axis, index))
 
 
 @dataclass
@@ -98,11 +49,11 @@ class _Given:
     """What a run has given of each sample.
 
     Args:
-        rows: which rows were run.
+        rows: which rows were run. mixed: outputs that may be no part of a loss.
     """
 
-    def __init__(self, rows: list[int]) -> None:
-        self.rows, self.parts = rows, dict[Hashable, _Part]()
+    def __init__(self, rows: list[int], mixed: Container[int]) -> None:
+        self.rows, self.parts, self._mixed = rows, dict[Hashable, _Part](), mixed
         self.draws = False
         self.moved: set[Hashable] = set()
         """What has no one place in this run."""
@@ -118,8 +69,9 @@ class _Given:
         self.moved = set(probe.moved)
         asked = [x for x in (*probe.shown, *probe.outputs) if x.edge is not None]
         roots = [
-            x for x in probe.outputs if x.edge is not None and (x.of_all or not x.shadow.mixed)
-        ]
+            x for x in probe.outputs
+            if x.edge is not None and x.name not in self._mixed and (x.of_all or not x.shadow.mixed)
+        ]  # fmt: skip
         with all_aside():
             seeds = [self._seed(probe, x) for x in roots]
         given = gradients([x.value for x in roots], [x.edge for x in asked], seeds) if roots else ()
@@ -159,15 +111,17 @@ class _Given:
 
 
 def hold_apart(
-    run: Runs, cuts: Cuts, probe_of: Callable[..., Probe], *, whole: bool = False
-) -> set[Hashable]:
+    run: Runs, cuts: Cuts, probe_of: Callable[..., Probe], mixed: Container[int], *,
+    whole: bool = False,
+) -> set[Hashable]:  # fmt: skip
     """Run the same rows in several batches.
 
     Returns:
         The layers and uses that have no one place in one of them.
 
     Args:
-        probe_of: makes a probe of so many rows. whole: all rows of the batch are run.
+        probe_of: makes a probe of so many rows. mixed: outputs that may be no part of a loss.
+        whole: all rows of the batch are run.
 
     Raises:
         BatchSizeError: a row gives something else in one of them.
@@ -176,19 +130,21 @@ def hold_apart(
     for synthetic in (True, False) if len(real) < 2 else (False,):
         choice = run.cut(cuts, real or None, synthetic)
         try:
-            return _hold(run, choice, probe_of)
+            return _hold(run, choice, probe_of, mixed)
         except Exception as error:
             if not synthetic or no_memory(error) or isinstance(error, FastclipError):
                 raise
     return set()
 
 
-def _hold(run: Runs, choice: int, probe_of: Callable[..., Probe]) -> set[Hashable]:
+def _hold(
+    run: Runs, choice: int, probe_of: Callable[..., Probe], mixed: Container[int]
+) -> set[Hashable]:
     moved: set[Hashable] = set()
     rows = [i % choice for i in range(max(choice, 4))]
 
     def once(some: list[int], change: Any = None) -> _Given:
-        probe, given = probe_of(len(some), compares=True, change=change), _Given(some)
+        probe, given = probe_of(len(some), compares=True, change=change), _Given(some, mixed)
         with stirred(() if run.as_they_are else run.private):
             run.once(probe, some, _SEED, partial(given.note, probe))
         given.draws = probe.draws
@@ -215,7 +171,8 @@ def _hold(run: Runs, choice: int, probe_of: Callable[..., Probe]) -> set[Hashabl
     def changed(change: Change, kept: list[int]) -> _Given | None:
         return attempt(rows, partial(of_others, change, kept))
 
-    for change in (*SPECIAL, *NOT_FINITE):
+    special = IN_LISTS if run.has_lists else SPECIAL
+    for change in (*special, *NOT_FINITE):
         if (among := changed(change, half)) is not None:
             try:
                 _compare(base, among, same, VALUES)
@@ -223,7 +180,7 @@ def _hold(run: Runs, choice: int, probe_of: Callable[..., Probe]) -> set[Hashabl
                 if change not in NOT_FINITE:
                     raise
                 raise _spreads() from error
-        if change in SPECIAL and (alone := changed(change, [])) is not None:
+        if change in special and (alone := changed(change, [])) is not None:
             among = changed(change, others)
             if among is not None:
                 _compare(alone, among, same, VALUES)

@@ -56,8 +56,8 @@ def unclear(entries: int, rows: int) -> BatchSizeError:
 
 def tells(outputs: list[Any]) -> bool:
     """Whether outputs of 2 and of 3 rows may be of so many samples, wherever these lie in them."""
-    one, other = ([tuple(x.shape) for x in tensors_of(out)] for out in outputs)
-    return one != other or not any(one)
+    shapes = [[tuple(x.shape) for x in tensors_of(out)] for out in outputs]
+    return bool(shapes) and (shapes[0] != shapes[-1] or not any(shapes[0]))
 
 
 def in_lists(error: BatchSizeError) -> BatchSizeError:

@@ -205,7 +205,7 @@ class BatchLayout:
             return True
         if self.flat:
             return False
-        if self.proven and not self.entries_of(args, kwargs) <= self.entries:
+        if not self.entries_of(args, kwargs) <= self.entries:
             return True
         if self.turns:  # how many each sample has follows from lengths
             lengths = self.lengths(args, kwargs)

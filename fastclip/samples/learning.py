@@ -6,7 +6,7 @@ Its inputs are cut to few rows, in the likeliest way first, and run under a trac
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
@@ -15,20 +15,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from fastclip.errors import BatchSizeError, FastclipError, UnsupportedLayerError, where
 from fastclip.memory import no_memory
 from fastclip.samples.chosen import say_chosen
-from fastclip.samples.drawn import has_time_first, in_lists, time_first, unclear
+from fastclip.samples.drawn import has_time_first, in_lists, time_first
 from fastclip.samples.foreign import described, is_foreign
 from fastclip.samples.independence import coupled
-from fastclip.samples.inputs import NESTED, Cuts, rows_of
+from fastclip.samples.inputs import NESTED, Cuts
 from fastclip.samples.layout import BatchLayout
-from fastclip.samples.left_out import LeftOut
+from fastclip.samples.left_out import MOST_CUTS, LeftOut
 from fastclip.samples.place import called
 from fastclip.samples.probing import Runs
 from fastclip.samples.rehearsal import NoRows, Rehearsal
-from fastclip.samples.row_lists import is_list
 from fastclip.samples.watch import Watch
-from fastclip.trace.operation import tensors_in
-
-_MOST_CUTS = 64
 
 
 def learn(
@@ -101,14 +97,15 @@ def _found(layout: BatchLayout, run: Runs, *, whole: bool) -> Rehearsal | None:
     run.check_unnested()
     failed, flat, met = "", layout.flat, None
     wider = LeftOut(run, lambda cuts, rows: Rehearsal(layout, run, cuts).probe(rows))
-    for cuts in run.ways(layout.axis, _known(layout), _MOST_CUTS):
+    for cuts in run.ways(layout.axis, _known(layout), MOST_CUTS):
         if wider.cuts_the_model(cuts):
             continue
-        _check_lists(run, cuts, layout.axis)
         found = Rehearsal(layout, run, cuts, whole=whole)
         try:
             found.hold()
             wider.check(cuts)
+            if run.in_lists(cuts) and layout.cuts(run.way) is None:
+                wider.check_lists(cuts, layout)
             return found
         except NoRows as error:
             met = met or error.args[0]
@@ -160,18 +157,3 @@ def _explained(
     if layout.axis == 0 and has_time_first(run.model):
         return time_first(error)
     return error
-
-
-def _check_lists(run: Runs, cuts: Cuts, axis: int) -> None:
-    """Where lists hold the samples, no tensor in them may, too.
-
-    Raises:
-        BatchSizeError: it cannot be told which of them are samples.
-    """
-    pairs = zip(run.leaves, cuts, strict=True)
-    inside = [x for leaf, a in pairs if a is not None and is_list(leaf) for x in tensors_in(leaf)]
-    drawn: Collection[int] = run.drawn() if inside else ()
-    sizes = {rows_of(x, axis) for x in inside}
-    rows, size = run.rows(cuts), next(iter(sizes), None)
-    if len(sizes) == 1 and size != rows and (rows in drawn) is (size in drawn):
-        raise unclear(rows, size or 0)

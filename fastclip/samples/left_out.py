@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 from fastclip.errors import BatchSizeError
 from fastclip.memory import no_memory
+from fastclip.samples.drawn import tells, unclear
 from fastclip.samples.inputs import INPUT, Cuts, Way
+from fastclip.samples.layout import BatchLayout
 from fastclip.samples.probing import Probe, Runs
 
+MOST_CUTS = 64
+"""Ways of reading a call's inputs."""
 _FEW = 3
 _MOST_WIDER = 4
 
@@ -45,8 +50,10 @@ class LeftOut:
         """
         own, way = self._of_data(cuts), self._run.way
         for known, wider, error in self._failed[:_MOST_WIDER]:
-            pairs = list(zip(own, self._of_data(wider), strict=False))
-            if known != way or any(a not in (None, b) for a, b in pairs):
+            if known != way:
+                continue
+            pairs = list(zip(own, self._of_data(wider), strict=True))
+            if any(a not in (None, b) for a, b in pairs):
                 continue
             left = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
             if left is not None and (rows := self._runs_with(wider)) is not None:
@@ -78,3 +85,32 @@ class LeftOut:
         """Without what is the model's own, given back to it as an input: no row of the batch."""
         leaves = self._run.leaves
         return tuple(None if id(x) in self._own else a for x, a in zip(leaves, cuts, strict=True))
+
+    def check_lists(self, cuts: Cuts, layout: BatchLayout) -> None:
+        """The model does not also run where each tensor of a list holds all samples.
+
+        Raises:
+            BatchSizeError: it does, and which of them are samples cannot be told.
+        """
+        run, way, rows = self._run, self._run.way, self._run.rows(cuts)
+        likely, sizes = run.drawn(), {0}
+        try:
+            for others in run.ways(layout.axis, layout.cuts, MOST_CUTS):
+                size = run.rows(others)
+                if run.way == way or size in sizes or (size in likely) != (rows in likely):
+                    continue
+                sizes.add(size)
+                if tells(self._outputs(others)):
+                    raise unclear(rows, size)
+        finally:
+            run.read_as(way, layout.axis)
+
+    def _outputs(self, cuts: Cuts) -> list[Any]:
+        """What the model returns for 2 and for 3 rows, cut this way; nothing where it does not run."""
+        self._run.cut(cuts)
+        try:
+            return [self._run.once(self._probe_of(cuts, n), [0] * n) for n in (_FEW - 1, _FEW)]
+        except Exception as error:
+            if no_memory(error):
+                raise
+            return []

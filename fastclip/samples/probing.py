@@ -96,9 +96,11 @@ class Followed:
         self._law = Law(self.tracer)
 
     def __exit__(self, *error: Any) -> None:
-        self._law.end_step(())
-        self.tracer.end()
-        self.tracer.leave()
+        try:
+            self._law.end_step(())
+            self.tracer.end()
+        finally:
+            self.tracer.leave()
 
     def knows(self, model: nn.Module, others: Iterable[Any]) -> None:
         """What the model holds, and its inputs without samples, are constants."""

@@ -26,13 +26,13 @@ from fastclip.errors import BatchSizeError, FastclipError, UnsupportedLayerError
 from fastclip.memory import no_memory
 from fastclip.samples.agreement import hold_apart
 from fastclip.samples.carried import Kept
-from fastclip.samples.independence import HOW_MANY, NUMBER, OTHERS, coupled
+from fastclip.samples.independence import HOW_MANY, NUMBER, OTHERS, Coupled, coupled
 from fastclip.samples.inputs import Cuts
 from fastclip.samples.layout import MANY, BatchLayout
 from fastclip.samples.outlets import outlets_of
 from fastclip.samples.place import Place, called
 from fastclip.samples.probe_state import stirred
-from fastclip.samples.probing import Followed, Opened, Probe, Runs
+from fastclip.samples.probing import Followed, Opened, Probe, Runs, Shown
 from fastclip.samples.questions import Given, have_no_effect, unmasked
 from fastclip.samples.row_lists import is_list
 from fastclip.samples.taken import MOST_ROWS
@@ -110,7 +110,17 @@ class Rehearsal:
             BatchSizeError: they say that they are not.
         """
         for _ in range(_MOST_ROUNDS):
-            moved = hold_apart(self._run, self._cuts, self._probe_aside, whole=self._whole)
+            mixed = self.trial.guards.mixed
+            try:
+                moved = hold_apart(
+                    self._run, self._cuts, self._probe_aside, mixed, whole=self._whole
+                )
+            except Coupled:  # by a loss that may be returned, but not trained on
+                sums = {n: dims for n, dims in self._sums() if n not in mixed}
+                if not sums:
+                    raise
+                mixed |= sums
+                continue
             if moved <= self.trial.moved.keys():
                 break
             self.trial.moved |= dict.fromkeys(moved)
@@ -129,7 +139,13 @@ class Rehearsal:
     def _on_all_sizes(self) -> list[_Run]:
         """Runs on few rows and on more: nothing but sizes may follow how many there are."""
         first = self._once(_FEW)
-        self._settle(first)
+        try:
+            self._settle(first)
+        except Coupled:
+            _check_rows(
+                [first, self._once(_FEW + 1)], {0, self._layout.axis}
+            )  # is it cut so at all?
+            raise
         drawn: Collection[int] = first.drawn
         again = drawn or first.probe.draws
         few = self._once(_FEW, drawn=drawn, seed=1) if again else first
@@ -275,28 +291,18 @@ class Rehearsal:
         Raises:
             BatchSizeError: a row of the output follows from several samples.
         """
-        few, more = self._runs[0], self._runs[-1]
-        axes: set[int] = set()
-        guards, lists = self.trial.guards, False
-        for one, other in zip(few.probe.outputs, more.probe.outputs, strict=False):
-            x, shape = other.value, one.value.shape
-            sizes = zip(shape, x.shape, strict=False)
-            grows = [axis for axis, (n, m) in enumerate(sizes) if n * more.probe.rows == m * _FEW]
-            rows = [axis for axis in grows if shape[axis] and len(self._runs) > 1]
-            axes.update(rows)
-            shadow = other.shadow
-            # rows that data select
-            lists |= other.place is None and not (shadow.mixed or shadow.flags & ORDER)
+        own, more = {0, self._layout.axis}, self._runs[-1]
+        _check_rows(self._runs, own)
+        guards = self.trial.guards
+        for other, rows in _axes_of_rows(self._runs[0], more):
+            x, shadow = other.value, other.shadow
             if other.place is not None or (other.of_all and not x.dim()):
                 continue
             if shadow.mixed or shadow.factor is not None or shadow.flags & ORDER:
-                if len(rows) == 1 and rows[0] in (0, self._layout.axis):
+                if len(rows) == 1 and own & {*rows} and len(self._runs) > 1:
                     by_number = not shadow.mixed and shadow.factor is None
                     raise coupled("the output", more.cause(x), NUMBER if by_number else OTHERS)
                 guards.mixed[int(str(other.name))] = x.dim()
-        dims = any(out.value.dim() for out in more.probe.outputs)
-        if dims and len(self._runs) > 1 and not lists and not axes & {0, self._layout.axis}:
-            raise NoRows(next((more.cause(out.value) for out in more.probe.outputs if out.shadow.mixed), ""))
 
     def _check_next(self) -> None:
         """What a batch has left says nothing of the next one, as large or larger.
@@ -424,6 +430,11 @@ class Rehearsal:
         layout.compared = max(layout.compared, min(self._rows, MOST_ROWS))
         layout.size_told_by(run.way, self._cuts)
 
+    def _sums(self) -> Iterator[tuple[int, int]]:
+        """Outputs that are sums over samples, and their dimensions."""
+        outputs = (x for x in self._runs[-1].probe.outputs if x.of_all and x.edge is not None)
+        return ((int(str(x.name)), x.value.dim()) for x in outputs)
+
     def _outputs(self) -> Iterator[Any]:
         yield from (x for x in self._runs[-1].probe.outputs if not x.shadow.mixed)
 
@@ -437,6 +448,36 @@ def _is_followed(leaf: Any) -> bool:
 
 class NoRows(Exception):
     """Cut this way, the inputs give no rows of output: where samples met, if they did."""
+
+
+def _axes_of_rows(few: _Run, more: _Run) -> Iterator[tuple[Shown, list[int]]]:
+    """The outputs, each with its axes that are longer where there are more samples."""
+    for one, other in zip(few.probe.outputs, more.probe.outputs, strict=False):
+        sizes = enumerate(zip(one.value.shape, other.value.shape, strict=False))
+        yield other, [a for a, (n, m) in sizes if n and n * more.probe.rows == m * few.probe.rows]
+
+
+def _check_rows(runs: list[_Run], own: set[int]) -> None:
+    """Rows come out, unless the output is a number.
+
+    Args:
+        own: axes along which they may lie.
+
+    Raises:
+        NoRows: they do not.
+    """
+    if len(runs) < 2:
+        return
+    more, found = runs[-1], set[int]()
+    for out, axes in _axes_of_rows(runs[0], more):
+        shadow = out.shadow
+        if out.place is None and not (shadow.mixed or shadow.flags & ORDER):
+            return  # rows that data select
+        found.update(axes)
+    dims = any(out.value.dim() for out in more.probe.outputs)
+    if dims and not found & own:
+        met = (more.cause(out.value) for out in more.probe.outputs if out.shadow.mixed)
+        raise NoRows(next(met, ""))
 
 
 class _Run:

@@ -149,7 +149,7 @@ def seed_entries(tracer: Tracer, rows: Any) -> None:
         (x, i, hash(("entries", id(rows), k)))
         for i, held in enumerate(entries)
         for k, x in enumerate(held)
-        if tracer.memory.record(x) is None
+        if tracer.memory.record(x) is None or _is_guessed(tracer, x)
     ]
     tracer.memory.samples = max(tracer.memory.samples, len(rows))
     for x, i, part in given:
@@ -157,3 +157,8 @@ def seed_entries(tracer: Tracer, rows: Any) -> None:
     if len({tuple(x.shape for x in held) for held in entries} - {()}) != 1:
         tracer.memory.lengths_read = True
         tracer.report.reads.append(Read("numbers in a list", "one sample", "the model's inputs"))
+
+
+def _is_guessed(tracer: Tracer, x: Tensor) -> bool:
+    """It came with the batch, and has as many rows as that: taken for the samples' own, one in each."""
+    return tracer.memory.is_as_given(x) and len(tracer.shadow_of(x).samples) > 1

@@ -87,6 +87,12 @@ class TakenRows:
     def _readings(self, axis: int) -> Iterator[tuple[list[Any], TreeSpec, int | None]]:
         return readings(self.args, self.kwargs, axis, self.drawn)
 
+    def read_as(self, way: Way, axis: int) -> None:
+        """Read them so again."""
+        for leaves, structure, _ in self._readings(axis):
+            if way_of(leaves, structure) == way:
+                self._leaves, self._structure = leaves, structure
+
     def has_none(self, axis: int) -> bool:
         """The draw is of no sample, and there are lists without entries, of which no row can be made."""
         return (
@@ -119,6 +125,12 @@ class TakenRows:
         """Lists of tensors alone hold the rows, one in each entry, where the inputs are cut this way."""
         cut = [x for x, a in zip(self._leaves, cuts, strict=True) if a is not None]
         return all(is_list(x) and next(tensors_of(x), None) is not None for x in cut)
+
+    @property
+    def has_lists(self) -> bool:
+        """Rows come in a list or an array."""
+        pairs = zip(self._leaves, self._cuts, strict=True)
+        return any(a is not None and is_rows(x) for x, a in pairs)
 
     def check_unnested(self) -> None:
         """Every sample has a row of its own in each input that holds them.

@@ -255,9 +255,9 @@ class Memory:
         self.lengths_read = False
         """Python knows how long samples are, so parts of the batch may be chosen by it."""
         self._records: dict[int, Record] = {}
-        self._given: dict[int, dict[Hashable, tuple[StorageWeakRef, int]]] = {}
+        self._given: dict[int, dict[Hashable, tuple[StorageWeakRef, int, int]]] = {}
         """Memory that samples of this step were seeded in: where they begin there, and its version."""
-        self._earlier: dict[int, dict[Hashable, tuple[StorageWeakRef, int]]] = {}
+        self._earlier: dict[int, dict[Hashable, tuple[StorageWeakRef, int, int]]] = {}
         """The same of the steps before."""
         self._known: dict[int, StorageWeakRef] = {}
         """Memory of the model: constants."""
@@ -350,13 +350,18 @@ class Memory:
         """
         storage, again = x.untyped_storage(), self.was_given(x)
         parts = self._given.setdefault(memory_of(x), {})
-        parts[_start_of(x)] = StorageWeakRef(storage), version_of(x)
+        parts[_start_of(x)] = StorageWeakRef(storage), version_of(x), x.numel()
         self.write(x, shadow, whole=False)
         return again
 
     def is_given(self, x: Tensor) -> bool:
         """Samples of this step lie in this memory."""
         return memory_of(x) in self._given
+
+    def is_as_given(self, x: Tensor) -> bool:
+        """It is one of these tensors, and nothing was written there since."""
+        found = self._given.get(memory_of(x), {}).get(_start_of(x))
+        return found is not None and found[1:] == (version_of(x), x.numel())
 
     def was_given(self, x: Tensor) -> bool:
         """Samples of an earlier step lay here, perhaps fewer or more, and nothing was written since."""
@@ -489,7 +494,7 @@ class Memory:
         for key, parts in self._given.items():
             self._earlier[key] = {**self._earlier.get(key, {}), **parts}
         for key, parts in list(self._earlier.items()):
-            if any(held.expired() for held, _ in parts.values()):
+            if any(held.expired() for held, *_ in parts.values()):
                 del self._earlier[key]
         self._given = {}
         self._records = {record.reference.cdata: record for record in carried}
