@@ -20,7 +20,7 @@ from fastclip.errors import BatchSizeError, FastclipError
 from fastclip.memory import no_memory
 from fastclip.samples.changed_rows import IN_LISTS, NOT_FINITE, SPECIAL, Change, of_others
 from fastclip.samples.gradients import gradients, normal
-from fastclip.samples.independence import HOW_MANY, NUMBER, OTHERS, coupled
+from fastclip.samples.independence import HOW_MANY, NUMBER, OTHERS, Coupled, coupled
 from fastclip.samples.inputs import Cuts
 from fastclip.samples.layout import MANY
 from fastclip.samples.place import called
@@ -54,7 +54,7 @@ class _Given:
 
     def __init__(self, rows: list[int], mixed: Container[int]) -> None:
         self.rows, self.parts, self._mixed = rows, dict[Hashable, _Part](), mixed
-        self.draws = False
+        self.draws = self.elsewhere = False
         self.moved: set[Hashable] = set()
         """What has no one place in this run."""
 
@@ -130,76 +130,107 @@ def hold_apart(
     for synthetic in (True, False) if len(real) < 2 else (False,):
         choice = run.cut(cuts, real or None, synthetic)
         try:
-            return _hold(run, choice, probe_of, mixed)
+            runs = _Runs(run, probe_of, mixed)
+            _hold(runs, choice)
+            return runs.moved
         except Exception as error:
             if not synthetic or no_memory(error) or isinstance(error, FastclipError):
                 raise
     return set()
 
 
-def _hold(
-    run: Runs, choice: int, probe_of: Callable[..., Probe], mixed: Container[int]
-) -> set[Hashable]:
-    moved: set[Hashable] = set()
-    rows = [i % choice for i in range(max(choice, 4))]
+class _Runs:
+    """Makes runs of the same rows in several batches.
 
-    def once(some: list[int], change: Any = None) -> _Given:
-        probe, given = probe_of(len(some), compares=True, change=change), _Given(some, mixed)
+    Args:
+        probe_of: makes a probe of so many rows. mixed: outputs that may be no part of a loss.
+    """
+
+    def __init__(self, run: Runs, probe_of: Callable[..., Probe], mixed: Container[int]) -> None:
+        self.run, self._probe_of, self._mixed = run, probe_of, mixed
+        self.moved: set[Hashable] = set()
+
+    def once(self, some: list[int], change: Any = None, *, draws_alike: bool = False) -> _Given:
+        """What it gives."""
+        run, given = self.run, _Given(some, self._mixed)
+        probe = self._probe_of(len(some), compares=True, draws_alike=draws_alike, change=change)
         with stirred(() if run.as_they_are else run.private):
             run.once(probe, some, _SEED, partial(given.note, probe))
-        given.draws = probe.draws
-        moved.update(given.moved)
+        given.draws, given.elsewhere = probe.draws, probe.elsewhere
+        self.moved.update(given.moved)
         return given
 
-    def attempt(some: list[int], change: Any = None) -> _Given | None:
+    def attempt(self, some: list[int], change: Any = None, **how: Any) -> _Given | None:
+        """None where the model takes no such rows."""
         try:
-            return once(some, change)
+            return self.once(some, change, **how)
         except FastclipError:
             raise
-        except Exception as error:  # the model takes no such rows
+        except Exception as error:
             if no_memory(error):
                 raise
             return None
 
-    base = once(rows)
+    def changed(self, rows: list[int], change: Change, kept: list[int]) -> _Given | None:
+        """Rows of which others are changed than these."""
+        return self.attempt(rows, partial(of_others, change, kept))
+
+
+def _hold_among_others(runs: _Runs, base: _Given) -> None:
+    """Other rows in the place of some change nothing for the rest."""
+    rows = base.rows
     for kept, others in _batches(rows):
-        if (found := attempt(others)) is not None:
+        if (found := runs.attempt(others)) is not None:
             _compare(base, found, kept, VALUES)
     half, others = [*range(0, len(rows), 2)], [*range(1, len(rows), 2)]
     same = [(i, i) for i in half]
-
-    def changed(change: Change, kept: list[int]) -> _Given | None:
-        return attempt(rows, partial(of_others, change, kept))
-
-    special = IN_LISTS if run.has_lists else SPECIAL
+    special = IN_LISTS if runs.run.has_lists else SPECIAL
     for change in (*special, *NOT_FINITE):
-        if (among := changed(change, half)) is not None:
+        if (among := runs.changed(rows, change, half)) is not None:
             try:
                 _compare(base, among, same, VALUES)
             except FastclipError as error:
                 if change not in NOT_FINITE:
                     raise
                 raise _spreads() from error
-        if change in special and (alone := changed(change, [])) is not None:
-            among = changed(change, others)
+        if change in special and (alone := runs.changed(rows, change, [])) is not None:
+            among = runs.changed(rows, change, others)
             if among is not None:
                 _compare(alone, among, same, VALUES)
-    if base.draws:
-        return moved
+
+
+def _hold_in_any_order(runs: _Runs, base: _Given) -> None:
+    """Neither the order of rows nor their number changes anything, where all draw the same numbers."""
+    rows, alike = base.rows, base.draws
+    if alike:
+        base = runs.once(rows, draws_alike=True)
     back = [(i, len(rows) - 1 - i) for i in range(len(rows))]
-    if (found := attempt(rows[::-1])) is not None:
+    if (found := runs.attempt(rows[::-1], draws_alike=alike)) is not None:
         _compare(base, found, back, OTHER_BATCH, NUMBER)
-    for first in (0, 1):
-        few = rows[first : len(rows) - 1 + first]
-        found, same = attempt(few), [(i + first, i) for i in range(len(few))]
+    for few in (slice(0, -1), slice(1, None), slice(0, 2), slice(0, 3)):
+        found = runs.attempt(rows[few], draws_alike=alike)
         if found is None:
             continue
+        same = [(i, k) for k, i in enumerate(range(len(rows))[few])]
         try:
             _compare(base, found, same, OTHER_BATCH, HOW_MANY)
         except FastclipError:  # or as a mean of all of them
-            found.scale(len(few) / len(rows))
+            found.scale(len(same) / len(rows))
             _compare(base, found, same, OTHER_BATCH, HOW_MANY)
-    return moved
+
+
+def _hold(runs: _Runs, choice: int) -> None:
+    base = runs.once([i % choice for i in range(max(choice, 4))])
+    try:
+        _hold_among_others(runs, base)
+        _hold_in_any_order(runs, base)
+    except Coupled as error:
+        if not base.elsewhere:
+            raise
+        raise BatchSizeError(
+            f"{error}. If only the random numbers differ, draw with torch's own functions, or switch an "
+            "augmentation of the model's off"
+        ) from None
 
 
 def _spreads() -> BatchSizeError:

@@ -18,6 +18,7 @@ from fastclip._torch import tree_unflatten
 from fastclip.errors import UnsupportedLayerError, where
 from fastclip.graph import Node, reached_without
 from fastclip.samples.elsewhere import drawn_by, evenly
+from fastclip.samples.even_draws import draws_alike
 from fastclip.samples.independence import NUMBER, OTHERS
 from fastclip.samples.inputs import NESTED, Cuts, flatten, take_rows, tensors_of
 from fastclip.samples.place import Place, called, places
@@ -182,18 +183,19 @@ class Probe:
     Args:
         layout: what is known, and what this run adds to it. followed: the tracer's knowledge; None of a
             run of which nothing is asked. grown: uses of nothing but parameters and the number of rows,
-            and the axis of these. compares: values and gradients are kept. change: what is done to the
-            rows of every input.
+            and the axis of these. compares: values and gradients are kept. draws_alike: all rows draw the
+            same numbers. change: what is done to the rows of every input.
     """
 
     def __init__(
         self, layout: BatchLayout, followed: Followed | None = None,
         grown: Mapping[Hashable, int] = MappingProxyType({}), *, compares: bool = False,
-        change: Callable[[Any, int], Any] | None = None,
+        draws_alike: bool = False, change: Callable[[Any, int], Any] | None = None,
     ) -> None:  # fmt: skip
         self.layout, self.followed = layout, followed
         self.rows = 0 if followed is None else followed.rows
         self._grown, self.compares, self.change = grown, compares, change
+        self.draws_alike = draws_alike
         self.trusted = followed is None
         """Inside a layer that is known to keep account of its rows."""
         self.closed = False
@@ -478,7 +480,8 @@ class Runs(TakenRows):
                 stack.enter_context(left)
             if probe.compares:  # what one row draws says nothing of the next one's draws
                 tables = [table for _, table in tables_of(self.model)]
-                stack.enter_context(drawn_by(evenly, tables))
+                alike = draws_alike(tables) if probe.draws_alike else drawn_by(evenly, tables)
+                stack.enter_context(alike)
             with probe.followed:
                 out = self.forward(*args, **kwargs)
                 writes.check(probe.holds)

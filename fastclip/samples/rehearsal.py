@@ -186,7 +186,7 @@ class Rehearsal:
         """Where only sizes, or chance, say what is computed, it is the same for any number of rows.
 
         Raises:
-            BatchSizeError: it is not, and random numbers are drawn, so that values cannot be compared.
+            BatchSizeError: it is not, and what is drawn may hide in which way.
         """
         few, *others = found
         if any(one.reads_samples for one in found):
