@@ -8,6 +8,7 @@ must stay the same. Whose an entry is, the tracer says in each run.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from fastclip.samples.place import called
 from fastclip.samples.probe_state import stirred
 from fastclip.samples.probing import Probe, Runs, Shown
 from fastclip.samples.rounding import OTHER_BATCH, VALUES, close
+from fastclip.trace import attribution as at
 from fastclip.trace.tracer import all_aside
 
 _SEED = 1
@@ -49,11 +51,14 @@ class _Given:
     """What a run has given of each sample.
 
     Args:
-        rows: which rows were run. mixed: outputs that may be no part of a loss.
+        rows: which rows were run. mixed: outputs that may be no part of a loss. like: of the same rows,
+            some of which are NaN here, so that only there values say whose an entry is.
     """
 
-    def __init__(self, rows: list[int], mixed: Container[int]) -> None:
+    def __init__(self, rows: list[int], mixed: Container[int], like: _Given | None = None) -> None:
         self.rows, self.parts, self._mixed = rows, dict[Hashable, _Part](), mixed
+        self._owners: dict[tuple[Hashable, int], Tensor] = {}
+        self._like = {} if like is None else like._owners
         self.draws = self.elsewhere = False
         self.moved: set[Hashable] = set()
         """What has no one place in this run."""
@@ -67,43 +72,63 @@ class _Given:
         """The run has returned this."""
         probe.returns(output)
         self.moved = set(probe.moved)
-        asked = [x for x in (*probe.shown, *probe.outputs) if x.edge is not None]
-        roots = [
-            x for x in probe.outputs
-            if x.edge is not None and x.name not in self._mixed and (x.of_all or not x.shadow.mixed)
-        ]  # fmt: skip
+        shown = [*probe.shown, *probe.outputs]
         with all_aside():
-            seeds = [self._seed(probe, x) for x in roots]
+            owners = self._all_owners(probe, shown)
+            asked = [x for x in shown if x.edge is not None]
+            roots = [
+                x for x in probe.outputs
+                if x.edge is not None
+                and x.name not in self._mixed
+                and (x.of_all or id(x) in owners)
+            ]  # fmt: skip
+            seeds = [self._seed(x, owners.get(id(x))) for x in roots]
         given = gradients([x.value for x in roots], [x.edge for x in asked], seeds) if roots else ()
         found = dict(zip(map(id, asked), given, strict=False))
         with all_aside():
-            for x in (*probe.shown, *probe.outputs):
-                if not x.shadow.mixed:
-                    self._add(probe, x, found.get(id(x)))
+            for x in shown:
+                if id(x) in owners:
+                    self._add(x, owners[id(x)], found.get(id(x)))
 
-    def _seed(self, probe: Probe, x: Shown) -> Tensor:
+    def _all_owners(self, probe: Probe, shown: list[Shown]) -> dict[int, Tensor]:
+        """The sample of every entry, of what is of samples one by one."""
+        assert probe.followed is not None
+        numbers, found = Counter[Hashable](), dict[int, Tensor]()
+        for x in shown:
+            key = x.name, numbers[x.name]
+            numbers[x.name] += 1
+            own = self._like.get(key)
+            if own is None or own.shape != x.value.shape:
+                if x.shadow.mixed:
+                    continue
+                own = probe.followed.owners(x.value, x.shadow)
+            found[id(x)] = own
+            if not x.moved:
+                self._owners[key] = own
+        return found
+
+    def _seed(self, x: Shown, own: Tensor | None) -> Tensor:
         """The gradient of an output: it follows from each row's own number and values, wherever they
         are."""
         value = x.value.detach()
-        if x.of_all:  # its mean is a sum of fewer times as much
+        if own is None:  # a sum; its mean is a sum of fewer times as much
             return torch.full_like(value, float(len(self.rows)) ** -(x.shadow.degree or 0))
-        assert probe.followed is not None
         columns = normal(value.new_empty(value.shape[-1] if value.dim() > 1 else 1), 1).to(
             value.dtype
         )
         seed = columns * (1 + value / (1 + value.abs()))
-        own = probe.followed.owners(x.value, x.shadow).long().clamp_min(0)
         numbers = torch.tensor(self.rows, dtype=value.dtype, device="cpu")
-        number = numbers[own.clamp_max(len(self.rows) - 1)].to(seed.device)
+        number = numbers[own.long().clamp(0, len(self.rows) - 1)].to(seed.device)
         return (seed * (1 + number / 8)).nan_to_num(0.0, 0.0, 0.0)
 
-    def _add(self, probe: Probe, x: Shown, gradient: Tensor | None) -> None:
-        assert probe.followed is not None
+    def _add(self, x: Shown, own: Tensor, gradient: Tensor | None) -> None:
         name: Hashable = "the output" if isinstance(x.name, int) else x.name
         part = self.parts.setdefault(name, _Part(x.moved, {}, {}))
         part.moved |= x.moved
-        own = probe.followed.owners(x.value, x.shadow).to(x.value.device)
-        for sample in sorted(x.shadow.samples):
+        own = own.to(x.value.device)
+        for sample in own[own >= 0].unique().tolist():
+            if sample >= at.SEVERAL:
+                continue
             mine = own == sample
             part.values.setdefault(sample, []).append(x.value.detach()[mine])
             if gradient is not None:
@@ -150,9 +175,12 @@ class _Runs:
         self.run, self._probe_of, self._mixed = run, probe_of, mixed
         self.moved: set[Hashable] = set()
 
-    def once(self, some: list[int], change: Any = None, *, draws_alike: bool = False) -> _Given:
+    def once(
+        self, some: list[int], change: Any = None, *, draws_alike: bool = False,
+        like: _Given | None = None,
+    ) -> _Given:  # fmt: skip
         """What it gives."""
-        run, given = self.run, _Given(some, self._mixed)
+        run, given = self.run, _Given(some, self._mixed, like)
         probe = self._probe_of(len(some), compares=True, draws_alike=draws_alike, change=change)
         with stirred(() if run.as_they_are else run.private):
             run.once(probe, some, _SEED, partial(given.note, probe))
@@ -171,9 +199,11 @@ class _Runs:
                 raise
             return None
 
-    def changed(self, rows: list[int], change: Change, kept: list[int]) -> _Given | None:
+    def changed(
+        self, rows: list[int], change: Change, kept: list[int], like: _Given | None = None
+    ) -> _Given | None:
         """Rows of which others are changed than these."""
-        return self.attempt(rows, partial(of_others, change, kept))
+        return self.attempt(rows, partial(of_others, change, kept), like=like)
 
 
 def _hold_among_others(runs: _Runs, base: _Given) -> None:
@@ -186,7 +216,8 @@ def _hold_among_others(runs: _Runs, base: _Given) -> None:
     same = [(i, i) for i in half]
     special = IN_LISTS if runs.run.has_lists else SPECIAL
     for change in (*special, *NOT_FINITE):
-        if (among := runs.changed(rows, change, half)) is not None:
+        like = base if change in NOT_FINITE else None
+        if (among := runs.changed(rows, change, half, like)) is not None:
             try:
                 _compare(base, among, same, VALUES)
             except FastclipError as error:

@@ -140,7 +140,7 @@ def test_what_only_larger_batches_show(way: str, behind: str, dtype: torch.dtype
     used = [p for name, p in model.named_parameters() if not name.startswith("second")]
     private = make_private(model, optimizer_params=used)[1]
     with refused("computed from itself alone"):
-        private(torch.randn(48, T, D, dtype=dtype))
+        private(torch.randn(96, T, D, dtype=dtype))
 
 
 @pytest.mark.parametrize("way", LARGE)
@@ -151,7 +151,7 @@ def test_what_a_later_batch_shows(way: str) -> None:
     private = make_private(model, optimizer_params=used)[1]
     private(torch.randn(10, T, D)).sum().backward()
     with refused("computed from itself alone"):
-        private(torch.randn(48, T, D))
+        private(torch.randn(96, T, D))
 
 
 def test_rows_apart_in_a_large_batch() -> None:
