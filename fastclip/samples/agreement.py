@@ -58,7 +58,7 @@ class _Given:
     def __init__(self, rows: list[int], mixed: Container[int], like: _Given | None = None) -> None:
         self.rows, self.parts, self._mixed = rows, dict[Hashable, _Part](), mixed
         self._owners: dict[tuple[Hashable, int], Tensor] = {}
-        self._like = {} if like is None else like._owners
+        self._like = None if like is None else like._owners
         self.draws = self.elsewhere = False
         self.moved: set[Hashable] = set()
         """What has no one place in this run."""
@@ -71,6 +71,9 @@ class _Given:
     def note(self, probe: Probe, output: Any) -> None:
         """The run has returned this."""
         probe.returns(output)
+        for name, (cause, of) in probe.coupled.items() if self._like is None else ():
+            if of == OTHERS:
+                raise coupled(called(name), cause)
         self.moved = set(probe.moved)
         shown = [*probe.shown, *probe.outputs]
         with all_aside():
@@ -97,9 +100,9 @@ class _Given:
         for x in shown:
             key = x.name, numbers[x.name]
             numbers[x.name] += 1
-            own = self._like.get(key)
+            own = None if self._like is None else self._like.get(key)
             if own is None or own.shape != x.value.shape:
-                if x.shadow.mixed:
+                if x.shadow.mixed or not x.shadow.held:
                     continue
                 own = probe.followed.owners(x.value, x.shadow)
             found[id(x)] = own

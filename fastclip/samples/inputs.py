@@ -118,6 +118,11 @@ def flatten_inputs(
     return tree_flatten(opened, is_leaf=leaves_of(opened))
 
 
+def inside(entry: Any) -> list[Any]:
+    """What an entry of a list holds, in objects, too."""
+    return flatten_inputs((entry,), {})[0]
+
+
 def _may_hold_lists(args: tuple, kwargs: dict) -> bool:
     flat = (Tensor, bool, int, float, str, type(None))
     return not all(isinstance(x, flat) for x in (*args, *kwargs.values()))

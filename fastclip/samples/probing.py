@@ -20,7 +20,7 @@ from fastclip.graph import Node, reached_without
 from fastclip.samples.elsewhere import drawn_by, evenly
 from fastclip.samples.even_draws import draws_alike
 from fastclip.samples.independence import NUMBER, OTHERS
-from fastclip.samples.inputs import NESTED, Cuts, flatten, take_rows, tensors_of
+from fastclip.samples.inputs import NESTED, Cuts, flatten, inside, take_rows, tensors_of
 from fastclip.samples.place import Place, called, places
 from fastclip.samples.probe_state import generators_of, own_tensors, tables_of, undisturbed
 from fastclip.samples.randomness import OF_TORCH
@@ -32,7 +32,6 @@ from fastclip.samples.trail import Trail
 from fastclip.trace import attribution as at
 from fastclip.trace.law import Law
 from fastclip.trace.memory import BY_VALUE, MOVED, ORDER, Memory, Shadow, key_of
-from fastclip.trace.operation import tensors_in
 from fastclip.trace.tracer import Tracer, all_aside
 from fastclip.waiting import Work
 
@@ -87,7 +86,7 @@ class Followed:
         """Of each sample's own tensors the same ones have the same name."""
         self._named += 1
         for entry in leaf if is_list(leaf) else [leaf]:
-            for k, x in enumerate(tensors_in(entry)):
+            for k, x in enumerate(y for y in inside(entry) if isinstance(y, Tensor)):
                 self.trail.begins_with(x, (self._named, k))
 
     def __enter__(self) -> None:
@@ -257,6 +256,7 @@ class Probe:
     def _note(self, name: Hashable, value: Tensor, shadow: Shadow) -> None:
         assert self.followed is not None
         place = self.followed.place_of(value, shadow)
+        self._keep(name, value, shadow, place)
         self.by_value |= bool(shadow.flags & BY_VALUE)
         if place is None:
             alone = is_of_one(shadow) and not shadow.flags & ORDER
@@ -264,7 +264,6 @@ class Probe:
                 sample = next(iter(shadow.samples)) if alone else None
                 self._calls.setdefault(name, []).append(sample)
                 if alone:
-                    self._keep(self.shown, name, value, shadow, None)
                     return
             if not shadow.held and shadow.factor is None:
                 if name not in self._grown:  # constants, in the place of samples
@@ -277,7 +276,6 @@ class Probe:
             elif shadow.mixed or shadow.factor is not None or shadow.flags & ORDER:
                 self._note_coupled(name, value, shadow)
                 return
-        self._keep(self.shown, name, value, shadow, place)
         if place is None or not place.fits(value, self.rows):
             found = self.followed.place_of(value, shadow, moved=True)
             if self.loose.setdefault(name, found) != found:
@@ -299,21 +297,19 @@ class Probe:
         cause = self.followed.tracer.memory.cause(value)
         self.coupled.setdefault(name, (cause, NUMBER if by_number else OTHERS))
 
-    def _keep(
-        self, where: list[Shown], name: Hashable, value: Tensor, shadow: Shadow, place: Place | None
-    ) -> None:
-        if not self.compares or not shadow.held:
+    def _keep(self, name: Hashable, value: Tensor, shadow: Shadow, place: Place | None) -> None:
+        if not self.compares:
             return
         with all_aside():
             edge = get_gradient_edge(value) if value.requires_grad else None
-            where.append(Shown(name, value.detach().clone(), shadow, place, edge))
+            self.shown.append(Shown(name, value.detach().clone(), shadow, place, edge))
 
     def gives(self, path: str, out: Any) -> None:
         """A layer has returned this."""
         if self.compares and not (self.closed or self.trusted) and type(out) is Tensor:
             assert self.followed is not None
             shadow = self.followed.shadow_of(out)
-            self._keep(self.shown, path, out, shadow, self.followed.place_of(out, shadow))
+            self._keep(path, out, shadow, self.followed.place_of(out, shadow))
 
     def leaves(self, path: str, output: Any) -> None:
         """A module returned this."""

@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fastclip._torch import tree_leaves
 from fastclip.errors import BatchSizeError, FastclipError, UnsupportedLayerError
 from fastclip.memory import no_memory
 from fastclip.samples.agreement import hold_apart
 from fastclip.samples.carried import Kept
 from fastclip.samples.independence import HOW_MANY, NUMBER, OTHERS, Coupled, coupled
-from fastclip.samples.inputs import Cuts
+from fastclip.samples.inputs import Cuts, inside
 from fastclip.samples.layout import MANY, BatchLayout
 from fastclip.samples.outlets import outlets_of
 from fastclip.samples.place import Place, called
@@ -443,7 +442,8 @@ class Rehearsal:
 def _is_followed(leaf: Any) -> bool:
     """Its numbers reach the model by operations alone."""
     if is_list(leaf):
-        return all(isinstance(x, Tensor) and x.layout is torch.strided for x in tree_leaves(leaf))
+        held = [x for entry in leaf for x in inside(entry)]
+        return all(isinstance(x, Tensor) and x.layout is torch.strided for x in held)
     return isinstance(leaf, (Tensor, PackedSequence))
 
 

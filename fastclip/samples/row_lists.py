@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from fastclip._torch import tree_flatten, tree_map, tree_unflatten
-from fastclip.trace.findings import Read
-from fastclip.trace.operation import tensors_in
-from fastclip.trace.tracer import Tracer
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
+_HELD = (Tensor, list, tuple, dict)
 _SHORT = 4
 """Plain values in a list that are settings (height and width); more of them are data."""
 
@@ -130,35 +128,13 @@ def own(row: Any) -> Any:
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.detach().clone()
-        return copy.copy(leaf) if is_array(leaf) or hasattr(leaf, "__dict__") else leaf
+        if is_array(leaf):
+            return leaf.copy()
+        if not hasattr(leaf, "__dict__"):
+            return leaf
+        twin = copy.copy(leaf)
+        held = {n: x for n, x in vars(leaf).items() if isinstance(x, _HELD) or is_array(x)}
+        vars(twin).update({n: own(x) for n, x in held.items()})
+        return twin
 
     return tree_map(of_leaf, row)
-
-
-def seed_entries(tracer: Tracer, rows: Any) -> None:
-    """A list or an array has an entry for each sample: what Python has of it may choose its way.
-
-    Args:
-        tracer: of the step. rows: one of the model's inputs.
-    """
-    entries = [
-        [x for x in tensors_in(entry) if x.layout is torch.strided]
-        for entry in (rows if is_list(rows) else ())
-    ]
-    given = [  # by no operation of this step; entries may be views of one memory
-        (x, i, hash(("entries", id(rows), k)))
-        for i, held in enumerate(entries)
-        for k, x in enumerate(held)
-        if tracer.memory.record(x) is None or _is_guessed(tracer, x)
-    ]
-    tracer.memory.samples = max(tracer.memory.samples, len(rows))
-    for x, i, part in given:
-        tracer.seed_all(x, i, part=part)
-    if len({tuple(x.shape for x in held) for held in entries} - {()}) != 1:
-        tracer.memory.lengths_read = True
-        tracer.report.reads.append(Read("numbers in a list", "one sample", "the model's inputs"))
-
-
-def _is_guessed(tracer: Tracer, x: Tensor) -> bool:
-    """It came with the batch, and has as many rows as that: taken for the samples' own, one in each."""
-    return tracer.memory.is_as_given(x) and len(tracer.shadow_of(x).samples) > 1

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from fastclip.samples.inputs import flatten, tensors_of
-from fastclip.samples.row_lists import is_rows, seed_entries
+from fastclip.samples.inputs import flatten, inside, tensors_of
+from fastclip.samples.row_lists import is_list, is_rows
 from fastclip.trace import attribution as at
+from fastclip.trace.findings import Read
 from fastclip.trace.memory import ORDER
 from fastclip.trace.tracer import Tracer
 
@@ -68,6 +69,35 @@ def seed_input(tracer: Tracer, leaf: Any, axis: int | None, batch: int | None) -
     elif axis is not None and is_rows(leaf) and len(leaf) == batch:
         seed_entries(tracer, leaf)
     return True
+
+
+def seed_entries(tracer: Tracer, rows: Any) -> None:
+    """A list or an array has an entry for each sample: what Python has of it may choose its way.
+
+    Args:
+        tracer: of the step. rows: one of the model's inputs.
+    """
+    entries = [
+        [x for x in inside(entry) if isinstance(x, Tensor) and x.layout is torch.strided]
+        for entry in (rows if is_list(rows) else ())
+    ]
+    given = [  # by no operation of this step; entries may be views of one memory
+        (x, i, hash(("entries", id(rows), k)))
+        for i, held in enumerate(entries)
+        for k, x in enumerate(held)
+        if tracer.memory.record(x) is None or _is_guessed(tracer, x)
+    ]
+    tracer.memory.samples = max(tracer.memory.samples, len(rows))
+    for x, i, part in given:
+        tracer.seed_all(x, i, part=part)
+    if len({tuple(x.shape for x in held) for held in entries} - {()}) != 1:
+        tracer.memory.lengths_read = True
+        tracer.report.reads.append(Read("numbers in a list", "one sample", "the model's inputs"))
+
+
+def _is_guessed(tracer: Tracer, x: Tensor) -> bool:
+    """It came with the batch, and has as many rows as that: taken for the samples' own, one in each."""
+    return tracer.memory.is_as_given(x) and len(tracer.shadow_of(x).samples) > 1
 
 
 def check_input(tracer: Tracer, leaf: Any) -> None:

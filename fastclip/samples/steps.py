@@ -26,14 +26,8 @@ class Step:
     source: Tensor | None = None
     """The attribution of what it takes a part of."""
 
-    def is_alike(self, other: Step) -> bool:
-        """The other one is the same operation, with the same numbers of Python's."""
-        return (
-            self.kind is other.kind and self.named == other.named and self.numbers == other.numbers
-        )
-
-    def agrees(self, other: Step, samples: int, others: int) -> bool:
-        """The other operation is the same on so many other samples."""
+    def agrees(self, other: Step, samples: int, others: int, *, constants: bool = True) -> bool:
+        """The other operation is the same on so many other samples; `constants`: so are their numbers."""
         if (
             self.kind is not other.kind
             or self.named != other.named
@@ -48,16 +42,29 @@ class Step:
         same = (
             len(self.sizes) == len(other.sizes)
             and len(self.held) == len(other.held)
-            and len(self.outs) == len(other.outs)
+            and (
+                len(self.outs) == len(other.outs)
+                or (
+                    self.takes_samples
+                    and _follows(len(self.outs), len(other.outs), samples, others)
+                )
+            )
             and all(a == b or (may_follow and _follows(a, b, samples, others)) for a, b in sizes)
         )
         if same and self.is_known and other.is_known:
             return True
         return (
             same
-            and all(a.is_like(b) for a, b in pairs)
+            and all(a.is_like(b, constants=constants) for a, b in pairs)
             and all(a.grows_as(b) for a, b in (*pairs, *given) if a.axes is not None)
-            and self._is_aligned(pairs, given)
+            and self._is_aligned(pairs, given, constants=constants)
+        )
+
+    @property
+    def takes_samples(self) -> bool:
+        """It gives a part for each sample."""
+        return (
+            self.kind.name == "unbind" and self.held[0].axes is not None and any(self.held[0].axes)
         )
 
     @property
@@ -66,8 +73,9 @@ class Step:
         return bool(self.outs) and all(x.numbers is not None for x in (*self.held, *self.outs))
 
     def _is_aligned(
-        self, pairs: list[tuple[Operand, Operand]], given: list[tuple[Operand, Operand]]
-    ) -> bool:
+        self, pairs: list[tuple[Operand, Operand]], given: list[tuple[Operand, Operand]], *,
+        constants: bool,
+    ) -> bool:  # fmt: skip
         """Constants that grow lie alongside samples, or are made into others that grow."""
         growing = {k for a, b in pairs if a.axes is None for k in a.growing(b)}
         if not growing:
@@ -76,7 +84,10 @@ class Step:
             return False
         held = [a for a, _ in (*pairs, *given) if a.axes is not None]
         if not held:
-            return all(a.growing(b) or (a.numbers is not None and a.is_like(b)) for a, b in given)
+            return all(
+                a.growing(b) or (a.numbers is not None and a.is_like(b, constants=constants))
+                for a, b in given
+            )
         if self.kind.name in _INDEXING or self.kind.name in RECURRENT:
             return True
         axes = [a.axes or () for a in held]
@@ -114,10 +125,12 @@ class Operand:
             and (self.serial == other.serial if self.numbers is None else self._is_part_of(other))
         )  # fmt: skip
 
-    def is_like(self, other: Operand) -> bool:
-        """The same operand, of a run on other samples: constants begin with the same numbers."""
+    def is_like(self, other: Operand, *, constants: bool = True) -> bool:
+        """The same operand, of a run on other samples: `constants` begin with the same numbers."""
         if (self.axes is None) is not (other.axes is None) or self.leaf != other.leaf:
             return False
+        if not constants:
+            return True
         if self.numbers is None or other.numbers is None:
             return self.numbers is other.numbers and self.serial == other.serial
         return self._is_part_of(other) or other._is_part_of(self)

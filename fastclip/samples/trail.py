@@ -81,6 +81,6 @@ class Trail:
             if own != their_own:
                 return False
         pairs = zip(mine, theirs, strict=False)
-        if not constants:
-            return len(mine) == len(theirs) and all(a.is_alike(b) for a, b in pairs)
-        return len(mine) == len(theirs) and all(a.agrees(b, samples, others) for a, b in pairs)
+        return len(mine) == len(theirs) and all(
+            a.agrees(b, samples, others, constants=constants) for a, b in pairs
+        )

@@ -111,7 +111,7 @@ def _asked(
     given = [
         _changed(x, torch.tensor(True, dtype=torch.bool, device="cpu"), _TRIALS)
         if s.flags & TRAINED
-        else x
+        else _finite(x)
         for x, s in zip(given, shadows, strict=True)
     ]
 
@@ -155,6 +155,11 @@ def _asked(
         n.masked_fill(~m, at.NONE).masked_fill(s, at.SEVERAL)
         for n, m, s in zip(number, moved, several, strict=True)
     ]
+
+
+def _finite(x: Tensor) -> Tensor:
+    """What is NaN, or infinite, moves whatever else does."""
+    return x.nan_to_num(0.0, 0.0, 0.0) if x.is_floating_point() or x.is_complex() else x
 
 
 def _half_changed(x: Tensor, sample: Tensor, bit: int, side: int, trial: int) -> Tensor:
