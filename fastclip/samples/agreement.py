@@ -71,9 +71,9 @@ class _Given:
     def note(self, probe: Probe, output: Any) -> None:
         """The run has returned this."""
         probe.returns(output)
-        for name, (cause, of) in probe.coupled.items() if self._like is None else ():
-            if of == OTHERS:
-                raise coupled(called(name), cause)
+        for error in probe.coupled.values() if self._like is None else ():
+            if error.of == OTHERS:
+                raise error
         self.moved = set(probe.moved)
         shown = [*probe.shown, *probe.outputs]
         with all_aside():

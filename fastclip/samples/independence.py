@@ -8,22 +8,28 @@ from fastclip.errors import BatchSizeError
 class Coupled(BatchSizeError):
     """What one sample has somewhere follows from other rows."""
 
+    of = ""
+    """What it follows from."""
+
 
 OTHERS, HOW_MANY, NUMBER = "another sample's row", "the number of rows", "its number in the batch"
 """What one sample must not depend on."""
 
 
-def coupled(where: str, cause: object = None, of: str = OTHERS) -> Coupled:
+def coupled(where: str, cause: object = None, of: str = OTHERS, *, of_all: bool = False) -> Coupled:
     """The refusal.
 
     Args:
         where: it shows. cause: the operation in which samples met, and its line, if that is known.
-        of: what it depends on.
+        of: what it depends on. of_all: it is given one number of all samples.
     """
-    looked_up = where.endswith(" in embedding")  # E(ids.unique())[inverse]
-    hint = "; look the ids up directly, not those of the batch made unique" if looked_up else ""
+    hint = "; with a mean of losses, apply it to the rows' losses before the mean" if of_all else ""
+    if str(cause).startswith("_unique"):  # E(ids.unique())[inverse]
+        hint = "; look the ids up directly, not those of the batch made unique"
     by = f" ({cause})" if cause is not None else ""
-    return Coupled(
+    error = Coupled(
         f"{where}: what one sample has there depends on {of}{by}, so no per-sample gradient exists; let "
         f"every row of the batch be computed from itself alone{hint}"
     )
+    error.of = of
+    return error

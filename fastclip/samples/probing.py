@@ -19,7 +19,7 @@ from fastclip.errors import UnsupportedLayerError, where
 from fastclip.graph import Node, reached_without
 from fastclip.samples.elsewhere import drawn_by, evenly
 from fastclip.samples.even_draws import draws_alike
-from fastclip.samples.independence import NUMBER, OTHERS
+from fastclip.samples.independence import NUMBER, OTHERS, Coupled, coupled
 from fastclip.samples.inputs import NESTED, Cuts, flatten, inside, take_rows, tensors_of
 from fastclip.samples.place import Place, called, places
 from fastclip.samples.probe_state import generators_of, own_tensors, tables_of, undisturbed
@@ -214,9 +214,8 @@ class Probe:
         """Layers and uses that have no one place."""
         self.loose: dict[Hashable, Place | None] = {}
         """Where data have put the samples of these in this run, if that was one place."""
-        self.coupled: dict[Hashable, tuple[object, str]] = {}
-        """Those that are given what follows from several samples, or from their order: where that
-        began, and which of them."""
+        self.coupled: dict[Hashable, Coupled] = {}
+        """Those that are given what follows from several samples, or from their order: the error."""
         self.unseen: list[Hashable] = []
         """What follows from the batch before, or from memory that nobody was seen to write."""
         self.returned: dict[str, dict[int, Place | None]] = {}
@@ -224,6 +223,8 @@ class Probe:
         self.shown: list[Shown] = []
         self.outputs: list[Shown] = []
         """What the call has returned that follows from samples."""
+        self.constant_outputs: list[tuple[int, ...]] = []
+        """The shapes of what else it has returned."""
         self.by_value = False
         """Whose something is follows from values."""
         self.foreign_gradients = False
@@ -295,7 +296,9 @@ class Probe:
             self.unseen.append(name)
         by_number = not shadow.mixed and shadow.factor is None
         cause = self.followed.tracer.memory.cause(value)
-        self.coupled.setdefault(name, (cause, NUMBER if by_number else OTHERS))
+        of = NUMBER if by_number else OTHERS
+        error = coupled(called(name), cause, of, of_all=not value.dim())
+        self.coupled.setdefault(name, error)
 
     def _keep(self, name: Hashable, value: Tensor, shadow: Shadow, place: Place | None) -> None:
         if not self.compares:
@@ -350,6 +353,8 @@ class Probe:
                     edge = get_gradient_edge(x) if x.requires_grad else None
                     place = self.followed.place_of(x, shadow)
                     self.outputs.append(Shown(number, x, shadow, place, edge))
+                else:
+                    self.constant_outputs.append(tuple(x.shape))
         turns = self.turns
         for name, shapes in self.constants.items():
             place = self.places.get(name)

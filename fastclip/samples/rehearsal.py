@@ -11,7 +11,7 @@ fastclip.samples.agreement compares values.
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import MappingProxyType
@@ -221,8 +221,8 @@ class Rehearsal:
         if midway or opened - self.trial.open:
             self.trial.open |= opened
             raise Opened
-        for name, (cause, of) in found.probe.coupled.items():
-            raise coupled(called(name), cause, of)
+        for error in found.probe.coupled.values():
+            raise error
 
     def _settle_read(self, found: list[_Run]) -> None:
         """Where Python has read numbers of samples, these may say how many rows each has, and when it
@@ -454,8 +454,8 @@ class NoRows(Exception):
 def _axes_of_rows(few: _Run, more: _Run) -> Iterator[tuple[Shown, list[int]]]:
     """The outputs, each with its axes that are longer where there are more samples."""
     for one, other in zip(few.probe.outputs, more.probe.outputs, strict=False):
-        sizes = enumerate(zip(one.value.shape, other.value.shape, strict=False))
-        yield other, [a for a, (n, m) in sizes if n and n * more.probe.rows == m * few.probe.rows]
+        shapes = one.value.shape, other.value.shape
+        yield other, _growing_axes(*shapes, few.probe.rows, more.probe.rows)
 
 
 def _check_rows(runs: list[_Run], own: set[int]) -> None:
@@ -469,16 +469,26 @@ def _check_rows(runs: list[_Run], own: set[int]) -> None:
     """
     if len(runs) < 2:
         return
-    more, found = runs[-1], set[int]()
-    for out, axes in _axes_of_rows(runs[0], more):
+    few, more = runs[0], runs[-1]
+    found = set[int]()
+    for out, axes in _axes_of_rows(few, more):
         shadow = out.shadow
         if out.place is None and not (shadow.mixed or shadow.flags & ORDER):
             return  # rows that data select
         found.update(axes)
-    dims = any(out.value.dim() for out in more.probe.outputs)
+    shapes = more.probe.constant_outputs
+    for one, other in zip(few.probe.constant_outputs, shapes, strict=False):
+        found.update(_growing_axes(one, other, few.probe.rows, more.probe.rows))
+    dims = any(out.value.dim() for out in more.probe.outputs) or any(shapes)
     if dims and not found & own:
         met = (more.cause(out.value) for out in more.probe.outputs if out.shadow.mixed)
         raise NoRows(next(met, ""))
+
+
+def _growing_axes(one: Iterable[int], other: Iterable[int], rows: int, others: int) -> list[int]:
+    """The axes that are longer where there are more samples."""
+    sizes = enumerate(zip(one, other, strict=False))
+    return [axis for axis, (n, m) in sizes if n and n * others == m * rows]
 
 
 class _Run:
