@@ -24,8 +24,13 @@ class Kept:
         self._left: list[tuple[dict[str, Any], str, Any]] = []
         self.names: list[str] = []
         """Of the attributes."""
+        self.sparse: list[str] = []
+        """Attributes that hold another tensor without memory of its own than before, which no tracer
+        follows."""
         for path, table in tables_of(model):
             for name, value in table.items():
+                if name not in TORCHS and any(map(probe.is_new_and_sparse, _tensors(value))):
+                    self.sparse.append(f"{path}.{name}".lstrip("."))
                 if name not in TORCHS and any(map(probe.holds, _tensors(value))):
                     # containers as they are now: afterwards they hold what they did before
                     self._left.append((table, name, tree_map(_itself, value)))

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
+from fastclip._torch import tree_leaves, tree_map
 from fastclip.samples.randomness import is_outside_torch, put_back, start, state_of
 
 Draw = Callable[..., Any]
@@ -56,8 +57,12 @@ def drawn_by(draw: Draw, tables: Iterable[dict[str, Any]]) -> Iterator[None]:
             return function(*args, **kwargs)
         return draw(function, *args, **kwargs)
 
+    def stand_in(x: Any) -> Any:
+        return _StandIn(x, through) if is_outside_torch(x) else x
+
     for table in tables:
-        table |= {n: _StandIn(x, through) for n, x in table.items() if is_outside_torch(x)}
+        held = {n: x for n, x in table.items() if any(map(is_outside_torch, tree_leaves(x)))}
+        table |= {n: tree_map(stand_in, x) for n, x in held.items()}
     try:
         for module, name, function in saved:
             setattr(module, name, wraps(function)(partial(through, function)))

@@ -69,6 +69,7 @@ class Followed:
         self._cuts = cuts
         self._found: dict[tuple[int, tuple[int, ...]], Place | None] = {}
         self._named = 0
+        self._sparse: list[Tensor] = []
 
     def begins_on(self, leaves: list[Any]) -> None:
         """The run is about to begin on these inputs."""
@@ -105,6 +106,7 @@ class Followed:
     def knows(self, model: nn.Module, others: Iterable[Any]) -> None:
         """What the model holds, and its inputs without samples, are constants."""
         held = (*model.parameters(), *model.buffers(), *own_tensors(model), *others)
+        self._sparse = [x for x in held if isinstance(x, Tensor) and not key_of(x)]
         for x in held:
             if isinstance(x, Tensor):
                 self.tracer.memory.know(x)
@@ -120,6 +122,12 @@ class Followed:
         return self.shadow_of(x).held
 
     follows = holds
+
+    def has_made(self, x: Tensor) -> bool:
+        """It is sparse or nested, was not there before, and such tensors were made of samples."""
+        if key_of(x) or any(x is y for y in self._sparse):
+            return False
+        return any("layout" in read.what for read in self.tracer.report.reads)
 
     def place_of(self, x: Tensor, shadow: Shadow, *, moved: bool = False) -> Place | None:
         """Where the samples are in `x`; None if not one alone is where another could be, or, unless
@@ -240,6 +248,10 @@ class Probe:
     def holds(self, x: Tensor) -> bool:
         """Whether `x` may hold numbers of the batch."""
         return self.followed is None or self.followed.holds(x)
+
+    def is_new_and_sparse(self, x: Tensor) -> bool:
+        """It is a tensor without memory of its own that this run has made, perhaps of the batch."""
+        return self.followed is not None and self.followed.has_made(x)
 
     def reaches(self, values: Iterable[Any]) -> bool:
         """Whether one of these may."""

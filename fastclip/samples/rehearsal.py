@@ -213,7 +213,8 @@ class Rehearsal:
         moved = found.probe.moved.keys() - self.trial.moved.keys()
         self.trial.moved |= dict.fromkeys(moved)
         turning = {name for name in found.probe.turns if isinstance(name, str)}
-        if found.probe.coupled and not self._lenient and found.knows_samples:
+        ordered = any(x.shadow.flags & ORDER for x in found.probe.outputs)
+        if (found.probe.coupled or ordered) and not self._lenient and found.knows_samples:
             self._lenient = True
             raise Opened
         opened = {name for name in moved if isinstance(name, str)} | turning
@@ -311,6 +312,11 @@ class Rehearsal:
             UnsupportedLayerError: an output of that, or what a layer is given, follows from it.
         """
         for one in (x for x in self._runs if x.left):
+            if one.left.sparse:  # type: ignore[union-attr]
+                raise UnsupportedLayerError(
+                    f"attributes {one.left.sparse} keep sparse tensors that were made of a batch: what "  # type: ignore[union-attr]
+                    "they carry over to the next one is not private; compute them in every forward pass"
+                )
             for rows in (one.probe.rows, one.probe.rows + 1):
                 there = [max(0, min(i, self._rows - 1)) for i in range(rows)][::-1]
                 self._run.cut(self._cuts, sorted({*there}))
@@ -453,9 +459,10 @@ class NoRows(Exception):
 
 def _axes_of_rows(few: _Run, more: _Run) -> Iterator[tuple[Shown, list[int]]]:
     """The outputs, each with its axes that are longer where there are more samples."""
-    for one, other in zip(few.probe.outputs, more.probe.outputs, strict=False):
-        shapes = one.value.shape, other.value.shape
-        yield other, _growing_axes(*shapes, few.probe.rows, more.probe.rows)
+    shapes = {x.name: x.value.shape for x in few.probe.outputs}
+    for out in more.probe.outputs:
+        shape = shapes.get(out.name, ())  # few rows may not give it
+        yield out, _growing_axes(shape, out.value.shape, few.probe.rows, more.probe.rows)
 
 
 def _check_rows(runs: list[_Run], own: set[int]) -> None:
@@ -518,7 +525,7 @@ class _Run:
         given = () if self.given is None else self.given.outputs
         probe.graph = None
         held = self._is_held((*tensors, *given))
-        self.left = kept if kept.names or held else None
+        self.left = kept if kept.names or kept.sparse or held else None
 
     def _is_held(self, given: Collection[Tensor]) -> bool:
         """Something of the batch is still held, but for what was returned."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastclip._torch import tree_leaves
 from fastclip.trace import attribution as at
-from fastclip.trace.memory import BY_VALUE, TRAINED, Shadow
+from fastclip.trace.memory import BY_VALUE, LEARNED, TRAINED, Shadow
 from fastclip.trace.operation import Operation
 
 _TRIALS = 2
@@ -47,7 +47,8 @@ def probed(
     tracer, call.by_values = call.tracer, True
     tracer.report.probed[call.name] = tracer.report.probed.get(call.name, 0) + 1
     everything = [tracer.made(at.everywhere(at.SEVERAL, x.dim()), flags) for x in call.outs]
-    strided = all(x.layout is torch.strided and not x.is_meta for x in tensors)
+    pairs = zip(tensors, shadows, strict=True)
+    strided = all((x.layout is torch.strided or not s.held) and not x.is_meta for x, s in pairs)
     if not tracer.probes or not strided or not _is_safe(call, tensors, shadows):
         return everything
     try:
@@ -58,6 +59,22 @@ def probed(
     if fills:
         found = [_filled(x) for x in found]
     return [tracer.made(at.compressed(x), flags | BY_VALUE) for x in found]
+
+
+def of_other_layout(
+    call: Operation, tensors: Sequence[Tensor], shadows: Sequence[Shadow], flags: int
+) -> list[tuple[Tensor, Shadow]]:
+    """What an operation returned that has met tensors without memory of their own (sparse, nested), and
+    its shadows. Constants among them (a graph) are asked, unless samples have been in such tensors."""
+    tracer = call.tracer
+    held = [x for x, s in zip(tensors, shadows, strict=True) if s.held]
+    tracer.odd |= any(x.layout is not torch.strided for x in (*held, *call.outs))
+    if not tracer.odd:
+        return list(zip(call.outs, probed(call, tensors, shadows, flags), strict=True))
+    layout = next(x.layout for x in (*tensors, *call.outs) if x.layout is not torch.strided)
+    tracer.read(f"a tensor of layout {layout}", shadows)
+    outs = [x for x in call.outs if x.layout is torch.strided]
+    return [(x, tracer.made(at.everywhere(at.SEVERAL, x.dim()), LEARNED)) for x in outs]
 
 
 @contextmanager
@@ -110,7 +127,7 @@ def _asked(
     mixed = any(s.mixed for s in shadows)
     given = [
         _changed(x, torch.tensor(True, dtype=torch.bool, device="cpu"), _TRIALS)
-        if s.flags & TRAINED
+        if s.flags & TRAINED and x.layout is torch.strided
         else _finite(x)
         for x, s in zip(given, shadows, strict=True)
     ]
@@ -159,7 +176,8 @@ def _asked(
 
 def _finite(x: Tensor) -> Tensor:
     """What is NaN, or infinite, moves whatever else does."""
-    return x.nan_to_num(0.0, 0.0, 0.0) if x.is_floating_point() or x.is_complex() else x
+    whole = not (x.is_floating_point() or x.is_complex()) or x.layout is not torch.strided
+    return x if whole else x.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _half_changed(x: Tensor, sample: Tensor, bit: int, side: int, trial: int) -> Tensor:
@@ -172,6 +190,8 @@ def _half(sample: Tensor, bit: int, side: int) -> Tensor:
 
 def _like(x: Tensor, value: Tensor) -> Tensor:
     """A copy with the strides of `x`."""
+    if x.layout is not torch.strided:
+        return value
     if any(n > 1 and not s for n, s in zip(x.shape, x.stride(), strict=True)):
         return value.clone()
     made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)

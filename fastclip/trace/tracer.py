@@ -62,7 +62,7 @@ from fastclip.trace.operation import (
     tensors_in,
 )
 from fastclip.trace.pointwise import ADDING, POINTWISE, factored, pointwise
-from fastclip.trace.probe import probed
+from fastclip.trace.probe import of_other_layout, probed
 
 _SHARP = frozenset((
     "bmm", "baddbmm", "mm", "addmm", "convolution", "convolution_backward", "index_add",
@@ -189,7 +189,7 @@ class Tracer(TorchDispatchMode):
 
     def begin(self) -> None:
         """Another step: nothing is known of its batch."""
-        self.report, self.read_by_python, self.memory.samples = Report(), False, 0
+        self.report, self.read_by_python, self.odd, self.memory.samples = Report(), False, False, 0
         self.memory.present = None
         self.same_samples = None
         self.guarded_labels.clear()
@@ -425,14 +425,17 @@ class Tracer(TorchDispatchMode):
             beside = [tensors[0].clone(), *tensors[1:]]  # the constant that is written into
         out = func(*args, **kwargs)
         outs = [out] if isinstance(out, Tensor) else tensors_in(out)
-        if kind.writes and not outs:
-            self._join(kind, kind.written(args, kwargs), tensors, shadows)
+        for x in kind.written(args, kwargs) if kind.writes and not outs else ():
+            found = self.made(at.everywhere(at.SEVERAL, x.dim()), LEARNED)
+            self.memory.write(x, found, self._cause(kind, tensors, shadows, [found]), whole=False)
         if kind.reshapes or not outs:
             return out
-        odd = next((x.layout for x in (*tensors, *outs) if x.layout is not torch.strided), None)
-        if odd is not None:  # which has no memory of its own
-            self.read(f"a tensor of layout {odd}", shadows)
-            self._join(kind, [x for x in outs if x.layout is torch.strided], tensors, shadows)
+        if any(x.layout is not torch.strided for x in (*tensors, *outs)):  # no memory of its own
+            call = Operation(self, kind, func, args, kwargs, tensors, shadows, outs)
+            for x, found in of_other_layout(call, tensors, shadows, flags & STICKY):
+                self.memory.write(
+                    x, found, self._cause(kind, tensors, shadows, [found]), whole=False
+                )
             return out
         known = None if kind.by_values or flags & MOVED else self._key(key, shadows, tensors)
         try:
@@ -466,15 +469,6 @@ class Tracer(TorchDispatchMode):
             with self.aside():
                 self.memory.computed(out, repr(key), tensors)
         return out
-
-    def _join(
-        self, kind: Kind, written: list[Tensor], tensors: list[Tensor], shadows: list[Shadow]
-    ) -> None:
-        """All that an operation was given has had a part in what it has written."""
-        for x in written:
-            found = self.made(at.everywhere(at.SEVERAL, x.dim()), LEARNED)
-            cause = self._cause(kind, tensors, shadows, [found])
-            self.memory.write(x, found, cause, whole=False)
 
     def _key(self, key: list, shadows: list[Shadow], tensors: list[Tensor]) -> tuple | None:
         """Under which the result is remembered."""

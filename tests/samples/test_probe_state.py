@@ -174,7 +174,7 @@ def test_an_interrupted_look_leaves_no_trace(at: int, reads: bool) -> None:
             out = self.head(checkpoint(self.first, x, use_reentrant=True))
             if len(calls) == at:
                 raise KeyboardInterrupt
-            return out if not reads or float(out.detach().abs().amax()) >= 0 else -out
+            return out if not reads or int(out.isnan().sum()) >= 0 else -out
 
     model = Interrupted()
     nn.init.zeros_(model.head.weight)
