@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastclip.errors import BatchSizeError, FastclipError
+from fastclip.errors import BatchSizeError, FastclipError, UnsupportedLayerError, where
 from fastclip.memory import no_memory
 from fastclip.samples.changed_rows import IN_LISTS, NOT_FINITE, SPECIAL, Change, of_others
 from fastclip.samples.gradients import gradients, normal
@@ -59,7 +59,7 @@ class _Given:
         self.rows, self.parts, self._mixed = rows, dict[Hashable, _Part](), mixed
         self._owners: dict[tuple[Hashable, int], Tensor] = {}
         self._like = None if like is None else like._owners
-        self.draws = self.elsewhere = False
+        self.draws = self.elsewhere = self.opaque = False
         self.moved: set[Hashable] = set()
         """What has no one place in this run."""
 
@@ -86,12 +86,37 @@ class _Given:
                 and (x.of_all or id(x) in owners)
             ]  # fmt: skip
             seeds = [self._seed(x, owners.get(id(x))) for x in roots]
-        given = gradients([x.value for x in roots], [x.edge for x in asked], seeds) if roots else ()
+        given = self._gradients(roots, asked, seeds) if roots else ()
         found = dict(zip(map(id, asked), given, strict=False))
         with all_aside():
             for x in shown:
                 if id(x) in owners:
                     self._add(x, owners[id(x)], found.get(id(x)))
+
+    @staticmethod
+    def _gradients(roots: list[Shown], asked: list[Shown], seeds: list[Tensor]) -> tuple[Any, ...]:
+        """Of the roots with respect to all that is asked.
+
+        Raises:
+            UnsupportedLayerError: random numbers of the backward pass are part of them, which no other
+                pass draws again.
+        """
+        outputs, edges, before = (
+            [x.value for x in roots],
+            [x.edge for x in asked],
+            torch.get_rng_state(),
+        )
+        given = gradients(outputs, edges, seeds, keep_graph=True)
+        if torch.equal(before, torch.get_rng_state()):
+            return given
+        again = gradients(outputs, edges, seeds)
+        for x, one, other in zip(asked, given, again, strict=True):
+            if one is not None and other is not None and not close(one, other, VALUES):
+                raise UnsupportedLayerError(
+                    f"{where(called(x.name))}: the backward pass draws random numbers, so that samples' "
+                    "gradients differ from pass to pass. Draw them in the forward pass"
+                )
+        return given
 
     def _all_owners(self, probe: Probe, shown: list[Shown]) -> dict[int, Tensor]:
         """The sample of every entry, of what is of samples one by one."""
@@ -187,7 +212,7 @@ class _Runs:
         probe = self._probe_of(len(some), compares=True, draws_alike=draws_alike, change=change)
         with stirred(() if run.as_they_are else run.private):
             run.once(probe, some, _SEED, partial(given.note, probe))
-        given.draws, given.elsewhere = probe.draws, probe.elsewhere
+        given.draws, given.elsewhere, given.opaque = probe.draws, probe.elsewhere, probe.opaque
         self.moved.update(given.moved)
         return given
 
@@ -238,6 +263,8 @@ def _hold_in_any_order(runs: _Runs, base: _Given) -> None:
     rows, alike = base.rows, base.draws
     if alike:
         base = runs.once(rows, draws_alike=True)
+    if base.opaque:  # somebody's own operator has drawn, which draws as it does
+        return
     back = [(i, len(rows) - 1 - i) for i in range(len(rows))]
     if (found := runs.attempt(rows[::-1], draws_alike=alike)) is not None:
         _compare(base, found, back, OTHER_BATCH, NUMBER)

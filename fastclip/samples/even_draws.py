@@ -38,10 +38,20 @@ class _Even(TorchDispatchMode):
     hears = False
     """It follows nothing."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.opaque = False
+        """An operator that is not torch's has drawn from its generator."""
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.namespace not in ("aten", "prims"):
+            before = torch.get_rng_state()
+            out = func(*args, **kwargs)
+            self.opaque |= not torch.equal(before, torch.get_rng_state())
+            return out
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         name = func._schema.name.split("::")[1].rstrip("_").removesuffix("_functional")
@@ -100,7 +110,7 @@ class _Elsewhere:
 
 
 @contextmanager
-def draws_alike(tables: Iterable[dict[str, Any]]) -> Iterator[None]:
+def draws_alike(tables: Iterable[dict[str, Any]]) -> Iterator[_Even]:
     """Inside, all rows draw the same numbers in this thread.
 
     Args:
@@ -110,7 +120,7 @@ def draws_alike(tables: Iterable[dict[str, Any]]) -> Iterator[None]:
     with drawn_by(_Elsewhere(), tables):
         placed = place_beneath(mode)
         try:
-            yield
+            yield mode
         finally:
             if placed:
                 take_away(mode)

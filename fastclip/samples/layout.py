@@ -61,7 +61,7 @@ class BatchLayout:
         self.entries: set[Hashable] = set()
         """As of `entries_of`, in traced runs that have."""
         self.by_values = False
-        """Where samples are follows from values, which may change: every step is traced."""
+        """What is computed follows from values, or from chance that Python sees: every step is traced."""
         self.whole = False
         """Looks are at as many rows as there are."""
         self.asked = False

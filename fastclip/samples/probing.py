@@ -66,6 +66,8 @@ class Followed:
     ) -> None:  # fmt: skip
         self.tracer, self.trail, self.rows = Tracer(known, memory=memory), Trail(), rows
         self.tracer.takes_others, self.tracer.lenient = takes_others, lenient
+        self.keeps_trail = True
+        """Runs are to be held against each other by their operations."""
         self._cuts = cuts
         self._found: dict[tuple[int, tuple[int, ...]], Place | None] = {}
         self._named = 0
@@ -75,7 +77,7 @@ class Followed:
         """The run is about to begin on these inputs."""
         tracer = self.tracer
         tracer.begin()
-        tracer.trail = self.trail
+        tracer.trail = self.trail if self.keeps_trail else None
         for leaf, axis in zip(leaves, self._cuts, strict=True):
             if axis is not None:
                 seed_input(tracer, leaf, axis, self.rows)
@@ -237,7 +239,7 @@ class Probe:
         """Whose something is follows from values."""
         self.foreign_gradients = False
         """Somebody's own code computes gradients, or changes them."""
-        self.draws = self.elsewhere = self.by_python = False
+        self.draws = self.elsewhere = self.by_python = self.opaque = False
         """Random numbers were drawn; from other generators than torch's own; samples' numbers come in
         lists."""
         self._calls: dict[Hashable, list[int | None]] = {}
@@ -491,16 +493,18 @@ class Runs(TakenRows):
             before = generators.states()
             if left is not None:
                 stack.enter_context(left)
+            mode = None
             if probe.compares:  # what one row draws says nothing of the next one's draws
                 tables = [table for _, table in tables_of(self.model)]
                 alike = draws_alike(tables) if probe.draws_alike else drawn_by(evenly, tables)
-                stack.enter_context(alike)
+                mode = stack.enter_context(alike)
             with probe.followed:
                 out = self.forward(*args, **kwargs)
                 writes.check(probe.holds)
                 probe.closed = True
                 if then is not None:
                     then(out)
+            probe.opaque = mode is not None and mode.opaque
             after = generators.states()
             probe.draws = after != before
             others = before.keys() - {"torch", OF_TORCH}

@@ -129,6 +129,8 @@ class Rehearsal:
     def _probe_aside(self, rows: int, **how: Any) -> Probe:
         """Of a run from which nothing is learnt of layers."""
         probe, trial = self.probe(rows, **how), self.trial
+        assert probe.followed is not None
+        probe.followed.keeps_trail = False
         probe.layout = BatchLayout(trial.axis, trial.drawn)
         probe.layout.open, probe.layout.uses = set(trial.open), dict(trial.uses)
         return probe
@@ -174,7 +176,7 @@ class Rehearsal:
             self.trial.uses |= dict.fromkeys(grown, True)
             raise Opened
         self.unproven = [why for one in found for why in one.unproven()]
-        self.trial.by_values |= any(one.counted for one in found)
+        self.trial.by_values |= any(one.counted or one.by_chance for one in found)
         self._settle_read(found)
         self._check_sizes(found)
         if more.answers and not self.unproven:

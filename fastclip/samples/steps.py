@@ -167,7 +167,11 @@ _SHAPED = frozenset((
     "repeat", "empty_strided", "new_empty_strided", "resize", "native_group_norm",
 ))  # fmt: skip
 """Whose numbers are sizes: these may follow the number of samples, as far as shapes do so rightly."""
-_INDEXING = frozenset(("index", "index_put", "index_select", "gather", "embedding"))
+_INDEXING = frozenset((
+    "index", "index_put", "index_select", "gather", "embedding", "fractional_max_pool2d",
+    "fractional_max_pool3d",
+))  # fmt: skip
+"""Some of their operands have rows of their own beside the samples'."""
 RECURRENT = frozenset(("mkldnn_rnn_layer",))
 """They begin with states of zeros, and return memory that they work in."""
 _NORMS = frozenset(("native_batch_norm", "_native_batch_norm_legit"))

@@ -52,8 +52,8 @@ def probed(
     if not tracer.probes or not strided or not _is_safe(call, tensors, shadows):
         return everything
     try:
-        with torch.no_grad(), _generators_kept():
-            found = _asked(call, list(before or tensors), tensors, shadows)
+        with torch.no_grad(), _generators_kept() as put_back:
+            found = _asked(call, list(before or tensors), tensors, shadows, put_back)
     except Exception:  # the operation takes no other values
         return everything
     if fills:
@@ -78,18 +78,23 @@ def of_other_layout(
 
 
 @contextmanager
-def _generators_kept() -> Iterator[None]:
-    """What is drawn inside, by torch, Python or NumPy, is drawn again afterwards."""
+def _generators_kept() -> Iterator[Callable[[], None]]:
+    """What is drawn inside, by torch, Python or NumPy, is drawn again afterwards, and after each call of
+    what it gives."""
     numpy = sys.modules.get("numpy")
     state, python = torch.get_rng_state(), random.getstate()
     array = None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         torch.set_rng_state(state)
         random.setstate(python)
         if numpy is not None:
             numpy.random.set_state(array)
+
+    try:
+        yield put_back
+    finally:
+        put_back()
 
 
 def _filled(found: Tensor) -> Tensor:
@@ -121,9 +126,9 @@ def _is_whole(x: Tensor) -> bool:
 
 
 def _asked(
-    call: Operation, given: list[Tensor], tensors: Sequence[Tensor], shadows: Sequence[Shadow]
-) -> list[Tensor]:
-    state = torch.get_rng_state()
+    call: Operation, given: list[Tensor], tensors: Sequence[Tensor], shadows: Sequence[Shadow],
+    put_back: Callable[[], None],
+) -> list[Tensor]:  # fmt: skip
     mixed = any(s.mixed for s in shadows)
     given = [
         _changed(x, torch.tensor(True, dtype=torch.bool, device="cpu"), _TRIALS)
@@ -143,7 +148,7 @@ def _asked(
                 return values[id(value)]
             return type(value)(put(x) for x in value) if isinstance(value, (list, tuple)) else value
 
-        torch.set_rng_state(state)
+        put_back()
         out = call.func(*map(put, call.args), **{k: put(v) for k, v in call.kwargs.items()})
         return [x.clone() for x in tree_leaves(out) if isinstance(x, Tensor)]
 

@@ -60,7 +60,7 @@ def _summed_rows(
     if shape.numel() == 1:
         owner = use.entry_owners().expand(each.shape).reshape(-1)
         return ops.sum_by_owner(wide.reshape(-1), owner, use.batch).reshape(use.batch, *shape)
-    rows = wide.reshape(-1, wide.shape[-1])
+    rows = wide.reshape(wide.shape[:-1].numel(), wide.shape[-1])
     return ops.sum_by_owner(rows, use.row_owners(), use.batch).reshape(use.batch, *shape)
 
 

@@ -93,14 +93,14 @@ DIFFERENCES: dict[str, tuple[Use, bool, str, str]] = {
     ),
     "shuffled": (
         lambda m, x: m.layer(x)[torch.randperm(len(x))],
-        False, "proven", "each row is one sample's, but not of the sample with its number",
+        True, "proven", "each row is one sample's, whichever: what joins it with another is an error",
     ),
     "experts": (
         expert, True, "path", "how many rows an expert gets follows from the batch, and Python sees it",
     ),
     "branch": (
         lambda m, x: m.layer(x) * (2 if x.sum() > 99 else 1),
-        True, "path", "a look varies the batch, but never so far that the other way is taken",
+        False, "path", "the trace has seen one way, and says so",
     ),
     "branch that is taken": (
         lambda m, x: m.layer(x) * (2 if x.mean() > 0 else 1),
@@ -108,7 +108,7 @@ DIFFERENCES: dict[str, tuple[Use, bool, str, str]] = {
     ),
     "chance": (
         lambda m, x: m.layer(x if random.random() > 0.01 else x - x.mean(0)),
-        False, "path", "the trace has seen the likely way, and says so",
+        True, "path", "the likely way is apart; every step is traced, so that the other one is seen",
     ),
 }  # fmt: skip
 """Name -> use, whether dry runs accept it, the trace's verdict, and why they differ."""
