@@ -153,14 +153,24 @@ class _Given:
         name: Hashable = "the output" if isinstance(x.name, int) else x.name
         part = self.parts.setdefault(name, _Part(x.moved, {}, {}))
         part.moved |= x.moved
-        own = own.to(x.value.device)
-        for sample in own[own >= 0].unique().tolist():
-            if sample >= at.SEVERAL:
-                continue
-            mine = own == sample
-            part.values.setdefault(sample, []).append(x.value.detach()[mine])
+        for sample, take in _by_sample(own, x.value):
+            part.values.setdefault(sample, []).append(take(x.value.detach()))
             if gradient is not None:
-                part.gradients.setdefault(sample, []).append(gradient[mine])
+                part.gradients.setdefault(sample, []).append(take(gradient))
+
+
+def _by_sample(own: Tensor, like: Tensor) -> Iterator[tuple[int, Callable[[Tensor], Tensor]]]:
+    """The samples in `own`, each with what takes its entries: their shape is kept where samples lie along
+    one axis."""
+    axes = [axis for axis, n in enumerate(own.shape) if n > 1 and own.stride(axis)]
+    line = own[tuple(slice(None) if axis in axes else 0 for axis in range(own.dim()))]
+    for sample in line[(line >= 0) & (line < at.SEVERAL)].unique().tolist():
+        if len(axes) == 1:
+            rows = (line == sample).nonzero().reshape(-1).to(like.device)
+            yield sample, partial(torch.index_select, dim=axes[0], index=rows)
+        else:
+            mine = (own == sample).to(like.device)
+            yield sample, partial(torch.masked_select, mask=mine)
 
 
 def hold_apart(
@@ -333,8 +343,17 @@ def _is_same(one: _Part, other: _Part, mine: int, theirs: int, allowed: Any) -> 
     a, b = one.values.get(mine, []), other.values.get(theirs, [])
     g, h = one.gradients.get(mine, []), other.gradients.get(theirs, [])
     if [x.shape for x in a] != [x.shape for x in b]:
-        return _agree(_alive(g), _alive(h), True, allowed)
+        if moved or [x.dim() for x in a] != [x.dim() for x in b]:
+            return _agree(_alive(g), _alive(h), True, allowed)
+        a, b = _in_common(a, b), _in_common(b, a)  # padded to the longest of the batch
+        g, h = _in_common(g, h), _in_common(h, g)
     return _agree(a, b, moved, allowed) and _agree(g, h, moved, allowed)
+
+
+def _in_common(some: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    """Each as far as the other one reaches."""
+    pairs = zip(some, others, strict=False)
+    return [x[tuple(slice(0, n) for n in y.shape)] for x, y in pairs]
 
 
 def _alive(gradients: list[Tensor]) -> list[Tensor]:
