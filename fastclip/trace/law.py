@@ -255,11 +255,28 @@ def is_uneven(x: Tensor, sample: Tensor) -> bool:
         if not at.lie_along(sample, axis):
             continue  # one sample alone lies along this axis
         here = none.expand(x.shape)
-        high = values.masked_fill(~here, -torch.inf).amax(axis)
-        least = values.masked_fill(~here, torch.inf).amin(axis)
-        if bool(((high > least) & here.any(axis)).any()):
+        high = values.masked_fill(~here, -torch.inf).movedim(axis, 0)
+        least, some = values.masked_fill(~here, torch.inf).movedim(axis, 0), here.movedim(axis, 0)
+        if (
+            order := _in_equal_shares(sample, axis)
+        ) is not None:  # n entries of each, heads perhaps
+            high, least, some = high[order], least[order], some[order]
+        high, least, some = high.amax(0), least.amin(0), some.any(0)
+        if bool(((high > least) & some).any()):
             return True
     return False
+
+
+def _in_equal_shares(sample: Tensor, axis: int) -> Tensor | None:
+    """The entries along an axis, sample by sample [b, n], if each is alongside one and all have as many."""
+    line = at.reduced(sample, [d for d in range(sample.dim()) if d != axis])
+    if line is None or at.is_mixed(line):
+        return None
+    line = line.reshape(-1)
+    _, counts = line[line != at.NONE].unique(return_counts=True)
+    if len(counts) < 2 or int(counts.min()) != int(counts.max()) or int(counts.sum()) < len(line):
+        return None
+    return line.argsort(stable=True).view(len(counts), -1)
 
 
 # What was drawn
