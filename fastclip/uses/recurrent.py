@@ -110,9 +110,7 @@ class _Packed:
         step = numbers[: self.steps].repeat_interleave(count, output_size=n)
         first = count.cumsum(0) - count
         place = numbers[:n] - first[step]  # among the sorted ones
-        self.alive = count > numbers[: self.batch, None]
-        """Whether a sorted sequence has a step, [b, t]."""
-        lengths = self.alive.sum(1)
+        lengths = (count > numbers[: self.batch, None]).sum(1)  # of the sorted sequences
         self.order = numbers[: self.batch] if order is None else order.to(device)
         self.slot = self.order[place] * self.steps + step
         """Of each row in the padded batch."""
@@ -139,7 +137,8 @@ class _Packed:
 
     def project(self, gates: Tensor, states: Sequence[Tensor], *weights: Any) -> Any:
         h, c = map(self._unsorted, states)
-        alive = self._unsorted(self.alive[None])[..., None].unbind(1)
+        own = gates.flatten(0, 1)[self.slot, :1]  # each row says that its sequence has its step
+        alive = (self.padded(torch.ones_like(own)) > 0).unbind(1)
         out, h, c = projected(gates.unbind(1), alive, h, c, *weights)
         rows = torch.stack(out, 1).flatten(0, 1)[self.slot]
         return rows, h[self.order][None], c[self.order][None]
