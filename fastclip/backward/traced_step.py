@@ -98,6 +98,8 @@ class _Step:
     """The batch of the loader has been seen."""
     unproven: object | None = None
     """What in the model's forward the trace does not prove: there dry runs decide."""
+    mixes: object | None = None
+    """Where what a layer or use has given followed from several samples."""
     forwards: int = 0
     reads: int = 0
     """How often Python had read numbers when the model was called; all, if it asked before."""
@@ -121,7 +123,7 @@ class _Step:
 
     def next_pass(self) -> None:
         """Another part of the batch may follow."""
-        self.judged, self.unproven, self.rows = True, None, None
+        self.judged, self.unproven, self.mixes, self.rows = True, None, None, None
         self.tracer.report, self.law = Report(), Law(self.tracer)
 
 
@@ -399,7 +401,7 @@ class StepTrace:
                 tracer.memory.write(out, shadow, tracer.cause("a kernel past torch"))
         found = Seen(shadow, tracer.memory.cause(out), step.rows)
         if step.unproven is None and (shadow.mixed or shadow.flags & ORDER):
-            step.unproven = found.cause or "order"
+            step.unproven = step.mixes = found.cause or "order"
         step.uses += 1
         weakref.finalize(found, self._freed, weakref.ref(self), weakref.ref(step)).atexit = False
         return found
@@ -486,6 +488,11 @@ class StepTrace:
             )
         step.proven &= step.unproven is None
         return step.unproven is None
+
+    @property
+    def mixes(self) -> object | None:
+        """Where the running forward was seen to join samples, if it was."""
+        return None if self._step is None else self._step.mixes
 
     def returned(self, out: Any, batch: int | None) -> None:
         """The model returns: if its forward is not proven, values have said what is in its outputs."""

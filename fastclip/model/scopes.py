@@ -231,7 +231,7 @@ class RootCall:
     def _checked(self, keeper: BookKeeper, called: Entered, out: Any) -> Any:
         try:
             if not keeper.trace.proves(out):
-                keeper.calls.compare(called)
+                keeper.calls.compare(called, keeper.trace.mixes)
             out = keeper.calls.returned(called, out)
         except BaseException:
             keeper.trace.end()

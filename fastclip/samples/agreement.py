@@ -2,8 +2,8 @@
 
 A trace proves the way that a run has taken. Where Python reads numbers of the batch to choose it, the
 same rows are run among other rows, among special ones, in another order, and among fewer. What every
-layer and use is given of a row that was kept, what the call returns of it, and the gradients of all that,
-must stay the same. Whose an entry is, the tracer says in each run.
+layer and use is given of a row that was kept, what the call returns of it, and the gradients of all
+that, must stay the same. Whose an entry is, the tracer says in each run.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ class _Given:
 
 
 def _by_sample(own: Tensor, like: Tensor) -> Iterator[tuple[int, Callable[[Tensor], Tensor]]]:
-    """The samples in `own`, each with what takes its entries: their shape is kept where samples lie along
-    one axis."""
+    """The samples in `own`, each with what takes its entries, which keep their shape where samples lie
+    along one axis."""
     axes = [axis for axis, n in enumerate(own.shape) if n > 1 and own.stride(axis)]
     line = own[tuple(slice(None) if axis in axes else 0 for axis in range(own.dim()))]
     for sample in line[(line >= 0) & (line < at.SEVERAL)].unique().tolist():

@@ -16,6 +16,7 @@ from fastclip.errors import BatchSizeError, GraphError, StepError
 from fastclip.parallel.shards import Shards
 from fastclip.samples import paths
 from fastclip.samples.blind import check_rows
+from fastclip.samples.independence import coupled
 from fastclip.samples.inputs import Drawn, batch_sizes_of
 from fastclip.samples.layout import BatchLayout, Lengths
 from fastclip.samples.learning import learn
@@ -337,14 +338,21 @@ class Calls:
                 "trained; call make_private again"
             )
 
-    def compare(self, called: Entered) -> None:
+    def compare(self, called: Entered, mixes: object | None) -> None:
         """The step itself does not prove what a traced run on few rows has: values must.
+
+        Args:
+            mixes: where it was seen to join samples.
 
         Raises:
             BatchSizeError, GraphError: they say that samples are not independent, or lie elsewhere.
         """
         layout = self.layout_of(called.name)
-        if layout.proven and called.forward is not None:
+        if called.forward is None or layout.lenient:
+            return
+        if mixes is not None and layout.by_chance:  # no look would go that way again
+            raise coupled("the model", mixes)
+        if layout.proven or mixes is not None:
             self._learn_inside(layout, called, called.forward, None, whole=True, compare=True)
 
     def _check_path(self, called: Entered) -> None:

@@ -61,7 +61,11 @@ class BatchLayout:
         self.entries: set[Hashable] = set()
         """As of `entries_of`, in traced runs that have."""
         self.by_values = False
-        """What is computed follows from values, or from chance that Python sees: every step is traced."""
+        """What is computed follows from values, or chance that Python sees: every step is traced."""
+        self.by_chance = False
+        """Python has drawn random numbers, or has read some."""
+        self.lenient = False
+        """Python may make other constants of its numbers alongside each sample."""
         self.whole = False
         """Looks are at as many rows as there are."""
         self.asked = False

@@ -1,4 +1,4 @@
-"""Runs of a call on few of its rows, under a tracer: what each layer and use is given, and whose it is."""
+"""Runs of a call on few of its rows, under a tracer: what layers and uses are given, and whose it is."""
 
 from __future__ import annotations
 
@@ -192,8 +192,8 @@ class Probe:
     Args:
         layout: what is known, and what this run adds to it. followed: the tracer's knowledge; None of a
             run of which nothing is asked. grown: uses of nothing but parameters and the number of rows,
-            and the axis of these. compares: values and gradients are kept. draws_alike: all rows draw the
-            same numbers. change: what is done to the rows of every input.
+            and the axis of these. compares: values and gradients are kept. draws_alike: all rows draw
+            the same numbers. change: what is done to the rows of every input.
     """
 
     def __init__(

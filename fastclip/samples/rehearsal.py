@@ -4,8 +4,8 @@ they are proven to be independent, whatever the numbers are.
 The axis of a layer's input, or of what a use of a parameter gives, is read off what the tracer knows of
 it. A layer whose rows have no one place is opened: the uses of its parameters are followed one by one,
 and whose their rows are is read from gradients (fastclip.uses.routing). What follows from several
-samples is an error. Where Python reads numbers of the batch, a trace proves the way that was taken; there
-fastclip.samples.agreement compares values.
+samples is an error. Where Python reads numbers of the batch, a trace proves the way that was taken;
+there fastclip.samples.agreement compares values.
 """
 
 from __future__ import annotations
@@ -433,6 +433,8 @@ class Rehearsal:
             layout.guards.spreading |= plain
         layout.settle()
         layout.by_values |= trial.by_values
+        layout.by_chance |= any(one.by_chance for one in self._runs)
+        layout.lenient |= self._lenient
         layout.proven, layout.asked = not self.unproven, self._asked
         layout.entries |= layout.entries_of(run.args, run.kwargs)
         layout.compared = max(layout.compared, min(self._rows, MOST_ROWS))

@@ -27,7 +27,7 @@ class Step:
     """The attribution of what it takes a part of."""
 
     def agrees(self, other: Step, samples: int, others: int, *, constants: bool = True) -> bool:
-        """The other operation is the same on so many other samples; `constants`: so are their numbers."""
+        """The other operation is the same on so many other samples; `constants`: in numbers, too."""
         if (
             self.kind is not other.kind
             or self.named != other.named

@@ -268,7 +268,7 @@ def is_uneven(x: Tensor, sample: Tensor) -> bool:
 
 
 def _in_equal_shares(sample: Tensor, axis: int) -> Tensor | None:
-    """The entries along an axis, sample by sample [b, n], if each is alongside one and all have as many."""
+    """The entries along an axis by sample [b, n], if each is alongside one, and all have as many."""
     line = at.reduced(sample, [d for d in range(sample.dim()) if d != axis])
     if line is None or at.is_mixed(line):
         return None

@@ -317,6 +317,42 @@ def test_a_coupling_among_such_draws(how: str) -> None:
         backward(private, Batch(ragged()))
 
 
+def behind(h: Tensor) -> Tensor:
+    return h - 0.1 * h.mean(0)
+
+
+@pytest.mark.parametrize("coupling", [behind, placed], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "seldom",
+    [
+        lambda: torch.rand(()).item() < 0.1,
+        lambda: torch.rand(1) > 0.9,
+        lambda: torch.bernoulli(torch.tensor(0.1)).bool(),
+        lambda: torch.randint(10, ()) == 9,
+        lambda: random.random() < 0.1,
+        lambda: np.random.uniform() > 0.9,
+    ],
+    ids=["rand", "high", "bernoulli", "randint", "python", "numpy"],
+)
+@pytest.mark.one_in(3)
+def test_a_way_that_is_seldom_taken(seldom: Callable[[], bool], coupling: Callable) -> None:
+    """The step that takes it is an error, whenever that is."""
+    taken: list[bool] = []
+
+    def use(h: Tensor) -> Tensor:
+        taken.append(bool(seldom()))
+        return coupling(h) if taken[-1] else h
+
+    _, private, optimizer, _ = make_private(dropped(lambda h: h, use))
+    start(0)
+    with refused("from itself alone|mixes samples|position in the batch"):
+        for _ in range(300):
+            backward(private, torch.randn(8, D, dtype=torch.float64))
+            assert not taken[-1]
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def test_a_seed_that_follows_from_the_batch() -> None:
     class Seeded(Chosen):
         def forward(self, x: Tensor, lengths: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fastclip.errors import BatchSizeError
 from fastclip.samples import gradients as module
 from fastclip.samples.gradients import (
     ATTENTION_BACKWARD,
