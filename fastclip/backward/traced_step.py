@@ -97,7 +97,7 @@ class _Step:
     seeded: bool = False
     """The batch of the loader has been seen."""
     unproven: object | None = None
-    """What in the model's forward the trace does not prove: there dry runs decide."""
+    """What in the model's forward the trace does not prove: there looks on few rows decide."""
     mixes: object | None = None
     """Where what a layer or use has given followed from several samples."""
     forwards: int = 0
@@ -112,7 +112,7 @@ class _Step:
     opened: bool = False
     """The backward pass under way trains the model."""
     by_outputs: bool = True
-    """The loss follows from the model by its outputs alone, which dry runs compare."""
+    """The loss follows from the model by its outputs alone, which looks compare."""
     outputs: set[int] = field(default_factory=set)
     """The numbers of the nodes of the model's outputs."""
     reached: set[int] = field(default_factory=set)
@@ -469,7 +469,7 @@ class StepTrace:
                 if samples is None or (tracer is not own and (own is None or came.mixed)):
                     samples = at.everywhere(at.SEVERAL, x.dim())
                 factor = came.factor
-                if tracer is own and came.mixed and factor is None:  # dry runs say whose it is
+                if tracer is own and came.mixed and factor is None:  # the engine says whose it is
                     factor = next(iter(tracer.report.factors), None)
                 moved = came.flags & MOVED if seen is None else seen.shadow.flags & MOVED
                 shadow = tracer.made(samples.to(at.KIND).contiguous(), moved, factor=factor)

@@ -101,7 +101,7 @@ def _is_guessed(tracer: Tracer, x: Tensor) -> bool:
 
 
 def check_input(tracer: Tracer, leaf: Any) -> None:
-    """What mixes samples before the model is no business of the dry runs."""
+    """What mixes samples before the model is no business of the looks."""
     if not isinstance(leaf, Tensor):
         return
     shadow = tracer.shadow_of(leaf)
@@ -112,7 +112,7 @@ def check_input(tracer: Tracer, leaf: Any) -> None:
 def seed_output(
     tracer: Tracer, leaf: Tensor | PackedSequence, axis: int, batch: int | None, degree: int
 ) -> None:
-    """An output of the model of which the trace does not know whose it is: as dry runs have found it.
+    """An output of the model of which the trace does not know whose it is: as looks have found it.
 
     Args:
         axis: of the samples, if it has them. degree: of a number of all of them.

@@ -306,7 +306,7 @@ class Proof:
     """What the traced steps of a private model have shown; `print` it.
 
     Args:
-        steps: a report for each traced step. unproven: parts of the model's forward that dry runs
+        steps: a report for each traced step. unproven: parts of the model's forward that values
             compare instead, because the trace does not prove them.
     """
 
