@@ -193,7 +193,7 @@ def hold_apart(
     for synthetic in (True, False) if len(real) < 2 else (False,):
         choice = run.cut(cuts, real or None, synthetic)
         try:
-            runs = _Runs(run, probe_of, mixed)
+            runs = _Batches(run, probe_of, mixed)
             _hold(runs, choice)
             return runs.moved
         except Exception as error:
@@ -202,7 +202,7 @@ def hold_apart(
     return set()
 
 
-class _Runs:
+class _Batches:
     """Makes runs of the same rows in several batches.
 
     Args:
@@ -244,7 +244,7 @@ class _Runs:
         return self.attempt(rows, partial(of_others, change, kept), like=like)
 
 
-def _hold_among_others(runs: _Runs, base: _Given) -> None:
+def _hold_among_others(runs: _Batches, base: _Given) -> None:
     """Other rows in the place of some change nothing for the rest."""
     rows = base.rows
     for kept, others in _batches(rows):
@@ -268,7 +268,7 @@ def _hold_among_others(runs: _Runs, base: _Given) -> None:
                 _compare(alone, among, same, VALUES)
 
 
-def _hold_in_any_order(runs: _Runs, base: _Given) -> None:
+def _hold_in_any_order(runs: _Batches, base: _Given) -> None:
     """Neither the order of rows nor their number changes anything, where all draw the same numbers."""
     rows, alike = base.rows, base.draws
     if alike:
@@ -290,7 +290,7 @@ def _hold_in_any_order(runs: _Runs, base: _Given) -> None:
             _compare(base, found, same, OTHER_BATCH, HOW_MANY)
 
 
-def _hold(runs: _Runs, choice: int) -> None:
+def _hold(runs: _Batches, choice: int) -> None:
     base = runs.once([i % choice for i in range(max(choice, 4))])
     try:
         _hold_among_others(runs, base)

@@ -339,7 +339,7 @@ class Proof:
             }
             for title, entries in sections.items():
                 lines += _listed(title, entries)
-        return "\n".join([*lines, *_listed("compared by dry runs", self.unproven)])
+        return "\n".join([*lines, *_listed("compared by values", self.unproven)])
 
 
 @dataclass
