@@ -162,6 +162,8 @@ class _Given:
 def _by_sample(own: Tensor, like: Tensor) -> Iterator[tuple[int, Callable[[Tensor], Tensor]]]:
     """The samples in `own`, each with what takes its entries, which keep their shape where samples lie
     along one axis."""
+    if not own.numel():
+        return
     axes = [axis for axis, n in enumerate(own.shape) if n > 1 and own.stride(axis)]
     line = own[tuple(slice(None) if axis in axes else 0 for axis in range(own.dim()))]
     for sample in line[(line >= 0) & (line < at.SEVERAL)].unique().tolist():

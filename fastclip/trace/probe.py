@@ -133,7 +133,7 @@ def _asked(
     given = [
         _changed(x, torch.tensor(True, dtype=torch.bool, device="cpu"), _TRIALS)
         if s.flags & TRAINED and x.layout is torch.strided
-        else _finite(x)
+        else (_finite(x) if s.held else x)
         for x, s in zip(given, shadows, strict=True)
     ]
 
@@ -180,9 +180,11 @@ def _asked(
 
 
 def _finite(x: Tensor) -> Tensor:
-    """What is NaN, or infinite, moves whatever else does."""
-    whole = not (x.is_floating_point() or x.is_complex()) or x.layout is not torch.strided
-    return x if whole else x.nan_to_num(0.0, 0.0, 0.0)
+    """What is NaN, or infinite, moves whatever else does; a mask alone holds nothing but -inf."""
+    if not (x.is_floating_point() or x.is_complex()):
+        return x
+    odd = x.isnan() | (x.isinf() if x.is_complex() else x.isposinf())
+    return x.nan_to_num(0.0, 0.0, 0.0) if bool(odd.any()) else x
 
 
 def _half_changed(x: Tensor, sample: Tensor, bit: int, side: int, trial: int) -> Tensor:

@@ -144,7 +144,7 @@ class Tracer(TorchDispatchMode):
         self._thread: int | None = None
         self.takes_others = True
         """Tensors as long as the batch that no operation of the step has made are the samples' own."""
-        self.lenient = False
+        self.odd = self.lenient = False
         """What Python makes of numbers of samples may be another constant alongside each."""
         self.questions = Questions()
         self.trail: Any = None
