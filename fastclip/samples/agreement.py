@@ -101,11 +101,8 @@ class _Given:
             UnsupportedLayerError: random numbers of the backward pass are part of them, which no other
                 pass draws again.
         """
-        outputs, edges, before = (
-            [x.value for x in roots],
-            [x.edge for x in asked],
-            torch.get_rng_state(),
-        )
+        outputs, before = [x.value for x in roots], torch.get_rng_state()
+        edges = [x.edge for x in asked if x.edge is not None]
         given = gradients(outputs, edges, seeds, keep_graph=True)
         if torch.equal(before, torch.get_rng_state()):
             return given

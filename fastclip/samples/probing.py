@@ -350,6 +350,10 @@ class Probe:
             n: _turns(calls, self.rows) for n, calls in found if any(x is not None for x in calls)
         }
 
+    def close(self, output: Any) -> None:
+        """The call has returned this."""
+        self.returns(output)
+
     def returns(self, output: Any) -> list[Tensor]:
         """The call has returned this; its tensors."""
         assert self.followed is not None

@@ -313,10 +313,10 @@ class Rehearsal:
         Raises:
             UnsupportedLayerError: an output of that, or what a layer is given, follows from it.
         """
-        for one in (x for x in self._runs if x.left):
-            if one.left.sparse:  # type: ignore[union-attr]
+        for one, left in ((x, x.left) for x in self._runs if x.left is not None):
+            if left.sparse:
                 raise UnsupportedLayerError(
-                    f"attributes {one.left.sparse} keep sparse tensors that were made of a batch: what "  # type: ignore[union-attr]
+                    f"attributes {left.sparse} keep sparse tensors that were made of a batch: what "
                     "they carry over to the next one is not private; compute them in every forward pass"
                 )
             for rows in (one.probe.rows, one.probe.rows + 1):
@@ -324,11 +324,9 @@ class Rehearsal:
                 self._run.cut(self._cuts, sorted({*there}))
                 probe = self.probe(rows, one.probe.followed.tracer.memory)  # type: ignore[union-attr]
                 with suppress(RuntimeError, ValueError):  # a state of as many rows
-                    self._run.once(probe, there, 2, probe.returns, left=one.left)
+                    self._run.once(probe, there, 2, probe.close, left=left)
                 if met := self._carried(one.probe, probe):
-                    what = (
-                        f"attributes {one.left.names} keep" if one.left.names else "the model keeps"
-                    )
+                    what = f"attributes {left.names} keep" if left.names else "the model keeps"
                     raise UnsupportedLayerError(
                         f"{what} numbers of one batch, from which {met} of the next "
                         "one follows: what they carry over is not private; compute them in every "
@@ -366,17 +364,17 @@ class Rehearsal:
                 continue
             made_in = dict.fromkeys(u for one in self._runs for u in one.probe.users.get(name, ()))
             for users in made_in:
-                path = next((path for path in reversed(users) if path in sure), None)
-                if path is None and self._lies_as_said(name):
+                around = next((path for path in reversed(users) if path in sure), None)
+                if around is None and self._lies_as_said(name):
                     break
-                if path is None:
+                if around is None:
                     raise BatchSizeError(
                         f"{called(name)}: samples have no one place there, and no module around it "
                         "returns them in their places, so whose each row is cannot be told. Put rows "
                         "back inside the module that moves them"
                     )
-                trial.routers.setdefault(name, set()).add(path)
-                trial.returns[path] = sure[path]
+                trial.routers.setdefault(name, set()).add(around)
+                trial.returns[around] = sure[around]
 
     def _lies_as_said(self, name: Hashable) -> bool:
         """Data have put samples in one place, in every run: each step is traced to see that they do."""

@@ -426,16 +426,14 @@ class Tracer(TorchDispatchMode):
         out = func(*args, **kwargs)
         outs = [out] if isinstance(out, Tensor) else tensors_in(out)
         for x in kind.written(args, kwargs) if kind.writes and not outs else ():
-            found = self.made(at.everywhere(at.SEVERAL, x.dim()), LEARNED)
-            self.memory.write(x, found, self._cause(kind, tensors, shadows, [found]), whole=False)
+            joined = self.made(at.everywhere(at.SEVERAL, x.dim()), LEARNED)
+            self.memory.write(x, joined, self._cause(kind, tensors, shadows, [joined]), whole=False)
         if kind.reshapes or not outs:
             return out
         if any(x.layout is not torch.strided for x in (*tensors, *outs)):  # no memory of its own
             call = Operation(self, kind, func, args, kwargs, tensors, shadows, outs)
-            for x, found in of_other_layout(call, tensors, shadows, flags & STICKY):
-                self.memory.write(
-                    x, found, self._cause(kind, tensors, shadows, [found]), whole=False
-                )
+            for x, own in of_other_layout(call, tensors, shadows, flags & STICKY):
+                self.memory.write(x, own, self._cause(kind, tensors, shadows, [own]), whole=False)
             return out
         known = None if kind.by_values or flags & MOVED else self._key(key, shadows, tensors)
         try:
