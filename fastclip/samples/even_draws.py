@@ -22,7 +22,7 @@ _ORDERS = {"shuffle", "permutation"}
 """Functions of Python's and NumPy's generators that draw an order."""
 _Given = dict[str, Any]
 _OF_NUMBERS: dict[str, Callable[[_Given], Any]] = {
-    "bernoulli": lambda given: given.get("p", 1) if "p" in given else given["self"],
+    "bernoulli": lambda given: given["self"] if given.get("p") is None else given["p"],
     "normal": lambda given: given["mean"] + 0.5 * given["std"],
     "poisson": lambda given: given["self"],
     "binomial": lambda given: given["count"] * given["prob"],
@@ -30,11 +30,15 @@ _OF_NUMBERS: dict[str, Callable[[_Given], Any]] = {
     "_sample_dirichlet": lambda given: given["self"] / given["self"].sum(-1, keepdim=True),
 }
 """Of what follows from numbers that a model computes, which still show."""
+_DROPOUT = frozenset(("dropout_p", "dropout"))
+"""Arguments of kernels that draw what they drop, and of those that compute their gradients."""
 _AS_DRAWN = frozenset(("randperm", "multinomial"))
 """An order, or different entries of one row."""
 
 
-class _Even(TorchDispatchMode):
+class Even(TorchDispatchMode):
+    """Inside, torch's random functions draw one number for all rows; kernels that drop drop nothing."""
+
     hears = False
     """It follows nothing."""
 
@@ -52,14 +56,19 @@ class _Even(TorchDispatchMode):
             out = func(*args, **kwargs)
             self.opaque |= not torch.equal(before, torch.get_rng_state())
             return out
+        names = [argument.name for argument in func._schema.arguments]
+        for dropout in _DROPOUT.intersection(names):  # of fused attention and recurrent kernels
+            k = names.index(dropout)
+            if dropout in kwargs:
+                kwargs = {**kwargs, dropout: 0.0}
+            elif k < len(args):
+                args = (*args[:k], 0.0, *args[k + 1 :])
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         name = func._schema.name.split("::")[1].rstrip("_").removesuffix("_functional")
-        names = [argument.name for argument in func._schema.arguments]
-        given = {
-            n: x.clone() if isinstance(x, Tensor) else x
-            for n, x in (*zip(names, args, strict=False), *kwargs.items())
-        }
+        given = {a.name: a.default_value for a in func._schema.arguments}
+        for n, x in (*zip(names, args, strict=False), *kwargs.items()):
+            given[n] = x.clone() if isinstance(x, Tensor) else x
         out = func(*args, **kwargs)
         if name == "native_dropout":
             return given["input"], torch.ones_like(out[1])
@@ -68,7 +77,7 @@ class _Even(TorchDispatchMode):
         if not isinstance(out, Tensor) or name in _AS_DRAWN or not out.numel():
             return out
         numbers = _OF_NUMBERS.get(name)
-        if numbers is None or (name == "normal" and "mean" not in given):
+        if numbers is None:
             return out.copy_(out.reshape(-1)[0].clone().expand(out.shape))
         found = numbers(given)
         if isinstance(found, Tensor):
@@ -110,13 +119,13 @@ class _Elsewhere:
 
 
 @contextmanager
-def draws_alike(tables: Iterable[dict[str, Any]]) -> Iterator[_Even]:
+def draws_alike(tables: Iterable[dict[str, Any]]) -> Iterator[Even]:
     """Inside, all rows draw the same numbers in this thread.
 
     Args:
         tables: attributes, of which generators do the same, until whoever looks puts these back.
     """
-    mode = _Even()
+    mode = Even()
     with drawn_by(_Elsewhere(), tables):
         placed = place_beneath(mode)
         try:
