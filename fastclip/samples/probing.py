@@ -120,8 +120,9 @@ class Followed:
             return self.tracer.shadow_of(x)
 
     def holds(self, x: Tensor) -> bool:
-        """Whether `x` follows from a sample."""
-        return self.shadow_of(x).held
+        """Whether `x` follows from a sample, and was not made without numbers just now."""
+        record = self.tracer.memory.record(x)
+        return self.shadow_of(x).held and not (record is not None and record.fresh)
 
     follows = holds
 

@@ -235,6 +235,8 @@ class Record:
     """How all of it was made, if it holds some samples alone."""
     factors: set[int | None] = field(default_factory=set)
     serial: int = 0
+    fresh: bool = False
+    """Nothing was written there since it was made."""
     formula: int | None = None
     """How what lies there was computed, and from what; what has the same formula is equal."""
     cause: object | None = None
@@ -340,7 +342,13 @@ class Memory:
             record.shadows = {geometry: shadow}
             record.flags |= shadow.flags & _KEPT
             record.cause = record.cause or cause
-        record.serial = self._writes
+        record.serial, record.fresh = self._writes, False
+
+    def begins(self, x: Tensor, shadow: Shadow) -> None:
+        """Memory that holds no numbers yet."""
+        self.write(x, shadow)
+        if (record := self.record(x)) is not None:
+            record.fresh = True
 
     def give(self, x: Tensor, shadow: Shadow) -> bool:
         """Samples of this step lie in `x`.
@@ -500,6 +508,7 @@ class Memory:
         self._records = {record.reference.cdata: record for record in carried}
         for record in carried:
             record.flat, record.parts, record.flags, record.root = None, {}, 0, None
+            record.fresh = False
             record.factors = {None}
             record.shadows = {
                 geometry: self.shadows.of(everywhere(UNSEEN, len(geometry[1])), self.samples)

@@ -462,6 +462,8 @@ class Tracer(TorchDispatchMode):
         if kind.fresh:
             found = [self._nobody(outs[0])]
         self._put(kind, outs, found, cause, tensors)
+        if kind.fresh:
+            self.memory.begins(outs[0], found[0])
         plain = func.namespace == "aten" and not (kind.writes or kind.random or kwargs)
         if plain and out is outs[0] and out.numel() == 1 and not lies_in(out, tensors):
             with self.aside():
@@ -597,7 +599,7 @@ class Tracer(TorchDispatchMode):
         shadow = self.shadows.of_no_sample(drawn | TRAINED * trained | FOREIGN * foreign)
         for k, x in enumerate(outs):
             if kind.fresh:
-                self.memory.write(x, self._nobody(x))
+                self.memory.begins(x, self._nobody(x))
             elif kind.writes:
                 if shadow is not self.shadows.constant or self.memory.record(x) is not None:
                     self.memory.write(x, shadow, whole=False)

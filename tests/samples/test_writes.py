@@ -207,3 +207,20 @@ class Narrow(nn.Module):
 
 def test_a_layer_without_a_width_among_moved_rows() -> None:
     check_exact(Narrow(), torch.randn(B, D), dtype=torch.float64)
+
+
+class Assembled(nn.Module):
+    """A weight that is put together from parts of two parameters, in memory that held nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = torch.empty(D, D, dtype=x.dtype)
+        w[:2], w[2:] = self.first.weight[:2], self.second.weight[: D - 2]
+        return self.head(torch.tanh(x @ w.T))
+
+
+def test_a_weight_that_is_put_together() -> None:
+    check_exact(Assembled(), torch.randn(B, D), dtype=torch.float64)
