@@ -253,6 +253,8 @@ def _hold_among_others(runs: _Batches, base: _Given) -> None:
     same = [(i, i) for i in half]
     special = IN_LISTS if runs.run.has_lists else SPECIAL
     for change in (*special, *NOT_FINITE):
+        if not runs.run.is_changed_by(partial(of_others, change, [])):  # ids are never NaN
+            continue
         like = base if change in NOT_FINITE else None
         if (among := runs.changed(rows, change, half, like)) is not None:
             try:

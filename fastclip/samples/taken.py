@@ -31,7 +31,7 @@ from fastclip.samples.inputs import (
     ways_to_cut,
 )
 from fastclip.samples.probe_state import is_object
-from fastclip.samples.row_lists import is_list, is_rows
+from fastclip.samples.row_lists import is_list, is_rows, same
 
 MOST_ROWS = 8
 _LOOKED_AT = 64
@@ -131,6 +131,11 @@ class TakenRows:
         """Rows come in a list or an array."""
         pairs = zip(self._leaves, self._cuts, strict=True)
         return any(a is not None and is_rows(x) for x, a in pairs)
+
+    def is_changed_by(self, change: Callable[[Any, int], Any]) -> bool:
+        """It makes other rows of those that are run."""
+        pairs = zip(self._pool, self._cuts, strict=True)
+        return any(a is not None and not same(change(x, a), x) for x, a in pairs)
 
     def check_unnested(self) -> None:
         """Every sample has a row of its own in each input that holds them.
