@@ -70,6 +70,8 @@ class Rehearsal:
         self._stirred: set[nn.Parameter] = set()
         """Parameters of which they are."""
         self._drawn: Collection[int] = ()
+        self._as_said: set[Hashable] = set()
+        """Uses whose samples data have put into one place in every run."""
         self._astray: set[str] = set()
         """Modules that have returned rows in other places in another call."""
 
@@ -87,10 +89,7 @@ class Rehearsal:
                 except Opened:
                     continue
         else:
-            raise BatchSizeError(
-                "where the samples are in the model's layers changes with every look at it; let every "
-                "row of the batch be computed from itself alone"
-            )
+            raise _unstable()
         self._check_outputs()
         self._check_next()
         self._route()
@@ -120,11 +119,13 @@ class Rehearsal:
                     raise
                 mixed |= sums
                 continue
+            moved -= self._as_said
             if moved <= self.trial.moved.keys():
-                break
+                return
             self.trial.moved |= dict.fromkeys(moved)
             self.trial.open |= {name for name in moved if isinstance(name, str)}
             self.hold()
+        raise _unstable()
 
     def _probe_aside(self, rows: int, **how: Any) -> Probe:
         """Of a run from which nothing is learnt of layers."""
@@ -387,6 +388,7 @@ class Rehearsal:
                 one.probe.places[name] = place
                 one.probe.entries[name] = {place.outer * place.inner}
         self.trial.by_values = True
+        self._as_said.add(name)
         return True
 
     def meets(self, path: Hashable | None) -> bool:
@@ -453,6 +455,13 @@ def _is_followed(leaf: Any) -> bool:
         held = [x for entry in leaf for x in inside(entry)]
         return all(isinstance(x, Tensor) and x.layout is torch.strided for x in held)
     return isinstance(leaf, (Tensor, PackedSequence))
+
+
+def _unstable() -> BatchSizeError:
+    return BatchSizeError(
+        "where the samples are in the model's layers changes with every look at it; let every "
+        "row of the batch be computed from itself alone"
+    )
 
 
 class NoRows(Exception):
