@@ -32,6 +32,7 @@ from fastclip.trace import attribution as at
 from fastclip.trace.tracer import all_aside
 
 _SEED = 1
+_ROUNDINGS = 64
 
 
 @dataclass
@@ -62,6 +63,14 @@ class _Given:
         self.draws = self.elsewhere = self.opaque = False
         self.moved: set[Hashable] = set()
         """What has no one place in this run."""
+
+    @property
+    def noise(self) -> float:
+        """Below which gradients are rounding alone, beside the largest of all."""
+        found = [g for part in self.parts.values() for gs in part.gradients.values() for g in gs]
+        sizes = [_ROUNDINGS * torch.finfo(g.dtype).eps * float(g.abs().nan_to_num(0.0, 0.0, 0.0).max())
+                 for g in found if g.numel() and not g.is_complex()]  # fmt: skip
+        return max(sizes, default=0.0)
 
     def scale(self, by: float) -> None:
         """All gradients are so many times as large."""
@@ -331,24 +340,25 @@ def _compare(
     base: _Given, other: _Given, pairs: list[tuple[int, int]], allowed: dict[torch.dtype, float],
     of: str = OTHERS,
 ) -> None:  # fmt: skip
+    noise = max(base.noise, other.noise)
     for name, part in base.parts.items():
         found = other.parts.get(name)
         for mine, theirs in pairs:
             # another use of the same numbers may take its place
-            if found is not None and not _is_same(part, found, mine, theirs, allowed):
+            if found is not None and not _is_same(part, found, mine, theirs, allowed, noise):
                 raise coupled(called(name), None, of)
 
 
-def _is_same(one: _Part, other: _Part, mine: int, theirs: int, allowed: Any) -> bool:
+def _is_same(one: _Part, other: _Part, mine: int, theirs: int, allowed: Any, noise: float) -> bool:
     moved = one.moved or other.moved
     a, b = one.values.get(mine, []), other.values.get(theirs, [])
     g, h = one.gradients.get(mine, []), other.gradients.get(theirs, [])
     if [x.shape for x in a] != [x.shape for x in b]:
         if moved or [x.dim() for x in a] != [x.dim() for x in b]:
-            return _agree(_alive(g), _alive(h), True, allowed)
+            return _agree(_alive(g), _alive(h), True, allowed, noise)
         a, b = _in_common(a, b), _in_common(b, a)  # padded to the longest of the batch
         g, h = _in_common(g, h), _in_common(h, g)
-    return _agree(a, b, moved, allowed) and _agree(g, h, moved, allowed)
+    return _agree(a, b, moved, allowed) and _agree(g, h, moved, allowed, noise)
 
 
 def _in_common(some: list[Tensor], others: list[Tensor]) -> list[Tensor]:
@@ -361,12 +371,18 @@ def _alive(gradients: list[Tensor]) -> list[Tensor]:
     return [x[x != 0] for x in gradients]
 
 
-def _agree(one: list[Tensor], other: list[Tensor], moved: bool, allowed: Any) -> bool:
+def _agree(
+    one: list[Tensor], other: list[Tensor], moved: bool, allowed: Any, noise: float = 0.0
+) -> bool:
     if not one or not other:
-        return not any(bool(x.any()) for x in (*one, *other)) or one is other
+        return all(_is_below(x, noise) for x in (*one, *other))
     a, b = torch.cat([x.reshape(-1) for x in one]), torch.cat([x.reshape(-1) for x in other])
     if a.shape != b.shape:
         return False
     if moved and not a.is_complex():
         a, b = a.sort()[0], b.sort()[0]
-    return close(a, b, allowed)
+    return close(a, b, allowed) or (noise > 0 and _is_below(a - b, noise))
+
+
+def _is_below(x: Tensor, noise: float) -> bool:
+    return bool((x.abs() <= noise).all()) if noise else not bool(x.any())
