@@ -60,6 +60,7 @@ class _Given:
         self.rows, self.parts, self._mixed = rows, dict[Hashable, _Part](), mixed
         self._owners: dict[tuple[Hashable, int], Tensor] = {}
         self._like = None if like is None else like._owners
+        self._noted: list[tuple[Shown, Tensor, Tensor | None]] = []
         self.draws = self.elsewhere = self.opaque = False
         self.moved: set[Hashable] = set()
         """What has no one place in this run."""
@@ -97,10 +98,14 @@ class _Given:
             seeds = [self._seed(x, owners.get(id(x))) for x in roots]
         given = self._gradients(roots, asked, seeds) if roots else ()
         found = dict(zip(map(id, asked), given, strict=False))
+        self._noted = [(x, owners[id(x)], found.get(id(x))) for x in shown if id(x) in owners]
+
+    def take(self) -> None:
+        """The run is over, and nothing follows what is computed: take apart what it has given."""
         with all_aside():
-            for x in shown:
-                if id(x) in owners:
-                    self._add(x, owners[id(x)], found.get(id(x)))
+            for x, own, gradient in self._noted:
+                self._add(x, own, gradient)
+        self._noted = []
 
     @staticmethod
     def _gradients(roots: list[Shown], asked: list[Shown], seeds: list[Tensor]) -> tuple[Any, ...]:
@@ -202,7 +207,8 @@ def hold_apart(
         choice = run.cut(cuts, real or None, synthetic)
         try:
             runs = _Batches(run, probe_of, mixed)
-            _hold(runs, choice)
+            with stirred(() if run.as_they_are else run.private):
+                _hold(runs, choice)
             return runs.moved
         except Exception as error:
             if not synthetic or no_memory(error) or isinstance(error, FastclipError):
@@ -228,8 +234,8 @@ class _Batches:
         """What it gives."""
         run, given = self.run, _Given(some, self._mixed, like)
         probe = self._probe_of(len(some), compares=True, draws_alike=draws_alike, change=change)
-        with stirred(() if run.as_they_are else run.private):
-            run.once(probe, some, _SEED, partial(given.note, probe))
+        run.once(probe, some, _SEED, partial(given.note, probe))
+        given.take()
         given.draws, given.elsewhere, given.opaque = probe.draws, probe.elsewhere, probe.opaque
         self.moved.update(given.moved)
         return given
