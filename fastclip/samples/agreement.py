@@ -61,22 +61,17 @@ class _Given:
         self._owners: dict[tuple[Hashable, int], Tensor] = {}
         self._like = None if like is None else like._owners
         self._noted: list[tuple[Shown, Tensor, Tensor | None]] = []
+        self.noise = 0.0
+        """Below which gradients are rounding alone, beside the largest of all."""
         self.draws = self.elsewhere = self.opaque = False
         self.moved: set[Hashable] = set()
         """What has no one place in this run."""
-
-    @property
-    def noise(self) -> float:
-        """Below which gradients are rounding alone, beside the largest of all."""
-        found = [g for part in self.parts.values() for gs in part.gradients.values() for g in gs]
-        sizes = [_ROUNDINGS * torch.finfo(g.dtype).eps * float(g.abs().nan_to_num(0.0, 0.0, 0.0).max())
-                 for g in found if g.numel() and not g.is_complex()]  # fmt: skip
-        return max(sizes, default=0.0)
 
     def scale(self, by: float) -> None:
         """All gradients are so many times as large."""
         for part in self.parts.values():
             part.gradients = {n: [by * g for g in gs] for n, gs in part.gradients.items()}
+        self.noise *= by
 
     def note(self, probe: Probe, output: Any) -> None:
         """The run has returned this."""
@@ -105,6 +100,10 @@ class _Given:
         with all_aside():
             for x, own, gradient in self._noted:
                 self._add(x, own, gradient)
+            found = [
+                g for part in self.parts.values() for gs in part.gradients.values() for g in gs
+            ]
+            self.noise = max(map(_rounding_of, found), default=0.0)
         self._noted = []
 
     @staticmethod
@@ -168,6 +167,13 @@ class _Given:
             part.values.setdefault(sample, []).append(take(x.value.detach()))
             if gradient is not None:
                 part.gradients.setdefault(sample, []).append(take(gradient))
+
+
+def _rounding_of(g: Tensor) -> float:
+    """How large a few roundings of its largest entry are."""
+    if not g.numel() or g.is_complex():
+        return 0.0
+    return _ROUNDINGS * torch.finfo(g.dtype).eps * float(g.abs().nan_to_num(0.0, 0.0, 0.0).max())
 
 
 def _by_sample(own: Tensor, like: Tensor) -> Iterator[tuple[int, Callable[[Tensor], Tensor]]]:
@@ -259,7 +265,7 @@ class _Batches:
 
 
 def _hold_among_others(runs: _Batches, base: _Given) -> None:
-    """Other rows in the place of some change nothing for the rest."""
+    """Replacing some rows changes nothing for the rest."""
     rows = base.rows
     for kept, others in _batches(rows):
         if (found := runs.attempt(others)) is not None:

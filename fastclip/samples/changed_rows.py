@@ -71,7 +71,7 @@ NOT_FINITE: tuple[Change, ...] = (_nan, _infinite)
 
 
 def of_others(change: Change, kept: Collection[int], x: Any, axis: int) -> Any:
-    """An input whose rows are changed, but for those that are kept."""
+    """An input with all rows changed except those that are kept."""
     if isinstance(x, PackedSequence):
         padded, lengths = pad_packed_sequence(x)
         padded = of_others(change, kept, padded, 1)

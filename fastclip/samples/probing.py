@@ -67,7 +67,7 @@ class Followed:
         self.tracer, self.trail, self.rows = Tracer(known, memory=memory), Trail(), rows
         self.tracer.takes_others, self.tracer.lenient = takes_others, lenient
         self.keeps_trail = True
-        """Runs are to be held against each other by their operations."""
+        """The operations of runs are to be compared."""
         self._cuts = cuts
         self._found: dict[tuple[int, tuple[int, ...]], Place | None] = {}
         self._named = 0
@@ -282,7 +282,7 @@ class Probe:
                 if alone:
                     return
             if not shadow.held and shadow.factor is None:
-                if name not in self._grown:  # constants, in the place of samples
+                if name not in self._grown:  # constants instead of samples
                     self.constants.setdefault(name, []).append(tuple(value.shape))
                     return
                 place = _repeated(value, self._grown[name], self.rows)

@@ -144,9 +144,8 @@ class Rehearsal:
         try:
             self._settle(first)
         except Coupled:
-            _check_rows(
-                [first, self._once(_FEW + 1)], {0, self._layout.axis}
-            )  # is it cut so at all?
+            # inputs that are not to be cut this way fail, or give no rows
+            _check_rows([first, self._once(_FEW + 1)], {0, self._layout.axis})
             raise
         drawn: Collection[int] = first.drawn
         again = drawn or first.probe.draws
@@ -323,7 +322,7 @@ class Rehearsal:
             for rows in (one.probe.rows, one.probe.rows + 1):
                 there = [max(0, min(i, self._rows - 1)) for i in range(rows)][::-1]
                 self._run.cut(self._cuts, sorted({*there}))
-                probe = self.probe(rows, one.probe.followed.tracer.memory)  # type: ignore[union-attr]
+                probe = self.probe(rows, one.memory)
                 with suppress(RuntimeError, ValueError):  # a state of as many rows
                     self._run.once(probe, there, 2, probe.close, left=left)
                 if met := self._carried(one.probe, probe):
@@ -380,7 +379,8 @@ class Rehearsal:
     def _lies_as_said(self, name: Hashable) -> bool:
         """Data have put samples in one place, in every run: each step is traced to see that they do."""
         found = [one.probe.loose[name] for one in self._runs if name in one.probe.loose]
-        if not found or None in found or not all(map(found[0].like, found)):  # type: ignore[union-attr,arg-type]
+        first = found[0] if found else None
+        if first is None or not all(place is not None and first.like(place) for place in found):
             return False
         del self.trial.moved[name]
         for one in self._runs:
@@ -413,11 +413,12 @@ class Rehearsal:
                     layout.turns.add(name)
                     layout.folds.note(name, calls, {calls.outer * calls.inner}, lengths)
             layout.guards.outlets |= one.outlets
-        for known, new in (
+        pairs: tuple[tuple[set[Any], set[Any]], ...] = (
             (layout.met, trial.met), (layout.open, trial.open), (layout.users, trial.users),
             (layout.proxied, trial.proxied), (layout.counting, trial.counting),
-        ):  # fmt: skip
-            known |= new  # type: ignore[operator]
+        )  # fmt: skip
+        for known, new in pairs:
+            known |= new
         layout.uses |= trial.uses
         layout.moved |= trial.moved
         layout.chosen |= trial.chosen
@@ -539,7 +540,7 @@ class _Run:
         self.left = kept if kept.names or kept.sparse or held else None
 
     def _is_held(self, given: Collection[Tensor]) -> bool:
-        """Something of the batch is still held, but for what was returned."""
+        """Something of the batch is still held, except what was returned."""
         memory = self._tracer.memory
         if memory.alive(given):
             gc.collect()
@@ -566,8 +567,13 @@ class _Run:
         """Python may know numbers of samples, or has drawn some for them."""
         return self.reads_samples or self.by_chance
 
+    @property
+    def memory(self) -> Memory:
+        """What its tracer knows of tensors."""
+        return self._tracer.memory
+
     def cause(self, x: Tensor) -> object | None:
-        return self._tracer.memory.cause(x)
+        return self.memory.cause(x)
 
     @property
     def answers(self) -> list[bool]:
@@ -602,7 +608,7 @@ class _Run:
 
     @property
     def reads(self) -> list[str]:
-        """Where Python has read numbers, but for questions."""
+        """Where Python has read numbers, except for questions."""
         reads = self._tracer.report.reads
         found = [f"{read.what} at {read.line}" for read in reads if read.what not in _QUESTIONS]
         return found or ([] if self._tracer.trail else ["numbers that it reads"])

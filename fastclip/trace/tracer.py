@@ -144,7 +144,9 @@ class Tracer(TorchDispatchMode):
         self._thread: int | None = None
         self.takes_others = True
         """Tensors as long as the batch that no operation of the step has made are the samples' own."""
-        self.odd = self.lenient = False
+        self.odd = False
+        """Samples have been in tensors without memory of their own (sparse, nested)."""
+        self.lenient = False
         """What Python makes of numbers of samples may be another constant alongside each."""
         self.questions = Questions()
         self.trail: Any = None
