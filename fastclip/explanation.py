@@ -222,7 +222,7 @@ def _look(
     except Exception as error:
         refused.append(str(error))
     plan = keeper.plan_log.plan(keeper.calls.looks)
-    return plan.rows, (*plan.looks, *keeper.calls.trusted), tuple(refused)
+    return plan.rows, tuple(plan.looks), tuple(refused)
 
 
 def _traps(setup: Setup, owned: set[nn.Parameter]) -> Iterator[str]:

@@ -47,7 +47,6 @@ class Run:
     batch: LogicalBatch
     plan_log: PlanLog
     looks: Sequence[object]
-    trusted: Sequence[str]
     """Of the calls of its book-keeper, which these belong to."""
     trace_log: TraceLog
     held: ref[BookKeeper]
@@ -63,7 +62,7 @@ class Run:
         calls = keeper.calls
         return cls(
             releases.design, releases, keeper.clipping, keeper.batch, keeper.plan_log, calls.looks,
-            calls.trusted, keeper.trace.log, ref(keeper), ref(loader),
+            keeper.trace.log, ref(keeper), ref(loader),
         )  # fmt: skip
 
     @property
@@ -244,7 +243,7 @@ class InspectedEngine(OpacusModes):
             epsilon=None if delta is None else self.get_epsilon(delta),
             planned_epsilon=epsilon(planned, delta, accountant) if delta and planned else None,
             secure=secure, insecure=insecure,
-            trusted=(*trusted(design, hidden), *run.trusted),
+            trusted=tuple(trusted(design, hidden)),
         )  # fmt: skip
 
     def set_groups(self, ids: Tensor, module: nn.Module | None = None) -> None:

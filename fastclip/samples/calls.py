@@ -156,7 +156,6 @@ class Calls:
         self._running: list[Entered] = []
         self.looks: list[Look] = []
         """What the calls cost that were looked at."""
-        self.trusted: list[str] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, which may be pickled, learns its layouts anew: they name places in running code."""

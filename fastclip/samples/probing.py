@@ -124,8 +124,6 @@ class Followed:
         record = self.tracer.memory.record(x)
         return self.shadow_of(x).held and not (record is not None and record.fresh)
 
-    follows = holds
-
     def has_made(self, x: Tensor) -> bool:
         """It is sparse or nested, was not there before, and such tensors were made of samples."""
         if key_of(x) or any(x is y for y in self._sparse):
