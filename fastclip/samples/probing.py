@@ -134,7 +134,7 @@ class Followed:
         """Where the samples are in `x`; None if not one alone is where another could be, or, unless
         `moved`, where data have put them.
         """
-        if not shadow.held or not shadow.whole or shadow.mixed or shadow.factor is not None:
+        if not shadow.held or shadow.mixed or shadow.factor is not None:
             return None
         if shadow.flags & (ORDER if moved else ORDER | MOVED):
             return None

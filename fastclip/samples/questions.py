@@ -1,9 +1,12 @@
-"""Yes-or-no questions that Python asks of a batch (`if mask.all():`), and whether the answers matter.
+"""What Python asks of a batch, yes or no (`if mask.all():`) or for a fraction of several samples
+(`if x.mean().item() > 0:`), and whether the answers matter.
 
-A call is run again with the other answer to each. If that is the same operations on the same operands,
-the answer, which follows from all samples, has no effect (a warning). If the question is whether all of
-a mask is true, the call is run as if nothing were hidden: both ways, with and without the mask, must
-then give the same outputs and gradients.
+A call is run again with the other answer to each; instead of a fraction it is told far larger and far
+smaller ones. If that is the same operations on the same operands, the answer, which follows from all
+samples, has no effect (a warning). If the question is whether all of a mask is true, the call is run as
+if nothing were hidden: both ways, with and without the mask, must then give the same outputs and
+gradients. A fraction (no whole number: that may count positions) that has an effect couples the samples,
+whatever its value is in this batch.
 """
 
 from __future__ import annotations
@@ -21,13 +24,15 @@ from fastclip.samples.rounding import VALUES, close
 
 _MOST = 16
 """Runs, at most."""
+_FAR = 100.0
+"""How much larger a fraction is that Python is told instead."""
 
 
 class Asked(Protocol):
     """A run that has asked."""
 
     @property
-    def answers(self) -> list[bool]:
+    def answers(self) -> list[bool | float]:
         """What Python got, in the order of its questions."""
 
     def is_again(self, other: Any) -> bool:
@@ -37,19 +42,26 @@ class Asked(Protocol):
         """Another answer to this question than in the other run changes nothing."""
 
 
-def have_no_effect(first: Asked, run: Callable[[Mapping[int, bool]], Asked]) -> bool:
+class Matters(Exception):
+    """A fraction of several samples that Python has read has an effect."""
+
+
+def have_no_effect(first: Asked, run: Callable[[Mapping[int, bool | float]], Asked]) -> bool:
     """Whether no question of a run has an effect.
 
     Args:
         run: runs again, with given answers to the questions of these numbers; others are answered as
             they are. Raises an error where that is not proven.
+
+    Raises:
+        Matters: a fraction has one.
     """
-    ahead, runs = [(first, k) for k in range(len(first.answers))], 0
+    ahead, runs = _others(first, 0), 0
     while ahead:
-        (before, k), runs = ahead.pop(), runs + 1
+        (before, k, other), runs = ahead.pop(), runs + 1
         if runs > _MOST:
             return False
-        wanted = [*before.answers[:k], not before.answers[k]]
+        wanted = [*before.answers[:k], other]
         try:
             found = run(dict(enumerate(wanted)))
         except (AssertionError, ValueError):  # it only checks what it was given
@@ -58,12 +70,28 @@ def have_no_effect(first: Asked, run: Callable[[Mapping[int, bool]], Asked]) -> 
             if no_memory(error):
                 raise
             return False
-        if found.answers[: k + 1] != wanted or not found.gives_the_same(before, k):
+        if found.answers[: k + 1] != wanted:
             return False
+        if not found.gives_the_same(before, k):
+            if isinstance(other, bool):
+                return False
+            raise Matters
         if not run({}).is_again(first):  # an answer was kept
             return False
-        ahead += [(found, k) for k in range(len(wanted), len(found.answers))]
+        ahead += _others(found, len(wanted))
     return True
+
+
+def _others(run: Asked, first: int) -> list[tuple[Asked, int, bool | float]]:
+    """The other answers to the questions of a run from the `first` on."""
+    found: list[tuple[Asked, int, bool | float]] = []
+    for k, answer in enumerate(run.answers[first:], first):
+        if isinstance(answer, bool):
+            found.append((run, k, not answer))
+        else:
+            size = _FAR * (1 + abs(answer))
+            found += [(run, k, size), (run, k, -size)]
+    return found
 
 
 def unmasked(x: Any, axis: int) -> Any:

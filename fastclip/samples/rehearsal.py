@@ -32,7 +32,7 @@ from fastclip.samples.outlets import outlets_of
 from fastclip.samples.place import Place, called
 from fastclip.samples.probe_state import stirred
 from fastclip.samples.probing import Followed, Opened, Probe, Runs, Shown
-from fastclip.samples.questions import Given, have_no_effect, unmasked
+from fastclip.samples.questions import Given, Matters, have_no_effect, unmasked
 from fastclip.samples.row_lists import is_list
 from fastclip.samples.taken import MOST_ROWS
 from fastclip.samples.trail import Trail
@@ -152,10 +152,6 @@ class Rehearsal:
         few = self._once(_FEW, drawn=drawn, seed=1) if again else first
         # by generators that the model seeds itself: the same numbers in each call
         self._drawn = {state for state in drawn if state in few.drawn}
-        if any(
-            self.trial.uses.get(key) for key in few.probe.derived
-        ):  # a loop that begins with zeros
-            few = self._once(_FEW, drawn=self._drawn, seed=1)
         found = [few]
         for rows in sorted({_FEW + 1, self._many}):
             try:
@@ -165,7 +161,20 @@ class Rehearsal:
                     raise
                 more = self._once(rows, drawn=self._drawn, seed=1)
             self._settle(more)
+            self._settle_growing(few, more)
             found.append(more)
+        self.unproven = [why for one in found for why in one.unproven()]
+        self.trial.by_values |= any(one.counted or one.by_chance for one in found)
+        self._settle_read(found)
+        self._check_sizes(found)
+        if any(
+            not self.unproven or isinstance(x, float) for x in more.answers
+        ):  # a fraction always
+            self._ask()
+        return found
+
+    def _settle_growing(self, few: _Run, more: _Run) -> None:
+        """What parameters and constants give, a row for each sample, is theirs; runs begin anew."""
         grown, unclear = _growing(few, more)
         if unclear - self.trial.moved.keys():
             self.trial.moved |= dict.fromkeys(unclear)
@@ -175,13 +184,6 @@ class Rehearsal:
             self._stirred |= more.derived_of  # a row for each sample is none that is equal
             self.trial.uses |= dict.fromkeys(grown, True)
             raise Opened
-        self.unproven = [why for one in found for why in one.unproven()]
-        self.trial.by_values |= any(one.counted or one.by_chance for one in found)
-        self._settle_read(found)
-        self._check_sizes(found)
-        if more.answers and not self.unproven:
-            self._ask()
-        return found
 
     def _check_sizes(self, found: list[_Run]) -> None:
         """Where only sizes, or chance, say what is computed, it is the same for any number of rows.
@@ -207,11 +209,17 @@ class Rehearsal:
         rows = min(self._many, MOST_ROWS)
         again = partial(self._once, rows, drawn=self._drawn, seed=1, asks=True)
         asked = again(wanted={})
-        if not have_no_effect(asked, lambda wanted: again(wanted=wanted)):
-            self.unproven = ["questions that it asks of the batch"]
+        try:
+            if not have_no_effect(asked, lambda wanted: again(wanted=wanted)):
+                self.unproven = self.unproven or ["questions that it asks of the batch"]
+        except Matters:
+            raise coupled("the model", f"a number that Python reads at {asked.line}") from None
 
     def _settle(self, found: _Run) -> None:
-        """Layers of rows that have no one place are opened, and runs begin anew."""
+        """Layers of rows that have no one place are opened, and runs begin anew; so they do where one
+        has taken a use for a derived value at first (a loop that begins with zeros)."""
+        if any(self.trial.uses.get(key) for key in found.probe.derived):
+            raise Opened
         moved = found.probe.moved.keys() - self.trial.moved.keys()
         self.trial.moved |= dict.fromkeys(moved)
         turning = {name for name in found.probe.turns if isinstance(name, str)}
@@ -260,8 +268,8 @@ class Rehearsal:
         return zip(self._run.leaves, self._cuts, strict=True)
 
     def _once(
-        self, rows: int, *, asks: bool = False, backwards: bool = False,
-        wanted: Mapping[int, bool] = MappingProxyType({}), drawn: Collection[int] = (), seed: int = 0,
+        self, rows: int, *, asks: bool = False, backwards: bool = False, drawn: Collection[int] = (),
+        wanted: Mapping[int, bool | float] = MappingProxyType({}), seed: int = 0,
     ) -> _Run:  # fmt: skip
         """One run.
 
@@ -576,8 +584,8 @@ class _Run:
         return self.memory.cause(x)
 
     @property
-    def answers(self) -> list[bool]:
-        """What Python got, in the order of its yes-or-no questions."""
+    def answers(self) -> list[bool | float]:
+        """What Python got, in the order of its questions."""
         return self.questions.answers
 
     @property
@@ -605,6 +613,11 @@ class _Run:
         assert self.given is not None
         assert other.given is not None
         return self.probe.places == other.probe.places and self.given.is_like(other.given)
+
+    @property
+    def line(self) -> str:
+        """Where Python has read the first number of several samples."""
+        return next(r.line for r in self._tracer.report.reads if r.of == "several samples")
 
     @property
     def reads(self) -> list[str]:

@@ -107,7 +107,7 @@ class Operand:
 
     Args:
         serial: of what was written there last; the same in another run. geometry: of the tensor.
-        axes: along which samples lie; None of a constant. numbers: of a small constant.
+        axes: along which samples lie; None of a constant. numbers: of a small or uniform constant.
         sample: the one that it is of, where others have tensors of their own. leaf: names what was there
             before the run.
     """
@@ -200,12 +200,24 @@ def identity(tracer: Any, x: Tensor, shadow: Shadow, leaves: Mapping[int, object
     """
     drawn, axes = shadow.flags & (RANDOM | CHANCE | TRAINED), _axes(shadow, x)
     alone = next(iter(shadow.samples)) if is_of_one(shadow) else None
-    known, numbers = tracer.memory.record(x) is not None, None
-    if not (shadow.held or drawn or x.numel() > LARGEST or x.is_meta):
+    known, leaf, numbers = tracer.memory.record(x) is not None, leaves.get(key_of(x)), None
+    if not (shadow.held or drawn or x.is_meta):
         with tracer.aside():
-            numbers = x.detach().clone()
+            numbers = _numbers(x.detach(), of_run=leaf is None)
     serial = tracer.memory.serial(x) if known else None
-    return Operand(serial, geometry_of(x), axes, numbers, alone, leaves.get(key_of(x)))
+    return Operand(serial, geometry_of(x), axes, numbers, alone, leaf)
+
+
+def _numbers(x: Tensor, *, of_run: bool) -> Tensor | None:
+    """Of a constant that is small, or is one number everywhere (what a run begins with)."""
+    if x.numel() <= LARGEST:
+        return x.clone()
+    first = x.reshape(-1)[:1].clone() if of_run else x
+    return (
+        first.reshape([1] * x.dim()).expand(x.shape)
+        if of_run and bool((x == first).all())
+        else None
+    )
 
 
 def is_of_one(shadow: Shadow) -> bool:

@@ -63,8 +63,13 @@ class Numbers:
         return before[len(here) - 1] if len(here) <= len(before) else None
 
 
+def is_fraction(value: Any) -> bool:
+    """A number that counts nothing."""
+    return isinstance(value, float) and not value.is_integer()
+
+
 class Questions:
-    """Yes-or-no questions that Python asks of the batch.
+    """What Python asks of the batch: yes or no, or for a fraction of several samples.
 
     Attributes:
         answers: what it got. wanted: what it is to get, by number. whole: of each, whether it is if
@@ -72,8 +77,8 @@ class Questions:
     """
 
     def __init__(self) -> None:
-        self.answers: list[bool] = []
-        self.wanted: dict[int, bool] = {}
+        self.answers: list[bool | float] = []
+        self.wanted: dict[int, bool | float] = {}
         self.whole: list[bool] = []
         self.masks: set[int] = set()
         self._of_masks: set[int] = set()
@@ -95,7 +100,7 @@ class Questions:
         elif kind.name in ("eq", "ne") and self._counts.get(key_of(x)) == args[1]:
             self._of_masks.add(own)
 
-    def answer(self, found: bool, tensors: Sequence[Tensor]) -> bool:
+    def answer(self, found: bool | float, tensors: Sequence[Tensor]) -> bool | float:
         """What Python gets."""
         self.answers.append(self.wanted.get(len(self.answers), found))
         self.whole.append(any(key_of(x) in self._of_masks for x in tensors))

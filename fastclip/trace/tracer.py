@@ -49,6 +49,7 @@ from fastclip.trace.numbers import (
     Questions,
     exported,
     held_against,
+    is_fraction,
 )
 from fastclip.trace.operation import (
     Kind,
@@ -367,11 +368,12 @@ class Tracer(TorchDispatchMode):
         self, kind: Kind, value: Any, tensors: list[Tensor], shadows: list[Shadow]
     ) -> Any:
         of = self.read(kind.name, shadows)
-        if isinstance(value, bool):
+        several, asks = of == "several samples", isinstance(value, bool)
+        if of != "chance" and not asks:
+            self.known_number(value, several=several)
+        if asks or (several and is_fraction(value)):
             return self.questions.answer(value, tensors)
-        if of != "chance":
-            self.trail = None  # other numbers can have any effect
-            self.known_number(value, several=of == "several samples")
+        self.trail = self.trail if of == "chance" else None  # other numbers can have any effect
         return value
 
     def known_number(self, value: float, *, several: bool = True) -> None:
