@@ -17,7 +17,7 @@ from fastclip.parallel.shards import Shards
 from fastclip.samples import paths
 from fastclip.samples.blind import check_rows
 from fastclip.samples.independence import coupled
-from fastclip.samples.inputs import Drawn, batch_sizes_of
+from fastclip.samples.inputs import Drawn, batch_sizes_of, tensors_of
 from fastclip.samples.layout import BatchLayout, Lengths
 from fastclip.samples.learning import learn
 from fastclip.samples.outlets import guarded
@@ -114,6 +114,8 @@ class Entered:
     """What lets parameters notice their uses, until the call ends."""
     looked_at: bool = False
     """Dry runs have been made for it."""
+    sizes: list[int] = field(default_factory=list)
+    """Of its inputs, where its way is followed."""
     following: Any = None
     """Follows its way through torch's operators."""
     path: Any = None
@@ -187,7 +189,9 @@ class Calls:
         outermost = not called.drives and self.outermost is None
         self._running.append(called)
         if outermost and torch.is_grad_enabled() and not (self.paused or self.shards):
-            called.following = paths.begin(called.args, called.kwargs)
+            tensors = [*tensors_of((called.args, called.kwargs))]
+            called.sizes = [size for x in tensors for size in x.shape]
+            called.following = paths.begin(tensors)
 
     def end(self, called: Entered) -> None:
         """The call has returned, or failed; nothing, where it was dropped."""
@@ -360,16 +364,16 @@ class Calls:
         Raises:
             BatchSizeError, GraphError: as of `compare`.
         """
-        path, given = called.path, (called.args, called.kwargs)
+        path, sizes = called.path, called.sizes
         if path is None or called.forward is None:
             return
         layout = self.layout_of(called.name)
-        known = layout.paths.knows(path, *given)
+        known = layout.paths.knows(path, sizes)
         seen = known or called.looked_at or self.traced()
-        if not seen and layout.paths.next_due(*given, turns=bool(layout.turns)):
+        if not seen and layout.paths.next_due(sizes, turns=bool(layout.turns)):
             self._learn_inside(layout, called, called.forward, None, whole=True)
             self.traces(called.name == FORWARD)
-        layout.paths.note(path, *given, known=known)
+        layout.paths.note(path, sizes, known=known)
 
     def learn(
         self, layout: BatchLayout, called: Entered, path: Hashable | None = None,
@@ -399,8 +403,12 @@ class Calls:
         check_look(self.shards, called.name, called_by(path or ""))
         self._check_known(called.model, layout)
         begun = time.perf_counter()
+        layout.version += 1
+        before = layout.facts()
         with all_aside(), nullcontext() if called.name == FORWARD else no_training():
             learn(layout, run, path, whole=whole or layout.whole, compare=compare)
+        if before - layout.facts():  # ways that were proven with these are to be proven again
+            layout.paths = paths.Paths()
         check_moves(self.shards, called.model, layout.returns)
         called.looked_at = True
         self.looks.append(Look(called.name, run.passes, time.perf_counter() - begun))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from itertools import product
 from typing import Any
 
@@ -147,6 +147,17 @@ def readings(
             if size in likely:
                 yield *plain, size
     yield *plain, None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The inputs of a call, flattened in one way."""
+
+    args: tuple
+    kwargs: dict
+    leaves: list[Any]
+    structure: TreeSpec
+    way: Way
 
 
 def way_of(leaves: list[Any], structure: TreeSpec) -> Way:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -18,7 +17,16 @@ from fastclip.samples.aside import Aside, Lengths
 from fastclip.samples.chosen import Rows
 from fastclip.samples.drawn import check_drawn
 from fastclip.samples.folds import Folds
-from fastclip.samples.inputs import Cuts, Drawn, Way, batch_sizes_of, readings, rows_of, way_of
+from fastclip.samples.inputs import (
+    Cuts,
+    Drawn,
+    Reading,
+    Way,
+    batch_sizes_of,
+    readings,
+    rows_of,
+    way_of,
+)
 from fastclip.samples.paths import Paths
 from fastclip.samples.place import Place
 from fastclip.samples.row_lists import is_list
@@ -82,6 +90,8 @@ class BatchLayout:
         """The input whose size along `axis` is that of the batch: its number, among these inputs."""
         self._cuts: list[tuple[Way, Cuts]] = []
         """The axes of the inputs that hold the samples."""
+        self._last: Reading | None = None
+        """The inputs of the call that runs, as they were when they were first read."""
         self._aside = Aside()
         self.paths = Paths()
         """The ways through torch's operators that its calls have taken."""
@@ -91,6 +101,8 @@ class BatchLayout:
         """Rows of constants that trained weights meet, and the use where samples choose among them."""
         self.told_of: set[str] = set()
         """Names of such rows."""
+        self.version = 0
+        """Another one once a look may have changed what is known."""
         self.forget()
 
     def forget_all(self) -> None:
@@ -136,22 +148,36 @@ class BatchLayout:
         Raises:
             BatchSizeError: they have.
         """
-        leaves, structure = self.read(args, kwargs)
-        way = way_of(leaves, structure)
-        if begins and not self.flat and (cuts := self.cuts(way)) is not None:
-            self._aside.check(leaves, way, cuts)
+        given = self.read(args, kwargs)
+        if begins and not self.flat and (cuts := self.cuts(given.way)) is not None:
+            self._aside.check(given.leaves, given.way, cuts)
         for number, known in self.told_by:
-            if way == known:
-                rows = rows_of(leaves[number], self.axis)
+            if given.way == known:
+                rows = rows_of(given.leaves[number], self.axis)
                 return check_drawn(args, kwargs, rows, self.drawn) if begins else rows
         return next(iter(batch_sizes_of(args, kwargs, self.axis)), None)
 
-    def read(self, args: tuple, kwargs: dict) -> tuple[list[Any], Any]:
-        """The inputs flattened, as those of a call that was looked at, if any came this way."""
-        ways = (way[:2] for way in readings(args, kwargs, self.axis, self.drawn))
-        first = next(ways)
-        known = (way for way in chain([first], ways) if self.cuts(way_of(*way)) is not None)
-        return next(known, first)
+    def read(self, args: tuple, kwargs: dict) -> Reading:
+        """The inputs flattened, as those of a call that was looked at, if any came this way; once a
+        call."""
+        last = self._last
+        if last is not None and last.args is args and last.kwargs is kwargs:
+            return last
+        first: Reading | None = None
+        for leaves, structure, _ in readings(args, kwargs, self.axis, self.drawn):
+            found = Reading(args, kwargs, leaves, structure, way_of(leaves, structure))
+            first = first or found
+            if self.cuts(found.way) is not None:
+                break
+        else:
+            assert first is not None
+            found = first
+        self._last = found
+        return found
+
+    def ended(self) -> None:
+        """A call is over: nothing of its inputs is held."""
+        self._last = None
 
     def cuts(self, way: Way) -> Cuts | None:
         """The axes of the inputs that hold the samples, for inputs that come this way."""
@@ -159,7 +185,7 @@ class BatchLayout:
 
     def cut_by(self, way: Way, cuts: Cuts) -> None:
         """From now on inputs that come this way are cut along these axes."""
-        others = [known for known in self._cuts if known[0] != way]
+        others, self._last = [known for known in self._cuts if known[0] != way], None
         self._cuts = [(way, cuts), *others]
         self.guards = self._guards_of(way)
 
@@ -170,7 +196,7 @@ class BatchLayout:
 
     def guards_of(self, args: tuple, kwargs: dict) -> Guards:
         """Those of calls with such inputs."""
-        return self._guards_of(way_of(*self.read(args, kwargs)))
+        return self._guards_of(self.read(args, kwargs).way)
 
     def _guards_of(self, way: Way) -> Guards:
         found = next((guards for known, guards in self._guards if known == way), None)
@@ -191,6 +217,7 @@ class BatchLayout:
 
     def lost(self, paths: Iterable[str]) -> None:
         """These modules have been seen to return rows in other places."""
+        self.version += 1
         self.astray.update(paths)
         self.returns = {p: found for p, found in self.returns.items() if p not in self.astray}
         self.routers = {name: found - self.astray for name, found in self.routers.items()}
@@ -220,7 +247,7 @@ class BatchLayout:
 
     def entries_of(self, args: tuple, kwargs: dict) -> set[Hashable]:
         """The sizes of the entries of each list that holds samples: in a traced run all had the same."""
-        leaves, _ = self.read(args, kwargs)
+        leaves = self.read(args, kwargs).leaves
         return {
             (n, frozenset(tuple(x.shape for x in tensors_in(entry)) for entry in leaf))
             for n, leaf in enumerate(leaves) if is_list(leaf) and leaf
@@ -239,11 +266,11 @@ class BatchLayout:
 
     def lengths(self, args: tuple, kwargs: dict) -> Lengths:
         """The sizes of the inputs along all axes but the samples'."""
-        leaves, structure = self.read(args, kwargs)
-        cuts = self.cuts(way_of(leaves, structure)) or (None,) * len(leaves)
+        given = self.read(args, kwargs)
+        cuts = self.cuts(given.way) or (None,) * len(given.leaves)
         return tuple(
             (*leaf.shape[:axis], *leaf.shape[axis + 1 :]) if axis is not None else tuple(leaf.shape)
-            for leaf, axis in zip(leaves, cuts, strict=True)
+            for leaf, axis in zip(given.leaves, cuts, strict=True)
             if isinstance(leaf, Tensor)
         )
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fastclip._torch import current_task, in_compiled_call, is_profiled, transformed
 from fastclip.compiled import check_built
-from fastclip.samples.inputs import tensors_of
 from fastclip.trace.tracer import ASIDE
 
 try:
@@ -36,7 +36,7 @@ _KEPT = 1024
 """Of a program that changes in every call no more are kept: each holds its sizes."""
 
 
-def begin(args: tuple, kwargs: dict) -> Any:
+def begin(inputs: list[Tensor]) -> Any:
     """Follow the operators that this thread calls from now on, in a call with these inputs.
 
     Returns:
@@ -48,7 +48,7 @@ def begin(args: tuple, kwargs: dict) -> Any:
     if not FOLLOWS or elsewhere or in_compiled_call():
         return None
     recording = _path.Recording()
-    recording.start([*tensors_of((args, kwargs))])
+    recording.start(inputs)
     return recording
 
 
@@ -66,27 +66,28 @@ class Paths:
         self._by_size = 0
         """Those of them that may have done so for their sizes, as a loop over samples does."""
 
-    def knows(self, path: Any, args: tuple, kwargs: dict) -> bool:
+    def knows(self, path: Any, sizes: list[int]) -> bool:
         """Whether a call has gone this way: the same operators on the same results.
 
         Sizes among their arguments may be others if they follow from those of the inputs.
+
+        Args:
+            sizes: of all inputs of the call.
         """
         known = self._known.get(path.hash, [])
         if any(path.follows(other, [], []) for other, _ in known):
             return True
-        sizes = _sizes(args, kwargs)
         found = any(path.follows(other, sizes, others) for other, others in known)
         self._of_all_sizes |= found
         return found
 
-    def note(self, path: Any, args: tuple, kwargs: dict, *, known: bool) -> None:
-        """A call with these inputs has gone this way, of which `knows` has said whether it is known."""
-        sizes = _sizes(args, kwargs)
+    def note(self, path: Any, sizes: list[int], *, known: bool) -> None:
+        """A call has gone this way, of which `knows` has said whether it is known."""
         self._sizes.add(tuple(sizes))
         if not known and len(self._known) < _KEPT:
             self._known.setdefault(path.hash, []).append((path, sizes))
 
-    def next_due(self, args: tuple, kwargs: dict, *, turns: bool) -> bool:
+    def next_due(self, sizes: list[int], *, turns: bool) -> bool:
         """Count a way that is not known; whether it is to be looked at. Of a program that changes in
         every call not all are.
 
@@ -95,13 +96,9 @@ class Paths:
         """
         self.unseen += 1
         number, most = self.unseen, _EVERY
-        if not self._of_all_sizes and tuple(_sizes(args, kwargs)) not in self._sizes:
+        if not self._of_all_sizes and tuple(sizes) not in self._sizes:
             if turns:
                 return False
             self._by_size += 1
             number, most = self._by_size, _FEW
         return number <= most or not number & (number - 1)
-
-
-def _sizes(args: tuple, kwargs: dict) -> list[int]:
-    return [size for x in tensors_of((args, kwargs)) for size in x.shape]

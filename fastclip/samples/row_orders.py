@@ -10,7 +10,6 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from fastclip.errors import GraphError, say
 from fastclip.samples.calls import Forward
-from fastclip.samples.inputs import way_of
 
 _COMPARED = 4
 """Backward passes over several forward passes whose rows are compared: reading them waits for a GPU."""
@@ -68,6 +67,8 @@ class RowOrders:
         self._left -= len(seen) > 1
         for forward in forwards:
             forward.inputs = None
+            if forward.layout is not None:
+                forward.layout.ended()
 
 
 def _rows(forward: Forward) -> tuple[Hashable, list[int]] | None:
@@ -75,8 +76,9 @@ def _rows(forward: Forward) -> tuple[Hashable, list[int]] | None:
     size, layout = forward.batch_size or 0, forward.layout
     if forward.inputs is None or layout is None or size < 2:
         return None
-    leaves, structure = layout.read(*forward.inputs)
-    axes = layout.cuts(way_of(leaves, structure)) or (layout.axis,) * len(leaves)
+    given = layout.read(*forward.inputs)
+    leaves, structure = given.leaves, given.structure
+    axes = layout.cuts(given.way) or (layout.axis,) * len(leaves)
     keys: list[list[bytes]] = []
     told = 0
     for leaf, axis in zip(leaves, axes, strict=True):

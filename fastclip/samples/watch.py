@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fastclip.samples.inputs import Way, is_dense, way_of
+from fastclip.samples.inputs import Reading, Way, is_dense
 from fastclip.samples.settings import Key, Settings, is_counter, is_flag, kind
 
 _PATIENCE = 16
@@ -46,7 +46,7 @@ class Watch:
 
     def __init__(
         self, model: nn.Module, args: tuple, kwargs: dict,
-        read: Callable[[tuple, dict], tuple[list[Any], Any]], axis: int,
+        read: Callable[[tuple, dict], Reading], axis: int,
     ) -> None:  # fmt: skip
         self._settings, self._read, self._axis = Settings(model), read, axis
         self._ways: list[Way] = []
@@ -55,11 +55,11 @@ class Watch:
         """What stood in them at the last call of each."""
         self._waiting: list[dict[Key, None]] = []
         """The settings that have changed since then, in calls of other ways."""
-        leaves, structure = self._read(args, kwargs)
-        way, _ = self._way(leaves, structure)
+        given = self._read(args, kwargs)
+        way, _ = self._way(given)
         self._seen = [self._flags(way)]
         self._moves: dict[Key, int] = {}
-        self._lengths = {self._long(way, leaves)}
+        self._lengths = {self._long(way, given.leaves)}
         self._calls = 0
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -69,8 +69,8 @@ class Watch:
     def changed(self, args: tuple, kwargs: dict) -> bool:
         """Whether this call finds a state that was not looked at; to be asked once a call."""
         self._calls += 1
-        leaves, structure = self._read(args, kwargs)
-        way, moved = self._way(leaves, structure)
+        given = self._read(args, kwargs)
+        way, moved = self._way(given)
         settings = dict.fromkeys(self._settings.changed())
         for key in (*moved, *settings):
             self._moves[key] = self._moves.get(key, 0) + 1
@@ -78,7 +78,7 @@ class Watch:
             waiting |= settings
         moved += self._waiting[way]
         self._waiting[way] = {}
-        long = self._long(way, leaves)
+        long = self._long(way, given.leaves)
         if long not in self._lengths and len(self._lengths) < _MOST_STATES:
             self._lengths.add(long)
             return True
@@ -94,9 +94,9 @@ class Watch:
         """True at every doubling of the calls."""
         return not self._calls & (self._calls - 1)
 
-    def _way(self, leaves: list[Any], structure: Any) -> tuple[int, list[Key]]:
+    def _way(self, call: Reading) -> tuple[int, list[Key]]:
         """The number of this way of calling it, and which of the arguments have changed."""
-        given, arguments = [_shown(leaf) for leaf in leaves], way_of(leaves, structure)
+        given, arguments = [_shown(leaf) for leaf in call.leaves], call.way
         if arguments not in self._ways:
             self._ways.append(arguments)
             self._given.append(given)

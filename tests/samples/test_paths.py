@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastclip import doctor
-from fastclip.errors import BatchSizeError
+from fastclip.errors import BatchSizeError, FastclipError
 from fastclip.samples import paths
 from tests.oracle import (
     assert_sums,
@@ -47,7 +47,7 @@ SAME_OPERATORS: dict[str, tuple[Does, Does]] = {
 
 
 def path_of(does: Callable[..., Any], *given: Tensor) -> Any:
-    following = paths.begin(given, {})
+    following = paths.begin([*given])
     does(*given)
     return following.stop()
 
@@ -109,7 +109,7 @@ def test_what_the_engine_does_beside_is_no_part() -> None:
 
 
 def test_an_error_ends_it() -> None:
-    following = paths.begin((), {})
+    following = paths.begin([])
     with pytest.raises(RuntimeError):
         torch.ones(2) + torch.ones(3)
     assert following.stop().operators == 3
@@ -123,11 +123,11 @@ def test_where_operators_cannot_be_followed(where: str) -> None:
     x = torch.ones(2, requires_grad=True)
     if where == "in a profiler":
         with torch.profiler.profile():
-            found.append(paths.begin((), {}))
+            found.append(paths.begin([]))
     elif where == "in a transform":
-        torch.func.vmap(lambda x: (found.append(paths.begin((), {})), x)[1])(torch.ones(2))
+        torch.func.vmap(lambda x: (found.append(paths.begin([])), x)[1])(torch.ones(2))
     else:
-        x.register_hook(lambda g: found.append(paths.begin((), {})))
+        x.register_hook(lambda g: found.append(paths.begin([])))
         (2 * x).sum().backward()
     assert found == [None]
 
@@ -195,26 +195,62 @@ def test_ways_that_are_independent() -> None:
 
 def test_of_a_program_that_never_rests_some_are_looked_at() -> None:
     """Fewer where its sizes may be why: a loop over samples runs more operators for more of them."""
-    found, given = paths.Paths(), (torch.zeros(B, D),)
-    found.note(path_of(torch.sum, *given), given, {}, known=False)
-    due = [k for k in range(1, 70) if found.next_due(given, {}, turns=False)]
+    found, given = paths.Paths(), torch.zeros(B, D)
+    found.note(path_of(torch.sum, given), [B, D], known=False)
+    due = [k for k in range(1, 70) if found.next_due([B, D], turns=False)]
     assert due == [*range(1, 9), 16, 32, 64]
-    sized = [k for k in range(1, 70) if found.next_due((torch.zeros(B + k, D),), {}, turns=False)]
+    sized = [k for k in range(1, 70) if found.next_due([B + k, D], turns=False)]
     assert sized == [1, 2, 4, 8, 16, 32, 64]
-    assert not found.next_due((torch.zeros(1, D),), {}, turns=True)
-    other = (torch.zeros(B + 70, D),)
-    assert found.knows(path_of(torch.sum, *other), other, {})
-    assert not any(found.next_due((torch.zeros(B + k, D),), {}, turns=True) for k in (80, 81, 82))
+    assert not found.next_due([1, D], turns=True)
+    other = path_of(torch.sum, torch.zeros(B + 70, D))
+    assert found.knows(other, [B + 70, D])
+    assert not any(found.next_due([B + k, D], turns=True) for k in (80, 81, 82))
 
 
 def test_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each holds its sizes, and a long training may go a new one in every step."""
     monkeypatch.setattr(paths, "_KEPT", 3)
-    found, given = paths.Paths(), (torch.zeros(B, D),)
-    ways = [path_of(lambda h, k=k: h * torch.tensor([k] * D), *given) for k in range(5)]
+    found, given = paths.Paths(), torch.zeros(B, D)
+    ways = [path_of(lambda h, k=k: h * torch.tensor([k] * D), given) for k in range(5)]
     for way in ways:
-        found.note(way, given, {}, known=found.knows(way, given, {}))
-    assert [found.knows(way, given, {}) for way in ways] == [True] * 3 + [False] * 2
+        found.note(way, [B, D], known=found.knows(way, [B, D]))
+    assert [found.knows(way, [B, D]) for way in ways] == [True] * 3 + [False] * 2
+
+
+class Turned(Model):
+    """A layer sees the samples along another axis, which is as long as theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        h = self.second(h.transpose(0, 1)).transpose(0, 1) if NOW[0](h) is h else self.second(h)
+        return self.head(torch.tanh(h)).mean(1)
+
+
+def test_a_known_way_that_comes_back_where_samples_lie_elsewhere() -> None:
+    """What is known of ways holds with what was known of layers: exact, or an error, in every step."""
+    model = Turned().double()
+    private, optimizer = make_private(model)[1:3]
+    x, exact = torch.randn(T, T, D).double(), []
+    for turned in (0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1):
+        NOW[:] = [(lambda h: h) if turned else torch.clone]
+        optimizer.zero_grad()
+        try:
+            backward(private, x)
+        except FastclipError:
+            exact.append(False)
+            continue
+        plain = Turned().double()
+        plain.load_state_dict(model.state_dict())
+        params = dict(model.named_parameters())
+        wanted = clipped_sum(per_sample_gradients(plain, x), 1.0)
+        assert_sums(summed(params), wanted, 1e-9)
+        exact.append(True)
+    assert exact[:4] == [True] * 4
+    assert exact[-1]
 
 
 def test_a_loop_over_samples() -> None:
