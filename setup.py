@@ -1,6 +1,6 @@
 """The packages under fastclip/, and csrc/, whose folders become modules: host/ becomes fastclip._host
-where there is a C++ compiler, path/ fastclip._path where there is torch, too, and cuda/ becomes
-fastclip._C where there is an nvcc.
+where there is a C++ compiler, path/ fastclip._path and step/ fastclip._step where there is torch, too,
+and cuda/ becomes fastclip._C where there is an nvcc.
 
 All are optional: without them every operation still runs, in Triton or PyTorch. So a module that
 cannot be built is told in one sentence and the installation goes on. FASTCLIP_BUILD=0 leaves all
@@ -185,11 +185,12 @@ PATH = Module(
     "_path", "path", find_cxx_and_torch, torch_flags, torch_libraries,
     "CXX=... chooses another compiler", needs="torch",
 )  # fmt: skip
+STEP = PATH._replace(name="_step", folder="step")
 CUDA = Module(
     "_C", "cuda", find_nvcc, nvcc_flags, lambda: "-cudart static",
     "NVCC_PREPEND_FLAGS='-ccbin ...' chooses another host compiler",
 )  # fmt: skip
-MODULES = HOST, PATH, CUDA
+MODULES = HOST, PATH, STEP, CUDA
 
 
 def escape(text: str | Path) -> str:

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
@@ -153,6 +154,17 @@ def gradient_hooks(parameter: Tensor) -> Collection[Any]:
     after = getattr(parameter, "_post_accumulate_grad_hooks", None)
     found: Collection[Any] = () if before is None else before.values()
     return [*found, *after.values()] if after else found
+
+
+def hooks_of(parameters: Iterable[Tensor]) -> list[Any]:
+    """All hooks on the gradients of these parameters, without a line of Python for each."""
+    before = filter(None, map(_BEFORE, parameters))
+    after = filter(None, map(_AFTER, parameters))
+    return [*chain.from_iterable(map(_VALUES, chain(before, after)))]
+
+
+_BEFORE, _AFTER = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_VALUES = methodcaller("values")
 
 
 def of_class(kind: type[T], x: Tensor) -> T:

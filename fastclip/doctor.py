@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from fastclip.backward import bare
 from fastclip.errors import FastclipError
 from fastclip.ops.dispatch import LOOPS, OPERATIONS, backend_of
 from fastclip.planner.costs import cache_file, device_name
@@ -106,6 +107,18 @@ def _paths() -> dict[str, Any]:
     return {"followed": paths.FOLLOWS} | ({"why": paths.WHY_NOT} if paths.WHY_NOT else {})
 
 
+def _nodes() -> dict[str, Any]:
+    """Whether layers run as single nodes of C++, or why they do not."""
+    return {"serve": bare.SERVES} | ({"why": bare.WHY_NOT} if bare.WHY_NOT else {})
+
+
+def _nodes_line(found: dict[str, Any]) -> str:
+    """The same in one line."""
+    if found["serve"]:
+        return "linear layers: a node of C++ each, from the third step on"
+    return f"linear layers: functions of Python, no nodes of C++: {found['why']}"
+
+
 def _paths_line(found: dict[str, Any]) -> str:
     """The same in one line."""
     if found["followed"]:
@@ -160,6 +173,7 @@ def examine() -> dict[str, Any]:
         "core": _core(),
         "loops": _loops(),
         "paths": _paths(),
+        "nodes": _nodes(),
         "between_processes": _between_processes(),
         "environment": {
             name: os.environ.get(name) for name in ("FASTCLIP_BACKEND", "TRITON_INTERPRET")
@@ -177,6 +191,7 @@ def report(found: dict[str, Any]) -> str:
     )
     lines.append(_core_line(found["core"]))
     lines += [_loops_line(found["loops"]), _paths_line(found["paths"])]
+    lines.append(_nodes_line(found["nodes"]))
     lines.append(f"between processes: {', '.join(found['between_processes']) or 'nothing'}")
     lines += [f"{name}={value}" for name, value in found["environment"].items() if value]
     if not any(device["device"].startswith("cuda") for device in found["devices"]):

@@ -40,7 +40,12 @@ def private_function(function: type[Function]) -> type[Function]:
 
 def is_private(node: Node) -> bool:
     """Whether a node of the graph is a private layer's, or use's."""
-    return type(node) in _PRIVATE
+    return type(node) in _PRIVATE or is_of_cpp(node)
+
+
+def is_of_cpp(node: Node) -> bool:
+    """Whether a node is one of csrc/step."""
+    return "fastclip::" in node.name()
 
 
 def above_private(nodes: deque[Node], private: list[Node] | None = None) -> Iterator[Node]:
@@ -76,14 +81,28 @@ def differentiable_once(backward: Callable[..., tuple]) -> Callable[..., tuple]:
             return backward(ctx, *gradients)
         with torch.no_grad():
             outputs = backward(ctx, *gradients)
-        # Tied to what came in, so that the refusal lies between them and the model's inputs, and to
-        # a leaf, for gradients that do not depend on the output but on the weights alone.
-        return tuple(
-            out if out is None else _Refusal.apply(out.detach().requires_grad_(), *gradients)
-            for out in outputs
-        )
+        return tuple(out if out is None else refusing(out, *gradients) for out in outputs)
 
     return wrapper
+
+
+def refusing(x: Tensor, *gradients: Tensor | None) -> Tensor:
+    """`x`, computed of these, with no derivative.
+
+    Tied to what came in, so that the refusal lies between it and the model's inputs, and to a leaf, for
+    gradients that do not depend on the output but on the weights alone.
+    """
+    with torch.enable_grad():
+        return _Refusal.apply(x.detach().requires_grad_(), *gradients)
+
+
+def unopened(layer: str) -> GraphError:
+    """A backward pass reached a layer, and nothing says where it began."""
+    return GraphError(
+        f"the backward pass reached {layer} without passing through the output of the private model; "
+        "compute the loss from what the model's own forward returns, in one backward pass, or wrap "
+        "passes that must not train in engine.paused()"
+    )
 
 
 class _Refusal(Function):

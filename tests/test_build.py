@@ -22,7 +22,7 @@ from fastclip.compiled import check_built, how_to_build
 from fastclip.ops import dispatch
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = {"_host": "host", "_path": "path", "_C": "cuda"}
+FOLDERS = {"_host": "host", "_path": "path", "_step": "step", "_C": "cuda"}
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 needs_cxx = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 of_each = pytest.mark.parametrize(
@@ -30,6 +30,7 @@ of_each = pytest.mark.parametrize(
     [
         pytest.param("_host", marks=needs_cxx),
         pytest.param("_path", marks=needs_cxx),
+        pytest.param("_step", marks=needs_cxx),
         pytest.param("_C", marks=needs_nvcc),
     ],
 )
@@ -343,7 +344,7 @@ def test_what_changes_is_compiled_again(
     module: str, setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A header's change reaches the sources that include it, and no other; new sources join."""
-    chosen = {"_host": setup.HOST, "_path": setup.PATH, "_C": setup.CUDA}[module]
+    chosen = next(each for each in setup.MODULES if each.name == module)
     root, folder = tmp_path / "with space", tmp_path / "a build"
     of_module = root / chosen.folder
     of_module.mkdir(parents=True)
@@ -414,7 +415,7 @@ def test_a_header_in_the_place_of_another(
     module: str, setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """All is compiled again: a compiler would find the new one first."""
-    chosen = {"_host": setup.HOST, "_path": setup.PATH, "_C": setup.CUDA}[module]
+    chosen = next(each for each in setup.MODULES if each.name == module)
     root, folder = tmp_path / "csrc", tmp_path / "build"
     (root / chosen.folder).mkdir(parents=True)
     (root / "value.hpp").write_text("inline int value() { return 1; }\n")
@@ -479,7 +480,7 @@ def test_a_compiler_that_is_none(cxx: str, said: str, tmp_path: Path) -> None:
     path = f"{nvcc.parent}:{os.environ['PATH']}"
     code, lines = build_in(tmp_path, FASTCLIP_BUILD="", CXX=cxx, PATH=path)
     assert code == 0, lines
-    assert sum(said in line for line in lines) == 2, lines  # of both modules that ask for one
+    assert sum(said in line for line in lines) == 3, lines  # of the modules that ask for one
     assert sum("nvcc cannot be run" in line for line in lines) == 1, lines
     assert not any(map(Path.exists, stale))
 

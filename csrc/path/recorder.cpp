@@ -22,6 +22,7 @@ struct Operator {
   bool is_operator = false;  // else a function of Python's with a backward of its own
   bool literal = false;      // it takes over numbers that Python has written
   bool identity = false;     // it returns the numbers that it is given
+  bool layer = false;        // a private layer, whose operators count alone: as a node of csrc/step it has no name
   std::vector<int> arguments;
 };
 
@@ -43,6 +44,7 @@ Operator operator_of(const at::RecordFunction& call) {
   found.is_operator = schema.has_value();
   found.literal = found.name == "aten::lift_fresh" || found.name == "aten::lift";
   found.identity = found.name == "aten::detach" || found.name == "aten::alias";
+  found.layer = found.name == "PrivateLayer";
   found.id = std::hash<std::string>()(found.name + "." + (schema ? schema->overload_name() : ""));
   if (schema)
     for (const auto& argument : schema->arguments()) found.arguments.push_back(kind_of(argument));
@@ -139,6 +141,7 @@ void Recorder::add(const c10::IValue& value, int kind, bool literal) {
 }
 
 void Recorder::begins(const Operator& kind, c10::ArrayRef<const c10::IValue> inputs) {
+  if (kind.layer) return;
   if (kind.identity) {
     passed_ = inputs.empty() || !inputs[0].isTensor() ? 0 : number_of(inputs[0].toTensor());
     return;

@@ -20,7 +20,6 @@ from fastclip.backward.together import (
     finish_norms,
     norms_of_linear,
     stack_small,
-    waits,
 )
 from fastclip.errors import GraphError, where
 from fastclip.layers import KeptRecord, Record, joint_record
@@ -55,9 +54,10 @@ class BackwardPass:
         self.units: UnitRows | None = None
         """Which rows are clipped as one; None: each alone."""
         self.forwards: list[Forward] = []
-        self.entries: dict[nn.Parameter, Entry] = {}
+        self.entries: dict[int, Entry] = {}
+        """By the parameters' ids, which are quicker to find than themselves."""
         self.stacks: list[Stack] = []
-        """Gradients of small parameters, once the norms are known."""
+        """What several parameters have together, once its norms are known."""
         self.last_input = ops.LastInput()
         self._derived: dict[Any, list[tuple[Target, Record]]] = {}
         """Contributions to values computed from parameters, by these values."""
@@ -126,7 +126,7 @@ class BackwardPass:
             self.units = batch.unit_rows(rows)
 
     def take(self, parameter: nn.Parameter, record: Record) -> None:
-        """Take a contribution to `parameter`, and its norm at once unless more may come."""
+        """Take a contribution to `parameter`."""
         if self.units is not None and self.units.joined:
             record = record.of_units(self.units)
         self._hold(parameter, record)
@@ -137,14 +137,23 @@ class BackwardPass:
         return self.units if self.units is not None and self.units.joined else None
 
     def _hold(self, parameter: nn.Parameter, record: Record) -> None:
-        entry = self.entries.get(parameter)
+        entry = self.entries.get(id(parameter))
         if entry is None:
-            later = waits(record) or (bool(self._shared) and parameter in self._shared)
-            norm = None if later else record.norm_parts(self.last_input)
-            self.entries[parameter] = Entry([record], norm)
+            self.entries[id(parameter)] = Entry(parameter, [record])
             return
         self._shared.add(parameter)
         entry.join(record)
+
+    def has_other(self, parameter: nn.Parameter) -> bool:
+        """Whether there is, or may be, another contribution to the parameter in this pass."""
+        shared = parameter in self._shared or parameter in self._wanted
+        return shared or id(parameter) in self.entries
+
+    def take_together(self, stack: Stack, norms: Tensor) -> None:
+        """Take the only contributions to these parameters, with their squared norms [l, b]."""
+        for parameter, norm_sq in zip(stack.parameters, norms.unbind(), strict=True):
+            self.entries[id(parameter)] = Entry(parameter, [], norm_sq)
+        self.stacks.append(stack)
 
     def take_derived(self, target: Target, record: Record, wanted: Iterable[nn.Parameter]) -> None:
         """Take a contribution to a value computed from parameters; its norms wait for the end."""
@@ -186,25 +195,30 @@ class BackwardPass:
 
     def places(self, parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
         """Of those that took part, in the order of all `parameters`, int64."""
-        order = {parameter: i for i, parameter in enumerate(parameters)}
-        return ops.index_on(tuple(order[parameter] for parameter in self.entries), device)
+        order = {id(parameter): i for i, parameter in enumerate(parameters)}
+        return ops.index_on(tuple(order[own] for own in self.entries), device)
 
-    def norms(self, factor: float) -> Tensor:
+    def norms(self, factor: float, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Squared norms [l, b] of the parameters that took part, of the true gradients.
 
         Args:
-            factor: what the gradients at hand are multiplied by.
+            factor: what the gradients at hand are multiplied by. parameters: all of them; in their order
+                those that took part are added up, however a layer has run.
 
         Returns:
             [l, u] where rows are clipped by units, in the order of `entries`.
         """
         samples = self.batch_size if self.joined is None else self.joined.count
         norms: list[Tensor] = []
+        held = self.entries
+        self.entries = {own: held[own] for own in map(id, parameters) if own in held}
+        assert len(self.entries) == len(held), "whoever takes part is one of them"
         self.last_input = ops.LastInput()  # the one in it is not held any longer
-        self.stacks = norms_of_linear(self.entries) + stack_small(self.entries)
-        finish_norms(self.entries.values())
-        for parameter, entry in self.entries.items():
-            norm = entry.norm_sq
+        entries = [*held.values()]  # in the order of the pass, in which inputs are shared
+        self.stacks += norms_of_linear(entries) + stack_small(entries)
+        finish_norms(entries, ops.LastInput())
+        for entry in self.entries.values():
+            norm, parameter = entry.norm_sq, entry.parameter
             if not isinstance(norm, Tensor):
                 joint = joint_record(entry.records, self._planner)
                 norm, entry.records = joint.norm_sq(), [joint]
@@ -223,7 +237,8 @@ class BackwardPass:
         ]
         stacked = torch.stack([n if n.device == device else n.to(device) for n in covered])
         if self._unbounded:
-            sizes, dtypes = [p.numel() for p in self.entries], [n.dtype for n in norms]
+            sizes = [entry.parameter.numel() for entry in self.entries.values()]
+            dtypes = [n.dtype for n in norms]
             stacked = ops.with_lost(stacked, sizes, dtypes)
         return self._unit_norms(stacked, factor)
 
@@ -269,26 +284,26 @@ class BackwardPass:
         """
         rows = None
         if factors.dim() == 2:
-            rows = {parameter: i for i, parameter in enumerate(self.entries)}
+            rows = {own: i for i, own in enumerate(self.entries)}
         while self.stacks:
             stack = self.stacks.pop()
             own = factors
             if rows is not None:
-                of_stack = tuple(rows[parameter] for parameter in stack.parameters)
+                of_stack = tuple(rows[id(parameter)] for parameter in stack.parameters)
                 own = factors.index_select(0, ops.index_on(of_stack, factors.device))
-            for parameter, total in stack.clipped_sums(own.to(stack.gradients.device)):
+            for parameter, total in stack.clipped_sums(own.to(stack.device)):
                 sums.add(parameter, total)
-        for parameters in sums.together(self.entries):
+        for parameters in sums.together([entry.parameter for entry in self.entries.values()]):
             linear = LinearSums(sums.add, factors)
             for parameter in parameters:
-                entry = self.entries.pop(parameter, None)
+                entry = self.entries.pop(id(parameter), None)
                 if entry is None or not entry.records:  # in a stack
                     continue
                 for record in entry.records:
                     record.check_unmodified()
                 if rows is None and linear.take(parameter, entry.records):
                     continue
-                own = factors if rows is None else factors[rows[parameter]]
+                own = factors if rows is None else factors[rows[id(parameter)]]
                 own = own.to(parameter.device)
                 for record in entry.records:
                     sums.add(parameter, record.clipped_sum(own))

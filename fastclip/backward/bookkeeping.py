@@ -21,6 +21,7 @@ from fastclip._torch import at_end_of_pass, current_task, disable_dynamo
 from fastclip.backward import guards, outside
 from fastclip.backward.arithmetic import arithmetic
 from fastclip.backward.backward_pass import BackwardPass
+from fastclip.backward.bare import BareLayers
 from fastclip.backward.batch_norm import check_batch_norm
 from fastclip.backward.clipping_state import ClippingState
 from fastclip.backward.criterion import check_loss, running_loss
@@ -29,7 +30,8 @@ from fastclip.backward.loss_scale import running_scale
 from fastclip.backward.sums import ClippedSums
 from fastclip.backward.traced_step import StepTrace
 from fastclip.clipping import Clipping
-from fastclip.errors import GraphError, where
+from fastclip.errors import where
+from fastclip.graph import unopened
 from fastclip.layers import Record
 from fastclip.ops.units import UnitRows
 from fastclip.parallel.processes import check_processes
@@ -75,6 +77,7 @@ class BookKeeper:
         self.per_sample_norms: Tensor | None = None
         self.batch_norms: list[tuple[str, nn.Module]] = []
         self.trace = StepTrace(names, self.others, batch_axis)
+        self.bare = BareLayers()
         self._connect()
         self._shared: set[nn.Parameter] = set()
         self._pass: BackwardPass | None = None
@@ -98,7 +101,7 @@ class BookKeeper:
             self.forward = Forward(None)
         try:
             # A reentrant checkpoint runs its part again later, which may be outside.
-            with followed_checkpoints():
+            with followed_checkpoints(), self.bare.aside():
                 yield
         finally:
             self.calls.paused, self.forward = before
@@ -189,6 +192,8 @@ class BookKeeper:
             stale, self._pass = self._pass, None
             stale.unwatch()
             self.trace.end()
+        if not self.depth or forwards:
+            self.bare.drop()
         if forwards and self.depth:
             self.depth, self.forward = 0, Forward(None)
             self.calls.drop_forward()
@@ -205,6 +210,8 @@ class BookKeeper:
             unbounded = self.clipping.strategy.unbounded
             self._pass = BackwardPass(task, self.planner, self._shared, running_loss(), unbounded)
             at_end_of_pass(partial(self.close_pass, self._pass))
+            self.bare.check_hooks(self.check_hooks)
+            self.bare.opened(True)
             self.outside.check(forward, self.names, self.others)
             self.trace.check_outside()
         self._pass.loss_scale = running_scale()
@@ -245,15 +252,17 @@ class BookKeeper:
     def admit(self, path: str, forward: Forward, rows: int) -> None:
         """Check that a layer's contribution may enter the running pass."""
         if self._pass is None:
-            raise GraphError(
-                f"the backward pass reached {where(path)} without passing through the output of the "
-                "private model; compute the loss from what the model's own forward returns, in one "
-                "backward pass, or wrap passes that must not train in engine.paused()"
-            )
+            raise unopened(where(path))
         self._pass.admit(path, forward, rows, self.batch)
 
+    @property
+    def current(self) -> BackwardPass:
+        """The pass that runs."""
+        assert self._pass is not None
+        return self._pass
+
     def record(self, parameter: nn.Parameter, record: Record) -> None:
-        """Take a contribution to `parameter`, and its norm at once unless more may come."""
+        """Take a contribution to `parameter`."""
         assert self._pass is not None
         self._pass.take(parameter, record)
 
@@ -271,15 +280,18 @@ class BookKeeper:
     @disable_dynamo
     def close_pass(self, current: BackwardPass) -> None:
         """End of the backward pass: norms to scales, records to clipped sums, records freed."""
+        self.bare.opened(False)
         current.check_kept(self._pass)
-        self._pass = None
-        current.unwatch()
-        if current.empty:
-            return
-        self.row_orders.finish(current.forwards)
         with self.trace.aside(), arithmetic(self.names):
-            current.pull_back(self.clipping.ranks)
-            self._close(current)
+            try:
+                self.bare.settle(self)
+            finally:
+                self._pass = None
+                current.unwatch()
+            if not current.empty:
+                self.row_orders.finish(current.forwards)
+                current.pull_back(self.clipping.ranks)
+                self._close(current)
 
     def _close(self, current: BackwardPass) -> None:
         batch_size, calls = current.batch_size or 0, len(current.forwards)
@@ -293,7 +305,7 @@ class BookKeeper:
         if self.caught is not None:
             self.caught(current, factor)
             return
-        norm_sq = self.trace.guarded(current.norms(factor))
+        norm_sq = self.trace.guarded(current.norms(factor, self.names))
         per_layer = self.clipping.strategy.threshold.per_layer
         layers = current.places(self.names, norm_sq.device) if per_layer else None
         write = partial(current.write, self.sums, factor)
@@ -361,7 +373,7 @@ class BookKeeper:
 
     def _connect(self) -> None:
         """Calls ask the trace of their step."""
-        self.trace.misplaced = self.calls.look_again_at_all
+        self.trace.misplaced, self.trace.owns = self.calls.look_again_at_all, self.bare.owns
         self.calls.traces, self.calls.traced = self.trace.again, lambda: self.trace.observing
 
     def __getstate__(self) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +13,10 @@ from fastclip._torch import base_of, plain_results
 from fastclip.errors import GraphError, StepError
 
 _NONE = None, 0, None, None
+
+
+def _shown_of(parameter: nn.Parameter) -> Any:
+    return parameter.__dict__.get("summed_grad")
 
 
 class ShownSum(Tensor):
@@ -91,6 +96,15 @@ class ClippedSums(SumsOfOne):
         if shown is not own or (total is not None and total._version != version):
             raise changed(f"a parameter of shape {tuple(parameter.shape)}")
         return total
+
+    def take_all(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        """The sums of these parameters, as of `take`."""
+        held = [self._held.get(own, _NONE) for own in map(id, parameters)]
+        shown = [*map(_shown_of, parameters)]
+        alike = all(map(is_, shown, [own for *_, own in held]))
+        if not alike or not all(x is None or x._version == version for x, version, *_ in held):
+            return [self.take(parameter) for parameter in parameters]  # which says where
+        return [total for total, *_ in held]
 
     def clear(self, parameters: Iterable[nn.Parameter]) -> None:
         """Forget all sums, and show none on these parameters."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,13 @@ ROOM = 32 << 20
 class Entry:
     """The contributions of one pass to one parameter."""
 
+    parameter: nn.Parameter
     records: list[Record]
-    norm_sq: Tensor | ops.LaterNorm | None
-    """[b], or what it is made of; None while it waits: for another use, or for other parameters."""
+    norm_sq: Tensor | ops.LaterNorm | None = None
+    """[b], or what it is made of; None until the pass ends."""
 
     def join(self, record: Record) -> None:
-        """One more contribution: the norm waits for the end."""
-        self.norm_sq = None
+        """One more contribution."""
         self.records[:] = [own.settled() for own in self.records]
         join(self.records, record.settled())
 
@@ -39,14 +39,6 @@ class Entry:
         return self.records[0] if self.norm_sq is None and len(self.records) == 1 else None
 
 
-def waits(record: Record) -> bool:
-    """Its norm is computed with those of other parameters, at the end."""
-    kind = type(record)
-    if kind is KeptRecord:
-        return _is_small(record)
-    return kind is BiasRecord or record.together is not None
-
-
 def _is_small(record: Record | None) -> bool:
     """It holds the gradients of a small parameter, as they are."""
     if type(record) is not KeptRecord or not record.as_given:
@@ -54,12 +46,37 @@ def _is_small(record: Record | None) -> bool:
     return record.gradients.dim() > 0 and record.gradients.shape[1:].numel() <= SMALL
 
 
+class Stack(Protocol):
+    """What several parameters have together, each from one use of its own.
+
+    Attributes:
+        parameters: k of them. device: on which their sums are computed.
+    """
+
+    parameters: list[nn.Parameter]
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def clipped_sums(self, scales: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Of every parameter, a tensor with a version of its own.
+
+        Args:
+            scales: [b], or [k, b].
+        """
+
+
 @dataclass
-class Stack:
+class KeptStack:
     """The gradients of k small parameters of n entries each, [k, b, n]."""
 
     parameters: list[nn.Parameter]
     gradients: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Where they lie."""
+        return self.gradients.device
 
     def clipped_sums(self, scales: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Of every parameter, [n].
@@ -72,25 +89,25 @@ class Stack:
         return zip(self.parameters, (row.data for row in sums), strict=True)
 
 
-def norms_of_linear(entries: dict[nn.Parameter, Entry]) -> list[Stack]:
+def norms_of_linear(entries: Sequence[Entry]) -> list[Stack]:
     """Linear layers of one kind get their norms together on a GPU, with their biases' gradients.
 
     Returns:
         The biases' gradients, taken out of their entries, which get their norms.
     """
-    biases: dict[int, tuple[nn.Parameter, Entry]] = {}
+    biases: dict[int, Entry] = {}
     groups: dict[Any, list[tuple[Entry, LinearRecord]]] = {}
-    for parameter, entry in entries.items():
+    for entry in entries:
         record = entry.alone
         if type(record) is BiasRecord:
-            biases[id(record.linear)] = parameter, entry
-    for entry in entries.values():
+            biases[id(record.linear)] = entry
+    for entry in entries:
         record = entry.alone
         linear = None if record is None else record.together
         if record is not None and linear is not None:
             record.check_unmodified()
             groups.setdefault((linear.kind, id(linear) in biases), []).append((entry, linear))
-    by_size: dict[Any, tuple[list[tuple[nn.Parameter, Entry]], list[Tensor]]] = {}
+    by_size: dict[Any, tuple[list[Entry], list[Tensor]]] = {}
     for (_, biased), group in groups.items():
         for some in _groups(group, biased):
             norms, gradients = ops.ghost_norms([(x.a, x.g) for _, x in some], biased)
@@ -101,7 +118,7 @@ def norms_of_linear(entries: dict[nn.Parameter, Entry]) -> list[Stack]:
                 small, rows = by_size.setdefault(size, ([], []))
                 small += [biases.pop(id(x)) for _, x in some]
                 rows.append(gradients)
-    for _, entry in biases.values():  # whose weight has other uses
+    for entry in biases.values():  # whose weight has other uses
         entry.records[:] = [entry.records[0].settled()]
     return [
         _stacked(small, rows[0] if len(rows) == 1 else torch.cat(rows))
@@ -120,42 +137,49 @@ def _groups(
         yield group[first : first + most]
 
 
-def _stacked(small: list[tuple[nn.Parameter, Entry]], rows: Tensor) -> Stack:
+def _stacked(small: list[Entry], rows: Tensor) -> Stack:
     """Gradients [k, b, n] of these, which get their norms."""
     norms = ops.row_norm_sq(rows.flatten(0, 1)).view(rows.shape[:2])
-    for (_, entry), norm_sq in zip(small, norms.unbind(), strict=True):
+    for entry, norm_sq in zip(small, norms.unbind(), strict=True):
         entry.records.clear()
         entry.norm_sq = norm_sq
-    return Stack([parameter for parameter, _ in small], rows)
+    return KeptStack([entry.parameter for entry in small], rows)
 
 
-def stack_small(entries: dict[nn.Parameter, Entry]) -> list[Stack]:
+def stack_small(entries: Sequence[Entry]) -> list[Stack]:
     """Small parameters' gradients, taken out of their entries, which get their norms.
 
     Raises:
         GraphError: one was changed in place since it was recorded.
     """
-    groups: dict[Any, list[tuple[nn.Parameter, Entry, Tensor]]] = {}
-    for parameter, entry in entries.items():
+    groups: dict[Any, list[tuple[Entry, Tensor]]] = {}
+    for entry in entries:
         record = entry.alone
         if record is None or not _is_small(record):
             continue
         record.check_unmodified()
         gradients = record.per_sample()
         key = (gradients.shape[0], gradients.shape[1:].numel(), gradients.dtype, gradients.device)
-        groups.setdefault(key, []).append((parameter, entry, gradients))
+        groups.setdefault(key, []).append((entry, gradients))
     found = []
     for (b, size, *_), small in groups.items():
         if len(small) > 1:
-            rows = torch.stack([ops.shaped(gradients, b, size) for _, _, gradients in small])
-            found.append(_stacked([(parameter, entry) for parameter, entry, _ in small], rows))
+            rows = torch.stack([ops.shaped(gradients, b, size) for _, gradients in small])
+            found.append(_stacked([entry for entry, _ in small], rows))
     return found
 
 
-def finish_norms(entries: Iterable[Entry]) -> None:
-    """The last operations of norms that wait for those of other layers."""
+def finish_norms(entries: Iterable[Entry], last_input: ops.LastInput) -> None:
+    """Norms of all that has one record; their last operations are made for several layers at once.
+
+    Args:
+        last_input: what is known of the one that was met last.
+    """
     groups: dict[Any, list[tuple[Entry, ops.LaterNorm]]] = {}
     for entry in entries:
+        if (record := entry.alone) is not None:
+            record.check_unmodified()
+            entry.norm_sq = record.norm_parts(last_input)
         if type(entry.norm_sq) is not Tensor and isinstance(entry.norm_sq, ops.LaterNorm):
             groups.setdefault(entry.norm_sq.kind, []).append((entry, entry.norm_sq))
     for pairs in groups.values():

@@ -150,6 +150,8 @@ class StepTrace:
         weakref.finalize(self, _leave_for_good, self._placed)
         self._step: _Step | None = None
         self.misplaced: Callable[[], None] = _nothing
+        self.owns: Callable[[Any], bool] = bool
+        """Whether a node of C++ is a layer of this model that contributes."""
         """Called where samples lie elsewhere than the engine takes them to."""
         self._begin_early = False
         """The next step is to be traced from before the call of a compiled function on."""
@@ -612,7 +614,9 @@ class StepTrace:
             told(self.log)
 
     def _is_ours(self, node: Any) -> bool:
-        call = node.call
+        call = getattr(node, "call", None)
+        if call is None:
+            return self.owns(node)
         keeper = call.handle.keeper if hasattr(call, "handle") else call.interceptor.keeper
         return keeper.trace is self and not (call.paused or keeper.paused)
 

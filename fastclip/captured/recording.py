@@ -63,7 +63,7 @@ class _Rehearsed:
 
     def _catch(self, current: BackwardPass, factor: float) -> None:
         self._caught.append((current, factor))
-        self.norm_sq = current.norms(factor)
+        self.norm_sq = current.norms(factor, self.keeper.names)
 
     def layers(self) -> Tensor | None:
         """Which parameters took part, for thresholds by layer."""
@@ -77,8 +77,9 @@ class _Rehearsed:
         with arithmetic(self.keeper.names), ops.looked_at(factors):
             self.current.sum_into(sums, factors)
             kinds: dict[torch.dtype, list[nn.Parameter]] = {}
-            for parameter, total in sums.held.items():
-                kinds.setdefault(total.dtype, []).append(parameter)
+            for parameter in self.keeper.names:  # in one order, whichever layers are bare
+                if (total := sums.held.get(parameter)) is not None:
+                    kinds.setdefault(total.dtype, []).append(parameter)
             flat = [torch.cat([sums.held[p] for p in held]) for held in kinds.values()]
         return [tuple(held) for held in kinds.values()], flat
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from fastclip import _host
 from fastclip._torch import foreign_modes, function_modes
 from fastclip.host import secure_noise
 from fastclip.host.alone import is_alone
-from fastclip.host.plain import is_written_to, lies_alike
+from fastclip.host.plain import all_lie_alike, is_written_to, lies_alike
 from fastclip.memory import loop_threads, pointer
 from fastclip.noise.source import SECURE, SEEDED, TORCHS, SecureNoise, SeededNoise
 from fastclip.ops.finalize import add_totals, check_std
@@ -47,6 +48,9 @@ def draw_normals(
     if foreign_modes() or function_modes() or not is_alone():  # who would not hear of it
         return NotImplemented
     generator = source.drawing()
+    if all_lie_alike(outs, totals):  # nearly always
+        _draw_beside(outs, std, source, totals, factor)
+        return None
     pairs = zip(outs, totals or [None] * len(outs), strict=True)
     for fits, run in groupby(pairs, lambda pair: _fits(pair[0])):
         of, added = map(list, zip(*run, strict=True))
@@ -58,6 +62,20 @@ def draw_normals(
                 source.normal_(out, std)
         add_totals(of, added, factor)
     return None
+
+
+def _draw_beside(
+    outs: list[Tensor], std: float, source: Any, totals: Sequence[Tensor | None], factor: float
+) -> None:
+    """Where a loop can write to all, and read all totals; PyTorch draws what is too short for a loop."""
+    generator = source.drawing()
+    long = [n >= _ROW for n in map(Tensor.numel, outs)]
+    for fits, run in groupby(zip(outs, totals, long, strict=True), itemgetter(2)):
+        of, added, _ = map(list, zip(*run, strict=True))
+        if not (fits and is_faithful() and _draw_together(of, std, generator, added, factor)):
+            for out in of:
+                source.normal_(out, std)
+            add_totals(of, added, factor)
 
 
 def _draw_securely(
@@ -119,7 +137,7 @@ def _draw_together(
     if type(generator) is not torch.Generator or generator.device.type != "cpu":
         return False
     before = generator.get_state()
-    counts = [out.numel() for out in outs]
+    counts = [*map(Tensor.numel, outs)]
     state = before.numpy().tobytes()
     try:
         after = _host.mersenne_advanced(state, sum(n + _ROW * (n % _ROW > 0) for n in counts))
@@ -130,10 +148,7 @@ def _draw_together(
     # Whatever happens now, nothing is drawn twice.
     generator.set_state(torch.frombuffer(bytearray(after), dtype=torch.uint8))
     threads = max(1, min(loop_threads(), sum(counts) // LEAST))
-    runs = [
-        (out.data_ptr(), count, pointer(total))
-        for out, count, total in zip(outs, counts, totals, strict=True)
-    ]
+    runs = [*zip(map(Tensor.data_ptr, outs), counts, map(pointer, totals), strict=True)]
     _host.mersenne_normals(state=state, runs=runs, std=std, factor=factor, threads=threads)
     return True
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
+
 import torch
 from torch import Tensor
 
+from fastclip._torch import is_functorch_wrapped
 from fastclip.memory import lies_on_host
+
+_SHAPE, _GRAD = attrgetter("shape"), attrgetter("requires_grad")
+_KIND = attrgetter("dtype", "device.type", "layout")
+_FLOATS = torch.float32, "cpu", torch.strided
 
 
 def is_written_to(out: Tensor) -> bool:
@@ -13,6 +21,21 @@ def is_written_to(out: Tensor) -> bool:
     floats = type(out) is Tensor and out.dtype == torch.float32 and out.numel() > 0
     ours = floats and lies_on_host(out) and out.is_contiguous()
     return ours and not (out.is_inference() or out.requires_grad)
+
+
+def all_lie_alike(outs: Sequence[Tensor], totals: Sequence[Tensor | None]) -> bool:
+    """Whether a loop can write to all of these, and read its total beside each; without a line of Python
+    for each."""
+    if not outs or not all(isinstance(total, Tensor) for total in totals):
+        return False
+    both: list[Tensor] = [*outs, *totals]  # type: ignore[list-item]
+    shapes = [*map(_SHAPE, outs)] == [*map(_SHAPE, totals)]
+    floats = {*map(type, both)} == {Tensor} and {*map(_KIND, both)} == {_FLOATS}
+    plain = shapes and floats and all(map(Tensor.is_contiguous, both))
+    wrapped = plain and any(map(is_functorch_wrapped, both))
+    odd = not plain or wrapped or any(map(Tensor.is_neg, both))
+    odd = odd or any(map(Tensor.is_inference, outs)) or any(map(_GRAD, outs))
+    return not odd and all(map(Tensor.numel, outs)) and all(map(Tensor.data_ptr, both))
 
 
 def lies_alike(out: Tensor, total: Tensor | None) -> bool:

@@ -24,6 +24,15 @@ from fastclip.errors import GraphError
 from fastclip.ops.units import UnitRows
 
 
+def written_to() -> GraphError:
+    """What a norm was taken of is not what would be summed."""
+    return GraphError(
+        "an activation or output gradient was modified in place between the backward pass "
+        "and the clipped sum, so the recorded norm no longer bounds the contribution; do "
+        "not change tensors of the forward pass before loss.backward() has returned"
+    )
+
+
 class Record(ABC):
     """One contribution to one parameter's gradient, for the b samples of a batch."""
 
@@ -37,11 +46,7 @@ class Record(ABC):
     def check_unmodified(self) -> None:
         """Raise if an operand was changed in place since the norm was taken."""
         if [*map(version_of, self._operands)] != self._versions:
-            raise GraphError(
-                "an activation or output gradient was modified in place between the backward pass "
-                "and the clipped sum, so the recorded norm no longer bounds the contribution; do "
-                "not change tensors of the forward pass before loss.backward() has returned"
-            )
+            raise written_to()
 
     @property
     def nbytes(self) -> int:

@@ -8,14 +8,20 @@ input's gradient and records each parameter's contribution, and the name under w
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastclip import ops
-from fastclip.layers.customised import Originals, customised, originals, unchanged
+from fastclip.layers.customised import (
+    Originals,
+    are_unchanged,
+    customised,
+    originals,
+    unchanged,
+)
 from fastclip.layers.records import Record
 from fastclip.planner import Choice
 
@@ -161,6 +167,12 @@ def check_customised(module: Any) -> None:
             f"{', '.join(changed)} have been replaced since make_private, which chose the rule of "
             f"the original {type(module).__name__}; call make_private after the change"
         )
+
+
+def all_unchanged(cls: type, modules: Collection[Any]) -> bool:
+    """Whether none of these modules of a class has been given methods of its own."""
+    known = _ORIGINALS.get(cls)
+    return known is not None and are_unchanged(modules, cls, known)
 
 
 def _matching(module: Any) -> tuple[type | None, LayerRule | None]:

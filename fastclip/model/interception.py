@@ -23,6 +23,7 @@ from fastclip.backward.guards import check_plain
 from fastclip.backward.private_layer import Call, PrivateLayer
 from fastclip.errors import StepError, UnsupportedLayerError, where
 from fastclip.layers import LayerRule
+from fastclip.memory import no_memory
 from fastclip.model.following import eagerly, exported_as_it_was, follow, shown_as
 from fastclip.samples.place import Place
 from fastclip.uses.arguments import leaves_of
@@ -54,6 +55,8 @@ class Handle:
         self.keeper = keeper
         self.rule: LayerRule | None = None
         self.scopes: list[Scope] = []
+        self.bare: Callable[[Any], Tensor | None] | None = None
+        """Its call as one C++ node, where it may be; None of a call that may not."""
         self.bypass = False
         """Run the module as it was (while a rule calls it from inside)."""
         self._found: tuple[list[tuple[str, nn.Parameter | None, bool]], dict[str, nn.Parameter]] = (
@@ -66,7 +69,7 @@ class Handle:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         memo[id(self)] = made = Handle.__new__(Handle)
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        made.__dict__.update(copy.deepcopy({**self.__dict__, "bare": None}, memo))
         return made
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -81,6 +84,15 @@ class Handle:
         """The module's forward."""
         if self.bypass:
             return self._plain(module)(*args, **kwargs)
+        if self.bare is not None and len(args) == 1 and not kwargs:
+            try:
+                out = self.bare(args[0])
+            except RuntimeError as error:  # the usual way says where
+                if no_memory(error):
+                    raise
+                out = None
+            if out is not None:
+                return out
         run = self._followed if self.rule is None else self._private
         if not self.scopes:
             return run(module, *args, **kwargs)

@@ -19,6 +19,7 @@ from fastclip.backward.sharded_sums import follow_shards
 from fastclip.errors import UnsupportedLayerError
 from fastclip.layers import find_rule
 from fastclip.model import entries
+from fastclip.model.bare import may_be_bare
 from fastclip.model.interception import ATTRIBUTE, Handle, attach, detach
 from fastclip.model.let_go import let_go
 from fastclip.model.ownership import check_free, claim
@@ -101,6 +102,7 @@ class _Installer:
                 if module is not self.model:
                     handle.scopes.append(PartScope())
             attach(module, handle)
+        may_be_bare(self.keeper.bare, self.handles)
         for path, module in self.model.named_modules():
             if self._is_part(module):
                 entries.attach_part(path, module, self.keeper)

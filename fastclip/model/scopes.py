@@ -24,7 +24,7 @@ from fastclip.model.given import check_given, has_more
 from fastclip.model.interception import ATTRIBUTE, Handle
 from fastclip.parallel.ranks import whole
 from fastclip.samples.calls import FORWARD, Entered, Forward
-from fastclip.samples.inputs import tensors_of, way_of
+from fastclip.samples.inputs import tensors_of
 from fastclip.uses.recurrent import sorted_by
 from fastclip.uses.routing import Routing
 
@@ -145,10 +145,15 @@ class RootScope:
         batch = layout.batch_size(args, kwargs, begins=outermost)
         if outermost and not keeper.paused and keeper.trace.wanted:
             keeper.drop_stale()
-            leaves, structure = layout.read(args, kwargs)
-            cuts = layout.cuts(way_of(leaves, structure))
+            given = layout.read(args, kwargs)
+            cuts = layout.cuts(given.way)
             keeper.trace.forward(
-                leaves, cuts, batch, flat=layout.flat, proven=layout.proven, asked=layout.asked
+                given.leaves,
+                cuts,
+                batch,
+                flat=layout.flat,
+                proven=layout.proven,
+                asked=layout.asked,
             )
         inside = keeper.root_forward(batch, layout)
         if alone:
@@ -192,6 +197,8 @@ class RootCall:
             enter("", self._forward)
             self.eager = layout is not None and "" in layout.users
             called.forward = self._forward
+            if not (keeper.paused or keeper.trace.observing or keeper.calls.shards):
+                keeper.bare.begin(self._forward)
             self._forward.inputs = (args, kwargs)
             if self._forward.layout is not None and self._forward.layout.folds:
                 self._forward.lengths = self._forward.layout.lengths(args, kwargs)
@@ -204,12 +211,16 @@ class RootCall:
         """The model's forward has returned, or failed; of a batch without rows the way out is told."""
         if self._called is not None:
             self._called.ran()
+            if self._keeper is not None:
+                self._keeper.bare.end()
         _tell(error, self._forward.batch_size)
         if self._called is not None:
             if error is not None and self._keeper is not None:
                 self._keeper.trace.end()
             _, self._routing = self._forward.inside.pop()
         self._inside.__exit__(None, None, None)
+        if error is not None and self._forward.layout is not None:
+            self._forward.layout.ended()
         if self._keeper is not None and self._called is not None:
             self._keeper.calls.end(self._called)
             if error is not None:
@@ -280,7 +291,8 @@ class RecurrentScope:
             forward.batch_size = rows
         forward.row_order = order
         try:
-            return inner(*args, **kwargs)
+            with keeper.bare.aside():
+                return inner(*args, **kwargs)
         finally:
             forward.row_order = None
 

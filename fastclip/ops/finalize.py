@@ -66,11 +66,15 @@ def noise_finalize(
     """
     if not isinstance(std, Tensor):
         check_std(std)
-    gradients = []
-    for parameter in like:
+    for parameter in () if all(map(Tensor.is_floating_point, like)) else like:
         check_floating(parameter)
-        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        gradients.append(torch.empty(parameter.shape, dtype=dtype, device=parameter.device))
+    gradients = [
+        torch.empty(
+            parameter.shape, device=parameter.device,
+            dtype=torch.float64 if parameter.dtype == torch.float64 else torch.float32,
+        )
+        for parameter in like
+    ]  # fmt: skip
     if isinstance(std, Tensor):
         draw_normals(gradients, 1.0, source)
         for gradient in gradients:
@@ -82,7 +86,8 @@ def noise_finalize(
         for gradient in gradients:
             gradient.zero_()
         add_totals(gradients, summed, 1 / divisor)
-    return [g.to(parameter.dtype) for g, parameter in zip(gradients, like, strict=True)]
+    pairs = zip(gradients, like, strict=True)
+    return [g if g.dtype == p.dtype else g.to(p.dtype) for g, p in pairs]
 
 
 @host_operation

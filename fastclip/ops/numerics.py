@@ -130,13 +130,18 @@ def drop_zeroed(scale: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
     On the CPU the pass over the operands is skipped when no scale is 0; on other devices it is
     always made, because looking would synchronise.
     """
-    alive = _ALIVE.get()
-    if alive is not None and (scale is alive or base_of(scale) is alive):
+    if not may_be_zero(scale):
         return operands
     dead = scale == 0
-    if dead.device.type == "cpu" and not bool(dead.any()):
-        return operands
     return tuple(x.masked_fill(dead.view(-1, *[1] * (x.dim() - 1)), 0) for x in operands)
+
+
+def may_be_zero(scale: Tensor) -> bool:
+    """Whether one of these scales may be 0; on devices but the CPU nobody looks."""
+    alive = _ALIVE.get()
+    if alive is not None and (scale is alive or base_of(scale) is alive):
+        return False
+    return scale.device.type != "cpu" or bool((scale == 0).any())
 
 
 @contextmanager

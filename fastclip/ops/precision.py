@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 
@@ -80,6 +81,15 @@ class _Flags:
 _FLAGS = _Flags()
 
 
+class _Thread(threading.local):
+    """The innermost block that this thread is in; one that was interrupted is gone."""
+
+    block: Callable[[], _FullFloat32 | None] = staticmethod(lambda: None)
+
+
+_THREAD = _Thread()
+
+
 class _FullFloat32:
     """One block inside which float32 products keep float32; blocks may be nested, and of any thread."""
 
@@ -88,11 +98,13 @@ class _FullFloat32:
     def __enter__(self) -> None:
         self._inside = True
         _FLAGS.enter(id(self))
+        self._around, _THREAD.block = _THREAD.block, ref(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
+        _THREAD.block = self._around
         _FLAGS.leave(id(self))
         self._inside = False
 
@@ -107,10 +119,12 @@ def full_float32() -> _FullFloat32:
 
 
 def in_full_float32(function: _Function) -> _Function:
-    """The function runs inside `full_float32`."""
+    """The function runs inside `full_float32`; where all of a pass does, nothing is asked again."""
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
+        if _THREAD.block() is not None:
+            return function(*args, **kwargs)
         with _FullFloat32():
             return function(*args, **kwargs)
 

@@ -39,7 +39,7 @@ def noisy_gradients(
     state = keeper.clipping
     std, given = _noise_std(state), keeper.sums
     if state.ranks is None:
-        sums = [given.take(p) for p in parameters]
+        sums = given.take_all(parameters)
         record()
         return ops.noise_finalize(sums, list(parameters), std, divisor, state.noise)
     told: dict[str, float] = {"step": state.step, "batches": batches, "divisor": divisor}

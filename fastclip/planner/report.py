@@ -40,6 +40,17 @@ class PlanLog:
         """A decision of the planner for an input of this shape."""
         self._known[path] = (rule, shape, choice.method, choice.nbytes)
 
+    def note_all(
+        self, paths: Iterable[str], rule: str, shape: tuple[int, ...], choice: Choice
+    ) -> None:
+        """The same decision for several layers."""
+        self._known.update(dict.fromkeys(paths, (rule, shape, choice.method, choice.nbytes)))
+
+    def method(self, path: str) -> str:
+        """The last decision for this layer; empty where there is none."""
+        known = self._known.get(path)
+        return "" if known is None else known[2]
+
     def planned(self, path: str) -> bool:
         """The planner has decided for this layer."""
         known = self._known.get(path)
