@@ -1,0 +1,177 @@
+"""What a private step of a small model costs the host: seconds of the processor, and calls.
+
+    python -m bench.small
+    python -m bench.small --models mlp --rounds 100
+
+Models of many small layers, batches of 8, on one thread of the CPU: an ordinary step, a private one, and
+a private one whose layers are no nodes of C++ (fastclip._step), which take turns. Of each the least and
+the median CPU time, and how often Python enters a function of Python or of C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
+from transformers import BertConfig, BertForSequenceClassification, ViTConfig
+from transformers import ViTForImageClassification as Vit
+
+from bench.measure import heading, quartiles
+from bench.processes import report, run_module
+from fastclip import FastPrivacyEngine
+from fastclip.backward import bare
+
+OUT = Path(__file__).resolve().parent / "results" / "small-cpu.json"
+B, D, CLASSES, LAYERS = 8, 64, 10, 24
+WARM_UP = 5
+SIZES = {
+    "hidden_size": D,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 4 * D,
+}
+OTHERS: dict[str, Any] = {"num_labels": CLASSES}
+Step = Callable[[], None]
+
+
+def mlp() -> nn.Module:
+    """24 layers of 64, and a head."""
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(D, D), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(D, CLASSES))
+
+
+def bert() -> nn.Module:
+    """4 layers over 16 positions."""
+    options = {**SIZES, **OTHERS, "vocab_size": 500, "max_position_embeddings": 32}
+    return BertForSequenceClassification(BertConfig(**options))
+
+
+def vit() -> nn.Module:
+    """4 layers over 16 patches."""
+    return Vit(ViTConfig(**SIZES, **OTHERS, image_size=32, patch_size=8))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "mlp": (mlp, lambda: torch.randn(B, D)),
+    "bert": (bert, lambda: torch.randint(3, 500, (B, 16))),
+    "vit": (vit, lambda: torch.randn(B, 3, 32, 32)),
+}
+MODES = ("ordinary", "private", "without nodes")
+
+
+def step_of(mode: str, build: Callable[[], nn.Module], x: Tensor, y: Tensor) -> tuple[Step, Any]:
+    """A step that has run a few times, and the private model."""
+    torch.manual_seed(0)
+    model = build().train()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
+    if mode != "ordinary":
+        model, optimizer, _ = FastPrivacyEngine().make_private(
+            module=model, optimizer=optimizer, noise_multiplier=1.0, max_grad_norm=1.0,
+            data_loader=DataLoader(TensorDataset(torch.zeros(10 * B, 1)), batch_size=B),
+            poisson_sampling=False,
+        )  # fmt: skip
+        if mode == "without nodes":
+            model.keeper.bare.layers = []  # type: ignore[attr-defined]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        out = model(x)
+        F.cross_entropy(getattr(out, "logits", out), y).backward()
+        optimizer.step()
+
+    for _ in range(WARM_UP):
+        step()
+    return step, model
+
+
+def calls(step: Step) -> int:
+    """How often Python enters a function of Python or of C in a step, on any thread."""
+    found = [0]
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        found[0] += event in ("call", "c_call")
+
+    threading.setprofile(count)
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return found[0]
+
+
+def measured(name: str, rounds: int) -> dict[str, Any]:
+    """All of one model."""
+    build, inputs = MODELS[name]
+    torch.manual_seed(1)
+    x, y = inputs(), torch.randint(CLASSES, (B,))
+    made = {mode: step_of(mode, build, x, y) for mode in MODES}
+    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for _ in range(rounds):
+        for mode, (step, _) in made.items():
+            begun = time.process_time()
+            step()
+            seconds[mode].append(time.process_time() - begun)
+    found: dict[str, Any] = {}
+    for mode, (step, model) in made.items():
+        private = mode != "ordinary"
+        found[mode] = {
+            "least": min(seconds[mode]),
+            "median": quartiles(seconds[mode])[1],
+            "calls": calls(step),
+            "nodes": model.keeper.bare.listed if private else 0,
+            "layers": len(model.keeper.plan_log.plan().rows) if private else 0,
+        }
+    return found | {"served": bare.SERVES}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, write the JSON file and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m bench.small", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--rounds", type=int, default=60, help="timed steps of each mode")
+    parser.add_argument("--out", type=Path, default=OUT, help="the JSON file")
+    parser.add_argument("--one", choices=MODELS, help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.one:
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)
+        report(lambda: measured(args.one, args.rounds))
+        return
+    results = {}
+    for name in tqdm(args.models, desc="models"):
+        results[name] = run_module("bench.small", ["--one", name, "--rounds", str(args.rounds)])
+        written = heading("bench.small", arguments) | {"models": results}
+        args.out.write_text(json.dumps(written, indent=1) + "\n")
+    print("| model | mode | least, ms | median, ms | of ordinary | calls | added a layer | nodes |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, modes in results.items():
+        if "error" in modes:
+            print(f"| {name} | {modes['error']} {modes['detail']} |")
+            continue
+        plain = modes["ordinary"]
+        for mode in MODES:
+            r = modes[mode]
+            added = (r["calls"] - plain["calls"]) / r["layers"] if r["layers"] else 0
+            print(
+                f"| {name} | {mode} | {1e3 * r['least']:.2f} | {1e3 * r['median']:.2f} | "
+                f"{r['least'] / plain['least']:.2f} | {r['calls']} | {added:.0f} | {r['nodes']} |"
+            )
+
+
+if __name__ == "__main__":
+    main()
