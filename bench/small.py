@@ -4,8 +4,8 @@
     python -m bench.small --models mlp --rounds 100
 
 Models of many small layers, batches of 8, on one thread of the CPU: an ordinary step, a private one, and
-a private one whose layers are no nodes of C++ (fastclip._step), which take turns. Of each the least and
-the median CPU time, and how often Python enters a function of Python or of C.
+a private one whose layers are no nodes of C++ (fastclip._step), each in a process of its own. Of each
+the least and the median CPU time, and how often Python enters a function of Python or of C.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from transformers import ViTForImageClassification as Vit
 from bench.measure import heading, quartiles
 from bench.processes import report, run_module
 from fastclip import FastPrivacyEngine
-from fastclip.backward import bare
 
 OUT = Path(__file__).resolve().parent / "results" / "small-cpu.json"
 B, D, CLASSES, LAYERS = 8, 64, 10, 24
@@ -113,29 +113,25 @@ def calls(step: Step) -> int:
     return found[0]
 
 
-def measured(name: str, rounds: int) -> dict[str, Any]:
-    """All of one model."""
+def measured(name: str, mode: str, rounds: int) -> dict[str, Any]:
+    """One model in one mode: beside a private model every backward pass of a process is looked at."""
     build, inputs = MODELS[name]
     torch.manual_seed(1)
     x, y = inputs(), torch.randint(CLASSES, (B,))
-    made = {mode: step_of(mode, build, x, y) for mode in MODES}
-    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    step, model = step_of(mode, build, x, y)
+    entered, seconds = calls(step), []
     for _ in range(rounds):
-        for mode, (step, _) in made.items():
-            begun = time.process_time()
-            step()
-            seconds[mode].append(time.process_time() - begun)
-    found: dict[str, Any] = {}
-    for mode, (step, model) in made.items():
-        private = mode != "ordinary"
-        found[mode] = {
-            "least": min(seconds[mode]),
-            "median": quartiles(seconds[mode])[1],
-            "calls": calls(step),
-            "nodes": model.keeper.bare.listed if private else 0,
-            "layers": len(model.keeper.plan_log.plan().rows) if private else 0,
-        }
-    return found | {"served": bare.SERVES}
+        begun = time.process_time()
+        step()
+        seconds.append(time.process_time() - begun)
+    private = mode != "ordinary"
+    return {
+        "least": min(seconds),
+        "median": quartiles(seconds)[1],
+        "calls": entered,
+        "nodes": model.keeper.bare.listed if private else 0,
+        "layers": len(model.keeper.plan_log.plan().rows) if private else 0,
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -145,23 +141,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=60, help="timed steps of each mode")
     parser.add_argument("--out", type=Path, default=OUT, help="the JSON file")
-    parser.add_argument("--one", choices=MODELS, help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.one:
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
-        report(lambda: measured(args.one, args.rounds))
+        report(lambda: measured(*args.one, args.rounds))
         return
-    results = {}
-    for name in tqdm(args.models, desc="models"):
-        results[name] = run_module("bench.small", ["--one", name, "--rounds", str(args.rounds)])
+    results: dict[str, dict[str, Any]] = {name: {} for name in args.models}
+    for name, mode in tqdm([*product(args.models, MODES)], desc="models"):
+        one = ["--one", name, mode, "--rounds", str(args.rounds)]
+        results[name][mode] = run_module("bench.small", one)
         written = heading("bench.small", arguments) | {"models": results}
         args.out.write_text(json.dumps(written, indent=1) + "\n")
     print("| model | mode | least, ms | median, ms | of ordinary | calls | added a layer | nodes |")
     print("|---|---|---|---|---|---|---|---|")
     for name, modes in results.items():
-        if "error" in modes:
-            print(f"| {name} | {modes['error']} {modes['detail']} |")
+        failed = [f"{mode}: {r['error']}" for mode, r in modes.items() if "error" in r]
+        if failed:
+            print(f"| {name} | {'; '.join(failed)} |")
             continue
         plain = modes["ordinary"]
         for mode in MODES:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from bench import small
 from fastclip.backward import bare
 
-MOST = {"mlp": 250, "bert": 330, "vit": 330}
-"""Calls that privacy adds a private layer: 190, 240 and 270 measured."""
+MOST = 270
+"""Calls that privacy adds a private layer of the MLP: 235 measured; 613 before layers were nodes."""
 
 
 @pytest.mark.skipif(not bare.SERVES, reason=bare.WHY_NOT)
-@pytest.mark.parametrize("name", MOST)
-def test_calls(name: str) -> None:
-    found = small.measured(name, 1)
+def test_calls(tmp_path: Path) -> None:
+    """In processes of their own: what others leave behind listens, too."""
+    out = tmp_path / "small.json"
+    small.main(["--models", "mlp", "--rounds", "1", "--out", str(out)])
+    found = json.loads(out.read_text())["models"]["mlp"]
     ordinary, private, without = (found[mode] for mode in small.MODES)
-    added = (private["calls"] - ordinary["calls"]) / private["layers"]
-    assert 0 < added <= MOST[name]
+    assert 0 < (private["calls"] - ordinary["calls"]) / private["layers"] <= MOST
     assert private["calls"] < without["calls"]
-    assert private["nodes"] > 20
+    assert private["nodes"] == private["layers"] == 25
     assert not without["nodes"]
