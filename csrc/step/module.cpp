@@ -53,17 +53,17 @@ at::Tensor tie(const at::Tensor& gradient, const at::Tensor& to) {
 // One linear layer of a private model.
 class Slot {
  public:
-  //   held: the module's __dict__.
-  Slot(std::shared_ptr<fastclip::Slots> slots, int64_t number, py::dict held, bool transposed)
-      : layer_{std::move(slots), number, transposed, false}, held_(std::move(held)), parameters_(held_["_parameters"]) {
+  Slot(std::shared_ptr<fastclip::Slots> slots, int64_t number, py::dict parameters, bool transposed)
+      : layer_{std::move(slots), number, transposed, false}, parameters_(std::move(parameters)) {
     weight_ = parameters_["weight"];
     bias_ = parameters_.contains("bias") ? py::object(parameters_["bias"]) : py::none();
     layer_.biased = tensor_of(bias_.ptr()).defined();
     trained_ = trained();
   }
   // What the layer gives; None where it is to go its usual way.
-  py::object call(const py::handle& given) const {
-    if (!THPVariable_CheckExact(given.ptr()) || !holds()) return py::none();
+  //   held: the module's __dict__, which is not kept: it leads back here.
+  py::object call(const py::handle& given, const py::dict& held) const {
+    if (!THPVariable_CheckExact(given.ptr()) || !holds(held.ptr())) return py::none();
     const auto x = THPVariable_Unpack(given.ptr()), weight = tensor_of(weight_.ptr()), bias = tensor_of(bias_.ptr());
     at::Tensor out;
     {
@@ -75,10 +75,10 @@ class Slot {
 
  private:
   // The parameters are those that it was made of, and trained as they were then.
-  bool holds() const {
+  bool holds(PyObject* held) const {
     const auto* bias = PyDict_GetItemString(parameters_.ptr(), "bias");
-    if (PyDict_GetItemString(held_.ptr(), "_parameters") != parameters_.ptr()) return false;
-    if (PyDict_GetItemString(held_.ptr(), "weight") || PyDict_GetItemString(held_.ptr(), "bias")) return false;
+    if (PyDict_GetItemString(held, "_parameters") != parameters_.ptr()) return false;
+    if (PyDict_GetItemString(held, "weight") || PyDict_GetItemString(held, "bias")) return false;
     return PyDict_GetItemString(parameters_.ptr(), "weight") == weight_.ptr() &&
            (bias ? bias : Py_None) == bias_.ptr() && trained() == trained_;
   }
@@ -88,7 +88,7 @@ class Slot {
   }
 
   fastclip::Linear layer_;
-  py::dict held_, parameters_;
+  py::dict parameters_;
   py::object weight_, bias_;  // held: another parameter must not come to lie where one of them was
   int trained_;
 };
@@ -162,6 +162,6 @@ PYBIND11_MODULE(_step, module) {
       .def_property_readonly("address", &address_of);
   py::class_<Slot>(module, "Linear")
       .def(py::init<std::shared_ptr<fastclip::Slots>, int64_t, py::dict, bool>(), py::arg("slots"),
-           py::arg("number"), py::arg("held"), py::arg("transposed"))
-      .def("__call__", &Slot::call, py::arg("x"));
+           py::arg("number"), py::arg("parameters"), py::arg("transposed"))
+      .def("__call__", &Slot::call, py::arg("x"), py::arg("held"));
 }

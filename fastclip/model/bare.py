@@ -30,7 +30,7 @@ def plan(bare: BareLayers, layout: BatchLayout) -> None:
         handle.bare = None
         if _is_bare(handle, module, layout):
             transposed = LINEAR[type(handle.rule)]
-            handle.bare = _step.Linear(bare.slots, number, vars(module), transposed)
+            handle.bare = _step.Linear(bare.slots, number, module._parameters, transposed)
             bare.paths.append(handle.path)
             bare.parameters += handle.parameters(module).values()
             bare.modules.setdefault(type(module), []).append(module)

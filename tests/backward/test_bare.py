@@ -591,7 +591,9 @@ def test_another_thread_goes_the_usual_way() -> None:
     found: list[Any] = []
 
     def run(*_: object) -> None:
-        thread = threading.Thread(target=lambda: found.append(handle.bare and handle.bare(x)))
+        thread = threading.Thread(
+            target=lambda: found.append(handle.bare and handle.bare(x, vars(model.second)))
+        )
         thread.start()
         thread.join()
 
