@@ -74,7 +74,7 @@ MODES = ("ordinary", "private", "without nodes")
 def step_of(mode: str, build: Callable[[], nn.Module], x: Tensor, y: Tensor) -> tuple[Step, Any]:
     """A step that has run a few times, and the private model."""
     torch.manual_seed(0)
-    model = build().train()
+    model: Any = build().train()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
     if mode != "ordinary":
         model, optimizer, _ = FastPrivacyEngine().make_private(
@@ -83,7 +83,7 @@ def step_of(mode: str, build: Callable[[], nn.Module], x: Tensor, y: Tensor) -> 
             poisson_sampling=False,
         )  # fmt: skip
         if mode == "without nodes":
-            model.keeper.bare.layers = []  # type: ignore[attr-defined]
+            model.keeper.bare.layers = []
 
     def step() -> None:
         optimizer.zero_grad()

@@ -10,7 +10,8 @@ from fastclip.sources import is_current
 
 
 def check_built(name: str, folder: str, compiler: str) -> None:
-    """Refuse a module that is absent, or that was built from other sources than a checkout has now.
+    """Refuse a module that is absent, or that was built from other sources than a checkout has now, or
+    against another torch.
 
     The launchers of those sources would hand an older module what it takes for something else, so
     that is said aloud, too.
@@ -27,6 +28,9 @@ def check_built(name: str, folder: str, compiler: str) -> None:
         told = f"fastclip.{name} is not built ({error}): {how_to_build(compiler)}"
         raise ImportError(told) from error
     versions: dict[str, str] = getattr(module, "versions", dict)()
+    torch = importlib.import_module("torch") if "torch" in versions else None
+    if torch is not None and versions["torch"] != torch.__version__.partition("+")[0]:
+        raise ImportError(f"fastclip.{name} was compiled against another torch")
     if not is_current(folder, versions.get("sources", "")):
         told = (
             f"fastclip.{name} was built from other sources than csrc/{folder} has now, so it is not "

@@ -36,7 +36,7 @@ class BackwardPass:
 
     Args:
         task: torch's number of the pass. planner: chooses how norms are computed.
-        shared: parameters that are known to be used more than once: their norms wait for the end.
+        shared: parameters that are known to be used more than once.
         loss: what the pass began with.
         unbounded: its scales may be as large as 1 over any norm (`Clipping.unbounded`).
     """

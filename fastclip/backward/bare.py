@@ -15,7 +15,6 @@ from operator import is_
 from typing import Any
 from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor, nn
 
 from fastclip._torch import hooks_of
@@ -29,9 +28,6 @@ from fastclip.samples.layout import BatchLayout
 try:
     check_built("_step", "step", "a C++ compiler")
     from fastclip import _step
-
-    if _step.versions()["torch"] != torch.__version__.partition("+")[0]:
-        raise ImportError("fastclip._step was compiled against another torch")
 except ImportError as error:  # layers go their usual way
     SERVES, WHY_NOT = False, str(error)
 else:

@@ -48,13 +48,12 @@ def draw_normals(
     if foreign_modes() or function_modes() or not is_alone():  # who would not hear of it
         return NotImplemented
     generator = source.drawing()
-    if all_lie_alike(outs, totals):  # nearly always
-        _draw_beside(outs, std, source, totals, factor)
-        return None
-    pairs = zip(outs, totals or [None] * len(outs), strict=True)
-    for fits, run in groupby(pairs, lambda pair: _fits(pair[0])):
-        of, added = map(list, zip(*run, strict=True))
-        read, rest = _apart(of, added)
+    alike = all_lie_alike(outs, totals)  # nearly always
+    fit = [n >= _ROW for n in map(Tensor.numel, outs)] if alike else [*map(_fits, outs)]
+    together = zip(outs, totals or [None] * len(outs), fit, strict=True)
+    for fits, run in groupby(together, itemgetter(2)):
+        of, added, _ = map(list, zip(*run, strict=True))
+        read, rest = (added, [None] * len(of)) if alike else _apart(of, added)
         if fits and is_faithful() and _draw_together(of, std, generator, read, factor):
             added = rest
         else:
@@ -62,20 +61,6 @@ def draw_normals(
                 source.normal_(out, std)
         add_totals(of, added, factor)
     return None
-
-
-def _draw_beside(
-    outs: list[Tensor], std: float, source: Any, totals: Sequence[Tensor | None], factor: float
-) -> None:
-    """Where a loop can write to all, and read all totals; PyTorch draws what is too short for a loop."""
-    generator = source.drawing()
-    long = [n >= _ROW for n in map(Tensor.numel, outs)]
-    for fits, run in groupby(zip(outs, totals, long, strict=True), itemgetter(2)):
-        of, added, _ = map(list, zip(*run, strict=True))
-        if not (fits and is_faithful() and _draw_together(of, std, generator, added, factor)):
-            for out in of:
-                source.normal_(out, std)
-            add_totals(of, added, factor)
 
 
 def _draw_securely(

@@ -26,10 +26,11 @@ def is_written_to(out: Tensor) -> bool:
 def all_lie_alike(outs: Sequence[Tensor], totals: Sequence[Tensor | None]) -> bool:
     """Whether a loop can write to all of these, and read its total beside each; without a line of Python
     for each."""
-    if not outs or not all(isinstance(total, Tensor) for total in totals):
+    found = [total for total in totals if total is not None]
+    if not outs or len(found) != len(outs):
         return False
-    both: list[Tensor] = [*outs, *totals]  # type: ignore[list-item]
-    shapes = [*map(_SHAPE, outs)] == [*map(_SHAPE, totals)]
+    both = [*outs, *found]
+    shapes = [*map(_SHAPE, outs)] == [*map(_SHAPE, found)]
     floats = {*map(type, both)} == {Tensor} and {*map(_KIND, both)} == {_FLOATS}
     plain = shapes and floats and all(map(Tensor.is_contiguous, both))
     wrapped = plain and any(map(is_functorch_wrapped, both))

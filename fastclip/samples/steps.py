@@ -212,12 +212,10 @@ def _numbers(x: Tensor, *, of_run: bool) -> Tensor | None:
     """Of a constant that is small, or is one number everywhere (what a run begins with)."""
     if x.numel() <= LARGEST:
         return x.clone()
-    first = x.reshape(-1)[:1].clone() if of_run else x
-    return (
-        first.reshape([1] * x.dim()).expand(x.shape)
-        if of_run and bool((x == first).all())
-        else None
-    )
+    if not of_run:
+        return None
+    first = x.reshape(-1)[:1].clone()
+    return first.reshape([1] * x.dim()).expand(x.shape) if bool((x == first).all()) else None
 
 
 def is_of_one(shadow: Shadow) -> bool:
