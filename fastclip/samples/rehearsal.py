@@ -631,7 +631,7 @@ class _Run:
         report, probe = self._tracer.report, self.probe
         told = {
             "what holds for these values": probe.by_value or report.by_value or report.probed,
-            "places by chance": report.by_chance,
+            "places by chance": report.by_chance or (report.chance_of_all and self.reads_samples),
             "constants that no operation has made": report.unknown,
             "generators of other libraries": probe.elsewhere,
             "lengths": self._tracer.memory.lengths_read,

@@ -116,6 +116,14 @@ def reshaped(found: Tensor, shape: Sequence[int], new: Sequence[int]) -> Tensor:
     return compressed(found.expand(source).reshape(target))
 
 
+def meet(shape: Sequence[int], found: Attribution) -> bool:
+    """An axis of a tensor that is broadcast against this one has one entry for each sample."""
+    if found is None:
+        return False
+    behind = range(1, 1 + min(len(shape), found.dim()))
+    return any(shape[-k] > 1 and lie_along(found, found.dim() - k) for k in behind)
+
+
 def scattered(into: Tensor, axis: int, at: Tensor, values: Tensor, keeps: bool) -> Tensor:
     """Of entries that are written into at these places of an axis: what arrives together is joined.
 

@@ -262,7 +262,9 @@ class Report:
     drew: bool = False
     """Random numbers were drawn."""
     by_chance: bool = False
-    """Where samples lie, or what they are multiplied by, follows from several random numbers."""
+    """Where samples lie, or what one is multiplied by, follows from several random numbers."""
+    chance_of_all: bool = False
+    """Numbers that follow from several random ones met samples, the same for all of them."""
     unknown: bool = False
     """A constant met samples that no operation has made, and that was not there before."""
     counted: bool = False

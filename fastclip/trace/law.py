@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fastclip.trace import attribution as at
-from fastclip.trace.findings import Read
+from fastclip.trace.findings import Read, Report
 from fastclip.trace.memory import (
     BY_VALUE,
     CHANCE,
@@ -304,6 +304,22 @@ def drawn(kind: Kind, tensors: Sequence[Tensor], shadows: Sequence[Shadow], *, a
         one_by_one = kind.pointwise or kind.aliases or kind.name in _COPYING
         chance = random and not one_by_one
     return RANDOM * alone | CHANCE * chance
+
+
+def meets_chance(
+    report: Report, kind: Kind, x: Tensor, shadow: Shadow, shadows: Sequence[Shadow]
+) -> None:  # fmt: skip
+    """Samples meet what was drawn: it may say where they lie, or weigh one by the others.
+
+    Args:
+        x: what was drawn, one of the operands. shadow: its shadow. shadows: of all operands.
+    """
+    if not shadow.flags & CHANCE:
+        report.by_chance |= not (kind.pointwise or x.is_floating_point())
+    elif kind.pointwise and not any(at.meet(x.shape, s.sample) for s in shadows):
+        report.chance_of_all = True
+    else:
+        report.by_chance = True
 
 
 # Tensors that no operation of the step has made

@@ -337,8 +337,7 @@ class Tracer(TorchDispatchMode):
         beside = is_of_losses(kind, tensors)
         for x, shadow in zip(tensors, shadows, strict=True):
             if shadow.flags & (RANDOM | CHANCE):
-                of_one = kind.pointwise or x.is_floating_point()
-                self.report.by_chance |= bool(shadow.flags & CHANCE) or not of_one
+                law.meets_chance(self.report, kind, x, shadow, shadows)
             foreign = bool(shadow.flags & FOREIGN)
             if shadow is self.shadows.constant and self._from_nowhere(x):
                 self.report.unknown = True

@@ -170,6 +170,12 @@ def shuffled(h: Tensor) -> Tensor:
     return h[:, torch.randperm(D)]
 
 
+def ordered(h: Tensor) -> Tensor:
+    """A mask of features in an order that is drawn, one for all rows."""
+    order = torch.randperm(D).argsort()
+    return h * torch.ones(D, D).tril(-1)[order][:, order].sum(0)
+
+
 def again(h: Tensor) -> Tensor:
     """Until the number is small enough."""
     while (u := torch.rand(()).item()) > 0.3:
@@ -185,6 +191,7 @@ DRAWS = [
     masked,
     leaky,
     shuffled,
+    ordered,
     again,
 ]
 
@@ -230,6 +237,27 @@ def test_a_mask_that_is_scaled_by_the_rest_of_it(mask: Callable[[Tensor], Tensor
     x = torch.randn(8, D, dtype=torch.float64)
     with refused("from itself alone"):
         backward(make_private(of_all)[1], x)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda h: torch.randperm(len(h))[0] + 1,
+        lambda h: torch.randperm(len(h) + D).max(),
+        lambda h: torch.rand(len(h)).sum(),
+        lambda h: torch.rand_like(h).max(),
+        lambda h: torch.randperm(D)[:1] / len(h),
+        lambda h: 1 + torch.multinomial(torch.ones(len(h)), 1),
+    ],
+    ids=["row", "highest", "sum", "maximum", "divided", "choice"],
+)
+def test_a_number_for_all_that_follows_from_their_number(
+    number: Callable[[Tensor], Tensor],
+) -> None:
+    """Drawn as often as there are rows, it says how many there are."""
+    x = torch.randn(8, D, dtype=torch.float64)
+    with refused("from itself alone"):
+        backward(make_private(Dropped(lambda h: h * number(h), held).double())[1], x)
 
 
 @pytest.mark.parametrize("coupling", [counted, placed], ids=lambda f: f.__name__)
