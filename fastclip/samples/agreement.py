@@ -9,9 +9,10 @@ that, must stay the same. Whose an entry is, the tracer says in each run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from fastclip.trace import attribution as at
 from fastclip.trace.tracer import all_aside
 
 _SEED = 1
+_LINES = 8
+"""Lines of Python's, at most, whose questions about one sample get another answer."""
 _ROUNDINGS = 64
 
 
@@ -64,6 +67,9 @@ class _Given:
         self.noise = 0.0
         """Below which gradients are rounding alone, beside the largest of all."""
         self.draws = self.elsewhere = self.opaque = False
+        self.answers: list[bool | float] = []
+        self.of: list[tuple[int, str] | None] = []
+        """What Python asked, and the sample and line of each question that is about one."""
         self.moved: set[Hashable] = set()
         """What has no one place in this run."""
 
@@ -242,14 +248,22 @@ class _Batches:
 
     def once(
         self, some: list[int], change: Any = None, *, draws_alike: bool = False,
-        like: _Given | None = None,
+        like: _Given | None = None, wanted: Mapping[int, bool | float] = MappingProxyType({}),
     ) -> _Given:  # fmt: skip
-        """What it gives."""
+        """What it gives.
+
+        Args:
+            wanted: answers to questions of Python's, by their numbers.
+        """
         run, given = self.run, _Given(some, self._mixed, like)
         probe = self._probe_of(len(some), compares=True, draws_alike=draws_alike, change=change)
+        assert probe.followed is not None
+        questions = probe.followed.tracer.questions
+        questions.wanted = dict(wanted)
         run.once(probe, some, _SEED, partial(given.note, probe))
         given.take()
         given.draws, given.elsewhere, given.opaque = probe.draws, probe.elsewhere, probe.opaque
+        given.answers, given.of = questions.answers, questions.of
         self.moved.update(given.moved)
         return given
 
@@ -295,6 +309,21 @@ def _hold_among_others(runs: _Batches, base: _Given) -> None:
             among = runs.changed(rows, change, others)
             if among is not None:
                 _compare(alone, among, same, VALUES)
+                _compare(base, among, [(i, i) for i in others], VALUES)
+
+
+def _hold_whatever_one_answers(runs: _Batches, base: _Given) -> None:
+    """What Python asks about one sample says nothing of the others: another answer changes nothing of
+    theirs, however seldom it is given."""
+    lines = set[str]()
+    for k, asked in enumerate(base.of):
+        if asked is None or asked[1] in lines or len(lines) == _LINES:
+            continue
+        lines.add(asked[1])
+        wanted = dict(enumerate((*base.answers[:k], not base.answers[k])))
+        if (found := runs.attempt(base.rows, wanted=wanted)) is not None:
+            others = [(i, i) for i in range(len(base.rows)) if i != asked[0]]
+            _compare(base, found, others, VALUES)
 
 
 def _hold_in_any_order(runs: _Batches, base: _Given) -> None:
@@ -323,6 +352,7 @@ def _hold(runs: _Batches, choice: int) -> None:
     base = runs.once([i % choice for i in range(max(choice, 4))])
     try:
         _hold_among_others(runs, base)
+        _hold_whatever_one_answers(runs, base)
         _hold_in_any_order(runs, base)
     except Coupled as error:
         if not base.elsewhere:

@@ -73,13 +73,15 @@ class Questions:
 
     Attributes:
         answers: what it got. wanted: what it is to get, by number. whole: of each, whether it is if
-            all of a mask is true. masks: how many entries masks have.
+            all of a mask is true. of: the sample that each is about, and the line; None if of several.
+            masks: how many entries masks have.
     """
 
     def __init__(self) -> None:
         self.answers: list[bool | float] = []
         self.wanted: dict[int, bool | float] = {}
         self.whole: list[bool] = []
+        self.of: list[tuple[int, str] | None] = []
         self.masks: set[int] = set()
         self._of_masks: set[int] = set()
         """Memory that says whether all of a mask is true."""
@@ -100,9 +102,13 @@ class Questions:
         elif kind.name in ("eq", "ne") and self._counts.get(key_of(x)) == args[1]:
             self._of_masks.add(own)
 
-    def answer(self, found: bool | float, tensors: Sequence[Tensor]) -> bool | float:
+    def answer(
+        self, found: bool | float, tensors: Sequence[Tensor], shadows: Sequence[Shadow], line: str
+    ) -> bool | float:
         """What Python gets."""
         self.answers.append(self.wanted.get(len(self.answers), found))
+        samples = {k for shadow in shadows for k in shadow.samples}
+        self.of.append((samples.pop(), line) if len(samples) == 1 else None)
         self.whole.append(any(key_of(x) in self._of_masks for x in tensors))
         return self.answers[-1]
 

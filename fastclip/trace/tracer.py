@@ -371,7 +371,7 @@ class Tracer(TorchDispatchMode):
         if of != "chance" and not asks:
             self.known_number(value, several=several)
         if asks or (several and is_fraction(value)):
-            return self.questions.answer(value, tensors)
+            return self.questions.answer(value, tensors, shadows, self.lines.current())
         self.trail = self.trail if of == "chance" else None  # other numbers can have any effect
         return value
 

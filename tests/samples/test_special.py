@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastclip.samples.stopped import _stopped
-from tests.oracle import Batch, check_exact, make_private, summed
+from tests.oracle import Batch, check_exact, make_private, row_loss, summed
 from tests.refusal import refused
 
 B, T, D, K = 6, 5, 4, 3
@@ -209,3 +210,34 @@ def test_what_stops() -> None:
     assert torch.equal(_stopped(0, torch.tensor([1e30, 1.0])), torch.tensor([0.0, 1.0]))
     half = torch.tensor([6e4, torch.inf], dtype=torch.float16)
     assert torch.equal(_stopped(0, half), torch.tensor([6e4, 0.0], dtype=torch.float16))
+
+
+class _OwnGradient(torch.autograd.Function):
+    """Of which only values can say whose it is."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g.clone()
+
+
+@pytest.mark.parametrize("k", [0, 1, -1])
+def test_one_sample_chooses_the_way_of_all(k: int) -> None:
+    """A way that it takes for nearly any data: what the others give must not follow from the answer."""
+
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(D, D), nn.Linear(D, K)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = _OwnGradient.apply(self.layer(x - x.mean(1, keepdim=True)) * 9)
+            return self.head(h + 1 if bool((h[k].abs() > 0.1).any()) else h)
+
+    torch.manual_seed(0)
+    _, private, _, _ = make_private(Chooses().double())
+    with refused("from itself alone"):
+        row_loss(private(3 * torch.randn(B, D, dtype=torch.float64))).mean().backward()
