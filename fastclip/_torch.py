@@ -17,14 +17,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from operator import attrgetter, methodcaller
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as Native
 from torch._C import _DisableTorchDispatch as Undispatched
-from torch._compile import _disable_dynamo as disable_dynamo
+from torch._compile import _disable_dynamo
 from torch.autograd import Function, Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
@@ -51,7 +51,6 @@ __all__ = [
     "TorchDispatchMode",  # hears of every operation
     "TreeSpec",  # the nesting of inputs and outputs, which the pytree functions take apart
     "Undispatched",  # inside, no mode hears of operations
-    "disable_dynamo",  # torch.compiler.disable, without importing dynamo
     "register_pytree_node",
     "tree_flatten",
     "tree_leaves",
@@ -60,6 +59,7 @@ __all__ = [
 ]
 
 T = TypeVar("T", bound=Tensor)
+R = TypeVar("R", bound=Callable[..., Any])
 
 BatchNormBase = nn.modules.batchnorm._BatchNorm
 """Every BatchNorm, SyncBatchNorm and the lazy ones."""
@@ -271,6 +271,32 @@ def parametrizations_apart() -> Iterator[None]:
 
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 """torch.export traces; never before torch 2.7."""
+
+
+_compiler: Callable[[], Any] = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: False
+)
+
+
+def is_compiled() -> bool:
+    """torch.compile traces what runs, or may: of a torch that does not say so, always."""
+    return torch.compiler.is_dynamo_compiling() or _compiler() is not None
+
+
+def disable_dynamo(run: R, recursive: bool = True) -> R:
+    """Decorator: torch.compile runs this as it is. Without dynamo being imported; where nothing is
+    compiled, at the cost of a question.
+
+    Args:
+        recursive: what it calls is not compiled either.
+    """
+    apart = _disable_dynamo(run, recursive)
+
+    @functools.wraps(run)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return (apart if is_compiled() else run)(*args, **kwargs)
+
+    return cast(R, inner)
 
 
 def can_compile() -> bool:

@@ -10,7 +10,7 @@ against each other before it draws the first, and where they differ PyTorch draw
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -133,7 +133,8 @@ def _draw_together(
     # Whatever happens now, nothing is drawn twice.
     generator.set_state(torch.frombuffer(bytearray(after), dtype=torch.uint8))
     threads = max(1, min(loop_threads(), sum(counts) // LEAST))
-    runs = [*zip(map(Tensor.data_ptr, outs), counts, map(pointer, totals), strict=True)]
+    own: Callable[[Any], int] = pointer if type(None) in {*map(type, totals)} else Tensor.data_ptr
+    runs = [*zip(map(Tensor.data_ptr, outs), counts, map(own, totals), strict=True)]
     _host.mersenne_normals(state=state, runs=runs, std=std, factor=factor, threads=threads)
     return True
 

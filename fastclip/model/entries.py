@@ -17,7 +17,7 @@ from torch import nn
 
 from fastclip._torch import disable_dynamo, is_exporting
 from fastclip.errors import GraphError
-from fastclip.model.following import exported_as_it_was, follow, shown_as
+from fastclip.model.following import follow, not_compiled, shown_as
 from fastclip.model.given import check_given
 
 if TYPE_CHECKING:
@@ -112,8 +112,7 @@ def detach(module: nn.Module) -> None:
         module.__dict__.pop("forward", None)
 
 
-@exported_as_it_was
-@functools.partial(disable_dynamo, recursive=False)
+@functools.partial(not_compiled, recursive=False)
 def _part_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     path, keeper = self.__dict__[_PART]
     plain = MethodType(type(self).forward, self)

@@ -56,17 +56,22 @@ def follow(
     return left(path, forward, routing, out)
 
 
-def exported_as_it_was(forward: Callable[..., Any]) -> FunctionType:
-    """Decorator of the forward of an intercepted module: torch.export finds the one of its class.
+def not_compiled(forward: Callable[..., Any], *, recursive: bool = True) -> FunctionType:
+    """Decorator of the forward of an intercepted module: torch.compile breaks its graph around it, and
+    torch.export finds the one of its class.
 
     What is exported is a program that is not private: no gradient comes back from it to the engine.
+
+    Args:
+        recursive: what it calls is not compiled either.
     """
+    private = disable_dynamo(forward, recursive)
 
     @functools.wraps(forward)
     def either(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_exporting():
             return type(self).forward(self, *args, **kwargs)
-        return forward(self, *args, **kwargs)
+        return private(self, *args, **kwargs)
 
     return cast(FunctionType, either)
 

@@ -6,7 +6,7 @@ In the fast mode there is no `p.grad` before the release, and sums would wait fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -85,15 +85,18 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def release_to(parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor]) -> None:
+def release_to(parameters: Sequence[nn.Parameter], gradients: Iterable[Tensor]) -> None:
     """Let the inner optimizer find these released gradients, each in its parameter's memory layout."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = ops.laid_out_as(gradient, parameter)
+    given = [*gradients]
+    if [*map(Tensor.stride, given)] != [*map(Tensor.stride, parameters)]:
+        given = [ops.laid_out_as(x, p) for x, p in zip(given, parameters, strict=True)]
+    for parameter, gradient in zip(parameters, given, strict=True):
+        parameter.grad = gradient
 
 
 def keep_only(optimizer: Optimizer, released: Iterable[nn.Parameter]) -> None:
     """Drop the gradient of every parameter that this step does not release."""
-    kept = set(released)
-    for p in parameters_of(optimizer):
-        if p not in kept:
+    parameters, kept = parameters_of(optimizer), {*map(id, released)}
+    for own, p in zip(map(id, parameters), parameters, strict=True):
+        if own not in kept:
             p.grad = None

@@ -224,7 +224,8 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
             keep_only(self, ())
             return True
         ranks, known = self.keeper.clipping.ranks, set(map(id, self.keeper.names))
-        unknown = [p for p in parameters if id(whole_of(ranks, p)) not in known]
+        whole = parameters if ranks is None else [whole_of(ranks, p) for p in parameters]
+        unknown = {*map(id, whole)} - known
         if unknown:
             raise StepError(
                 f"{len(unknown)} of the optimizer's trainable parameters were not in it at "

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from itertools import product
+from operator import is_not
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from fastclip._torch import (
@@ -28,6 +29,11 @@ Cuts = tuple[int | None, ...]
 """For each input, by its number: the axis that holds samples, or None."""
 Drawn = Callable[[], Collection[int]]
 """Gives the numbers of rows that the data loader may have drawn; none where that is not known."""
+_LEAVES = frozenset((Tensor, nn.Parameter, bool, int, float, str, type(None)))
+_LEAF = tree_flatten(None)[1]
+_STRUCTURES: dict[tuple, TreeSpec] = {}
+"""Of arguments that are all leaves: by how many have no name, and the names of the others."""
+_MOST = 256
 _DEEPEST = 4
 """Objects in objects are opened so far."""
 INPUT = "input "
@@ -86,11 +92,32 @@ def _opened(
     return tree_map(open_leaf, value, is_leaf=is_leaf)
 
 
+def _of_leaves(args: tuple, kwargs: dict) -> tuple[list[Any], TreeSpec] | None:
+    """What `flatten` gives of arguments that are leaves, as most are; None of others."""
+    leaves = [*args, *kwargs.values()]
+    if not _LEAVES.issuperset(map(type, leaves)):
+        return None
+    names = len(args), *kwargs
+    structure = _STRUCTURES.get(names)
+    if structure is None:
+        found, structure = tree_flatten((args, kwargs))
+        if len(_STRUCTURES) == _MOST or any(map(is_not, leaves, found)):
+            return None
+        _STRUCTURES[names] = structure
+    return leaves, structure
+
+
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     """The leaves of a nested structure and how to put it together again with tree_unflatten.
 
     Opens dataclasses and mappings that torch does not know; a PackedSequence is one leaf.
     """
+    if type(value) in _LEAVES:
+        return [value], _LEAF
+    if type(value) is tuple and [*map(type, value)] == [tuple, dict]:
+        found = _of_leaves(*value)
+        if found is not None:
+            return found
     return tree_flatten(_opened(value), is_leaf=_is_packed)
 
 
@@ -113,6 +140,9 @@ def flatten_inputs(
             )
         )
 
+    found = _of_leaves(args, kwargs)
+    if found is not None:
+        return found
     value = (args, kwargs)
     opened = _opened(value, leaves_of(value), objects=True)
     return tree_flatten(opened, is_leaf=leaves_of(opened))
