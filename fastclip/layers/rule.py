@@ -149,8 +149,10 @@ def register_rule(*types: Matcher) -> Callable[[R], R]:
 def find_rule(module: Any) -> LayerRule | None:
     """The rule of `module`, or None where it has none or does anything in a way of its own."""
     cls, rule = _matching(module)
-    own = {name for name, p in module.named_parameters(recurse=False) if p.requires_grad}
-    if cls is None or rule is None or not own <= set(rule.parameter_names):
+    own = {name: p for name, p in module._parameters.items() if p is not None and p.requires_grad}
+    if cls is None or rule is None or not own.keys() <= set(rule.parameter_names):
+        return None
+    if len({*map(id, own.values())}) < len(own):  # weight and bias in one: a record would be of one
         return None
     return None if is_parametrized(module) or customised(module, cls, _ORIGINALS[cls]) else rule
 

@@ -17,14 +17,14 @@ from typing import Any, Protocol, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from fastclip._torch import Native, disable_dynamo, plain_apply, unwrap_dead
+from fastclip._torch import Native, plain_apply, unwrap_dead
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.guards import check_plain
 from fastclip.backward.private_layer import Call, PrivateLayer
 from fastclip.errors import StepError, UnsupportedLayerError, where
 from fastclip.layers import LayerRule
 from fastclip.memory import no_memory
-from fastclip.model.following import eagerly, exported_as_it_was, follow, shown_as
+from fastclip.model.following import eagerly, follow, not_compiled, shown_as
 from fastclip.samples.place import Place
 from fastclip.uses.arguments import leaves_of
 from fastclip.uses.proxy import Derived, is_private
@@ -158,13 +158,16 @@ class Handle:
                     break
             else:
                 return answer
-        found: dict[int, tuple[str, nn.Parameter]] = {}
-        for name, parameter in own.items():  # named_parameters takes three times as long
-            if parameter is not None and parameter.requires_grad:
-                found.setdefault(id(parameter), (name, parameter))
+        # named_parameters takes three times as long
+        found = {name: p for name, p in own.items() if p is not None and p.requires_grad}
+        if len({*map(id, found.values())}) < len(found):
+            raise UnsupportedLayerError(
+                f"{where(self.path, module)}: {' and '.join(found)} have been made one parameter since "
+                "make_private; call make_private after that"
+            )
         held = [(name, p, p is not None and p.requires_grad) for name, p in own.items()]
-        self._found = held, dict(found.values())
-        return self._found[1]
+        self._found = held, found
+        return found
 
 
 class _Bound:
@@ -176,16 +179,14 @@ class _Bound:
         return scope.run(handle, module, inner, args, kwargs)
 
 
-@exported_as_it_was
-@disable_dynamo
+@not_compiled
 def private_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of every intercepted module; torch.compile breaks its graph around it."""
     handle: Handle = getattr(self, ATTRIBUTE)
     return handle.call(self, args, kwargs)
 
 
-@exported_as_it_was
-@partial(disable_dynamo, recursive=False)
+@partial(not_compiled, recursive=False)
 def private_root_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a root that only opens the pass: its own code may be compiled.
 
