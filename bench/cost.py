@@ -18,7 +18,7 @@ import json
 import sys
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -103,6 +103,12 @@ def _half(x: Tensor) -> int:
     return x.numel() * (x.shape[1] + 1)
 
 
+def _halves(pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
+    inputs = [a.data_ptr() for a, _ in pairs]
+    new = [k == 0 or own != inputs[k - 1] for k, own in enumerate(inputs)]
+    return sum(_half(g) + _half(a) * first for (a, g), first in zip(pairs, new, strict=True))
+
+
 LOOP_FLOPS: dict[str, Callable[..., int]] = {
     "gradients_with_norms": _product,
     "wide_gradients": _product,
@@ -110,6 +116,7 @@ LOOP_FLOPS: dict[str, Callable[..., int]] = {
     "wide_conv_gradients": _convolution,
     "wide_gram": _half,
     "gram_dots": lambda gram, g: _half(g),
+    "gram_norms": _halves,
     "parted_sum": lambda parts, scale: 2 * sum(map(Tensor.numel, parts)),
     "layer_norm_backward": lambda *args: 0,  # as torch counts what is no product of matrices
     "group_norm_backward": lambda *args: 0,

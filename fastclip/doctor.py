@@ -108,15 +108,17 @@ def _paths() -> dict[str, Any]:
 
 
 def _nodes() -> dict[str, Any]:
-    """Whether layers run as single nodes of C++, or why they do not."""
-    return {"serve": bare.SERVES} | ({"why": bare.WHY_NOT} if bare.WHY_NOT else {})
+    """Whether layers run as single nodes, of C++ or of Python, and why not of C++."""
+    found = {"serve": bare.SERVES, "compiled": not bare.WHY_NOT}
+    return found | ({"why": bare.WHY_NOT} if bare.WHY_NOT else {})
 
 
 def _nodes_line(found: dict[str, Any]) -> str:
     """The same in one line."""
-    if found["serve"]:
-        return "linear layers: a node of C++ each, from the third step on"
-    return f"linear layers: functions of Python, no nodes of C++: {found['why']}"
+    if found["compiled"]:
+        return "layers: a node of C++ each, from the third step on"
+    kind = "a node of Python each" if found["serve"] else "no nodes"
+    return f"layers: {kind}, none of C++: {found['why']}"
 
 
 def _paths_line(found: dict[str, Any]) -> str:
@@ -176,7 +178,8 @@ def examine() -> dict[str, Any]:
         "nodes": _nodes(),
         "between_processes": _between_processes(),
         "environment": {
-            name: os.environ.get(name) for name in ("FASTCLIP_BACKEND", "TRITON_INTERPRET")
+            name: os.environ.get(name)
+            for name in ("FASTCLIP_BACKEND", "FASTCLIP_NODES", "TRITON_INTERPRET")
         },
         "devices": devices,
     }

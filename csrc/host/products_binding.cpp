@@ -198,6 +198,26 @@ void gram_dots(uintptr_t gram, const Operand& y, bool side_by_side, uintptr_t ou
   });
 }
 
+using Sizes = std::tuple<int64_t, int64_t, int64_t, int64_t>;   // t, d, p and strips
+using Layer = std::tuple<Operand, bool, Operand, bool, Sizes>;  // operands, and whether positions lie side by side
+
+void gram_norms(const std::vector<Layer>& layers, uintptr_t out, int64_t samples, int lanes, int threads) {
+  std::vector<float> gram;
+  const Layer* last = nullptr;
+  for (const auto& layer : layers) {
+    const auto& [a, a_side, g, g_side, sizes] = layer;
+    const auto [t, d, p, strips] = sizes;
+    const bool shared = last && std::get<0>(*last) == a && std::get<1>(*last) == a_side &&
+                        std::get<0>(std::get<4>(*last)) == t && std::get<1>(std::get<4>(*last)) == d;
+    if (!shared) {
+      gram.resize(samples * t * t);
+      half_gram(a, a_side, reinterpret_cast<uintptr_t>(gram.data()), samples, t, d, strips, lanes, threads);
+    }
+    gram_dots(reinterpret_cast<uintptr_t>(gram.data()), g, g_side, out, samples, t, p, lanes, threads);
+    out += samples * 4 * sizeof(double), last = &layer;
+  }
+}
+
 std::vector<int> product_lanes() {
   std::vector<int> found;
   for (int lanes : {16, 8}) {
@@ -244,6 +264,10 @@ const Binding binding([](py::module_& module) {
              "traces, float64 [samples, 4].",
              arg("gram"), arg("y"), arg("side_by_side"), arg("out"), arg("samples"), arg("t"), arg("p"),
              arg("lanes"), arg("threads"));
+  module.def("gram_norms", &gram_norms,
+             "What gram_dots gives for the Gram of a and for g of each layer, float64 [layers, samples, 4]; "
+             "layers: (a, side by side, g, side by side, (t, d, p, strips)).",
+             arg("layers"), arg("out"), arg("samples"), arg("lanes"), arg("threads"));
 });
 
 }  // namespace

@@ -44,7 +44,7 @@ Operator operator_of(const at::RecordFunction& call) {
   found.is_operator = schema.has_value();
   found.literal = found.name == "aten::lift_fresh" || found.name == "aten::lift";
   found.identity = found.name == "aten::detach" || found.name == "aten::alias";
-  found.layer = found.name == "PrivateLayer";
+  found.layer = found.name == "PrivateLayer" || found.name == "PrivateNode";
   found.id = std::hash<std::string>()(found.name + "." + (schema ? schema->overload_name() : ""));
   if (schema)
     for (const auto& argument : schema->arguments()) found.arguments.push_back(kind_of(argument));

@@ -16,7 +16,9 @@ namespace {
 namespace py = pybind11;
 
 PyObject* refusal = nullptr;
+PyObject* taker = nullptr;
 PyObject* tied = nullptr;
+PyObject* normaliser = nullptr;
 
 std::vector<at::Tensor> tensors_of(const std::vector<py::object>& given) {
   std::vector<at::Tensor> found;
@@ -50,20 +52,31 @@ at::Tensor tie(const at::Tensor& gradient, const at::Tensor& to) {
   return tensor_of(py::handle{tied}(shown(gradient), shown(to)).ptr());
 }
 
-// One linear layer of a private model.
+std::vector<at::Tensor> normalised(fastclip::Norm::Kind kind, const std::vector<at::Tensor>& operands, bool need_input) {
+  const py::gil_scoped_acquire held;
+  py::list given;
+  for (const auto& x : operands) given.append(x.defined() ? shown(x) : py::none());
+  std::vector<at::Tensor> found;
+  for (const auto& x : py::handle{normaliser}(static_cast<int>(kind), given, need_input)) found.push_back(tensor_of(x.ptr()));
+  return found;
+}
+
+// One layer of a private model.
+template <class Layer>
 class Slot {
  public:
-  Slot(std::shared_ptr<fastclip::Slots> slots, int64_t number, py::dict parameters, bool transposed)
-      : layer_{std::move(slots), number, transposed, false}, parameters_(std::move(parameters)) {
+  // settings: attributes of the module that the layer was made of.
+  Slot(Layer layer, py::dict parameters, py::dict settings)
+      : layer_(std::move(layer)), parameters_(std::move(parameters)), settings_(std::move(settings)) {
     weight_ = parameters_["weight"];
+    sizes_ = tensor_of(weight_.ptr()).sizes().vec();
     bias_ = parameters_.contains("bias") ? py::object(parameters_["bias"]) : py::none();
-    layer_.biased = tensor_of(bias_.ptr()).defined();
     trained_ = trained();
   }
   // What the layer gives; None where it is to go its usual way.
-  //   held: the module's __dict__, which is not kept: it leads back here.
-  py::object call(const py::handle& given, const py::dict& held) const {
-    if (!THPVariable_CheckExact(given.ptr()) || !holds(held.ptr())) return py::none();
+  //   module: it is not kept: it leads back here.
+  py::object call(const py::handle& given, const py::handle& module) const {
+    if (!THPVariable_CheckExact(given.ptr()) || !holds(module.attr("__dict__").ptr())) return py::none();
     const auto x = THPVariable_Unpack(given.ptr()), weight = tensor_of(weight_.ptr()), bias = tensor_of(bias_.ptr());
     at::Tensor out;
     {
@@ -74,41 +87,65 @@ class Slot {
   }
 
  private:
-  // The parameters are those that it was made of, and trained as they were then.
+  // The parameters, their shapes and the settings are those that it was made of, and trained as they were then.
   bool holds(PyObject* held) const {
     const auto* bias = PyDict_GetItemString(parameters_.ptr(), "bias");
     if (PyDict_GetItemString(held, "_parameters") != parameters_.ptr()) return false;
     if (PyDict_GetItemString(held, "weight") || PyDict_GetItemString(held, "bias")) return false;
+    for (const auto& [name, setting] : settings_)
+      if (PyDict_GetItem(held, name.ptr()) != setting.ptr()) return false;
     return PyDict_GetItemString(parameters_.ptr(), "weight") == weight_.ptr() &&
-           (bias ? bias : Py_None) == bias_.ptr() && trained() == trained_;
+           (bias ? bias : Py_None) == bias_.ptr() && trained() == trained_ &&
+           tensor_of(weight_.ptr()).sizes() == c10::IntArrayRef(sizes_);
   }
   int trained() const {
     const auto weight = tensor_of(weight_.ptr()), bias = tensor_of(bias_.ptr());
     return weight.requires_grad() + 2 * (bias.defined() && bias.requires_grad());
   }
 
-  fastclip::Linear layer_;
-  py::dict parameters_;
+  Layer layer_;
+  py::dict parameters_, settings_;
   py::object weight_, bias_;  // held: another parameter must not come to lie where one of them was
+  std::vector<int64_t> sizes_;  // of the weight: its data may be replaced
   int trained_;
 };
 
-py::list taken(fastclip::Slots& slots) {
-  py::list found;
-  for (auto& one : slots.take()) {
-    const auto forward = py::reinterpret_borrow<py::object>(static_cast<PyObject*>(one.call->forward.get()));
-    const bool written = one.versions != one.versions_now();
-    const auto weight = one.weight.defined() ? shown(one.weight) : py::none();
-    const auto bias = one.bias.defined() ? shown(one.bias) : py::none();
-    found.append(py::make_tuple(one.slot, forward, shown(one.x), shown(one.gradient), weight, bias, written));
+py::object extra_of(const fastclip::Listed& one) {
+  return one.extra ? py::reinterpret_borrow<py::object>(static_cast<PyObject*>(one.extra.get())) : py::none();
+}
+
+py::tuple told(const fastclip::Listed& one) {
+  const auto forward = py::reinterpret_borrow<py::object>(static_cast<PyObject*>(one.call->forward.get()));
+  const auto weight = one.weight.defined() ? shown(one.weight) : py::none();
+  const auto bias = one.bias.defined() ? shown(one.bias) : py::none();
+  return py::make_tuple(one.slot, forward, shown(one.x), shown(one.gradient), weight, bias, extra_of(one));
+}
+
+// What all layers have left, as columns; the last of which says whether one of the tensors was written to.
+py::tuple taken(fastclip::Slots& slots) {
+  py::list numbers, forwards, inputs, gradients, weights, biases, extras;
+  bool written = false;
+  for (const auto& one : slots.take()) {
+    numbers.append(one.slot);
+    forwards.append(py::reinterpret_borrow<py::object>(static_cast<PyObject*>(one.call->forward.get())));
+    inputs.append(shown(one.x)), gradients.append(shown(one.gradient));
+    weights.append(one.weight.defined() ? shown(one.weight) : py::none());
+    biases.append(one.bias.defined() ? shown(one.bias) : py::none());
+    extras.append(extra_of(one));
+    written |= one.versions != one.versions_now();
   }
-  return found;
+  return py::make_tuple(numbers, forwards, inputs, gradients, weights, biases, extras, written);
+}
+
+void take(const fastclip::Slots& slots, const fastclip::Listed& one) {
+  const py::gil_scoped_acquire held;
+  py::handle{taker}(address_of(slots), told(one));
 }
 
 }  // namespace
 
 namespace fastclip {
-Python python{refuse, tie};
+Python python{refuse, take, tie, normalised};
 }
 
 PYBIND11_MODULE(_step, module) {
@@ -119,16 +156,21 @@ PYBIND11_MODULE(_step, module) {
     found["sources"] = FASTCLIP_SOURCES;  // fastclip/sources.py
     return found;
   }, "The torch that it was compiled against, and the mark of its sources.");
-  module.def("ask", [](py::object refuse, py::object tie) {
+  module.def("ask", [](py::object refuse, py::object take, py::object tie, py::object normalise) {
     refusal = refuse.release().ptr();  // for good: a node may outlive the interpreter's other objects
+    taker = take.release().ptr();
     tied = tie.release().ptr();
-  }, py::arg("refuse"), py::arg("tie"),
-             "Who raises an error for (address of slots, slot), and who ties a gradient to another one.");
+    normaliser = normalise.release().ptr();
+  }, py::arg("refuse"), py::arg("take"), py::arg("tie"), py::arg("normalise"),
+             "Who raises an error for (address of slots, slot), who takes (address of slots, what a layer has left), "
+             "who ties a gradient to another one, and who gives "
+             "gradients for (kind, [x, g, mean, rstd, weight], whether that of x is needed).");
   module.def("slots_of", [](const py::handle& node) {
     const auto* found = fastclip::slots_of(reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata.get());
     return found ? address_of(*found) : 0;
   }, py::arg("node"), "The address of the slots of a node of C++; 0 of another one.");
-  module.def("single_norms", [](const std::vector<py::object>& a, const std::vector<py::object>& g, double lost_a, double lost_g) {
+  module.def("single_norms", [](const std::vector<py::object>& a, const std::vector<py::object>& g,
+                                const std::vector<double>& lost_a, const std::vector<double>& lost_g) {
     const auto inputs = tensors_of(a), gradients = tensors_of(g);
     at::Tensor found;
     {
@@ -160,8 +202,35 @@ PYBIND11_MODULE(_step, module) {
       .def_property("paused", [](const fastclip::Slots& x) { return x.paused.load(); },
                     [](fastclip::Slots& x, bool now) { x.paused = now; })
       .def_property_readonly("address", &address_of);
-  py::class_<Slot>(module, "Linear")
-      .def(py::init<std::shared_ptr<fastclip::Slots>, int64_t, py::dict, bool>(), py::arg("slots"),
-           py::arg("number"), py::arg("parameters"), py::arg("transposed"))
-      .def("__call__", &Slot::call, py::arg("x"), py::arg("held"));
+  using Shared = std::shared_ptr<fastclip::Slots>;
+  using fastclip::Conv, fastclip::Linear, fastclip::Lookup, fastclip::Norm;
+  using Numbers = std::vector<int64_t>;
+  py::class_<Slot<Linear>>(module, "Linear")
+      .def(py::init([](Shared slots, int64_t number, py::dict parameters, py::dict settings, bool at_once, bool transposed) {
+        return Slot<Linear>({std::move(slots), number, at_once, transposed}, std::move(parameters), std::move(settings));
+      }), py::arg("slots"), py::arg("number"), py::arg("parameters"), py::arg("settings"), py::arg("at_once"),
+           py::arg("transposed"))
+      .def("__call__", &Slot<Linear>::call, py::arg("x"), py::arg("module"));
+  py::class_<Slot<Conv>>(module, "Conv")
+      .def(py::init([](Shared slots, int64_t number, py::dict parameters, py::dict settings, py::object extra, bool at_once,
+                       Numbers stride, Numbers padding, Numbers dilation, int64_t groups) {
+        return Slot<Conv>({std::move(slots), number, shared(std::move(extra)), at_once, std::move(stride), std::move(padding),
+                           std::move(dilation), groups},
+                          std::move(parameters), std::move(settings));
+      }), py::arg("slots"), py::arg("number"), py::arg("parameters"), py::arg("settings"), py::arg("extra"), py::arg("at_once"),
+           py::arg("stride"), py::arg("padding"), py::arg("dilation"), py::arg("groups"))
+      .def("__call__", &Slot<Conv>::call, py::arg("x"), py::arg("module"));
+  py::class_<Slot<Norm>>(module, "Norm")
+      .def(py::init([](Shared slots, int64_t number, py::dict parameters, py::dict settings, int kind,
+                       Numbers shape, std::optional<double> eps) {
+        return Slot<Norm>({std::move(slots), number, static_cast<Norm::Kind>(kind), std::move(shape), eps},
+                          std::move(parameters), std::move(settings));
+      }), py::arg("slots"), py::arg("number"), py::arg("parameters"), py::arg("settings"), py::arg("kind"),
+           py::arg("shape"), py::arg("eps"))
+      .def("__call__", &Slot<Norm>::call, py::arg("x"), py::arg("module"));
+  py::class_<Slot<Lookup>>(module, "Lookup")
+      .def(py::init([](Shared slots, int64_t number, py::dict parameters, py::dict settings, py::object extra, int64_t padding) {
+        return Slot<Lookup>({std::move(slots), number, shared(std::move(extra)), padding}, std::move(parameters), std::move(settings));
+      }), py::arg("slots"), py::arg("number"), py::arg("parameters"), py::arg("settings"), py::arg("extra"), py::arg("padding"))
+      .def("__call__", &Slot<Lookup>::call, py::arg("x"), py::arg("module"));
 }

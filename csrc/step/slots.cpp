@@ -7,12 +7,13 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
 #include <optional>
+
+#include "node.hpp"
 
 namespace fastclip {
 
@@ -80,16 +81,6 @@ bool is_plain() {
 
 namespace {
 
-// What a node keeps of its layer and of its call.
-struct Kept : torch::CustomClassHolder {
-  Kept(Linear layer, std::shared_ptr<Call> call, at::Tensor weight, at::Tensor bias, at::ScalarType kind)
-      : layer(std::move(layer)), call(std::move(call)), weight(std::move(weight)), bias(std::move(bias)), kind(kind) {}
-  const Linear layer;
-  const std::shared_ptr<Call> call;
-  const at::Tensor weight, bias;
-  const at::ScalarType kind;  // in which it multiplies
-};
-
 // Whether the running backward pass adds to the gradient of a leaf; autograd.grad asks for it and does not.
 bool takes_part(const at::Tensor& leaf) {
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
@@ -98,8 +89,12 @@ bool takes_part(const at::Tensor& leaf) {
   return found != wanted->end() && found->second.needed_;
 }
 
+bool is_like(const at::Tensor& x, const at::Tensor& weight) {
+  return !x.defined() || (x.device() == weight.device() && x.layout() == at::kStrided && !x.is_inference() && !x.is_nested());
+}
+
 struct LinearNode : public torch::autograd::Function<LinearNode> {
-  static at::Tensor forward(AutogradContext* ctx, const c10::intrusive_ptr<Kept>& kept, const at::Tensor& x,
+  static at::Tensor forward(AutogradContext* ctx, const c10::intrusive_ptr<Kept<Linear>>& kept, const at::Tensor& x,
                             const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
     ctx->set_materialize_grads(false);
     // Operators in the order of LinearRule: fastclip.samples.paths follows them. The weight is saved in
@@ -121,60 +116,64 @@ struct LinearNode : public torch::autograd::Function<LinearNode> {
     const bool keeps_graph = at::GradMode::is_enabled();
     const at::NoGradGuard no_graph;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast_dispatch_keyset);
-    const auto kept = c10::static_intrusive_pointer_cast<Kept>(ctx->saved_data["kept"].toCapsule());
+    const auto kept = kept_of<Linear>(ctx);
     const auto saved = ctx->get_saved_variables();
     const auto& layer = kept->layer;
-    auto& slots = *layer.slots;
     const auto g = gradients[0].contiguous();
-    const bool weight = ctx->needs_input_grad(1) && takes_part(kept->weight);
-    const bool bias = layer.biased && ctx->needs_input_grad(2) && takes_part(kept->bias);
-    if ((weight || bias) && !slots.paused) {
-      if (!slots.opened) python.refuse(slots, layer.number);
-      slots.list({layer.number, kept->call, saved[0], g, weight ? kept->weight : at::Tensor(),
-                  bias ? kept->bias : at::Tensor()});
-    }
+    if (const auto wanted = wanted_of(ctx, *layer.slots, layer.number, kept->weight, kept->bias))
+      hand_over(layer, {layer.number, kept->call, saved[0], g, wanted.weight, wanted.bias});
     auto found = nothing;
     if (ctx->needs_input_grad(0)) {
       const auto own = saved[1].scalar_type() == g.scalar_type() ? saved[1] : saved[1].to(g.scalar_type());
       const auto type = static_cast<at::ScalarType>(ctx->saved_data["type"].toInt());
-      found[1] = at::matmul(g, layer.transposed ? own.t() : own).to(type);
+      found[1] = at::matmul(g, layer.transposed ? own.t() : own);
+      if (found[1].scalar_type() != type) found[1] = found[1].to(type);
       if (keeps_graph) found[1] = python.tie(found[1], gradients[0]);
     }
     return found;
   }
 };
 
-bool is_like(const at::Tensor& x, const at::Tensor& weight) {
-  return !x.defined() || (x.device() == weight.device() && x.layout() == at::kStrided && !x.is_inference() &&
-                          !x.is_nested() && x.is_floating_point());
-}
+}  // namespace
 
-// In which type torch's autocast multiplies this tensor here.
 at::ScalarType kind_of(const at::Tensor& x) {
   const auto device = x.device().type();
   const bool casts = at::autocast::is_autocast_enabled(device) && x.scalar_type() != at::kDouble;
   return casts ? at::autocast::get_autocast_dtype(device) : x.scalar_type();
 }
 
-}  // namespace
+Wanted wanted_of(AutogradContext* ctx, const Slots& slots, int64_t number, const at::Tensor& weight,
+                 const at::Tensor& bias) {
+  if (slots.paused) return {};
+  const auto taking = [ctx](const at::Tensor& x, size_t k) {
+    return x.defined() && ctx->needs_input_grad(k) && takes_part(x) ? x : at::Tensor();
+  };
+  Wanted found{taking(weight, 1), taking(bias, 2)};
+  if (found && !slots.opened) python.refuse(slots, number);
+  return found;
+}
+
+std::shared_ptr<Call> call_of(Slots& slots, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  const auto call = slots.running();
+  if (!call || slots.paused || x.dim() < 1 || x.size(0) != call->rows || (!x.is_cpu() && !x.is_cuda())) return nullptr;
+  const bool alike = is_like(x, weight) && is_like(weight, weight) && is_like(bias, weight);
+  return alike && weight.is_floating_point() && (!bias.defined() || bias.is_floating_point()) && is_plain() ? call : nullptr;
+}
 
 const Slots* slots_of(torch::autograd::Node* node) {
-  const auto* own = dynamic_cast<torch::autograd::CppNode<LinearNode>*>(node);
-  if (!own) return nullptr;
-  auto found = own->ctx_.saved_data.find("kept");
-  if (found == own->ctx_.saved_data.end()) return nullptr;
-  return c10::static_intrusive_pointer_cast<Kept>(found->second.toCapsule())->layer.slots.get();
+  const auto* found = slots_of<LinearNode, Linear>(node);
+  found = found ? found : slots_of_conv(node);
+  found = found ? found : slots_of_norm(node);
+  return found ? found : slots_of_lookup(node);
 }
 
 at::Tensor Linear::call(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) const {
-  const auto call = slots->running();
-  if (!call || slots->paused || x.dim() < 2 || x.size(0) != call->rows) return {};
-  if (!is_like(x, weight) || !is_like(weight, weight) || !is_like(bias, weight) || !is_plain()) return {};
-  if (x.size(-1) != weight.size(transposed ? 0 : 1) || (!x.is_cpu() && !x.is_cuda())) return {};
+  const auto call = call_of(*slots, x, weight, bias);
+  if (!call || x.dim() < 2 || !x.is_floating_point() || x.size(-1) != weight.size(transposed ? 0 : 1)) return {};
   const auto kind = kind_of(x);
   if (kind_of(weight) != kind) return {};
-  const auto own = biased ? std::optional<at::Tensor>(bias) : std::nullopt;
-  return LinearNode::apply(c10::make_intrusive<Kept>(*this, call, weight, bias, kind), x, weight, own);
+  const auto own = bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt;
+  return LinearNode::apply(c10::make_intrusive<Kept<Linear>>(*this, call, weight, bias, kind), x, weight, own);
 }
 
 }  // namespace fastclip

@@ -28,9 +28,9 @@ struct Call {
 struct Listed {
   int64_t slot;
   std::shared_ptr<Call> call;
-  at::Tensor x;
-  at::Tensor gradient;      // of the layer's output
+  at::Tensor x, gradient;   // its input and its output's gradient; of Norm samples' gradients of weight and bias
   at::Tensor weight, bias;  // with which it computed; undefined where they take no part
+  std::shared_ptr<void> extra{};  // what Python knows of how it computed
   int64_t versions = 0;
   // Of its tensors, counted when it was listed: another number tells that one was written to.
   int64_t versions_now() const {
@@ -78,13 +78,49 @@ class Slots {
 };
 
 // A linear layer, y = x W^T + b, or x W + b with W [d, p].
+//
+// `call` of it and of the others gives their output; undefined where the call is not for a bare node.
 struct Linear {
   std::shared_ptr<Slots> slots;
   int64_t number;
-  bool transposed, biased;
+  bool at_once;  // what it contributes is taken in the backward pass, and no operand is held
+  bool transposed;
 
-  // Undefined where this call is not for a bare node.
   at::Tensor call(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) const;
+};
+
+// A convolution over x [b, c, *space], with symmetric zeros around it.
+struct Conv {
+  std::shared_ptr<Slots> slots;
+  int64_t number;
+  std::shared_ptr<void> extra;
+  bool at_once;
+  std::vector<int64_t> stride, padding, dilation;
+  int64_t groups;
+
+  at::Tensor call(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) const;
+};
+
+// A layer that normalises.
+struct Norm {
+  enum Kind { kLayer, kRms, kGroup };
+  std::shared_ptr<Slots> slots;
+  int64_t number;
+  Kind kind;
+  std::vector<int64_t> shape;  // over which it normalises; of kGroup the number of groups
+  std::optional<double> eps;
+
+  at::Tensor call(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) const;
+};
+
+// A table of embeddings.
+struct Lookup {
+  std::shared_ptr<Slots> slots;
+  int64_t number;
+  std::shared_ptr<void> extra;
+  int64_t padding;  // a row without a gradient; -1: none
+
+  at::Tensor call(const at::Tensor& ids, const at::Tensor& weight, const at::Tensor& bias) const;
 };
 
 // Whether operations of this thread are as they are written: nobody transforms, traces or replaces them,
@@ -94,10 +130,14 @@ bool is_plain();
 // Whose a node of the graph is; null if it is none of these.
 const Slots* slots_of(torch::autograd::Node* node);
 
-// What Python does for a node: it raises an error, or ties a gradient to one that has no derivative.
+// What Python does for a node: it raises an error; it takes what a layer has left; it ties a gradient to one
+// that has no derivative; it gives the gradient of a Norm's input, where that is needed, and those of its
+// weight and bias by sample.
 struct Python {
   void (*refuse)(const Slots& slots, int64_t slot);
+  void (*take)(const Slots& slots, const Listed& one);
   at::Tensor (*tie)(const at::Tensor& gradient, const at::Tensor& to);
+  std::vector<at::Tensor> (*normalised)(Norm::Kind kind, const std::vector<at::Tensor>& operands, bool need_input);
 };
 extern Python python;
 

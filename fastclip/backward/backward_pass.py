@@ -14,16 +14,18 @@ from fastclip.backward.criterion import SeenLoss
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.backward.sums import ClippedSums
 from fastclip.backward.together import (
+    SMALL,
     Entry,
     LinearSums,
     Stack,
+    alone,
     finish_norms,
     norms_of_linear,
     stack_small,
 )
 from fastclip.errors import GraphError, where
 from fastclip.layers import KeptRecord, Record, joint_record
-from fastclip.ops.numerics import slack
+from fastclip.ops.numerics import slack, widen
 from fastclip.ops.units import UnitRows
 from fastclip.parallel.ranks import Ranks, whole
 from fastclip.planner import Planner
@@ -144,10 +146,17 @@ class BackwardPass:
         self._shared.add(parameter)
         entry.join(record)
 
-    def has_other(self, parameter: nn.Parameter) -> bool:
-        """Whether there is, or may be, another contribution to the parameter in this pass."""
-        shared = parameter in self._shared or parameter in self._wanted
-        return shared or id(parameter) in self.entries
+    def others(self) -> set[int]:
+        """Ids of the parameters of which there is, or may be, a contribution from elsewhere."""
+        return {*map(id, self._shared), *map(id, self._wanted), *self.entries}
+
+    def keep(self, parameter: nn.Parameter, gradients: Tensor) -> None:
+        """Take the only contribution to a parameter: samples' gradients [b, *shape]."""
+        rows = widen(gradients if gradients.dim() == 2 else gradients.flatten(1))
+        if rows.shape[1] > SMALL or not len(rows):
+            self.take(parameter, KeptRecord(gradients.reshape(len(rows), *parameter.shape)))
+        else:
+            self.entries[id(parameter)] = Entry(parameter, [], rows=rows)
 
     def take_together(self, stack: Stack, norms: Tensor) -> None:
         """Take the only contributions to these parameters, with their squared norms [l, b]."""
@@ -214,9 +223,10 @@ class BackwardPass:
         self.entries = {own: held[own] for own in map(id, parameters) if own in held}
         assert len(self.entries) == len(held), "whoever takes part is one of them"
         self.last_input = ops.LastInput()  # the one in it is not held any longer
-        entries = [*held.values()]  # in the order of the pass, in which inputs are shared
-        self.stacks += norms_of_linear(entries) + stack_small(entries)
-        finish_norms(entries, ops.LastInput())
+        # In the order of the pass, in which inputs are shared.
+        self.stacks += norms_of_linear(alone(held.values()))
+        self.stacks += stack_small(self.entries.values())
+        finish_norms(alone(held.values()), ops.LastInput())
         for entry in self.entries.values():
             norm, parameter = entry.norm_sq, entry.parameter
             if not isinstance(norm, Tensor):
@@ -291,8 +301,7 @@ class BackwardPass:
             if rows is not None:
                 of_stack = tuple(rows[id(parameter)] for parameter in stack.parameters)
                 own = factors.index_select(0, ops.index_on(of_stack, factors.device))
-            for parameter, total in stack.clipped_sums(own.to(stack.device)):
-                sums.add(parameter, total)
+            sums.add_all(*zip(*stack.clipped_sums(own.to(stack.device)), strict=True))
         for parameters in sums.together([entry.parameter for entry in self.entries.values()]):
             linear = LinearSums(sums.add, factors)
             for parameter in parameters:

@@ -1,41 +1,63 @@
-"""Layers that run bare: each call is one C++ node of autograd's graph (csrc/step).
+"""Layers that run bare: each call is one node of autograd's graph, of C++ (csrc/step) or lean Python.
 
-The node returns its input's gradient and lists the input and the output's gradient, without Python. What
-is listed becomes records when the pass ends. A call for which anything is out of the ordinary (a
-transform, a checkpoint or other hooks on saved tensors, rows that lie elsewhere, parameters that were
-replaced) goes its usual way, through `PrivateLayer`, in the same pass.
+The node returns its input's gradient and lists the input and the output's gradient; a layer that
+normalises lists samples' gradients, of one call of `fastclip.ops`. What is listed becomes records when
+the pass ends. A call for which anything is out of the ordinary (a transform, a checkpoint or other hooks
+on saved tensors, rows that lie elsewhere, parameters that were replaced) goes its usual way, through
+`PrivateLayer`, in the same pass.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 
+from fastclip import ops
 from fastclip._torch import hooks_of
+from fastclip.backward import python_nodes
 from fastclip.compiled import check_built
-from fastclip.errors import where
+from fastclip.errors import GraphError, where
 from fastclip.graph import is_of_cpp, refusing, unopened
 from fastclip.layers.rule import all_unchanged
 from fastclip.samples.calls import Forward
 from fastclip.samples.layout import BatchLayout
 
+_ASKED = os.environ.get("FASTCLIP_NODES", "")
+nodes: Any
+"""Who makes them: fastclip._step, or the same in Python."""
 try:
+    if _ASKED in ("0", "python"):
+        raise ImportError(f"FASTCLIP_NODES={_ASKED}")
     check_built("_step", "step", "a C++ compiler")
     from fastclip import _step
-except ImportError as error:  # layers go their usual way
-    SERVES, WHY_NOT = False, str(error)
-else:
-    SERVES, WHY_NOT = True, ""
 
-Listed = tuple[int, Forward, Tensor, Tensor, Any, Any, bool]
-"""Number of the layer, the forward pass, its input, its output's gradient, its weight and bias where
-they take part, and whether one of the tensors was written to since."""
+    nodes, WHY_NOT = _step, ""
+except ImportError as error:
+    nodes, WHY_NOT = python_nodes, str(error)
+SERVES = _ASKED != "0"
+"""Else layers go their usual way."""
+
+Left = tuple[int, Forward, Any, Tensor, Any, Any, Any]
+"""What a layer leaves: its number, the forward pass, its input and its output's gradient (of one that
+normalises samples' gradients of weight and bias; none where the weight of a linear layer takes no part),
+its weight and bias where they take part, and what its rule's `prepare` has said beside the input."""
+Listed = tuple[
+    list[int], list[Forward], list[Any], list[Tensor], list[Any], list[Any], list[Any], bool
+]
+"""What all layers leave in a pass, as columns, and whether one of the tensors was written to since."""
+NORMS: tuple[Callable[..., tuple[Tensor | None, ...]], ...] = (
+    ops.layer_norm_backward, ops.rms_norm_backward, ops.group_norm_backward,
+)  # fmt: skip
+"""By the numbers that nodes have for them."""
+_AS_IT_IS = nullcontext()
 _ALL: WeakValueDictionary[int, BareLayers] = WeakValueDictionary()
 """By the addresses that C++ knows."""
 
@@ -46,26 +68,31 @@ class BareLayers:
     Attributes:
         layers: all its layers with rules, by the numbers that nodes know, each with its handle.
         plans: says which of them are bare in calls of such a layout. settles: makes records of what was
-            listed.
+            listed. takes: makes records of what one layer leaves, while the pass runs.
     """
 
     plans: Callable[[BareLayers, BatchLayout], None]
-    settles: Callable[[Any, list[Listed]], None]
+    settles: Callable[[Any, Listed], None]
+    takes: Callable[[BareLayers, Left], None]
 
     def __init__(self) -> None:
         self.layers: list[tuple[Any, nn.Module]] = []
         self.paths: list[str] = []
         """Of those that are bare."""
+        self.known: set[int] = set()
+        """Those that have been bare: nodes of an earlier plan may still be in a graph."""
         self.parameters: list[nn.Parameter] = []
-        """Those of the bare layers that are trained."""
+        """Of these, as far as they are trained."""
         self.modules: dict[type, list[nn.Module]] = {}
-        """Those that are bare, by their classes."""
-        self.listed = 0
-        """Calls of bare layers that the last pass has taken."""
+        """These, by their classes."""
+        self.endings: dict[Hashable, Any] = {}
+        """How passes end, by what they have listed."""
+        self.listed = self.taken = 0
+        """Calls of bare layers that the last pass has taken: when it ended, and while it ran."""
         self._hooks: list[Any] = []
         """On gradients of `parameters`, when they were last found to be guards."""
         self._planned: tuple[BatchLayout, int] | None = None
-        self.slots = _step.Slots() if SERVES else None
+        self.slots = nodes.Slots() if SERVES else None
         if self.slots is not None:
             _ALL[self.slots.address] = self
 
@@ -74,7 +101,7 @@ class BareLayers:
         made = BareLayers()
         made.layers = copy.deepcopy(self.layers, memo)
         if self.layers:
-            made.plans, made.settles = self.plans, self.settles
+            made.plans, made.settles, made.takes = self.plans, self.settles, self.takes
         return made
 
     def __reduce__(self) -> Any:
@@ -127,9 +154,11 @@ class BareLayers:
 
     def owns(self, node: Any) -> bool:
         """Whether a node of the graph is one of theirs, and contributes as things are."""
-        if self.slots is None or self.slots.paused or not is_of_cpp(node):
+        if self.slots is None or self.slots.paused:
             return False
-        return _step.slots_of(node) == self.slots.address
+        if nodes is not python_nodes and not is_of_cpp(node):
+            return False
+        return bool(nodes.slots_of(node) == self.slots.address)
 
     def opened(self, now: bool) -> None:
         """Whether a backward pass runs, at whose end `settle` is called. What was listed before it began
@@ -137,6 +166,7 @@ class BareLayers:
         if self.slots is not None:
             if now:
                 self.slots.take()
+                self.taken = 0
             self.slots.opened = now
 
     def drop(self) -> None:
@@ -147,10 +177,22 @@ class BareLayers:
             self.slots.take()
 
     def settle(self, keeper: Any) -> None:
-        """The pass has ended: make records of what nodes have listed, and let go of it."""
-        found = [] if self.slots is None else self.slots.take()
-        self.listed = len(found)
-        if found:
+        """The pass has ended: make records of what nodes have listed, and let go of it.
+
+        Raises:
+            GraphError: layers have changed since the model's forward pass, or what they were given has.
+        """
+        found = None if self.slots is None else self.slots.take()
+        self.listed = 0 if found is None else len(found[0])
+        if found is None or not (self.listed or self.taken):
+            return
+        self.check_hooks(keeper.check_hooks)
+        if not self.are_as_they_were():
+            raise GraphError(
+                "a layer's methods were replaced between the model's forward pass and the end of the "
+                "backward pass. Replace them before the forward pass, and call make_private again"
+            )
+        if self.listed:
             self.settles(keeper, found)
 
 
@@ -161,5 +203,31 @@ def _refuse(address: int, number: int) -> None:
     raise unopened("a private layer" if handle is None else where(handle.path, module))
 
 
-if SERVES:
-    _step.ask(_refuse, refusing)
+def _take(address: int, one: Left) -> None:
+    """A layer has left this, of which nothing is to be held."""
+    bare = _ALL[address]
+    bare.taken += 1
+    with _uncast(one[3]):
+        bare.takes(bare, one)
+
+
+def _normalised(
+    kind: int, operands: list[Tensor | None], need_input: bool
+) -> tuple[Tensor | None, ...]:
+    """Gradients of a layer that normalises: of its input, and by sample of its weight and bias."""
+    x, g, mean, rstd, weight = operands
+    assert g is not None
+    given = (x, g, rstd, weight) if mean is None else (x, g, mean, rstd, weight)
+    with _uncast(g):
+        found = NORMS[kind](*given, need_input)
+    return found if len(found) == 3 else (*found, None)
+
+
+def _uncast(g: Tensor) -> AbstractContextManager[Any]:
+    """Inside, the caller's autocast (a backward pass in its block) is off."""
+    kind = g.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
+
+
+for made_by in {nodes, python_nodes}:
+    made_by.ask(_refuse, _take, refusing, _normalised)

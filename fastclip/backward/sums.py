@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from operator import is_
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,10 +15,11 @@ from fastclip._torch import base_of, plain_results
 from fastclip.errors import GraphError, StepError
 
 _NONE = None, 0, None, None
+_SHAPE, _NOTHING = attrgetter("shape"), {type(None)}
 
 
-def _shown_of(parameter: nn.Parameter) -> Any:
-    return parameter.__dict__.get("summed_grad")
+def _shown_of(parameters: Iterable[nn.Parameter]) -> list[Any]:
+    return [*map(getattr, parameters, repeat("summed_grad"), repeat(None))]
 
 
 class ShownSum(Tensor):
@@ -36,14 +39,23 @@ class ShownSum(Tensor):
         return self.detach().clone().as_subclass(ShownSum)
 
 
-class SumsOfOne:
+class SumsOfOne(ABC):
     """Sums that one process makes alone."""
+
+    @abstractmethod
+    def add(self, parameter: nn.Parameter, clipped: Tensor) -> None:
+        """Add a clipped sum of one backward pass, of as many elements as the parameter."""
+
+    def add_all(self, parameters: Sequence[nn.Parameter], clipped: Sequence[Tensor]) -> None:
+        """`add` of several."""
+        for parameter, total in zip(parameters, clipped, strict=True):
+            self.add(parameter, total)
 
     def together(self, entries: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
         """Lists of parameters, in the order in which a pass is to sum what it holds for them."""
         return [list(entries)[::-1]]
 
-    def exchange(self, parameters: list[nn.Parameter]) -> None:
+    def exchange(self, parameters: list[nn.Parameter]) -> None:  # noqa: B027 - nobody to tell
         """A pass has summed all that it holds for these."""
 
 
@@ -65,8 +77,21 @@ class ClippedSums(SumsOfOne):
     def __reduce__(self) -> Any:
         return ClippedSums, ()
 
+    def add_all(self, parameters: Sequence[nn.Parameter], clipped: Sequence[Tensor]) -> None:
+        own = {*map(id, parameters)}
+        first = len(own) == len(parameters) and self._held.keys().isdisjoint(own)
+        alone = {*map(type, _shown_of(parameters)), *map(type, map(base_of, clipped))} == _NOTHING
+        shapes = [*map(_SHAPE, clipped)] == [*map(_SHAPE, parameters)]
+        strides = [*map(Tensor.stride, clipped)] == [*map(Tensor.stride, parameters)]
+        if not (first and alone and shapes and strides):
+            super().add_all(parameters, clipped)
+            return
+        for parameter, total in zip(parameters, clipped, strict=True):
+            shown = total.as_subclass(ShownSum)
+            self._held[id(parameter)] = total, total._version, parameter, shown
+            parameter.summed_grad = shown  # type: ignore[attr-defined]
+
     def add(self, parameter: nn.Parameter, clipped: Tensor) -> None:
-        """Add a clipped sum of one backward pass, of as many elements as the parameter."""
         if clipped.shape != parameter.shape and clipped.numel() != parameter.numel():
             raise GraphError(
                 f"a rule recorded gradients of size {clipped.numel()} for a parameter of shape "
@@ -100,7 +125,7 @@ class ClippedSums(SumsOfOne):
     def take_all(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
         """The sums of these parameters, as of `take`."""
         held = [self._held.get(own, _NONE) for own in map(id, parameters)]
-        shown = [*map(_shown_of, parameters)]
+        shown = _shown_of(parameters)
         alike = all(map(is_, shown, [own for *_, own in held]))
         if not alike or not all(x is None or x._version == version for x, version, *_ in held):
             return [self.take(parameter) for parameter in parameters]  # which says where

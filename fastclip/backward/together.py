@@ -27,19 +27,29 @@ class Entry:
     records: list[Record]
     norm_sq: Tensor | ops.LaterNorm | None = None
     """[b], or what it is made of; None until the pass ends."""
+    rows: Tensor | None = None
+    """In the place of records: gradients [b, n] of a small parameter, in the accumulation type."""
 
     def join(self, record: Record) -> None:
         """One more contribution."""
+        self.settle()
         self.records[:] = [own.settled() for own in self.records]
         join(self.records, record.settled())
 
-    @property
-    def alone(self) -> Record | None:
-        """Its one record, whose norm is not known."""
-        return self.records[0] if self.norm_sq is None and len(self.records) == 1 else None
+    def settle(self) -> None:
+        """Make a record of its rows, if it has any."""
+        if self.rows is not None:
+            gradients = self.rows.reshape(len(self.rows), *self.parameter.shape)
+            self.records.append(KeptRecord(gradients))
+            self.rows = None
 
 
-def _is_small(record: Record | None) -> bool:
+def alone(entries: Iterable[Entry]) -> list[Entry]:
+    """Those with one record, whose norm is not known."""
+    return [entry for entry in entries if entry.norm_sq is None and len(entry.records) == 1]
+
+
+def _is_small(record: Record) -> bool:
     """It holds the gradients of a small parameter, as they are."""
     if type(record) is not KeptRecord or not record.as_given:
         return False
@@ -78,6 +88,10 @@ class KeptStack:
         """Where they lie."""
         return self.gradients.device
 
+    def norms(self) -> Tensor:
+        """Their squares, [k, b]."""
+        return ops.row_norm_sq(self.gradients.flatten(0, 1)).view(self.gradients.shape[:2])
+
     def clipped_sums(self, scales: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Of every parameter, [n].
 
@@ -92,21 +106,24 @@ class KeptStack:
 def norms_of_linear(entries: Sequence[Entry]) -> list[Stack]:
     """Linear layers of one kind get their norms together on a GPU, with their biases' gradients.
 
+    Args:
+        entries: with one record each, as are those of the functions below.
+
     Returns:
         The biases' gradients, taken out of their entries, which get their norms.
     """
     biases: dict[int, Entry] = {}
     groups: dict[Any, list[tuple[Entry, LinearRecord]]] = {}
+    linears: list[tuple[Entry, LinearRecord]] = []
     for entry in entries:
-        record = entry.alone
+        record = entry.records[0]
         if type(record) is BiasRecord:
             biases[id(record.linear)] = entry
-    for entry in entries:
-        record = entry.alone
-        linear = None if record is None else record.together
-        if record is not None and linear is not None:
+        elif (linear := record.together) is not None:
             record.check_unmodified()
-            groups.setdefault((linear.kind, id(linear) in biases), []).append((entry, linear))
+            linears.append((entry, linear))
+    for entry, linear in linears:
+        groups.setdefault((linear.kind, id(linear) in biases), []).append((entry, linear))
     by_size: dict[Any, tuple[list[Entry], list[Tensor]]] = {}
     for (_, biased), group in groups.items():
         for some in _groups(group, biased):
@@ -139,34 +156,42 @@ def _groups(
 
 def _stacked(small: list[Entry], rows: Tensor) -> Stack:
     """Gradients [k, b, n] of these, which get their norms."""
-    norms = ops.row_norm_sq(rows.flatten(0, 1)).view(rows.shape[:2])
-    for entry, norm_sq in zip(small, norms.unbind(), strict=True):
+    stack = KeptStack([entry.parameter for entry in small], rows)
+    for entry, norm_sq in zip(small, stack.norms().unbind(), strict=True):
         entry.records.clear()
-        entry.norm_sq = norm_sq
-    return KeptStack([entry.parameter for entry in small], rows)
+        entry.norm_sq, entry.rows = norm_sq, None
+    return stack
 
 
-def stack_small(entries: Sequence[Entry]) -> list[Stack]:
+def stack_small(entries: Iterable[Entry]) -> list[Stack]:
     """Small parameters' gradients, taken out of their entries, which get their norms.
+
+    Args:
+        entries: all of a pass, in the order of the parameters: how these lie together does not follow
+            from the way in which they were recorded.
 
     Raises:
         GraphError: one was changed in place since it was recorded.
     """
-    groups: dict[Any, list[tuple[Entry, Tensor]]] = {}
+    groups: dict[Any, tuple[list[Entry], list[Tensor]]] = {}
     for entry in entries:
-        record = entry.alone
-        if record is None or not _is_small(record):
-            continue
-        record.check_unmodified()
-        gradients = record.per_sample()
-        key = (gradients.shape[0], gradients.shape[1:].numel(), gradients.dtype, gradients.device)
-        groups.setdefault(key, []).append((entry, gradients))
-    found = []
-    for (b, size, *_), small in groups.items():
-        if len(small) > 1:
-            rows = torch.stack([ops.shaped(gradients, b, size) for _, gradients in small])
-            found.append(_stacked([entry for entry, _ in small], rows))
-    return found
+        rows = entry.rows
+        if rows is None:
+            if entry.norm_sq is not None or len(entry.records) != 1:
+                continue
+            record = entry.records[0]
+            if not _is_small(record):
+                continue
+            record.check_unmodified()
+            rows = record.per_sample()
+            rows = ops.shaped(rows, len(rows), rows.shape[1:].numel())
+        small, held = groups.setdefault((rows.shape, rows.dtype, rows.device), ([], []))
+        small.append(entry)
+        held.append(rows)
+    for small, _ in groups.values():
+        if len(small) == 1:
+            small[0].settle()
+    return [_stacked(small, torch.stack(held)) for small, held in groups.values() if len(held) > 1]
 
 
 def finish_norms(entries: Iterable[Entry], last_input: ops.LastInput) -> None:
@@ -177,9 +202,9 @@ def finish_norms(entries: Iterable[Entry], last_input: ops.LastInput) -> None:
     """
     groups: dict[Any, list[tuple[Entry, ops.LaterNorm]]] = {}
     for entry in entries:
-        if (record := entry.alone) is not None:
-            record.check_unmodified()
-            entry.norm_sq = record.norm_parts(last_input)
+        record = entry.records[0]
+        record.check_unmodified()
+        entry.norm_sq = record.norm_parts(last_input)
         if type(entry.norm_sq) is not Tensor and isinstance(entry.norm_sq, ops.LaterNorm):
             groups.setdefault(entry.norm_sq.kind, []).append((entry, entry.norm_sq))
     for pairs in groups.values():

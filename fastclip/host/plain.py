@@ -31,12 +31,15 @@ def all_lie_alike(outs: Sequence[Tensor], totals: Sequence[Tensor | None]) -> bo
         return False
     both = [*outs, *found]
     shapes = [*map(_SHAPE, outs)] == [*map(_SHAPE, found)]
-    floats = {*map(type, both)} == {Tensor} and {*map(_KIND, both)} == {_FLOATS}
-    plain = shapes and floats and all(map(Tensor.is_contiguous, both))
-    wrapped = plain and any(map(is_functorch_wrapped, both))
-    odd = not plain or wrapped or any(map(Tensor.is_neg, both))
-    odd = odd or any(map(Tensor.is_inference, outs)) or any(map(_GRAD, outs))
-    return not odd and all(map(Tensor.numel, outs)) and all(map(Tensor.data_ptr, both))
+    odd = not shapes or not all_lie_here(both) or not all(map(Tensor.is_contiguous, both))
+    return not (odd or any(map(Tensor.is_inference, outs)) or any(map(_GRAD, outs)))
+
+
+def all_lie_here(given: Sequence[Tensor]) -> bool:
+    """Whether a loop can read all of these float32 tensors; without a line of Python for each."""
+    floats = {*map(type, given)} == {Tensor} and {*map(_KIND, given)} == {_FLOATS}
+    odd = not floats or any(map(is_functorch_wrapped, given)) or any(map(Tensor.is_neg, given))
+    return not odd and all(map(Tensor.numel, given)) and all(map(Tensor.data_ptr, given))
 
 
 def lies_alike(out: Tensor, total: Tensor | None) -> bool:

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from fastclip import _host
 from fastclip._torch import invents
+from fastclip.host.plain import all_lie_here
 from fastclip.memory import lies_on_host, loop_threads, pointer
+from fastclip.ops.bounds import GramNorm, column, dot_room
 from fastclip.ops.conv import ConvGeometry
 from fastclip.ops.grams import LastInput, strips_of
 
@@ -197,6 +199,28 @@ def gram_dots(gram_a: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
     return product, absolute, trace_a, trace_g
 
 
+def gram_norms(pairs: Sequence[tuple[Tensor, Tensor]]) -> GramNorm:
+    """fastclip.ops.grams.gram_norms, of one call; no Gram is kept."""
+    flat, (b, *_) = [x for pair in pairs for x in pair], pairs[0][0].shape
+    sizes = [(*a.shape, *g.shape) for a, g in pairs]
+    alike = all(len(own) == 6 and own[0] == own[3] == b and own[1] == own[4] for own in sizes)
+    if not alike or b < loop_threads() or not all_lie_here(flat) or invents():
+        return NotImplemented
+    of_a, of_g = ([_positions(x) for x in side] for side in zip(*pairs, strict=True))
+    found = _empty(len(pairs), b, 4, dtype=torch.float64)
+    layers = [
+        (*a[1:], *g[1:], (t, d, p, strips_of(t)))
+        for a, g, (_, t, d, _, _, p) in zip(of_a, of_g, sizes, strict=True)
+    ]
+    _host.gram_norms(layers, found.data_ptr(), b, LANES, loop_threads())
+    product, absolute, trace_a, trace_g = found.float().unbind(2)
+    numbers = zip(
+        *((t, t * d, t * p, dot_room(d, p, product)) for _, t, d, _, _, p in sizes), strict=True
+    )
+    columns = [column(own, product.dtype, product.device) for own in numbers]
+    return GramNorm(product, trace_a, trace_g, absolute, *columns)
+
+
 def _slides(x: Tensor, g: Tensor, geometry: ConvGeometry) -> bool:
     """x and g are input and output of such a convolution."""
     out_channels, channels = geometry.weight_shape[:2]
@@ -238,7 +262,7 @@ def _three(sizes: tuple[int, ...], of_others: int) -> tuple[int, ...]:
 
 _ALL: list[Callable[..., Any]] = [
     wide_gradients, gradients_with_norms, wide_conv_gradients, conv_gradients_with_norms, parted_sum,
-    wide_gram, gram_dots, layer_norm_backward, group_norm_backward,
+    wide_gram, gram_dots, gram_norms, layer_norm_backward, group_norm_backward,
 ]  # fmt: skip
 PRODUCTS = {launcher.__name__: launcher for launcher in _ALL} if LANES else {}
 """Operation of fastclip.ops -> launcher."""

@@ -43,8 +43,7 @@ class ConvRule(LayerRule):
     def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
         x, _ = super().prepare(module, args, kwargs)
         x, padding = pad_explicitly(module, autocast_operand(x))
-        shape, groups = tuple(module.weight.shape), int(module.groups)
-        return x, _geometry(shape, _tuple(module.stride), padding, _tuple(module.dilation), groups)
+        return x, geometry_of(module, padding)
 
     def forward(
         self, module: Any, x: Tensor, extra: Any
@@ -99,21 +98,40 @@ def conv_record(call: Plans, x: Tensor, g: Tensor, geometry: ops.ConvGeometry) -
     return kept_record(*ops.kept_conv_gradients(x, g, geometry, call.last_input))
 
 
-def pad_explicitly(module: nn.Conv2d, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+def zeros_around(module: Any) -> tuple[int, ...] | None:
+    """How many zeros a layer puts on both sides of each axis; None where it pads in another way."""
+    if module.padding_mode != "zeros":
+        return None
+    if module.padding == "valid":
+        return (0,) * (module.weight.dim() - 2)
+    if module.padding == "same":
+        total = _same(module)
+        return None if any(n % 2 for n in total) else tuple(n // 2 for n in total)
+    return _tuple(module.padding)
+
+
+def _same(module: Any) -> list[int]:
+    """Of each axis, by how much the kernel makes it shorter."""
+    return [d * (k - 1) for d, k in zip(module.dilation, module.weight.shape[2:], strict=True)]
+
+
+def pad_explicitly(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Apply whatever padding is not a symmetric number of zeros; return the rest as numbers."""
+    padding = zeros_around(module)
+    if padding is not None:
+        return x, padding
     dims = module.weight.dim() - 2
     if module.padding_mode != "zeros":
         mode = module.padding_mode
         return F.pad(x, module._reversed_padding_repeated_twice, mode=mode), (0,) * dims
-    if module.padding == "valid":
-        return x, (0,) * dims
-    if module.padding == "same":
-        total = [d * (k - 1) for d, k in zip(module.dilation, module.weight.shape[2:], strict=True)]
-        if any(n % 2 for n in total):
-            sides = [side for n in reversed(total) for side in (n // 2, n - n // 2)]
-            return F.pad(x, sides), (0,) * dims
-        return x, tuple(n // 2 for n in total)
-    return x, _tuple(module.padding)
+    sides = [side for n in reversed(_same(module)) for side in (n // 2, n - n // 2)]
+    return F.pad(x, sides), (0,) * dims
+
+
+def geometry_of(module: Any, padding: tuple[int, ...]) -> ops.ConvGeometry:
+    """Of a layer whose input has so many zeros around it."""
+    shape, groups = tuple(module.weight.shape), int(module.groups)
+    return _geometry(shape, _tuple(module.stride), padding, _tuple(module.dilation), groups)
 
 
 _geometry = functools.lru_cache(maxsize=1024)(ops.ConvGeometry)

@@ -15,15 +15,18 @@ from fastclip.layers.records import LookupRecord
 from fastclip.layers.rule import LayerCall, LayerRule, register_rule
 from fastclip.ops.units import UnitRows
 
+ONLY_PLAIN = "max_norm", "scale_grad_by_freq", "sparse"
+"""Options that no rule computes."""
+
 
 def _check_options(module: Any) -> None:
-    """Refuse what make_private refuses where it has been set since: no rule computes it."""
-    options = [n for n in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, n)]
+    """Refuse what make_private refuses where it has been set since."""
+    options = [name for name in ONLY_PLAIN if getattr(module, name)]
     if options:
         raise TypeError(f"{', '.join(options)} is not supported, leave it off")
 
 
-def _padding(module: Any) -> int | None:
+def padding_of(module: Any) -> int | None:
     """The row without a gradient, counted from the first as torch's functions do."""
     padding, rows = module.padding_idx, module.weight.shape[0]
     return padding + rows if padding is not None and padding < 0 else padding
@@ -37,7 +40,7 @@ class EmbeddingRule(LayerRule):
 
     def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
         _check_options(module)
-        return super().prepare(module, args, kwargs)[0], _padding(module)
+        return super().prepare(module, args, kwargs)[0], padding_of(module)
 
     def forward(
         self, module: Any, x: Tensor, extra: Any
@@ -67,7 +70,7 @@ class EmbeddingBagRule(LayerRule):
     def prepare(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Any]:
         _check_options(module)
         x, extra = self._prepare(*args, **kwargs)
-        return x, (*extra, _padding(module))
+        return x, (*extra, padding_of(module))
 
     @staticmethod
     def _prepare(

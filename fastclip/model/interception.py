@@ -55,7 +55,7 @@ class Handle:
         self.keeper = keeper
         self.rule: LayerRule | None = None
         self.scopes: list[Scope] = []
-        self.bare: Callable[[Any, dict[str, Any]], Tensor | None] | None = None
+        self.bare: Callable[[Any, nn.Module], Tensor | None] | None = None
         """Its call as one C++ node, where it may be; None of a call that may not."""
         self.bypass = False
         """Run the module as it was (while a rule calls it from inside)."""
@@ -86,7 +86,7 @@ class Handle:
             return self._plain(module)(*args, **kwargs)
         if self.bare is not None and len(args) == 1 and not kwargs:
             try:
-                out = self.bare(args[0], module.__dict__)
+                out = self.bare(args[0], module)
             except RuntimeError as error:  # the usual way says where
                 if no_memory(error):
                     raise

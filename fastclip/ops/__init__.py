@@ -44,7 +44,7 @@ from fastclip.ops.embedding import (
     tied_norm,
 )
 from fastclip.ops.finalize import check_floating, check_std, fill_normal, noise_finalize
-from fastclip.ops.grams import LastInput, half_gram
+from fastclip.ops.grams import LastInput, gram_norms, half_gram
 from fastclip.ops.index import index_on
 from fastclip.ops.kept import kept_sum, kept_sums, parted_sum, whole
 from fastclip.ops.linear import (
@@ -122,6 +122,7 @@ __all__ = [
     "ghost_norms",
     "ghost_parts",
     "gradients_apart",
+    "gram_norms",
     "group_norm",
     "group_norm_backward",
     "group_norm_grads",

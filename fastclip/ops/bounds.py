@@ -61,6 +61,11 @@ class RaisedNorm(LaterNorm):
 
     @staticmethod
     def together(norms: Sequence[Any]) -> Tensor:
+        return RaisedNorm.stacked(norms).raised()
+
+    @staticmethod
+    def stacked(norms: Sequence[Any]) -> Any:
+        """The norms of l of a kind as one."""
         first = norms[0]
         stacked: list[Any] = []
         for field in fields(first):
@@ -68,8 +73,8 @@ class RaisedNorm(LaterNorm):
             if isinstance(own[0], Tensor):
                 stacked.append(torch.stack(own))
             else:
-                stacked.append(_column(tuple(own), first.total.dtype, first.total.device))
-        return type(first)(*stacked).raised()
+                stacked.append(column(tuple(own), first.total.dtype, first.total.device))
+        return type(first)(*stacked)
 
 
 @dataclass
@@ -191,12 +196,13 @@ def with_lost(norm_sq: Tensor, entries: Sequence[int], dtypes: Sequence[torch.dt
     """
     pairs = zip(entries, dtypes, strict=True)
     lost = tuple(lost_squares(4 * max(n, _FEWEST), dtype) for n, dtype in pairs)
-    raised = norm_sq + _column(lost, norm_sq.dtype, norm_sq.device)
+    raised = norm_sq + column(lost, norm_sq.dtype, norm_sq.device)
     return torch.where(norm_sq.sum(0) > 0, raised, norm_sq)
 
 
 @functools.lru_cache(maxsize=256)
-def _column(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def column(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of l layers, [l, 1]."""
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=dtype, device=device)[:, None]
 

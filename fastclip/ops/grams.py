@@ -7,6 +7,7 @@ negative. It is clamped at 0 and raised by its rounding bound, so that a norm is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +82,15 @@ def gram_dots(gram_a: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
     for first, last in _strips(gram_g.shape[1])[:-1]:  # of both the same half is there
         gram_g[:, first:last, last:].mul_(2)
     return *row_dots(gram_a, gram_g), trace(gram_a), trace_g
+
+
+@host_operation
+@in_full_float32
+def gram_norms(pairs: Sequence[tuple[Tensor, Tensor]]) -> GramNorm:
+    """`gram_norm` of a [b, t, d] and g [b, t, p] of l layers, as one, [l, b]; layers that follow each
+    other may share `a`."""
+    last = LastInput()
+    return GramNorm.stacked([gram_norm(last.gram(a), g, a.shape[2]) for a, g in pairs])  # type: ignore[no-any-return]
 
 
 def half_dot(x: Tensor, y: Tensor) -> Tensor:

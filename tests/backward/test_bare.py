@@ -1,9 +1,13 @@
-"""Layers as single C++ nodes: the same norms and sums, and nothing that a plain layer would refuse."""
+"""Layers as single nodes, of C++ and of Python: the same norms and sums, and nothing that a plain layer
+would refuse."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import os
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from fastclip.backward import bare
+from fastclip.backward import bare, linear_stack
 from fastclip.errors import FastclipError, GraphError
 from tests.oracle import (
     assert_sums,
@@ -31,7 +35,10 @@ from tests.oracle import (
     summed,
 )
 
-pytestmark = pytest.mark.skipif(not bare.SERVES, reason=bare.WHY_NOT)
+pytestmark = [
+    pytest.mark.skipif(not bare.SERVES, reason=bare.WHY_NOT),
+    pytest.mark.usefixtures("node_makers"),
+]
 B, D, C = 5, 6, 0.3
 
 
@@ -270,6 +277,31 @@ def test_a_layer_that_fails_says_which() -> None:
     model.does = lambda net, h: net.second(h.float())
     with pytest.raises(RuntimeError, match=r"second \(Linear\)"):
         step(private, x)
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+@pytest.mark.parametrize("between", [(), (3,)], ids=str)
+def test_sums_that_have_no_room_together(
+    between: tuple[int, ...], per_layer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One layer after the other, and as many as there is room for: the same to the bit."""
+    found = []
+    for room in (1 << 20, 8 * D * D, 1):
+        monkeypatch.setattr(linear_stack, "ROOM", room)
+        torch.manual_seed(0)
+        model, x = Net(transposed).double(), rows(*between)
+        options = {"clipping": "per_layer", "max_grad_norm": [C / 3] * 8} if per_layer else {}
+        _, private, optimizer, _ = make_private(model, **{"max_grad_norm": C, **options})
+        for _ in range(4):
+            optimizer.zero_grad()
+            step(private, x)
+        assert count(private) >= 2
+        found.append(summed(dict(model.named_parameters())))
+    assert all(torch.equal(found[0][n], other[n]) for other in found[1:] for n in found[0])
+
+
+def transposed(net: Net, h: Tensor) -> Tensor:
+    return torch.tanh(net.second(h))
 
 
 @pytest.mark.parametrize("between", [(), (3,)], ids=str)
@@ -511,11 +543,6 @@ def cast(layer: nn.Linear) -> None:
     layer.weight.data = layer.weight.data.float()
 
 
-def replace_a_method(layer: nn.Linear) -> None:
-    layer.reset = lambda: None  # harmless: no method of the class
-    layer.forward = lambda x: 2 * x
-
-
 def hook(layer: nn.Linear) -> None:
     layer.weight.register_hook(lambda g: 2 * g)
 
@@ -592,7 +619,7 @@ def test_another_thread_goes_the_usual_way() -> None:
 
     def run(*_: object) -> None:
         thread = threading.Thread(
-            target=lambda: found.append(handle.bare and handle.bare(x, vars(model.second)))
+            target=lambda: found.append(handle.bare and handle.bare(x, model.second))
         )
         thread.start()
         thread.join()
@@ -603,6 +630,7 @@ def test_another_thread_goes_the_usual_way() -> None:
         step(private, x)
     check(model, optimizer, x)
     assert count(private) == 4
+    assert found
     assert not any(x is not None for x in found)
 
 
@@ -630,9 +658,8 @@ def test_nodes_are_used(inside: Callable[[], Any]) -> None:
     private, _ = warm(model, x)
     with inside():
         out = private(x)
-    assert (out.grad_fn is not None and "fastclip::" in out.grad_fn.name()) is (
-        inside is nullcontext
-    )
+    made = out.grad_fn is not None and bool(bare.nodes.slots_of(out.grad_fn))
+    assert made is (inside is nullcontext)
 
 
 def test_a_layer_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -642,6 +669,15 @@ def test_a_layer_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     step(private, x)
     check(model, optimizer, x)
     assert count(private) == 0
+
+
+def test_switched_off_by_the_environment() -> None:
+    code = "from fastclip.backward import bare; print(bare.SERVES, bare.WHY_NOT)"
+    environment = {**os.environ, "FASTCLIP_NODES": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False", "FASTCLIP_NODES=0"]
 
 
 def test_functional_calls() -> None:

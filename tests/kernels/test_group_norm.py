@@ -287,6 +287,7 @@ def trained(
         warnings.filterwarnings("error", message=".*kernel of group_norm.*")
         _, private, optimizer, _ = make_private(model, max_grad_norm=0.5)
         optimizer.keeper.trace.finish()  # as from the third step on, when kernels serve
+        optimizer.keeper.bare.layers = []  # nodes of a CPU ask for none
         for layer in model.modules():
             if isinstance(layer, (nn.GroupNorm, nn.InstanceNorm2d)):
                 layer.register_forward_hook(lambda *call: found.append(ops.channels_last(call[-1])))
