@@ -30,6 +30,7 @@ from transformers import BertConfig, BertForSequenceClassification, ViTConfig
 from transformers import ViTForImageClassification as Vit
 
 from bench.measure import heading, quartiles
+from bench.models import resnet50
 from bench.processes import report, run_module
 from fastclip import FastPrivacyEngine
 
@@ -63,10 +64,16 @@ def vit() -> nn.Module:
     return Vit(ViTConfig(**SIZES, **OTHERS, image_size=32, patch_size=8))
 
 
+def resnet() -> nn.Module:
+    """4 bottleneck blocks with GroupNorm, from 16 channels on."""
+    return resnet50(CLASSES, (1, 1, 1, 1), 16, 4)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "mlp": (mlp, lambda: torch.randn(B, D)),
     "bert": (bert, lambda: torch.randint(3, 500, (B, 16))),
     "vit": (vit, lambda: torch.randn(B, 3, 32, 32)),
+    "resnet": (resnet, lambda: torch.randn(B, 3, 32, 32)),
 }
 MODES = ("ordinary", "private", "without nodes")
 
@@ -129,7 +136,7 @@ def measured(name: str, mode: str, rounds: int) -> dict[str, Any]:
         "least": min(seconds),
         "median": quartiles(seconds)[1],
         "calls": entered,
-        "nodes": model.keeper.bare.listed if private else 0,
+        "nodes": model.keeper.bare.listed + model.keeper.bare.taken if private else 0,
         "layers": len(model.keeper.plan_log.plan().rows) if private else 0,
     }
 
