@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from fastclip import ops
 from fastclip._torch import (
     dispatch_modes,
     function_modes,
@@ -31,7 +30,7 @@ from fastclip.layers.linear import LinearRule, TransposedLinearRule
 from fastclip.layers.norm import GroupNormRule, LayerNormRule, RMSNormRule
 from fastclip.layers.operand import LastCast
 from fastclip.layers.rule import LayerRule
-from fastclip.ops.numerics import row_norm_sq
+from fastclip.ops.numerics import row_norm_sq, widen
 
 _NORMS: tuple[LayerRule, ...] = LayerNormRule(), RMSNormRule(), GroupNormRule()
 _USUAL = frozenset((Tensor, nn.Parameter))
@@ -68,10 +67,19 @@ def single_norms(
 
 def scaled_sums(a: Sequence[Tensor], g: Sequence[Tensor], scale: Tensor, any: bool) -> list[Tensor]:
     """As of csrc/step/linear_group.hpp."""
-    del any  # it looks for itself
     scales = [scale] * len(a) if scale.dim() == 1 else scale.unbind()
-    pairs = ([x if x.dim() == 3 else x.unsqueeze(1) for x in side] for side in (a, g))
-    return [ops.scaled_sum(x, y, own) for x, y, own in zip(*pairs, scales, strict=True)]
+    found = []
+    for x, y, own in zip(map(widen, a), map(widen, g), scales, strict=True):
+        factor = own.to(x.dtype).view(-1, *[1] * (x.dim() - 1))
+        if any:
+            dead = factor == 0
+            x, y = x.masked_fill(dead, 0), y.masked_fill(dead, 0)
+        if x.shape[-1] < y.shape[-1]:
+            x = x * factor
+        else:
+            y = y * factor
+        found.append(torch.mm(y.reshape(-1, y.shape[-1]).t(), x.reshape(-1, x.shape[-1])))
+    return found
 
 
 class Slots:
@@ -156,7 +164,7 @@ class _Slot(ABC):
 
     def leave(self, ctx: Any, x: Any, g: Tensor, wanted: list[Any]) -> None:
         """It leaves this."""
-        if wanted != [None, None]:
+        if _any(wanted):
             left = self.number, ctx.called[0], x, g, *wanted, self.extra
             if self.at_once:
                 _ASKED["take"](self.slots.address, left)
@@ -170,7 +178,7 @@ class _Slot(ABC):
         edges = [*ctx.next_functions[1:], (None, 0)]
         pairs = zip((self.weight, self.bias), edges, strict=False)
         own = [p if p is not None and takes_part(node) else None for p, (node, _) in pairs]
-        if own != [None, None] and not self.slots.opened:
+        if _any(own) and not self.slots.opened:
             _ASKED["refuse"](self.slots.address, self.number)
         return own
 
@@ -184,6 +192,11 @@ class _Slot(ABC):
         same = same and own.get("weight") is self.weight and own.get("bias") is self.bias
         settings = all(held.get(name, self) is x for name, x in self._settings.items())
         return same and settings and self._now() == self._as_planned
+
+
+def _any(own: list[Any]) -> bool:
+    """Weight or bias is there; == would compare their numbers."""
+    return own[0] is not None or own[1] is not None
 
 
 def _is_plain() -> bool:
@@ -306,7 +319,7 @@ class Norm(_Slot):
         saved = ctx.saved_tensors
         x, *statistics = saved[:2] if self._kind == 1 else saved[:3]
         need = ctx.needs_input_grad[2]
-        if wanted == [None, None] and not need:
+        if not need and not _any(wanted):
             return None
         b = len(x)
         if self._kind == 2:
