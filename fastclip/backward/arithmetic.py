@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastclip.ops import full_float32
+
+_AS_IT_IS = nullcontext()
+
+
+def uncast(g: Tensor) -> AbstractContextManager[Any]:
+    """Inside, the caller's autocast (a backward pass in its block) is off where this tensor lies."""
+    kind = g.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
 
 
 @contextmanager

@@ -12,17 +12,17 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from operator import is_
 from typing import Any
 from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor, nn
 
 from fastclip import ops
 from fastclip._torch import hooks_of
 from fastclip.backward import python_nodes
+from fastclip.backward.arithmetic import uncast
 from fastclip.compiled import check_built
 from fastclip.errors import GraphError, where
 from fastclip.graph import is_of_cpp, refusing, unopened
@@ -30,19 +30,19 @@ from fastclip.layers.rule import all_unchanged
 from fastclip.samples.calls import Forward
 from fastclip.samples.layout import BatchLayout
 
-_ASKED = os.environ.get("FASTCLIP_NODES", "")
+_CHOSEN = os.environ.get("FASTCLIP_NODES", "")
 nodes: Any
 """Who makes them: fastclip._step, or the same in Python."""
 try:
-    if _ASKED in ("0", "python"):
-        raise ImportError(f"FASTCLIP_NODES={_ASKED}")
+    if _CHOSEN in ("0", "python"):
+        raise ImportError(f"FASTCLIP_NODES={_CHOSEN}")
     check_built("_step", "step", "a C++ compiler")
     from fastclip import _step
 
     nodes, WHY_NOT = _step, ""
 except ImportError as error:
     nodes, WHY_NOT = python_nodes, str(error)
-SERVES = _ASKED != "0"
+SERVES = _CHOSEN != "0"
 """Else layers go their usual way."""
 
 Left = tuple[int, Forward, Any, Tensor, Any, Any, Any]
@@ -57,7 +57,6 @@ NORMS: tuple[Callable[..., tuple[Tensor | None, ...]], ...] = (
     ops.layer_norm_backward, ops.rms_norm_backward, ops.group_norm_backward,
 )  # fmt: skip
 """By the numbers that nodes have for them."""
-_AS_IT_IS = nullcontext()
 _ALL: WeakValueDictionary[int, BareLayers] = WeakValueDictionary()
 """By the addresses that C++ knows."""
 
@@ -207,7 +206,7 @@ def _take(address: int, one: Left) -> None:
     """A layer has left this, of which nothing is to be held."""
     bare = _ALL[address]
     bare.taken += 1
-    with _uncast(one[3]):
+    with uncast(one[3]):
         bare.takes(bare, one)
 
 
@@ -218,15 +217,9 @@ def _normalised(
     x, g, mean, rstd, weight = operands
     assert g is not None
     given = (x, g, rstd, weight) if mean is None else (x, g, mean, rstd, weight)
-    with _uncast(g):
+    with uncast(g):
         found = NORMS[kind](*given, need_input)
     return found if len(found) == 3 else (*found, None)
-
-
-def _uncast(g: Tensor) -> AbstractContextManager[Any]:
-    """Inside, the caller's autocast (a backward pass in its block) is off."""
-    kind = g.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
 
 
 for made_by in {nodes, python_nodes}:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from fastclip.backward.arithmetic import uncast
 from fastclip.backward.handle import Handle
 from fastclip.backward.traced_step import Seen
 from fastclip.errors import GraphError, where
@@ -102,10 +103,7 @@ class PrivateLayer(Function):
     def _input_gradient(ctx: Any, call: Call, operands: Any, g: Tensor) -> Tensor | None:
         wanted = _wanted(ctx, call)
         backward = LayerBackward(call, operands, g, ctx.needs_input_grad[1], wanted)
-        if torch.is_autocast_enabled(g.device.type):
-            with torch.autocast(g.device.type, enabled=False):
-                grad_input = backward.run()
-        else:
+        with uncast(g):
             grad_input = backward.run()
         if grad_input is not None and grad_input.dtype != ctx.dtype:
             grad_input = grad_input.to(ctx.dtype)

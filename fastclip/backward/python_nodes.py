@@ -23,6 +23,7 @@ from fastclip._torch import (
     transformed,
     version_of,
 )
+from fastclip.backward.arithmetic import uncast
 from fastclip.graph import differentiable_once, private_function, takes_part
 from fastclip.layers.conv import ConvRule
 from fastclip.layers.embedding import EmbeddingRule
@@ -32,7 +33,8 @@ from fastclip.layers.operand import LastCast
 from fastclip.layers.rule import LayerRule
 from fastclip.ops.numerics import row_norm_sq, widen
 
-_NORMS: tuple[LayerRule, ...] = LayerNormRule(), RMSNormRule(), GroupNormRule()
+NORMS: tuple[LayerRule, ...] = LayerNormRule(), RMSNormRule(), GroupNormRule()
+"""Of layers that normalise, by the numbers that nodes have for them."""
 _USUAL = frozenset((Tensor, nn.Parameter))
 _ASKED: dict[str, Callable[..., Any]] = {}
 
@@ -152,7 +154,8 @@ class _Slot(ABC):
         if not self.takes(x):
             return None
         x, extra = self.rule.prepare(module, (x,), {})
-        return _APPLY(self, (call[0], module, extra), x, self.weight, self.bias)  # type: ignore[no-any-return]
+        out: Tensor = _APPLY(self, (call[0], module, extra), x, self.weight, self.bias)
+        return out
 
     @abstractmethod
     def takes(self, x: Tensor) -> bool:
@@ -225,11 +228,7 @@ class PrivateNode(Function):
         if g is None:
             return (None,) * 5
         slot: _Slot = ctx.slot
-        kind = g.device.type
-        if torch.is_autocast_enabled(kind):
-            with torch.autocast(kind, enabled=False):
-                found = slot.gradient(ctx, g, slot.wanted(ctx))
-        else:
+        with uncast(g):
             found = slot.gradient(ctx, g, slot.wanted(ctx))
         if found is not None and found.dtype != ctx.dtype:
             found = found.to(ctx.dtype)
@@ -289,11 +288,12 @@ class Conv(_Slot):
         if not ctx.needs_input_grad[2]:
             return None
         geo, kind = self.extra, g.dtype
-        return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
+        found: Tensor = torch.ops.aten.convolution_backward(
             g, x if x.dtype == kind else x.to(kind), weight if weight.dtype == kind else weight.to(kind),
             None, geo.stride, geo.padding, geo.dilation, False, [0] * len(geo.stride), geo.groups,
             [True, False, False],
         )[0]  # fmt: skip
+        return found
 
 
 class Norm(_Slot):
@@ -304,7 +304,7 @@ class Norm(_Slot):
         shape: Sequence[int], eps: float | None,
     ) -> None:  # fmt: skip
         super().__init__(slots, number, parameters, settings)
-        self.rule, self._kind, self._shape = _NORMS[kind], kind, tuple(shape)
+        self.rule, self._kind, self._shape = NORMS[kind], kind, tuple(shape)
 
     def takes(self, x: Tensor) -> bool:
         if not x.is_floating_point():

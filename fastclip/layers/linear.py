@@ -44,10 +44,10 @@ class LinearRule(LayerRule):
         x, weight = call.saved
         g = call.g.contiguous()
         if call.wants("weight") or call.wants("bias"):
-            rows, record = _by_position(call.samples(g)), None  # [b, t, p]
+            rows, record = by_position(call.samples(g)), None  # [b, t, p]
             if call.wants("weight"):
                 assert x is not None
-                a = _by_position(call.samples(x))  # [b, t, d]
+                a = by_position(call.samples(x))  # [b, t, d]
                 record = linear_record(call, a, rows, transposed=self.transposed)
             if call.wants("bias"):
                 call.record("bias", _of_bias(call, record, rows))
@@ -108,7 +108,7 @@ def _not_a_view(out: Tensor) -> Tensor:
     return out.data if out._is_view() else out
 
 
-def _by_position(x: Tensor) -> Tensor:
+def by_position(x: Tensor) -> Tensor:
     """x [b, ..., n] as [b, t, n]."""
     if x.dim() == 3:
         return x

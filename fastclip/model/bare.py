@@ -14,11 +14,9 @@ from fastclip.layers.conv import ConvRule, geometry_of, zeros_around
 from fastclip.layers.embedding import ONLY_PLAIN, EmbeddingRule, padding_of
 from fastclip.layers.norm import GroupNormRule, LayerNormRule, RMSNormRule
 from fastclip.model.interception import Handle
-from fastclip.model.listed import LINEAR, settle, take
+from fastclip.model.listed import LINEAR, NORMS, settle, take
 from fastclip.samples.layout import BatchLayout
 
-NORMS: dict[Any, int] = {LayerNormRule: 0, RMSNormRule: 1, GroupNormRule: 2}
-"""Rules of layers that normalise, and the numbers that nodes have for them."""
 _SETTINGS: dict[Any, tuple[str, ...]] = {
     LayerNormRule: ("normalized_shape", "eps"),
     RMSNormRule: ("normalized_shape", "eps"),

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from fastclip import ops
+from fastclip.backward import python_nodes
 from fastclip.backward.bare import BareLayers, Left, Listed
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.linear_stack import LinearStack
 from fastclip.backward.private_layer import Call, LayerBackward
-from fastclip.layers.conv import ConvRule
-from fastclip.layers.embedding import EmbeddingRule
-from fastclip.layers.linear import LinearRule, TransposedLinearRule
+from fastclip.layers.linear import LinearRule, TransposedLinearRule, by_position
 from fastclip.layers.record import KeptRecord, written_to
-from fastclip.layers.records import BiasRecord, LinearRecord, LookupRecord
+from fastclip.layers.records import BiasRecord, LinearRecord
 from fastclip.planner import Choice
 from fastclip.samples.place import Place
 
@@ -29,6 +28,8 @@ _ROWS = Place(0)
 _MOST = 32
 """Endings that are remembered."""
 _KIND = attrgetter("shape", "dtype", "device")
+NORMS: dict[Any, int] = {type(rule): k for k, rule in enumerate(python_nodes.NORMS)}
+"""Rules of layers that normalise, and the numbers that nodes have for them."""
 LINEAR: dict[Any, bool] = {LinearRule: False, TransposedLinearRule: True}
 """Rules of linear layers that may be bare, and whether their weights are transposed."""
 
@@ -129,7 +130,7 @@ class _Ending:
             )  # fmt: skip
             _record(keeper, left, keep if k in self._alone else partial(_keep, keeper))
         for group in self._groups.values():
-            a, g = ([_by_position(side[k]) for k in group.layers] for side in (inputs, gradients))
+            a, g = ([_flattened(side[k]) for k in group.layers] for side in (inputs, gradients))
             own, biases_of = ([side[k] for k in group.layers] for side in (weights, biases))
             if group.stacked:
                 stack = LinearStack(group.single, own, a, g, group.transposed)
@@ -141,7 +142,7 @@ class _Ending:
             for weight, bias, *pair, turned in zip(
                 own, biases_of, a, g, group.transposed, strict=True
             ):
-                record = LinearRecord(*map(_with_position, pair), transposed=turned)
+                record = LinearRecord(*map(by_position, pair), transposed=turned)
                 if bias is not None:
                     keeper.record(bias, BiasRecord(record))
                 keeper.record(weight, record)
@@ -151,11 +152,7 @@ def _keep(keeper: BookKeeper, parameter: nn.Parameter, gradients: Tensor) -> Non
     keeper.record(parameter, KeptRecord(gradients))
 
 
-def _with_position(x: Tensor) -> Tensor:
-    return x.unsqueeze(1) if x.dim() == 2 else x
-
-
-def _by_position(x: Tensor) -> Tensor:
+def _flattened(x: Tensor) -> Tensor:
     """x [b, ..., n] as [b, t, n], or as it is if it is [b, n]."""
     return x if x.dim() <= 3 else x.flatten(1, -2)
 
@@ -166,22 +163,13 @@ def _record(keeper: BookKeeper, left: Left, keep: Callable[[nn.Parameter, Tensor
     Args:
         keep: takes gradients of samples.
     """
-    number, _, x, g, weight, bias, extra = left
-    bare = keeper.bare
-    handle, _ = bare.layers[number]
-    rule = handle.rule
-    if type(rule) in LINEAR or isinstance(rule, ConvRule):
-        take(bare, left)
-    elif isinstance(rule, EmbeddingRule):
-        b, t = len(x), torch.Size(x.shape[1:]).numel()
-        rows = g.reshape(b, t, g.shape[-1])
-        record = LookupRecord.from_dense(x.reshape(b, t), rows, len(weight), extra)
-        keeper.plan_log.seen(handle.path, rule.name, tuple(g.shape), record.nbytes)
-        keeper.record(weight, record)
-    else:  # gradients of samples
-        for parameter, gradients in ((weight, x), (bias, g)):
-            if parameter is not None:
-                keep(parameter, gradients)
+    number, _, x, g, weight, bias, _ = left
+    if type(keeper.bare.layers[number][0].rule) not in NORMS:
+        take(keeper.bare, left)
+        return
+    for parameter, gradients in ((weight, x), (bias, g)):
+        if parameter is not None:
+            keep(parameter, gradients)
 
 
 def take(bare: BareLayers, left: Left) -> None:

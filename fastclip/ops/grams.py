@@ -90,7 +90,8 @@ def gram_norms(pairs: Sequence[tuple[Tensor, Tensor]]) -> GramNorm:
     """`gram_norm` of a [b, t, d] and g [b, t, p] of l layers, as one, [l, b]; layers that follow each
     other may share `a`."""
     last = LastInput()
-    return GramNorm.stacked([gram_norm(last.gram(a), g, a.shape[2]) for a, g in pairs])  # type: ignore[no-any-return]
+    found: GramNorm = GramNorm.stacked([gram_norm(last.gram(a), g, a.shape[2]) for a, g in pairs])
+    return found
 
 
 def half_dot(x: Tensor, y: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ from transformers.pytorch_utils import Conv1D
 
 from fastclip.backward import bare, linear_stack
 from fastclip.errors import FastclipError, GraphError
+from tests.backward import nodes
+from tests.backward.nodes import OF_ALL_MAKERS, C, private_paused, step
 from tests.oracle import (
     assert_sums,
     clipped_sum,
@@ -35,11 +37,8 @@ from tests.oracle import (
     summed,
 )
 
-pytestmark = [
-    pytest.mark.skipif(not bare.SERVES, reason=bare.WHY_NOT),
-    pytest.mark.usefixtures("node_makers"),
-]
-B, D, C = 5, 6, 0.3
+pytestmark = OF_ALL_MAKERS
+B, D = 5, 6
 
 
 class Net(nn.Module):
@@ -61,10 +60,6 @@ def rows(*between: int) -> Tensor:
     return torch.randn(B, *between, D, dtype=torch.float64)
 
 
-def step(private: nn.Module, x: Tensor, **kwargs: Any) -> None:
-    row_loss(private(x)).mean().backward(**kwargs)
-
-
 def count(private: nn.Module) -> int:
     """How many calls of layers were bare in the last backward pass."""
     return private.keeper.bare.listed
@@ -72,21 +67,14 @@ def count(private: nn.Module) -> int:
 
 def warm(model: nn.Module, x: Tensor, *, is_bare: bool = True) -> tuple[nn.Module, Any]:
     """A private model whose next steps are bare."""
-    _, private, optimizer, _ = make_private(model, max_grad_norm=C)
-    for _ in range(4):
-        optimizer.zero_grad()
-        step(private, x)
-    optimizer.zero_grad()
+    private, optimizer = nodes.warm(model, x, steps=4)
     assert private.keeper.bare.listed or not (is_bare and bare.SERVES)
     return private, optimizer
 
 
 def check(model: nn.Module, optimizer: Any, x: Tensor, twin: nn.Module | None = None) -> None:
     """What is summed is what samples give one at a time, clipped."""
-    grads = per_sample_gradients(twin or _plain(model), x)
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    assert relative_error(optimizer.per_sample_norms, norms(grads)) <= 1e-10
-    assert_sums(summed(trained), clipped_sum(grads, C), 1e-10)
+    nodes.check(model, optimizer, x, twin or _plain(model))
 
 
 def _plain(model: nn.Module) -> nn.Module:
@@ -358,10 +346,6 @@ def test_a_second_derivative_is_refused() -> None:
         (slope,) = torch.autograd.grad(private(x).sum(), x, create_graph=True)
     with pytest.raises(GraphError, match="differentiated through it twice"):
         slope.square().sum().backward()
-
-
-def private_paused(private: nn.Module) -> Any:
-    return private.keeper.pause()
 
 
 def test_a_second_backward_pass_is_refused() -> None:

@@ -11,25 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fastclip.backward import bare
 from fastclip.errors import FastclipError, GraphError
-from tests.backward.test_bare import private_paused
+from tests.backward.nodes import OF_ALL_MAKERS, STEPS, C, check, private_paused, step, warm
 from tests.oracle import (
     assert_sums,
     clipped_sum,
     make_private,
-    norms,
     per_sample_gradients,
-    relative_error,
     row_loss,
     summed,
 )
 
-pytestmark = [
-    pytest.mark.skipif(not bare.SERVES, reason=bare.WHY_NOT),
-    pytest.mark.usefixtures("node_makers"),
-]
-B, C, STEPS = 4, 0.3, 6
+pytestmark = OF_ALL_MAKERS
+B = 4
 KINDS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
@@ -56,31 +50,9 @@ def net(side: int = 5, dims: int = 2, **options: Any) -> tuple[nn.Module, Tensor
     return model, x
 
 
-def step(private: nn.Module, x: Tensor) -> None:
-    row_loss(private(x)).mean().backward()
-
-
-def warm(model: nn.Module, x: Tensor, **kwargs: Any) -> tuple[nn.Module, Any]:
-    """A private model whose next steps are bare."""
-    _, private, optimizer, _ = make_private(model, max_grad_norm=C, **kwargs)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        step(private, x)
-    optimizer.zero_grad()
-    return private, optimizer
-
-
 def nodes(private: Any) -> int:
     """How many calls of layers were nodes in the last pass."""
     return private.keeper.bare.listed + private.keeper.bare.taken
-
-
-def check(model: nn.Module, optimizer: Any, x: Tensor, twin: nn.Module) -> None:
-    """What is summed is what samples give one at a time, clipped."""
-    grads = per_sample_gradients(twin, x)
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    assert relative_error(optimizer.per_sample_norms, norms(grads)) <= 1e-10
-    assert_sums(summed(trained), clipped_sum(grads, C), 1e-10)
 
 
 @settings(max_examples=40)

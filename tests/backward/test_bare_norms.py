@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fastclip.backward import bare
 from fastclip.errors import GraphError
-from tests.backward.test_bare import private_paused
+from tests.backward.nodes import OF_ALL_MAKERS, STEPS, C, check, private_paused, step, warm
 from tests.oracle import (
     assert_sums,
     clipped_sum,
@@ -28,13 +27,8 @@ from tests.oracle import (
 )
 from tests.refusal import refused
 
-pytestmark = [
-    pytest.mark.skipif(not bare.SERVES, reason=bare.WHY_NOT),
-    pytest.mark.usefixtures("node_makers"),
-]
-B, T, D, C, WORDS = 5, 4, 6, 0.3, 9
-STEPS = 6
-"""After so many all that may be bare is."""
+pytestmark = OF_ALL_MAKERS
+B, T, D, WORDS = 5, 4, 6, 9
 
 
 class Text(nn.Module):
@@ -78,28 +72,6 @@ MODELS: list[tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = [
     (Images, pixels, 4),
 ]
 ALL = pytest.mark.parametrize(("build", "data", "nodes"), MODELS, ids=["text", "images"])
-
-
-def step(private: nn.Module, x: Tensor) -> None:
-    row_loss(private(x)).mean().backward()
-
-
-def warm(model: nn.Module, x: Tensor, **kwargs: Any) -> tuple[nn.Module, Any]:
-    """A private model whose next steps are bare."""
-    _, private, optimizer, _ = make_private(model, max_grad_norm=C, **kwargs)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        step(private, x)
-    optimizer.zero_grad()
-    return private, optimizer
-
-
-def check(model: nn.Module, optimizer: Any, x: Tensor, twin: nn.Module) -> None:
-    """What is summed is what samples give one at a time, clipped."""
-    grads = per_sample_gradients(twin, x)
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    assert relative_error(optimizer.per_sample_norms, norms(grads)) <= 1e-10
-    assert_sums(summed(trained), clipped_sum(grads, C), 1e-10)
 
 
 def checked(model: nn.Module, data: Callable[[], Tensor], nodes: int) -> None:
