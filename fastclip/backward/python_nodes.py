@@ -30,11 +30,13 @@ from fastclip.layers.embedding import EmbeddingRule
 from fastclip.layers.linear import LinearRule, TransposedLinearRule
 from fastclip.layers.norm import GroupNormRule, LayerNormRule, RMSNormRule
 from fastclip.layers.operand import LastCast
+from fastclip.layers.record import KeptRecord
 from fastclip.layers.rule import LayerRule
 from fastclip.ops.numerics import row_norm_sq, widen
 
 NORMS: tuple[LayerRule, ...] = LayerNormRule(), RMSNormRule(), GroupNormRule()
 """Of layers that normalise, by the numbers that nodes have for them."""
+_NAMES = "weight", "bias"
 _USUAL = frozenset((Tensor, nn.Parameter))
 _ASKED: dict[str, Callable[..., Any]] = {}
 
@@ -44,8 +46,8 @@ def ask(
     normalise: Callable[..., Any],
 ) -> None:  # fmt: skip
     """As of csrc/step/module.cpp."""
-    del tie  # `differentiable_once` does
-    _ASKED.update(refuse=refuse, take=take, normalise=normalise)
+    del tie, normalise  # `differentiable_once` and the rules do
+    _ASKED.update(refuse=refuse, take=take)
 
 
 def slots_of(node: Any) -> int:
@@ -219,7 +221,7 @@ class PrivateNode(Function):
         out, saved = slot.rule.forward(module, operand, extra)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
-        ctx.slot, ctx.called, ctx.dtype = slot, (call[0], extra), x.dtype
+        ctx.slot, ctx.called, ctx.dtype = slot, call, x.dtype
         return out
 
     @staticmethod
@@ -316,31 +318,35 @@ class Norm(_Slot):
         return x.dim() > n and tuple(x.shape[-n:]) == self._shape and 0 not in self._shape
 
     def gradient(self, ctx: Any, g: Tensor, wanted: list[Any]) -> Tensor | None:
-        saved = ctx.saved_tensors
-        x, *statistics = saved[:2] if self._kind == 1 else saved[:3]
-        need = ctx.needs_input_grad[2]
-        if not need and not _any(wanted):
-            return None
-        b = len(x)
-        if self._kind == 2:
-            shape = (*x.shape[:2], x.shape[2:].numel())
-        else:
-            c = torch.Size(self._shape).numel()
-            shape = (b, x.numel() // (b * c) if b else 0, c)
-            statistics = [s.reshape(shape[:2]) for s in statistics]
-        mean, rstd = statistics if len(statistics) == 2 else (None, statistics[0])
-        operands = [
-            x.reshape(shape),
-            g.reshape(shape),
-            mean,
-            rstd,
-            self.weight.detach().reshape(-1),
-        ]
-        dx, dw, db = _ASKED["normalise"](self._kind, operands, need)
-        own = (b, *self.weight.shape)
-        dw = dw.reshape(own)
-        self.leave(ctx, dw, dw if db is None else db.reshape(own), wanted)
-        return None if dx is None else dx.reshape(x.shape)
+        call: Any = _NormCall(ctx, g, wanted)
+        found = self.rule.backward(call)
+        kept = [call.kept.get(name) for name in _NAMES]
+        first, second = kept if kept[0] is not None else kept[::-1]
+        if first is not None:
+            self.leave(ctx, first, first if second is None else second, wanted)
+        return found
+
+
+class _NormCall:
+    """What a norm's rule sees and does in its backward pass (`fastclip.layers.rule.LayerCall`)."""
+
+    def __init__(self, ctx: Any, g: Tensor, wanted: list[Any]) -> None:
+        self.g, self.saved, self.needs_input_grad = g, ctx.saved_tensors, ctx.needs_input_grad[2]
+        self.module = ctx.called[1]
+        self._wanted = dict(zip(_NAMES, wanted, strict=True))
+        self.kept: dict[str, Tensor] = {}
+
+    def wants(self, name: str) -> bool:
+        """Whether the parameter takes part."""
+        return self._wanted[name] is not None
+
+    def samples(self, x: Tensor) -> Tensor:
+        """Samples lie one a row."""
+        return x
+
+    def record(self, name: str, record: KeptRecord) -> None:
+        """Samples' gradients of a parameter."""
+        self.kept[name] = record.gradients
 
 
 class Lookup(_Slot):
