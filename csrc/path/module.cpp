@@ -46,12 +46,12 @@ PYBIND11_MODULE(_path, module) {
   }, "The torch that it was compiled against, and the mark of its sources.");
   module.def("pause", &fastclip::pause, py::arg("by"),
              "What this thread runs is no part of any path while the sum of these is above 0.");
-  py::class_<fastclip::Path>(module, "Path")
+  py::class_<fastclip::Path>(module, "Path", py::module_local())
       .def_readonly("operators", &fastclip::Path::operators)
       .def_readonly("sizes", &fastclip::Path::sizes)
       .def_property_readonly("hash", [](const fastclip::Path& x) { return static_cast<int64_t>(x.hash); })
       .def("follows", &fastclip::Path::follows, py::arg("other"), py::arg("mine"), py::arg("its"));
-  py::class_<Recording>(module, "Recording")
+  py::class_<Recording>(module, "Recording", py::module_local())
       .def(py::init<>())
       .def("start", &Recording::start, py::arg("inputs"))
       .def("stop", &Recording::stop);

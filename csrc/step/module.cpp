@@ -191,7 +191,7 @@ PYBIND11_MODULE(_step, module) {
     for (const auto& x : sums) found.append(shown(x));
     return found;
   }, py::arg("a"), py::arg("g"), py::arg("scale"), py::arg("any"));
-  py::class_<fastclip::Slots, std::shared_ptr<fastclip::Slots>>(module, "Slots")
+  py::class_<fastclip::Slots, std::shared_ptr<fastclip::Slots>>(module, "Slots", py::module_local())
       .def(py::init<>())
       .def("begin", [](fastclip::Slots& x, py::object forward, int64_t rows) { x.begin(shared(std::move(forward)), rows); },
            py::arg("forward"), py::arg("rows"))
@@ -205,13 +205,13 @@ PYBIND11_MODULE(_step, module) {
   using Shared = std::shared_ptr<fastclip::Slots>;
   using fastclip::Conv, fastclip::Linear, fastclip::Lookup, fastclip::Norm;
   using Numbers = std::vector<int64_t>;
-  py::class_<Slot<Linear>>(module, "Linear")
+  py::class_<Slot<Linear>>(module, "Linear", py::module_local())
       .def(py::init([](Shared slots, int64_t number, py::dict parameters, py::dict settings, bool at_once, bool transposed) {
         return Slot<Linear>({std::move(slots), number, at_once, transposed}, std::move(parameters), std::move(settings));
       }), py::arg("slots"), py::arg("number"), py::arg("parameters"), py::arg("settings"), py::arg("at_once"),
            py::arg("transposed"))
       .def("__call__", &Slot<Linear>::call, py::arg("x"), py::arg("module"));
-  py::class_<Slot<Conv>>(module, "Conv")
+  py::class_<Slot<Conv>>(module, "Conv", py::module_local())
       .def(py::init([](Shared slots, int64_t number, py::dict parameters, py::dict settings, py::object extra, bool at_once,
                        Numbers stride, Numbers padding, Numbers dilation, int64_t groups) {
         return Slot<Conv>({std::move(slots), number, shared(std::move(extra)), at_once, std::move(stride), std::move(padding),
@@ -220,7 +220,7 @@ PYBIND11_MODULE(_step, module) {
       }), py::arg("slots"), py::arg("number"), py::arg("parameters"), py::arg("settings"), py::arg("extra"), py::arg("at_once"),
            py::arg("stride"), py::arg("padding"), py::arg("dilation"), py::arg("groups"))
       .def("__call__", &Slot<Conv>::call, py::arg("x"), py::arg("module"));
-  py::class_<Slot<Norm>>(module, "Norm")
+  py::class_<Slot<Norm>>(module, "Norm", py::module_local())
       .def(py::init([](Shared slots, int64_t number, py::dict parameters, py::dict settings, int kind,
                        Numbers shape, std::optional<double> eps) {
         return Slot<Norm>({std::move(slots), number, static_cast<Norm::Kind>(kind), std::move(shape), eps},
@@ -228,7 +228,7 @@ PYBIND11_MODULE(_step, module) {
       }), py::arg("slots"), py::arg("number"), py::arg("parameters"), py::arg("settings"), py::arg("kind"),
            py::arg("shape"), py::arg("eps"))
       .def("__call__", &Slot<Norm>::call, py::arg("x"), py::arg("module"));
-  py::class_<Slot<Lookup>>(module, "Lookup")
+  py::class_<Slot<Lookup>>(module, "Lookup", py::module_local())
       .def(py::init([](Shared slots, int64_t number, py::dict parameters, py::dict settings, py::object extra, int64_t padding) {
         return Slot<Lookup>({std::move(slots), number, shared(std::move(extra)), padding}, std::move(parameters), std::move(settings));
       }), py::arg("slots"), py::arg("number"), py::arg("parameters"), py::arg("settings"), py::arg("extra"), py::arg("padding"))
