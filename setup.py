@@ -4,8 +4,8 @@ and cuda/ becomes fastclip._C where there is an nvcc.
 
 All are optional: without them every operation still runs, in Triton or PyTorch. So a module that
 cannot be built is told in one sentence and the installation goes on. FASTCLIP_BUILD=0 leaves all
-out, FASTCLIP_BUILD=strict (`make build`) makes a failed build an error. The rest of the metadata is in
-pyproject.toml.
+out, FASTCLIP_BUILD=strict (`make build`) makes a failed build an error. How they are compiled is said by
+fastclip/building/recipe.py. The rest of the metadata is in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -26,34 +25,42 @@ from typing import NamedTuple
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "csrc"
+
+
+def imported(path: Path) -> ModuleType:
+    """A module of this file alone: no package is imported for it."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+recipe = imported(ROOT / "fastclip" / "building" / "recipe.py")
+sources = imported(ROOT / "fastclip" / "sources.py")
+NotBuilt, NoCompiler, find_cxx = recipe.NotBuilt, recipe.NoCompiler, recipe.find_cxx
 OLDEST_NVCC = (12, 1)  # the first whose kernels take 32,764 bytes of parameters
 GENCODE = {  # architecture -> what is kept of it; PTX (compute_*) serves what comes after
     "compute_80": ["sm_80"],
     "compute_90": ["sm_90", "compute_90"],
 }
-UNITS = {".cpp", ".cu"}
-"""What is compiled; the rest is included."""
-RULES = """\
+COMPILING = recipe.compiling(["$compiler"], ["$flags", "-MD", "-MF", "$out.d"], "$in", "$out")
+LINKING = recipe.linking(["$compiler"], ["$in"], ["$libraries"], "$out")
+RULES = f"""\
 rule compile
-  command = $compiler $flags -MD -MF $out.d -c $in -o $out
+  command = {" ".join(COMPILING)}
   depfile = $out.d
   deps = gcc
   description = $in
 rule link
-  command = $compiler -shared $in $libraries -o $out
+  command = {" ".join(LINKING)}
   description = $out
 """
-
-
-class NotBuilt(Exception):
-    """Why there is no extension, and what to do about it."""
-
-
-class NoCompiler(NotBuilt):
-    """There is nothing to build it with: no error, even where the build is asked for."""
 
 
 def find_nvcc() -> str:
@@ -76,22 +83,6 @@ def find_nvcc() -> str:
     return nvcc
 
 
-def find_cxx() -> str:
-    """The C++ compiler that CXX names, or the first on PATH; GCC's makes the fastest loops."""
-    named = os.environ.get("CXX", "").strip()
-    for command in (named,) if named else ("g++", "c++", "clang++"):
-        try:
-            program, *arguments = shlex.split(command)
-        except ValueError as error:
-            raise NotBuilt(f"CXX={named} is no command ({error}): check its quotes") from error
-        found = shutil.which(program)
-        if found is not None:
-            return shlex.join([found, *arguments])
-    if named:
-        raise NotBuilt(f"CXX={named} is not on PATH: let it name a C++ compiler, or unset it")
-    raise NoCompiler("there is no C++ compiler: install g++ or let CXX name one")
-
-
 def find_ninja() -> str:
     """ninja on PATH or of the Python package."""
     try:
@@ -105,61 +96,25 @@ def find_ninja() -> str:
     return found
 
 
-def plain_flags(sources: Path) -> list[str]:
-    """What every source is compiled with."""
+def find_pybind11() -> str:
+    """The folder of its headers."""
     try:
         import pybind11
     except ImportError as error:
         raise NotBuilt("pybind11 is missing: pip install ninja pybind11") from error
-    others = pybind11.get_include(), sysconfig.get_path("include")
-    headers = [flag for path in others for flag in ("-isystem", path)]
-    return ["-std=c++17", "-O3", f"-I{sources}", *headers]
-
-
-OF_THE_HOST = ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"]
-"""What the host's compiler is told, which nvcc hands *.cpp to."""
+    return str(pybind11.get_include())
 
 
 def nvcc_flags() -> list[str]:
     """What nvcc is told beside."""
     kept = [code for codes in GENCODE.values() for code in codes]
-    flags = [f"-Xcompiler={','.join(OF_THE_HOST)}", f"-DFASTCLIP_ARCHITECTURES={'/'.join(kept)}"]
+    flags = [
+        f"-Xcompiler={','.join(recipe.OF_THE_HOST)}",
+        f"-DFASTCLIP_ARCHITECTURES={'/'.join(kept)}",
+    ]
     return flags + [
         f"-gencode=arch={arch},code=[{','.join(kept)}]" for arch, kept in GENCODE.items()
     ]
-
-
-def find_torch() -> Path:
-    """Where the torch that is installed lies."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
-        raise NoCompiler(
-            "torch is not installed where it would be built (pip isolates builds): after "
-            "`pip install torch`, pip install --no-build-isolation fastclip"
-        )
-    return Path(found.origin).parent
-
-
-def find_cxx_and_torch() -> str:
-    """The C++ compiler, where there is something to compile against."""
-    find_torch()
-    return find_cxx()
-
-
-def torch_flags() -> list[str]:
-    """What the compiler is told of torch, whose headers are to check nothing at run time."""
-    import torch
-
-    include = find_torch() / "include"
-    strings = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    headers = include, include / "torch" / "csrc" / "api" / "include"
-    found = [flag for path in headers for flag in ("-isystem", str(path))]
-    return [*OF_THE_HOST, "-DNDEBUG", strings, *found]
-
-
-def torch_libraries() -> str:
-    """Found by the process that has imported torch."""
-    return f"-L{escape(find_torch() / 'lib')} -ltorch_python -ltorch_cpu -lc10"
 
 
 class Module(NamedTuple):
@@ -170,7 +125,7 @@ class Module(NamedTuple):
     find: Callable[[], str]
     """Its compiler."""
     flags: Callable[[], list[str]]
-    libraries: Callable[[], str]
+    libraries: Callable[[], list[str]]
     other_compiler: str
     """How the user names another one, where this one fails."""
     needs: str = "sys"
@@ -178,16 +133,15 @@ class Module(NamedTuple):
 
 
 HOST = Module(
-    "_host", "host", find_cxx, lambda: OF_THE_HOST, lambda: "-pthread -ldl",
-    "CXX=... chooses another compiler",
+    "_host", "host", find_cxx, lambda: recipe.OF_THE_HOST, lambda: ["-pthread", "-ldl"], recipe.ANOTHER
 )  # fmt: skip
 PATH = Module(
-    "_path", "path", find_cxx_and_torch, torch_flags, torch_libraries,
-    "CXX=... chooses another compiler", needs="torch",
+    "_path", "path", recipe.find_cxx_and_torch, recipe.torch_flags, recipe.torch_libraries,
+    recipe.ANOTHER, needs="torch",
 )  # fmt: skip
 STEP = PATH._replace(name="_step", folder="step")
 CUDA = Module(
-    "_C", "cuda", find_nvcc, nvcc_flags, lambda: "-cudart static",
+    "_C", "cuda", find_nvcc, nvcc_flags, lambda: ["-cudart", "static"],
     "NVCC_PREPEND_FLAGS='-ccbin ...' chooses another host compiler",
 )  # fmt: skip
 MODULES = HOST, PATH, STEP, CUDA
@@ -201,21 +155,6 @@ def escape(text: str | Path) -> str:
 def dollars(text: str) -> str:
     """What the shell is to see, in ninja's syntax."""
     return text.replace("$", "$$")
-
-
-def imported(path: Path) -> ModuleType:
-    """A module of this file alone: no package is imported for it."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
-def mark_of(folder: str, sources: Path) -> str:
-    """fastclip.sources.mark_of, of a package that is not installed yet."""
-    return imported(ROOT / "fastclip" / "sources.py").mark_of(folder, sources)
 
 
 def mirror(folder: str, to: Path) -> None:
@@ -238,19 +177,21 @@ def write_ninja(folder: Path, module: Module, compiler: str) -> None:
     """build.ninja: every *.cu and *.cpp of the module's folder of csrc/, of which there is a copy."""
     copy = folder / "csrc"
     # A header that is new may take the place of one that was found elsewhere: all is compiled again.
-    headers = sorted(str(p.relative_to(copy)) for p in copy.rglob("*.*") if p.suffix not in UNITS)
+    headers = sorted(
+        str(p.relative_to(copy)) for p in copy.rglob("*.*") if p.suffix not in recipe.UNITS
+    )
     names = f"-DFASTCLIP_HEADERS={zlib.crc32('/'.join(headers).encode())}"
-    flags = " ".join(map(shlex.quote, (*plain_flags(copy), *module.flags(), names)))
+    plain = recipe.plain_flags(copy, find_pybind11())
+    flags = " ".join(map(shlex.quote, (*plain, *module.flags(), names)))
     lines = [f"compiler = {dollars(compiler)}", f"flags = {dollars(flags)}"]
-    lines.append(f"libraries = {module.libraries()}")
+    lines.append(f"libraries = {dollars(shlex.join(module.libraries()))}")
     lines.append(RULES)
-    objects, sources = [], copy / module.folder
-    for source in sorted([*sources.glob("*.cu"), *sources.glob("*.cpp")]):
-        objects.append(escape(f"{source.name}.o"))
-        lines.append(f"build {objects[-1]}: compile {escape(source)}")
-        if source.name == "module.cpp":  # alone: any change of the mark compiles it again
-            mark = mark_of(module.folder, copy)
-            lines.append(f"  flags = $flags '-DFASTCLIP_SOURCES=\"{mark}\"'")
+    objects, mark = [], sources.mark_of(module.folder, copy)
+    for unit in recipe.units_of(copy / module.folder):
+        objects.append(escape(f"{unit.name}.o"))
+        lines.append(f"build {objects[-1]}: compile {escape(unit)}")
+        for flag in recipe.mark_flag(unit, mark):
+            lines.append(f"  flags = $flags {shlex.quote(flag)}")
     lines.append(f"build {module.name}.so: link {' '.join(objects)}")
     (folder / "build.ninja").write_text("\n".join(lines) + "\n")
 
@@ -261,8 +202,7 @@ def build(folder: Path, module: Module) -> Path:
     Raises:
         NotBuilt: no compiler, one that is too old, or an error of the compiler.
     """
-    if sys.platform != "linux":
-        raise NoCompiler(f"it is built on Linux only, and this is {sys.platform}")
+    recipe.check_system()
     compiler, ninja = module.find(), find_ninja()
     import fcntl  # Linux has it, and so has whoever comes this far
 
@@ -335,11 +275,28 @@ class BuildModules(build_ext):
         return True
 
 
+class BuildPackage(build_py):
+    """Packs the sources of what fits one torch alone: fastclip.building compiles them where it runs."""
+
+    def run(self) -> None:
+        """As ever, and these files."""
+        super().run()
+        if self.editable_mode:  # they are where they are
+            return
+        packed = Path(self.build_lib) / "fastclip" / "_csrc"
+        shutil.rmtree(packed, ignore_errors=True)  # of an earlier build
+        for module in (PATH, STEP):
+            for path in sources.files_of(module.folder, SOURCES):
+                to = packed / path.relative_to(SOURCES)
+                to.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, to)
+
+
 if __name__ == "__main__":  # setuptools and pip run this file as a program
     setup(
         packages=find_packages(include=["fastclip", "fastclip.*"]),
         ext_modules=[
             Extension(f"fastclip.{module.name}", sources=[], optional=True) for module in MODULES
         ],
-        cmdclass={"build_ext": BuildModules},
+        cmdclass={"build_ext": BuildModules, "build_py": BuildPackage},
     )

@@ -17,6 +17,7 @@ ORDER = (
     "forks",
     "files",
     "sources",
+    "building",
     "compiled",
     "_torch",
     "memory",

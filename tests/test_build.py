@@ -391,9 +391,10 @@ def checkout(folder: Path, source: str) -> list[Path]:
     for name, part in FOLDERS.items():
         (folder / "csrc" / part).mkdir(parents=True)
         (folder / "csrc" / part / "only.cpp").write_text(source.replace("_NAME", name))
-    (folder / "fastclip").mkdir()
+    (folder / "fastclip" / "building").mkdir(parents=True)
     (folder / "fastclip" / "__init__.py").touch()
-    shutil.copy(ROOT / "fastclip" / "sources.py", folder / "fastclip")
+    for name in ("sources.py", "building/recipe.py"):
+        shutil.copy(ROOT / "fastclip" / name, folder / "fastclip" / name)
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     stale = [folder / "fastclip" / f"{name}{suffix}" for name in FOLDERS]
     for path in stale:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from bench.processes import ROOT
+from fastclip.sources import files_of
 
 SNIPPET = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 BEFORE = """
@@ -73,7 +74,11 @@ def test_the_sdist_builds_the_kernels_and_the_wheel_holds_the_package_alone(
         (metadata,) = (n for n in files.namelist() if n.endswith(".dist-info/METADATA"))
         told = files.read(metadata).decode()
     ours = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fastclip").rglob("*.py*")}
-    assert held == {name for name in ours if "__pycache__" not in name} | {"fastclip/py.typed"}
+    packed = {path for part in ("path", "step") for path in files_of(part)}
+    csrc = {f"fastclip/_{path.relative_to(ROOT).as_posix()}" for path in packed}
+    assert {"fastclip/_csrc/step/module.cpp", "fastclip/_csrc/registry.hpp"} <= csrc
+    ours = {name for name in ours if "__pycache__" not in name} | {"fastclip/py.typed"}
+    assert held == ours | csrc
     assert {"fastclip/_C.pyi", "fastclip/_host.pyi"} <= held
     extras = set(re.findall(r"^Provides-Extra: (\w+)$", told, re.MULTILINE))
     assert extras == {"hf", "lightning", "fairness", "pld", "test", "dev"}

@@ -1,0 +1,1 @@
+"""How the modules of csrc/ are compiled."""
