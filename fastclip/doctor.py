@@ -24,11 +24,16 @@ import torch
 from torch import distributed
 
 from fastclip.backward import bare
+from fastclip.building.state import state_of
 from fastclip.errors import FastclipError
 from fastclip.ops.dispatch import LOOPS, OPERATIONS, backend_of
 from fastclip.planner.costs import cache_file, device_name
 from fastclip.samples import paths
 from fastclip.trace.findings import TraceLog
+
+_VARIABLES = (
+    "FASTCLIP_BACKEND", "FASTCLIP_NODES", "FASTCLIP_BUILD", "FASTCLIP_CACHE", "TRITON_INTERPRET",
+)  # fmt: skip
 
 
 def _version(package: str) -> str | None:
@@ -104,19 +109,29 @@ def _loops_line(loops: dict[str, Any]) -> str:
 
 def _paths() -> dict[str, Any]:
     """Whether calls are followed through torch's operators, or why they are not."""
-    return {"followed": paths.FOLLOWS} | ({"why": paths.WHY_NOT} if paths.WHY_NOT else {})
+    return {"followed": paths.FOLLOWS, **_origin("_path", paths.WHY_NOT)}
 
 
 def _nodes() -> dict[str, Any]:
     """Whether layers run as single nodes, of C++ or of Python, and why not of C++."""
     found = {"serve": bare.SERVES, "compiled": not bare.WHY_NOT}
-    return found | ({"why": bare.WHY_NOT} if bare.WHY_NOT else {})
+    return {**found, **_origin("_step", bare.WHY_NOT)}
+
+
+def _origin(name: str, why_not: str) -> dict[str, str]:
+    """Where a module that fits one torch alone comes from, or why there is none."""
+    state = state_of(name)
+    if not why_not:
+        return {"state": state.kind, "from": state.told}
+    if state.kind == "package":  # nobody has looked for it
+        return {"state": "off", "why": why_not}
+    return {"state": state.kind, "why": state.told}
 
 
 def _nodes_line(found: dict[str, Any]) -> str:
     """The same in one line."""
     if found["compiled"]:
-        return "layers: a node of C++ each, from the third step on"
+        return f"layers: a node of C++ each, from the third step on ({found['from']})"
     kind = "a node of Python each" if found["serve"] else "no nodes"
     return f"layers: {kind}, none of C++: {found['why']}"
 
@@ -124,7 +139,7 @@ def _nodes_line(found: dict[str, Any]) -> str:
 def _paths_line(found: dict[str, Any]) -> str:
     """The same in one line."""
     if found["followed"]:
-        return "models that change what they compute: noticed in every step"
+        return f"models that change what they compute: noticed in every step ({found['from']})"
     return f"models that change what they compute: not noticed in every step: {found['why']}"
 
 
@@ -177,10 +192,7 @@ def examine() -> dict[str, Any]:
         "paths": _paths(),
         "nodes": _nodes(),
         "between_processes": _between_processes(),
-        "environment": {
-            name: os.environ.get(name)
-            for name in ("FASTCLIP_BACKEND", "FASTCLIP_NODES", "TRITON_INTERPRET")
-        },
+        "environment": {name: os.environ.get(name) for name in _VARIABLES},
         "devices": devices,
     }
 

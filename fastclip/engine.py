@@ -15,6 +15,7 @@ from fastclip.accounting import find_noise_multiplier
 from fastclip.accounting.truncation import refuse_truncated
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.criterion import check_coupling, check_criterion
+from fastclip.building.background import compile_missing
 from fastclip.captured.engine import SteppingEngine
 from fastclip.checks import not_negative
 from fastclip.clipping import Clipping, ConstantNoise, resolve
@@ -184,6 +185,7 @@ class FastPrivacyEngine(SteppingEngine):
         validation.check_optimizer(module, optimizer)
         strategy = resolve(clipping, kwargs, noise_multiplier)
         validation.check_schedule(strategy.noise, self.accountant.mechanism())
+        compile_missing()
         module = self._prepare_fast_model(
             module, optimizer, strategy, max_grad_norm, batch_first, loss_reduction, wrap_model
         )

@@ -17,6 +17,12 @@ import numpy as np
 import pytest
 import torch
 
+# No test may depend on what someone has measured or compiled and kept on this machine, nor
+# compile more; set before fastclip's import.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="fastclip-tests-")
+os.environ.pop("FASTCLIP_CACHE", None)
+os.environ["FASTCLIP_BUILD"] = "0"
+
 from fastclip._torch import dispatch_modes
 from fastclip.backward.traced_step import leave_late
 
@@ -32,8 +38,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 if not torch.cuda.is_available():  # kernels run in Triton's interpreter; set before its import
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# No test may depend on rates that someone has measured and kept on this machine.
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="fastclip-tests-")
 
 
 def pytest_configure(config: pytest.Config) -> None:

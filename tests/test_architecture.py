@@ -16,6 +16,7 @@ ORDER = (
     "checks",
     "forks",
     "files",
+    "cache",
     "sources",
     "building",
     "compiled",

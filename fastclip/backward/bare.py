@@ -23,7 +23,7 @@ from fastclip import ops
 from fastclip._torch import hooks_of
 from fastclip.backward import python_nodes
 from fastclip.backward.arithmetic import uncast
-from fastclip.compiled import check_built
+from fastclip.compiled import of_this_torch
 from fastclip.errors import GraphError, where
 from fastclip.graph import is_of_cpp, refusing, unopened
 from fastclip.layers.rule import all_unchanged
@@ -36,10 +36,7 @@ nodes: Any
 try:
     if _CHOSEN in ("0", "python"):
         raise ImportError(f"FASTCLIP_NODES={_CHOSEN}")
-    check_built("_step", "step", "a C++ compiler")
-    from fastclip import _step
-
-    nodes, WHY_NOT = _step, ""
+    nodes, WHY_NOT = of_this_torch("_step", "step"), ""
 except ImportError as error:
     nodes, WHY_NOT = python_nodes, str(error)
 SERVES = _CHOSEN != "0"

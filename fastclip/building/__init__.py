@@ -1,1 +1,1 @@
-"""How the modules of csrc/ are compiled."""
+"""Modules of csrc/ that fit one torch alone, compiled where fastclip runs: once, in the background."""

@@ -8,7 +8,6 @@ built-in rates serve, of which only the ratios matter.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import re
 import statistics
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 
 from fastclip import ops
+from fastclip.cache import cache_folder
 from fastclip.ops.dispatch import backend_of, has_kernel, has_loops
 from fastclip.ops.grams import strips_of
 
@@ -69,9 +69,8 @@ def device_name(device: torch.device) -> str:
 
 
 def cache_file(name: str) -> Path:
-    """Where the rates of a device are kept: below $XDG_CACHE_HOME, or ~/.cache."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "fastclip" / f"costs-{re.sub('[^A-Za-z0-9]+', '-', name).strip('-')}.json"
+    """Where the rates of a device are kept."""
+    return cache_folder() / f"costs-{re.sub('[^A-Za-z0-9]+', '-', name).strip('-')}.json"
 
 
 def costs_of(device_type: str, index: int | None = None) -> Costs:

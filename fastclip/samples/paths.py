@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from fastclip._torch import current_task, in_compiled_call, is_profiled, transformed
-from fastclip.compiled import check_built
+from fastclip.compiled import of_this_torch
 from fastclip.trace.tracer import ASIDE
 
+_path: Any
 try:
-    check_built("_path", "path", "a C++ compiler")
-    from fastclip import _path
+    _path = of_this_torch("_path", "path")
 except ImportError as error:  # inputs and settings decide alone
     FOLLOWS, WHY_NOT = False, str(error)
 else:

@@ -262,7 +262,7 @@ def test_a_loop_over_samples() -> None:
 
 
 def test_the_doctor_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "noticed in every step\n" in doctor.report(doctor.examine())
+    assert ": noticed in every step (" in doctor.report(doctor.examine())
     monkeypatch.setattr(paths, "FOLLOWS", False)
     monkeypatch.setattr(paths, "WHY_NOT", "no compiler")
     assert "not noticed in every step: no compiler" in doctor.report(doctor.examine())
