@@ -153,8 +153,9 @@ class BackwardPass:
     def keep(self, parameter: nn.Parameter, gradients: Tensor) -> None:
         """Take the only contribution to a parameter: samples' gradients [b, *shape]."""
         rows = widen(gradients if gradients.dim() == 2 else gradients.flatten(1))
-        if rows.shape[1] > SMALL or not len(rows):
-            self.take(parameter, KeptRecord(gradients.reshape(len(rows), *parameter.shape)))
+        samples, size = rows.shape
+        if size > SMALL or not samples:
+            self.take(parameter, KeptRecord(gradients.reshape(samples, *parameter.shape)))
         else:
             self.entries[id(parameter)] = Entry(parameter, [], rows=rows)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastclip._torch import is_functorch_wrapped
 from fastclip.memory import lies_on_host
@@ -14,6 +14,7 @@ from fastclip.memory import lies_on_host
 _SHAPE, _GRAD = attrgetter("shape"), attrgetter("requires_grad")
 _KIND = attrgetter("dtype", "device.type", "layout")
 _FLOATS = torch.float32, "cpu", torch.strided
+_PLAIN = {Tensor, nn.Parameter}
 
 
 def is_written_to(out: Tensor) -> bool:
@@ -37,7 +38,7 @@ def all_lie_alike(outs: Sequence[Tensor], totals: Sequence[Tensor | None]) -> bo
 
 def all_lie_here(given: Sequence[Tensor]) -> bool:
     """Whether a loop can read all of these float32 tensors; without a line of Python for each."""
-    floats = {*map(type, given)} == {Tensor} and {*map(_KIND, given)} == {_FLOATS}
+    floats = {*map(type, given)} <= _PLAIN and {*map(_KIND, given)} == {_FLOATS}
     odd = not floats or any(map(is_functorch_wrapped, given)) or any(map(Tensor.is_neg, given))
     return not odd and all(map(Tensor.numel, given)) and all(map(Tensor.data_ptr, given))
 

@@ -37,21 +37,24 @@ def _takes(*operands: Tensor) -> bool:
 
 
 def _lie_here(*operands: Tensor) -> bool:
-    floats = all(x.dtype == torch.float32 and lies_on_host(x) and x.numel() for x in operands)
-    return floats and not invents()
+    return all_lie_here(operands) and not invents()
 
 
 def _operand(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
     """x [b, r, n] with numbers of a row side by side, and how it lies there."""
-    x = x if x.stride(2) == 1 else x.contiguous()
-    return x, (x.data_ptr(), x.stride(0), x.stride(1))
+    of_sample, of_row, of_number = x.stride()
+    if of_number != 1:
+        x = x.contiguous()
+        of_sample, of_row, _ = x.stride()
+    return x, (x.data_ptr(), of_sample, of_row)
 
 
 def _positions(x: Tensor) -> tuple[Tensor, tuple[int, int, int], bool]:
     """x [b, t, d], how it lies in memory, and whether that is as [b, d, t]."""
-    side_by_side = x.stride(2) != 1 and x.stride(1) == 1
-    x, operand = _operand(x.transpose(1, 2) if side_by_side else x)
-    return x, operand, side_by_side
+    of_sample, of_position, of_number = x.stride()
+    if of_number != 1 and of_position == 1:
+        return x, (x.data_ptr(), of_sample, of_number), True
+    return *_operand(x), False
 
 
 def wide_gradients(a: Tensor, g: Tensor) -> Tensor:
@@ -208,15 +211,15 @@ def gram_norms(pairs: Sequence[tuple[Tensor, Tensor]]) -> GramNorm:
         return NotImplemented
     of_a, of_g = ([_positions(x) for x in side] for side in zip(*pairs, strict=True))
     found = _empty(len(pairs), b, 4, dtype=torch.float64)
+    strips = {t: strips_of(t) for _, t, *_ in {*sizes}}
     layers = [
-        (*a[1:], *g[1:], (t, d, p, strips_of(t)))
+        (*a[1:], *g[1:], (t, d, p, strips[t]))
         for a, g, (_, t, d, _, _, p) in zip(of_a, of_g, sizes, strict=True)
     ]
     _host.gram_norms(layers, found.data_ptr(), b, LANES, loop_threads())
     product, absolute, trace_a, trace_g = found.float().unbind(2)
-    numbers = zip(
-        *((t, t * d, t * p, dot_room(d, p, product)) for _, t, d, _, _, p in sizes), strict=True
-    )
+    room = {(d, p): dot_room(d, p, product) for _, _, d, _, _, p in {*sizes}}
+    numbers = zip(*((t, t * d, t * p, room[d, p]) for _, t, d, _, _, p in sizes), strict=True)
     columns = [column(own, product.dtype, product.device) for own in numbers]
     return GramNorm(product, trace_a, trace_g, absolute, *columns)
 
