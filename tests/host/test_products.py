@@ -34,6 +34,9 @@ SHAPES = {  # b, t, d, p
     "strips of a Gram": (2, 401, 33, 9),
     "several panels": (2, 1153, 6, 140),
     "whole lines": (2, 64, 96, 64),
+    "few last columns": (2, 36, 200, 6),
+    "a vector of last columns": (2, 40, 200, 6),
+    "more than a vector of last columns": (2, 60, 200, 6),
 }
 CONVOLUTIONS = {  # channels, outputs, space, kernel, stride, padding, dilation
     "2d": (5, 7, (6, 5), (3, 3), (1, 1), (1, 1), (1, 1)),
