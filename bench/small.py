@@ -2,10 +2,13 @@
 
     python -m bench.small
     python -m bench.small --models mlp --rounds 100
+    python -m bench.small --models bert_256 --rounds 15
 
-Models of many small layers, batches of 8, on one thread of the CPU: an ordinary step, a private one, and
-a private one whose layers are no nodes of C++ (fastclip._step), each in a process of its own. Of each
-the least and the median CPU time, and how often Python enters a function of Python or of C.
+Models of many small layers, batches of 8, on one thread of the CPU; bert_256 is of a realistic size.
+Modes, each in a process of its own: an ordinary step; one of torch.compile(model); one that is traced
+and compiled whole, with its optimizer; a private step; a private one whose layers are no nodes of C++
+(fastclip._step); and a private one that is compiled (engine.make_step). Of each the least and the median
+CPU time, how often Python enters a function of Python or of C, and the seconds of the first steps.
 """
 
 from __future__ import annotations
@@ -33,10 +36,12 @@ from bench.measure import heading, quartiles
 from bench.models import resnet50
 from bench.processes import report, run_module
 from fastclip import FastPrivacyEngine
+from fastclip.captured.traced import TracedRecorder
 
 OUT = Path(__file__).resolve().parent / "results" / "small-cpu.json"
 B, D, CLASSES, LAYERS = 8, 64, 10, 24
 WARM_UP = 5
+RATE = 1e-6
 SIZES = {
     "hidden_size": D,
     "num_hidden_layers": 4,
@@ -69,38 +74,90 @@ def resnet() -> nn.Module:
     return resnet50(CLASSES, (1, 1, 1, 1), 16, 4)
 
 
+def bert_256() -> nn.Module:
+    """4 layers of 256 over 128 positions, without dropout."""
+    sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 1024}
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(BertConfig(**sizes, **rates, **OTHERS, vocab_size=8192))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "mlp": (mlp, lambda: torch.randn(B, D)),
     "bert": (bert, lambda: torch.randint(3, 500, (B, 16))),
     "vit": (vit, lambda: torch.randn(B, 3, 32, 32)),
     "resnet": (resnet, lambda: torch.randn(B, 3, 32, 32)),
+    "bert_256": (bert_256, lambda: torch.randint(3, 8192, (16, 128))),
 }
-MODES = ("ordinary", "private", "without nodes")
+COMPILED = "ordinary compiled", "ordinary whole", "private compiled"
+MODES = "ordinary", "private", "without nodes", *COMPILED
 
 
-def step_of(mode: str, build: Callable[[], nn.Module], x: Tensor, y: Tensor) -> tuple[Step, Any]:
-    """A step that has run a few times, and the private model."""
-    torch.manual_seed(0)
-    model: Any = build().train()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
-    if mode != "ordinary":
-        model, optimizer, _ = FastPrivacyEngine().make_private(
-            module=model, optimizer=optimizer, noise_multiplier=1.0, max_grad_norm=1.0,
-            data_loader=DataLoader(TensorDataset(torch.zeros(10 * B, 1)), batch_size=B),
-            poisson_sampling=False,
-        )  # fmt: skip
-        if mode == "without nodes":
-            model.keeper.bare.layers = []
+def _losses(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    out = model(x)
+    return F.cross_entropy(getattr(out, "logits", out), y, reduction="none")
+
+
+def ordinary_step(mode: str, model: Any, x: Tensor, y: Tensor) -> Step:
+    """As it is, of a compiled model, or compiled whole, with the optimizer's operators."""
+    parameters = [*model.parameters()]
+    if mode == "ordinary whole":
+
+        def whole() -> tuple[None, list[Tensor]]:
+            loss = _losses(model, x, y).mean()
+            gradients = torch.autograd.grad(loss, parameters)
+            with torch.no_grad():
+                trained = torch._foreach_add(parameters, gradients, alpha=-RATE)
+            return None, [loss.detach(), *trained]
+
+        graph, _ = TracedRecorder(x.device).capture(whole)
+        return lambda: [None for _ in graph.replay()].clear()
+    optimizer = torch.optim.SGD(parameters, lr=RATE)
+    called = torch.compile(model, dynamic=False) if mode == "ordinary compiled" else model
 
     def step() -> None:
         optimizer.zero_grad()
-        out = model(x)
-        F.cross_entropy(getattr(out, "logits", out), y).backward()
+        _losses(called, x, y).mean().backward()
         optimizer.step()
 
+    return step
+
+
+def private_step(mode: str, model: Any, x: Tensor, y: Tensor) -> tuple[Step, Any]:
+    """As it is, without nodes of C++, or compiled; and the private model."""
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=RATE)
+    engine, rows = FastPrivacyEngine(), len(x)
+    private, optimizer, _ = engine.make_private(
+        module=model, optimizer=optimizer, noise_multiplier=1.0, max_grad_norm=1.0,
+        data_loader=DataLoader(TensorDataset(torch.zeros(10 * rows, 1)), batch_size=rows),
+        poisson_sampling=False,
+    )  # fmt: skip
+    if mode == "without nodes":
+        private.keeper.bare.layers = []
+    compiled = engine.make_step(private, _losses, physical_batch=rows, compile=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        if mode == "private compiled":
+            compiled(x, y)
+        else:
+            _losses(private, x, y).mean().backward()
+        optimizer.step()
+
+    return step, private
+
+
+def step_of(mode: str, build: Callable[[], nn.Module], x: Tensor, y: Tensor) -> tuple[Step, Any]:
+    """A step that has run a few times, and the private model; None of an ordinary one."""
+    torch.manual_seed(0)
+    model: Any = build().train()
+    private = None
+    if mode.startswith("ordinary"):
+        step = ordinary_step(mode, model, x, y)
+    else:
+        step, private = private_step(mode, model, x, y)
     for _ in range(WARM_UP):
         step()
-    return step, model
+    return step, private
 
 
 def calls(step: Step) -> int:
@@ -124,15 +181,19 @@ def measured(name: str, mode: str, rounds: int) -> dict[str, Any]:
     """One model in one mode: beside a private model every backward pass of a process is looked at."""
     build, inputs = MODELS[name]
     torch.manual_seed(1)
-    x, y = inputs(), torch.randint(CLASSES, (B,))
+    x = inputs()
+    y = torch.randint(CLASSES, (len(x),))
+    first = time.perf_counter()
     step, model = step_of(mode, build, x, y)
+    first = time.perf_counter() - first
     entered, seconds = calls(step), []
     for _ in range(rounds):
         begun = time.process_time()
         step()
         seconds.append(time.process_time() - begun)
-    private = mode != "ordinary"
+    private = model is not None
     return {
+        "first": first,
         "least": min(seconds),
         "median": quartiles(seconds)[1],
         "calls": entered,
@@ -146,6 +207,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.small", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--rounds", type=int, default=60, help="timed steps of each mode")
     parser.add_argument("--out", type=Path, default=OUT, help="the JSON file")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
@@ -156,24 +218,27 @@ def main(arguments: list[str] | None = None) -> None:
         report(lambda: measured(*args.one, args.rounds))
         return
     results: dict[str, dict[str, Any]] = {name: {} for name in args.models}
-    for name, mode in tqdm([*product(args.models, MODES)], desc="models"):
+    for name, mode in tqdm([*product(args.models, args.modes)], desc="models"):
         one = ["--one", name, mode, "--rounds", str(args.rounds)]
         results[name][mode] = run_module("bench.small", one)
         written = heading("bench.small", arguments) | {"models": results}
         args.out.write_text(json.dumps(written, indent=1) + "\n")
-    print("| model | mode | least, ms | median, ms | of ordinary | calls | added a layer | nodes |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| model | mode | first steps, s | least, ms | median, ms | of ordinary | calls | added a layer "
+        "| nodes |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for name, modes in results.items():
         failed = [f"{mode}: {r['error']}" for mode, r in modes.items() if "error" in r]
         if failed:
             print(f"| {name} | {'; '.join(failed)} |")
             continue
         plain = modes["ordinary"]
-        for mode in MODES:
-            r = modes[mode]
+        for mode, r in modes.items():
             added = (r["calls"] - plain["calls"]) / r["layers"] if r["layers"] else 0
             print(
-                f"| {name} | {mode} | {1e3 * r['least']:.2f} | {1e3 * r['median']:.2f} | "
+                f"| {name} | {mode} | {r['first']:.1f} "
+                f"| {1e3 * r['least']:.2f} | {1e3 * r['median']:.2f} | "
                 f"{r['least'] / plain['least']:.2f} | {r['calls']} | {added:.0f} | {r['nodes']} |"
             )
 

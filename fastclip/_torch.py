@@ -496,6 +496,7 @@ ATTRIBUTES = {
     "transformers.Trainer": ("_get_train_sampler", "_signature_columns", "_train_batch_size"),
     "torch.ops": ("_schema",),
     "sys": ("_getframe", "_current_frames"),
+    "os": ("_exit",),
     "namedtuple": ("_asdict", "_replace"),
 }  # fmt: skip
 """Attributes of others that are read where they are needed, by whose they are."""
@@ -522,6 +523,30 @@ def place_beneath(mode: TorchDispatchMode) -> bool:
         TorchDispatchMode.__enter__(mode)
     _placed.add(mode)
     return True
+
+
+@contextmanager
+def traced(mode: TorchDispatchMode) -> Iterator[None]:
+    """This thread's operations are heard by `mode`, which makes a graph of them; RuntimeError where
+    others hear of them, too."""
+    if dispatch_modes():
+        raise RuntimeError("another mode hears of operations")
+    _placed.add(mode)
+    with mode:
+        yield
+
+
+def makes_graph() -> bool:
+    """Whether what this thread computes now becomes a part of a graph (`traced`)."""
+    return bool(dispatch_modes()) and any(getattr(mode, "is_graph", False) for mode in _modes())
+
+
+def compile_graph(graph: Any, inputs: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """A graph of aten operators by inductor, for such inputs; random numbers are the operators' own."""
+    from torch import _inductor  # which takes a second
+
+    compiled: Any = _inductor.compile(graph, [*inputs], options={"fallback_random": True})
+    return compiled  # type: ignore[no-any-return]
 
 
 def foreign_modes() -> bool:

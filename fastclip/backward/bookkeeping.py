@@ -8,7 +8,7 @@ next one. All state of the engine that is not the optimizer's lives in one BookK
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -266,7 +266,7 @@ class BookKeeper:
         assert self._pass is not None
         self._pass.take(parameter, record)
 
-    def check_hooks(self, parameters: Iterable[nn.Parameter]) -> None:
+    def check_hooks(self, parameters: Collection[nn.Parameter]) -> None:
         """Refuse hooks on the gradients of these parameters, which would not run."""
         guards.check_hooks(self.names, parameters)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fastclip._torch import OPACUS_MARK, gradient_hooks, transformed
+from fastclip._torch import OPACUS_MARK, gradient_hooks, hooks_of, transformed
 from fastclip.errors import (
     VALUES_IN_LOSSES,
     GraphError,
@@ -99,6 +100,7 @@ def _refuse_other(name: str, keeper: ref[Any], gradient: Tensor | None) -> None:
 
 _OWN = (_refuse, _refuse_other)
 """Hooks that look whether there is a gradient."""
+_FUNCTION = attrgetter("func")
 
 
 def is_guarded(x: Tensor) -> bool:
@@ -137,7 +139,7 @@ def check_plain() -> None:
         )
 
 
-def check_hooks(names: Mapping[nn.Parameter, str], parameters: Iterable[nn.Parameter]) -> None:
+def check_hooks(names: Mapping[nn.Parameter, str], parameters: Collection[nn.Parameter]) -> None:
     """Refuse gradient hooks on private parameters, which would never run.
 
     Autograd computes no gradient of them: a mask or a clamp set as a hook would be left out silently.
@@ -145,6 +147,9 @@ def check_hooks(names: Mapping[nn.Parameter, str], parameters: Iterable[nn.Param
     Raises:
         UnsupportedLayerError: naming the parameter.
     """
+    hooks = hooks_of(parameters)
+    if {*map(type, hooks)} <= {partial} and {*map(_FUNCTION, hooks)} <= {*_OWN}:
+        return  # as nearly always
     for parameter in parameters:
         for hook in gradient_hooks(parameter):
             if getattr(hook, "func", None) not in _OWN and parameter.requires_grad:

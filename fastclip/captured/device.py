@@ -19,27 +19,45 @@ _WAITED = "called a synchronizing CUDA operation"
 
 
 class Replayed(Protocol):
-    """Operations that were captured."""
+    """Operations that were captured.
 
-    def replay(self) -> None:
-        """Run them again, on the same memory."""
+    Attributes:
+        fresh: what a replay returns is memory of its own.
+    """
+
+    fresh: bool
+
+    def replay(self) -> list[Tensor]:
+        """Run them again; what they are to return."""
+
+    def let_go(self) -> None:
+        """Nothing runs on what the last replay has left for others."""
 
 
 class Recorder(Protocol):
-    """Captures operations of one device."""
+    """Captures operations of one device.
 
-    def aside(self, work: Callable[[], T]) -> T:
-        """Run `work` where captures run, without capturing it."""
+    Attributes:
+        what: it makes of a pass, for messages. without: the argument of make_step that makes none.
+        waits: to look at results is to wait for the device.
+    """
 
-    def rehearse(self, work: Callable[[], T]) -> T:
+    what: str
+    without: str
+    waits: bool
+
+    def warm_up(self, work: Callable[[], object]) -> None:
+        """Run `work` where captures run, without capturing it, if that is to be done before."""
+
+    def rehearse(self, work: Callable[[], object]) -> None:
         """The same, of work that is to be captured.
 
         Raises:
             RuntimeError: it waits for the device, which would break a capture.
         """
 
-    def capture(self, work: Callable[[], T]) -> tuple[Replayed, T]:
-        """Capture the operations of `work`; what it returns is written at each replay."""
+    def capture(self, work: Callable[[], tuple[T, list[Tensor]]]) -> tuple[Replayed, T]:
+        """Capture the operations of `work`, which says what its replays are to return."""
 
     def random_state(self) -> Tensor:
         """Of the generator that captured operations draw from."""
@@ -51,36 +69,37 @@ class Recorder(Protocol):
 class CudaRecorder:
     """CUDA graphs of one pool of memory, to be replayed in the order in which they were captured."""
 
+    what, without = "captured as a CUDA graph", "cuda_graph=False"
+    waits = True
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def aside(self, work: Callable[[], T]) -> T:
+    def warm_up(self, work: Callable[[], object]) -> None:
         """On the stream of the captures, as PyTorch asks before one."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
-                out = work()
+                work()
         finally:
             current.wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
-        return out
 
-    def rehearse(self, work: Callable[[], T]) -> T:
-        """Aside, where it is noted what waits: a capture that broke there could not be undone."""
+    def rehearse(self, work: Callable[[], object]) -> None:
+        """Likewise, where it is noted what waits: a capture that broke there could not be undone."""
 
-        def noted() -> T:
+        def noted() -> None:
             with _noted_waits() as waits:
-                out = work()
+                work()
             if waits:
                 raise RuntimeError(_WAITED)
-            return out
 
-        return self.aside(noted)
+        self.warm_up(noted)
 
-    def capture(self, work: Callable[[], T]) -> tuple[Replayed, T]:
+    def capture(self, work: Callable[[], tuple[T, list[Tensor]]]) -> tuple[Replayed, T]:
         """One graph; threads that load data may go on meanwhile."""
         graph: Any = torch.cuda.CUDAGraph()
         options: dict[str, Any] = {"capture_error_mode": "thread_local"}
@@ -90,11 +109,11 @@ class CudaRecorder:
                 torch.cuda.device(self._device),
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, **options),
             ):
-                out = work()
+                out, tensors = work()
         except BaseException:
             self._let_go(current)
             raise
-        return graph, out
+        return _CudaGraph(graph, tensors), out
 
     def _let_go(self, current: torch.cuda.Stream) -> None:
         """A capture that broke leaves its stream, its pool and, before torch 2.13, the generator as they
@@ -110,11 +129,40 @@ class CudaRecorder:
 
     def random_state(self) -> Tensor:
         """Of CUDA's default generator, the only one that a graph may draw from."""
-        return torch.cuda.get_rng_state(self._device)
+        return random_state(self._device)
 
     def set_random_state(self, state: Tensor) -> None:
         """Draw from this state on."""
-        torch.cuda.set_rng_state(state, self._device)
+        set_random_state(self._device, state)
+
+
+def random_state(device: torch.device) -> Tensor:
+    """Of the default generator of a device."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Its default generator draws from this state on."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+class _CudaGraph:
+    """A CUDA graph, which writes to the same memory each time."""
+
+    fresh = False
+
+    def __init__(self, graph: Any, tensors: list[Tensor]) -> None:
+        self._graph, self._tensors = graph, tensors
+
+    def replay(self) -> list[Tensor]:
+        self._graph.replay()
+        return self._tensors
+
+    def let_go(self) -> None:
+        """The memory is the graph's."""
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.captured.step import Step
 from fastclip.checks import whole
 from fastclip.errors import ArgumentError
@@ -18,10 +20,10 @@ class SteppingEngine(InspectedEngine):
     """Makes the pass of a training step one call."""
 
     def make_step(
-        self, model: nn.Module, loss_function: Callable[..., Tensor], *, physical_batch: int,
-        cuda_graph: bool = False,
+        self, model: nn.Module, loss_function: Callable[..., Tensor], *,
+        physical_batch: int | None = None, cuda_graph: bool = False, compile: bool = False,
     ) -> Step:  # fmt: skip
-        """A function that trains on one batch, and may replay it as CUDA graphs.
+        """A function that trains on one batch, and may compile it whole, or replay it as CUDA graphs.
 
         Examples:
             >>> def losses(model, x, y):
@@ -38,16 +40,22 @@ class SteppingEngine(InspectedEngine):
                 sum, as `loss_reduction` says.
             physical_batch: rows that are run at once. A larger batch is run in parts, which one
                 `optimizer.step()` releases; in a graph a smaller one is filled up with placeholder
-                rows, which contribute nothing.
+                rows, which contribute nothing. None: the expected batch, for Poisson sampling with
+                three standard deviations of its size, up to a multiple of 8.
             cuda_graph: replay the device's work of a pass as CUDA graphs (docs/cuda_graphs.md); on a
                 CPU it runs as it is, and says so once.
+            compile: let inductor compile forward pass, loss, backward pass, norms and clipped sums
+                whole (docs/compile.md). What cannot be compiled is said once, and runs as it is.
 
         Raises:
-            ArgumentError: for another model, or samples that do not lie along axis 0.
+            ArgumentError: for another model, samples that do not lie along axis 0, or both cuda_graph
+                and compile.
         """
-        rows = whole("physical_batch", physical_batch, 1)
-        if not isinstance(cuda_graph, bool):
-            raise ArgumentError(f"cuda_graph expects True or False, got {cuda_graph!r}")
+        for name, value in (("cuda_graph", cuda_graph), ("compile", compile)):
+            if not isinstance(value, bool):
+                raise ArgumentError(f"{name} expects True or False, got {value!r}")
+        if cuda_graph and compile:
+            raise ArgumentError("make_step got both cuda_graph and compile; choose one of them")
         if any(isinstance(part, FSDPModule) for part in model.modules()):
             raise ArgumentError(
                 "make_step expects a model that one rank holds as a whole, got one that fully_shard has "
@@ -67,4 +75,19 @@ class SteppingEngine(InspectedEngine):
                 "make_step expects samples along axis 0, but make_private got batch_first=False; move "
                 "the batch first"
             )
-        return Step(model, keeper, loss_function, rows, cuda_graph)
+        rows = _usual_rows(keeper) if physical_batch is None else physical_batch
+        rows = whole("physical_batch", rows, 1)
+        return Step(model, keeper, loss_function, rows, cuda_graph, compile)
+
+
+def _usual_rows(keeper: BookKeeper) -> int:
+    """Rows that nearly every draw has no more of; public, as the expected batch is."""
+    expected = keeper.clipping.expected_batch_size
+    if not expected:
+        raise ArgumentError(
+            "make_step got no physical_batch, and the optimizer has no expected_batch_size to choose it "
+            "from; pass physical_batch"
+        )
+    draws = keeper.batch.draws
+    margin = 3 * math.sqrt(expected) if draws is None or draws.independent else 0.0
+    return 8 * math.ceil((expected + margin) / 8)

@@ -6,6 +6,7 @@ groups, noise, the draw) is not here: it stays outside of the graph.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,11 +14,15 @@ from torch import Tensor, nn
 
 from fastclip._torch import hooks_of_all_modules
 from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.captured.reach import Reach
+from fastclip.errors import GraphError
 from fastclip.ops.precision import gpu_products
 from fastclip.samples.settings import Settings
 from fastclip.samples.taken import MOST_ROWS
 
 _PLAIN = (bool, int, float, str, type(None))
+_OF_MODULES = frozenset(vars(nn.Module()))
+_FORWARD, _KIND = attrgetter("forward"), attrgetter("shape", "dtype", "requires_grad")
 
 
 class Frozen:
@@ -28,19 +33,22 @@ class Frozen:
     Args:
         model: the private model.
         keeper: its book-keeper.
-        device: of its parameters.
+        device: of its parameters. loss_function: the user's.
     """
 
-    def __init__(self, model: nn.Module, keeper: BookKeeper, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, keeper: BookKeeper, device: torch.device, loss_function: Any
+    ) -> None:
         self._keeper, self._device = keeper, device
         self._settings = Settings(model)
         self._modules = list(model.modules())
-        self._plain = [
+        plain = [
             (vars(module), name)
             for module in self._modules
             for name, value in vars(module).items()
             if _is_plain(value)
         ]
+        self._plain: list[Any] = [*zip(*plain, strict=True)] or [(), ()]
         self._loose = [
             (vars(module), name)
             for module in self._modules
@@ -48,35 +56,47 @@ class Frozen:
             if isinstance(value, Tensor)
         ]
         tables = [pair for module in self._modules for pair in vars(module).items()]
+        own = (t for m in self._modules for t in (m._parameters, m._buffers))
+        self._filled = [table for table in own if table]
         self._tables = [table for _, table in tables if isinstance(table, dict)]
         """Hooks of each kind, parts, and whatever else is kept so."""
         self._hooks = [x for name, x in tables if isinstance(x, dict) and name.endswith("_hooks")]
         self._held = self._tensors()
+        forwards = dict.fromkeys(type(module).forward for module in self._modules)
+        deeper = [
+            (vars(module), name)
+            for module in self._modules
+            for name, value in vars(module).items()
+            if name not in _OF_MODULES and not (_is_plain(value) or isinstance(value, Tensor))
+        ]
+        self._reach = Reach([loss_function, *forwards], deeper, [*self._modules, *self._held])
         self._seen = self._read()
 
     def changed(self) -> bool:
         """Something of it is not as it was."""
-        return bool(self._settings.changed()) or self._read() != self._seen
+        changed = bool(self._settings.changed()) or self._read() != self._seen
+        return changed or self._reach.changed()
 
     def _tensors(self) -> list[Tensor]:
-        tables = [t for m in self._modules for t in (m._parameters, m._buffers)]
-        found = [x for table in tables for x in table.values() if x is not None]
+        found = [x for table in self._filled for x in table.values() if x is not None]
         loose = (table.get(name) for table, name in self._loose)
         return found + [x for x in loose if isinstance(x, Tensor)]
 
     def _read(self) -> list[Any]:
+        tensors, kinds = self._tensors(), [*map(type, self._modules)]
         return [
             surroundings(self._device),
             len(self._keeper.calls.looks),
-            [len(table) for table in self._tables],
+            [*map(len, self._tables)],
             [*map(list, hooks_of_all_modules())],
             [*map(list, self._hooks)],  # each has a number of its own: one may take another's place
-            [(type(module), type(module).forward) for module in self._modules],
-            [table.get(name) for table, name in self._plain],
-            [
-                (id(x), x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad)
-                for x in self._tensors()
-            ],
+            kinds,
+            [*map(_FORWARD, kinds)],
+            [*map(dict.get, *self._plain)],
+            [*map(id, tensors)],
+            [*map(Tensor.data_ptr, tensors)],
+            [*map(Tensor.stride, tensors)],
+            [*map(_KIND, tensors)],
         ]
 
 
@@ -99,8 +119,22 @@ def surroundings(device: torch.device) -> tuple[Any, ...]:
     )
 
 
+def check_decided(keeper: BookKeeper) -> None:
+    """Refuse a model whose Python code decides anew in every call.
+
+    Raises:
+        GraphError: by values of the batch, or by random numbers.
+    """
+    if any(layout.by_values or layout.by_chance for layout in keeper.calls.layouts.values()):
+        raise GraphError(
+            "Python code of the model decides by values of the batch or by random numbers, which a "
+            "graph would do no more; let tensors decide (torch.where), or make the step without a graph"
+        )
+
+
 def settled(keeper: BookKeeper, rows: int) -> bool:
     """No later batch of up to `rows` rows would be looked at for its distinct rows: replays are not."""
     known = [layout for layout in keeper.calls.layouts.values() if layout.known]
     enough = min(MOST_ROWS, rows)
-    return bool(known) and all(layout.flat or layout.compared >= enough for layout in known)
+    sure = (x.proven or x.flat or x.compared >= enough for x in known)
+    return bool(known) and all(sure)

@@ -8,7 +8,9 @@ is 0, which leaves it out of every sum whatever its gradient is, NaN included.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from fastclip.backward.sums import SumsOfOne
 from fastclip.captured.device import Recorder
 from fastclip.captured.frozen import Frozen
 from fastclip.errors import FastclipError, GraphError
+from fastclip.trace.law import generators
 
 _TOLERANCE = {torch.float64: 1e-9}
 _COARSE = 2e-2
@@ -103,31 +106,38 @@ class Recording:
         self, recorder: Recorder, keeper: BookKeeper, run: Callable[[], Tensor],
         inputs: list[Tensor], frozen: Callable[[], Frozen],
     ) -> None:  # fmt: skip
-        self.inputs, self._keeper = inputs, keeper
+        self.inputs, self._keeper, self._without = inputs, keeper, recorder.without
+        self._recorder, self._pass, self._replays = recorder, run, 0
         state = recorder.random_state()
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # a graph must cast the weights as they are then
         torch.clear_autocast_cache()
         given = [x.clone() for x in inputs]
         try:
-            # The first compiles and tunes kernels and fills caches, and is the last that is traced; the
-            # second shows what never rests, the third what waits for the device.
-            recorder.aside(lambda: self._rehearse(run))
+            # The first compiles and tunes kernels and fills caches; the second shows what never rests,
+            # the third what waits for the device.
             keeper.trace.finish()
-            self.frozen = frozen()
-            recorder.aside(lambda: self._rehearse(run))
+            recorder.warm_up(lambda: self._rehearse(run))
+            self.frozen, by_python = frozen(), generators()
+            recorder.warm_up(lambda: self._rehearse(run))
             self._check_rests()
             recorder.rehearse(lambda: self._rehearse(run))
             self._capture(recorder, run)
+            self._check_rests()
+            if generators() != by_python:
+                raise GraphError(
+                    "Python code of the model or of the loss draws random numbers, which a graph would "
+                    f"draw no more; let torch draw them, or pass {self._without}"
+                )
             self._prove(recorder, run)
             self._check_rests()
         except FastclipError:
             raise
         except RuntimeError as error:
             raise GraphError(
-                f"this pass cannot be captured as a CUDA graph ({str(error).splitlines()[0]}); let "
-                "the model and the loss neither wait for the device nor draw from generators of "
-                "their own, or pass cuda_graph=False"
+                f"this pass cannot be {recorder.what} ({str(error).splitlines()[0]}); let the model "
+                "and the loss neither wait for the device nor draw from generators of their own, or "
+                f"pass {recorder.without}"
             ) from error
         finally:
             torch.set_autocast_cache_enabled(cached)
@@ -140,7 +150,7 @@ class Recording:
         if self.frozen.changed():
             raise GraphError(
                 "the model changes its attributes, buffers or parts while it runs, which a replay "
-                "would not do; keep what counts calls out of the model, or pass cuda_graph=False"
+                f"would not do; keep what counts calls out of the model, or pass {self._without}"
             )
 
     def _rehearse(self, run: Callable[[], Tensor]) -> _Rehearsed:
@@ -157,19 +167,30 @@ class Recording:
         return norm_sq.new_zeros(shape)
 
     def _capture(self, recorder: Recorder, run: Callable[[], Tensor]) -> None:
-        self._first, rehearsed = recorder.capture(lambda: _Rehearsed(self._keeper, run))
-        self.losses, self._norm_sq = rehearsed.losses, rehearsed.norm_sq
+        def first() -> tuple[_Rehearsed, list[Tensor]]:
+            rehearsed = _Rehearsed(self._keeper, run)
+            return rehearsed, [rehearsed.losses, rehearsed.norm_sq]
+
+        self._first, rehearsed = recorder.capture(first)
         self._factor, self._calls = rehearsed.factor, rehearsed.calls
         self._layers = rehearsed.layers()
-        self._factors = self._no_factors(self._norm_sq)
-        self._second, (self._kinds, self._flat) = recorder.capture(
-            lambda: rehearsed.sums(self._factors)
-        )
+        self._whose = [*self._keeper.names][:1]  # all lie on one device
+        self._factors = self._no_factors(rehearsed.norm_sq)
+        self._second, self._kinds = recorder.capture(lambda: rehearsed.sums(self._factors))
 
     def _prove(self, recorder: Recorder, run: Callable[[], Tensor]) -> None:
-        """Other rows than were captured, by both ways."""
+        """Other rows than were captured, and other weights, by both ways."""
         for x in self.inputs:
             x.copy_(x.roll(1, 0))
+        with _stirred(self._keeper.names):
+            self._compare(recorder, run)
+
+    def _compare(self, recorder: Recorder, run: Callable[[], Tensor]) -> None:
+        """Hold a replay against the pass itself, on the rows in `inputs`.
+
+        Raises:
+            GraphError: they differ.
+        """
         state = recorder.random_state()
         expected = _Rehearsed(self._keeper, run)
         dtype, norm_sq = expected.losses.dtype, expected.norm_sq.clone()
@@ -180,41 +201,69 @@ class Recording:
         self._factors.copy_(factors)
         kinds, sums = expected.sums(self._factors.clone())
         recorder.set_random_state(state)
-        self._first.replay()
-        self._second.replay()
-        pairs = [
-            (self.losses, losses),
-            (self._norm_sq, norm_sq),
-            *zip(self._flat, sums, strict=True),
-        ]
+        found = [*self._first.replay(), *self._second.replay()]
+        self._first.let_go()
+        wanted = [losses, norm_sq, *sums]
         tolerance = _TOLERANCE.get(dtype, _COARSE)
-        if kinds != self._kinds or not all(_close(x, y, tolerance) for x, y in pairs):
+        same = kinds == self._kinds and len(found) == len(wanted)
+        if not same or not all(map(_close, found, wanted, repeat(tolerance))):
             raise GraphError(
                 "a replay of this pass does not give what the pass gives on the same rows, so Python "
-                "code of the model or of the loss decides what is computed; pass cuda_graph=False"
+                f"code of the model or of the loss decides what is computed; pass {self._without}"
             )
+
+    def prove_again(self) -> None:
+        """Where that costs no wait for a device: hold every 2nd, 4th, 8th, ... replay against the pass.
+
+        Raises:
+            GraphError: they differ; nothing has been counted or summed.
+        """
+        self._replays += 1
+        if self._recorder.waits or self._replays & (self._replays - 1) or self._replays < 2:
+            return
+        state = self._recorder.random_state()
+        self._compare(self._recorder, self._pass)
+        self._recorder.set_random_state(state)
 
     def contribute(self, rows: int) -> Tensor:
         """Replay over the rows in `inputs`, of which the first `rows` are real; their losses."""
         keeper = self._keeper
         keeper.batch.begin_pass()
-        with arithmetic(keeper.names):
-            self._first.replay()
-            drawn = keeper.batch.find(rows)
-            norm_sq = self._norm_sq[:, :rows]
-            keeper.contribute(norm_sq, self._layers, drawn, rows, self._calls, self._write)
-        return self.losses[:rows]
+        with arithmetic(self._whose):
+            losses, norm_sq = self._first.replay()
+            try:
+                drawn = keeper.batch.find(rows)
+                norm_sq = norm_sq[:, :rows]
+                keeper.contribute(norm_sq, self._layers, drawn, rows, self._calls, self._write)
+            finally:
+                self._first.let_go()
+        return losses[:rows]
 
     def _write(self, scales: Tensor) -> None:
         """Sums of the pass, given the scales of its real rows; all others have 0."""
         self._factors.zero_()
         self._factors[..., : scales.shape[-1]] = scales * self._factor
-        self._second.replay()
-        for parameters, flat in zip(self._kinds, self._flat, strict=True):
-            parts = flat.clone().split([parameter.numel() for parameter in parameters])
-            for parameter, part in zip(parameters, parts, strict=True):
-                # `data` has a version of its own, so that no part need be copied again.
-                self._keeper.sums.add(parameter, part.data)
+        for parameters, flat in zip(self._kinds, self._second.replay(), strict=True):
+            own = flat if self._second.fresh else flat.clone()
+            parts = own.split([parameter.numel() for parameter in parameters])
+            shaped = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+            # `data` has a version of its own, so that no part need be copied again.
+            self._keeper.sums.add_all(parameters, [x.data for x in shaped])
+
+
+@contextmanager
+def _stirred(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Other weights inside: what was computed of the captured pass' weights alone shows."""
+    held = [p.detach() for p in parameters]
+    before = [x.clone() for x in held]
+    try:
+        for x in held:
+            ramp = torch.linspace(-0.02, 0.02, x.numel(), dtype=x.dtype, device=x.device)
+            x.add_(ramp.view(x.shape))
+        yield
+    finally:
+        for x, own in zip(held, before, strict=True):
+            x.copy_(own)
 
 
 def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:

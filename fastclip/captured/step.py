@@ -1,4 +1,4 @@
-"""A training step's pass as one call, which may replay CUDA graphs: `engine.make_step`."""
+"""A training step's pass as one call, compiled or replayed as CUDA graphs: `engine.make_step`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.guards import arm
 from fastclip.captured.device import Recorder, recorder_of
-from fastclip.captured.frozen import Frozen, settled, surroundings
+from fastclip.captured.frozen import Frozen, check_decided, settled, surroundings
 from fastclip.captured.recording import Recording
+from fastclip.captured.traced import TracedRecorder
 from fastclip.clipping.policy import split_refused
 from fastclip.errors import ArgumentError, BatchSizeError, GraphError, StepError, say
 from fastclip.graph import reached_without
@@ -21,7 +22,7 @@ from fastclip.samples.inputs import flatten, rebuild
 
 _MOST_KINDS = 8
 """Kinds of batches that are captured; each holds memory of its own."""
-_MOST_CAPTURES = 32
+_MOST_CAPTURES, _MOST_COMPILED = 32, 8
 _MOST_SEEN = 64
 """Kinds that are remembered until they come again: names of rows are a kind of their own each time."""
 _PLAIN = (bool, int, float, str, type(None))
@@ -39,15 +40,16 @@ class Step:
         loss_function: (model, *batch) -> losses [n].
         physical_batch: rows that are run at once.
         cuda_graph: replay CUDA graphs where the model is on a GPU.
+        compiles: compile a pass whole, with what it needs for the norms and sums.
     """
 
     def __init__(
         self, model: nn.Module, keeper: BookKeeper, loss_function: Callable[..., Tensor],
-        physical_batch: int, cuda_graph: bool,
+        physical_batch: int, cuda_graph: bool, compiles: bool,
     ) -> None:  # fmt: skip
         self._model, self._keeper, self._losses_of = model, keeper, loss_function
         self.physical_batch = physical_batch
-        self._graphs, self._captures = cuda_graph, 0
+        self._graphs, self._compiles, self._captures = cuda_graph, compiles, 0
         self._seen: set[Any] = set()
         self._recordings: dict[Any, Recording] = {}
 
@@ -84,7 +86,7 @@ class Step:
         if not torch.is_grad_enabled():
             raise StepError("a step trains: call it outside of torch.no_grad()")
         device = next(iter(keeper.names)).device
-        leaves, structure = flatten(batch)
+        leaves, structure = flatten((batch, {}))
         leaves = [x.to(device, non_blocking=True) if _is_tensor(x) else x for x in leaves]
         rows, parts = self._parts(leaves)
         if len(parts) > 1 and _lists(batch, rows):
@@ -134,15 +136,17 @@ class Step:
                 "optimizer.step() after several batches"
             )
         units = batch.next_units is not None or (batch.draws is not None and batch.draws.by_units)
-        if units and (len(parts) > 1 or self._graphs):
+        if units and (len(parts) > 1 or self._graphs or self._compiles):
             raise StepError(
                 "rows are clipped by units (unit_ids), whose number moves from batch to batch, which a "
-                "step neither captures nor splits; pass cuda_graph=False and a physical_batch that "
-                "holds every draw"
+                "step neither captures nor splits; make it without cuda_graph and compile, with a "
+                "physical_batch that holds every draw"
             )
         return rows, parts
 
     def _recorder(self, device: torch.device) -> _Recorders | None:
+        if self._compiles:
+            return TracedRecorder
         if not self._graphs:
             return None
         recorder = recorder_of(device)
@@ -159,18 +163,26 @@ class Step:
         """One physical batch contributes; the losses of its rows."""
         if recorder is None or not rows:
             return self._run(leaves, structure)
-        recording = self._recording(leaves, structure, recorder)
-        if recording is None:
-            return self._run(leaves, structure)
-        inputs = iter(recording.inputs)
-        for leaf in leaves:
-            if _is_tensor(leaf):
-                _fill(next(inputs), leaf)
-        return recording.contribute(rows)
+        try:
+            recording = self._recording(leaves, structure, recorder)
+            if recording is not None:
+                inputs = iter(recording.inputs)
+                for leaf in leaves:
+                    if _is_tensor(leaf):
+                        _fill(next(inputs), leaf)
+                recording.prove_again()
+        except GraphError as error:
+            if not self._compiles:
+                raise
+            self._compiles, recording = False, None
+            self.forget()
+            say(f"the step runs without being compiled: {error}")
+        return self._run(leaves, structure) if recording is None else recording.contribute(rows)
 
     def _run(self, leaves: list[Any], structure: Any) -> Tensor:
         """Forward pass, loss and backward pass, as a training loop would run them."""
-        losses = self._losses_of(self._model, *rebuild(list(leaves), structure))
+        batch, _ = rebuild(list(leaves), structure)
+        losses = self._losses_of(self._model, *batch)
         rows = next(len(x) for x in leaves if _is_tensor(x))
         if not isinstance(losses, Tensor) or losses.shape != (rows,):
             got = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
@@ -203,7 +215,7 @@ class Step:
         if others:
             raise GraphError(
                 f"the loss trains tensors of shapes {others} that are not the private optimizer's, "
-                "whose gradients a graph would overwrite; freeze them, or pass cuda_graph=False"
+                "whose gradients a graph would overwrite; freeze them, or make the step without a graph"
             )
 
     # Recordings
@@ -229,15 +241,19 @@ class Step:
                 self._seen.clear()
             self._seen.add(kind)
             return None
+        check_decided(keeper)
         if len(self._recordings) >= _MOST_KINDS or not settled(keeper, self.physical_batch):
             return None
-        if self._captures >= _MOST_CAPTURES:
+        most = _MOST_COMPILED if self._compiles else _MOST_CAPTURES
+        if self._captures >= most:
             return None
+        if len(next(filter(_is_tensor, leaves))) < min(2, self.physical_batch):
+            return None  # no row to tell it from
         self._captures += 1
-        if self._captures == _MOST_CAPTURES:
+        if self._captures == most:
             say(
-                f"the model or its batches have changed so often that {_MOST_CAPTURES} graphs were "
-                "captured: all other batches run without one"
+                f"the model, the loss or the batches have changed so often that {most} graphs were "
+                "made; all other batches run without one"
             )
         self._check_place(device)
         keeper.trace.end()  # what is filled up holds others than these rows
@@ -248,7 +264,7 @@ class Step:
         padded = [next(held) if _is_tensor(x) else x for x in leaves]
         recording = Recording(
             recorder(device), keeper, partial(self._run, padded, structure), inputs,
-            partial(Frozen, self._model, keeper, device),
+            partial(Frozen, self._model, keeper, device, self._losses_of),
         )  # fmt: skip
         self._recordings[kind] = recording
         return recording
@@ -257,8 +273,8 @@ class Step:
         apart = {str(x.device) for x in (*self._model.parameters(), *self._model.buffers())}
         if apart != {str(device)}:
             raise GraphError(
-                f"a CUDA graph expects the whole model on one device, got {sorted(apart)}; move it, or "
-                "pass cuda_graph=False"
+                f"a graph expects the whole model on one device, got {sorted(apart)}; move it, or make "
+                "the step without a graph"
             )
 
 
@@ -282,8 +298,13 @@ def _kind(leaves: list[Any]) -> tuple[Any, ...]:
     strange = [type(x).__name__ for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]
     if strange:
         raise GraphError(
-            f"a CUDA graph expects tensors and plain values in a batch, got {strange}; take the "
-            "tensors out of them, or pass cuda_graph=False"
+            f"a graph expects tensors and plain values in a batch, got {strange}; take the tensors out "
+            "of them, or make the step without a graph"
+        )
+    if any(_is_tensor(x) and x.requires_grad for x in leaves):
+        raise GraphError(
+            "a tensor of the batch asks for a gradient (requires_grad), which a graph does not give it; "
+            "detach it, or make the step without a graph"
         )
     return tuple((x.dtype, tuple(x.shape[1:])) if _is_tensor(x) else x for x in leaves)
 
@@ -294,5 +315,9 @@ def _room(x: Tensor, rows: int) -> Tensor:
 
 def _fill(room: Tensor, x: Tensor) -> None:
     """The rows of x, and its first one in the place of all that are lacking."""
+    x = x.detach()
+    if len(x) == len(room):
+        room.copy_(x)
+        return
     room[: len(x)].copy_(x)
     room[len(x) :].copy_(x[:1].expand(len(room) - len(x), *x.shape[1:]))

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fastclip._torch import followed
+from fastclip._torch import followed, makes_graph
 from fastclip.errors import ArgumentError, FastclipError, say
 
 BACKENDS = ("auto", "reference", "triton", "cuda")
@@ -59,6 +59,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {}
 """Name -> reference of every operation that may have kernels."""
 LOOPS: dict[str, Callable[..., Any]] = {}
 """Name -> reference of the parts of operations that fastclip._host may compute on a CPU."""
+CALLS: dict[str, Callable[..., Any]] = {}
+"""Name -> what an operation is in a graph that is made for a compiler (fastclip.ops.library): one call,
+whose backend is chosen when it runs. An operation without one is its reference there."""
 
 
 def operation(reference: _Function) -> _Function:
@@ -83,7 +86,7 @@ def _dispatched(
     def dispatched(*args: Any, **kwargs: Any) -> Any:
         tensor = args[0] if args and isinstance(args[0], Tensor) else _first_tensor(args)
         if tensor is None or _STATE.requested == "reference" or followed():
-            return reference(*args, **kwargs)
+            return in_graph(name, reference)(*args, **kwargs)
         for backend in candidates(tensor.device):
             key = keys[backend]
             if key in _STATE.why_not:
@@ -101,6 +104,13 @@ def _dispatched(
 
     dispatched.reference = reference  # type: ignore[attr-defined]
     return dispatched  # type: ignore[return-value]
+
+
+def in_graph(name: str, otherwise: Any) -> Any:
+    """What an operation is in a graph that this thread makes for a compiler; `otherwise` elsewhere."""
+    if not CALLS or _STATE.requested == "reference" or not makes_graph():
+        return otherwise
+    return CALLS.get(name, otherwise)
 
 
 def computes_on(device: torch.device) -> bool:

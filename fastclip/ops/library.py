@@ -1,19 +1,23 @@
 """The operations as torch custom ops, `torch.ops.fastclip.*`, with fake implementations.
 
-For code that torch.compile or torch.export traces: there they are opaque calls, whose backend is
-chosen as always when they run. The engine itself calls fastclip.ops directly, which costs less.
+For graphs that a compiler is given (torch.compile, torch.export, `engine.make_step(compile=True)`):
+there they are opaque calls, whose backend is chosen as always when they run. The engine itself calls
+fastclip.ops directly, which costs less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastclip.ops.conv import ConvGeometry, conv_ghost_norm
 from fastclip.ops.conv_gradients import conv_norm
+from fastclip.ops.dispatch import CALLS, OPERATIONS
 from fastclip.ops.embedding import lookup_norm
+from fastclip.ops.grams import gram_dots, wide_gram
 from fastclip.ops.linear import ghost_norm, instantiated_norm, scaled_sum
 from fastclip.ops.norm_backward import group_norm_backward, layer_norm_backward, rms_norm_backward
 from fastclip.ops.numerics import accumulation_dtype
@@ -73,6 +77,27 @@ def _(
     ids: Tensor, sample: Tensor, g: Tensor, batch_size: int, num_embeddings: int, padding_idx: int
 ) -> Tensor:
     return _vector(g, batch_size)
+
+
+@_custom("half_gram")
+def _half_gram(x: Tensor) -> Tensor:
+    return wide_gram(x)
+
+
+@_half_gram.register_fake
+def _(x: Tensor) -> Tensor:
+    b, t, _ = x.shape
+    return x.new_empty((b, t, t))
+
+
+@_custom("gram_dots")
+def _gram_dots(gram_a: Tensor, g: Tensor) -> Tensor:
+    return torch.stack(gram_dots(gram_a, g))
+
+
+@_gram_dots.register_fake
+def _(gram_a: Tensor, g: Tensor) -> Tensor:
+    return g.new_empty((4, g.shape[0]))
 
 
 def _geometry(
@@ -146,3 +171,41 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = x.new_empty((x.shape[0], x.shape[1]), dtype=accumulation_dtype(x.dtype))
     return torch.empty_like(x), rows, torch.empty_like(rows)
+
+
+_WORTH_IT = 1 << 22
+"""Multiplications of an operation from which on a call of it costs less than what it saves."""
+
+
+def _large(call: Callable[..., Any], operation: Any) -> Callable[..., Any]:
+    """The call, of a first operand [b, t, d] that is large enough; else the operation's reference."""
+
+    def either(x: Tensor, *others: Any) -> Any:
+        size = x.numel() * min(x.shape[1:])
+        return (call if size >= _WORTH_IT else operation.reference)(x, *others)
+
+    return either
+
+
+def _normalised(name: str) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The backward pass of a normalisation, which gives the gradient of its input in any case."""
+    call: Callable[..., tuple[Tensor, ...]] = getattr(torch.ops.fastclip, name)
+
+    def both(*operands: Any) -> tuple[Tensor | None, ...]:
+        *given, weight, _ = operands
+        x = given[0]
+        if x.numel() < _NORM_WORTH_IT:
+            return OPERATIONS[name](*operands)  # type: ignore[no-any-return]
+        c = x.shape[1 if name.startswith("group") else 2]
+        return call(*given, x.new_ones(c) if weight is None else weight)
+
+    return both
+
+
+_NORM_WORTH_IT = 1 << 17
+"""Numbers of a normalised input from which on likewise."""
+CALLS["wide_gram"] = _large(_half_gram, wide_gram)
+CALLS["gram_dots"] = _large(lambda *given: _gram_dots(*given).unbind(), gram_dots)
+CALLS["scaled_sum"] = _large(_scaled_sum, scaled_sum)
+for _name in ("layer_norm_backward", "rms_norm_backward", "group_norm_backward"):
+    CALLS[_name] = _normalised(_name)

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from fastclip._torch import base_of
+from fastclip._torch import base_of, followed
 
 _ROW_CHUNK = 1024
 _ALIVE: ContextVar[Tensor | None] = ContextVar("alive", default=None)
@@ -36,8 +36,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def widen(x: Tensor) -> Tensor:
-    """`x` in its accumulation type (no copy where it is already)."""
-    return x.to(accumulation_dtype(x.dtype))
+    """`x` in its accumulation type: itself, where it is already."""
+    dtype = x.dtype
+    return x if dtype is torch.float32 else x.to(accumulation_dtype(dtype))
 
 
 def wide_sum(x: Tensor, dim: int) -> Tensor:
@@ -137,11 +138,11 @@ def drop_zeroed(scale: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
 
 
 def may_be_zero(scale: Tensor) -> bool:
-    """Whether one of these scales may be 0; on devices but the CPU nobody looks."""
+    """Whether one of these scales may be 0; on devices but the CPU, and in a graph, nobody looks."""
     alive = _ALIVE.get()
     if alive is not None and (scale is alive or base_of(scale) is alive):
         return False
-    return scale.device.type != "cpu" or bool((scale == 0).any())
+    return scale.device.type != "cpu" or followed() or bool((scale == 0).any())
 
 
 @contextmanager
@@ -150,7 +151,8 @@ def looked_at(scales: Tensor) -> Iterator[None]:
 
     Only on the CPU: elsewhere it never looks.
     """
-    alive = scales.device.type == "cpu" and not bool((scales == 0).any())
+    looks = scales.device.type == "cpu" and not followed()
+    alive = looks and not bool((scales == 0).any())
     before = _ALIVE.set(scales if alive else None)
     try:
         yield

@@ -52,7 +52,7 @@ class Law:
         self.tracer = tracer
         self._rows: Tensor | None = None
         self._met = False
-        self._chance = _generators()
+        self._chance = generators()
         self._covered: dict[Hashable, tuple[set[int], object, str]] = {}
         """How some samples were treated, and which these are."""
 
@@ -132,7 +132,7 @@ class Law:
         for number, cause in self.tracer.python.suspects.items():
             if reached is None or number in reached:
                 report.add("read", cause, "your loss")
-        if _generators() != self._chance:
+        if generators() != self._chance:
             report.reads.append(Read("random numbers of Python or NumPy", "chance", "unknown line"))
         samples = self.tracer.memory.samples if self._rows is None else self._rows.unique().numel()
         branched = is_branched(self.tracer)
@@ -147,7 +147,7 @@ class Law:
         self._covered.clear()
 
 
-def _generators() -> tuple:
+def generators() -> tuple:
     """The states of the generators by which Python may choose its way."""
     numpy = sys.modules.get("numpy")
     if numpy is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class Keeper(Protocol):
     def admit(self, path: str, forward: Forward, rows: int) -> None:
         """Check that a contribution may enter the running pass."""
 
-    def check_hooks(self, parameters: Iterable[nn.Parameter]) -> None:
+    def check_hooks(self, parameters: Collection[nn.Parameter]) -> None:
         """Refuse hooks on the gradients of these parameters, which would not run."""
 
     def record(self, parameter: nn.Parameter, record: Record) -> None:

@@ -18,9 +18,10 @@ MOST = 125
 def test_calls(tmp_path: Path) -> None:
     """In processes of their own: what others leave behind listens, too."""
     out = tmp_path / "small.json"
-    small.main(["--models", "mlp", "--rounds", "1", "--out", str(out)])
+    modes = "ordinary", "private", "without nodes"
+    small.main(["--models", "mlp", "--modes", *modes, "--rounds", "1", "--out", str(out)])
     found = json.loads(out.read_text())["models"]["mlp"]
-    ordinary, private, without = (found[mode] for mode in small.MODES)
+    ordinary, private, without = (found[mode] for mode in modes)
     assert 0 < (private["calls"] - ordinary["calls"]) / private["layers"] <= MOST
     assert private["calls"] < without["calls"]
     assert private["nodes"] == private["layers"] == 25

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fastclip import FastPrivacyEngine
 from fastclip.captured import step as step_module
 from fastclip.ops.dispatch import use_backend
-from tests.captured.tape import TapeRecorder
+from tests.captured.uncompiled import Uncompiled
 from tests.oracle import clipped_sum, per_sample_gradients, relative_error, row_loss
 from tests.uses.functions import Model
 
@@ -194,7 +194,7 @@ def test_noise_belongs_to_elements() -> None:
 
 def test_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums that a captured step leaves are shown in the parameters' layout."""
-    monkeypatch.setattr(step_module, "recorder_of", lambda device: TapeRecorder)
+    monkeypatch.setattr(step_module, "recorder_of", lambda device: Uncompiled)
     model = _model("conv", _channels_last, torch.float32)
     engine, private, optimizer, _ = _private(model, torch.optim.SGD(model.parameters(), lr=0.1))
     step = engine.make_step(

@@ -1,0 +1,110 @@
+"""What functions of the user's are made of: defaults, closures, globals, and what these hold.
+
+A graph does not run them again, so what they would find must be as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from operator import is_
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+_DEEPEST, _LONGEST = 4, 256
+_LIBRARIES = ("torch", "transformers", "numpy", "fastclip", "opacus", "builtins")
+
+
+class Reach:
+    """All that some functions and attributes reach, when it was made.
+
+    Args:
+        functions: of the user's. places: attributes of objects, (vars of it, name), with all that they
+            hold. known: objects that somebody else watches.
+    """
+
+    def __init__(
+        self,
+        functions: Iterable[Any],
+        places: Iterable[tuple[dict[str, Any], str]],
+        known: Iterable[Any],
+    ) -> None:
+        self._functions = [*functions]
+        tables, names = [], []
+        for table, name in places:
+            tables.append(table)
+            names.append(name)
+        self._places = tables, names
+        self._known = {*map(id, known)}
+        self._objects = [*map(dict.get, *self._places)]
+        self._walked = [k for k, value in enumerate(self._objects) if [*_parts(value)]]
+        """Numbers of the places whose objects are made of others."""
+        self._held = [*self._read(self._objects)]
+
+    def changed(self) -> bool:
+        """Something is another object, or another value, than it was."""
+        objects = [*map(dict.get, *self._places)]
+        if not (
+            all(map(is_, objects, self._objects)) or all(map(_is_same, objects, self._objects))
+        ):
+            return True
+        now = [*self._read(objects)]
+        same = len(now) == len(self._held) and all(map(_is_same, now, self._held))
+        return not same
+
+    def _read(self, objects: list[Any]) -> Iterator[Any]:
+        seen: set[int] = set()
+        for value in (*self._functions, *[objects[k] for k in self._walked]):
+            if id(value) not in seen:
+                yield from self._of(value, seen, 0)
+
+    def _of(self, value: Any, seen: set[int], depth: int) -> Iterator[Any]:
+        yield value
+        if id(value) in seen or id(value) in self._known or depth > _DEEPEST:
+            return
+        seen.add(id(value))
+        for part in _parts(value):
+            yield from self._of(part, seen, depth + 1)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """What a value is made of; nothing of a library's functions and classes."""
+    if isinstance(value, FunctionType):
+        if value.__module__.partition(".")[0] in _LIBRARIES:
+            return ()
+        return _of_function(value)
+    if isinstance(value, partial):
+        return value.func, *value.args, *value.keywords.values()
+    if isinstance(value, MethodType):
+        return value.__self__, value.__func__
+    if isinstance(value, dict):
+        return [*value.values()][:_LONGEST]
+    if isinstance(value, (list, tuple)):
+        return value[:_LONGEST]
+    if isinstance(value, nn.Module):
+        return [*vars(value).values()]
+    if isinstance(value, type):
+        return () if value.__module__.partition(".")[0] in _LIBRARIES else [*vars(value).values()]
+    if isinstance(value, Tensor) or type(value).__module__.partition(".")[0] in _LIBRARIES:
+        return ()
+    return [*getattr(value, "__dict__", {}).values()][:_LONGEST]
+
+
+def _of_function(function: FunctionType) -> Iterator[Any]:
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # it is empty
+            yield None
+    for name in function.__code__.co_names:
+        if name in function.__globals__:
+            yield function.__globals__[name]
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    """One object, or equal numbers and strings."""
+    return x is y or (type(x) is type(y) and isinstance(x, (int, float, str, bytes)) and x == y)

@@ -1,0 +1,257 @@
+"""Work that is traced once, as graphs of aten operators, and compiled whole.
+
+A graph reads parameters, buffers and all else that it has not made where they lie, in every run. It is
+compiled when it first runs: until then later graphs may ask for what it makes on the way.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fastclip._torch import (
+    TorchDispatchMode,
+    compile_graph,
+    hear_exports,
+    traced,
+    tree_leaves,
+    tree_map,
+)
+from fastclip.captured.device import Replayed, random_state, set_random_state
+from fastclip.errors import say
+from fastclip.ops import library  # noqa: F401 - says what operations are in a graph
+
+T = TypeVar("T")
+Compiler = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
+"""Makes of a graph, and of inputs like those that it will get, a function of such inputs."""
+_KIND = attrgetter("shape", "dtype")
+_READ = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""Of operators whose result Python reads, or whose result's shape follows from values."""
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A tensor of the traced run."""
+
+    number: int
+
+
+class TracedGraph(TorchDispatchMode):
+    """Operators in the order in which they are called while it is entered.
+
+    Args:
+        compiler: of the graph. earlier: graphs that run before it, each time. random_state: of the
+            generator that operators draw from.
+    """
+
+    hears = fresh = is_graph = True
+
+    def __init__(
+        self, compiler: Compiler, earlier: Sequence[TracedGraph], random_state: Callable[[], Tensor]
+    ) -> None:
+        super().__init__()
+        self._state_now, self._random = random_state, random_state()
+        self._compiler, self._earlier = compiler, [*earlier]
+        self._values: Any = WeakTensorKeyDictionary()
+        self._count = 0
+        self._sources: dict[int, Tensor | Callable[[], Tensor]] = {}
+        """The values that it has not made, or what gives them in a run."""
+        self._calls: list[tuple[Any, Any, Any, Any]] = []
+        self._returned: list[int] = []
+        self._own = 0
+        """So many of these are returned, the rest are handed to later graphs."""
+        self._handed: dict[int, Tensor] = {}
+        self._run: Callable[..., Sequence[Tensor]] | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        if _READ.intersection(func.tags) and not _is_plain_index(func, leaves):
+            raise RuntimeError(f"{func.name()} reads values")
+        if any(isinstance(x, torch.Generator) for x in leaves):
+            raise RuntimeError(f"{func.name()} draws from a generator of its own")
+        given = tree_map(self._given, (args, kwargs))
+        if any(self._values[x].number in self._sources for x in _written(func, args, kwargs)):
+            raise RuntimeError(f"{func.name()} writes to what the pass has not made")
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if draws:
+            self.check_random_state()
+        out = func(*args, **kwargs)
+        if draws:
+            self._random = self._state_now()
+        # `torch.tensor(numbers)` is made anew in each run
+        called = func
+        if func is torch.ops.aten.lift_fresh.default:
+            called = torch.ops.aten.clone.default
+            del self._values[out]
+        self._calls.append((called, *given, tree_map(self._made, out)))
+        return out
+
+    def check_random_state(self) -> None:
+        """Refuse work that has set the state from which it draws, as a checkpoint does to draw again."""
+        if not torch.equal(self._random, self._state_now()):
+            raise RuntimeError("the state of the random number generator is set")
+
+    def _given(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if x not in self._values and not self._is_alias(x):
+            maker = next((graph for graph in self._earlier if graph.made(x)), None)
+            self._sources[self._count] = x.detach() if maker is None else maker.handing(x)
+        return self._made(x)
+
+    def _is_alias(self, x: Tensor) -> bool:
+        """Whether a tensor is a known one in another guise, as torch makes them without an operator
+        (`Tensor._make_subclass`); then it gets its value."""
+        if type(x) is nn.Parameter or x.layout != torch.strided or not x.numel():
+            return False
+        own = x.untyped_storage().data_ptr()
+        for graph in (self, *self._earlier):
+            for other, value in [*graph._values.items()]:
+                if other is x:
+                    return False
+                if value.number in graph._sources or other.layout != torch.strided:
+                    continue
+                if not other.numel() or other.untyped_storage().data_ptr() != own:
+                    continue
+                if other.data_ptr() != x.data_ptr() or other.stride() != x.stride():
+                    continue
+                if _KIND(other) == _KIND(x):
+                    self._values[x] = value if graph is self else self._given(other)
+                    return True
+        return False
+
+    def _made(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if x not in self._values:
+            self._values[x] = _Value(self._count)
+            self._count += 1
+        return self._values[x]
+
+    def made(self, x: Tensor) -> bool:
+        """A call of this graph has returned this tensor, which was no input."""
+        value = self._values.get(x)
+        return value is not None and value.number not in self._sources
+
+    def returns(self, tensors: Sequence[Tensor]) -> None:
+        """What each run is to return."""
+        self._returned = [self._given(x).number for x in tensors]
+        self._own = len(tensors)
+
+    def handing(self, x: Tensor) -> Callable[[], Tensor]:
+        """What this tensor is in the last run, once: for a later graph."""
+        self._returned.append(self._values[x].number)
+        return partial(self._handed.pop, len(self._returned) - 1)
+
+    def let_go(self) -> None:
+        """No later graph runs on what the last run has left."""
+        self._handed.clear()
+
+    def replay(self) -> list[Tensor]:
+        """Run it; what it returns is new memory."""
+        inputs = [x if isinstance(x, Tensor) else x() for x in self._sources.values()]
+        with torch.no_grad():
+            if self._run is None:
+                if not self._earlier:
+                    say("the step is being compiled, which takes from seconds to minutes, once")
+                self._run = self._compiler(self._module(), inputs)
+            found = self._run(*inputs)
+        self._handed.update(enumerate(found[self._own :], self._own))
+        return [*found[: self._own]]
+
+    def _module(self) -> fx.GraphModule:
+        """The graph; what it was traced from is let go of."""
+        graph = fx.Graph()
+        nodes = {number: graph.placeholder(f"x{number}") for number in self._sources}
+
+        def node_of(x: Any) -> Any:
+            return nodes[x.number] if isinstance(x, _Value) else x
+
+        for func, args, kwargs, out in self._calls:
+            node = graph.call_function(func, *map_aggregate((args, kwargs), node_of))
+            if isinstance(out, _Value):
+                nodes.setdefault(out.number, node)
+            for k, part in enumerate(out if type(out) in (tuple, list) else ()):
+                if isinstance(part, _Value):
+                    nodes.setdefault(part.number, graph.call_function(operator.getitem, (node, k)))
+        graph.output(tuple(nodes[number] for number in self._returned))
+        self._calls.clear()
+        self._values.clear()
+        self._earlier.clear()
+        return fx.GraphModule({}, graph)
+
+
+def _refuse_export(what: str, x: Tensor) -> None:
+    if what != "register_hook":
+        raise RuntimeError(f"Tensor.{what} reads values")
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
+    """The operands that an operator writes to."""
+    named = zip(func._schema.arguments, args, strict=False)
+    given = [*named, *((x, kwargs[x.name]) for x in func._schema.arguments if x.name in kwargs)]
+    written = [value for x, value in given if x.alias_info is not None and x.alias_info.is_write]
+    return [x for x in tree_leaves(written) if isinstance(x, Tensor)]
+
+
+def _is_plain_index(func: Any, leaves: list[Any]) -> bool:
+    """Numbers choose, not a mask, so the shape of what is chosen is known."""
+    masks = torch.bool, torch.uint8
+    chosen = [x for x in leaves[1:] if isinstance(x, Tensor)]
+    return func is torch.ops.aten.index.Tensor and not any(x.dtype in masks for x in chosen)
+
+
+class TracedRecorder:
+    """Traces the work of a pass, as graphs that run in the order in which they were traced.
+
+    Args:
+        device: of the model. compiler: of the graphs.
+    """
+
+    what, without = "compiled whole", "compile=False"
+    waits = False
+
+    def __init__(self, device: torch.device, compiler: Compiler = compile_graph) -> None:
+        self._device, self._compiler = device, compiler
+        self._graphs: list[TracedGraph] = []
+
+    def warm_up(self, work: Callable[[], object]) -> None:
+        """As it is, so that nothing is looked at any more when it is traced."""
+        work()
+
+    def rehearse(self, work: Callable[[], object]) -> None:
+        """Nothing to do: what a graph does not allow shows when it is traced."""
+
+    def capture(self, work: Callable[[], tuple[T, list[Tensor]]]) -> tuple[Replayed, T]:
+        """One graph, with the backward passes inside on this thread."""
+        graph = TracedGraph(self._compiler, self._graphs, self.random_state)
+        end = hear_exports(_refuse_export)
+        try:
+            with torch.autograd.set_multithreading_enabled(False), traced(graph):
+                result, tensors = work()
+        finally:
+            end()
+        graph.check_random_state()
+        graph.returns(tensors)
+        self._graphs.append(graph)
+        return graph, result
+
+    def random_state(self) -> Tensor:
+        """Of the default generator, the only one that a graph may draw from."""
+        return random_state(self._device)
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Draw from this state on."""
+        set_random_state(self._device, state)
