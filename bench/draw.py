@@ -1,10 +1,10 @@
-"""Draws what bench.gpu, bench.train or bench.distributed has found.
+"""Draws what bench.gpu_card, bench.train or bench.distributed has found.
 
     python -m bench.draw bench/results/gpu-CARD.json
     python -m bench.draw bench/results/train-cpu.json --out docs/pictures/train-cpu.png
     python -m bench.draw bench/results/distributed-cpu.json
 
-Steps: bench/draw_train.py, bench/draw_distributed.py. Microbenchmarks of bench.gpu: one row a case,
+Steps: bench/draw_train.py, bench/draw_distributed.py. Microbenchmarks of bench.gpu_card: one row a case,
 grouped by operation. Left: the fraction of the measured ceiling (matmul or copy, whichever limits it).
 Right, on a logarithmic scale: the time of PyTorch's and Opacus' ways over fastclip's; to the right of 1,
 fastclip is faster.
@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.draw", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "file", type=Path, help="written by bench.gpu, bench.train or bench.distributed"
+        "file", type=Path, help="written by bench.gpu_card, bench.train or bench.distributed"
     )
     parser.add_argument("--out", type=Path, help="picture to write (beside the file)")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""The microbenchmarks in bench.gpu: timed by processes that are replaced where a case ends one."""
+"""The microbenchmarks in bench.gpu_card: timed by processes that are replaced where a case ends one."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def run_kernels(
     """Time the microbenchmarks, the most important first, until the deadline.
 
     A case that ends its process, hangs, or loses the GPU's context becomes a row with its error, and
-    a new process goes on after it.
+    a new process goes on after it. Rows that are there already are not run again.
 
     Returns:
         "ceiling", "rows", "planned" (how many cases there are), "not_run"; "error" where the
         process could not work at all. It is in result["kernels"], and saved, as rows come.
     """
-    found: dict = {"ceiling": None, "rows": [], "planned": None}
-    result["kernels"] = found
-    done: list[str] = []
+    found: dict = result.setdefault("kernels", {"ceiling": None, "rows": [], "planned": None})
+    found.pop("error", None)
+    done: list[str] = [row["id"] for row in found["rows"]]
     for _ in range(STARTS):
         left = deadline.left()
         if left <= 0:

@@ -1,4 +1,9 @@
-"""What bench.gpu finds on a machine: wheels that it brings, what is missing, the card, versions."""
+"""What bench.gpu_card finds on a machine, and makes ready: wheels, facts, fastclip._C, kernels' code.
+
+Building and compiling keep the processors busy, and no figure is taken meanwhile. What fails is told and
+stops nothing: without fastclip._C Triton and PyTorch serve, and what was not compiled ahead is compiled
+by the process that needs it. As a program it tells the facts.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +15,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from bench.children import Child, job, tell
+from bench.deadline import Deadline
 from bench.measure import first_line
 
-INSTALL_SECONDS = 60
+INSTALL_SECONDS, FACTS_SECONDS = 60, 90.0
+COMPILERS = {"bert_t128": 2, "vit_b": 2, "gpt2": 1, "resnet50": 4, "bert_t512": 2}
+"""Processes that compile a task's kernels ahead, each a share of every search: most for a ResNet-50, of
+which the most is compiled (`python -m bench.host --first`)."""
 
 
 @contextmanager
@@ -67,6 +75,8 @@ def wheels(folder: Path | None) -> Iterator[str | None]:
 
 def problems(device: str) -> list[str]:
     """What stands in the way, and what to do about it."""
+    import torch
+
     found = []
     if device == "cuda" and not torch.cuda.is_available():
         found.append("torch sees no NVIDIA GPU: nothing can be measured here")
@@ -90,7 +100,9 @@ def problems(device: str) -> list[str]:
 
 def environment(device: str) -> dict[str, Any]:
     """The card, its driver, compilers and libraries."""
-    found: dict[str, Any] = {"card": "none: a trial on the CPU", "versions": _versions()}
+    import torch
+
+    found: dict[str, Any] = {"card": "none: a rehearsal on the CPU", "versions": _versions()}
     found["python"] = sys.version.split()[0]
     found["nvcc"] = _first_match(["nvcc", "--version"], r"release ([\d.]+)")
     if device != "cuda":
@@ -114,9 +126,25 @@ def environment(device: str) -> dict[str, Any]:
     return found
 
 
+def facts(device: str, module: str = "bench.gpu_machine") -> dict[str, Any]:
+    """ "problems", and where there are none what `environment` finds; asked for in another process."""
+    with Child(["-m", module]) as child:
+        child.send({"device": device})
+        try:
+            found = child.message(FACTS_SECONDS)
+        except TimeoutError:
+            return {"problems": [f"torch does not tell of the GPU within {FACTS_SECONDS:.0f} s"]}
+        if found is None:
+            died = child.death()
+            return {"problems": [f"the machine cannot be asked: {died['error']} {died['detail']}"]}
+        return found
+
+
 def _versions() -> dict[str, str]:
     found = {}
-    for name in ("torch", "triton", "opacus", "transformers", "cryptography", "pytest", "fastclip"):
+    for name in (
+        "torch", "triton", "opacus", "transformers", "timm", "cryptography", "pytest", "fastclip",
+    ):  # fmt: skip
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -137,3 +165,117 @@ def _first_match(command: list[str], pattern: str) -> str:
         return type(error).__name__
     match = re.search(pattern, done.stdout)
     return match.group(1) if match else "unknown"
+
+
+BUILD_SECONDS, COMPILE_SECONDS = 150.0, 90.0
+TELL = (  # asks for what it was built for without importing fastclip, which needs opacus
+    "import importlib.util as i; from importlib.machinery import PathFinder as p;"
+    "s = p.find_spec('_C', ['fastclip']);"
+    "assert s, 'setup.py left no fastclip/_C for this Python';"
+    "m = i.module_from_spec(s); s.loader.exec_module(m);"
+    "from bench.children import tell; tell({'versions': m.versions()})"
+)
+
+
+def prepare(
+    deadline: Deadline, order: Mapping, shares: Mapping[str, int], result: dict,
+    save: Callable[[], None], module: str = "bench.gpu_steps",
+) -> None:  # fmt: skip
+    """Build fastclip._C, and compile what the steps of these tasks launch, at the same time.
+
+    Nothing is compiled where this machine has done so before: the build is there, and was not at first.
+
+    Args:
+        order: "device" and "tiny", for the children. shares: processes a task.
+        result: gets "build" and "ahead", saved as they come.
+    """
+    compiling = deadline.within(COMPILE_SECONDS)
+    if result.get("ahead") and _is_built(deadline):
+        return
+    with ExitStack() as stack:
+        children = []
+        for task, share in split(shares, order):
+            child = stack.enter_context(Child(["-m", module, "--child"]))
+            child.send({**order, "task": task, "share": share})
+            children.append((task, share, child))
+        result["build"] = build(deadline.within(BUILD_SECONDS))
+        result["ahead"] = []
+        save()
+        for task, share, child in children:
+            row = {"task": task, "share": share}
+            try:
+                message = child.message(compiling.left())
+                row |= child.death() if message is None else message
+            except TimeoutError:
+                row["error"] = f"stopped after {COMPILE_SECONDS:.0f} s; the rest compiles later"
+            result["ahead"].append(row)
+            save()
+
+
+def split(shares: Mapping[str, int], order: Mapping) -> list[tuple[str, list[int]]]:
+    """(task, [k, n]): the processes, as many as there are cores; where there is no GPU, one each."""
+    if order["device"] != "cuda":
+        return [(task, [0, 1]) for task in shares][: max((os.cpu_count() or 1) - 1, 1)]
+    wanted = [(task, [k, n]) for task, n in shares.items() for k in range(n)]
+    room = max((os.cpu_count() or 1) - 2, 1)  # the compiler of fastclip._C needs some
+    if len(wanted) > room:  # fewer and longer
+        wanted = [(task, [0, 1]) for task in shares][:room]
+    return wanted
+
+
+def _is_built(deadline: Deadline) -> dict | None:
+    """What fastclip._C was built for, where that is this Python and these sources."""
+    from fastclip.sources import is_current
+
+    there, _ = _told(deadline)
+    return there if there is not None and is_current("cuda", there.get("sources", "")) else None
+
+
+def build(deadline: Deadline) -> dict:
+    """fastclip._C in place, by setup.py and this Python, and what it was built for.
+
+    Returns:
+        "built", "seconds"; "versions", or "why" it is not there and what the build "said" last.
+        0 seconds where it had been built of these sources.
+    """
+    begin = deadline.clock()
+    python = sys.version.split()[0]
+    if (there := _is_built(deadline)) is not None:
+        return {"built": True, "seconds": 0.0, "versions": there, "python": python}
+    options = {"FASTCLIP_BUILD": "strict", "NVCC_APPEND_FLAGS": "--threads 2"}  # two architectures
+    with Child(["setup.py", "build_ext", "--inplace"], options) as child:
+        in_time = child.wait(deadline.left())
+        end = child.death() if in_time else {}
+        said = list(child.said)
+    found = {"built": False, "seconds": deadline.clock() - begin, "said": said}
+    if not in_time:
+        return {**found, "why": f"setup.py build_ext did not end within {found['seconds']:.0f} s"}
+    versions, why = _told(deadline)
+    if versions is None:
+        # without a compiler setup.py says so on standard error and ends well
+        return {**found, "why": end["detail"] or why}
+    return {"built": True, "seconds": found["seconds"], "versions": versions, "python": python}
+
+
+def _told(deadline: Deadline) -> tuple[dict | None, str]:
+    """What fastclip._C says it was built for, or None and why it says nothing."""
+    with Child(["-c", TELL]) as child:
+        try:
+            told = child.message(max(deadline.left(), 20.0))
+        except TimeoutError as error:
+            return None, f"it does not answer when it is imported: {error}"
+        if told is not None:
+            return told["versions"], ""
+        death = child.death()
+        return None, death["detail"] or death["error"]
+
+
+def main() -> None:
+    """What `facts` asks for on standard input."""
+    device = job()["device"]
+    found = problems(device)
+    tell({"problems": found, **({} if found else environment(device))})
+
+
+if __name__ == "__main__":
+    main()

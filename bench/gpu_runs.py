@@ -1,126 +1,228 @@
-"""The whole steps in bench.gpu: each task and mode in a process that tells its parts as it goes."""
+"""The whole steps in bench.gpu_card: what is run, in which order, by processes that come and go.
+
+A process takes one model in one mode through the ways to run its step (bench.gpu_ways), and tells each
+part as it comes. Where a way fails, hangs or ends the process, another one takes the ways that are left.
+Several are alive at once and have the device in turns: while one compiles, another is timed.
+"""
 
 from __future__ import annotations
 
+import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
 
 from bench.children import Child
 from bench.deadline import Deadline
-from bench.gpu_summary import summarise, trouble
 
-STEP_SECONDS = 110.0  # for one mode of one workload
-NAMES = 3  # of a run that has told nothing: its round, task and mode
-FIRST, SECOND = ("non_private", "fastclip"), ("opacus_hooks", "opacus_ghost")
-MAIN, EXTRA = ("resnet50", "vit_b", "bert_t128", "bert_t512", "gpt2"), ("resnet50_float32",)
+START_SECONDS = 90.0  # until a process has imported what it needs
+WAY_SECONDS = {"eager": 90.0, "graph": 60.0, "compiled": 150.0, "recorded": 150.0}
+NAMES = ("round", "task", "mode", "way")
+MAIN = ("bert_t128", "vit_b", "gpt2", "resnet50", "lora", "bert_t512")
+OPACUS = ("bert_t128", "vit_b", "resnet50", "bert_t512")  # whose models it trains as they are here
+THREE = ("eager", "graph", "compiled")
+ORDINARY, PRIVATE, OTHERS = "non_private", "fastclip", ("opacus_hooks", "opacus_ghost")
 
-COMPILERS = {"resnet50": 4, "bert_t128": 2, "bert_t512": 2, "gpt2": 1, "vit_b": 2}
-"""Processes that compile a task's kernels ahead, each a share of every search: most for a ResNet-50, of
-which the most is compiled (`python -m bench.host --first`)."""
 GOALS = {
-    "bert_t128": {"time": 1.10, "memory": 1.10},
-    "bert_t512": {"time": 1.15, "memory": 1.15},
-    "gpt2": {"time": 1.20},
-    "resnet50": {"time": 1.35},
-    "vit_b": {"time": 1.10},
+    "bert_t128": {"time": 1.05, "memory": 1.00},
+    "vit_b": {"time": 1.05, "memory": 1.00},
+    "gpt2": {"time": 1.05, "memory": 1.00},
+    "resnet50": {"time": 1.00, "memory": 1.00},
+    "lora": {"time": 1.02, "memory": 1.00},
 }
-"""What fastclip's step is to cost on one H200, against the same step without privacy."""
+"""What fastclip's compiled step is to cost, against the same step without privacy, compiled, too."""
 
-PROFILED = {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
-"""As PyTorch sets them itself: a profiler that comes and goes breaks CUDA graphs that follow."""
+VARIABLES = {
+    "TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1", "TORCHINDUCTOR_COMPILE_THREADS": "4",
+}  # fmt: skip
+"""Of a process. The first two as PyTorch sets them itself: a profiler that comes and goes breaks CUDA
+graphs that follow."""
+
+Unit = tuple[int, str, str, str]
+"""Round, task, mode, way."""
 
 
-def step_plan() -> list[tuple[int, str, str]]:
-    """(round, task, mode), the most important first; the second round only tells the spread."""
+def step_plan() -> list[Unit]:
+    """What is run, the most important first; the second round only tells the spread."""
+    pairs = [(task, mode) for task in MAIN for mode in (ORDINARY, PRIVATE)]
     return [
-        *((0, task, mode) for task in MAIN for mode in FIRST),
-        *((0, task, mode) for task in MAIN for mode in SECOND),
-        *((1, task, mode) for task in MAIN for mode in FIRST),
-        *((0, task, mode) for task in EXTRA for mode in FIRST + SECOND),
+        *((0, task, mode, way) for task, mode in pairs for way in THREE),
+        *((0, task, ORDINARY, "recorded") for task in MAIN),
+        *((1, task, mode, "compiled") for task, mode in pairs if task in GOALS),
+        *((0, task, mode, "eager") for task in OPACUS for mode in OTHERS),
+        *((0, "resnet50_float32", mode, "eager") for mode in (ORDINARY, PRIVATE, *OTHERS)),
     ]
 
 
-def run_steps(
-    deadline: Deadline, device: str, result: dict, save: Callable[[], None],
-    plan: Sequence[tuple[int, str, str]], steps: int = 10,
-    module: str = "bench.gpu_steps", graphs: bool = True,
-) -> dict:  # fmt: skip
-    """Time the planned training steps, each task and mode in a fresh process, until time is up.
+def rehearsed_plan() -> list[Unit]:
+    """What a rehearsal runs: models that have a goal, in every way once, and one graph that fails."""
+    plan = [unit for unit in step_plan() if unit[0] == 0 and unit[1] in GOALS]
+    plan = [unit for unit in plan if unit[2] not in OTHERS]
+    return [unit for unit in plan if unit[3] != "graph" or unit[1] == MAIN[0]]
 
-    The next process imports its libraries while the present one measures. What a process has told
-    before it dies or is cut off stays in its run, beside the error.
 
-    Returns:
-        "runs", "summary", "not_run"; in result["steps"], and saved, as they come.
+def unit_of(run: Mapping) -> Unit:
+    """What a run is of."""
+    return run["round"], run["task"], run["mode"], run["way"]
+
+
+def remaining(plan: Sequence[Unit], runs: Sequence[Mapping]) -> list[Unit]:
+    """What has not come to its end, or to an error."""
+    done = {unit_of(run) for run in runs if not run.get("stopped")}
+    return [unit for unit in plan if unit not in done]
+
+
+@dataclass
+class Runs:
+    """Runs steps until time is up.
+
+    Args:
+        deadline: of all of them. order: for the children, beside what is run: "device", "steps",
+            "tiny", "inductor" (tasks whose step is compiled; None: all).
+        result: "runs" and "not_run" go to its "steps". save: called when these have changed.
+        say: a line, for whoever watches. lanes: processes at once. module: what they run.
     """
-    found: dict = {"runs": [], "summary": [], "not_run": len(plan)}
-    result["steps"] = found
 
-    def start() -> Child:
-        return Child(["-m", module, "--child"], PROFILED)
+    deadline: Deadline
+    order: Mapping
+    result: dict
+    save: Callable[[], None]
+    say: Callable[[str], None]
+    lanes: int = 1
+    module: str = "bench.gpu_steps"
 
-    waiting: Child | None = None
-    try:
-        for i, (round_, task, mode) in enumerate(plan):
-            if deadline.left() <= 0:
-                break
-            with waiting or start() as child:
-                waiting = start() if i + 1 < len(plan) else None
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self.found: dict = self.result.setdefault("steps", {"runs": [], "not_run": 0})
+
+    def run(self, plan: Sequence[Unit]) -> dict:
+        """Run what of the plan has not been run; "runs" and "not_run"."""
+        self._plan = plan
+        units = remaining(plan, self.found["runs"])
+        groups = [list(group) for _, group in groupby(units, key=lambda unit: unit[:3])]
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(self.lanes) as pool:
+            turn = str(Path(folder) / "turn") if self.lanes > 1 else None
+            waiting = [pool.submit(self._group, group, turn) for group in groups]
+            try:
+                for one in waiting:
+                    one.result()
+            finally:
+                self._ended.set()
+                for one in waiting:
+                    one.cancel()
+        return self.found
+
+    def up(self) -> bool:
+        """Whether time is up."""
+        return self._ended.is_set() or self.deadline.left() <= 0
+
+    def _group(self, units: list[Unit], turn: str | None) -> None:
+        """One model in one mode, by as many processes as its ways end."""
+        while units and not self.up():
+            _, task, mode, _ = units[0]
+            chosen = self.order.get("inductor")
+            with Child(["-m", self.module], VARIABLES) as child:
                 child.send({
-                    "task": task, "mode": mode, "device": device, "steps": steps,
-                    "tiny": device == "cpu", "extras": round_ == 0, "graphs": graphs,
+                    **self.order, "task": task, "mode": mode, "ways": [unit[3] for unit in units],
+                    "inductor": chosen is None or task in chosen, "turn": turn,
                 })  # fmt: skip
-                run = {"round": round_, "task": task, "mode": mode}
-                _follow(child, run, found, deadline, save)
-            if len(run) > NAMES:
-                print(line_of(run), flush=True)
-    finally:
-        if waiting is not None:
-            waiting.kill()
-    return found
+                units = units[_Following(self, child, units).follow() :]
+
+    def note(self, run: dict) -> None:
+        """Keep what is known of a run by now, in the place of what was known before."""
+        with self._lock:
+            runs = self.found["runs"]
+            before = [i for i, other in enumerate(runs) if unit_of(other) == unit_of(run)]
+            if before:
+                runs[before[0]] = run
+            else:
+                runs.append(run)
+            self.found["not_run"] = len(remaining(self._plan, runs))
+            self.save()
 
 
-def _follow(
-    child: Child, run: dict, found: dict, deadline: Deadline, save: Callable[[], None]
-) -> None:
-    """Put what a child tells into its run, and the run among those found."""
-    mine = deadline.within(STEP_SECONDS)
-    while True:
-        try:
-            part: Mapping | None = child.message(mine.left())
-        except TimeoutError:
-            if len(run) == NAMES and deadline.left() <= 0:
-                return  # not its fault: it has not been run
-            part = {"error": f"TimeoutError: stopped {how_far(run)}", "finished": True}
-        if part is None:
-            part = {**child.death(), "finished": True}
-        run.update({key: value for key, value in part.items() if key != "finished"})
-        if len(run) > NAMES and run not in found["runs"]:
-            found["runs"].append(run)
-            found["not_run"] -= 1
-        found["summary"] = summarise(found["runs"])
-        save()
-        if "finished" in part:
-            return
+class _Following:
+    """Takes what a process tells of its ways, within the limits of each."""
 
+    def __init__(self, runs: Runs, child: Child, units: Sequence[Unit]) -> None:
+        self._runs, self._child, self._units = runs, child, units
+        self._run: dict = {}
+        self._limit, self._spent, self._waits = START_SECONDS, 0.0, False
+        self.ended = 0
 
-def how_far(run: Mapping) -> str:
-    """What is known of a run that did not come to its end."""
-    if "progress" not in run or "first_step_s" in run:
-        return "when its time was up"
-    done = run["progress"]
-    tried = f"{done['trials']} configurations tried in {done['search_s']:.0f} s"
-    return f"after {done['seconds']:.0f} s in its first step, {tried}"
+    def follow(self) -> int:
+        """How many of the ways came to an end, whatever it was; 1 at least, unless time was up."""
+        clock = self._runs.deadline.clock
+        while not self._runs.up():
+            began = clock()
+            try:
+                part = self._child.message(min(1.0, self._runs.deadline.left()))
+            except TimeoutError:
+                part = {}
+            self._spent += 0.0 if self._waits else clock() - began
+            if part is None or "finished" in part:
+                return self._gone(part)
+            self._take(part)
+            if self._spent > self._limit:
+                return self._fails(f"TimeoutError: stopped after {self._limit:.0f} s{self._far()}")
+        if len(self._run) > len(NAMES):
+            self._runs.note({**self._run, "stopped": True, "error": f"time was up{self._far()}"})
+        return self.ended
+
+    def _take(self, part: dict) -> None:
+        if "waits" in part:
+            self._waits = part["waits"]
+        elif "begin" in part:
+            unit = next(unit for unit in self._units if unit[3] == part["begin"])
+            self._run = dict(zip(NAMES, unit, strict=True))
+            self._limit, self._spent = WAY_SECONDS[part["begin"]], 0.0
+        elif "end" in part:
+            self._run.pop("progress", None)
+            self._end()
+        elif self._run:
+            self._run.update(part)
+            if set(part) != {"progress"}:
+                self._runs.note({**self._run, "stopped": True})
+        elif "error" in part:
+            self._fails(part["error"])
+
+    def _end(self) -> None:
+        self._runs.note(dict(self._run))
+        self._runs.say(line_of(self._run))
+        self._run = {}
+        self.ended += 1
+        self._limit, self._spent = START_SECONDS, 0.0
+
+    def _gone(self, part: dict | None) -> int:
+        """The process has ended: by itself, or in the way that it was at."""
+        if part is None and (self._run or not self.ended):
+            died = self._child.death()
+            return self._fails(f"{died['error']} {died['detail']}".strip())
+        return self.ended if self.ended or part is None else self._fails("nothing was told")
+
+    def _fails(self, error: str) -> int:
+        """The way that it was at, or was to be at next, has this error."""
+        if not self._run:
+            self._run = dict(zip(NAMES, self._units[self.ended], strict=True))
+        self._run["error"] = error
+        self._end()
+        return self.ended
+
+    def _far(self) -> str:
+        """What is known of a first step that did not come to its end."""
+        if "progress" not in self._run or "first_step_s" in self._run:
+            return ""
+        done = self._run["progress"]
+        return f", in its first step, after {done['trials']} configurations in {done['search_s']:.0f} s"
 
 
 def line_of(run: Mapping) -> str:
     """A finished run in one line, for whoever watches."""
-    name = f"{run['task']} {run['mode']}, round {run['round']}"
-    if "step_s" not in run:
-        return f"{name}: {trouble(run)}"
-    text = f"{name}: {1e3 * run['step_s'][1]:.1f} ms"
-    if "graph" in run:
-        graph = run["graph"]
-        text += f", as a graph {1e3 * graph['step_s'][1]:.1f} ms" if "step_s" in graph else (
-            f", graph {graph['error']}"
-        )  # fmt: skip
-    return f"{text}; {trouble(run)}" if "error" in run else text
+    name = f"{run['task']} {run['mode']} {run['way']}"
+    name += f", round {run['round']}" if run["round"] else ""
+    text = f"{1e3 * run['step_s'][1]:.1f} ms" if "step_s" in run else ""
+    return f"{name}: {'; '.join(filter(None, (text, run.get('error', ''))))}"

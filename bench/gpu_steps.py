@@ -1,16 +1,13 @@
-"""Whole training steps on a GPU: the workloads, and `measure`, which times one of them in one mode.
+"""Whole training steps on a GPU: the process in which bench.gpu_card times one model in one mode.
 
-    python -m bench.gpu_steps                      every workload and mode, one after another
-    python -m bench.gpu_steps --tiny --device cpu  the same code on small models, anywhere
-
-bench.gpu runs each pair in a process of its own, which tells what it has found part by part. Every
-mode trains the same model on the same random data with SGD(momentum 0.9); the private ones are those
-of bench.workloads. Kernels are tuned by a step of the very batch that is timed.
+It tells what it has found part by part. Every mode trains the same model on the same random data with
+SGD(momentum 0.9); the private ones are those of bench.workloads. Kernels are tuned by a step of the very
+batch that is timed.
 """
 
 from __future__ import annotations
 
-import argparse
+import gc
 import statistics
 import threading
 import time
@@ -23,19 +20,17 @@ from typing import Any
 import torch
 
 from bench.children import job, tell
-from bench.gpu_graph import CapturedStep, NotCaptured
 from bench.gpu_profile import chosen_configurations, plan_of, profiled
 from bench.gpu_tasks import TASKS, Trainer
+from bench.gpu_ways import Turn, step_of
 from bench.kernels import tuning
 from bench.kernels.check import WrongResult
 from bench.kernels.clock import CpuClock, clock_for
 from bench.measure import PeakMemory, first_line, quartiles
 from bench.processes import frames
-from bench.workloads import MODES
 
 WARM_UP, STEPS = 3, 10
 ALONE = 5  # steps of which the host's time is taken
-GRAPHS = ("non_private", "fastclip")  # modes whose step is also tried as a CUDA graph
 TOLD_EVERY = 5.0  # seconds
 AHEAD = 16  # samples of a step that only compiles: a multiple of 16, as every batch that is timed
 AHEAD_MEMORY = (
@@ -138,104 +133,88 @@ def timed(step: Callable[[], Any], clock: CpuClock, steps: int) -> dict[str, Any
     return {"step_s": times, "host_s": statistics.median(host), "steps": steps}
 
 
-def host_parts(trainer: Trainer, clock: CpuClock) -> dict[str, float]:
-    """Median seconds until each part of a step is queued, on a device that has nothing to do."""
-    found: dict[str, list[float]] = {"forward": [], "backward": [], "optimizer": []}
-    for _ in range(ALONE):
-        trainer.optimizer.zero_grad()
-        clock.synchronize()
-        stamps = [time.perf_counter()]
-        loss = trainer.loss()
-        stamps.append(time.perf_counter())
-        loss.backward()
-        stamps.append(time.perf_counter())
-        trainer.optimizer.step()
-        stamps.append(time.perf_counter())
-        for part, (begin, end) in zip(found.values(), pairwise(stamps), strict=True):
-            part.append(end - begin)
-    clock.synchronize()
-    return {name: statistics.median(seconds) for name, seconds in found.items()}
-
-
 def measure(
-    name: str, mode: str, device: torch.device, steps: int = STEPS, tiny: bool = False,
-    extras: bool = True, graphs: bool = True,
+    trainer: Trainer, mode: str, way: str, memory: CudaPeak | PeakMemory, turn: Turn,
+    steps: int = STEPS, inductor: bool = True,
 ) -> Iterator[dict]:  # fmt: skip
-    """Time `steps` training steps after `WARM_UP` others, in this process; look at them closely.
+    """Time `steps` training steps in one way after `WARM_UP` others; look at them closely.
 
     Yields, to be joined in one dictionary:
-        at once "first_step_s", in which kernels are compiled and searched for, and fastclip's "looks" at
-        the model before it: (passes, seconds);
-        what `timed` returns, "host_syncs": waits of the CPU for the GPU in a step, "peak_mib":
-        memory above the built model, "loss"; for fastclip also what `check` found, "kernels",
-        "plan" and "configurations"; "host_parts_s": what `host_parts` returns.
-        With extras: "profile" (gpu_profile), then, with graphs, for `GRAPHS` "graph": the same step
-        captured, with its times, "peak_mib" and "profile", or an "error" that says why not.
+        at once "first_step_s", in which kernels are compiled and searched for and the step is recorded,
+        and fastclip's "looks" at the model before it: (passes, seconds);
+        what `timed` returns, "peak_mib": memory above the built model, "loss"; of a step as it is also
+        "host_syncs": waits of the CPU for the GPU, and for fastclip what `check` found, "kernels",
+        "plan" and "configurations"; then "profile" (gpu_profile).
     """
-    clock = clock_for(device)
+    device, clock = trainer.device, clock_for(trainer.device)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = Trainer(name, mode, device, tiny)
-        memory = CudaPeak(device) if device.type == "cuda" else PeakMemory()
-        title = f"{name}, tiny" if tiny else TASKS[name].title.format(b=trainer.batch)
-        row: dict = {"title": title, "batch": trainer.batch}
+        if way == "graph" and isinstance(memory, CudaPeak):
+            memory.restart()  # a replay allocates nothing: what counts is its capture
         begin = time.perf_counter()
-        trainer.step()  # whatever is compiled and tuned, is at the batch that is timed
+        step = step_of(trainer, mode, way, turn, inductor)
         clock.synchronize()
-        row["first_step_s"] = time.perf_counter() - begin
-        yield {**row, "looks": looks_of(trainer.model)}
-        if mode == "fastclip":
+        first: dict[str, Any] = {"first_step_s": time.perf_counter() - begin}
+        if way == "eager":
+            first["looks"] = looks_of(trainer.model)
+        yield first
+        row: dict[str, Any] = {}
+        if (mode, way) == ("fastclip", "eager"):
             row |= check(trainer)
         for _ in range(WARM_UP):
-            trainer.step()
+            step()
         clock.synchronize()
-        if isinstance(memory, CudaPeak):
+        if way != "graph" and isinstance(memory, CudaPeak):
             memory.restart()
-        row |= timed(trainer.step, clock, steps)
-        peak = memory.above_start()
-        row["loss"] = float(trainer.step().item())
-        row["host_syncs"] = host_syncs(trainer) if device.type == "cuda" else None
-        row["host_parts_s"] = host_parts(trainer, clock)
-    row |= {"peak_mib": peak / 2**20, "built_mib": memory.start / 2**20}
-    row["memory_method"] = memory.method
+        row |= timed(step, clock, steps)
+        row["peak_mib"] = memory.above_start() / 2**20
+        row["memory_method"] = memory.method
+        row["loss"] = float(step().item())
+        if way == "eager" and device.type == "cuda":
+            row["host_syncs"] = host_syncs(trainer)
     row["warnings"] = sorted({str(w.message) for w in caught if "kernel of" in str(w.message)})
-    if mode == "fastclip":
+    if (mode, way) == ("fastclip", "eager"):
         row["kernels"] = kernels_in_use(device)
         row["plan"] = plan_of(trainer.optimizer)
         row["configurations"] = chosen_configurations()
     yield row
-    if not extras:
-        return
-    yield {"profile": _looked_at(trainer.step, row, device)}
-    if graphs and mode in GRAPHS:
-        yield {"graph": as_graph(trainer, memory, clock, steps)}
+    yield {"profile": _looked_at(step, row, device)}
 
 
-def as_graph(
-    trainer: Trainer, memory: CudaPeak | PeakMemory, clock: CpuClock, steps: int
-) -> dict[str, Any]:
-    """The same steps replayed as one CUDA graph, or {"error", "detail"}: why they cannot be.
+def measure_ways(order: Mapping[str, Any]) -> Iterator[dict]:
+    """The ways of one model in one mode, one after another, in this process.
 
-    Nothing must be measured in this process afterwards: a capture that fails may leave CUDA's state
-    behind it.
+    On a GPU a way that fails is the last one: what breaks there may leave CUDA's state behind it.
+
+    Yields:
+        {"begin": way} before each, parts of what `measure` tells, {"end": way} after it.
     """
-    try:
-        if isinstance(memory, CudaPeak):
+    device, turn = torch.device(order["device"]), Turn(order.get("turn"))
+    turn.take()
+    task, mode, tiny = order["task"], order["mode"], order["tiny"]
+    trainer: Trainer | None = None
+    for way in order["ways"]:
+        yield {"begin": way}
+        try:
+            if trainer is None:
+                trainer = Trainer(task, mode, device, tiny)
+                title = f"{task}, tiny" if tiny else TASKS[task].title.format(b=trainer.batch)
+                memory = CudaPeak(device) if device.type == "cuda" else PeakMemory()
+            yield {"title": title, "batch": trainer.batch}
+            yield from measure(
+                trainer, mode, way, memory, turn, order["steps"], order.get("inductor", True)
+            )
+        except Exception as error:
+            yield {"error": first_line(error), "detail": frames(error.__cause__ or error)}
+            if device.type == "cuda":
+                yield {"end": way}
+                return
+        yield {"end": way}
+        if trainer is not None:
             trainer.optimizer.zero_grad()
+        gc.collect()  # the memory of a step that was recorded
+        if device.type == "cuda":
             torch.cuda.empty_cache()
-            memory.restart()
-        captured = CapturedStep(trainer)
-        for _ in range(WARM_UP):
-            captured.step()
-        row = timed(captured.step, clock, steps)
-        row["loss"] = float(captured.loss.item())
-        row["peak_mib"] = memory.above_start() / 2**20
-        row["profile"] = _looked_at(captured.step, row, trainer.device)
-        return row
-    except NotCaptured as error:
-        return {"error": f"not captured: {error}", "detail": frames(error.__cause__ or error)}
-    except Exception as error:
-        return {"error": first_line(error), "detail": frames(error)}
 
 
 def _looked_at(step: Callable[[], Any], row: Mapping, device: torch.device) -> dict[str, Any]:
@@ -281,49 +260,21 @@ def telling() -> Iterator[None]:
         thread.join()
 
 
-def child() -> None:
-    """What bench.gpu asks for on standard input; told part by part, {"finished"} at the end."""
-    order = job()  # everything is imported by now; the parent says when the GPU is free
-    device, tiny = torch.device(order["device"]), order["tiny"]
+def main() -> None:
+    """What bench.gpu_card asks for on standard input; told part by part, {"finished"} at the end."""
+    order = job()  # everything is imported by now
     try:
         if share := order.get("share"):
-            tell(compile_ahead(order["task"], device, tiny, (share[0], share[1])))
+            device = torch.device(order["device"])
+            tell(compile_ahead(order["task"], device, order["tiny"], (share[0], share[1])))
         else:
             tuning.anew()
-            pair = (order["task"], order["mode"])
-            rest = (order["steps"], tiny, order["extras"], order.get("graphs", True))
             with telling():
-                for part in measure(*pair, device, *rest):
+                for part in measure_ways(order):
                     tell(part)
     except Exception as error:
         tell({"error": first_line(error), "detail": frames(error)})
     tell({"finished": True})
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Measure the pairs asked for here; or, as bench.gpu's child, the one that it sends."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu_steps", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--tiny", action="store_true", help="small models")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.child:
-        child()
-        return
-    tuning.anew()
-    for task in options.tasks:
-        for mode in options.modes:
-            print(task, mode, flush=True)
-            try:
-                device = torch.device(options.device)
-                for part in measure(task, mode, device, options.steps, options.tiny):
-                    tell(part)
-            except Exception as error:
-                tell({"error": first_line(error), "detail": frames(error)})
 
 
 if __name__ == "__main__":

@@ -1,36 +1,50 @@
-"""The table that `python -m bench.gpu` prints last: at most 76 lines of at most 150 columns.
+"""The table that bench.gpu_card prints last: at most 76 lines of 160 columns, 11,700 characters in all.
 
-That is less than 12,000 characters, of which many a machine shows no more.
+Many a machine shows no more than 12,000.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 
-from bench.gpu_runs import GOALS
+from bench.gpu_runs import GOALS, ORDINARY, PRIVATE, WAY_SECONDS
 
-WIDTH, LINES, FAILURES, WARNINGS = 150, 76, 5, 3
+WIDTH, LINES, MOST, FAILURES, WARNINGS, TROUBLES = 160, 76, 11_700, 5, 3, 10
 NAME = 34  # columns of a kernel's name
 
 
 def table(result: Mapping) -> str:
     """What was measured, as text."""
-    lines = [f"{result.get('card', 'no card')}, {result['date']}"]
+    rehearsal = "REHEARSAL, no figures of a card: " if result.get("rehearsal") else ""
+    lines = [f"{rehearsal}{result.get('card', 'no card')}, {result['date']}"]
     lines += [f"PROBLEM: {problem}" for problem in result["problems"]]
     if not result["problems"]:
         versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
         lines.append(f"{versions}; driver {result.get('driver', '-')}, nvcc {result['nvcc']}")
     lines += _ahead(result)
-    if "tests" in result:
-        lines += _tests(result["tests"])
-    steps = _steps(result["steps"]) if "steps" in result else []
+    for part in ("mended", "tests"):
+        if part in result:
+            lines += _tests(part, result[part])
+    if "steps" in result:
+        lines += _steps(result["steps"])
+    last = f"{result.get('seconds', 0):.0f} s in all"
+    last += f"; {result['ended']}" if "ended" in result else ""
     if "kernels" in result:
-        room = LINES - len(lines) - len(steps) - 3  # the last line, and bench.gpu's own
-        lines += _kernels(result["kernels"], max(room, 8))
-    lines += steps
-    ended = f"; {result['ended']}" if "ended" in result else ""
-    lines.append(f"{result.get('seconds', 0):.0f} s in all{ended}")
-    return "\n".join(line[:WIDTH] for line in lines[: LINES - 1])
+        room = max(LINES - len(lines) - 3, 8)  # the last line, and bench.gpu_card's own
+        lines += _kernels(result["kernels"], room)
+    return "\n".join([*_short(lines, MOST - len(last)), last])
+
+
+def _short(lines: Sequence[str], most: int) -> list[str]:
+    """As many of the lines as are allowed."""
+    kept: list[str] = []
+    for line in (line[:WIDTH].rstrip() for line in lines[: LINES - 2]):
+        most -= len(line) + 1
+        if most < 0:
+            break
+        kept.append(line)
+    return kept
 
 
 def _ahead(result: Mapping) -> list[str]:
@@ -48,11 +62,11 @@ def _ahead(result: Mapping) -> list[str]:
     return lines
 
 
-def _tests(tests: Mapping) -> list[str]:
+def _tests(part: str, tests: Mapping) -> list[str]:
     counts = ", ".join(
         f"{tests[name]} {name}" for name in ("passed", "failed", "errors", "skipped")
     )
-    lines = [f"tests: {counts} in {tests['seconds']:.0f} s {tests.get('error', '')}".rstrip()]
+    lines = [f"{part}: {counts} in {tests['seconds']:.0f} s {tests.get('error', '')}".rstrip()]
     for failure in tests["failures"][:FAILURES]:
         lines.append(f"  {failure['test'].rpartition('/')[2]}: {failure['message']}")
     if len(tests["failures"]) > FAILURES:
@@ -103,66 +117,104 @@ def _rate(value: object) -> str:
     return f"{value:.0f}" if isinstance(value, float) else str(value)[:20]
 
 
+def summarise(runs: Sequence[Mapping]) -> dict[tuple[str, str, str], dict]:
+    """By task, mode and way: medians over the rounds, and ratios of runs of the same round.
+
+    "time_ratio", "memory_ratio": to the ordinary step that is run in the same way. "recorded_ratio": of
+    a compiled step to the ordinary one that is compiled from a recording.
+    """
+    found: dict[tuple[str, str, str], dict] = {}
+    for task, mode, way in dict.fromkeys((run["task"], run["mode"], run["way"]) for run in runs):
+        of_task = [run for run in runs if run["task"] == task]
+        mine = [run for run in of_task if (run["mode"], run["way"]) == (mode, way)]
+        row: dict = {}
+        if errors := [run["error"] for run in mine if "error" in run]:
+            row["error"] = errors[0]
+        if good := [run for run in mine if "step_s" in run]:
+            row |= _medians(good)
+            ordinary = [run for run in of_task if run["mode"] == ORDINARY and "step_s" in run]
+            same = [run for run in ordinary if run["way"] == way]
+            ratios = {
+                "time_ratio": paired(good, same, _seconds),
+                "memory_ratio": paired(good, same, lambda run: max(run["peak_mib"], 1e-3)),
+            }
+            if way == "compiled":
+                recorded = [run for run in ordinary if run["way"] == "recorded"]
+                ratios["recorded_ratio"] = paired(good, recorded, _seconds)
+            row |= {name: statistics.median(ratio) for name, ratio in ratios.items() if ratio}
+        found[task, mode, way] = row
+    return found
+
+
+def _seconds(run: Mapping) -> float:
+    return run["step_s"][1]  # type: ignore[no-any-return]
+
+
+def paired(
+    runs: Sequence[Mapping], base: Sequence[Mapping], value: Callable[[Mapping], float]
+) -> list[float]:
+    """value(run) / value(base run of the same round), for rounds in both."""
+    below = {run["round"]: value(run) for run in base}
+    return [value(run) / below[run["round"]] for run in runs if run["round"] in below]
+
+
+def _medians(runs: Sequence[Mapping]) -> dict:
+    first = runs[0]
+    kept = ("kernels", "warnings", "first_step_s")
+    row = {name: first[name] for name in kept if name in first}
+    row["step_s"] = [statistics.median(run["step_s"][i] for run in runs) for i in range(3)]
+    row["peak_mib"] = statistics.median(run["peak_mib"] for run in runs)
+    row["launches"] = first.get("profile", {}).get("launches")
+    row["top"] = first.get("profile", {}).get("kernels", [])[:3]
+    return row
+
+
 def _steps(steps: Mapping) -> list[str]:
-    rows: Sequence[Mapping] = steps["summary"]
+    rows = summarise(steps["runs"])
+    ways = "".join(f"{way:>21}" for way in WAY_SECONDS)
     lines = [
-        f"steps: {len(steps['runs'])} runs, {steps['not_run']} not run; x: to non_private of the "
-        "same kind, [goal]; eager x: of a graph to non_private without"
+        f"steps: {len(steps['runs'])} runs, {steps['not_run']} not run; of each way ms, spread, x: to "
+        "non_private run in the same way, [goal]; rec x: compiled to recorded",
+        f"  {'':<29}{ways} {'rec x':>6} {'GiB':>6} {'memory x':>12} {'launches':>11} {'first s':>7}",
     ]
-    lines.append(
-        f"  {'':<35}{'ms':>8} {'quartiles':>17} {'time x':>13} {'eager x':>7} {'GiB':>6} "
-        f"{'memory x':>13} {'host ms':>7} {'syncs':>5} {'launches':>8} {'busy':>5}"
-    )
-    order = list(dict.fromkeys(row["task"] for row in rows))
-    for task in order:
-        mine = [row for row in rows if row["task"] == task]
-        for row in mine:
-            lines += _step(row)
-        for row in mine:
-            if row["mode"] == "fastclip":
-                lines += _closely(row)
+    for task, mode in dict.fromkeys(names[:2] for names in rows):
+        mine = {way: rows.get((task, mode, way), {}) for way in WAY_SECONDS}
+        if any("step_s" in row for row in mine.values()):
+            lines.append(_step(task, mode, mine))
+        top = mine["compiled"].get("top")
+        if mode == PRIVATE and top:
+            kernels = ", ".join(f"{k['name'][:NAME].strip()} {k['share']:.0%}" for k in top)
+            lines.append(f"    top: {kernels}")
+    told = [(names, row["error"]) for names, row in rows.items() if "error" in row]
+    lines += [f"  FAILS {' '.join(names)}: {error}" for names, error in told][:TROUBLES]
     return lines + _fallbacks(rows)
 
 
-def _step(row: Mapping) -> list[str]:
-    name = f"  {row['task']:<17}{row['mode']:<18}"
-    if "step_s" not in row:
-        return [f"{name}  {row['error']}"]
-    low, middle, high = (1e3 * x for x in row["step_s"])
-    goal = GOALS.get(row["task"], {}) if row["mode"].startswith("fastclip") else {}
-    syncs = row.get("host_syncs")
-    launches = f"{row['launches']:.0f}" if "launches" in row else "-"
-    busy = f"{row['busy_share']:.0%}" if "busy_share" in row else "-"
-    line = (
-        f"{name}{middle:>8.1f} {f'[{low:.1f}, {high:.1f}]':>17} "
-        f"{_ratio(row, 'time_ratio', goal.get('time')):>13} {_ratio(row, 'eager_ratio'):>7} "
-        f"{row['peak_mib'] / 1024:>6.1f} {_ratio(row, 'memory_ratio', goal.get('memory')):>13} "
-        f"{1e3 * row['host_s']:>7.1f} {'-' if syncs is None else syncs:>5} {launches:>8} {busy:>5}"
-    )
-    lines = [line, f"{name}  {row['error']}"] if "error" in row else [line]
-    if parts := row.get("host_parts_s"):
-        told = ", ".join(f"{part} {1e3 * s:.1f}" for part, s in parts.items())
-        lines.append(f"    host ms: {told}")
-    return lines
+def _step(task: str, mode: str, ways: Mapping[str, Mapping]) -> str:
+    """A model in one mode: memory is of the compiled step, where there is one; of launches are told
+    those of a step as it is and those of the compiled one."""
+    goal = GOALS.get(task, {}) if mode == PRIVATE else {}
+    text = f"  {task:<16} {mode:<12}"
+    for way, row in ways.items():
+        if "step_s" not in row:
+            text += f"{'-':>21}"
+            continue
+        low, middle, high = (1e3 * x for x in row["step_s"])
+        ratio = _ratio(row, "time_ratio", goal.get("time") if way == "compiled" else None)
+        text += f"{f'{middle:.1f} {(high - low) / middle:.0%} {ratio}':>21}"
+    last = next((ways[way] for way in ("compiled", "eager") if "step_s" in ways[way]), {})
+    counts = [ways[way].get("launches") for way in ("eager", "compiled")]
+    launches = ">".join("-" if count is None else f"{count:.0f}" for count in counts)
+    peak = f"{last['peak_mib'] / 1024:.1f}" if last else "-"
+    first = f"{last['first_step_s']:.0f}" if last else "-"
+    memory = _ratio(last, "memory_ratio", goal.get("memory"))
+    recorded = _ratio(ways["compiled"], "recorded_ratio")
+    return f"{text} {recorded:>6} {peak:>6} {memory:>12} {launches:>11} {first:>7}"
 
 
-def _closely(row: Mapping) -> list[str]:
-    """The kernels that take the most of fastclip's step, and how norms were computed."""
-    lines = []
-    if top := row.get("top"):
-        kernels = ", ".join(f"{k['name'][:NAME].strip()} {k['share']:.0%}" for k in top[:3])
-        lines.append(f"    top: {kernels}")
-    if norms := row.get("norms"):
-        counts = ", ".join(f"{name} {count}" for name, count in norms.items())
-        held = row["held_bytes"] / 2**30
-        searched = f"; {row['searches']} searches of Triton" if "searches" in row else ""
-        lines.append(f"    norms: {counts}; {held:.2f} GiB held{searched}")
-    return lines
-
-
-def _fallbacks(rows: Sequence[Mapping]) -> list[str]:
+def _fallbacks(rows: Mapping[tuple[str, str, str], Mapping]) -> list[str]:
     """What no kernel served in fastclip's steps, and what was warned of."""
-    mine = [row for row in rows if row["mode"] == "fastclip"]
+    mine = [row for names, row in rows.items() if names[1] == PRIVATE]
     served = {name: by for row in mine for name, by in (row.get("kernels") or {}).items()}
     slow = [name for name, by in served.items() if by.startswith("reference")]
     lines = [f"  by the reference: {', '.join(slow)}"] if slow else []

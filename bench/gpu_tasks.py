@@ -1,17 +1,24 @@
-"""The models, data and modes whose whole training steps bench.gpu times, full size or tiny."""
+"""The models, data and modes whose whole training steps bench.gpu_card times, full size or tiny."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import ViTConfig, ViTForImageClassification
 
-from bench.models import ExplicitBert, ExplicitGpt2, SampleMeanCrossEntropy, resnet50
+from bench.models import (
+    ExplicitBert,
+    ExplicitGpt2,
+    LoraDecoder,
+    SampleMeanCrossEntropy,
+    resnet50,
+)
 from bench.workloads import MODES
 
 BATCHES = 2
@@ -27,6 +34,7 @@ class Task:
         batch: samples a step; the second number is that of the tiny form, as everywhere.
         model: builds the model, tiny or not. inputs: `n` inputs on a device.
         targets: their targets. criterion: the loss. autocast: bfloat16 in forward and loss.
+        on_device: its weights are drawn there, as a CPU would take long.
     """
 
     title: str
@@ -37,6 +45,7 @@ class Task:
     criterion: Callable[[], nn.Module] = nn.CrossEntropyLoss
     autocast: bool = True
     channels_last: bool = False
+    on_device: bool = False
 
 
 def _bert(tiny: bool) -> nn.Module:
@@ -50,7 +59,12 @@ def _bert(tiny: bool) -> nn.Module:
 
 
 def _gpt2(tiny: bool) -> nn.Module:
-    return ExplicitGpt2(2, 32, 2, 100, 8) if tiny else ExplicitGpt2()
+    sizes = (2, 32, 2, 100, 8) if tiny else ()
+    return ExplicitGpt2(*sizes, explicit=False)
+
+
+def _lora(tiny: bool) -> nn.Module:
+    return LoraDecoder(2, 32, 2, 64, 100, 8, 4) if tiny else LoraDecoder()
 
 
 def _resnet(tiny: bool) -> nn.Module:
@@ -105,6 +119,10 @@ TASKS = {
         "ViT-B/16, 3x224x224, batch {b}, bf16 autocast",
         (128, 4), _vit, _images, _classes,
     ),
+    "lora": Task(
+        "LoRA of rank 16 on a decoder of 1.1 G parameters, T 2048, batch {b}, bf16 autocast",
+        (4, 4), _lora, _tokens(2048, 32000), _next_tokens, SampleMeanCrossEntropy, on_device=True,
+    ),
     "resnet50_float32": Task(
         "ResNet-50 as above in float32 (torch's defaults)",
         (128, 4), _resnet, _images, _classes, autocast=False, channels_last=True,
@@ -118,6 +136,9 @@ class Trainer:
     Args:
         name, mode: of `TASKS` and bench.workloads' `MODES`. tiny: a small model.
         most: samples a step, where the task has more.
+
+    Attributes:
+        engine: of fastclip, in its mode.
     """
 
     def __init__(
@@ -131,48 +152,72 @@ class Trainer:
         inputs = task.inputs(BATCHES * self.batch, tiny, device)
         data = TensorDataset(inputs, task.targets(inputs))
         layout = torch.channels_last if task.channels_last else torch.preserve_format
-        model = task.model(tiny).to(device).to(memory_format=layout).train()
+        with device if task.on_device else nullcontext():
+            model = task.model(tiny)
+        model = model.to(device).to(memory_format=layout).train()
+        self.engine: Any = None
+        options: dict[str, Any] = {}
+        if mode == "fastclip":
+            from fastclip import FastPrivacyEngine  # the other modes run without it
+
+            self.engine = options["engine"] = FastPrivacyEngine()
         self.model, self.optimizer, self.criterion, loader = MODES[mode](
             model,
-            torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
+            torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1e-3, momentum=0.9),
             task.criterion(),
             DataLoader(data, batch_size=self.batch),
+            **options,
         )
+        self._of_rows = task.criterion()
+        self._of_rows.reduction = "none"
         self.batches = [(x.to(memory_format=layout), y) for x, y in loader]
         self.steps = 0
 
-    def loss(self, part: int = 1, autocast: bool = True) -> Tensor:
-        """The loss of the next batch, or of the first 1 / `part` of it."""
-        x, y = (tensor[: self.batch // part] for tensor in self.batches[self.steps % BATCHES])
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, others than the last."""
+        self.steps += 1
+        return self.batches[(self.steps - 1) % BATCHES]
+
+    def _loss(self, criterion: nn.Module, x: Tensor, y: Tensor, autocast: bool = True) -> Tensor:
         context: AbstractContextManager = nullcontext()
         if self.autocast and autocast:
             context = torch.autocast(self.device.type, torch.bfloat16)
         with context:
             output = self.model(x)
-            return self.criterion(getattr(output, "logits", output), y)
+            return criterion(getattr(output, "logits", output), y)
+
+    def loss_of(self, x: Tensor, y: Tensor, autocast: bool = True) -> Tensor:
+        """The loss of a batch."""
+        return self._loss(self.criterion, x, y, autocast)
+
+    def losses_of(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """The loss of each row, [b]: for `engine.make_step`, which gives back the trainer's model."""
+        return self._loss(self._of_rows, x, y)
 
     def backward(self, part: int = 1, autocast: bool = True) -> Tensor:
-        """Forward and backward pass over the same; the loss."""
-        loss = self.loss(part, autocast)
+        """Forward and backward pass over the next batch, or the first 1 / `part` of it; the loss."""
+        x, y = (tensor[: self.batch // part] for tensor in self.next_batch())
+        loss = self.loss_of(x, y, autocast)
         loss.backward()
         return loss
 
-    def step(self) -> Tensor:
-        """One training step; the loss."""
+    def step(self, loss_of: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        """One training step, with the loss by this function; the loss."""
         self.optimizer.zero_grad()
-        loss = self.backward()
+        loss = (loss_of or self.loss_of)(*self.next_batch())
+        loss.backward()
         self.optimizer.step()
-        self.steps += 1
         return loss
 
     def clipped(self, backend: str | None, autocast: bool = True) -> tuple[Tensor, Tensor]:
-        """fastclip's clipped gradient [n] of a quarter of the next batch, its samples' norms [b].
+        """fastclip's clipped gradient [n] of a quarter of the first batch, its samples' norms [b].
 
         backend: of fastclip.ops; None: what trains.
         """
         from fastclip.ops.dispatch import use_backend
 
         self.optimizer.zero_grad()
+        self.steps = 0
         with nullcontext() if backend is None else use_backend(backend):
             self.backward(4, autocast)
         sums = [p.summed_grad for p in self.model.parameters() if p.requires_grad]

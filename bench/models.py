@@ -19,6 +19,8 @@ from transformers import (
     ConvNextForImageClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MambaModel,
     ViTConfig,
@@ -121,6 +123,67 @@ def lora_bert(rank: int = 8, **options: Any) -> nn.Module:
     return get_peft_model(bert(**options), config)
 
 
+def plainly_causal() -> dict[str, str]:
+    """Of a configuration: attention to all that came before, which needs no mask.
+
+    Where transformers makes the mask, it looks at the values of positions in every step: such a step
+    waits for the device, and can neither be captured nor compiled.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("plainly_causal", sdpa_attention_forward)
+    return {"attn_implementation": "plainly_causal"}
+
+
+class Adapted(nn.Module):
+    """A linear map that is frozen, and beside it one of low rank that is trained (Hu et al. 2021)."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class LoraDecoder(nn.Module):
+    """A Llama with adapters at all linear maps of its blocks, which alone are trained.
+
+    With the defaults 1.1 G parameters, as TinyLlama has, and 12.6 M of adapters.
+    """
+
+    def __init__(
+        self, layers: int = 22, hidden: int = 2048, heads: int = 32, intermediate: int = 5632,
+        vocab: int = 32000, max_positions: int = 2048, rank: int = 16,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.llama = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=vocab,
+                hidden_size=hidden,
+                intermediate_size=intermediate,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                num_key_value_heads=max(heads // 8, 1),
+                max_position_embeddings=max_positions,
+                use_cache=False,
+                **plainly_causal(),
+            )
+        ).requires_grad_(False)
+        for block in self.llama.model.layers:
+            for part in (block.self_attn, block.mlp):
+                for name, layer in [*part.named_children()]:
+                    if isinstance(layer, nn.Linear):
+                        setattr(part, name, Adapted(layer, rank))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens, int64 [b, t], to logits [b, t, vocab]."""
+        return self.llama(tokens).logits
+
+
 def vit(
     layers: int = 4, hidden: int = 256, image: int = 64, num_labels: int = 2
 ) -> ViTForImageClassification:
@@ -205,13 +268,18 @@ class ExplicitGpt2(nn.Module):
     """GPT-2 with its output head tied to the token embedding, positions given for every sample.
 
     With the defaults GPT-2 small: 12 layers, d = 768, 124 M parameters.
+
+    Args:
+        explicit: positions for every sample, which Opacus needs. Otherwise transformers makes them, and
+            attention is `plainly_causal`.
     """
 
     def __init__(
         self, layers: int = 12, hidden: int = 768, heads: int = 12, vocab: int = 50257,
-        max_positions: int = 1024,
+        max_positions: int = 1024, explicit: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.explicit = explicit
         self.gpt2 = GPT2LMHeadModel(
             GPT2Config(
                 vocab_size=vocab,
@@ -223,11 +291,14 @@ class ExplicitGpt2(nn.Module):
                 eos_token_id=vocab - 1,
                 use_cache=False,
                 tie_word_embeddings=True,
+                **({} if explicit else plainly_causal()),
             )
         )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens, int64 [b, t], to logits [b, t, vocab]."""
+        if not self.explicit:
+            return self.gpt2(tokens).logits
         b, t = tokens.shape
         positions = torch.arange(t, device=tokens.device).repeat(b, 1)  # [b, t]
         return self.gpt2(tokens, position_ids=positions).logits

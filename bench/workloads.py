@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from opacus import PrivacyEngine
@@ -157,12 +158,13 @@ def non_private(
 
 
 def fastclip(
-    model: nn.Module, optimizer: torch.optim.Optimizer, criterion: nn.Module, loader: DataLoader
-) -> tuple:
-    """This project's engine."""
+    model: nn.Module, optimizer: torch.optim.Optimizer, criterion: nn.Module, loader: DataLoader,
+    engine: Any = None,
+) -> tuple:  # fmt: skip
+    """This project's engine: a new one, or the one that is given."""
     from fastclip import FastPrivacyEngine  # the other modes run without it
 
-    model, optimizer, loader = FastPrivacyEngine().make_private(
+    model, optimizer, loader = (engine or FastPrivacyEngine()).make_private(
         module=model, optimizer=optimizer, data_loader=loader, **PRIVATE
     )
     return model, optimizer, criterion, loader

@@ -1,7 +1,7 @@
 """Checks and times the cases of bench/kernels/bench_*.py; one row a case, whatever happens.
 
 `measure` runs one case here. As a program (`python -m bench.kernels.harness`, a job as one JSON line
-on standard input) it runs many and reports each as it is done: bench.gpu starts it, and starts it
+on standard input) it runs many and reports each as it is done: bench.gpu_card starts it, and starts it
 again where a case has taken the process or the GPU's context down.
 """
 
@@ -176,11 +176,12 @@ def compile_ahead(cases: Iterable[tuple[str, Case]], device: torch.device) -> No
 
 
 def main() -> None:
-    """The child of bench.gpu.
+    """The child of bench.gpu_card.
 
     The job: "device", "seconds"; "modules", "match", "small" (which cases), "skip" (identifiers),
-    "case_seconds", "ceiling" (measured if absent), "share": [k, n] to compile the k-th of n parts
-    ahead. Messages: {"plan"}, {"ceiling"}, {"start"} before and {"row"} after each case.
+    "last" (names of cases that come after all others), "case_seconds", "ceiling" (measured if absent),
+    "share": [k, n] to compile the k-th of n parts ahead. Messages: {"plan"}, {"ceiling"}, {"start"}
+    before and {"row"} after each case.
     """
     order = job()
     begin = time.monotonic()
@@ -188,6 +189,8 @@ def main() -> None:
     cases, failures = discover(order.get("modules"))
     match, skip = order.get("match") or "", set(order.get("skip") or ())
     cases = [c for c in by_importance(cases) if match in c[1].name]
+    last = set(order.get("last") or ())
+    cases.sort(key=lambda c: c[1].name in last)
     if order.get("small"):
         cases = [c for c in cases if is_small(c[1])]
     if share := order.get("share"):
