@@ -45,8 +45,8 @@ CASE_SECONDS = 0.5  # of timing a microbenchmark
 CORES = 5  # of a process that runs steps: itself, and what compiles for it
 RESULTS = Path(__file__).resolve().parent / "results"
 REHEARSED = ("bert_t128",)
-"""Whose steps inductor compiles in a rehearsal, which takes most of a minute on a CPU; those of others are
-traced, and run as they are."""
+"""Whose steps inductor compiles in a rehearsal, which takes most of a minute on a CPU; those of others
+are traced, and run as they are."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -195,7 +195,7 @@ def prepare(
     with ExitStack() as stack:
         children = []
         for task, share in split(shares, order):
-            child = stack.enter_context(Child(["-m", module, "--child"]))
+            child = stack.enter_context(Child(["-m", module]))
             child.send({**order, "task": task, "share": share})
             children.append((task, share, child))
         result["build"] = build(deadline.within(BUILD_SECONDS))

@@ -140,8 +140,8 @@ def measure(
     """Time `steps` training steps in one way after `WARM_UP` others; look at them closely.
 
     Yields, to be joined in one dictionary:
-        at once "first_step_s", in which kernels are compiled and searched for and the step is recorded,
-        and fastclip's "looks" at the model before it: (passes, seconds);
+        at once "first_step_s", in which kernels are compiled and searched for and the step is recorded
+        (without waits for the device), and fastclip's "looks" at the model before it: (passes, seconds);
         what `timed` returns, "peak_mib": memory above the built model, "loss"; of a step as it is also
         "host_syncs": waits of the CPU for the GPU, and for fastclip what `check` found, "kernels",
         "plan" and "configurations"; then "profile" (gpu_profile).
@@ -151,10 +151,11 @@ def measure(
         warnings.simplefilter("always")
         if way == "graph" and isinstance(memory, CudaPeak):
             memory.restart()  # a replay allocates nothing: what counts is its capture
-        begin = time.perf_counter()
+        begin, waited = time.perf_counter(), turn.waited
         step = step_of(trainer, mode, way, turn, inductor)
         clock.synchronize()
-        first: dict[str, Any] = {"first_step_s": time.perf_counter() - begin}
+        seconds = time.perf_counter() - begin - (turn.waited - waited)
+        first: dict[str, Any] = {"first_step_s": seconds}
         if way == "eager":
             first["looks"] = looks_of(trainer.model)
         yield first

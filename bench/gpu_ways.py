@@ -8,6 +8,7 @@ is, in every way.
 from __future__ import annotations
 
 import fcntl
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,16 +41,22 @@ class Turn:
 
     Args:
         path: a file that all have in common; None: there are no others.
+
+    Attributes:
+        waited: seconds, by now.
     """
 
     def __init__(self, path: str | None) -> None:
         self._file = None if path is None else Path(path).open("w")  # noqa: SIM115
+        self.waited = 0.0
 
     def take(self) -> None:
         """Wait until the device is free."""
         if self._file is not None:
             tell({"waits": True})
+            begin = time.perf_counter()
             fcntl.flock(self._file, fcntl.LOCK_EX)
+            self.waited += time.perf_counter() - begin
             tell({"waits": False})
 
     def release(self) -> None:

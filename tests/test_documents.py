@@ -38,10 +38,8 @@ def test_named_files_are_there(page: Path) -> None:
 
 
 def test_names_are_found() -> None:
-    text = (
-        "`a/b.py` `x.y` [z](../docs/c.md#d) [web](https://a.b/c.md) `python -m bench.gpu --only x`"
-    )
-    assert named(text) == {"a/b.py", "../docs/c.md", "bench/gpu"}
+    text = "`a/b.py` `x.y` [z](../docs/c.md#d) [web](https://a.b/c.md) `python -m bench.train --only x`"
+    assert named(text) == {"a/b.py", "../docs/c.md", "bench/train"}
 
 
 @pytest.mark.extras

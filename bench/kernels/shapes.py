@@ -1,4 +1,4 @@
-"""Shapes of the layers in the whole steps that bench.gpu_card times: models and batches that have a goal.
+"""Shapes of the layers in the steps that bench.gpu_card times: models and batches that have a goal.
 
 tests/bench/test_shapes.py finds them again in the models themselves. Index letters: b sample, t
 position, d input and p output feature, v rows of a table, c input and o output channel, k group.
