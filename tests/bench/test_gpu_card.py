@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -244,6 +245,24 @@ def test_a_machine_that_cannot_be_asked(fake: Fake, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gpu_machine, "FACTS_SECONDS", 20.0)
     told = gpu_machine.facts("cuda", "absent_module")["problems"]
     assert told[0].startswith("the machine cannot be asked: ProcessDied: exit 1")
+
+
+def test_what_is_missing_is_said_before_anything_else(
+    card: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Without opacus fastclip cannot be imported at all."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "opacus" else find(name)
+    )
+    found = {"problems": gpu_machine.problems("cpu")}
+    monkeypatch.setattr(gpu_card, "facts", lambda device: found)
+    monkeypatch.setattr(gpu_card, "measure", lambda card: pytest.fail("nothing can be measured"))
+    code, result = card("--rehearse")
+    assert code == 2
+    assert any("opacus" in problem for problem in result["problems"])
+    told = "PROBLEM: opacus is not installed: fastclip builds on it"
+    assert told in capsys.readouterr().out
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
