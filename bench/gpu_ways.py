@@ -170,7 +170,7 @@ class Recorded:
         torch.set_autocast_cache_enabled(False)  # the weights are to be cast in every step
         torch.clear_autocast_cache()
         try:
-            recorder.aside(self._pass)
+            recorder.warm_up(self._pass)
             recorder.rehearse(self._pass)
             self._replayed, self._trained = recorder.capture(self._pass)
         except Exception as error:
