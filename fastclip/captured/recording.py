@@ -254,7 +254,7 @@ class Recording:
 @contextmanager
 def _stirred(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Other weights inside: what was computed of the captured pass' weights alone shows."""
-    held = [p.detach() for p in parameters]
+    held = [p.detach() for p in parameters if p.requires_grad]
     before = [x.clone() for x in held]
     try:
         for x in held:

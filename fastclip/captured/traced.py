@@ -65,6 +65,8 @@ class TracedGraph(TorchDispatchMode):
         self._count = 0
         self._sources: dict[int, Tensor | Callable[[], Tensor]] = {}
         """The values that it has not made, or what gives them in a run."""
+        self._lent: set[int] = set()
+        """Where in memory these lie, as far as no graph makes them."""
         self._calls: list[tuple[Any, Any, Any, Any]] = []
         self._returned: list[int] = []
         self._own = 0
@@ -82,7 +84,7 @@ class TracedGraph(TorchDispatchMode):
         if any(isinstance(x, torch.Generator) for x in leaves):
             raise RuntimeError(f"{func.name()} draws from a generator of its own")
         given = tree_map(self._given, (args, kwargs))
-        if any(self._values[x].number in self._sources for x in _written(func, args, kwargs)):
+        if any(_memory_of(x) in self._lent for x in _written(func, args, kwargs)):
             raise RuntimeError(f"{func.name()} writes to what the pass has not made")
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if draws:
@@ -90,13 +92,16 @@ class TracedGraph(TorchDispatchMode):
         out = func(*args, **kwargs)
         if draws:
             self._random = self._state_now()
-        # `torch.tensor(numbers)` is made anew in each run
-        called = func
         if func is torch.ops.aten.lift_fresh.default:
-            called = torch.ops.aten.clone.default
-            del self._values[out]
-        self._calls.append((called, *given, tree_map(self._made, out)))
+            func = self._anew(out)
+        self._calls.append((func, *given, tree_map(self._made, out)))
         return out
+
+    def _anew(self, constant: Tensor) -> Any:
+        """`torch.tensor(numbers)` gives this one, which each run makes anew, whatever writes to it."""
+        self._sources[self._values.pop(constant).number] = constant.detach().clone()
+        self._lent.discard(_memory_of(constant))
+        return torch.ops.aten.clone.default
 
     def check_random_state(self) -> None:
         """Refuse work that has set the state from which it draws, as a checkpoint does to draw again."""
@@ -108,28 +113,35 @@ class TracedGraph(TorchDispatchMode):
             return x
         if x not in self._values and not self._is_alias(x):
             maker = next((graph for graph in self._earlier if graph.made(x)), None)
+            if maker is None:
+                self._lent.add(_memory_of(x))
             self._sources[self._count] = x.detach() if maker is None else maker.handing(x)
         return self._made(x)
 
     def _is_alias(self, x: Tensor) -> bool:
         """Whether a tensor is a known one in another guise, as torch makes them without an operator
-        (`Tensor._make_subclass`); then it gets its value."""
-        if type(x) is nn.Parameter or x.layout != torch.strided or not x.numel():
+        (`Tensor._make_subclass`); then it gets its value.
+
+        Raises:
+            RuntimeError: it is a part of what the pass has made.
+        """
+        own = _memory_of(x)
+        if type(x) is nn.Parameter or not own or own in self._lent:
             return False
-        own = x.untyped_storage().data_ptr()
         for graph in (self, *self._earlier):
-            for other, value in [*graph._values.items()]:
-                if other is x:
-                    return False
-                if value.number in graph._sources or other.layout != torch.strided:
-                    continue
-                if not other.numel() or other.untyped_storage().data_ptr() != own:
-                    continue
-                if other.data_ptr() != x.data_ptr() or other.stride() != x.stride():
-                    continue
-                if _KIND(other) == _KIND(x):
-                    self._values[x] = value if graph is self else self._given(other)
+            beside = [(y, value) for y, value in graph._values.items() if _memory_of(y) == own]
+            if any(y is x for y, _ in beside):
+                return False
+            for y, value in beside:
+                if (
+                    y.data_ptr() == x.data_ptr()
+                    and y.stride() == x.stride()
+                    and _KIND(y) == _KIND(x)
+                ):
+                    self._values[x] = value if graph is self else self._given(y)
                     return True
+            if beside and own not in graph._lent:
+                raise RuntimeError("a part of a result is used that no operator has given")
         return False
 
     def _made(self, x: Any) -> Any:
@@ -191,6 +203,11 @@ class TracedGraph(TorchDispatchMode):
         self._values.clear()
         self._earlier.clear()
         return fx.GraphModule({}, graph)
+
+
+def _memory_of(x: Tensor) -> int:
+    """Where it begins; 0 of a tensor without memory of that kind."""
+    return x.untyped_storage().data_ptr() if x.layout == torch.strided and x.numel() else 0
 
 
 def _refuse_export(what: str, x: Tensor) -> None:

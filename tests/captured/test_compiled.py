@@ -378,6 +378,22 @@ def test_numbers_that_a_graph_would_draw_otherwise(
     assert any(why in str(one.message) for one in told)
 
 
+def by_table(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Writes the labels into a table of Python's zeros."""
+    table = torch.tensor([[0.0] * 3] * len(x), dtype=x.dtype).scatter_(1, y[:, None], 1.0)
+    return -(model(x).log_softmax(1) * table).sum(1)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_constants_are_made_anew_in_each_run() -> None:
+    run = Run(nn.Linear(6, 3).double(), by_table)
+    run.train(*batch("rows", 8))
+    assert run.step.captured == 1
+    for seed in range(3):
+        torch.manual_seed(seed)
+        run.check(torch.randn(8, 6).double(), torch.randint(3, (8,)))
+
+
 @pytest.mark.usefixtures("uncompiled")
 def test_an_interrupt_between_the_graphs_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(MODELS["rows"][0]().double())
