@@ -5,16 +5,19 @@ A graph does not run them again, so what they would find must be as it was.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import islice
 from operator import is_
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-_DEEPEST, _LONGEST = 4, 256
-_LIBRARIES = ("torch", "transformers", "numpy", "fastclip", "opacus", "builtins")
+_DEEPEST, _LONGEST, _MOST = 4, 256, 4096
+"""So deep, so many of one container and so many in all are watched; the rest is left to proofs."""
+_LIBRARIES = {"torch", "transformers", "numpy", "fastclip", "opacus", *sys.stdlib_module_names}
 
 
 class Reach:
@@ -41,7 +44,7 @@ class Reach:
         self._objects = [*map(dict.get, *self._places)]
         self._walked = [k for k, value in enumerate(self._objects) if [*_parts(value)]]
         """Numbers of the places whose objects are made of others."""
-        self._held = [*self._read(self._objects)]
+        self._held = [*islice(self._read(self._objects), _MOST)]
 
     def changed(self) -> bool:
         """Something is another object, or another value, than it was."""
@@ -50,7 +53,7 @@ class Reach:
             all(map(is_, objects, self._objects)) or all(map(_is_same, objects, self._objects))
         ):
             return True
-        now = [*self._read(objects)]
+        now = [*islice(self._read(objects), _MOST)]
         same = len(now) == len(self._held) and all(map(_is_same, now, self._held))
         return not same
 
@@ -72,24 +75,22 @@ class Reach:
 def _parts(value: Any) -> Iterable[Any]:
     """What a value is made of; nothing of a library's functions and classes."""
     if isinstance(value, FunctionType):
-        if value.__module__.partition(".")[0] in _LIBRARIES:
-            return ()
-        return _of_function(value)
+        return () if _is_of_a_library(value) else _of_function(value)
     if isinstance(value, partial):
         return value.func, *value.args, *value.keywords.values()
     if isinstance(value, MethodType):
         return value.__self__, value.__func__
     if isinstance(value, dict):
-        return [*value.values()][:_LONGEST]
+        return islice(value.values(), _LONGEST)
     if isinstance(value, (list, tuple)):
         return value[:_LONGEST]
     if isinstance(value, nn.Module):
-        return [*vars(value).values()]
+        return vars(value).values()
     if isinstance(value, type):
-        return () if value.__module__.partition(".")[0] in _LIBRARIES else [*vars(value).values()]
-    if isinstance(value, Tensor) or type(value).__module__.partition(".")[0] in _LIBRARIES:
+        return () if _is_of_a_library(value) else islice(vars(value).values(), _LONGEST)
+    if isinstance(value, Tensor) or _is_of_a_library(type(value)):
         return ()
-    return [*getattr(value, "__dict__", {}).values()][:_LONGEST]
+    return islice(getattr(value, "__dict__", {}).values(), _LONGEST)
 
 
 def _of_function(function: FunctionType) -> Iterator[Any]:
@@ -100,9 +101,16 @@ def _of_function(function: FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:  # it is empty
             yield None
-    for name in function.__code__.co_names:
-        if name in function.__globals__:
-            yield function.__globals__[name]
+    names, known = function.__code__.co_names, function.__globals__
+    found = [known[name] for name in names if name in known]
+    yield from found
+    for module in found:
+        if isinstance(module, ModuleType) and module.__name__.partition(".")[0] not in _LIBRARIES:
+            yield from (vars(module)[name] for name in names if name in vars(module))
+
+
+def _is_of_a_library(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).partition(".")[0] in _LIBRARIES
 
 
 def _is_same(x: Any, y: Any) -> bool:
