@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -657,11 +657,15 @@ class StepTrace:
             self.left = max(self.left, 1)
         return begins or self.observing
 
-    def finish(self) -> None:
-        """No further step is traced, whatever comes."""
-        self.left, self._traces = 0, False
+    @contextmanager
+    def untraced(self) -> Iterator[None]:
+        """Inside no pass is traced, whatever comes: none of them contributes."""
         self.end()
-        self._stop_listening()
+        before, self._traces = self._traces, False
+        try:
+            yield
+        finally:
+            self._traces = before
 
 
 def _tensors_in(model: nn.Module) -> Iterator[Tensor]:

@@ -33,6 +33,9 @@ class Replayed(Protocol):
     def let_go(self) -> None:
         """Nothing runs on what the last replay has left for others."""
 
+    def has_moved(self) -> bool:
+        """A tensor that it reads, and no capture has made, lies elsewhere than it did."""
+
 
 class Recorder(Protocol):
     """Captures operations of one device.
@@ -163,6 +166,10 @@ class _CudaGraph:
 
     def let_go(self) -> None:
         """The memory is the graph's."""
+
+    def has_moved(self) -> bool:
+        """Not known here."""
+        return False
 
 
 @contextmanager

@@ -62,20 +62,22 @@ class Frozen:
         """Hooks of each kind, parts, and whatever else is kept so."""
         self._hooks = [x for name, x in tables if isinstance(x, dict) and name.endswith("_hooks")]
         self._held = self._tensors()
-        forwards = dict.fromkeys(type(module).forward for module in self._modules)
+        kinds = dict.fromkeys(map(type, self._modules))
         deeper = [
             (vars(module), name)
             for module in self._modules
             for name, value in vars(module).items()
             if name not in _OF_MODULES and not (_is_plain(value) or isinstance(value, Tensor))
         ]
-        self._reach = Reach([loss_function, *forwards], deeper, [*self._modules, *self._held])
+        hooks = [hook for table in self._hooks for hook in table.values()]
+        known = [*self._modules, *self._held]
+        self.reach = Reach([loss_function, *kinds, *hooks], deeper, known)
         self._seen = self._read()
 
     def changed(self) -> bool:
         """Something of it is not as it was."""
         changed = bool(self._settings.changed()) or self._read() != self._seen
-        return changed or self._reach.changed()
+        return changed or self.reach.changed()
 
     def _tensors(self) -> list[Tensor]:
         found = [x for table in self._filled for x in table.values() if x is not None]

@@ -5,18 +5,23 @@ A graph does not run them again, so what they would find must be as it was.
 
 from __future__ import annotations
 
+import dis
+import random
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator
-from functools import partial
-from itertools import islice
+from functools import lru_cache, partial
+from itertools import chain, islice
 from operator import is_
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 _DEEPEST, _LONGEST, _MOST = 4, 256, 4096
 """So deep, so many of one container and so many in all are watched; the rest is left to proofs."""
+_LARGE = 1 << 16
+"""Bytes of an array that is not looked into."""
 _LIBRARIES = {"torch", "transformers", "numpy", "fastclip", "opacus", *sys.stdlib_module_names}
 
 
@@ -57,6 +62,12 @@ class Reach:
         same = len(now) == len(self._held) and all(map(_is_same, now, self._held))
         return not same
 
+    def generators(self) -> list[Any]:
+        """The states of Python's and NumPy's own generators among it."""
+        states = [x.getstate() for x in self._held if isinstance(x, random.Random)]
+        numpys = [x for x in self._held if type(x).__module__.startswith("numpy.random")]
+        return [*states, *(repr(getattr(x, "bit_generator", x).state) for x in numpys)]
+
     def _read(self, objects: list[Any]) -> Iterator[Any]:
         seen: set[int] = set()
         for value in (*self._functions, *[objects[k] for k in self._walked]):
@@ -81,16 +92,20 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, MethodType):
         return value.__self__, value.__func__
     if isinstance(value, dict):
-        return islice(value.values(), _LONGEST)
-    if isinstance(value, (list, tuple)):
-        return value[:_LONGEST]
+        return islice(chain.from_iterable(value.items()), _LONGEST)
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return islice(value, _LONGEST)
+    if type(value).__module__ == "numpy":
+        return (value.tobytes(),) if getattr(value, "nbytes", _LARGE) < _LARGE else ()
     if isinstance(value, nn.Module):
         return vars(value).values()
     if isinstance(value, type):
-        return () if _is_of_a_library(value) else islice(vars(value).values(), _LONGEST)
+        own = () if _is_of_a_library(value) else (*vars(value).values(), *value.__bases__)
+        return islice(own, _LONGEST)
     if isinstance(value, Tensor) or _is_of_a_library(type(value)):
         return ()
-    return islice(getattr(value, "__dict__", {}).values(), _LONGEST)
+    slots = (getattr(value, name, None) for name in getattr(type(value), "__slots__", ()))
+    return islice(chain((type(value),), getattr(value, "__dict__", {}).values(), slots), _LONGEST)
 
 
 def _of_function(function: FunctionType) -> Iterator[Any]:
@@ -101,12 +116,28 @@ def _of_function(function: FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:  # it is empty
             yield None
-    names, known = function.__code__.co_names, function.__globals__
+    known = function.__globals__
+    names, attributes = _names_of(function.__code__)
     found = [known[name] for name in names if name in known]
     yield from found
     for module in found:
         if isinstance(module, ModuleType) and module.__name__.partition(".")[0] not in _LIBRARIES:
-            yield from (vars(module)[name] for name in names if name in vars(module))
+            yield from (vars(module)[name] for name in attributes if name in vars(module))
+
+
+@lru_cache(maxsize=1024)
+def _names_of(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of globals, and all names, in a function's code and in that inside it."""
+    globals_, names = [], [*code.co_names]
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            globals_.append(str(instruction.argval))
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            more, others = _names_of(inner)
+            globals_ += more
+            names += others
+    return tuple(dict.fromkeys(globals_)), tuple(dict.fromkeys(names))
 
 
 def _is_of_a_library(value: Any) -> bool:

@@ -114,23 +114,8 @@ class Recording:
         torch.clear_autocast_cache()
         given = [x.clone() for x in inputs]
         try:
-            # The first compiles and tunes kernels and fills caches; the second shows what never rests,
-            # the third what waits for the device.
-            keeper.trace.finish()
-            recorder.warm_up(lambda: self._rehearse(run))
-            self.frozen, by_python = frozen(), generators()
-            recorder.warm_up(lambda: self._rehearse(run))
-            self._check_rests()
-            recorder.rehearse(lambda: self._rehearse(run))
-            self._capture(recorder, run)
-            self._check_rests()
-            if generators() != by_python:
-                raise GraphError(
-                    "Python code of the model or of the loss draws random numbers, which a graph would "
-                    f"draw no more; let torch draw them, or pass {self._without}"
-                )
-            self._prove(recorder, run)
-            self._check_rests()
+            with keeper.trace.untraced():
+                self._record(recorder, run, frozen)
         except FastclipError:
             raise
         except RuntimeError as error:
@@ -145,6 +130,32 @@ class Recording:
             recorder.set_random_state(state)
             for x, before in zip(inputs, given, strict=True):
                 x.copy_(before)
+
+    def _record(
+        self, recorder: Recorder, run: Callable[[], Tensor], frozen: Callable[[], Frozen]
+    ) -> None:
+        # The first compiles and tunes kernels and fills caches; the second shows what never rests, the
+        # third what waits for the device.
+        recorder.warm_up(lambda: self._rehearse(run))
+        self.frozen = frozen()
+        by_python = generators(), self.frozen.reach.generators()
+        recorder.warm_up(lambda: self._rehearse(run))
+        self._check_rests()
+        recorder.rehearse(lambda: self._rehearse(run))
+        self._capture(recorder, run)
+        self._check_rests()
+        if (generators(), self.frozen.reach.generators()) != by_python:
+            raise GraphError(
+                "Python code of the model or of the loss draws random numbers, which a graph would draw "
+                f"no more; let torch draw them, or pass {self._without}"
+            )
+        self._prove(recorder, run)
+        self._check_rests()
+
+    def changed(self) -> bool:
+        """Something that it was captured with is not as it was."""
+        moved = self._first.has_moved() or self._second.has_moved()
+        return moved or self.frozen.changed()
 
     def _check_rests(self) -> None:
         if self.frozen.changed():
@@ -222,8 +233,11 @@ class Recording:
         if self._recorder.waits or self._replays & (self._replays - 1) or self._replays < 2:
             return
         state = self._recorder.random_state()
-        self._compare(self._recorder, self._pass)
-        self._recorder.set_random_state(state)
+        try:
+            with self._keeper.trace.untraced():
+                self._compare(self._recorder, self._pass)
+        finally:
+            self._recorder.set_random_state(state)
 
     def contribute(self, rows: int) -> Tensor:
         """Replay over the rows in `inputs`, of which the first `rows` are real; their losses."""

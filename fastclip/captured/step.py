@@ -51,6 +51,8 @@ class Step:
         self.physical_batch = physical_batch
         self._graphs, self._compiles, self._captures = cuda_graph, compiles, 0
         self._seen: set[Any] = set()
+        self._new: Any = None
+        """The kind of the batch in hand, where it has not been seen."""
         self._recordings: dict[Any, Recording] = {}
 
     def __reduce__(self) -> Any:
@@ -177,7 +179,15 @@ class Step:
             self._compiles, recording = False, None
             self.forget()
             say(f"the step runs without being compiled: {error}")
-        return self._run(leaves, structure) if recording is None else recording.contribute(rows)
+        if recording is not None:
+            return recording.contribute(rows)
+        new, self._new = self._new, None
+        losses = self._run(leaves, structure)
+        if new is not None:  # which has run to its end
+            if len(self._seen) >= _MOST_SEEN:  # values that each batch has for itself
+                self._seen.clear()
+            self._seen.add(new)
+        return losses
 
     def _run(self, leaves: list[Any], structure: Any) -> Tensor:
         """Forward pass, loss and backward pass, as a training loop would run them."""
@@ -233,13 +243,13 @@ class Step:
         kind = repr((_kind(leaves), structure, surroundings(device)))
         known = self._recordings.get(kind)
         if known is not None:
-            if not known.frozen.changed():
+            if not known.changed():
                 return known
             self.forget()
         if kind not in self._seen:  # it may be looked at, and shows what it needs
-            if len(self._seen) >= _MOST_SEEN:  # values that each batch has for itself
-                self._seen.clear()
-            self._seen.add(kind)
+            self._new = kind
+            return None
+        if keeper.trace.left:  # whether samples are independent is not known yet
             return None
         check_decided(keeper)
         if len(self._recordings) >= _MOST_KINDS or not settled(keeper, self.physical_batch):

@@ -34,6 +34,10 @@ T = TypeVar("T")
 Compiler = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
 """Makes of a graph, and of inputs like those that it will get, a function of such inputs."""
 _KIND = attrgetter("shape", "dtype")
+_OPERANDS = (
+    Tensor, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
 _READ = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Of operators whose result Python reads, or whose result's shape follows from values."""
 
@@ -67,6 +71,11 @@ class TracedGraph(TorchDispatchMode):
         """The values that it has not made, or what gives them in a run."""
         self._lent: set[int] = set()
         """Where in memory these lie, as far as no graph makes them."""
+        self._originals: list[Tensor] = []
+        self._addresses: list[int] = []
+        """These themselves, and where they lay."""
+        self._lies: dict[int, int] = {}
+        """Where in memory values lay when they were made."""
         self._calls: list[tuple[Any, Any, Any, Any]] = []
         self._returned: list[int] = []
         self._own = 0
@@ -83,6 +92,8 @@ class TracedGraph(TorchDispatchMode):
             raise RuntimeError(f"{func.name()} reads values")
         if any(isinstance(x, torch.Generator) for x in leaves):
             raise RuntimeError(f"{func.name()} draws from a generator of its own")
+        if not all(isinstance(x, _OPERANDS) for x in leaves):
+            raise RuntimeError(f"{func.name()} is given what no graph holds")
         given = tree_map(self._given, (args, kwargs))
         if any(_memory_of(x) in self._lent for x in _written(func, args, kwargs)):
             raise RuntimeError(f"{func.name()} writes to what the pass has not made")
@@ -101,6 +112,7 @@ class TracedGraph(TorchDispatchMode):
         """`torch.tensor(numbers)` gives this one, which each run makes anew, whatever writes to it."""
         self._sources[self._values.pop(constant).number] = constant.detach().clone()
         self._lent.discard(_memory_of(constant))
+        del self._originals[-1], self._addresses[-1]
         return torch.ops.aten.clone.default
 
     def check_random_state(self) -> None:
@@ -111,10 +123,15 @@ class TracedGraph(TorchDispatchMode):
     def _given(self, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        if x not in self._values and not self._is_alias(x):
+        known = self._values.get(x)
+        if known is not None and self._lies.get(known.number, _memory_of(x)) != _memory_of(x):
+            raise RuntimeError("the memory of a tensor is replaced inside the pass")
+        if known is None and not self._is_alias(x):
             maker = next((graph for graph in self._earlier if graph.made(x)), None)
             if maker is None:
                 self._lent.add(_memory_of(x))
+                self._originals.append(x)
+                self._addresses.append(x.data_ptr() if x.layout == torch.strided else 0)
             self._sources[self._count] = x.detach() if maker is None else maker.handing(x)
         return self._made(x)
 
@@ -149,6 +166,7 @@ class TracedGraph(TorchDispatchMode):
             return x
         if x not in self._values:
             self._values[x] = _Value(self._count)
+            self._lies[self._count] = _memory_of(x)
             self._count += 1
         return self._values[x]
 
@@ -166,6 +184,13 @@ class TracedGraph(TorchDispatchMode):
         """What this tensor is in the last run, once: for a later graph."""
         self._returned.append(self._values[x].number)
         return partial(self._handed.pop, len(self._returned) - 1)
+
+    def has_moved(self) -> bool:
+        """A tensor that it reads, and no graph has made, lies elsewhere than it did."""
+        return self._strided() != self._addresses
+
+    def _strided(self) -> list[int]:
+        return [x.data_ptr() if x.layout == torch.strided else 0 for x in self._originals]
 
     def let_go(self) -> None:
         """No later graph runs on what the last run has left."""
@@ -200,6 +225,7 @@ class TracedGraph(TorchDispatchMode):
                     nodes.setdefault(part.number, graph.call_function(operator.getitem, (node, k)))
         graph.output(tuple(nodes[number] for number in self._returned))
         self._calls.clear()
+        self._lies.clear()
         self._values.clear()
         self._earlier.clear()
         return fx.GraphModule({}, graph)

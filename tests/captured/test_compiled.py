@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fastclip import FastPrivacyEngine
 from fastclip.captured import step as step_module
 from fastclip.captured.traced import TracedRecorder
-from fastclip.errors import ArgumentError
+from fastclip.errors import ArgumentError, GraphError
 from tests.captured.test_step import MODELS, losses
 from tests.captured.uncompiled import as_it_is
 from tests.oracle import clipped_sum, norms, per_sample_gradients, relative_error, summed
@@ -54,8 +54,8 @@ class Run:
             self.model, function, physical_batch=physical_batch, compile=compiled
         )
 
-    def train(self, x: Tensor, y: Tensor, steps: int = 2) -> None:
-        """So many steps: the second is compiled."""
+    def train(self, x: Tensor, y: Tensor, steps: int = 3) -> None:
+        """So many steps: two are traced, the third is compiled."""
         for _ in range(steps):
             self.step(x.clone(), y.clone())  # a loader's batches are new ones
             self.optimizer.step()
@@ -376,6 +376,53 @@ def test_numbers_that_a_graph_would_draw_otherwise(
         run.train(*batch("rows", 8), steps=3)
     assert run.step.captured == 0
     assert any(why in str(one.message) for one in told)
+
+
+def mixing(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    own = losses(model, x, y)
+    return own * own.mean()
+
+
+def mixing_and_reading(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return mixing(model, x * (2 if x.sum().item() > 1e9 else 1), y)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("function", [mixing, mixing_and_reading])
+@pytest.mark.parametrize("first", [8, 1, 0])
+def test_samples_are_proven_independent_before_anything_is_recorded(
+    first: int, function: Callable[..., Tensor]
+) -> None:
+    """Whatever the first batch is, and however often it is tried."""
+    run = Run(nn.Linear(6, 3).double(), function)
+    if first < 2:
+        run.train(*batch("rows", first), steps=3)
+    for _ in range(4):
+        with pytest.raises(GraphError):
+            run.train(*batch("rows", 8), steps=1)
+        run.optimizer.zero_grad()
+    assert run.step.captured == 0
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_teacher_whose_memory_moves_is_followed() -> None:
+    teachers = [nn.Linear(6, 3).double().requires_grad_(False) for _ in range(2)]
+    teachers[1].load_state_dict(teachers[0].state_dict())
+
+    def taught(teacher: nn.Module) -> Callable[..., Tensor]:
+        return lambda m, x, y: -(teacher(x).softmax(1) * m(x).log_softmax(1)).sum(1)
+
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3).double()
+    run = Run(copy.deepcopy(model), taught(teachers[0]))
+    eager = Run(model, taught(teachers[1]), compiled=False)
+    x, y = batch("rows", 8)
+    for one in (run, eager):
+        one.train(x, y, 4)
+    assert run.step.captured == 1
+    for teacher in teachers:
+        teacher.weight.data = 1.001 * teacher.weight.data
+    assert relative_error(run.sums(x, y), eager.sums(x, y)) <= 1e-10
 
 
 def by_table(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastclip import FastPrivacyEngine, GradScaler, clipping
+from fastclip.backward.traced_step import StepTrace
 from fastclip.captured import step as step_module
 from fastclip.ops.dispatch import use_backend
 from tests.captured.uncompiled import Uncompiled
@@ -30,6 +31,8 @@ STRATEGIES = {
 @pytest.fixture(autouse=True)
 def _tape(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(step_module, "recorder_of", lambda device: Uncompiled)
+    # one step is traced, so that the second may be captured
+    monkeypatch.setitem(StepTrace.__init__.__kwdefaults__, "steps", 1)
     with use_backend("reference"):
         yield
 
