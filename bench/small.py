@@ -186,7 +186,7 @@ def measured(name: str, mode: str, rounds: int) -> dict[str, Any]:
     first = time.perf_counter()
     step, model = step_of(mode, build, x, y)
     first = time.perf_counter() - first
-    entered, seconds = calls(step), []
+    entered, seconds = min(calls(step), calls(step)), []  # one of two may be a proof of a graph
     for _ in range(rounds):
         begun = time.process_time()
         step()
