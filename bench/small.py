@@ -110,7 +110,11 @@ def ordinary_step(mode: str, model: Any, x: Tensor, y: Tensor) -> Step:
             return None, [loss.detach(), *trained]
 
         graph, _ = TracedRecorder(x.device).capture(whole)
-        return lambda: [None for _ in graph.replay()].clear()
+
+        def replay() -> None:
+            graph.replay()
+
+        return replay
     optimizer = torch.optim.SGD(parameters, lr=RATE)
     called = torch.compile(model, dynamic=False) if mode == "ordinary compiled" else model
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -115,7 +116,7 @@ class Recording:
         given = [x.clone() for x in inputs]
         try:
             with keeper.trace.untraced():
-                self._record(recorder, run, frozen)
+                self._record(frozen)
         except FastclipError:
             raise
         except RuntimeError as error:
@@ -131,25 +132,24 @@ class Recording:
             for x, before in zip(inputs, given, strict=True):
                 x.copy_(before)
 
-    def _record(
-        self, recorder: Recorder, run: Callable[[], Tensor], frozen: Callable[[], Frozen]
-    ) -> None:
+    def _record(self, frozen: Callable[[], Frozen]) -> None:
+        recorder = self._recorder
         # The first compiles and tunes kernels and fills caches; the second shows what never rests, the
         # third what waits for the device.
-        recorder.warm_up(lambda: self._rehearse(run))
+        recorder.warm_up(self._rehearse)
         self.frozen = frozen()
         by_python = generators(), self.frozen.reach.generators()
-        recorder.warm_up(lambda: self._rehearse(run))
+        recorder.warm_up(self._rehearse)
         self._check_rests()
-        recorder.rehearse(lambda: self._rehearse(run))
-        self._capture(recorder, run)
+        recorder.rehearse(self._rehearse)
+        self._capture()
         self._check_rests()
         if (generators(), self.frozen.reach.generators()) != by_python:
             raise GraphError(
                 "Python code of the model or of the loss draws random numbers, which a graph would draw "
                 f"no more; let torch draw them, or pass {self._without}"
             )
-        self._prove(recorder, run)
+        self._prove()
         self._check_rests()
 
     def changed(self) -> bool:
@@ -164,8 +164,8 @@ class Recording:
                 f"would not do; keep what counts calls out of the model, or pass {self._without}"
             )
 
-    def _rehearse(self, run: Callable[[], Tensor]) -> _Rehearsed:
-        rehearsed = _Rehearsed(self._keeper, run)
+    def _rehearse(self) -> _Rehearsed:
+        rehearsed = _Rehearsed(self._keeper, self._pass)
         rehearsed.sums(self._no_factors(rehearsed.norm_sq))
         return rehearsed
 
@@ -177,33 +177,34 @@ class Recording:
         )
         return norm_sq.new_zeros(shape)
 
-    def _capture(self, recorder: Recorder, run: Callable[[], Tensor]) -> None:
+    def _capture(self) -> None:
         def first() -> tuple[_Rehearsed, list[Tensor]]:
-            rehearsed = _Rehearsed(self._keeper, run)
+            rehearsed = _Rehearsed(self._keeper, self._pass)
             return rehearsed, [rehearsed.losses, rehearsed.norm_sq]
 
-        self._first, rehearsed = recorder.capture(first)
+        self._first, rehearsed = self._recorder.capture(first)
         self._factor, self._calls = rehearsed.factor, rehearsed.calls
         self._layers = rehearsed.layers()
         self._whose = [*self._keeper.names][:1]  # all lie on one device
         self._factors = self._no_factors(rehearsed.norm_sq)
-        self._second, self._kinds = recorder.capture(lambda: rehearsed.sums(self._factors))
+        sums = partial(rehearsed.sums, self._factors)
+        self._second, self._kinds = self._recorder.capture(sums)
 
-    def _prove(self, recorder: Recorder, run: Callable[[], Tensor]) -> None:
+    def _prove(self) -> None:
         """Other rows than were captured, and other weights, by both ways."""
         for x in self.inputs:
             x.copy_(x.roll(1, 0))
         with _stirred(self._keeper.names):
-            self._compare(recorder, run)
+            self._compare()
 
-    def _compare(self, recorder: Recorder, run: Callable[[], Tensor]) -> None:
+    def _compare(self) -> None:
         """Hold a replay against the pass itself, on the rows in `inputs`.
 
         Raises:
             GraphError: they differ.
         """
-        state = recorder.random_state()
-        expected = _Rehearsed(self._keeper, run)
+        state = self._recorder.random_state()
+        expected = _Rehearsed(self._keeper, self._pass)
         dtype, norm_sq = expected.losses.dtype, expected.norm_sq.clone()
         losses = expected.losses.clone()
         sizes = norm_sq.sum(0).sqrt()
@@ -211,7 +212,7 @@ class Recording:
         factors = torch.where(sizes.isfinite(), (1 + rows) / (1 + sizes), 0.0)
         self._factors.copy_(factors)
         kinds, sums = expected.sums(self._factors.clone())
-        recorder.set_random_state(state)
+        self._recorder.set_random_state(state)
         found = [*self._first.replay(), *self._second.replay()]
         self._first.let_go()
         wanted = [losses, norm_sq, *sums]
@@ -235,7 +236,7 @@ class Recording:
         state = self._recorder.random_state()
         try:
             with self._keeper.trace.untraced():
-                self._compare(self._recorder, self._pass)
+                self._compare()
         finally:
             self._recorder.set_random_state(state)
 
