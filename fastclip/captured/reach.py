@@ -40,11 +40,7 @@ class Reach:
         known: Iterable[Any],
     ) -> None:
         self._functions = [*functions]
-        tables, names = [], []
-        for table, name in places:
-            tables.append(table)
-            names.append(name)
-        self._places = tables, names
+        self._places: list[Any] = [*zip(*places, strict=True)] or [(), ()]
         self._known = {*map(id, known)}
         self._objects = [*map(dict.get, *self._places)]
         self._walked = [k for k, value in enumerate(self._objects) if [*_parts(value)]]
@@ -65,8 +61,9 @@ class Reach:
     def generators(self) -> list[Any]:
         """The states of Python's and NumPy's own generators among it."""
         states = [x.getstate() for x in self._held if isinstance(x, random.Random)]
-        numpys = [x for x in self._held if type(x).__module__.startswith("numpy.random")]
-        return [*states, *(repr(getattr(x, "bit_generator", x).state) for x in numpys)]
+        numpys = (x for x in self._held if type(x).__module__.startswith("numpy.random"))
+        held = (getattr(x, "_bit_generator", getattr(x, "bit_generator", x)) for x in numpys)
+        return [*states, *(repr(getattr(x, "state", None)) for x in held)]
 
     def _read(self, objects: list[Any]) -> Iterator[Any]:
         seen: set[int] = set()

@@ -359,12 +359,20 @@ def by_coin(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return losses(model, x.flip(-1) if random.random() < 0.01 else x, y)
 
 
+OWN = [np.random.RandomState(0), np.random.default_rng(0)]
+
+
+def by_own_generators(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return losses(model, x + 1e-9 * OWN[0].uniform() + 1e-9 * OWN[1].uniform(), y)
+
+
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
     ("why", "build", "function"),
     [
         ("state of the random number generator", Checkpointed, losses),
         ("draws random numbers", lambda: nn.Linear(6, 3), by_coin),
+        ("draws random numbers", lambda: nn.Linear(6, 3), by_own_generators),
     ],
 )
 def test_numbers_that_a_graph_would_draw_otherwise(
