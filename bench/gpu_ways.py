@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from bench.children import tell
 from bench.gpu_tasks import Trainer
-from fastclip._torch import compile_graph
+from fastclip._dynamo import compile_graph
 from fastclip.captured import step as step_module
 from fastclip.captured.device import CudaRecorder, Recorder
 from fastclip.captured.traced import TracedRecorder

@@ -17,14 +17,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from operator import attrgetter, methodcaller
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as Native
 from torch._C import _DisableTorchDispatch as Undispatched
-from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import Function, Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
@@ -128,6 +129,8 @@ def invents() -> bool:
     return bool(dispatch_modes()) and torch._C._get_dispatch_mode(kind) is not None
 
 
+Invented = FakeTensor, FunctionalTensor
+"""Tensors of torch's compilers, which have shapes and no memory."""
 is_functorch_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 unwrap_dead: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
 """What a wrapper of a transform that has ended holds; any other tensor as it is."""
@@ -136,16 +139,6 @@ unwrap_dead: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
 def plain_apply(function: type[Function]) -> Callable[..., Any]:
     """`function.apply` without what it looks for first: transforms, and wrappers that they left."""
     return super(Function, function).apply  # type: ignore[misc]
-
-
-def is_one_graph(compiled: Any) -> bool:
-    """Whether a compiled module may have no graph breaks (fullgraph=True)."""
-    told = getattr(compiled.dynamo_ctx, "fullgraph", None)
-    if told is not None:
-        return told
-    # torch 2.6 remembers it by the class of what converts frames alone.
-    made = getattr(compiled.dynamo_ctx.callback, "_torchdynamo_orig_callable", None)
-    return type(made).__name__ == "ConvertFrameAssert"
 
 
 def gradient_hooks(parameter: Tensor) -> Collection[Any]:
@@ -267,76 +260,6 @@ def parametrizations_apart() -> Iterator[None]:
         yield
     finally:
         parametrize._cache = kept
-
-
-is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
-"""torch.export traces; never before torch 2.7."""
-
-
-_compiler: Callable[[], Any] = getattr(
-    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: False
-)
-
-
-def is_compiled() -> bool:
-    """torch.compile traces what runs, or may: of a torch that does not say so, always."""
-    return torch.compiler.is_dynamo_compiling() or _compiler() is not None
-
-
-def disable_dynamo(run: R, recursive: bool = True) -> R:
-    """Decorator: torch.compile runs this as it is. Without dynamo being imported; where nothing is
-    compiled, at the cost of a question.
-
-    Args:
-        recursive: what it calls is not compiled either.
-    """
-    apart = _disable_dynamo(run, recursive)
-
-    @functools.wraps(run)
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        return (apart if is_compiled() else run)(*args, **kwargs)
-
-    return cast(R, inner)
-
-
-def can_compile() -> bool:
-    """Whether anything has been compiled, or can have been: dynamo is imported."""
-    return "torch._dynamo" in sys.modules
-
-
-def in_compiled_call() -> bool:
-    """Whether a compiled function has been called and has not returned: it then takes out of force what
-    modes were opened inside.
-    """
-    frame: Any = sys._getframe(1) if can_compile() else None
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename.endswith("_dynamo/eval_frame.py"):
-            owner = type(frame.f_locals.get("self")).__name__
-            if code.co_name == "compile_wrapper" or owner == "OptimizeContext":
-                return True
-        frame = frame.f_back
-    return False
-
-
-def run_eagerly() -> Callable[[], None]:
-    """Compiled functions run as they are written from now on: under a mode dynamo would mark them as
-    never to be compiled.
-
-    Returns:
-        Ends it.
-    """
-    if not can_compile() or not hasattr(torch.compiler, "set_stance"):  # before torch 2.6
-        return lambda: None
-    from torch._dynamo import eval_frame
-
-    eager: Any = torch.compiler.set_stance("force_eager")
-
-    def end() -> None:
-        if eval_frame._stance is eager.stance:  # nobody has asked for another one meanwhile
-            eval_frame._set_stance(eager.prev)
-
-    return end
 
 
 class _Attribute(property):
@@ -539,14 +462,6 @@ def traced(mode: TorchDispatchMode) -> Iterator[None]:
 def makes_graph() -> bool:
     """Whether what this thread computes now becomes a part of a graph (`traced`)."""
     return bool(dispatch_modes()) and any(getattr(mode, "is_graph", False) for mode in _modes())
-
-
-def compile_graph(graph: Any, inputs: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """A graph of aten operators by inductor, for such inputs; random numbers are the operators' own."""
-    from torch import _inductor  # which takes a second
-
-    compiled: Any = _inductor.compile(graph, [*inputs], options={"fallback_random": True})
-    return compiled  # type: ignore[no-any-return]
 
 
 def foreign_modes() -> bool:

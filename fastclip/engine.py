@@ -30,7 +30,7 @@ from fastclip.model.module import FastGradSampleHooks, FastGradSampleModule
 from fastclip.model.ownership import held_by
 from fastclip.noise.keystream import require_cipher
 from fastclip.optim.optimizer import FastDPOptimizer
-from fastclip.parallel.processes import bare, ranks_of, refuse
+from fastclip.parallel.processes import bare, ranks_of, refuse, uncompiled
 from fastclip.parallel.ranks import whole
 from fastclip.planner import Planner
 
@@ -316,7 +316,7 @@ class FastPrivacyEngine(SteppingEngine):
         module = module if wrapper is None else wrapper._module
         with whole(ranks := ranks_of(module)):
             self.validate(module=bare(module))
-            trained, frozen = held_by(optimizer, bare(module), ranks)
+            trained, frozen = held_by(optimizer, uncompiled(bare(module)), ranks)
             keeper = BookKeeper(
                 trained, clipping, max_grad_norm, mean_loss=loss_reduction == "mean",
                 batch_axis=0 if batch_first else 1, frozen=frozen, planner=self._planner,

@@ -21,6 +21,7 @@ ORDER = (
     "building",
     "compiled",
     "_torch",
+    "_dynamo",
     "memory",
     "waiting",
     "graph",

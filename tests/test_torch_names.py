@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastclip import _torch
+from fastclip import _dynamo, _torch
 from fastclip.parallel.shards import Shards
 from tests.refusal import refused
 
@@ -86,7 +86,7 @@ def test_they_are_written_in_one_file() -> None:
         names = [(name, of) for name, of in others(path.read_text(), own) if name not in allowed]
         # `torch._C._name` is two: the first says it
         found[file] = {f"{of}.{n}" for n, of in names if not any(map(is_private, of.split(".")))}
-    del found["_torch.py"]
+    del found["_torch.py"], found["_dynamo.py"]
     assert {file: names for file, names in found.items() if names} == {}
 
 
@@ -346,20 +346,20 @@ def test_parametrizations_that_are_kept() -> None:
 def test_nothing_is_compiled_without_dynamo() -> None:
     calls = []
 
-    @_torch.disable_dynamo
+    @_dynamo.disable_dynamo
     def plain(x: Tensor) -> Tensor:
         calls.append(torch.compiler.is_compiling())
         return x
 
     torch.compile(lambda x: plain(x) + 1, backend="eager")(torch.ones(1))
     assert calls == [False]
-    assert _torch.can_compile()
+    assert _dynamo.can_compile()
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_what_was_asked_of_a_compiled_module(fullgraph: bool) -> None:
     compiled = torch.compile(nn.Linear(2, 2), backend="eager", fullgraph=fullgraph)
-    assert _torch.is_one_graph(compiled) is fullgraph
+    assert _dynamo.is_one_graph(compiled) is fullgraph
 
 
 def test_export_is_told() -> None:
@@ -367,7 +367,7 @@ def test_export_is_told() -> None:
 
     class Branch(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + 1 if _torch.is_exporting() else x
+            return x + 1 if _dynamo.is_exporting() else x
 
     x = torch.zeros(2)
     assert torch.equal(torch.export.export(Branch(), (x,)).module()(x), x + 1)

@@ -2,6 +2,8 @@
 
 #include <ATen/core/function_schema.h>
 
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
 #include <algorithm>
 #include <unordered_map>
 
@@ -53,7 +55,17 @@ Operator operator_of(const at::RecordFunction& call) {
 
 uint64_t address(const void* of) { return reinterpret_cast<uint64_t>(of); }
 
-bool has_memory(const at::Tensor& x) { return x.layout() == at::kStrided && x.has_storage(); }
+bool has_memory(const at::Tensor& x) {
+  return x.layout() == at::kStrided && x.has_storage() && !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
+
+// A compiler of torch's traces what runs: a later call runs what it has made.
+bool is_traced() {
+  using c10::impl::TorchDispatchModeKey;
+  for (const auto key : {TorchDispatchModeKey::FAKE, TorchDispatchModeKey::PROXY, TorchDispatchModeKey::FUNCTIONAL})
+    if (c10::impl::TorchDispatchModeTLS::get_mode(key).has_value()) return true;
+  return false;
+}
 
 uint64_t address_of_memory(const at::Tensor& x) { return address(x.storage().unsafeGetStorageImpl()); }
 
@@ -191,7 +203,7 @@ const Operator& look_up(Here& now, const at::RecordFunction& call) {
 // What an operator calls inside follows from what it was given: only the outermost is followed.
 std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& call) {
   auto& now = here();
-  if (now.paused) return nullptr;
+  if (now.paused || is_traced()) return nullptr;
   const auto& kind = look_up(now, call);
   if (!now.depth)
     for (auto* recorder : now.running) recorder->begins(kind, call.inputs());

@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 
 from fastclip import ops
 from fastclip._torch import hooks_of
 from fastclip.backward import python_nodes
 from fastclip.backward.arithmetic import uncast
+from fastclip.backward.tapped import TappedLayers
 from fastclip.compiled import of_this_torch
 from fastclip.errors import GraphError, where
 from fastclip.graph import is_of_cpp, refusing, unopened
@@ -88,7 +90,14 @@ class BareLayers:
         self._hooks: list[Any] = []
         """On gradients of `parameters`, when they were last found to be guards."""
         self._planned: tuple[BatchLayout, int] | None = None
+        self._begun: Forward | None = None
+        """The forward pass that runs, and may have bare layers."""
         self.slots = nodes.Slots() if SERVES else None
+        self.laid = False
+        """Calls have taps in the forward pass that runs."""
+        self._users: set[str] = set()
+        """Modules that use parameters by themselves."""
+        self.tapped = TappedLayers(self.slots)
         if self.slots is not None:
             _ALL[self.slots.address] = self
 
@@ -115,6 +124,35 @@ class BareLayers:
         if self.paths and self.are_as_they_were():
             forward.reached.update(self.paths)
             self.slots.begin(forward, forward.batch_size)
+            self._begun = forward
+
+    def lays(self, inputs: Iterable[Tensor]) -> bool:
+        """Torch.compile may trace the forward pass that has begun: its calls get taps.
+
+        Args:
+            inputs: of the model.
+
+        Returns:
+            False if it is to run as it is: what its layers list is not known yet, or there are no rows.
+        """
+        forward = self._begun
+        if forward is None or forward.layout is None or forward.layout.axis:
+            return True
+        if not forward.batch_size:
+            return False
+        kinds = tuple((x.shape[1:], x.dtype, x.device.type) for x in inputs)
+        devices = {device for *_, device in kinds} | {p.device.type for p in self.parameters[:1]}
+        cast = (*((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),)
+        self.laid = self.tapped.lay(forward, (kinds, frozenset(cast)))
+        self._users = forward.layout.users
+        return self.laid
+
+    def traced(self, path: str) -> bool:
+        """Torch.compile traces a call of this part of the model, and may go on: its private layers have
+        taps, or no gradient is asked for, and no parameter is used by itself."""
+        if not torch.compiler.is_dynamo_compiling():
+            return False
+        return not torch.is_grad_enabled() or (self.laid and path not in self._users)
 
     def are_as_they_were(self) -> bool:
         """The bare layers compute what their classes' rules were written for."""
@@ -133,6 +171,8 @@ class BareLayers:
 
     def end(self) -> None:
         """It has returned, or failed."""
+        self._begun, self.laid = None, False
+        self.tapped.end()
         if self.slots is not None:
             self.slots.end()
 
@@ -162,6 +202,7 @@ class BareLayers:
         if self.slots is not None:
             if now:
                 self.slots.take()
+                self.tapped.left.clear()
                 self.taken = 0
             self.slots.opened = now
 
@@ -169,8 +210,9 @@ class BareLayers:
         """No pass runs, forward or backward; what one that has failed has left is let go of."""
         if self.slots is not None:
             self.slots.opened = False
-            self.slots.end()
+            self.end()
             self.slots.take()
+            self.tapped.left.clear()
 
     def settle(self, keeper: Any) -> None:
         """The pass has ended: make records of what nodes have listed, and let go of it.
@@ -179,6 +221,14 @@ class BareLayers:
             GraphError: layers have changed since the model's forward pass, or what they were given has.
         """
         found = None if self.slots is None else self.slots.take()
+        if self.tapped.learning is not None and found is not None:
+            self.tapped.note(zip(*found[:-1], strict=True))
+            self.tapped.learnt()
+        if self.tapped.left:
+            assert found is not None
+            left, self.tapped.left = self.tapped.left, []
+            columns = zip(found[:-1], zip(*left, strict=True), strict=True)
+            found = *([*a, *b] for a, b in columns), found[-1]
         self.listed = 0 if found is None else len(found[0])
         if found is None or not (self.listed or self.taken):
             return
@@ -203,6 +253,8 @@ def _take(address: int, one: Left) -> None:
     """A layer has left this, of which nothing is to be held."""
     bare = _ALL[address]
     bare.taken += 1
+    if bare.tapped.learning is not None:
+        bare.tapped.note([one])
     with uncast(one[3]):
         bare.takes(bare, one)
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fastclip import ops
-from fastclip._torch import at_end_of_pass, current_task, disable_dynamo
+from fastclip._dynamo import disable_dynamo
+from fastclip._torch import at_end_of_pass, current_task
 from fastclip.backward import guards, outside
 from fastclip.backward.arithmetic import arithmetic
 from fastclip.backward.backward_pass import BackwardPass

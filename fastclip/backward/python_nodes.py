@@ -38,6 +38,8 @@ NORMS: tuple[LayerRule, ...] = LayerNormRule(), RMSNormRule(), GroupNormRule()
 """Of layers that normalise, by the numbers that nodes have for them."""
 _NAMES = "weight", "bias"
 _USUAL = frozenset((Tensor, nn.Parameter))
+Left = tuple[Tensor | None, Tensor | None]
+"""Input and output's gradient, or samples' gradients of weight and bias."""
 _ASKED: dict[str, Callable[..., Any]] = {}
 
 
@@ -148,7 +150,7 @@ class _Slot(ABC):
     def __call__(self, x: Any, module: nn.Module) -> Tensor | None:
         """What the layer gives; None where it is to go its usual way."""
         call, slots, own = self.slots.running(), self.slots, self.weight
-        if call is None or slots.paused or type(x) not in _USUAL or not self._holds(module):
+        if call is None or slots.paused or type(x) not in _USUAL or not self.holds(module):
             return None
         alike = x.device == own.device and x.layout == torch.strided and own.is_floating_point()
         if not alike or not x.dim() or x.shape[0] != call[1] or x.is_inference() or not _is_plain():
@@ -164,8 +166,8 @@ class _Slot(ABC):
         """Whether it may be the layer's input."""
 
     @abstractmethod
-    def gradient(self, ctx: Any, g: Tensor, wanted: list[Any]) -> Tensor | None:
-        """List what the layer leaves; the input's gradient where it is needed."""
+    def gradient(self, ctx: Any, g: Tensor, wanted: list[Any]) -> tuple[Tensor | None, Left]:
+        """The input's gradient where it is needed, and what the layer leaves for weight and bias."""
 
     def leave(self, ctx: Any, x: Any, g: Tensor, wanted: list[Any]) -> None:
         """It leaves this."""
@@ -191,7 +193,8 @@ class _Slot(ABC):
         bias = self.bias
         return self.weight.shape, self.weight.requires_grad, bias is not None and bias.requires_grad
 
-    def _holds(self, module: nn.Module) -> bool:
+    def holds(self, module: nn.Module) -> bool:
+        """The module is as it was when it was planned."""
         held, own = module.__dict__, self._parameters
         same = held["_parameters"] is own and "weight" not in held and "bias" not in held
         same = same and own.get("weight") is self.weight and own.get("bias") is self.bias
@@ -231,7 +234,10 @@ class PrivateNode(Function):
             return (None,) * 5
         slot: _Slot = ctx.slot
         with uncast(g):
-            found = slot.gradient(ctx, g, slot.wanted(ctx))
+            wanted = slot.wanted(ctx)
+            found, left = slot.gradient(ctx, g, wanted)
+            if left[1] is not None:
+                slot.leave(ctx, left[0], left[1], wanted)
         if found is not None and found.dtype != ctx.dtype:
             found = found.to(ctx.dtype)
         return None, None, found, None, None
@@ -255,14 +261,13 @@ class Linear(_Slot):
         fits = x.dim() > 1 and x.shape[-1] == self.weight.shape[0 if self.transposed else 1]
         return fits and x.is_floating_point()
 
-    def gradient(self, ctx: Any, g: Tensor, wanted: list[Any]) -> Tensor | None:
+    def gradient(self, ctx: Any, g: Tensor, wanted: list[Any]) -> tuple[Tensor | None, Left]:
         x, weight = ctx.saved_tensors
         g = g.contiguous()
-        self.leave(ctx, x, g, wanted)
         if not ctx.needs_input_grad[2]:
-            return None
+            return None, (x, g)
         weight = weight if weight.dtype == g.dtype else weight.to(g.dtype)
-        return g @ (weight.t() if self.transposed else weight)
+        return g @ (weight.t() if self.transposed else weight), (x, g)
 
 
 class Conv(_Slot):
@@ -284,18 +289,17 @@ class Conv(_Slot):
             fits and x.is_floating_point() and len(x) > 0 and (x.device.type == "cpu" or not last)
         )
 
-    def gradient(self, ctx: Any, g: Tensor, wanted: list[Any]) -> Tensor | None:
+    def gradient(self, ctx: Any, g: Tensor, wanted: list[Any]) -> tuple[Tensor | None, Left]:
         x, weight = ctx.saved_tensors
-        self.leave(ctx, x, g, wanted)
         if not ctx.needs_input_grad[2]:
-            return None
+            return None, (x, g)
         geo, kind = self.extra, g.dtype
         found: Tensor = torch.ops.aten.convolution_backward(
             g, x if x.dtype == kind else x.to(kind), weight if weight.dtype == kind else weight.to(kind),
             None, geo.stride, geo.padding, geo.dilation, False, [0] * len(geo.stride), geo.groups,
             [True, False, False],
         )[0]  # fmt: skip
-        return found
+        return found, (x, g)
 
 
 class Norm(_Slot):
@@ -317,14 +321,12 @@ class Norm(_Slot):
         n = len(self._shape)
         return x.dim() > n and tuple(x.shape[-n:]) == self._shape and 0 not in self._shape
 
-    def gradient(self, ctx: Any, g: Tensor, wanted: list[Any]) -> Tensor | None:
+    def gradient(self, ctx: Any, g: Tensor, wanted: list[Any]) -> tuple[Tensor | None, Left]:
         call: Any = _NormCall(ctx, g, wanted)
         found = self.rule.backward(call)
         kept = [call.kept.get(name) for name in _NAMES]
         first, second = kept if kept[0] is not None else kept[::-1]
-        if first is not None:
-            self.leave(ctx, first, first if second is None else second, wanted)
-        return found
+        return found, (first, first if second is None else second)
 
 
 class _NormCall:
@@ -363,6 +365,5 @@ class Lookup(_Slot):
     def takes(self, x: Tensor) -> bool:
         return x.dtype in (torch.int64, torch.int32) and self.weight.dim() == 2
 
-    def gradient(self, ctx: Any, g: Tensor, wanted: list[Any]) -> Tensor | None:
-        self.leave(ctx, ctx.saved_tensors[0], g, wanted)
-        return None
+    def gradient(self, ctx: Any, g: Tensor, wanted: list[Any]) -> tuple[Tensor | None, Left]:
+        return None, (ctx.saved_tensors[0], g)

@@ -18,14 +18,8 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fastclip._torch import (
-    TorchDispatchMode,
-    compile_graph,
-    hear_exports,
-    traced,
-    tree_leaves,
-    tree_map,
-)
+from fastclip._dynamo import compile_graph
+from fastclip._torch import TorchDispatchMode, hear_exports, traced, tree_leaves, tree_map
 from fastclip.captured.device import Replayed, random_state, set_random_state
 from fastclip.errors import say
 from fastclip.ops import library  # noqa: F401 - says what operations are in a graph

@@ -18,7 +18,7 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from fastclip._torch import disable_dynamo
+from fastclip._dynamo import disable_dynamo
 from fastclip.data.loader import drawing, unwatched
 from fastclip.errors import ArgumentError
 from fastclip.noise.forks import claim

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from fastclip import ops
 from fastclip.backward import bare as backward_bare
+from fastclip.backward import python_nodes
 from fastclip.backward.bare import BareLayers
+from fastclip.backward.tapped import Layer, what_lists
 from fastclip.layers.conv import ConvRule, geometry_of, zeros_around
 from fastclip.layers.embedding import ONLY_PLAIN, EmbeddingRule, padding_of
 from fastclip.layers.norm import GroupNormRule, LayerNormRule, RMSNormRule
@@ -40,7 +42,9 @@ def plan(bare: BareLayers, layout: BatchLayout) -> None:
     bare.paths = []
     bare.endings.clear()
     for number, (handle, module) in enumerate(bare.layers):
-        handle.bare = _slot(bare, number) if _is_bare(handle, module, layout) else None
+        handle.bare = (
+            _slot(bare, number, backward_bare.nodes) if _is_bare(handle, module, layout) else None
+        )
         if handle.bare is None:
             continue
         bare.paths.append(handle.path)
@@ -49,6 +53,20 @@ def plan(bare: BareLayers, layout: BatchLayout) -> None:
             own = (p for p in module._parameters.values() if p is not None)
             bare.parameters += [p for p in own if p in handle.keeper.names]
             bare.modules.setdefault(type(module), []).append(module)
+    bare.tapped.plan(dict(_tapped(bare)))
+
+
+def _tapped(bare: BareLayers) -> Iterator[tuple[int, Layer]]:
+    """Those whose calls may be given taps, and what is known of them."""
+    for number, (handle, module) in enumerate(bare.layers):
+        slot = None if handle.bare is None else _slot(bare, number, python_nodes)
+        weight = module._parameters.get("weight")
+        if slot is None or weight is None:
+            continue
+        if isinstance(slot, python_nodes.Conv) and not weight.requires_grad:
+            continue  # its output's size does not follow from that of its input
+        bias = module._parameters.get("bias")
+        yield number, Layer(number, slot, module, weight, bias, what_lists(slot), handle.key)
 
 
 def _is_bare(handle: Handle, module: nn.Module, layout: BatchLayout) -> bool:
@@ -66,9 +84,8 @@ def _is_bare(handle: Handle, module: nn.Module, layout: BatchLayout) -> bool:
     )
 
 
-def _slot(bare: BareLayers, number: int) -> Any:
-    """What calls a layer's node; None of a layer that has none."""
-    nodes = backward_bare.nodes
+def _slot(bare: BareLayers, number: int, nodes: Any) -> Any:
+    """What calls a layer's node, of these; None of a layer that has none."""
     handle, module = bare.layers[number]
     rule, held, parameters = type(handle.rule), module.__dict__, module._parameters
     weight = parameters["weight"]

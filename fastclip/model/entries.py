@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fastclip._torch import disable_dynamo, is_exporting
+from fastclip._dynamo import ends_graph, is_exporting, pass_over
 from fastclip.errors import GraphError
-from fastclip.model.following import follow, not_compiled, shown_as
+from fastclip.model.following import exports_as_it_was, follow, shown_as
 from fastclip.model.given import check_given
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Method:
 
     def __init__(self, model: nn.Module, name: str, keeper: BookKeeper, path: str = "") -> None:
         self.model, self.name, self.keeper = model, name, keeper
-        self.called = f"{path}.{name}".lstrip(".")
+        self.path, self.called = path, f"{path}.{name}".lstrip(".")
         functools.update_wrapper(self, getattr(type(model), name))
 
     @property
@@ -53,12 +53,13 @@ class Method:
     def _plain(self) -> MethodType:
         return MethodType(getattr(type(self.model), self.name), self.model)
 
+    @pass_over
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_exporting():
+        if is_exporting() or self.keeper.bare.traced(self.path):
             return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
         return self._call(*args, **kwargs)
 
-    @functools.partial(disable_dynamo, recursive=False)
+    @ends_graph
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         plain = self._plain
         lightnings = plain.__func__.__module__.startswith(_LIGHTNING)
@@ -112,9 +113,16 @@ def detach(module: nn.Module) -> None:
         module.__dict__.pop("forward", None)
 
 
-@functools.partial(not_compiled, recursive=False)
+@exports_as_it_was
 def _part_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    path, keeper = self.__dict__[_PART]
+    path, keeper = getattr(self, _PART)
+    if keeper.bare.traced(path):
+        return type(self).forward(self, *args, **kwargs)
+    return _called_part(path, keeper, self, args, kwargs)
+
+
+@ends_graph
+def _called_part(path: str, keeper: BookKeeper, self: nn.Module, args: tuple, kwargs: dict) -> Any:
     plain = MethodType(type(self).forward, self)
     if keeper.depth or keeper.calls.probe or keeper.recomputes:
         return follow(path, keeper, plain, args, kwargs)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fastclip._torch import disable_dynamo, is_exporting
+from fastclip._dynamo import disable_dynamo, is_exporting, pass_over
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.errors import BatchSizeError, where
 from fastclip.samples.calls import Forward
@@ -56,23 +56,19 @@ def follow(
     return left(path, forward, routing, out)
 
 
-def not_compiled(forward: Callable[..., Any], *, recursive: bool = True) -> FunctionType:
-    """Decorator of the forward of an intercepted module: torch.compile breaks its graph around it, and
-    torch.export finds the one of its class.
+def exports_as_it_was(private: Callable[..., Any]) -> FunctionType:
+    """Decorator of the forward of an intercepted module: torch.export finds the one of its class.
 
     What is exported is a program that is not private: no gradient comes back from it to the engine.
-
-    Args:
-        recursive: what it calls is not compiled either.
     """
-    private = disable_dynamo(forward, recursive)
 
-    @functools.wraps(forward)
+    @functools.wraps(private)
     def either(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_exporting():
             return type(self).forward(self, *args, **kwargs)
         return private(self, *args, **kwargs)
 
+    pass_over(either)
     return cast(FunctionType, either)
 
 

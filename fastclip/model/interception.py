@@ -10,21 +10,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
-from types import MethodType
+from functools import cached_property, partial
+from itertools import count
+from types import FunctionType, MethodType
 from typing import Any, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
+from fastclip._dynamo import disable_dynamo, ends_graph, is_compiled
 from fastclip._torch import Native, plain_apply, unwrap_dead
+from fastclip.backward import tapped
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.guards import check_plain
 from fastclip.backward.private_layer import Call, PrivateLayer
 from fastclip.errors import StepError, UnsupportedLayerError, where
 from fastclip.layers import LayerRule
 from fastclip.memory import no_memory
-from fastclip.model.following import eagerly, follow, not_compiled, shown_as
+from fastclip.model.following import eagerly, exports_as_it_was, follow, shown_as
 from fastclip.samples.place import Place
 from fastclip.uses.arguments import leaves_of
 from fastclip.uses.proxy import Derived, is_private
@@ -32,6 +35,7 @@ from fastclip.uses.proxy import Derived, is_private
 ATTRIBUTE = "_fastclip"
 _APPLY = plain_apply(PrivateLayer)
 _ROWS = Place(0)
+_KEYS = count(1)
 HOW_TO_REGISTER = (
     "write its rule with @fastclip.layers.register_rule (examples/custom_layer.py), freeze it, or "
     "replace it"
@@ -57,6 +61,8 @@ class Handle:
         self.scopes: list[Scope] = []
         self.bare: Callable[[Any, nn.Module], Tensor | None] | None = None
         """Its call as one C++ node, where it may be; None of a call that may not."""
+        self.key = next(_KEYS)
+        """Of its calls where torch.compile traces them (`fastclip.backward.tapped`)."""
         self.bypass = False
         """Run the module as it was (while a rule calls it from inside)."""
         self._found: tuple[list[tuple[str, nn.Parameter | None, bool]], dict[str, nn.Parameter]] = (
@@ -69,7 +75,9 @@ class Handle:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         memo[id(self)] = made = Handle.__new__(Handle)
-        made.__dict__.update(copy.deepcopy({**self.__dict__, "bare": None}, memo))
+        made.__dict__.update(
+            copy.deepcopy({**self.__dict__, "bare": None, "key": next(_KEYS)}, memo)
+        )
         return made
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -100,6 +108,13 @@ class Handle:
         for scope in self.scopes:
             inner = _Bound(scope, self, module, inner)
         return inner(*args, **kwargs)
+
+    @cached_property
+    def inlined(self) -> Callable[..., Any]:
+        """Calls what it is given: here torch.compile begins to trace, which in functions of torch's own
+        modules (nn.Sequential's) it does not. It counts the graphs of a function: each module has one."""
+        code = _run.__code__.replace(co_varnames=_run.__code__.co_varnames)
+        return FunctionType(code, globals(), f"run_{self.key}")
 
     @property
     def only_opens(self) -> bool:
@@ -170,6 +185,10 @@ class Handle:
         return found
 
 
+def _run(plain: Callable, *args: Any, **kwargs: Any) -> Any:
+    return plain(*args, **kwargs)
+
+
 class _Bound:
     def __init__(self, scope: Scope, handle: Handle, module: nn.Module, inner: Callable) -> None:
         self._call = (scope, handle, module, inner)
@@ -179,26 +198,39 @@ class _Bound:
         return scope.run(handle, module, inner, args, kwargs)
 
 
-@not_compiled
+@exports_as_it_was
 def private_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of every intercepted module; torch.compile breaks its graph around it."""
+    """The forward of every intercepted module; torch.compile traces it where its call is given taps, and
+    else ends its graph."""
     handle: Handle = getattr(self, ATTRIBUTE)
-    return handle.call(self, args, kwargs)
+    bare = handle.keeper.bare
+    if bare.laid and len(args) == 1 and not kwargs:
+        out = tapped.call(handle.key, self, args[0])
+        if out is not None:
+            return out
+    if not torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling():
+        return type(self).forward(self, *args, **kwargs)
+    return _call(handle, self, args, kwargs)
 
 
-@partial(not_compiled, recursive=False)
+@disable_dynamo
+def _call(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    return handle.call(module, args, kwargs)
+
+
+@exports_as_it_was
+@ends_graph
 def private_root_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a root that only opens the pass: its own code may be compiled.
-
-    This frame is run as it is, and what it calls, but for the model's forward, is not traced.
-    """
+    """The forward of a root that only opens the pass: its own code may be compiled."""
     handle: Handle = getattr(self, ATTRIBUTE)
     scope = handle.scopes[0]
     plain: Callable[..., Any] = MethodType(type(self).forward, self)
     entered = scope.enter(handle, self, plain, args, kwargs)  # type: ignore[attr-defined]
-    if entered.eager:
-        plain = partial(eagerly, plain)
     with entered:
+        if entered.eager:
+            plain = partial(eagerly, plain)
+        elif is_compiled():
+            plain = partial(handle.inlined if entered.may_be_traced() else eagerly, plain)
         out = plain(*entered.args, **entered.kwargs)
     return entered.opening(out)
 

@@ -11,7 +11,7 @@ from opacus.layers.dp_rnn import DPRNNBase, RNNLinear
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from fastclip._torch import is_one_graph
+from fastclip._dynamo import is_one_graph, pass_over
 from fastclip.backward.batch_norm import is_batch_norm
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.guards import arm, say_untrained
@@ -174,6 +174,7 @@ class FastGradSampleModule(AbstractGradSampleModule):
         nn.Module.__init__(self)
         _attach(self, m, keeper, batch_first, loss_reduction)
 
+    @pass_over
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return call_root(self._module, args, kwargs)
 

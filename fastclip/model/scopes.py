@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fastclip._torch import current_task, disable_dynamo
+from fastclip._dynamo import disable_dynamo, graphs_made, pass_over
+from fastclip._torch import current_task
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.guards import arm
 from fastclip.errors import GraphError
@@ -69,6 +70,7 @@ def _way_out(rows: int | None) -> Iterator[None]:
         raise
 
 
+@pass_over
 def call_root(model: nn.Module, args: tuple, kwargs: dict) -> Any:
     """Call a model whose forward may be private. What code of the user's does to its inputs before they
     reach forward is a part of that."""
@@ -189,6 +191,8 @@ class RootCall:
         self._inside = inside or nullcontext(Forward(None))
         self._forward = self._inside.__enter__()
         self._routing: Routing | None = None
+        self._graphs: int | None = None
+        """Graphs of torch.compile's as the model's forward began, where it may make one."""
         self.eager = False
         """Parameters are used in the model's own code, which must not be compiled."""
         if keeper is not None and called is not None:
@@ -203,6 +207,15 @@ class RootCall:
             if self._forward.layout is not None and self._forward.layout.folds:
                 self._forward.lengths = self._forward.layout.lengths(args, kwargs)
 
+    @disable_dynamo
+    def may_be_traced(self) -> bool:
+        """Torch.compile may trace the model's forward this time."""
+        if self._keeper is None or self._called is None:
+            return True
+        self._graphs = graphs_made()
+        return self._keeper.bare.lays(tensors_of((self.args, self.kwargs)))
+
+    @pass_over
     def __enter__(self) -> RootCall:
         return self
 
@@ -240,6 +253,7 @@ class RootCall:
         return out
 
     def _checked(self, keeper: BookKeeper, called: Entered, out: Any) -> Any:
+        called.compiles = self._graphs is not None and self._graphs != graphs_made()
         try:
             if not keeper.trace.proves(out):
                 keeper.calls.compare(called, keeper.trace.mixes)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fastclip._torch import disable_dynamo
+from fastclip._dynamo import disable_dynamo
 from fastclip.errors import StepError
 
 _SEED = 8

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastclip import ops
-from fastclip._torch import disable_dynamo
+from fastclip._dynamo import disable_dynamo
 from fastclip.compiled import how_to_build
 from fastclip.errors import StepError, say
 from fastclip.noise.forks import claim

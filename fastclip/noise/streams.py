@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fastclip._torch import disable_dynamo
+from fastclip._dynamo import disable_dynamo
 from fastclip.errors import StepError
 from fastclip.forks import this_process
 from fastclip.noise.aside import set_aside

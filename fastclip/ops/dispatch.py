@@ -7,7 +7,7 @@ replaced by the reference with one warning; an error in its result is never hidd
 give what the reference gives or raise.
 
 Where the samples of a step are followed (fastclip.trace) references compute: kernels are launched past
-torch.
+torch. So they do where a compiler of torch's traces.
 
 On a CPU, "auto" takes what fastclip._host computes ("host"): what is one loop in C++ and a chain of
 operations in PyTorch.
@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fastclip._torch import followed, makes_graph
+from fastclip._torch import Invented, followed, makes_graph
 from fastclip.errors import ArgumentError, FastclipError, say
 
 BACKENDS = ("auto", "reference", "triton", "cuda")
@@ -85,7 +85,9 @@ def _dispatched(
     @functools.wraps(reference)
     def dispatched(*args: Any, **kwargs: Any) -> Any:
         tensor = args[0] if args and isinstance(args[0], Tensor) else _first_tensor(args)
-        if tensor is None or _STATE.requested == "reference" or followed():
+        if tensor is None or isinstance(tensor, Invented):
+            return in_graph(name, reference)(*args, **kwargs)
+        if _STATE.requested == "reference" or followed():
             return in_graph(name, reference)(*args, **kwargs)
         for backend in candidates(tensor.device):
             key = keys[backend]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastclip._torch import disable_dynamo
+from fastclip._dynamo import disable_dynamo
 from fastclip.backward.loss_scale import ScaledLoss, is_scaled
 from fastclip.errors import ArgumentError, ArgumentTypeError, GraphError
 from fastclip.optim.optimizer import FastDPOptimizer

@@ -10,7 +10,8 @@ import torch
 from opacus.optimizers import DPOptimizer
 from torch import nn
 
-from fastclip._torch import OPACUS_MARK, disable_dynamo, forget_passes
+from fastclip._dynamo import disable_dynamo
+from fastclip._torch import OPACUS_MARK, forget_passes
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.backward.sums import ClippedSums
 from fastclip.errors import StepError

@@ -10,7 +10,7 @@ import torch
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 
-from fastclip._torch import disable_dynamo
+from fastclip._dynamo import disable_dynamo
 from fastclip.accounting import NoiseLevels
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.guards import check_alone

@@ -116,6 +116,8 @@ class Entered:
     """Dry runs have been made for it."""
     sizes: list[int] = field(default_factory=list)
     """Of its inputs, where its way is followed."""
+    compiles: bool = False
+    """It has made torch.compile trace code that it had not traced, and is no further followed."""
     following: Any = None
     """Follows its way through torch's operators."""
     path: Any = None
@@ -365,15 +367,16 @@ class Calls:
             BatchSizeError, GraphError: as of `compare`.
         """
         path, sizes = called.path, called.sizes
-        if path is None or called.forward is None:
+        if called.forward is None or (path is None and not called.compiles):
             return
         layout = self.layout_of(called.name)
-        known = layout.paths.knows(path, sizes)
+        known = path is not None and layout.paths.knows(path, sizes)
         seen = known or called.looked_at or self.traced()
         if not seen and layout.paths.next_due(sizes, turns=bool(layout.turns)):
             self._learn_inside(layout, called, called.forward, None, whole=True)
             self.traces(called.name == FORWARD)
-        layout.paths.note(path, sizes, known=known)
+        if path is not None:
+            layout.paths.note(path, sizes, known=known)
 
     def learn(
         self, layout: BatchLayout, called: Entered, path: Hashable | None = None,

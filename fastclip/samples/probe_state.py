@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastclip._dynamo import can_compile
 from fastclip._torch import (
     DropoutBase,
-    can_compile,
     hear_functions_given,
     hooks_of_all_modules,
     parametrizations_apart,

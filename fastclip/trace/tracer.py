@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastclip._dynamo import run_eagerly
 from fastclip._torch import (
     TorchDispatchMode,
     base_of,
     current_task,
     hear_exports,
     place_beneath,
-    run_eagerly,
     take_away,
 )
 from fastclip.trace import attribution as at

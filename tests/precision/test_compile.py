@@ -1,4 +1,4 @@
-"""torch.compile before or after make_private: the regions between private layers are compiled.
+"""torch.compile before or after make_private.
 
 The tests compile with backends that need no C++ compiler, the slow ones with inductor.
 """
@@ -143,31 +143,14 @@ def test_inductor(family: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["before", "after"])
-def test_the_layers_stay_outside(way: str) -> None:
-    """What is compiled is the model's own arithmetic and its frozen layer: no rule, no probe."""
-    seen: list[str] = []
-
-    def backend(graph: torch.fx.GraphModule, _: list) -> Callable:
-        seen.append(" ".join(str(n.target) for n in graph.graph.nodes if n.op.startswith("call")))
-        return graph.forward
-
-    private, _ = WAYS[way](Net(), backend)
-    backward(private, torch.randn(4, 6))
-    assert len(seen) == 2
-    assert "relu" in seen[0]
-    assert "sin" in seen[1]
-    assert "tanh" in seen[1]
-
-
-@pytest.mark.parametrize("way", ["before", "after"])
 def test_poisson_batches(way: str) -> None:
-    """Batches of any size: at most one more set of graphs, for sizes that are not known."""
+    """Batches of any size: at most one more graph, for sizes that are not known."""
     model = Net()
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     twin = copy.deepcopy(model)
     private, optimizer = WAYS[way](model, "eager", max_grad_norm=0.5, lr=0.0)
     seen = []
-    for rows in (4, 7, 3, 9, 12, 5, 8, 6):
+    for rows in (4, 7, 3, 9, 12, 5, 8, 6, 11, 2, 10, 7):
         x = torch.randn(rows, 6)
         grads = per_sample_gradients(twin, x)
         optimizer.zero_grad()

@@ -1,0 +1,315 @@
+"""Bare layers in a model that torch.compile makes one graph of: pure functions with taps.
+
+A compiler keeps no side effects of a backward pass. So each call of a layer is given taps, inputs of
+which its result does not depend, and what it would list (`fastclip.backward.bare`) are their gradients.
+All taps of a forward pass are outputs of one function, whose backward takes what they get.
+
+A tap has the shape of its gradient: a pass that has listed the same layers, run as it is, tells it for
+any number of samples. A call for which there is no tap, or that of another, goes its usual way, in the
+same pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from fastclip._torch import version_of
+from fastclip.backward import python_nodes
+from fastclip.backward.arithmetic import uncast
+from fastclip.graph import differentiable_once, private_function, takes_part, unopened
+from fastclip.layers.operand import autocast_operand
+from fastclip.layers.record import written_to
+
+_MOST = 32
+"""Kinds of calls whose shapes are remembered."""
+Kind = tuple[torch.Size, torch.dtype]
+"""Of a tensor [b, ...], without b."""
+
+
+class Use(NamedTuple):
+    """A call of a layer, as a pass has listed it.
+
+    Attributes:
+        number: of the layer. operand, gradient: what it has left; no operand of a table of embeddings.
+    """
+
+    number: int
+    operand: Kind | None
+    gradient: Kind
+
+
+@dataclass
+class Layer:
+    """A layer whose calls may be given taps.
+
+    Attributes:
+        slot: of fastclip.backward.python_nodes. weight, bias: as planned.
+        lists: "operands", samples' "gradients", or "indices". key: another one for each layer.
+    """
+
+    number: int
+    slot: Any
+    module: nn.Module
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    lists: str
+    key: int
+
+    @property
+    def as_planned(self) -> bool:
+        """It computes what it did when it was planned."""
+        return bool(self.slot.holds(self.module))
+
+    def with_parameters(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
+        """The module with these tensors in place of its parameters, not trained where those are not."""
+        made = object.__new__(type(self.module))
+        own: dict[str, Any] = {"weight": weight.detach().requires_grad_(self.weight.requires_grad)}
+        if self.bias is not None and bias is not None:
+            own["bias"] = bias.detach().requires_grad_(self.bias.requires_grad)
+        held = {**self.module._parameters, **own}
+        made.__dict__.update({**self.module.__dict__, "_parameters": held})
+        return made
+
+
+@dataclass
+class Given:
+    """What one layer's calls are given in a forward pass.
+
+    Attributes:
+        taps: of each call; one that has no operand has one tap. used: calls so far.
+        indices: of each call of a table, and how often it had been written to as the forward pass ended.
+    """
+
+    layer: Layer
+    taps: list[tuple[Tensor | None, Tensor]] = field(default_factory=list)
+    used: int = 0
+    indices: list[Tensor] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+GIVEN: dict[int, Given] = {}
+"""In the forward pass that runs, by the keys of layers."""
+_LAYERS: WeakValueDictionary[int, Layer] = WeakValueDictionary()
+"""By their keys: a graph has constants and tensors alone."""
+
+
+def call(key: int, module: nn.Module, x: Any) -> Tensor | None:
+    """A layer's call, which torch.compile may trace; None where it is to go its usual way."""
+    given = GIVEN.get(key)
+    if given is None or given.used == len(given.taps) or not torch.is_grad_enabled():
+        return None
+    layer, own, (first, second) = given.layer, module._parameters, given.taps[given.used]
+    weight, bias = own["weight"], own.get("bias")
+    if weight is not layer.weight or bias is not layer.bias or not _fits(layer, x, first, second):
+        return None
+    given.used += 1
+    if layer.lists == "indices":
+        given.indices.append(x)
+    return _in_graph(layer.key, x, weight, bias, first, second)
+
+
+def _fits(layer: Layer, x: Any, first: Tensor | None, second: Tensor) -> bool:
+    """Whether a call with this input leaves what the taps take."""
+    if not isinstance(x, Tensor) or x.device != second.device:
+        return False
+    if layer.lists == "gradients":
+        return x.shape[0] == second.shape[0]
+    if layer.lists == "indices":
+        return x.shape == second.shape[:-1]
+    return x.shape == first.shape if first is not None else x.shape[:-1] == second.shape[:-1]
+
+
+def _in_graph(
+    key: int, x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor | None, second: Tensor
+) -> Tensor:
+    """One call in dynamo's graph; what the graph is made for looks inside."""
+    out: Tensor = _TappedLayer.apply(_LAYERS[key], None, x, weight, bias, first, second)
+    return out
+
+
+class _TappedLayer(Function):
+    """A layer; the gradients of its two taps are what it lists."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: Layer, _: None, x: Tensor, weight: Tensor, bias: Tensor | None, *taps: Any
+    ) -> Tensor:
+        module, rule = layer.with_parameters(weight, bias), layer.slot.rule
+        x, extra = rule.prepare(module, (x,), {})
+        out, saved = rule.forward(module, autocast_operand(x) if rule.multiplies else x, extra)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)
+        ctx.layer, ctx.called, ctx.dtype = layer, (None, module, extra), x.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        nothing = None, None
+        if g is None:
+            return (*nothing, None, *nothing, *nothing)
+        layer: Layer = ctx.layer
+        wanted = [
+            p if p is not None and p.requires_grad else None for p in (layer.weight, layer.bias)
+        ]
+        with uncast(g):
+            found, (operand, own) = layer.slot.gradient(ctx, g, wanted)
+        if found is not None and found.dtype != ctx.dtype:
+            found = found.to(ctx.dtype)
+        return (*nothing, found, *nothing, None if layer.lists == "indices" else operand, own)
+
+
+@private_function
+class _Taps(Function):
+    """All taps of a forward pass. Its backward lists what they get."""
+
+    @staticmethod
+    def forward(ctx: Any, tapped: TappedLayers, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.tapped, ctx.pass_ = tapped, tapped.running
+        ctx.set_materialize_grads(False)
+        rows = ctx.pass_.rows
+        zeros: dict[torch.dtype, Tensor] = {}
+        taps = []
+        for use in ctx.pass_.uses:
+            for kind in (use.operand, use.gradient):
+                if kind is not None:
+                    zero = zeros.setdefault(kind[1], parameters[0].new_zeros((), dtype=kind[1]))
+                    taps.append(zero.expand(rows, *kind[0]))
+        return tuple(taps)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        running: _Pass = ctx.pass_
+        edges = zip(running.parameters, ctx.next_functions, strict=True)
+        ctx.tapped.take(running, gradients, {p for p, (node, _) in edges if takes_part(node)})
+        return (None,) * (1 + len(running.parameters))
+
+
+@dataclass
+class _Pass:
+    """A forward pass whose layers are given taps."""
+
+    forward: Any
+    rows: int
+    uses: Sequence[Use]
+    given: dict[int, Given]
+    """By the layers' numbers."""
+    parameters: list[nn.Parameter]
+
+
+class TappedLayers:
+    """The layers of one model whose calls may be given taps.
+
+    Attributes:
+        slots: of the bare layers. left: what taps have got, as `fastclip.backward.bare.Left`.
+        learning: the kind of the call that runs, of which a pass is to tell what its layers list.
+    """
+
+    def __init__(self, slots: Any) -> None:
+        self.slots = slots
+        self.layers: dict[int, Layer] = {}
+        self.left: list[tuple] = []
+        self.learning: Hashable = None
+        self.running: Any = None
+        self._seen: dict[Hashable, list[Use]] = {}
+        self._noted: list[tuple[Any, Use]] = []
+
+    def plan(self, layers: dict[int, Layer]) -> None:
+        """These are the model's layers from now on, by their numbers."""
+        self.layers = layers
+        _LAYERS.update((layer.key, layer) for layer in layers.values())
+        self._seen.clear()
+        self.learning = None
+
+    def lay(self, forward: Any, kind: Hashable) -> bool:
+        """A forward pass begins.
+
+        Args:
+            kind: of the call.
+
+        Returns:
+            Whether its calls have taps; if not, it is to run as it is, for their shapes to be learnt.
+        """
+        uses = self._seen.get(kind)
+        if uses is None or not all(layer.as_planned for layer in self.layers.values()):
+            self.learning, self._noted = kind, []
+            return False
+        self.learning = None
+        if not uses:
+            return True
+        given = {use.number: Given(self.layers[use.number]) for use in uses}
+        own = [p for one in given.values() for p in (one.layer.weight, one.layer.bias)]
+        trained = [*dict.fromkeys(p for p in own if p is not None and p.requires_grad)]
+        self.running = _Pass(forward, forward.batch_size, uses, given, trained)
+        taps = iter(_Taps.apply(self, *trained))
+        for use in uses:
+            first = None if use.operand is None else next(taps)
+            given[use.number].taps.append((first, next(taps)))
+        GIVEN.update((one.layer.key, one) for one in given.values())
+        torch.compiler.allow_in_graph(_in_graph)
+        return True
+
+    def end(self) -> None:
+        """It has returned, or failed."""
+        running, self.running = self.running, None
+        if running is None:
+            return
+        for one in running.given.values():
+            GIVEN.pop(one.layer.key, None)
+            one.taps = []
+            one.versions = [*map(version_of, one.indices)]
+
+    def take(self, running: Any, gradients: Sequence[Tensor | None], wanted: set) -> None:
+        """A backward pass has reached the taps."""
+        if self.slots.paused or not wanted:
+            return
+        if not self.slots.opened:
+            raise unopened("a private layer")
+        found, turn = iter(gradients), dict.fromkeys(running.given, 0)
+        for use in running.uses:
+            one, k = running.given[use.number], turn[use.number]
+            turn[use.number] += 1
+            first, second = None if use.operand is None else next(found), next(found)
+            layer = one.layer
+            weight, bias = (p if p in wanted else None for p in (layer.weight, layer.bias))
+            if second is None or (weight is None and bias is None):
+                continue
+            if layer.lists == "indices":
+                first = one.indices[k]
+                if version_of(first) != one.versions[k]:
+                    raise written_to()
+            extra = layer.slot.extra
+            self.left.append((use.number, running.forward, first, second, weight, bias, extra))
+
+    def note(self, left: Iterable[tuple]) -> None:
+        """A pass that is learnt from has listed this."""
+        for number, forward, x, g, *_ in left:
+            layer = self.layers.get(number)
+            if layer is None:
+                continue
+            operand = None if x is None or layer.lists == "indices" else (x.shape[1:], x.dtype)
+            self._noted.append((forward, Use(number, operand, (g.shape[1:], g.dtype))))
+
+    def learnt(self) -> None:
+        """The pass has ended."""
+        kind, noted = self.learning, self._noted
+        self.learning, self._noted = None, []
+        if kind is None or len({id(forward) for forward, _ in noted}) > 1:
+            return
+        if len(self._seen) == _MOST:
+            self._seen.clear()
+        self._seen[kind] = [use for _, use in reversed(noted)]
+
+
+def what_lists(slot: Any) -> str:
+    """What such a layer lists."""
+    if isinstance(slot, python_nodes.Norm):
+        return "gradients"
+    return "indices" if isinstance(slot, python_nodes.Lookup) else "operands"
