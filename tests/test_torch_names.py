@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -372,6 +373,17 @@ def test_export_is_told() -> None:
     x = torch.zeros(2)
     assert torch.equal(torch.export.export(Branch(), (x,)).module()(x), x + 1)
     assert torch.equal(Branch()(x), x)
+
+
+@pytest.mark.parametrize("run", range(2))
+def test_the_first_square_root_of_a_process_is_exact(run: int) -> None:
+    """Computed by several threads it had 11 bits, in one process of four."""
+    code = (
+        "import torch, fastclip._torch; torch.set_num_threads(2); x = torch.full((4484,), 0.3);"
+        "print(len({*x.sqrt().tolist()}))"
+    )
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert told.stdout.strip() == "1"
 
 
 def test_no_ddp_runs() -> None:
