@@ -60,8 +60,8 @@ __all__ = [
 ]
 
 torch.ones(1).sqrt()
-"""The first call of one of MKL's vector functions readies all of them. Where several threads make it, what
-they compute meanwhile has 11 bits (sqrt, exp, log; torch 2.13), and norms are 3e-4 too small. So one does."""
+"""The first call of one of MKL's vector functions readies them all. While several threads make it, what
+they compute has 11 bits (sqrt, exp, log; torch 2.13), and norms are 3e-4 too small. So one does."""
 
 T = TypeVar("T", bound=Tensor)
 R = TypeVar("R", bound=Callable[..., Any])

@@ -167,7 +167,7 @@ SCENES: dict[str, list[Callable[[], Known] | None]] = {
         lambda: {"Clipping": Clipping, "MyScale": Hard, "check_strategy": check_strategy},
     ],
     "docs/clipping.md": [dict, lambda: private(torch.arange(64) % 2, clipping=clipping.dpsgd_f(2))],
-    "docs/compile.md": [private],
+    "docs/compile.md": [private, plain],
     "docs/cuda_graphs.md": [private],
     "docs/distributed.md": [RANKS, RANKS],
     "docs/guarantee.md": [lambda: plain() | {"patient_of_row": torch.arange(64) // 2}],

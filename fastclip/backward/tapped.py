@@ -178,9 +178,12 @@ class _Taps(Function):
         taps = []
         for use in ctx.pass_.uses:
             for kind in (use.operand, use.gradient):
-                if kind is not None:
-                    zero = zeros.setdefault(kind[1], parameters[0].new_zeros((), dtype=kind[1]))
-                    taps.append(zero.expand(rows, *kind[0]))
+                if kind is None:
+                    continue
+                shape, dtype = kind
+                if dtype not in zeros:
+                    zeros[dtype] = parameters[0].new_zeros((), dtype=dtype)
+                taps.append(zeros[dtype].expand(rows, *shape))
         return tuple(taps)
 
     @staticmethod

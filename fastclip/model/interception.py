@@ -111,8 +111,8 @@ class Handle:
 
     @cached_property
     def inlined(self) -> Callable[..., Any]:
-        """Calls what it is given: here torch.compile begins to trace, which in functions of torch's own
-        modules (nn.Sequential's) it does not. It counts the graphs of a function: each module has one."""
+        """Calls what it is given: here torch.compile begins to trace, which in functions of torch's
+        own modules (nn.Sequential's) it does not. It counts graphs by functions: each module has one."""
         code = _run.__code__.replace(co_varnames=_run.__code__.co_varnames)
         return FunctionType(code, globals(), f"run_{self.key}")
 
