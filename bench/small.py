@@ -7,8 +7,9 @@
 Models of many small layers, batches of 8, on one thread of the CPU; bert_256 is of a realistic size.
 Modes, each in a process of its own: an ordinary step; one of torch.compile(model); one that is traced
 and compiled whole, with its optimizer; a private step; a private one whose layers are no nodes of C++
-(fastclip._step); one of torch.compile(private model); and one compiled whole (engine.make_step). Of each the least and the median
-CPU time, how often Python enters a function of Python or of C, and the seconds of the first steps.
+(fastclip._step); one of torch.compile(private model); and one compiled whole (engine.make_step). Of each
+the least and the median CPU time, how often Python enters a function of Python or of C, and the seconds
+of the first steps.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def exports_as_it_was(private: Callable[..., Any]) -> FunctionType:
     What is exported is a program that is not private: no gradient comes back from it to the engine.
     """
 
-    @functools.wraps(private)
+    @functools.wraps(private, updated=())  # not what torch.compile is told of `private`
     def either(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_exporting():
             return type(self).forward(self, *args, **kwargs)
