@@ -59,7 +59,7 @@ __all__ = [
     "tree_unflatten",
 ]
 
-torch.ones(1).sqrt()
+torch.ones(1, dtype=torch.float32, device="cpu").sqrt()
 """The first call of one of MKL's vector functions readies them all. While several threads make it, what
 they compute has 11 bits (sqrt, exp, log; torch 2.13), and norms are 3e-4 too small. So one does."""
 
