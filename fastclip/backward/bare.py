@@ -202,7 +202,7 @@ class BareLayers:
         if self.slots is not None:
             if now:
                 self.slots.take()
-                self.tapped.left.clear()
+                self.tapped.taken()
                 self.taken = 0
             self.slots.opened = now
 
@@ -212,7 +212,7 @@ class BareLayers:
             self.slots.opened = False
             self.end()
             self.slots.take()
-            self.tapped.left.clear()
+            self.tapped.taken()
 
     def settle(self, keeper: Any) -> None:
         """The pass has ended: make records of what nodes have listed, and let go of it.
@@ -226,9 +226,9 @@ class BareLayers:
             self.tapped.learnt()
         if self.tapped.left:
             assert found is not None
-            left, self.tapped.left = self.tapped.left, []
+            left, written = self.tapped.taken()
             columns = zip(found[:-1], zip(*left, strict=True), strict=True)
-            found = *([*a, *b] for a, b in columns), found[-1]
+            found = *([*a, *b] for a, b in columns), found[-1] or written
         self.listed = 0 if found is None else len(found[0])
         if found is None or not (self.listed or self.taken):
             return

@@ -143,7 +143,7 @@ class _Slot(ABC):
         self, slots: Slots, number: int, parameters: dict[str, Any], settings: dict[str, Any]
     ) -> None:
         self.slots, self.number = slots, number
-        self._parameters, self._settings = parameters, settings
+        self._parameters, self.settings = parameters, settings
         self.weight, self.bias = parameters["weight"], parameters.get("bias")
         self._as_planned = self._now()
 
@@ -198,7 +198,7 @@ class _Slot(ABC):
         held, own = module.__dict__, self._parameters
         same = held["_parameters"] is own and "weight" not in held and "bias" not in held
         same = same and own.get("weight") is self.weight and own.get("bias") is self.bias
-        settings = all(held.get(name, self) is x for name, x in self._settings.items())
+        settings = all(held.get(name, self) is x for name, x in self.settings.items())
         return same and settings and self._now() == self._as_planned
 
 

@@ -23,8 +23,9 @@ from torch.autograd import Function
 from fastclip._torch import version_of
 from fastclip.backward import python_nodes
 from fastclip.backward.arithmetic import uncast
+from fastclip.errors import GraphError
 from fastclip.graph import differentiable_once, private_function, takes_part, unopened
-from fastclip.layers.operand import autocast_operand
+from fastclip.layers.operand import LastCast, multiplied
 from fastclip.layers.record import written_to
 
 _MOST = 32
@@ -51,7 +52,7 @@ class Layer:
 
     Attributes:
         slot: of fastclip.backward.python_nodes. weight, bias: as planned.
-        lists: "operands", samples' "gradients", or "indices". key: another one for each layer.
+        lists: "operands", samples' "gradients", or "indices". number_of_all: another one for each layer.
     """
 
     number: int
@@ -60,7 +61,18 @@ class Layer:
     weight: nn.Parameter
     bias: nn.Parameter | None
     lists: str
-    key: int
+    number_of_all: int
+
+    @property
+    def key(self) -> str:
+        """Of what it computes, among all layers: a graph has it as a constant."""
+        return f"{self.number_of_all} {self.settings}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its module's attributes by which it computes."""
+        held: dict[str, Any] = self.slot.settings
+        return held
 
     @property
     def as_planned(self) -> bool:
@@ -74,7 +86,7 @@ class Layer:
         if self.bias is not None and bias is not None:
             own["bias"] = bias.detach().requires_grad_(self.bias.requires_grad)
         held = {**self.module._parameters, **own}
-        made.__dict__.update({**self.module.__dict__, "_parameters": held})
+        made.__dict__.update({**self.module.__dict__, **self.settings, "_parameters": held})
         return made
 
 
@@ -83,41 +95,56 @@ class Given:
     """What one layer's calls are given in a forward pass.
 
     Attributes:
+        key: of the layer. settings: as planned.
+        weight, bias: detached, so that a graph has no edge to parameters, which get no gradient of it.
         taps: of each call; one that has no operand has one tap. used: calls so far.
+        eager: one of them ran as it is.
         indices: of each call of a table, and how often it had been written to as the forward pass ended.
     """
 
     layer: Layer
+    key: str
+    weight: Tensor
+    bias: Tensor | None
+    settings: tuple[tuple[str, Any], ...]
     taps: list[tuple[Tensor | None, Tensor]] = field(default_factory=list)
     used: int = 0
+    eager: bool = False
     indices: list[Tensor] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
 
 GIVEN: dict[int, Given] = {}
-"""In the forward pass that runs, by the keys of layers."""
-_LAYERS: WeakValueDictionary[int, Layer] = WeakValueDictionary()
+"""In the forward pass that runs, by the numbers of layers among all."""
+_LAYERS: WeakValueDictionary[str, Layer] = WeakValueDictionary()
 """By their keys: a graph has constants and tensors alone."""
 
 
-def call(key: int, module: nn.Module, x: Any) -> Tensor | None:
+def call(number: int, module: nn.Module, x: Any) -> Tensor | None:
     """A layer's call, which torch.compile may trace; None where it is to go its usual way."""
-    given = GIVEN.get(key)
+    given = GIVEN.get(number)
     if given is None or given.used == len(given.taps) or not torch.is_grad_enabled():
         return None
     layer, own, (first, second) = given.layer, module._parameters, given.taps[given.used]
-    weight, bias = own["weight"], own.get("bias")
-    if weight is not layer.weight or bias is not layer.bias or not _fits(layer, x, first, second):
+    same = own["weight"] is layer.weight and own.get("bias") is layer.bias
+    if not same or not _fits(layer, x, first, second):
         return None
+    for name, value in given.settings:  # a graph has them as constants
+        if getattr(module, name) != value:
+            return None
     given.used += 1
+    if not torch.compiler.is_dynamo_compiling():
+        given.eager = True
     if layer.lists == "indices":
         given.indices.append(x)
-    return _in_graph(layer.key, x, weight, bias, first, second)
+    return _in_graph(given.key, x, given.weight, given.bias, first, second)
 
 
 def _fits(layer: Layer, x: Any, first: Tensor | None, second: Tensor) -> bool:
     """Whether a call with this input leaves what the taps take."""
     if not isinstance(x, Tensor) or x.device != second.device:
+        return False
+    if layer.lists == "operands" and second.dtype != multiplied(x):
         return False
     if layer.lists == "gradients":
         return x.shape[0] == second.shape[0]
@@ -127,10 +154,12 @@ def _fits(layer: Layer, x: Any, first: Tensor | None, second: Tensor) -> bool:
 
 
 def _in_graph(
-    key: int, x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor | None, second: Tensor
+    key: str, x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor | None, second: Tensor
 ) -> Tensor:
     """One call in dynamo's graph; what the graph is made for looks inside."""
-    out: Tensor = _TappedLayer.apply(_LAYERS[key], None, x, weight, bias, first, second)
+    layer = _LAYERS[key]
+    x, extra = layer.slot.rule.prepare(layer.with_parameters(weight, bias), (x,), {})
+    out: Tensor = _TappedLayer.apply(layer, extra, x, weight, bias, first, second)
     return out
 
 
@@ -139,14 +168,21 @@ class _TappedLayer(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: Layer, _: None, x: Tensor, weight: Tensor, bias: Tensor | None, *taps: Any
+        ctx: Any,
+        layer: Layer,
+        extra: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *taps: Any,
     ) -> Tensor:
         module, rule = layer.with_parameters(weight, bias), layer.slot.rule
-        x, extra = rule.prepare(module, (x,), {})
-        out, saved = rule.forward(module, autocast_operand(x) if rule.multiplies else x, extra)
+        operand = LastCast().of(x) if rule.multiplies else x
+        out, saved = rule.forward(module, operand, extra)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         ctx.layer, ctx.called, ctx.dtype = layer, (None, module, extra), x.dtype
+        ctx.kinds = [None if tap is None else tap.dtype for tap in taps]
         return out
 
     @staticmethod
@@ -162,6 +198,12 @@ class _TappedLayer(Function):
             found, (operand, own) = layer.slot.gradient(ctx, g, wanted)
         if found is not None and found.dtype != ctx.dtype:
             found = found.to(ctx.dtype)
+        for tap, got in zip(ctx.kinds, (operand, own), strict=True):
+            if None not in (tap, got) and tap != got.dtype:
+                raise GraphError(
+                    f"{type(layer.module).__name__} leaves {got.dtype} for clipping, where {tap} was "
+                    "learnt; call the model without torch.compile"
+                )
         return (*nothing, found, *nothing, None if layer.lists == "indices" else operand, own)
 
 
@@ -221,15 +263,19 @@ class TappedLayers:
         self.left: list[tuple] = []
         self.learning: Hashable = None
         self.running: Any = None
+        self.eager = False
+        """Calls with taps ran as they are: torch.compile has given up on code that makes them."""
         self._seen: dict[Hashable, list[Use]] = {}
         self._noted: list[tuple[Any, Use]] = []
+        self._versions = 0
+        """Of what `left` holds, when it was taken."""
 
     def plan(self, layers: dict[int, Layer]) -> None:
         """These are the model's layers from now on, by their numbers."""
         self.layers = layers
         _LAYERS.update((layer.key, layer) for layer in layers.values())
         self._seen.clear()
-        self.learning = None
+        self.learning, self.eager = None, False
 
     def lay(self, forward: Any, kind: Hashable) -> bool:
         """A forward pass begins.
@@ -241,13 +287,15 @@ class TappedLayers:
             Whether its calls have taps; if not, it is to run as it is, for their shapes to be learnt.
         """
         uses = self._seen.get(kind)
+        if self.eager:
+            return False
         if uses is None or not all(layer.as_planned for layer in self.layers.values()):
             self.learning, self._noted = kind, []
             return False
         self.learning = None
         if not uses:
             return True
-        given = {use.number: Given(self.layers[use.number]) for use in uses}
+        given = {use.number: self._given(self.layers[use.number]) for use in uses}
         own = [p for one in given.values() for p in (one.layer.weight, one.layer.bias)]
         trained = [*dict.fromkeys(p for p in own if p is not None and p.requires_grad)]
         self.running = _Pass(forward, forward.batch_size, uses, given, trained)
@@ -255,17 +303,22 @@ class TappedLayers:
         for use in uses:
             first = None if use.operand is None else next(taps)
             given[use.number].taps.append((first, next(taps)))
-        GIVEN.update((one.layer.key, one) for one in given.values())
+        GIVEN.update((one.layer.number_of_all, one) for one in given.values())
         torch.compiler.allow_in_graph(_in_graph)
         return True
+
+    def _given(self, layer: Layer) -> Given:
+        bias = None if layer.bias is None else layer.bias.detach()
+        return Given(layer, layer.key, layer.weight.detach(), bias, tuple(layer.settings.items()))
 
     def end(self) -> None:
         """It has returned, or failed."""
         running, self.running = self.running, None
         if running is None:
             return
+        self.eager |= any(one.eager for one in running.given.values())
         for one in running.given.values():
-            GIVEN.pop(one.layer.key, None)
+            GIVEN.pop(one.layer.number_of_all, None)
             one.taps = []
             one.versions = [*map(version_of, one.indices)]
 
@@ -290,6 +343,14 @@ class TappedLayers:
                     raise written_to()
             extra = layer.slot.extra
             self.left.append((use.number, running.forward, first, second, weight, bias, extra))
+            self._versions += version_of(second) + (0 if first is None else version_of(first))
+
+    def taken(self) -> tuple[list[tuple], bool]:
+        """What taps have got, and whether one of the tensors was written to since; it is let go of."""
+        left, before = self.left, self._versions
+        self.left, self._versions = [], 0
+        now = (version_of(x) for one in left for x in one[2:4] if x is not None)
+        return left, sum(now) != before
 
     def note(self, left: Iterable[tuple]) -> None:
         """A pass that is learnt from has listed this."""

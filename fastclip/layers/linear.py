@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastclip import ops
+from fastclip._torch import Invented
 from fastclip.layers.operand import autocast_operand
 from fastclip.layers.records import (
     BiasRecord,
@@ -104,7 +105,10 @@ def record_of(
 
 def _not_a_view(out: Tensor) -> Tensor:
     # With a bias, F.linear returns a view of its own result, which autograd would not let a
-    # following layer change in place.
+    # following layer change in place. Of what torch.compile traces, it loses the gradients of views of
+    # `out.data`.
+    if isinstance(out, Invented):
+        return out.reshape(out.shape)
     return out.data if out._is_view() else out
 
 

@@ -17,11 +17,11 @@ def autocast_operand(x: Tensor) -> Tensor:
     For layers that are products: what is then saved for the backward pass is what was multiplied, as
     large as torch would save it, and of the type of the output's gradient.
     """
-    kind = _multiplied(x)
+    kind = multiplied(x)
     return x if kind == x.dtype else x.to(kind)
 
 
-def _multiplied(x: Tensor) -> torch.dtype:
+def multiplied(x: Tensor) -> torch.dtype:
     """The type in which autocast multiplies x."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
@@ -43,7 +43,7 @@ class LastCast:
 
     def of(self, x: Tensor) -> Tensor:
         """`autocast_operand(x)`; a copy is a leaf of its own, which requires a gradient if x does."""
-        kind = _multiplied(x)
+        kind = multiplied(x)
         if kind == x.dtype:
             return x
         key = _state(x, kind)

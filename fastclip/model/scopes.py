@@ -213,7 +213,10 @@ class RootCall:
         if self._keeper is None or self._called is None:
             return True
         self._graphs = graphs_made()
-        return self._keeper.bare.lays(tensors_of((self.args, self.kwargs)))
+        traced = self._keeper.bare.lays(tensors_of((self.args, self.kwargs)))
+        if not traced and self._called.following is None:
+            self._called.follow(eager=True)
+        return traced
 
     @pass_over
     def __enter__(self) -> RootCall:

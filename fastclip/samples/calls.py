@@ -123,6 +123,12 @@ class Entered:
     path: Any = None
     """That way, once it has run."""
 
+    def follow(self, *, eager: bool = False) -> None:
+        """It runs from now on; what `paths.begin` says of `eager`."""
+        tensors = [*tensors_of((self.args, self.kwargs))]
+        self.sizes = [size for x in tensors for size in x.shape]
+        self.following = paths.begin(tensors, eager=eager)
+
     def ran(self) -> None:
         """It has computed what it returns, or has failed."""
         if self.following is not None:
@@ -191,9 +197,7 @@ class Calls:
         outermost = not called.drives and self.outermost is None
         self._running.append(called)
         if outermost and torch.is_grad_enabled() and not (self.paused or self.shards):
-            tensors = [*tensors_of((called.args, called.kwargs))]
-            called.sizes = [size for x in tensors for size in x.shape]
-            called.following = paths.begin(tensors)
+            called.follow()
 
     def end(self, called: Entered) -> None:
         """The call has returned, or failed; nothing, where it was dropped."""
@@ -372,7 +376,8 @@ class Calls:
         layout = self.layout_of(called.name)
         known = path is not None and layout.paths.knows(path, sizes)
         seen = known or called.looked_at or self.traced()
-        if not seen and layout.paths.next_due(sizes, turns=bool(layout.turns)):
+        # torch.compile makes few graphs: each is looked at
+        if not seen and (called.compiles or layout.paths.next_due(sizes, turns=bool(layout.turns))):
             self._learn_inside(layout, called, called.forward, None, whole=True)
             self.traces(called.name == FORWARD)
         if path is not None:

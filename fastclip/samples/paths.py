@@ -34,8 +34,11 @@ _KEPT = 1024
 """Of a program that changes in every call no more are kept: each holds its sizes."""
 
 
-def begin(inputs: list[Tensor]) -> Any:
+def begin(inputs: list[Tensor], *, eager: bool = False) -> Any:
     """Follow the operators that this thread calls from now on, in a call with these inputs.
+
+    Args:
+        eager: it runs as it is, though inside compiled code.
 
     Returns:
         What has a method `stop`, which returns the path. None where operators cannot be followed: in
@@ -43,7 +46,7 @@ def begin(inputs: list[Tensor]) -> Any:
     """
     captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     elsewhere = captured or current_task() != -1 or transformed() or is_profiled()
-    if not FOLLOWS or elsewhere or in_compiled_call():
+    if not FOLLOWS or elsewhere or (not eager and in_compiled_call()):
         return None
     recording = _path.Recording()
     recording.start(inputs)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastclip._dynamo import run_eagerly
+from fastclip._dynamo import in_compiled_call, run_eagerly
 from fastclip._torch import (
     TorchDispatchMode,
     base_of,
@@ -152,8 +152,8 @@ class Tracer(TorchDispatchMode):
         self.questions = Questions()
         self.trail: Any = None
         """Takes the operations and their operands, if somebody wants them."""
-        self.stopped = False
-        """It observes nothing any more, and leaves its place when it can."""
+        self.stopped = self._compiled = False
+        """It observes nothing any more, and leaves its place when it can; it was placed in compiled code."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -169,6 +169,7 @@ class Tracer(TorchDispatchMode):
         """
         self.stopped = False
         self._thread = threading.get_ident() if place_beneath(self) else None
+        self._compiled = in_compiled_call()
         if self._thread is not None:
             if not RUNNING:
                 _AFTERWARDS.extend((run_eagerly(), hear_exports(_export)))
@@ -219,9 +220,8 @@ class Tracer(TorchDispatchMode):
         """Observe nothing more.
 
         Returns:
-            Whether the mode has left its place. It stays there, and is passed by, on another thread, in
-            a backward pass, which puts the modes back, and while an operation is on its way through the
-            modes (garbage may be collected then).
+            Whether the mode has left its place. It is only passed by on another thread, in a backward
+            pass or compiled call, which put modes back, and amid an operation (garbage was collected).
         """
         if self._thread is None:
             return True
@@ -231,6 +231,7 @@ class Tracer(TorchDispatchMode):
             while not RUNNING and _AFTERWARDS:
                 _AFTERWARDS.pop()()
         here = self._thread == threading.get_ident() and current_task() == -1
+        here = here and in_compiled_call() is self._compiled
         if not here or _DISPATCHING[0] or not take_away(self):
             return False
         self._thread = None

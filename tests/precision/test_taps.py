@@ -337,3 +337,145 @@ def test_the_model_can_go() -> None:
     gc.collect()
     gc.collect()  # of what the first one has let go of
     assert gone() is None
+
+
+class Seen(nn.Module):
+    """What a layer gives leaves the model together with a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.head(torch.tanh(self.layer(x)))
+        return y, y[:, -1]
+
+
+def test_a_result_and_a_view_of_it() -> None:
+    """Both take their gradients back."""
+
+    def loss(out: tuple[Tensor, Tensor], _: None) -> Tensor:
+        return row_loss(out[0]) + 3 * row_loss(out[1])
+
+    model = Seen().double()
+    twin = copy.deepcopy(model)
+    params = dict(model.named_parameters())
+    private, optimizer = WAYS["after"](model, "aot_eager", max_grad_norm=0.5, lr=0.0)
+    for _ in range(5):
+        x = torch.randn(4, 3, 6, dtype=torch.float64)
+        grads = per_sample_gradients(twin, x, loss)
+        optimizer.zero_grad()
+        backward(private, x, loss)
+        assert_sums(summed(params), clipped_sum(grads, 0.5), TOLERANCE)
+        optimizer.step()
+    assert graphs_made() == 1
+
+
+class Flagged(Net):
+    """A setting, and a flag for which it is looked at anew; or the setting is changed while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flag, self.others = False, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.body(x))
+        if self.others:
+            norm, before = self.body[2], self.body[2].eps
+            norm.eps = self.others
+            y = y + norm(y)
+            norm.eps = before
+            y = y + norm(y)
+        return self.head(torch.tanh(y))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_settings_are_those_of_the_call(inside: bool) -> None:
+    """A graph holds them: after it was planned anew, and where forward changes them for a call."""
+    model = Flagged().double()
+    model.others = 0.7 if inside else 0.0
+    twin = copy.deepcopy(model)
+    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    private, optimizer = WAYS["after"](model, "aot_eager", max_grad_norm=0.5, lr=0.0)
+    steps(private, optimizer, twin, params, map(rows, (5,) * 6), 0.5)
+    for one in (model, twin):
+        one.body[2].eps, one.flag = 0.5, True
+    steps(private, optimizer, twin, params, map(rows, (5,) * 6), 0.5)
+
+
+@pytest.mark.parametrize("first", [4, 20])
+def test_every_graph_is_looked_at(first: int) -> None:
+    """The third one; and what runs as it is, once torch.compile has given up."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.late = nn.Linear(6, 8), nn.Linear(8, 3), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(self.first(x))
+            kind = len(found) if len(found) < first else -1
+            y = y * (1 + 0.1 * (kind % 12 if first > 12 else kind // 2))
+            return self.last(y - y.mean(0) if kind < 0 else y)
+
+    found: list[int] = []
+    private, optimizer = WAYS["after"](Late(), "aot_eager", max_grad_norm=1.0)
+    data = torch.randn(40, 5, 6)
+    with refused("another sample", BatchSizeError):
+        for x in data[: first + 3]:
+            found.append(0)
+            optimizer.zero_grad()
+            backward(private, x)
+            optimizer.step()
+    optimizer.zero_grad()
+    assert len(found) >= first
+
+
+class Mixed(nn.Module):
+    """A table, a layer on its float32 rows, and a part that leaves autocast where a flag says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inner, self.head = nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.table(x).mean(1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=flag[0]):
+            y = self.inner(y).float()
+        return self.head(torch.tanh(y))
+
+
+flag = [True]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_taps_are_of_what_is_multiplied(backend: str) -> None:
+    """Under autocast of the model's own, which comes and goes: the same as without torch.compile."""
+    model = Mixed()
+    twin = copy.deepcopy(model)
+    params, theirs = (dict(m.named_parameters()) for m in (model, twin))
+    private, optimizer = WAYS["after"](model, backend, max_grad_norm=0.5, lr=0.0)
+    plain, other = make_private(twin, max_grad_norm=0.5, lr=0.0)[1:3]
+    for k in range(9):
+        flag[0], x = k < 5, words(5)
+        for trained, own in ((private, optimizer), (plain, other)):
+            own.zero_grad()
+            row_loss(trained(x).float()).mean().backward()
+        assert_sums(summed(params), summed(theirs), 2e-2 if flag[0] else 1e-5)
+        optimizer.step()
+        other.step()
+
+
+def test_models_in_a_chain() -> None:
+    """What the second one is given comes from the first, whose weights its walk does not reach."""
+    made = [compiled("net") for _ in range(2)]
+    first, second = made
+    bridge = torch.randn(3, 6, dtype=torch.float64)
+    for _ in range(4):
+        x = rows(5)
+        for one in made:
+            one[1].zero_grad()
+        row_loss(second[0](first[0](x) @ bridge)).mean().backward()
+        for one in made:
+            assert all(torch.isfinite(p.summed_grad).all() for p in one[3].values())
+            one[1].step()
