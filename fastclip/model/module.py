@@ -172,7 +172,7 @@ class FastGradSampleModule(AbstractGradSampleModule):
         loss_reduction: str = "mean",
     ) -> None:  # fmt: skip
         nn.Module.__init__(self)
-        _attach(self, m, keeper, batch_first, loss_reduction)
+        attach_keeper(self, m, keeper, batch_first, loss_reduction)
 
     @pass_over
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -233,7 +233,7 @@ class FastGradSampleHooks(AbstractGradSampleHooks):
         self, m: nn.Module, *, keeper: BookKeeper, batch_first: bool = True,
         loss_reduction: str = "mean",
     ) -> None:  # fmt: skip
-        _attach(self, m, keeper, batch_first, loss_reduction)
+        attach_keeper(self, m, keeper, batch_first, loss_reduction)
 
     forbid_grad_accumulation = FastGradSampleModule.forbid_grad_accumulation
     allow_grad_accumulation = FastGradSampleModule.allow_grad_accumulation
@@ -248,9 +248,10 @@ def _has(model: nn.Module, name: str) -> bool:
         return True
 
 
-def _attach(
+def attach_keeper(
     owner: Any, m: nn.Module, keeper: BookKeeper, batch_first: bool, loss_reduction: str
 ) -> None:
+    """`m` becomes private for this book-keeper, and `owner` is what a program holds of it."""
     install(m, keeper)
     owner.keeper = keeper
     owner.batch_first = batch_first
