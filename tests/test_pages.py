@@ -179,7 +179,6 @@ SCENES: dict[str, list[Callable[[], Known] | None]] = {
         lambda: private() | {"accelerator": Accelerator(cpu=True), **MANAGER},
         lightning,
     ],
-    "docs/migrating.md": [RANKS],
     "docs/losses.md": [tokens, tokens, two_tasks],
     "docs/mixed_precision.md": [one_batch, private, plain],
     "docs/own_loop.md": [
