@@ -10,11 +10,11 @@ import torch
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.grad_sample import GradSampleHooks as OpacusHooks
 from opacus.grad_sample import GradSampleModule as OpacusModule
-from torch import nn
+from torch import distributed, nn
 
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.clipping import Clipping
-from fastclip.errors import ArgumentTypeError, StepError, UnsupportedLayerError
+from fastclip.errors import ArgumentTypeError, GraphError, StepError, UnsupportedLayerError
 from fastclip.model import validation
 from fastclip.model.module import (
     FastGradSampleHooks,
@@ -24,6 +24,7 @@ from fastclip.model.module import (
 )
 from fastclip.model.ownership import held_by
 from fastclip.parallel.processes import bare, ranks_of, uncompiled
+from fastclip.parallel.ranks import Ranks
 
 _ALL: WeakSet[ByHand] = WeakSet()
 
@@ -65,15 +66,24 @@ class ByHand:
 
     def clip_with(
         self, optimizer: torch.optim.Optimizer, strategy: Clipping,
-        max_grad_norm: float | Sequence[float],
+        max_grad_norm: float | Sequence[float], *, together: bool = False,
     ) -> BookKeeper:  # fmt: skip
         """Passes clip and sum for this optimizer from now on, and for no earlier one.
 
+        Args:
+            together: with all processes, each of which has wrapped the same model.
+
         Raises:
-            UnsupportedLayerError, ...: as make_private.
+            GraphError: several processes, which do not train together. Else as make_private.
         """
-        model = self._module
-        ranks = ranks_of(model)
+        model, several = self._module, distributed.is_initialized()
+        if several and not together and distributed.get_world_size() > 1:
+            raise GraphError(
+                "several processes train, and DPOptimizer would release each one's samples with noise "
+                "of its own; use DistributedDPOptimizer, around DPDDP(GradSampleModule(model))"
+            )
+        joined = several and together
+        ranks = Ranks(model, distributed.group.WORLD) if joined else ranks_of(model)
         trained, frozen = held_by(optimizer, uncompiled(bare(model)), ranks)
         keeper = BookKeeper(
             trained, strategy, max_grad_norm, mean_loss=self.loss_reduction == "mean",

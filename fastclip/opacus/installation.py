@@ -12,20 +12,21 @@ from typing import Any
 import opacus
 from opacus import grad_sample, optimizers, privacy_engine
 from opacus.grad_sample import grad_sample_module
-from opacus.optimizers import optimizer
+from opacus.optimizers import ddpoptimizer, optimizer
 
 from fastclip.errors import ArgumentError, StepError
 from fastclip.model.by_hand import GradSampleHooks, GradSampleModule
 from fastclip.opacus import engine
 from fastclip.opacus.engine import PrivacyEngine
 from fastclip.optim import materialised
-from fastclip.optim.by_hand import DPOptimizer
+from fastclip.optim.by_hand import DistributedDPOptimizer, DPOptimizer
 
 _OURS: dict[type, type] = {
     opacus.PrivacyEngine: PrivacyEngine,
     grad_sample.GradSampleModule: GradSampleModule,
     grad_sample.GradSampleHooks: GradSampleHooks,
     optimizers.DPOptimizer: DPOptimizer,
+    optimizers.DistributedDPOptimizer: DistributedDPOptimizer,
 }
 """Opacus' classes, and what stands for them."""
 _ALL = frozenset(kind.__name__ for kind in _OURS)
@@ -35,6 +36,7 @@ _PUBLIC: dict[ModuleType, frozenset[str]] = {
     optimizers: _ALL,
     grad_sample_module: frozenset(("GradSampleModule",)),
     optimizer: frozenset(("DPOptimizer",)),
+    ddpoptimizer: frozenset(("DistributedDPOptimizer",)),
     privacy_engine: frozenset(("PrivacyEngine",)),
 }
 """Modules from which a program takes them, and the names that Opacus' code there does not use itself."""

@@ -1,7 +1,5 @@
 """opacus.optimizers."""
 
-from opacus.optimizers import DistributedDPOptimizer
-
-from fastclip.optim.by_hand import DPOptimizer
+from fastclip.optim.by_hand import DistributedDPOptimizer, DPOptimizer
 
 __all__ = ["DPOptimizer", "DistributedDPOptimizer"]

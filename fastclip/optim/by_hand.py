@@ -50,6 +50,7 @@ class DPOptimizer(FastDPOptimizer, metaclass=_Kind):
     """
 
     stands_for = FastDPOptimizer
+    _together = False
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, noise_multiplier: float,
@@ -69,9 +70,19 @@ class DPOptimizer(FastDPOptimizer, metaclass=_Kind):
         validation.check_inner_step(inner)
         clipping, options = named(clipping, options)
         strategy = resolve(clipping, options, noise_multiplier)
-        keeper = module_of(inner).clip_with(inner, strategy, max_grad_norm)
+        keeper = module_of(inner).clip_with(inner, strategy, max_grad_norm, together=self._together)
         super().__init__(
             inner, keeper=keeper, noise_multiplier=noise_multiplier,
             expected_batch_size=expected_batch_size, loss_reduction=loss_reduction,
             generator=generator, secure_mode=secure_mode,
         )  # fmt: skip
+
+
+class DistributedDPOptimizer(DPOptimizer):
+    """opacus.optimizers.DistributedDPOptimizer over `DPDDP(GradSampleModule(model))`: it adds up the
+    sums of all ranks, and noise once.
+
+    Args, raises and guarantee: as of `DPOptimizer`; B is that of all ranks together.
+    """
+
+    _together = True
