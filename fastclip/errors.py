@@ -18,6 +18,7 @@ __all__ = [
     "BatchSizeError",
     "CheckError",
     "FastclipError",
+    "GradSampleError",
     "GraphError",
     "ParameterLeakError",
     "SecureModeError",
@@ -54,6 +55,10 @@ class ParameterLeakError(FastclipError, RuntimeError, ValueError):
 
 class StepError(FastclipError, ValueError, RuntimeError):
     """A call of step() or zero_grad() that would release or drop gradients wrongly."""
+
+
+class GradSampleError(FastclipError, AttributeError, RuntimeError):
+    """Per-sample gradients were asked for, and none are kept."""
 
 
 class SecureModeError(FastclipError, RuntimeError, ImportError):

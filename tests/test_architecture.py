@@ -48,6 +48,7 @@ ORDER = (
     "inspection",
     "captured",
     "engine",
+    "opacus",
     "monitor",
     "audit",
     "fairness",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fastclip._torch import OPACUS_MARK, gradient_hooks, hooks_of, transformed
+from fastclip.backward.not_kept import NOT_KEPT
 from fastclip.errors import (
     VALUES_IN_LOSSES,
     GraphError,
@@ -180,7 +181,8 @@ def check_alone(names: Mapping[nn.Parameter, str]) -> None:
     """
     for p, name in names.items():
         own = p.__dict__
-        if OPACUS_MARK in own or ("grad_sample" in own and own["grad_sample"] is not None):
+        kept = own.get("grad_sample")
+        if OPACUS_MARK in own or not (kept is None or kept is NOT_KEPT):
             raise StepError(
                 f"parameter {name!r} was made private by another engine (Opacus') while this one "
                 "still clips it, so that every sample would be released twice; call cleanup() on what "

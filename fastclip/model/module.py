@@ -15,6 +15,7 @@ from fastclip._dynamo import is_one_graph, pass_over
 from fastclip.backward.batch_norm import is_batch_norm
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.guards import arm, say_untrained
+from fastclip.backward.not_kept import NOT_KEPT
 from fastclip.backward.sharded_sums import follow_shards
 from fastclip.errors import UnsupportedLayerError
 from fastclip.layers import find_rule
@@ -172,7 +173,7 @@ class FastGradSampleModule(AbstractGradSampleModule):
         loss_reduction: str = "mean",
     ) -> None:  # fmt: skip
         nn.Module.__init__(self)
-        _attach(self, m, keeper, batch_first, loss_reduction)
+        attach_keeper(self, m, keeper, batch_first, loss_reduction)
 
     @pass_over
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -233,7 +234,7 @@ class FastGradSampleHooks(AbstractGradSampleHooks):
         self, m: nn.Module, *, keeper: BookKeeper, batch_first: bool = True,
         loss_reduction: str = "mean",
     ) -> None:  # fmt: skip
-        _attach(self, m, keeper, batch_first, loss_reduction)
+        attach_keeper(self, m, keeper, batch_first, loss_reduction)
 
     forbid_grad_accumulation = FastGradSampleModule.forbid_grad_accumulation
     allow_grad_accumulation = FastGradSampleModule.allow_grad_accumulation
@@ -248,9 +249,10 @@ def _has(model: nn.Module, name: str) -> bool:
         return True
 
 
-def _attach(
+def attach_keeper(
     owner: Any, m: nn.Module, keeper: BookKeeper, batch_first: bool, loss_reduction: str
 ) -> None:
+    """`m` becomes private for this book-keeper, and `owner` is what a program holds of it."""
     install(m, keeper)
     owner.keeper = keeper
     owner.batch_first = batch_first
@@ -261,4 +263,4 @@ def _attach(
         for name in OPACUS_PARAM_MONKEYPATCH_ATTRS:  # of an engine that is gone without cleanup()
             parameter.__dict__.pop(name, None)
         if parameter.requires_grad:
-            parameter.grad_sample = None  # type: ignore[attr-defined]
+            parameter.grad_sample = NOT_KEPT  # type: ignore[attr-defined]

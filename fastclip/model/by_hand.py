@@ -1,0 +1,205 @@
+"""A private model that is made by hand, as with Opacus: the optimizer that is made later clips it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from opacus.grad_sample import AbstractGradSampleModule
+from opacus.grad_sample import GradSampleHooks as OpacusHooks
+from opacus.grad_sample import GradSampleModule as OpacusModule
+from torch import distributed, nn
+
+from fastclip.backward.bookkeeping import BookKeeper
+from fastclip.clipping import Clipping
+from fastclip.errors import ArgumentTypeError, GraphError, StepError, UnsupportedLayerError
+from fastclip.model import validation
+from fastclip.model.module import (
+    FastGradSampleHooks,
+    FastGradSampleModule,
+    attach_keeper,
+    uninstall,
+)
+from fastclip.model.ownership import held_by
+from fastclip.parallel.processes import bare, ranks_of, uncompiled
+from fastclip.parallel.ranks import Ranks
+
+_ALL: WeakSet[ByHand] = WeakSet()
+
+
+class ByHand:
+    """What has been wrapped by hand: Opacus computes per-sample gradients until an optimizer is made.
+
+    Attributes:
+        earlier: Opacus' wrapper, until then; a list, for which it is no part of this module.
+    """
+
+    batch_first: bool
+    loss_reduction: str
+    keeper: BookKeeper
+    earlier: list[Any]
+    _module: nn.Module
+    _allowed = True
+
+    def _wrap(
+        self, kind: type, m: nn.Module, batch_first: bool, loss_reduction: str, **options: Any
+    ) -> None:
+        """`m` has been wrapped; `kind` is the class of Opacus' that computes gradients for now."""
+        if not isinstance(m, nn.Module):
+            raise ArgumentTypeError(f"m expects a module, got {type(m).__name__}")
+        validation.choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        if isinstance(m, AbstractGradSampleModule):
+            raise UnsupportedLayerError(
+                f"{type(m).__name__} is a private model already; pass the model that it wraps"
+            )
+        self.batch_first, self.loss_reduction = batch_first, loss_reduction
+        self.earlier = [kind(m, batch_first=batch_first, loss_reduction=loss_reduction, **options)]
+        self._module = m
+        _ALL.add(self)
+
+    @property
+    def clips(self) -> bool:
+        """An optimizer has been made: passes clip and sum."""
+        return "keeper" in self.__dict__
+
+    def clip_with(
+        self, optimizer: torch.optim.Optimizer, strategy: Clipping,
+        max_grad_norm: float | Sequence[float], *, together: bool = False,
+    ) -> BookKeeper:  # fmt: skip
+        """Passes clip and sum for this optimizer from now on, and for no earlier one.
+
+        Args:
+            together: with all processes, each of which has wrapped the same model.
+
+        Raises:
+            GraphError: several processes, which do not train together. Else as make_private.
+        """
+        model, several = self._module, distributed.is_initialized()
+        if several and not together and distributed.get_world_size() > 1:
+            raise GraphError(
+                "several processes train, and DPOptimizer would release each one's samples with noise "
+                "of its own; use DistributedDPOptimizer, around DPDDP(GradSampleModule(model))"
+            )
+        joined = several and together
+        ranks = Ranks(model, distributed.group.WORLD) if joined else ranks_of(model)
+        trained, frozen = held_by(optimizer, uncompiled(bare(model)), ranks)
+        keeper = BookKeeper(
+            trained, strategy, max_grad_norm, mean_loss=self.loss_reduction == "mean",
+            batch_axis=0 if self.batch_first else 1, frozen=frozen,
+        )  # fmt: skip
+        keeper.clipping.ranks = ranks
+        keeper.batch.accumulation_allowed = self._allowed
+        self.remove_hooks()
+        attach_keeper(self, model, keeper, self.batch_first, self.loss_reduction)
+        return keeper
+
+    def remove_hooks(self) -> None:
+        """The model is ordinary again."""
+        while self.earlier:
+            own = self.earlier.pop()
+            own.remove_hooks()
+            own.del_grad_sample()
+        if self.clips:
+            uninstall(self._module)
+            del self.keeper
+
+    def cleanup(self) -> None:
+        """As `remove_hooks`."""
+        self.remove_hooks()
+
+    def forbid_grad_accumulation(self) -> None:
+        """Two passes without a step between them are an error."""
+        self._accumulation(False)
+
+    def allow_grad_accumulation(self) -> None:
+        """They are joined."""
+        self._accumulation(True)
+
+    def _accumulation(self, allowed: bool) -> None:
+        self._allowed = allowed
+        if self.clips:
+            self.keeper.batch.accumulation_allowed = allowed
+        for own in self.earlier:
+            (own.allow_grad_accumulation if allowed else own.forbid_grad_accumulation)()
+
+
+class GradSampleModule(ByHand, FastGradSampleModule):
+    """opacus.GradSampleModule, with this engine behind it once an optimizer is made.
+
+    Until a `DPOptimizer` over its parameters is made, backward passes leave per-sample gradients in
+    `p.grad_sample`, which Opacus computes. From then on passes clip and sum, and keep none.
+
+    Args:
+        m: the model, in training mode.
+        batch_first: samples lie along axis 0 of its inputs; else along axis 1.
+        loss_reduction: "mean" (over the physical batch) or "sum".
+        strict: refuse modules that Opacus refuses before there is an optimizer.
+        force_functorch: as in Opacus, before there is one.
+
+    Raises:
+        ArgumentTypeError, ArgumentError: naming the argument.
+        NotImplementedError: as Opacus, where strict.
+
+    Formal guarantee: none by itself; that of the `DPOptimizer` that is made over its parameters.
+    """
+
+    def __init__(
+        self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean",
+        strict: bool = True, force_functorch: bool = False,
+    ) -> None:  # fmt: skip
+        nn.Module.__init__(self)
+        self.grad_accumulation_hook = None
+        options = {"strict": strict, "force_functorch": force_functorch}
+        self._wrap(OpacusModule, m, batch_first, loss_reduction, **options)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear `p.grad`, and what passes have left on parameters."""
+        if self.clips:
+            super().zero_grad(set_to_none)
+            return
+        for own in self.earlier:
+            own.set_grad_sample_to_none()
+        nn.Module.zero_grad(self, set_to_none)
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> Any:
+        """What make_private returns is one of these, too."""
+        asked = cls is GradSampleModule and FastGradSampleModule in other.__mro__
+        return True if asked else NotImplemented
+
+
+class GradSampleHooks(ByHand, FastGradSampleHooks):
+    """opacus.grad_sample.GradSampleHooks, likewise: the model stays itself. As `GradSampleModule`."""
+
+    def __init__(
+        self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean",
+        strict: bool = True, force_functorch: bool = False,
+    ) -> None:  # fmt: skip
+        self.grad_accumulation_hook = None
+        options = {"strict": strict, "force_functorch": force_functorch}
+        self._wrap(OpacusHooks, m, batch_first, loss_reduction, **options)
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> Any:
+        """What make_private returns is one of these, too."""
+        asked = cls is GradSampleHooks and FastGradSampleHooks in other.__mro__
+        return True if asked else NotImplemented
+
+
+def module_of(optimizer: torch.optim.Optimizer) -> ByHand:
+    """The model by hand whose parameters an optimizer has.
+
+    Raises:
+        StepError: none, or several.
+    """
+    held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    found = [m for m in list(_ALL) if not held.isdisjoint(m._module.parameters())]
+    found = [m for m in found if m.clips or m.earlier]
+    if len(found) != 1 or not held <= {*found[0]._module.parameters()}:
+        raise StepError(
+            "DPOptimizer expects the parameters of one GradSampleModule, and some of these are of none "
+            "or of another one; wrap the whole model in one GradSampleModule first"
+        )
+    return found[0]

@@ -1,0 +1,44 @@
+"""The public names of Opacus, with this engine behind them.
+
+    from fastclip.opacus import PrivacyEngine          # in a program of one's own
+    fastclip.opacus.install()                          # in a program that imports opacus
+    python -m fastclip.opacus train.py --epochs 3      # in a program that is not changed
+
+Names that are not ours are Opacus' own.
+"""
+
+from fastclip.opacus import (
+    accountants,
+    data_loader,
+    distributed,
+    grad_sample,
+    layers,
+    optimizers,
+    privacy_engine,
+    schedulers,
+    utils,
+    validators,
+)
+from fastclip.opacus.engine import PrivacyEngine
+from fastclip.opacus.grad_sample import GradSampleHooks, GradSampleModule, register_grad_sampler
+from fastclip.opacus.installation import install, installed, uninstall
+
+__all__ = [
+    "GradSampleHooks",
+    "GradSampleModule",
+    "PrivacyEngine",
+    "accountants",
+    "data_loader",
+    "distributed",
+    "grad_sample",
+    "install",
+    "installed",
+    "layers",
+    "optimizers",
+    "privacy_engine",
+    "register_grad_sampler",
+    "schedulers",
+    "uninstall",
+    "utils",
+    "validators",
+]

@@ -1,0 +1,3 @@
+"""opacus.accountants."""
+
+from opacus.accountants import *  # noqa: F403

@@ -1,0 +1,138 @@
+"""`import opacus` gives this engine's classes, in modules that have imported it already, too."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import opacus
+from opacus import grad_sample, optimizers, privacy_engine
+from opacus.grad_sample import grad_sample_module
+from opacus.optimizers import ddpoptimizer, optimizer
+
+from fastclip.errors import ArgumentError, StepError
+from fastclip.model.by_hand import GradSampleHooks, GradSampleModule
+from fastclip.opacus import engine
+from fastclip.opacus.engine import PrivacyEngine
+from fastclip.optim import materialised
+from fastclip.optim.by_hand import DistributedDPOptimizer, DPOptimizer
+
+_OURS: dict[type, type] = {
+    opacus.PrivacyEngine: PrivacyEngine,
+    grad_sample.GradSampleModule: GradSampleModule,
+    grad_sample.GradSampleHooks: GradSampleHooks,
+    optimizers.DPOptimizer: DPOptimizer,
+    optimizers.DistributedDPOptimizer: DistributedDPOptimizer,
+}
+"""Opacus' classes, and what stands for them."""
+_ALL = frozenset(kind.__name__ for kind in _OURS)
+_PUBLIC: dict[ModuleType, frozenset[str]] = {
+    opacus: _ALL,
+    grad_sample: _ALL,
+    optimizers: _ALL,
+    grad_sample_module: frozenset(("GradSampleModule",)),
+    optimizer: frozenset(("DPOptimizer",)),
+    ddpoptimizer: frozenset(("DistributedDPOptimizer",)),
+    privacy_engine: frozenset(("PrivacyEngine",)),
+}
+"""Modules from which a program takes them, and the names that Opacus' code there does not use itself."""
+_PACKAGES = ("opacus", "fastclip")
+_replaced: list[tuple[ModuleType, str, Any]] = []
+
+
+def install(**defaults: Any) -> None:
+    """Let `opacus.PrivacyEngine`, `GradSampleModule`, `GradSampleHooks` and `DPOptimizer` be this
+    engine's, wherever they are imported from.
+
+    Args:
+        **defaults: keywords of make_private, for calls that do not give them: clipping="automatic",
+            gamma=0.0. Those of a strategy count where the call names no clipping.
+
+    Raises:
+        ArgumentError: a keyword that no make_private takes.
+        StepError: a class was derived from one of these, or an object made of one: it would go on with
+            Opacus. Nothing is changed.
+    """
+    unknown = [n for n in defaults if n not in engine.KEYWORDS and "clipping" not in defaults]
+    if unknown:
+        raise ArgumentError(
+            f"install got {', '.join(unknown)}, which make_private does not take; name the strategy "
+            "that does with clipping=..."
+        )
+    if not _replaced:
+        _check_unused()
+        for module, name, kind in list(_places()):
+            _replaced.append((module, name, kind))
+            setattr(module, name, _OURS[kind])
+        chosen = optimizers.get_optimizer_class
+        for module in (privacy_engine, materialised):
+            _replaced.append((module, chosen.__name__, chosen))
+            setattr(module, chosen.__name__, partial(_of_opacus, chosen))
+    engine.DEFAULTS.clear()
+    engine.DEFAULTS.update(defaults)
+
+
+def uninstall() -> None:
+    """Take it back. What was made meanwhile stays what it is."""
+    while _replaced:
+        module, name, kind = _replaced.pop()
+        now = vars(module).get(name)
+        if type(now) is partial or now is _OURS.get(kind):
+            setattr(module, name, kind)
+    engine.DEFAULTS.clear()
+
+
+def _of_opacus(chosen: Callable[..., type], *args: Any, **options: Any) -> type:
+    """In Opacus' own modes its engine makes its own optimizers."""
+    kind = chosen(*args, **options)
+    return next((own for own, ours in _OURS.items() if ours is kind), kind)
+
+
+def installed() -> bool:
+    """Whether Opacus' names are this engine's."""
+    return bool(_replaced)
+
+
+def _places() -> Iterator[tuple[ModuleType, str, type]]:
+    """Where Opacus' classes are held: its public modules, and those of programs."""
+    for module in list(sys.modules.values()):
+        if not issubclass(type(module), ModuleType):
+            continue
+        inside = str(vars(module).get("__name__", "")).partition(".")[0] in _PACKAGES
+        names = _PUBLIC.get(module, frozenset()) if inside else None
+        for name, value in list(vars(module).items()):
+            if names is not None and name not in names:
+                continue
+            if (
+                issubclass(type(value), type) and value in _OURS
+            ):  # others raise where they are asked
+                yield module, name, value
+
+
+def _check_unused() -> None:
+    """Refuse where something of a program's rests on Opacus' own classes."""
+    for kind in _OURS:
+        for derived in _derived(kind):
+            raise StepError(
+                f"{derived.__module__}.{derived.__qualname__} was derived from Opacus' "
+                f"{kind.__name__} before install(), and would go on with Opacus; call "
+                "fastclip.opacus.install() before that module is imported"
+            )
+    made = next((x for x in gc.get_objects() if type(x) in _OURS), None)
+    if made is not None:
+        raise StepError(
+            f"an object of Opacus' {type(made).__name__} was made before install(), and would go on "
+            "with Opacus; call fastclip.opacus.install() first"
+        )
+
+
+def _derived(kind: type) -> Iterator[type]:
+    below: type
+    for below in kind.__subclasses__():
+        if below.__module__.partition(".")[0] not in _PACKAGES:
+            yield below
+        yield from _derived(below)

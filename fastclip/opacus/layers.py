@@ -1,0 +1,3 @@
+"""opacus.layers."""
+
+from opacus.layers import *  # noqa: F403

@@ -1,0 +1,3 @@
+"""opacus.schedulers."""
+
+from opacus.schedulers import *  # noqa: F403

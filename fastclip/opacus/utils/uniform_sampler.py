@@ -1,0 +1,8 @@
+"""opacus.utils.uniform_sampler."""
+
+from opacus.utils.uniform_sampler import (
+    DistributedUniformWithReplacementSampler,
+    UniformWithReplacementSampler,
+)
+
+__all__ = ["DistributedUniformWithReplacementSampler", "UniformWithReplacementSampler"]

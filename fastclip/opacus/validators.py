@@ -1,0 +1,3 @@
+"""opacus.validators."""
+
+from opacus.validators import *  # noqa: F403
