@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +32,9 @@ from fastclip.model.module import FastGradSampleHooks, FastGradSampleModule
 from fastclip.model.ownership import held_by
 from fastclip.noise.keystream import require_cipher
 from fastclip.optim.optimizer import FastDPOptimizer
+from fastclip.overrides import CRITERION, LOADER, MODEL, OPTIMIZER, Preparation, check_reached
 from fastclip.parallel.processes import bare, ranks_of, refuse, uncompiled
-from fastclip.parallel.ranks import whole
+from fastclip.parallel.ranks import Ranks, whole
 from fastclip.planner import Planner
 
 FAST_MODES = ("fast", "ghost")
@@ -135,6 +138,7 @@ class FastPrivacyEngine(SteppingEngine):
         (else, and for poisson_sampling=False: one that is zeroed out, N being public).
         `mechanism()` says all of it.
         """
+        check_reached(self, FastPrivacyEngine)
         clipping, kwargs = named(clipping, kwargs)
         validation.choice("grad_sample_mode", grad_sample_mode, MODES)
         validation.choice("loss_reduction", loss_reduction, ("mean", "sum"))
@@ -186,41 +190,40 @@ class FastPrivacyEngine(SteppingEngine):
         strategy = resolve(clipping, kwargs, noise_multiplier)
         validation.check_schedule(strategy.noise, self.accountant.mechanism())
         compile_missing()
-        module = self._prepare_fast_model(
-            module, optimizer, strategy, max_grad_norm, batch_first, loss_reduction, wrap_model
-        )
         inner = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
-        try:
-            batch, ranks = module.keeper.batch, module.keeper.clipping.ranks
-            loader, design = self._prepare_sampling(
-                data_loader, poisson_sampling=poisson_sampling, batch_first=batch_first,
-                rand_on_empty=rand_on_empty, ranks=ranks, **sampling,
+        with self._preparing() as making:
+            model = self._call_for_model(
+                making, strategy, optimizer, module, batch_first=batch_first,
+                max_grad_norm=max_grad_norm, loss_reduction=loss_reduction,
+                grad_sample_mode=grad_sample_mode, wrap_model=wrap_model,
             )  # fmt: skip
-            refuse_truncated([(0.0, accounted_rate(design), 1)], self.accountant.mechanism())
-            draws = self._watched(
-                loader, poisson_sampling, rand_on_empty, required=poisson_sampling, ranks=ranks
-            )
-            private = FastDPOptimizer(
-                inner, keeper=module.keeper, noise_multiplier=noise_multiplier,
-                expected_batch_size=design.expected_batch_size, loss_reduction=loss_reduction,
-                generator=noise_generator, secure_mode=self.secure_mode,
+            keeper, ranks = model.keeper, model.keeper.clipping.ranks
+            loader = self._call_for_loader(
+                making, ranks, sampling, data_loader, poisson_sampling=poisson_sampling,
+                batch_first=batch_first, rand_on_empty=rand_on_empty,
             )  # fmt: skip
-        except Exception as error:
-            module.cleanup()
-            refuse(ranks, error)
-            raise
-        releases = Releases(design, draws, lambda: self.accountant, ranks)
-        batch.accumulation_allowed, batch.draws = not poisson_sampling, draws
-        module.keeper.trace.listen(bare(module._module), draws)
-        private.account_with(releases)
+            assert self._drawn_by is not None
+            releases = Releases(self._drawn_by, making.draws, lambda: self.accountant, ranks)
+            private = self._call_for_optimizer(
+                making, keeper, releases, optimizer=inner, noise_multiplier=noise_multiplier,
+                max_grad_norm=max_grad_norm, loss_reduction=loss_reduction, clipping=clipping,
+                noise_generator=noise_generator, grad_sample_mode=grad_sample_mode, **kwargs,
+            )  # fmt: skip
+            if grad_sample_mode == "ghost":
+                criterion = self._call_for_criterion(
+                    making, module=model, optimizer=private, criterion=criterion,
+                    loss_reduction=loss_reduction, **kwargs,
+                )  # fmt: skip
+        keeper.batch.accumulation_allowed, keeper.batch.draws = not poisson_sampling, making.draws
+        keeper.trace.listen(bare(model._module), making.draws)
         # what was released of a model that is gone without cleanup() is still part of the claim
         self._runs = [
             run for run in self._runs
             if run.keeper is not None or (run.releases.steps and not run.batch.retired)
         ]  # fmt: skip
-        self._runs.append(Run.of(module.keeper, releases, loader))
-        made = module, private, criterion, loader
-        return made if grad_sample_mode == "ghost" else (module, private, loader)
+        self._runs.append(Run.of(keeper, releases, loader))
+        made = model, private, criterion, loader
+        return made if grad_sample_mode == "ghost" else (model, private, loader)
 
     def make_private_with_epsilon(  # type: ignore[override]
         self, *, data_loader: DataLoader, target_epsilon: float, target_delta: float,
@@ -328,3 +331,98 @@ class FastPrivacyEngine(SteppingEngine):
             kind = FastGradSampleModule if wrap_model else FastGradSampleHooks
             options = {"batch_first": batch_first, "loss_reduction": loss_reduction}
             return kind(module, keeper=keeper, **options)  # type: ignore[arg-type]
+
+    # Opacus' own methods, which subclasses override
+
+    @contextmanager
+    def _preparing(self) -> Iterator[Preparation]:
+        """They are called inside; on an error the model is as it was."""
+        before, self._making = self._making, Preparation(self)
+        try:
+            yield self._making
+        except Exception as error:
+            model = self._making.made.get(MODEL)
+            if model is not None:
+                model.cleanup()
+                refuse(model.keeper.clipping.ranks, error)
+            raise
+        finally:
+            self._making = before
+
+    def _call_for_model(
+        self, making: Preparation, strategy: Clipping, optimizer: torch.optim.Optimizer,
+        module: nn.Module, **asked: Any,
+    ) -> Any:  # fmt: skip
+        own = {name: value for name, value in asked.items() if name != "grad_sample_mode"}
+        make = partial(self._prepare_fast_model, module, optimizer, strategy, **own)
+        model = making.call(MODEL, make, module, **asked)
+        making.check(MODEL, model)
+        return model
+
+    def _call_for_loader(
+        self, making: Preparation, ranks: Ranks | None, sampling: dict[str, Any],
+        data_loader: DataLoader, **asked: Any,
+    ) -> DataLoader:  # fmt: skip
+        def make() -> DataLoader:
+            loader, design = self._prepare_sampling(data_loader, ranks=ranks, **asked, **sampling)
+            refuse_truncated([(0.0, accounted_rate(design), 1)], self.accountant.mechanism())
+            poisson = asked["poisson_sampling"]
+            draws = self._watched(
+                loader, poisson, asked["rand_on_empty"], required=poisson, ranks=ranks
+            )
+            self._drawn_by = design
+            self._made_loader(making, loader, draws)
+            return loader
+
+        loader = making.call(LOADER, make, data_loader, distributed=ranks is not None, **asked)
+        ordered = sampling["unit_ids"] is not None
+        self._check_loader(making, loader, batch_first=asked["batch_first"], ordered=ordered)
+        return loader
+
+    def _call_for_optimizer(
+        self, making: Preparation, keeper: BookKeeper, releases: Releases, **asked: Any
+    ) -> FastDPOptimizer:
+        size, ranks = releases.design.expected_batch_size, keeper.clipping.ranks
+
+        def make() -> FastDPOptimizer:
+            made = FastDPOptimizer(
+                asked["optimizer"], keeper=keeper, noise_multiplier=asked["noise_multiplier"],
+                expected_batch_size=size, loss_reduction=asked["loss_reduction"],
+                generator=asked["noise_generator"], secure_mode=self.secure_mode,
+            )  # fmt: skip
+            made.account_with(releases)  # first: what an override attaches to it stays
+            return made
+
+        private = making.call(
+            OPTIMIZER, make, expected_batch_size=size, distributed=ranks is not None, **asked
+        )
+        making.check(OPTIMIZER, private)
+        return private
+
+    def _call_for_criterion(self, making: Preparation, **asked: Any) -> Any:
+        criterion = making.call(CRITERION, lambda: asked["criterion"], **asked)
+        check_criterion(criterion, asked["loss_reduction"], asked["module"])
+        check_coupling(criterion)
+        return criterion
+
+    def _prepare_model(self, module: nn.Module, **given: Any) -> Any:
+        if self._making is None or not self._making.fast:
+            return super()._prepare_model(module, **given)
+        return self._making.make(MODEL, module, **given)
+
+    def _prepare_data_loader(  # type: ignore[override]
+        self, data_loader: DataLoader, **given: Any
+    ) -> DataLoader:
+        if self._making is None or not self._making.fast:
+            return super()._prepare_data_loader(data_loader, **given)
+        return self._making.make(LOADER, data_loader, **given)
+
+    def _prepare_optimizer(self, **given: Any) -> DPOptimizer:  # type: ignore[override]
+        if self._making is None or not self._making.fast:
+            return super()._prepare_optimizer(**given)
+        return self._making.make(OPTIMIZER, **given)
+
+    def _prepare_criterion(self, **given: Any) -> Any:
+        if self._making is None or not self._making.fast:
+            return super()._prepare_criterion(**given)
+        return self._making.make(CRITERION, **given)

@@ -286,7 +286,13 @@ class InspectedEngine(OpacusModes):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the ledger, and no model, rows or rates: what was released goes on elsewhere."""
-        return {**super().__getstate__(), "_runs": [], "_drawn_by": None, "_by_opacus": False}
+        gone: dict[str, Any] = {
+            "_runs": [],
+            "_drawn_by": None,
+            "_by_opacus": False,
+            "_making": None,
+        }
+        return {**super().__getstate__(), **gone}
 
     @property
     def _ranks(self) -> Ranks | None:

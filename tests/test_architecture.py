@@ -24,6 +24,7 @@ ORDER = (
     "_dynamo",
     "memory",
     "waiting",
+    "overrides",
     "graph",
     "losses",
     "ops",  # backends announce themselves to ops.dispatch, which names them in strings only

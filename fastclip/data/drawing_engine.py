@@ -9,12 +9,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fastclip.accounting.accounted_engine import AccountedEngine
 from fastclip.accounting.segments import new_name
-from fastclip.data.collating import check_collate
+from fastclip.data.collating import check_collate, checked_collate
 from fastclip.data.copies import check_copies
 from fastclip.data.design import ENDLESS, SamplingDesign
 from fastclip.data.draws import Draws
 from fastclip.data.filling import filling_of
-from fastclip.data.loader import watch_draws
+from fastclip.data.loader import asks_at_once, draws_alike, draws_of, watch_draws
 from fastclip.data.mixed import canaries_of
 from fastclip.data.plan import Plan, Request, plan_sampling, poisson_loader
 from fastclip.data.row_order import check_row_order
@@ -24,6 +24,7 @@ from fastclip.data.samplers import check_order, check_shares, draws_independentl
 from fastclip.data.sampling import PoissonSampler, check_secure, draw_exactly, draw_securely
 from fastclip.data.unit_sampler import UnitSampler
 from fastclip.errors import ArgumentError
+from fastclip.overrides import LOADER, Preparation
 from fastclip.parallel.ranks import Ranks
 
 
@@ -32,6 +33,8 @@ class DrawingEngine(AccountedEngine):
 
     _drawn_by: SamplingDesign | None = None
     """How the loader of the make_private under way draws."""
+    _making: Preparation | None = None
+    """The make_private under way."""
     _shared_by: Ranks | None = None
     """Who makes the same model private in one of Opacus' modes."""
 
@@ -63,10 +66,35 @@ class DrawingEngine(AccountedEngine):
                 "Opacus' modes need the length of the data loader, and its IterableDataset has none. "
                 "Give the data set a __len__, or omit grad_sample_mode"
             )
-        return self._planned_loader(
+        loader = self._planned_loader(
             plan, data_loader, poisson_sampling=poisson_sampling, batch_first=batch_first,
             rand_on_empty=rand_on_empty,
         )  # fmt: skip
+        if self._making is not None:
+            draws = self._watched(loader, poisson_sampling, rand_on_empty, required=False)
+            self._made_loader(self._making, loader, draws)
+        return loader
+
+    @staticmethod
+    def _made_loader(making: Preparation, loader: DataLoader, draws: Draws) -> None:
+        """This loader is to train, or another that hands out its draws."""
+        making.keep(LOADER, loader)
+        making.draws, making.handed = draws, draws_of(loader)
+
+    @staticmethod
+    def _check_loader(
+        making: Preparation, returned: Any, *, batch_first: bool, ordered: bool = False
+    ) -> None:
+        """Refuse other draws than those that are told of; let another collate function be checked.
+
+        Args:
+            ordered: sample i of a batch must be the i-th drawn.
+        """
+        making.check(LOADER, returned, draws_alike(returned, making.handed))
+        if returned.batch_sampler is None or asks_at_once(returned):
+            return
+        checked = checked_collate(returned.collate_fn, batch_first=batch_first, ordered=ordered)
+        object.__setattr__(returned, "collate_fn", checked)
 
     def _plan_sampling(
         self, data_loader: DataLoader, *, poisson_sampling: bool, distributed: bool = False,

@@ -135,6 +135,18 @@ def drawing(loader: DataLoader) -> Any:
     return sampler
 
 
+def draws_of(loader: DataLoader) -> tuple[Any, ...]:
+    """What two loaders have in common that hand out the same draws; of rows of which data set."""
+    return outermost(loader), loader.batch_sampler, loader.dataset
+
+
+def draws_alike(loader: Any, of: tuple[Any, ...]) -> bool:
+    """Whether a loader, or what is returned for one, hands out these draws."""
+    if not isinstance(loader, DataLoader):
+        return False
+    return all(a is b for a, b in zip(draws_of(loader), of, strict=True))
+
+
 def asks_at_once(loader: DataLoader) -> bool:
     """Whether a `sampler` draws batches, for which the data set is asked with a list of numbers."""
     batches = loader.batch_sampler

@@ -21,7 +21,7 @@ from fastclip.clipping import Clipping
 from fastclip.data.design import epochs_of
 from fastclip.data.empty import EmptyBatches
 from fastclip.engine import FastPrivacyEngine
-from fastclip.errors import ArgumentError, say
+from fastclip.errors import ArgumentError, ArgumentTypeError, say
 from fastclip.integrations.adapters import check_adapters
 from fastclip.integrations.arguments import (
     PrivacyArguments,
@@ -38,7 +38,7 @@ from fastclip.integrations.checkpoints import (
 )
 from fastclip.integrations.physical import LogicalBatchData, SplitCollate, by_units
 from fastclip.integrations.row_losses import Checked
-from fastclip.integrations.trainer_loss import RowLossTrainer
+from fastclip.integrations.trainer_loss import RowLossTrainer, by_name
 from fastclip.integrations.trainer_ranks import innermost
 
 __all__ = ["ACCOUNTANT_NAME", "PrivacyArguments", "PrivateTrainer"]
@@ -66,8 +66,9 @@ class PrivateTrainer(RowLossTrainer):
             from a generator seeded by the operating system, never from TrainingArguments.seed, which
             is 42 by default and known. Batches are drawn the same way unless data_seed is set.
         engine: to share an accountant; a new one if None.
-        rest: as of transformers.Trainer, like all other keywords; compute_loss_func may return one
-            loss a row, [b].
+        given: model, args and all else as of transformers.Trainer, or of the trainer that stands behind
+            this one (`class P(PrivateTrainer, T)`), which gets them by keyword; compute_loss_func may
+            return one loss a row, [b].
 
     Raises:
         fastclip.errors.*: for arguments, losses and adapters that are not supported.
@@ -78,10 +79,15 @@ class PrivateTrainer(RowLossTrainer):
     """
 
     def __init__(
-        self, model: Any = None, args: TrainingArguments | None = None, *rest: Any,
-        privacy: PrivacyArguments, noise_generator: torch.Generator | None = None,
+        self, *given: Any, privacy: PrivacyArguments,
+        noise_generator: torch.Generator | None = None,
         engine: FastPrivacyEngine | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
+        named = by_name(type(self), given)
+        if twice := sorted({*named} & {*kwargs}):
+            raise ArgumentTypeError(f"{twice[0]} was given by position and by keyword; omit either")
+        kwargs = {**named, **kwargs}
+        args = kwargs.get("args")
         args = TrainingArguments("tmp_trainer") if args is None else copy.copy(args)
         check_training_arguments(args, privacy)
         self.privacy = privacy
@@ -107,7 +113,7 @@ class PrivateTrainer(RowLossTrainer):
         self.mechanism = (0.0, 0.0)  # sigma and q of this run's first step
         self._handle: Any = None
         self.resumed: Resumed | None = None  # what this run goes on from
-        super().__init__(model, args, *rest, **kwargs)
+        super().__init__(**{**kwargs, "args": args})
         check_still_private(self)
         self.add_callback(AccountedCheckpoints(self))
 

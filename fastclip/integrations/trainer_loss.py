@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fastclip.errors import ArgumentError
+from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.integrations.row_losses import (
     IGNORED,
     WAY_OUT,
@@ -39,7 +41,8 @@ class RowLossTrainer(RanksTrainer):
     Evaluation, and everything outside of private training, is the Trainer's own.
 
     Raises:
-        ArgumentError: for a subclass with a compute_loss of its own.
+        ArgumentError: for a compute_loss of another class than transformers.Trainer, before this one in
+            the method resolution order, or behind it, where there is no compute_loss_func.
     """
 
     _private = False
@@ -53,6 +56,17 @@ class RowLossTrainer(RanksTrainer):
             )
         self._checked = Checked()
         super().__init__(*args, **kwargs)
+        if self.compute_loss_func is None:
+            self._check_behind()
+
+    def _check_behind(self) -> None:
+        """No class behind this one has a loss of its own, which would not be trained on."""
+        for kind in _behind(type(self)):
+            if kind is not Trainer and "compute_loss" in vars(kind):
+                raise ArgumentError(
+                    f"{kind.__name__}.compute_loss stands behind PrivateTrainer, which trains on rows' "
+                    f"own losses in its place; {WAY_OUT}"
+                )
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
@@ -198,6 +212,33 @@ class RowLossTrainer(RanksTrainer):
                 f"{type(self._plain_model()).__name__} computes a loss of its own ({own:.6g} on "
                 f"one row, where cross entropy is {ours:.6g}); {WAY_OUT}"
             )
+
+
+def by_name(kind: type, given: Sequence[Any]) -> dict[str, Any]:
+    """Positional arguments of a trainer, by the names that the class behind the private one gives them.
+
+    Raises:
+        ArgumentTypeError: more than it names.
+    """
+    names: list[str] = []
+    for behind in _behind(kind):
+        if "__init__" not in vars(behind):
+            continue
+        own = list(inspect.signature(behind).parameters.values())
+        names = [p.name for p in own if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if names or not any(p.kind is p.VAR_POSITIONAL for p in own):
+            break  # else it hands on all of them as they come
+    if len(given) > len(names):
+        raise ArgumentTypeError(
+            f"{kind.__name__} got {len(given)} positional arguments, of which {len(names)} have a name; "
+            "pass them by keyword"
+        )
+    return dict(zip(names, given, strict=False))
+
+
+def _behind(kind: type) -> tuple[type, ...]:
+    """The classes that RowLossTrainer's own super() finds."""
+    return kind.__mro__[kind.__mro__.index(RowLossTrainer) + 1 :]
 
 
 def _rounding(model: nn.Module) -> float:

@@ -21,6 +21,7 @@ from fastclip.model.ownership import batches_of, check_free
 from fastclip.optim.inner_step import parameters_of
 from fastclip.optim.materialised import optimizer_class
 from fastclip.optim.release import agree_to_train
+from fastclip.overrides import CRITERION, MODEL, OPTIMIZER, Preparation
 from fastclip.parallel.processes import ranks_of_opacus, refuse
 from fastclip.parallel.ranks import Ranks
 
@@ -80,6 +81,8 @@ class OpacusModes(DrawingEngine):
     ) -> tuple:  # fmt: skip
         """One of Opacus' own modes; on an error the model is left as it was."""
         ranks = ranks_of_opacus(module) if isinstance(module, nn.Module) else None
+        before, making = self._making, Preparation(self)
+        self._making = making
         try:
             if isinstance(module, nn.Module):
                 trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
@@ -89,6 +92,7 @@ class OpacusModes(DrawingEngine):
                 module=module, wrap_model=wrap_model, poisson_sampling=poisson_sampling,
                 rand_on_empty=rand_on_empty, **kwargs,
             )  # fmt: skip
+            self._check_made(making, made, kwargs["batch_first"])
             if ranks is not None:
                 self._agree_to_train(ranks, made[1], trained, **kwargs)
         except Exception as error:
@@ -97,17 +101,25 @@ class OpacusModes(DrawingEngine):
             refuse(ranks, error)
             raise
         finally:
-            self._new = self._shared_by = None
-        wrapper, optimizer, loader = made[0], made[1], made[-1]
+            self._new, self._shared_by, self._making = None, None, before
+        wrapper, optimizer = made[0], made[1]
         optimizer.bind(wrapper, ranks)
         held = set(parameters_of(optimizer))
         say_untrained({p: n for n, p in wrapper._module.named_parameters() if p not in held})
         assert self._drawn_by is not None
-        draws = self._watched(loader, poisson_sampling, rand_on_empty, required=False)
-        optimizer.batch.draws = draws
-        optimizer.account_with(Releases(self._drawn_by, draws, lambda: self.accountant, ranks))
+        optimizer.batch.draws = making.draws
+        releases = Releases(self._drawn_by, making.draws, lambda: self.accountant, ranks)
+        optimizer.account_with(releases)
         self._by_opacus = True
         return made
+
+    def _check_made(self, making: Preparation, made: tuple, batch_first: bool) -> None:
+        """What overrides have returned is what this engine has made."""
+        making.check(MODEL, made[0])
+        making.check(OPTIMIZER, made[1])
+        if len(made) == 4:
+            making.check(CRITERION, made[2])
+        self._check_loader(making, made[-1], batch_first=batch_first)
 
     def _agree_to_train(
         self, ranks: Ranks, private: DPOptimizer, trained: Mapping[nn.Parameter, str], *,
@@ -132,7 +144,11 @@ class OpacusModes(DrawingEngine):
         ModuleValidator.validate(module, strict=True)  # these modes have no rule for more
         wrapper = super()._prepare_model(module, **kwargs)
         self._new = None if wrapper is module else wrapper
-        return wrapper
+        return wrapper if self._making is None else self._making.keep(MODEL, wrapper)
+
+    def _prepare_criterion(self, **kwargs: Any) -> Any:
+        made = super()._prepare_criterion(**kwargs)
+        return made if self._making is None else self._making.keep(CRITERION, made)
 
     def _prepare_optimizer(  # type: ignore[override]
         self, *, optimizer: torch.optim.Optimizer, clipping: str, distributed: bool,
@@ -146,7 +162,8 @@ class OpacusModes(DrawingEngine):
         size = self._drawn_by.expected_batch_size
         if distributed:
             size /= torch.distributed.get_world_size()
-        return kind(
+        made = kind(
             inner, expected_batch_size=size, generator=noise_generator,
             secure_mode=self.secure_mode, **kwargs,
         )  # fmt: skip
+        return made if self._making is None else self._making.keep(OPTIMIZER, made)

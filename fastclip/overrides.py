@@ -1,0 +1,127 @@
+"""Methods of Opacus' engine that a subclass may override: what they hand on, and what they return.
+
+`make_private` calls them as Opacus' own does. An override may look at all of it, and change in place
+what its super() has made; what makes a run private, and what is told of it, stays as it was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastclip.errors import ArgumentError
+
+MODEL, LOADER = "_prepare_model", "_prepare_data_loader"
+OPTIMIZER, CRITERION = "_prepare_optimizer", "_prepare_criterion"
+_HARM = {
+    MODEL: "model than that of super(), whose gradients nobody clips",
+    LOADER: "data loader than that of super(), whose draws nobody counts",
+    OPTIMIZER: "optimizer than that of super(), whose steps nobody accounts for",
+    CRITERION: "criterion than that of super(), whose gradients nobody clips",
+}
+
+
+class Preparation:
+    """The calls of these methods in one make_private."""
+
+    def __init__(self, engine: object) -> None:
+        self.engine = engine
+        self.made: dict[str, Any] = {}
+        """What the engine's own methods have made, by their names."""
+        self.draws: Any = None
+        """Those of the loader that was made."""
+        self.handed: tuple[Any, ...] = ()
+        """What another loader must have of it, to hand them out."""
+        self._asked: dict[str, tuple[Callable[[], Any], Sequence[Any], dict[str, Any]]] = {}
+
+    @property
+    def fast(self) -> bool:
+        """Whether the engine calls these methods itself; else Opacus' code does."""
+        return bool(self._asked)
+
+    def call(self, name: str, make: Callable[[], Any], *first: Any, **asked: Any) -> Any:
+        """What the method returns, whoever overrides it.
+
+        Args:
+            make: what the engine's own does. first, asked: what the method is called with.
+        """
+        self._asked[name] = make, first, asked
+        return getattr(self.engine, name)(*first, **asked)
+
+    def make(self, name: str, *first: Any, **given: Any) -> Any:
+        """The engine's own method, which an override calls through super().
+
+        Raises:
+            ArgumentError: with other values than the override was called with, or a second time.
+        """
+        who = overriding(self.engine, name)
+        if name in self.made or name not in self._asked:
+            raise ArgumentError(
+                f"super().{name} is called once in each make_private, and {who} calls it again; call it "
+                "once, and keep what it returns"
+            )
+        make, before, asked = self._asked[name]
+        others = [key for key in given if key not in asked or not _same(given[key], asked[key])]
+        if len(first) != len(before) or not all(map(_same, first, before)):
+            others.append("module" if name == MODEL else "data_loader")
+        if others:
+            raise ArgumentError(
+                f"{who} passes another {others[0]} to super() than it was called with, which would not "
+                "be what is accounted for; pass it on unchanged (give make_private the other)"
+            )
+        return self.keep(name, make())
+
+    def keep(self, name: str, made: Any) -> Any:
+        """Note what the engine's own method has made."""
+        self.made[name] = made
+        return made
+
+    def check(self, name: str, returned: Any, same: bool | None = None) -> None:
+        """Refuse another model, loader or optimizer than the engine's own method has made.
+
+        Args:
+            same: whether it is that one, where another object may be.
+        """
+        made = self.made.get(name)
+        if made is None or not (returned is made if same is None else same):
+            raise ArgumentError(
+                f"{overriding(self.engine, name)} returns another {_HARM[name]}; return that one, "
+                "changed in place if need be"
+            )
+
+
+def overriding(engine: object, name: str) -> str:
+    """The method that is called first, as messages name it."""
+    kind = type(engine)
+    if name not in vars(engine):
+        kind = next((each for each in kind.__mro__ if name in vars(each)), kind)
+    return f"{kind.__name__}.{name}"
+
+
+def check_reached(engine: object, own: type) -> None:
+    """Refuse an override of a class behind the engine's own classes, which would not call it.
+
+    Args:
+        own: the last of them that has these methods.
+    """
+    kinds = type(engine).__mro__
+    for kind in kinds[kinds.index(own) + 1 :]:
+        for name in (MODEL, LOADER, OPTIMIZER, CRITERION):
+            if name in vars(kind) and kind.__module__.partition(".")[0] not in (
+                "fastclip",
+                "opacus",
+            ):
+                raise ArgumentError(
+                    f"{kind.__name__}.{name} stands behind FastPrivacyEngine, which would not call it; "
+                    f"name {kind.__name__} before FastPrivacyEngine among the bases of "
+                    f"{type(engine).__name__}"
+                )
+
+
+def _same(given: Any, asked: Any) -> bool:
+    if given is asked:
+        return True
+    try:
+        return type(given) is type(asked) and bool(given == asked)
+    except (TypeError, ValueError, RuntimeError):  # an array's, which is many answers
+        return False
