@@ -20,6 +20,7 @@ from fastclip.layers.customised import (
     are_unchanged,
     customised,
     originals,
+    own_forward,
     unchanged,
 )
 from fastclip.layers.records import Record
@@ -148,6 +149,8 @@ def register_rule(*types: Matcher) -> Callable[[R], R]:
 
 def find_rule(module: Any) -> LayerRule | None:
     """The rule of `module`, or None where it has none or does anything in a way of its own."""
+    if own_forward(module) is not None:
+        return None
     cls, rule = _matching(module)
     own = {name: p for name, p in module._parameters.items() if p is not None and p.requires_grad}
     if cls is None or rule is None or not own.keys() <= set(rule.parameter_names):
