@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -109,6 +110,16 @@ def run_eagerly() -> Callable[[], None]:
             eval_frame._set_stance(eager.prev)
 
     return end
+
+
+def as_written(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch.compile has made this function or method of, or itself."""
+    if isinstance(function, MethodType):
+        return MethodType(as_written(function.__func__), function.__self__)
+    found: Any = getattr(function, "_torchdynamo_orig_callable", None)
+    # what functools.wraps has made of a compiled function has its attributes, too
+    given: Any = found if found is getattr(function, "__wrapped__", None) else None
+    return given or function  # type: ignore[no-any-return]
 
 
 def is_one_graph(compiled: Any) -> bool:

@@ -25,6 +25,7 @@ from fastclip.data.plan import Request, plan_sampling
 from fastclip.errors import ArgumentError, FastclipError
 from fastclip.model.interception import ATTRIBUTE
 from fastclip.model.module import FastGradSampleModule
+from fastclip.model.own_forward import check_copied
 from fastclip.model.validation import check_inner_step, check_module, check_optimizer
 from fastclip.parallel.processes import check_set_up
 from fastclip.parallel.shards import check_whole
@@ -186,6 +187,7 @@ def _dry_run(model: nn.Module, trained: set[str]) -> tuple[tuple[PlanRow, ...], 
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     try:
         bare = copy.deepcopy(model, memo)
+        check_copied(bare)
     except Exception as error:
         return (), (f"the model cannot be copied, so its layers were not looked at: {error}",)
     names = {p: n for n, p in bare.named_parameters() if n in trained}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import opacus
@@ -361,6 +363,19 @@ def test_nothing_is_compiled_without_dynamo() -> None:
 def test_what_was_asked_of_a_compiled_module(fullgraph: bool) -> None:
     compiled = torch.compile(nn.Linear(2, 2), backend="eager", fullgraph=fullgraph)
     assert _dynamo.is_one_graph(compiled) is fullgraph
+
+
+def test_what_a_compiled_function_was_made_of() -> None:
+    def plain(x: Tensor) -> Tensor:
+        return x + 1
+
+    compiled = torch.compile(plain, backend="eager")
+    assert _dynamo.as_written(compiled) is plain
+    around = functools.wraps(compiled)(lambda x: 2 * compiled(x))
+    assert _dynamo.as_written(around) is around
+    method = MethodType(compiled, torch.ones(1))
+    assert _dynamo.as_written(method) == MethodType(plain, method.__self__)
+    assert _dynamo.as_written(method)() == 2
 
 
 def test_export_is_told() -> None:

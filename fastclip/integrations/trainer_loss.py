@@ -27,6 +27,7 @@ from fastclip.integrations.row_losses import (
     telling,
 )
 from fastclip.integrations.trainer_ranks import RanksTrainer
+from fastclip.layers.customised import MARKS, OWN
 from fastclip.losses import per_sample_cross_entropy
 from fastclip.parallel.ranks import whole
 
@@ -249,11 +250,17 @@ def _rounding(model: nn.Module) -> float:
 
 @contextmanager
 def _plain_forward(model: nn.Module) -> Iterator[None]:
-    """Without the engine's layers, which would record a backward pass, and without autocast."""
+    """Without the engine's layers, which would record a backward pass, and without autocast; with
+    forwards that were set on modules before."""
     taken = {}
     for module in model.modules():
-        if "forward" in module.__dict__ and "_hf_hook" not in module.__dict__:
-            taken[module] = module.__dict__.pop("forward")
+        held = module.__dict__
+        if OWN not in held and ("forward" not in held or "_hf_hook" in held):
+            continue
+        if not MARKS.isdisjoint(held) or "_original_forward" in held:
+            taken[module] = held.pop("forward")
+            if OWN in held:
+                held["forward"] = held[OWN].forward
     try:
         yield
     finally:

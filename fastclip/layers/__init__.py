@@ -13,7 +13,8 @@ from fastclip.layers.records import (
     join,
 )
 from fastclip.layers.reuse import joint_norm_sq, joint_record
-from fastclip.layers.rule import LayerRule, find_rule, register_rule
+from fastclip.layers.rule import LayerRule, register_rule
+from fastclip.layers.sampled import find_rule
 
 __all__ = [
     "BiasRecord",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from operator import attrgetter, is_
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -29,6 +30,23 @@ _PARAMETERS = frozenset({"weight", "bias"})
 """What else has such a name is found before a module's parameter."""
 _FORWARD = {"forward"}
 """Every private layer has one of its own, from fastclip."""
+
+MARKS = frozenset({"_fastclip", "_fastclip_part"})
+"""A module that has one of these has a forward from fastclip."""
+OWN = "_fastclip_own"
+"""What such a module had as `forward` of its own before that, if it had one."""
+
+
+def own_forward(module: Any) -> Any:
+    """The forward that was set on the object itself (`model.forward = ...`), and computes what the
+    class's does not; else None."""
+    held = module.__dict__
+    found = held.get("forward")
+    if not MARKS.isdisjoint(held):
+        found = held[OWN].forward if OWN in held else None
+    if isinstance(found, MethodType) and found.__self__ is module:
+        return None if found.__func__ is getattr(type(module), "forward", None) else found
+    return found
 
 
 class Originals:

@@ -146,8 +146,8 @@ def register_rule(*types: Matcher) -> Callable[[R], R]:
     return decorate
 
 
-def find_rule(module: Any) -> LayerRule | None:
-    """The rule of `module`, or None where it has none or does anything in a way of its own."""
+def registered_rule(module: Any) -> LayerRule | None:
+    """The rule that was registered for `module`, or None where it does anything in a way of its own."""
     cls, rule = _matching(module)
     own = {name: p for name, p in module._parameters.items() if p is not None and p.requires_grad}
     if cls is None or rule is None or not own.keys() <= set(rule.parameter_names):
@@ -155,6 +155,11 @@ def find_rule(module: Any) -> LayerRule | None:
     if len({*map(id, own.values())}) < len(own):  # weight and bias in one: a record would be of one
         return None
     return None if is_parametrized(module) or customised(module, cls, _ORIGINALS[cls]) else rule
+
+
+def is_registered(cls: type) -> bool:
+    """Whether a rule was registered for exactly this class."""
+    return cls in _RULES or f"{cls.__module__}.{cls.__qualname__}" in _RULES
 
 
 def check_customised(module: Any) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fastclip._torch import tree_leaves
 from fastclip.backward.batch_norm import is_batch_norm
 from fastclip.errors import UnsupportedLayerError, where
+from fastclip.model.own_forward import check_copied
 from fastclip.parallel.shards import check_whole
 
 _TRAIN_AS_THEY_ARE = (nn.RNNBase, nn.MultiheadAttention)
@@ -33,8 +34,8 @@ def compatible(model: nn.Module) -> nn.Module:
     gets one replacement, and hooks of modules, devices, types and flags are those of the original.
 
     Raises:
-        UnsupportedLayerError: for a BatchNorm of a class of its own, or a tie that a replacement
-            cannot keep.
+        UnsupportedLayerError: for a BatchNorm of a class of its own, a tie that a replacement
+            cannot keep, or a forward that was set on the object and would run the original.
         ArgumentError: for a model that fully_shard has spread.
     """
     check_whole(
@@ -63,13 +64,19 @@ def compatible(model: nn.Module) -> nn.Module:
 
 
 def clone(model: nn.Module) -> nn.Module:
-    """A deep copy without gradients; what a hook computes anew before every forward is copied too."""
+    """A deep copy without gradients; what a hook computes anew before every forward is copied too.
+
+    Raises:
+        UnsupportedLayerError: a forward that was set on the object would run the original.
+    """
     memo: dict[int, Any] = {}
     for module in model.modules():
         for leaf in tree_leaves(module.__dict__):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 memo[id(leaf)] = leaf.detach().clone()
-    return copy.deepcopy(model, memo)
+    twin = copy.deepcopy(model, memo)
+    check_copied(twin)
+    return twin
 
 
 def _needs_replacement(module: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from fastclip._dynamo import ends_graph, is_exporting, pass_over
 from fastclip.errors import GraphError
 from fastclip.model.following import exports_as_it_was, follow, shown_as
 from fastclip.model.given import check_given
+from fastclip.model.own_forward import give_back, plain_forward, replace, run_plain
 
 if TYPE_CHECKING:
     from fastclip.backward.bookkeeping import BookKeeper
@@ -101,8 +102,8 @@ def attach_methods(path: str, module: nn.Module, keeper: BookKeeper) -> None:
 def attach_part(path: str, module: nn.Module, keeper: BookKeeper) -> None:
     """Let the book-keeper know of calls of a module that holds private layers."""
     attach_methods(path, module, keeper)
+    replace(module, shown_as(_part_forward, module), path, keeper)
     module.__dict__[_PART] = (path, keeper)
-    module.__dict__["forward"] = shown_as(_part_forward, module)
 
 
 def detach(module: nn.Module) -> None:
@@ -110,20 +111,20 @@ def detach(module: nn.Module) -> None:
     for name in [n for n, value in vars(module).items() if isinstance(value, Method)]:
         del module.__dict__[name]
     if module.__dict__.pop(_PART, None) is not None:
-        module.__dict__.pop("forward", None)
+        give_back(module)
 
 
 @exports_as_it_was
 def _part_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     path, keeper = getattr(self, _PART)
     if keeper.bare.traced(path):
-        return type(self).forward(self, *args, **kwargs)
+        return run_plain(self, *args, **kwargs)
     return _called_part(path, keeper, self, args, kwargs)
 
 
 @ends_graph
 def _called_part(path: str, keeper: BookKeeper, self: nn.Module, args: tuple, kwargs: dict) -> Any:
-    plain = MethodType(type(self).forward, self)
+    plain = plain_forward(self)
     if keeper.depth or keeper.calls.probe or keeper.recomputes:
         return follow(path, keeper, plain, args, kwargs)
     if not keeper.paused:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fastclip._dynamo import disable_dynamo, is_exporting, pass_over
+from fastclip._dynamo import as_written, disable_dynamo, is_exporting, pass_over
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.errors import BatchSizeError, where
+from fastclip.model.own_forward import plain_forward, run_plain
 from fastclip.samples.calls import Forward
 from fastclip.samples.inputs import flatten, rebuild
 from fastclip.uses.arguments import leaves_of
@@ -57,7 +58,7 @@ def follow(
 
 
 def exports_as_it_was(private: Callable[..., Any]) -> FunctionType:
-    """Decorator of the forward of an intercepted module: torch.export finds the one of its class.
+    """Decorator of the forward of an intercepted module: torch.export finds the one that it had.
 
     What is exported is a program that is not private: no gradient comes back from it to the engine.
     """
@@ -65,7 +66,7 @@ def exports_as_it_was(private: Callable[..., Any]) -> FunctionType:
     @functools.wraps(private, updated=())  # not what torch.compile is told of `private`
     def either(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_exporting():
-            return type(self).forward(self, *args, **kwargs)
+            return run_plain(self, *args, **kwargs)
         return private(self, *args, **kwargs)
 
     pass_over(either)
@@ -73,7 +74,7 @@ def exports_as_it_was(private: Callable[..., Any]) -> FunctionType:
 
 
 def shown_as(forward: FunctionType, module: nn.Module) -> MethodType:
-    """`forward` bound to the module, with the signature of its class's own, which torch.export asks for.
+    """`forward` bound to the module, with the signature that it had, which torch.export asks for.
 
     Names of inputs and of dynamic shapes are those of the arguments there.
     """
@@ -82,15 +83,18 @@ def shown_as(forward: FunctionType, module: nn.Module) -> MethodType:
         forward.__closure__,
     )  # fmt: skip
     own.__dict__.update(forward.__dict__)
-    with contextlib.suppress(TypeError, ValueError):  # a class's forward that is not Python's
-        own.__signature__ = inspect.signature(type(module).forward)  # type: ignore[attr-defined]
+    with contextlib.suppress(TypeError, ValueError):  # a forward that is not Python's
+        asked = inspect.signature(vars(module).get("forward") or plain_forward(module))
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        known = [first, *asked.parameters.values()]
+        own.__signature__ = asked.replace(parameters=known)  # type: ignore[attr-defined]
     return MethodType(own, module)
 
 
 @disable_dynamo
 def eagerly(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run code that uses parameters by itself: a compiler would not see what becomes of them."""
-    return inner(*args, **kwargs)
+    return as_written(inner)(*args, **kwargs)
 
 
 def enter(path: str, forward: Forward) -> None:

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable
 from functools import cached_property, partial
 from itertools import count
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, Protocol, SupportsIndex
 
 import torch
@@ -28,6 +28,7 @@ from fastclip.errors import StepError, UnsupportedLayerError, where
 from fastclip.layers import LayerRule
 from fastclip.memory import no_memory
 from fastclip.model.following import eagerly, exports_as_it_was, follow, shown_as
+from fastclip.model.own_forward import give_back, plain_forward, replace, run_plain
 from fastclip.samples.place import Place
 from fastclip.uses.arguments import leaves_of
 from fastclip.uses.proxy import Derived, is_private
@@ -91,7 +92,7 @@ class Handle:
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """The module's forward."""
         if self.bypass:
-            return self._plain(module)(*args, **kwargs)
+            return run_plain(module, *args, **kwargs)
         if self.bare is not None and len(args) == 1 and not kwargs:
             try:
                 out = self.bare(args[0], module)
@@ -121,12 +122,8 @@ class Handle:
         """The model's own forward, around which nothing is done but to open the pass."""
         return self.rule is None and len(self.scopes) == 1 and hasattr(self.scopes[0], "enter")
 
-    @staticmethod
-    def _plain(module: nn.Module) -> Callable:
-        return MethodType(type(module).forward, module)
-
     def _followed(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return follow(self.path, self.keeper, self._plain(module), args, kwargs)
+        return follow(self.path, self.keeper, plain_forward(module), args, kwargs)
 
     def _private(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -141,7 +138,7 @@ class Handle:
         probe = self.keeper.calls.probe
         if probe is None and torch.is_grad_enabled():
             return apply_rule(self, module, args, kwargs)
-        plain = self._plain(module)
+        plain = plain_forward(module)
         if probe is None:
             return plain(*args, **kwargs)
         assert self.rule is not None
@@ -209,7 +206,7 @@ def private_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if out is not None:
             return out
     if not torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling():
-        return type(self).forward(self, *args, **kwargs)
+        return run_plain(self, *args, **kwargs)
     return _call(handle, self, args, kwargs)
 
 
@@ -224,7 +221,7 @@ def private_root_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a root that only opens the pass: its own code may be compiled."""
     handle: Handle = getattr(self, ATTRIBUTE)
     scope = handle.scopes[0]
-    plain: Callable[..., Any] = MethodType(type(self).forward, self)
+    plain = plain_forward(self)
     entered = scope.enter(handle, self, plain, args, kwargs)  # type: ignore[attr-defined]
     with entered:
         if entered.eager:
@@ -237,20 +234,14 @@ def private_root_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def attach(module: nn.Module, handle: Handle) -> None:
     """Intercept `module`."""
-    if "forward" in module.__dict__:
-        owner = "fastclip" if ATTRIBUTE in module.__dict__ else "another library"
-        raise UnsupportedLayerError(
-            f"{where(handle.path, module)} has had its forward replaced "
-            f"by {owner} already; pass the original model"
-        )
     forward = private_root_forward if handle.only_opens else private_forward
+    replace(module, shown_as(forward, module), handle.path, handle.keeper)
     module.__dict__[ATTRIBUTE] = handle
-    module.__dict__["forward"] = shown_as(forward, module)
 
 
 def detach(module: nn.Module) -> None:
     """Undo `attach`."""
-    module.__dict__.pop("forward", None)
+    give_back(module)
     module.__dict__.pop(ATTRIBUTE, None)
 
 
@@ -267,7 +258,7 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
             layout = keeper.calls.layout_with(handle.path, forward)
         moved = handle.path not in layout.places and forward.routings
         if moved or handle.path in layout.open:
-            return handle._plain(module)(*args, **kwargs)
+            return run_plain(module, *args, **kwargs)
     try:
         x, extra = rule.prepare(module, args, kwargs)
     except TypeError as error:
@@ -281,7 +272,7 @@ def apply_rule(handle: Handle, module: nn.Module, args: tuple, kwargs: dict) -> 
         if rows is not None and place is None and handle.path in layout.places:
             keeper.calls.look_again(layout, forward, handle.path, x)
             if handle.path in layout.open:
-                return handle._plain(module)(*args, **kwargs)
+                return run_plain(module, *args, **kwargs)
         axis = rule.axis(module)
         if place is None or not place.plain or axis is not None:
             place = layout.locate(handle.path, x, forward.batch_size, axis, forward.lengths)

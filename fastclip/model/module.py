@@ -19,10 +19,12 @@ from fastclip.backward.not_kept import NOT_KEPT
 from fastclip.backward.sharded_sums import follow_shards
 from fastclip.errors import UnsupportedLayerError
 from fastclip.layers import find_rule
+from fastclip.layers.customised import MARKS
 from fastclip.model import entries
 from fastclip.model.bare import may_be_bare
 from fastclip.model.interception import ATTRIBUTE, Handle, attach, detach
 from fastclip.model.let_go import let_go
+from fastclip.model.own_forward import check_copied
 from fastclip.model.ownership import check_free, claim
 from fastclip.model.scopes import PartScope, RecurrentScope, RootScope, SortedScope, call_root
 from fastclip.parallel.processes import (
@@ -44,6 +46,7 @@ def install(model: nn.Module, keeper: BookKeeper) -> None:
     A compiled model stays compiled, in the regions between its private layers.
     """
     check_free(model, keeper.names)
+    check_copied(model)
     for path, module in model.named_modules():
         if is_compiled(module) and is_one_graph(module):
             raise UnsupportedLayerError(
@@ -118,7 +121,7 @@ class _Installer:
 
     def _is_part(self, module: nn.Module) -> bool:
         """Runs private layers, and is none: called by itself, it may do anything to their rows."""
-        if module in self.handles or "forward" in vars(module):
+        if module in self.handles or not MARKS.isdisjoint(vars(module)):
             return False
         return any(below in self.handles for below in module.modules())
 

@@ -153,7 +153,7 @@ class Tracer(TorchDispatchMode):
         self.trail: Any = None
         """Takes the operations and their operands, if somebody wants them."""
         self.stopped = self._compiled = False
-        """It observes nothing any more, and leaves its place when it can; it was placed in compiled code."""
+        """It observes nothing more, and leaves its place when it can; it was placed in compiled code."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
