@@ -27,6 +27,7 @@ from fastclip.data.recorded import AsPlanned, Releases, accounted_rate, planned_
 from fastclip.errors import ArgumentError, ArgumentTypeError, say
 from fastclip.inspection import Run
 from fastclip.model import validation
+from fastclip.model.by_hand import unwrapped
 from fastclip.model.compatible import compatible
 from fastclip.model.module import FastGradSampleHooks, FastGradSampleModule
 from fastclip.model.ownership import held_by
@@ -311,6 +312,16 @@ class FastPrivacyEngine(SteppingEngine):
         return fixed
 
     def _prepare_fast_model(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, clipping: Clipping,
+        max_grad_norm: float | Sequence[float], batch_first: bool, loss_reduction: str,
+        wrap_model: bool,
+    ) -> FastGradSampleModule | FastGradSampleHooks:  # fmt: skip
+        with unwrapped(module) as given:
+            return self._make_fast_model(
+                given, optimizer, clipping, max_grad_norm, batch_first, loss_reduction, wrap_model
+            )
+
+    def _make_fast_model(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, clipping: Clipping,
         max_grad_norm: float | Sequence[float], batch_first: bool, loss_reduction: str,
         wrap_model: bool,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -12,6 +13,7 @@ from opacus.grad_sample import GradSampleHooks as OpacusHooks
 from opacus.grad_sample import GradSampleModule as OpacusModule
 from torch import distributed, nn
 
+from fastclip._torch import OPACUS_MARK
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.clipping import Clipping
 from fastclip.errors import ArgumentTypeError, GraphError, StepError, UnsupportedLayerError
@@ -22,7 +24,7 @@ from fastclip.model.module import (
     attach_keeper,
     uninstall,
 )
-from fastclip.model.ownership import held_by
+from fastclip.model.ownership import held_by, is_claimed
 from fastclip.parallel.processes import bare, ranks_of, uncompiled
 from fastclip.parallel.ranks import Ranks
 
@@ -203,3 +205,31 @@ def module_of(optimizer: torch.optim.Optimizer) -> ByHand:
             "or of another one; wrap the whole model in one GradSampleModule first"
         )
     return found[0]
+
+
+@contextmanager
+def unwrapped(module: nn.Module) -> Iterator[nn.Module]:
+    """What was wrapped by hand, and is clipped by no optimizer, without its wrapper, which it has again
+    after an error. Any other module as it is."""
+    own: list[Any] = []
+    if isinstance(module, ByHand):
+        own = [*module.earlier]
+    elif type(module) is OpacusModule and not is_claimed(module):
+        own = [module]
+    if not own:
+        yield module
+        return
+    for wrapper in own:
+        wrapper.cleanup()
+    try:
+        yield own[0]._module
+    except BaseException:
+        for wrapper in own:
+            options = {"loss_reduction": wrapper.loss_reduction, "batch_first": wrapper.batch_first}
+            wrapper.add_hooks(force_functorch=wrapper.force_functorch, **options)
+            for p in wrapper._module.parameters():
+                if p.requires_grad:
+                    vars(p).update({"grad_sample": None, OPACUS_MARK: 0})
+        raise
+    if isinstance(module, ByHand):
+        module.earlier.clear()

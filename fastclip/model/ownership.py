@@ -62,6 +62,11 @@ def claim_for_opacus(wrapper: AbstractGradSampleHooks, batch: LogicalBatch) -> N
     _OPACUS.add(wrapper)
 
 
+def is_claimed(wrapper: nn.Module) -> bool:
+    """It is what make_private returned in one of Opacus' modes."""
+    return _BATCH in wrapper.__dict__
+
+
 def check_free(model: nn.Module, parameters: Mapping[nn.Parameter, str], again: Any = None) -> None:
     """Refuse a model that a living engine holds, as a whole, in part or by a parameter.
 

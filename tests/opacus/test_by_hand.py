@@ -223,6 +223,38 @@ def test_what_is_refused() -> None:
         DPOptimizer(both, noise_multiplier=1.0, **options)
 
 
+@pytest.mark.parametrize("kind", [GradSampleModule, opacus.GradSampleModule])
+def test_make_private_takes_it_without_its_wrapper(kind: type) -> None:
+    """Which it has again where make_private fails."""
+    model, x = network(), rows()
+    twin, wrapped = copy.deepcopy(model), kind(model)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows(20)), batch_size=5)
+    options = {
+        "module": wrapped,
+        "optimizer": inner,
+        "data_loader": loader,
+        "noise_multiplier": 0.0,
+    }
+    with refused("per_layer|thresholds|max_grad_norm"):
+        FastPrivacyEngine().make_private(
+            **options, max_grad_norm=[0.5], clipping="per_layer", poisson_sampling=False
+        )
+    want = per_sample_gradients(twin, x)
+    backward(wrapped, x)
+    for name, p in model.named_parameters():
+        assert relative_error(p.grad_sample, want[name]) <= TOLERANCE
+    wrapped.zero_grad()
+    private = FastPrivacyEngine().make_private(
+        **options, max_grad_norm=0.5, poisson_sampling=False
+    )[0]
+    assert private._module is model
+    next(iter(loader))
+    private.keeper.batch.draws = None  # of no loader
+    backward(private, x)
+    assert_sums(summed(dict(model.named_parameters())), clipped_sum(want, 0.5), TOLERANCE)
+
+
 def test_what_make_private_returns_is_one() -> None:
     model = network()
     data = torch.utils.data.TensorDataset(rows(20))
