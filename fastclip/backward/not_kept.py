@@ -6,6 +6,7 @@ Programs around Opacus read per-sample gradients between backward and step. None
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any, NoReturn
 
 from fastclip.errors import GradSampleError
@@ -21,7 +22,7 @@ def _refuse(*args: Any, **options: Any) -> NoReturn:
 
 
 class NotKept:
-    """In the place of per-sample gradients; false, and saved as None."""
+    """In the place of per-sample gradients; false, and saved as an empty dict."""
 
     __slots__ = ()
 
@@ -32,7 +33,7 @@ class NotKept:
         return "<per-sample gradients are not kept>"
 
     def __reduce__(self) -> Any:
-        return type(None), ()
+        return OrderedDict, ()  # which torch.load takes, as it does not take None's type
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NotKept:
         return self
