@@ -16,10 +16,13 @@ from zlib import crc32
 import pytest
 import torch
 
+from tests.layers.test_sampled import samplers
 from tests.models.test_transformers import keep_float64
 from tests.oracle import check_exact
 from tests.units import LAYOUTS
 
+FIXTURES = (samplers,)
+"""That these tests ask for."""
 _FOLDERS = ("layers", "models", "precision", "uses")
 IN_FLOAT64 = ("tests.models.test_transformers", "tests.precision.test_checkpointing")
 MODULES = [
