@@ -28,6 +28,7 @@ from fastclip.backward.clipping_state import ClippingState
 from fastclip.backward.criterion import check_loss, running_loss
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.backward.loss_scale import running_scale
+from fastclip.backward.not_kept import show
 from fastclip.backward.sums import ClippedSums
 from fastclip.backward.traced_step import StepTrace
 from fastclip.clipping import Clipping
@@ -327,6 +328,7 @@ class BookKeeper:
                 raise
             write(scales)
             self.batch.end_pass(rows, calls)
+        show(self.names)
         self.monitor.look(self.per_sample_norms)
 
     def contribute_none(self) -> None:
@@ -364,6 +366,7 @@ class BookKeeper:
     def _clear(self) -> None:
         self.clipping.discard()
         self.sums.clear(self.names)
+        show(self.names, None)
 
     def retire(self) -> None:
         """The model is not this book-keeper's any more."""

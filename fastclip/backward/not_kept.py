@@ -1,4 +1,4 @@
-"""What `p.grad_sample` of a private parameter is: an error for whoever reads it.
+"""What `p.grad_sample` of a private parameter is after a pass: an error for whoever reads it.
 
 Programs around Opacus read per-sample gradients between backward and step. None are kept here, and
 `None` in their place would say so only by an error about `None`.
@@ -7,7 +7,10 @@ Programs around Opacus read per-sample gradients between backward and step. None
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any, NoReturn
+
+from torch import nn
 
 from fastclip.errors import GradSampleError
 
@@ -53,3 +56,9 @@ class NotKept:
 
 
 NOT_KEPT = NotKept()
+
+
+def show(parameters: Iterable[nn.Parameter], kept: NotKept | None = NOT_KEPT) -> None:
+    """A pass has contributed, or what passes have left is cleared."""
+    for p in parameters:
+        p.grad_sample = kept  # type: ignore[attr-defined]

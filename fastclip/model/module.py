@@ -15,7 +15,6 @@ from fastclip._dynamo import is_one_graph, pass_over
 from fastclip.backward.batch_norm import is_batch_norm
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.guards import arm, say_untrained
-from fastclip.backward.not_kept import NOT_KEPT
 from fastclip.backward.sharded_sums import follow_shards
 from fastclip.errors import UnsupportedLayerError
 from fastclip.layers import find_rule
@@ -266,4 +265,4 @@ def attach_keeper(
         for name in OPACUS_PARAM_MONKEYPATCH_ATTRS:  # of an engine that is gone without cleanup()
             parameter.__dict__.pop(name, None)
         if parameter.requires_grad:
-            parameter.grad_sample = NOT_KEPT  # type: ignore[attr-defined]
+            parameter.grad_sample = None  # type: ignore[attr-defined]

@@ -14,7 +14,6 @@ from fastclip._dynamo import disable_dynamo
 from fastclip.accounting import NoiseLevels
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.guards import check_alone
-from fastclip.backward.not_kept import NOT_KEPT
 from fastclip.clipping.policy import split_refused
 from fastclip.errors import ArgumentError, StepError
 from fastclip.noise import NoiseSource
@@ -261,7 +260,7 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         none = all(isinstance(x, Tensor) and x.dim() and not len(x) for x in given)
         if none and self.keeper.clipping.ranks is None:
             for p in parameters:
-                p.grad_sample = NOT_KEPT  # type: ignore[attr-defined]
+                p.grad_sample = None  # type: ignore[attr-defined]
             self.keeper.contribute_none()
 
     @disable_dynamo

@@ -41,8 +41,12 @@ def test_whoever_reads_them_is_told(read: Callable[[Tensor], object]) -> None:
 
 def test_asking_whether_there_are_any_is_no_error() -> None:
     model = nn.Linear(6, 3)
-    make_private(model)
+    _, private, optimizer, _ = make_private(model)
+    assert model.weight.grad_sample is None
+    backward(private, torch.randn(4, 6))
     kept = model.weight.grad_sample
+    optimizer.zero_grad()
+    assert model.weight.grad_sample is None
     assert not kept
     assert not isinstance(kept, Tensor)
     assert not hasattr(kept, "shape")
@@ -53,6 +57,7 @@ def test_copies_and_files_hold_nothing_of_ours() -> None:
     """A file of the model needs no fastclip to be read."""
     model = nn.Linear(6, 3)
     private = make_private(model)[1]
+    backward(private, torch.randn(4, 6))
     assert copy.deepcopy(private)._module.weight is not model.weight
     assert not pickle.loads(pickle.dumps(model.weight.grad_sample))
     file = io.BytesIO()
