@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.grad_sample import GradSampleHooks as OpacusHooks
 from opacus.grad_sample import GradSampleModule as OpacusModule
+from opacus.optimizers import DPOptimizer as OpacusOptimizer
 from torch import distributed, nn
 
 from fastclip._torch import OPACUS_MARK
@@ -209,12 +211,12 @@ def module_of(optimizer: torch.optim.Optimizer) -> ByHand:
 
 @contextmanager
 def unwrapped(module: nn.Module) -> Iterator[nn.Module]:
-    """What was wrapped by hand, and is clipped by no optimizer, without its wrapper, which it has again
+    """What was wrapped by hand, and no optimizer clips, without its wrapper, which it has again
     after an error. Any other module as it is."""
     own: list[Any] = []
     if isinstance(module, ByHand):
         own = [*module.earlier]
-    elif type(module) is OpacusModule and not is_claimed(module):
+    elif type(module) is OpacusModule and not (is_claimed(module) or _is_trained(module)):
         own = [module]
     if not own:
         yield module
@@ -233,3 +235,10 @@ def unwrapped(module: nn.Module) -> Iterator[nn.Module]:
         raise
     if isinstance(module, ByHand):
         module.earlier.clear()
+
+
+def _is_trained(module: nn.Module) -> bool:
+    """An optimizer of Opacus' holds a parameter of it."""
+    own = set(module.parameters())
+    made = (x for x in gc.get_objects() if issubclass(type(x), OpacusOptimizer))
+    return any(not own.isdisjoint(optimizer.params) for optimizer in made)

@@ -13,6 +13,7 @@ from torch import nn
 from fastclip._dynamo import disable_dynamo
 from fastclip._torch import OPACUS_MARK, forget_passes
 from fastclip.backward.logical_batch import LogicalBatch
+from fastclip.backward.not_kept import NOT_KEPT
 from fastclip.backward.sums import ClippedSums
 from fastclip.errors import StepError
 from fastclip.model.ownership import claim_for_opacus
@@ -203,6 +204,11 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
     def _check_ready(self) -> None:
         """Refuse parameters without a per-sample gradient; Opacus' error where none has one."""
         lacking = [p for p in self.params if getattr(p, "grad_sample", None) is None]
+        if any(getattr(p, "grad_sample", None) is NOT_KEPT for p in self.params):
+            raise StepError(
+                "Per sample gradient is not initialized: the model is clipped for another optimizer, of "
+                "the fast mode; call step() of that one"
+            )
         if any(getattr(p, OPACUS_MARK, 0) for p in lacking):
             raise StepError(
                 "Per sample gradient is not initialized: a forward pass has had no backward pass that "
