@@ -65,8 +65,9 @@ class Layer:
 
     @property
     def key(self) -> str:
-        """Of what it computes, among all layers: a graph has it as a constant."""
-        return f"{self.number_of_all} {self.settings}"
+        """Of what it computes and leaves, among all layers: a graph has it as a constant."""
+        trained = [p is not None and p.requires_grad for p in (self.weight, self.bias)]
+        return f"{self.number_of_all} {self.settings} {trained}"
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -249,6 +249,19 @@ def test_frozen_meanwhile() -> None:
     steps(private, optimizer, twin, trained, map(rows, (5, 5, 5)), float(optimizer.max_grad_norm))
 
 
+def test_trained_later() -> None:
+    """What a layer that normalises leaves depends on which of its parameters are trained."""
+    model = Net().double()
+    twin = copy.deepcopy(model)
+    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    private, optimizer = WAYS["after"](model, "aot_eager", max_grad_norm=0.5, lr=0.0)
+    for trained in (False, True, False):
+        for one in (model, twin):
+            one.body[2].weight.requires_grad_(trained)
+        own = {n: p for n, p in params.items() if p.requires_grad}
+        steps(private, optimizer, twin, own, map(rows, (5,) * 7), 0.5)
+
+
 def test_what_a_backward_pass_asks_for() -> None:
     """Only parameters that are named contribute; none where inputs are."""
     private, optimizer, twin, params = compiled("net")
