@@ -53,6 +53,8 @@ class Layer:
     Attributes:
         slot: of fastclip.backward.python_nodes. weight, bias: as planned.
         lists: "operands", samples' "gradients", or "indices". number_of_all: another one for each layer.
+        settings: its module's attributes by which it computes.
+        key: of what it computes and leaves, among all layers: a graph has it as a constant.
     """
 
     number: int
@@ -62,18 +64,13 @@ class Layer:
     bias: nn.Parameter | None
     lists: str
     number_of_all: int
+    settings: tuple[tuple[str, Any], ...] = field(init=False)
+    key: str = field(init=False)
 
-    @property
-    def key(self) -> str:
-        """Of what it computes and leaves, among all layers: a graph has it as a constant."""
+    def __post_init__(self) -> None:
         trained = [p is not None and p.requires_grad for p in (self.weight, self.bias)]
-        return f"{self.number_of_all} {self.settings} {trained}"
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Its module's attributes by which it computes."""
-        held: dict[str, Any] = self.slot.settings
-        return held
+        self.settings = tuple(self.slot.settings.items())
+        self.key = f"{self.number_of_all} {self.settings} {trained}"
 
     @property
     def as_planned(self) -> bool:
@@ -87,7 +84,7 @@ class Layer:
         if self.bias is not None and bias is not None:
             own["bias"] = bias.detach().requires_grad_(self.bias.requires_grad)
         held = {**self.module._parameters, **own}
-        made.__dict__.update({**self.module.__dict__, **self.settings, "_parameters": held})
+        made.__dict__.update({**self.module.__dict__, **dict(self.settings), "_parameters": held})
         return made
 
 
@@ -96,7 +93,6 @@ class Given:
     """What one layer's calls are given in a forward pass.
 
     Attributes:
-        key: of the layer. settings: as planned.
         weight, bias: detached, so that a graph has no edge to parameters, which get no gradient of it.
         taps: of each call; one that has no operand has one tap. used: calls so far.
         eager: one of them ran as it is.
@@ -104,10 +100,8 @@ class Given:
     """
 
     layer: Layer
-    key: str
     weight: Tensor
     bias: Tensor | None
-    settings: tuple[tuple[str, Any], ...]
     taps: list[tuple[Tensor | None, Tensor]] = field(default_factory=list)
     used: int = 0
     eager: bool = False
@@ -121,6 +115,11 @@ _LAYERS: WeakValueDictionary[str, Layer] = WeakValueDictionary()
 """By their keys: a graph has constants and tensors alone."""
 
 
+def _given(layer: Layer) -> Given:
+    bias = None if layer.bias is None else layer.bias.detach()
+    return Given(layer, layer.weight.detach(), bias)
+
+
 def call(number: int, module: nn.Module, x: Any) -> Tensor | None:
     """A layer's call, which torch.compile may trace; None where it is to go its usual way."""
     given = GIVEN.get(number)
@@ -130,7 +129,7 @@ def call(number: int, module: nn.Module, x: Any) -> Tensor | None:
     same = own["weight"] is layer.weight and own.get("bias") is layer.bias
     if not same or not _fits(layer, x, first, second):
         return None
-    for name, value in given.settings:  # a graph has them as constants
+    for name, value in layer.settings:  # a graph has them as constants
         if getattr(module, name) != value:
             return None
     given.used += 1
@@ -138,7 +137,7 @@ def call(number: int, module: nn.Module, x: Any) -> Tensor | None:
         given.eager = True
     if layer.lists == "indices":
         given.indices.append(x)
-    return _in_graph(given.key, x, given.weight, given.bias, first, second)
+    return _in_graph(layer.key, x, given.weight, given.bias, first, second)
 
 
 def _fits(layer: Layer, x: Any, first: Tensor | None, second: Tensor) -> bool:
@@ -287,16 +286,16 @@ class TappedLayers:
         Returns:
             Whether its calls have taps; if not, it is to run as it is, for their shapes to be learnt.
         """
-        uses = self._seen.get(kind)
         if self.eager:
             return False
+        uses = self._seen.get(kind)
         if uses is None or not all(layer.as_planned for layer in self.layers.values()):
             self.learning, self._noted = kind, []
             return False
         self.learning = None
         if not uses:
             return True
-        given = {use.number: self._given(self.layers[use.number]) for use in uses}
+        given = {use.number: _given(self.layers[use.number]) for use in uses}
         own = [p for one in given.values() for p in (one.layer.weight, one.layer.bias)]
         trained = [*dict.fromkeys(p for p in own if p is not None and p.requires_grad)]
         self.running = _Pass(forward, forward.batch_size, uses, given, trained)
@@ -307,10 +306,6 @@ class TappedLayers:
         GIVEN.update((one.layer.number_of_all, one) for one in given.values())
         torch.compiler.allow_in_graph(_in_graph)
         return True
-
-    def _given(self, layer: Layer) -> Given:
-        bias = None if layer.bias is None else layer.bias.detach()
-        return Given(layer, layer.key, layer.weight.detach(), bias, tuple(layer.settings.items()))
 
     def end(self) -> None:
         """It has returned, or failed."""

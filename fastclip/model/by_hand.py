@@ -102,9 +102,7 @@ class ByHand:
     def remove_hooks(self) -> None:
         """The model is ordinary again."""
         while self.earlier:
-            own = self.earlier.pop()
-            own.remove_hooks()
-            own.del_grad_sample()
+            self.earlier.pop().cleanup()
         if self.clips:
             uninstall(self._module)
             del self.keeper
