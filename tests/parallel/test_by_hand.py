@@ -26,8 +26,11 @@ def test_steps_are_of_all_ranks_rows(tmp_path: Path) -> None:
 
 def test_noise_is_added_once(tmp_path: Path) -> None:
     """Ranks stay alike, and what they add is one draw of the stated size."""
-    noisy = world.run(2, "tests.parallel.by_hand:steps", tmp_path, "4.0")
-    plain = world.run(2, "tests.parallel.by_hand:steps", tmp_path, "0.0")
+    folders = tmp_path / "noisy", tmp_path / "plain"  # ranks meet by a file there
+    for folder in folders:
+        folder.mkdir()
+    noisy = world.run(2, "tests.parallel.by_hand:steps", folders[0], "4.0")
+    plain = world.run(2, "tests.parallel.by_hand:steps", folders[1], "0.0")
     first, second = (torch.cat([w.flatten() for w in rank["weights"][0]]) for rank in noisy)
     assert torch.equal(first, second)
     still = torch.cat([w.flatten() for w in plain[0]["weights"][0]])
