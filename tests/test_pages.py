@@ -183,7 +183,7 @@ SCENES: dict[str, list[Callable[[], Known] | None]] = {
     "docs/mixed_precision.md": [one_batch, private, plain],
     "docs/own_loop.md": [
         evaluated, evaluated, private, lambda: private() | {"noise_like": torch.randn_like}, private,
-        plain,
+        private, plain,
     ],
     "docs/secure_mode.md": [plain],
 }  # fmt: skip

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from fastclip import ops
 from fastclip._dynamo import disable_dynamo
-from fastclip._torch import at_end_of_pass, current_task
+from fastclip._torch import Native, at_end_of_pass, current_task
 from fastclip.backward import guards, outside
 from fastclip.backward.arithmetic import arithmetic
 from fastclip.backward.backward_pass import BackwardPass
@@ -29,11 +30,12 @@ from fastclip.backward.criterion import check_loss, running_loss
 from fastclip.backward.logical_batch import LogicalBatch
 from fastclip.backward.loss_scale import running_scale
 from fastclip.backward.not_kept import show
+from fastclip.backward.penalties import Penalties
 from fastclip.backward.sums import ClippedSums
 from fastclip.backward.traced_step import StepTrace
 from fastclip.clipping import Clipping
 from fastclip.errors import where
-from fastclip.graph import unopened
+from fastclip.graph import takes_part, unopened
 from fastclip.layers import Record
 from fastclip.ops.units import UnitRows
 from fastclip.parallel.processes import check_processes
@@ -69,6 +71,7 @@ class BookKeeper:
         """Of the optimizer's parameters; and the model's that are none of these."""
         self.clipping = ClippingState(clipping, max_grad_norm, len(names))
         self.batch, self.sums = LogicalBatch(), ClippedSums()
+        self.penalties = Penalties(names)
         self.calls = Calls(batch_axis, names, self.batch.in_hand)
         self.planner, self.plan_log = planner or Planner(), PlanLog()
         self.guard, self.outside = guards.LeakGuard(), outside.Outside()
@@ -272,6 +275,18 @@ class BookKeeper:
         """Refuse hooks on the gradients of these parameters, which would not run."""
         guards.check_hooks(self.names, parameters)
 
+    def is_penalty(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
+        """Whether what autograd is about to add to `parameter.grad` comes of terms without data."""
+        known = parameter in self.names and self.caught is None and type(gradient) is Tensor
+        with self.trace.aside(), torch.enable_grad(), Native():
+            node = get_gradient_edge(parameter).node
+        if not (known and takes_part(node)):
+            return False  # of a shard, of make_step, or what torch.autograd.grad was asked for
+        if self.trace.observing:
+            losses = self.trace.losses_if_public(gradient)
+            return losses is not None and self.penalties.allow(losses)
+        return self.penalties.known
+
     def record_derived(
         self, target: Target, record: Record, wanted: Iterable[nn.Parameter]
     ) -> None:
@@ -294,6 +309,7 @@ class BookKeeper:
                 self.row_orders.finish(current.forwards)
                 current.pull_back(self.clipping.ranks)
                 self._close(current)
+            self.penalties.finish()
 
     def _close(self, current: BackwardPass) -> None:
         batch_size, calls = current.batch_size or 0, len(current.forwards)
@@ -365,6 +381,7 @@ class BookKeeper:
 
     def _clear(self) -> None:
         self.clipping.discard()
+        self.penalties.clear()
         self.sums.clear(self.names)
         show(self.names, None)
 

@@ -43,11 +43,15 @@ class LeakGuard:
     def __reduce__(self) -> Any:
         return LeakGuard, ()
 
-    def arm(self, names: Mapping[nn.Parameter, str]) -> None:
-        """Guard these parameters; does nothing if armed."""
+    def arm(self, names: Mapping[nn.Parameter, str], keeper: Any) -> None:
+        """Guard these parameters; does nothing if armed.
+
+        Args:
+            keeper: tells which gradients hold no data.
+        """
         if not self._handles:
             self._handles = [
-                p.register_hook(partial(_refuse, name))
+                p.register_hook(partial(_met, name, ref(p), ref(keeper)))
                 for p, name in names.items()
                 if p.requires_grad
             ]
@@ -72,20 +76,26 @@ class LeakGuard:
         self._others.clear()
 
 
-def _refuse(name: str, gradient: Tensor | None) -> None:
-    if gradient is not None:
+def _met(
+    name: str, parameter: ref[nn.Parameter], keeper: ref[Any], gradient: Tensor | None
+) -> None:
+    owner, p = keeper(), parameter()
+    if gradient is None:
+        return
+    if owner is None or p is None or not owner.is_penalty(p, gradient):
         raise ParameterLeakError(
             f"parameter {name!r} was used where it could not be followed (a custom autograd function, "
-            "a scripted function, a penalty that is added to the loss, a value that the model returns), "
-            "so its gradient would be unclipped; use torch's own functions in the model's forward, "
-            "write the layer's rule with @fastclip.layers.register_rule, or freeze the parameter; a "
-            f"penalty is the optimizer's weight_decay; {VALUES_IN_LOSSES}"
+            "a scripted function, a value that the model returns), so its gradient would be unclipped; "
+            "use torch's own functions in the model's forward, write the layer's rule with "
+            "@fastclip.layers.register_rule, or freeze the parameter; a penalty without data must be in "
+            f"the loss from the first step on, in one form; {VALUES_IN_LOSSES}"
         )
+    owner.penalties.take(p, keeper)
 
 
 def arm(keeper: Any) -> None:
     """Guard every parameter of a model that is trainable, whoever trains it."""
-    keeper.guard.arm(keeper.names)
+    keeper.guard.arm(keeper.names, keeper)
     keeper.guard.arm_others(keeper.others, keeper)
 
 
@@ -99,7 +109,7 @@ def _refuse_other(name: str, keeper: ref[Any], gradient: Tensor | None) -> None:
         )
 
 
-_OWN = (_refuse, _refuse_other)
+_OWN = (_met, _refuse_other)
 """Hooks that look whether there is a gradient."""
 _FUNCTION = attrgetter("func")
 

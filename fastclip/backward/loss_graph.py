@@ -9,13 +9,13 @@ looks at a value, so no device is waited for. Where the call cannot be found, no
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fastclip._torch import BACKWARD_CODE, LOSSES, SEEDS
+from fastclip._torch import BACKWARD_CODE, LOSSES, SEEDS, number_of
 from fastclip.graph import Node
 
 
@@ -70,3 +70,13 @@ def _waiting_call(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code is not BACKWARD_CODE:
         frame = frame.f_back
     return frame
+
+
+def is_output(loss: Tensor, outputs: Collection[int]) -> bool:
+    """The loss is a sum or a mean of an output of the model itself, which no target contradicts."""
+    node = loss.grad_fn
+    while node is not None and number_of(node) not in outputs:
+        if node.name() not in ("SumBackward0", "MeanBackward0") or len(node.next_functions) != 1:
+            return False
+        node = node.next_functions[0][0]
+    return node is not None

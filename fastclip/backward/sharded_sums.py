@@ -112,7 +112,7 @@ def follow_shards(keeper: BookKeeper) -> None:
         keeper.sums = sums = ShardedSums(ranks.shards, names)
         keeper.calls.shards = ranks.shards
         guards.check_hooks(sums.names, sums.names)
-        keeper.guard.arm({**names, **sums.names})
+        keeper.guard.arm({**names, **sums.names}, keeper)
 
 
 def _owns(bucket: Bucket) -> list[Any]:

@@ -29,7 +29,7 @@ from fastclip._torch import (
     number_of,
     transformed,
 )
-from fastclip.backward.loss_graph import running_losses
+from fastclip.backward.loss_graph import is_output, running_losses
 from fastclip.backward.loss_guard import LossGuard
 from fastclip.backward.met_outside import trained_outside, watch_outside
 from fastclip.data.draws import Draws
@@ -117,6 +117,8 @@ class _Step:
     """The numbers of the nodes of the model's outputs."""
     reached: set[int] = field(default_factory=set)
     """The numbers of the nodes behind the losses."""
+    losses: list[Any] = field(default_factory=list)
+    """The nodes of the losses of the pass under way."""
     came: list[tuple[Tensor, str]] = field(default_factory=list)
     """Trained tensors outside the model to which it has brought a gradient, and where they met data."""
     handles: list[RemovableHandle] = field(default_factory=list)
@@ -341,7 +343,7 @@ class StepTrace:
         step = self._step
         if step is None:
             return
-        step.opened = False
+        step.opened, step.losses = False, [x.grad_fn for x in losses if x.grad_fn is not None]
         step.came.clear()
         step.tracer.lines.enter_backward()
         self._walk(step, losses)
@@ -350,6 +352,15 @@ class StepTrace:
                 losses, gradients, strict=False
             ):  # too few are torch's to name
                 seed_gradient(step.tracer, loss, gradient)
+
+    def losses_if_public(self, gradient: Tensor) -> list[Any] | None:
+        """The nodes of the losses of the pass under way, if this gradient follows from no sample."""
+        step = self._step
+        if step is None or step.tracer.python.may_hold_samples:
+            return None
+        with step.tracer.aside():
+            own = step.tracer.shadow_of(gradient)
+        return None if own.held or own.factor is not None else step.losses
 
     @staticmethod
     def _walk(step: _Step, losses: Sequence[Tensor]) -> None:
@@ -570,7 +581,7 @@ class StepTrace:
             with step.tracer.aside():
                 step.law.end_step(step.reached)
                 whole = [
-                    x for x in running_losses() if not x.dim() and not _is_output(x, step.outputs)
+                    x for x in running_losses() if not x.dim() and not is_output(x, step.outputs)
                 ]
                 degrees = {step.tracer.shadow_of(x).degree for x in whole}
             by_values = step.by_outputs and not (step.proven or report.hooked)
@@ -686,13 +697,3 @@ class _Known:
 
     def __contains__(self, x: object) -> bool:
         return any(x in group for group in self._groups)
-
-
-def _is_output(loss: Tensor, outputs: set[int]) -> bool:
-    """The loss is a sum or a mean of an output of the model itself, which no target contradicts."""
-    node = loss.grad_fn
-    while node is not None and number_of(node) not in outputs:
-        if node.name() not in ("SumBackward0", "MeanBackward0") or len(node.next_functions) != 1:
-            return False
-        node = node.next_functions[0][0]
-    return node is not None

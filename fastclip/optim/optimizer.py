@@ -196,6 +196,7 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         parameters, batches = self.params, self.accumulated_iterations
         divisor = self._divisor(batches)
         gradients = noisy_gradients(self.keeper, parameters, batches, divisor, self._record)
+        self.keeper.penalties.add_to(parameters, gradients)
         keep_only(self, ())
         release_to(parameters, gradients)
 
@@ -237,6 +238,7 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         self._is_last_step_skipped = skip = self._check_skip_next_step()
         self.keeper.batch.step(skip=skip)
         if skip:
+            self.keeper.penalties.part_is_over()
             return False
         state, before = self.keeper.clipping, self.keeper.clipping.snapshot()
         self.releasing = True

@@ -328,12 +328,14 @@ _MATRICES = frozenset(("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "c
 
 
 def lies_across(kind: Kind, x: Tensor, axis: int, shadows: Sequence[Shadow]) -> bool:
-    """An axis as long as the batch is not the axis of the samples that it meets.
+    """An axis as long as the batch is not the axis of the samples that it meets, or it meets parameters
+    alone (weights, from which they are to stay near).
 
     Args:
         x: an operand. axis: its axis. shadows: of all operands.
     """
-    if kind.name in _MATRICES:
+    alone = not any(s.held for s in shadows) and any(s.flags & TRAINED for s in shadows)
+    if alone or kind.name in _MATRICES:
         return True
     behind = x.dim() - axis
     held = [s.sample for s in shadows if s.sample is not None and s.sample.numel() > 1]

@@ -118,13 +118,14 @@ class Python:
 
     Attributes:
         armed: it may have read numbers of samples. knows_several: of several.
-        numbers: those of several samples, and where they were read. handed: the batch was observed from
-            where a loader handed it out. extents: as many entries as there were in the batch, and in
-            sums over samples.
+        numbers: those of several samples, and where they were read. handed: the batch was observed
+            from where a loader handed it out. met_others: tensors from elsewhere, as long as the batch,
+            have come into operations on constants. extents: as many entries as there were in the batch,
+            and in sums over samples.
     """
 
     def __init__(self) -> None:
-        self.armed = self.knows_several = self.handed = False
+        self.armed = self.knows_several = self.handed = self.met_others = False
         self.numbers: dict[float, str] = {}
         self.extents: set[int] = set()
         self._literals: set[int] = set()
@@ -135,6 +136,11 @@ class Python:
         """The last such number, if there was one."""
         self._read: list[weakref.ref[Tensor]] = []
         """Tensors that it has read."""
+
+    @property
+    def may_hold_samples(self) -> bool:
+        """Constants of this step may follow from samples."""
+        return self.armed or (self.met_others and not self.handed)
 
     def knows(self, value: float, line: str, *, several: bool) -> None:
         """It has read a number of one or of several samples."""

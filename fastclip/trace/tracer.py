@@ -582,10 +582,8 @@ class Tracer(TorchDispatchMode):
         """An operation on no sample."""
         out = func(*args, **kwargs)
         outs = [out] if isinstance(out, Tensor) else tensors_in(out) or kind.written(args, kwargs)
-        shared = next(
-            (x for x, s in zip(tensors, shadows, strict=True) if s.factor is not None), None
-        )
-        if shared is not None:
+        owned = zip(tensors, shadows, strict=True)
+        if (shared := next((x for x, s in owned if s.factor is not None), None)) is not None:
             cause = self.memory.cause(shared)
             call = Operation(self, kind, func, args, kwargs, tensors, shadows, outs)
             with self.aside():
@@ -598,7 +596,9 @@ class Tracer(TorchDispatchMode):
         # What is made of a tensor from elsewhere (a part of all labels) is from elsewhere, too.
         literal = kind.name in _LITERALS
         self.python.made(literal, tensors, outs)
-        elsewhere = not literal and not trained and any(self._from_nowhere(x) for x in tensors)
+        strangers = [x for x in tensors if self._from_nowhere(x)]
+        elsewhere = bool(strangers) and not literal and not trained
+        self.python.met_others |= any(self._samples_axis(x) is not None for x in strangers)
         drawn = law.drawn(kind, tensors, shadows, again=self.memory.drew_again(*draw))
         shadow = self.shadows.of_no_sample(drawn | TRAINED * trained | FOREIGN * foreign)
         for k, x in enumerate(outs):

@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
+from fastclip import FastPrivacyEngine
 from fastclip.errors import FastclipError
 from fastclip.opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from fastclip.opacus.grad_sample import GradSampleModule
@@ -40,6 +44,27 @@ def steps(sigma: str) -> dict[str, Any]:
         row_loss(wrapped(share())).mean().backward()
         optimizer.step()
         found.append([p.detach().clone() for p in model.parameters()])
+    return {"weights": found}
+
+
+def penalised() -> dict[str, Any]:
+    """Steps whose loss holds the distance from given weights, which every rank has alike."""
+    model, data = network(), TensorDataset(ROWS)
+    sent = [p.detach() + 0.3 for p in model.parameters()]
+    private, optimizer, loader = FastPrivacyEngine().make_private(
+        module=DDP(model), optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(data, 5, sampler=DistributedSampler(data)), noise_multiplier=0.0,
+        max_grad_norm=C, poisson_sampling=False,
+    )  # fmt: skip
+    found = []
+    for _ in range(4):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            pairs = zip(model.parameters(), sent, strict=True)
+            near = torch.stack([(p - s).square().sum() for p, s in pairs]).sum()
+            (row_loss(private(x)).mean() + 0.1 * near).backward()
+            optimizer.step()
+            found.append([p.detach().clone() for p in model.parameters()])
     return {"weights": found}
 
 

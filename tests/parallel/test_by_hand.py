@@ -38,6 +38,21 @@ def test_noise_is_added_once(tmp_path: Path) -> None:
     assert 0.7 < deviation < 1.3
 
 
+def test_a_penalty_is_added_once_by_all_ranks(tmp_path: Path) -> None:
+    """FedProx: the ranks' samples are clipped and summed, the distance's gradient comes once."""
+    found = world.run(2, "tests.parallel.by_hand:penalised", tmp_path)
+    model = by_hand.network()
+    sent = [p.detach() + 0.3 for p in model.parameters()]
+    for k in range(4):
+        want = clipped_sum(per_sample_gradients(model, by_hand.ROWS, row_loss), by_hand.C)
+        with torch.no_grad():
+            for (name, p), s in zip(model.named_parameters(), sent, strict=True):
+                p -= want[name] / by_hand.B + 0.2 * (p - s)
+        for rank in found:
+            for ours, p in zip(rank["weights"][k], model.parameters(), strict=True):
+                torch.testing.assert_close(ours, p.detach(), rtol=1e-10, atol=1e-12)
+
+
 def test_the_optimizer_of_one_process_is_refused(tmp_path: Path) -> None:
     for said in world.run(2, "tests.parallel.by_hand:alone", tmp_path):
         assert "DistributedDPOptimizer" in said

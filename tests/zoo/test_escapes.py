@@ -251,12 +251,3 @@ def test_a_use_after_the_forward_is_refused(derived: bool) -> None:
 
     with pytest.raises(FastclipError):
         step()
-
-
-def test_a_penalty_on_parameters_is_refused() -> None:
-    """A term without rows in the loss: its gradient would be added unclipped."""
-    model = member("penalty", lambda m, x: x * m.p).model()
-    _, private, _, _ = make_private(model)
-    loss = mean_of_rows(private, sequence(3)) + 0.1 * model.layer.weight.square().sum()
-    with pytest.raises(FastclipError):
-        loss.backward()
