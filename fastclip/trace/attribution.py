@@ -180,12 +180,15 @@ def is_of_several(found: Tensor) -> bool:
     return own.numel() > 1 and bool((own != own.reshape(-1)[0]).any())
 
 
-def are_as_many(found: Tensor, samples: int, present: Tensor | None = None) -> bool:
+def are_as_many(
+    found: Tensor, samples: int, present: Tensor | None = None, *, beside: bool = False
+) -> bool:
     """Each of so many samples has as many entries as any other, entries of no sample in their place
     among them.
 
     Args:
-        present: the numbers of those that may have any; None: all.
+        present: the numbers of those that may have any; None: all. beside: entries of no sample may lie
+            beside those of all samples, as many for each (a trained row that is put before every one).
     """
     flat = found.reshape(-1)
     counts = torch.bincount(flat[(flat >= 0) & (flat < SEVERAL)].long(), minlength=samples)
@@ -194,7 +197,12 @@ def are_as_many(found: Tensor, samples: int, present: Tensor | None = None) -> b
         may[present[(present >= 0) & (present < samples)].long()] = True
         if not bool(counts[~may].any()):
             counts = counts[may]
-    return not counts.numel() or int(counts.max()) * counts.numel() == flat.numel()
+    if not counts.numel():
+        return True
+    most, each = int(counts.max()), counts.numel()
+    return most * each == flat.numel() or (
+        beside and most == int(counts.min()) and flat.numel() % each == 0
+    )
 
 
 def are_apart(several: Sequence[Attribution]) -> bool:

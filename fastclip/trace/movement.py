@@ -206,7 +206,9 @@ def mean_of(call: Operation, found: at.Attribution) -> int | None:
         return -1
     moved = any(call.flags(x) & MOVED for x in call.operands)
     memory, several = call.tracer.memory, at.is_of_several(found)
-    if (moved or several) and not at.are_as_many(found, memory.samples, memory.present):
+    if (moved or several) and not at.are_as_many(
+        found, memory.samples, memory.present, beside=not moved
+    ):
         call.by_values = True  # so that it is noted every time
         call.tracer.counts.add(call.operands, call.tracer.lines.current())
         return None

@@ -18,6 +18,7 @@ from tests.oracle import (
     clipped_sum,
     make_private,
     per_sample_gradients,
+    relative_error,
     row_loss,
     summed,
 )
@@ -217,3 +218,31 @@ def test_means_over_as_many_entries_as_the_batch_selects(mean: Callable[..., Ten
             continue
         with pytest.raises(RuntimeError, match="mean over entries that the batch selects"):
             loss.backward()
+
+
+class WithAToken(nn.Module):
+    """A trained row before every sample's own, as a class token or a bias of the sequence."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.axis, self.token = axis, nn.Parameter(torch.randn(1, 1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        token = self.token.expand(
+            *(1 if a == self.axis else n for a, n in enumerate(x.shape[:2])), -1
+        )
+        return torch.cat([token, x], self.axis)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_mean_over_rows_of_no_sample_too(batch_first: bool) -> None:
+    """As many for every sample, so the mean divides by the batch size and a constant."""
+    model, x = WithAToken(1 if batch_first else 0).double(), torch.randn(4, 5, 4).double()
+    given = x if batch_first else x.transpose(0, 1).contiguous()
+    private = make_private(model, batch_first=batch_first)[1]
+    out = private(given)
+    F.mse_loss(out, torch.zeros_like(out)).backward()
+    want = 4 * 2 / (4 * 6 * 4) * model.token.detach().expand(4, 1, 4)
+    scale = (1 / want.flatten(1).norm(dim=1)).clamp(max=1)
+    expected = torch.einsum("b,bij->ij", scale, want)[None]
+    assert relative_error(model.token.summed_grad, expected) < 1e-12
