@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, SupportsIndex
 from weakref import WeakSet
 
 import torch
@@ -20,6 +21,7 @@ from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.clipping import Clipping
 from fastclip.errors import ArgumentTypeError, GraphError, StepError, UnsupportedLayerError
 from fastclip.model import validation
+from fastclip.model.interception import not_pickled
 from fastclip.model.module import (
     FastGradSampleHooks,
     FastGradSampleModule,
@@ -31,6 +33,10 @@ from fastclip.parallel.processes import bare, ranks_of, uncompiled
 from fastclip.parallel.ranks import Ranks
 
 _ALL: WeakSet[ByHand] = WeakSet()
+_UNCALLED = frozenset((
+    "add_hooks", "capture_activations_hook", "capture_backprops_hook", "rearrange_grad_samples",
+))  # fmt: skip
+"""Methods in which Opacus computes per-sample gradients."""
 
 
 class ByHand:
@@ -46,6 +52,9 @@ class ByHand:
     earlier: list[Any]
     _module: nn.Module
     _allowed = True
+    GRAD_SAMPLERS = OpacusModule.GRAD_SAMPLERS
+    is_supported = OpacusModule.is_supported
+    validate = OpacusModule.validate
 
     def _wrap(
         self, kind: type, m: nn.Module, batch_first: bool, loss_reduction: str, **options: Any
@@ -58,10 +67,31 @@ class ByHand:
             raise UnsupportedLayerError(
                 f"{type(m).__name__} is a private model already; pass the model that it wraps"
             )
+        self._check_overrides()
         self.batch_first, self.loss_reduction = batch_first, loss_reduction
         self.earlier = [kind(m, batch_first=batch_first, loss_reduction=loss_reduction, **options)]
         self._module = m
         _ALL.add(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = made = type(self).__new__(type(self))
+        vars(made).update(copy.deepcopy(self.__dict__, memo))
+        _ALL.add(made)
+        return made
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        raise not_pickled()
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickled_by_opacus(type(self).__name__)
+
+    def _check_overrides(self) -> None:
+        for own in type(self).__mro__:
+            for name in _UNCALLED.intersection(vars(own) if not issubclass(ByHand, own) else ()):
+                raise UnsupportedLayerError(
+                    f"{own.__name__} overrides {name}, which this engine does not call. Write the rule "
+                    "of the layer that it is for with @fastclip.layers.register_rule."
+                )
 
     @property
     def clips(self) -> bool:
@@ -111,6 +141,20 @@ class ByHand:
         """As `remove_hooks`."""
         self.remove_hooks()
 
+    def disable_hooks(self) -> None:
+        """Passes leave nothing, until `enable_hooks`: no per-sample gradients, no clipped sums."""
+        self._switch(on=False)
+
+    def enable_hooks(self) -> None:
+        """Passes contribute again."""
+        self._switch(on=True)
+
+    def _switch(self, *, on: bool) -> None:
+        for own in self.earlier:
+            (own.enable_hooks if on else own.disable_hooks)()
+        if self.clips:
+            self.keeper.calls.paused = not on
+
     def forbid_grad_accumulation(self) -> None:
         """Two passes without a step between them are an error."""
         self._accumulation(False)
@@ -156,6 +200,11 @@ class GradSampleModule(ByHand, FastGradSampleModule):
         options = {"strict": strict, "force_functorch": force_functorch}
         self._wrap(OpacusModule, m, batch_first, loss_reduction, **options)
 
+    def __getattr__(self, name: str) -> Any:
+        if "_modules" not in vars(self):  # nobody has made it
+            raise pickled_by_opacus(type(self).__name__)
+        return super().__getattr__(name)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `p.grad`, and what passes have left on parameters."""
         if self.clips:
@@ -188,6 +237,14 @@ class GradSampleHooks(ByHand, FastGradSampleHooks):
         """What make_private returns is one of these, too."""
         asked = cls is GradSampleHooks and FastGradSampleHooks in other.__mro__
         return True if asked else NotImplemented
+
+
+def pickled_by_opacus(kind: str) -> StepError:
+    """The error of an object of Opacus' that is unpickled where its class is this engine's."""
+    return StepError(
+        f"a {kind} was pickled by Opacus, and is unpickled where fastclip.opacus.install() has given "
+        "its name to this engine. Unpickle it before install(), and hand on its state_dict()."
+    )
 
 
 def module_of(optimizer: torch.optim.Optimizer) -> ByHand:

@@ -52,6 +52,15 @@ class Scope(Protocol):
         """Call `inner(*args, **kwargs)` with whatever the scope adds."""
 
 
+def not_pickled() -> StepError:
+    """The error of whoever pickles a private model."""
+    return StepError(
+        "a private model cannot be pickled: save fastclip.unwrap(model).state_dict(), or "
+        "engine.save_checkpoint(...) to go on from; to hand on the model itself, call "
+        "model.cleanup() first, and pickle fastclip.unwrap(model)"
+    )
+
+
 class Handle:
     """What an intercepted module carries: its path, its rule, its scopes, its book-keeper."""
 
@@ -83,11 +92,7 @@ class Handle:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """A pickled forward would be looked for in the layer's class, and not be found."""
-        raise StepError(
-            "a private model cannot be pickled: save fastclip.unwrap(model).state_dict(), or "
-            "engine.save_checkpoint(...) to go on from; to hand on the model itself, call "
-            "model.cleanup() first, and pickle fastclip.unwrap(model)"
-        )
+        raise not_pickled()
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """The module's forward."""

@@ -22,6 +22,7 @@ from fastclip.opacus import (
 from fastclip.opacus.engine import PrivacyEngine
 from fastclip.opacus.grad_sample import GradSampleHooks, GradSampleModule, register_grad_sampler
 from fastclip.opacus.installation import install, installed, uninstall
+from fastclip.opacus.rest import rest_of
 
 __all__ = [
     "GradSampleHooks",
@@ -42,3 +43,5 @@ __all__ = [
     "utils",
     "validators",
 ]
+
+__getattr__ = rest_of("opacus")

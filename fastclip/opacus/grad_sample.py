@@ -4,6 +4,7 @@ from opacus.grad_sample import *  # noqa: F403
 from opacus.grad_sample import register_grad_sampler, register_norm_sampler
 
 from fastclip.model.by_hand import GradSampleHooks, GradSampleModule
+from fastclip.opacus.rest import rest_of
 
 __all__ = [
     "GradSampleHooks",
@@ -11,3 +12,5 @@ __all__ = [
     "register_grad_sampler",
     "register_norm_sampler",
 ]
+
+__getattr__ = rest_of("opacus.grad_sample")

@@ -15,21 +15,11 @@ from opacus.grad_sample import grad_sample_module
 from opacus.optimizers import ddpoptimizer, optimizer
 
 from fastclip.errors import ArgumentError, StepError
-from fastclip.model.by_hand import GradSampleHooks, GradSampleModule
 from fastclip.opacus import engine
-from fastclip.opacus.engine import PrivacyEngine
+from fastclip.opacus.rest import OURS
 from fastclip.optim import materialised
-from fastclip.optim.by_hand import DistributedDPOptimizer, DPOptimizer
 
-_OURS: dict[type, type] = {
-    opacus.PrivacyEngine: PrivacyEngine,
-    grad_sample.GradSampleModule: GradSampleModule,
-    grad_sample.GradSampleHooks: GradSampleHooks,
-    optimizers.DPOptimizer: DPOptimizer,
-    optimizers.DistributedDPOptimizer: DistributedDPOptimizer,
-}
-"""Opacus' classes, and what stands for them."""
-_ALL = frozenset(kind.__name__ for kind in _OURS)
+_ALL = frozenset(kind.__name__ for kind in OURS)
 _PUBLIC: dict[ModuleType, frozenset[str]] = {
     opacus: _ALL,
     grad_sample: _ALL,
@@ -67,7 +57,7 @@ def install(**defaults: Any) -> None:
         _check_unused()
         for module, name, kind in list(_places()):
             _replaced.append((module, name, kind))
-            setattr(module, name, _OURS[kind])
+            setattr(module, name, OURS[kind])
         chosen = optimizers.get_optimizer_class
         for module in (privacy_engine, materialised):
             _replaced.append((module, chosen.__name__, chosen))
@@ -81,7 +71,7 @@ def uninstall() -> None:
     while _replaced:
         module, name, kind = _replaced.pop()
         now = vars(module).get(name)
-        if type(now) is partial or now is _OURS.get(kind):
+        if type(now) is partial or now is OURS.get(kind):
             setattr(module, name, kind)
     engine.DEFAULTS.clear()
 
@@ -89,7 +79,7 @@ def uninstall() -> None:
 def _of_opacus(chosen: Callable[..., type], *args: Any, **options: Any) -> type:
     """In Opacus' own modes its engine makes its own optimizers."""
     kind = chosen(*args, **options)
-    return next((own for own, ours in _OURS.items() if ours is kind), kind)
+    return next((own for own, ours in OURS.items() if ours is kind), kind)
 
 
 def installed() -> bool:
@@ -107,22 +97,20 @@ def _places() -> Iterator[tuple[ModuleType, str, type]]:
         for name, value in list(vars(module).items()):
             if names is not None and name not in names:
                 continue
-            if (
-                issubclass(type(value), type) and value in _OURS
-            ):  # others raise where they are asked
+            if issubclass(type(value), type) and value in OURS:  # others raise where they are asked
                 yield module, name, value
 
 
 def _check_unused() -> None:
     """Refuse where something of a program's rests on Opacus' own classes."""
-    for kind in _OURS:
+    for kind in OURS:
         for derived in _derived(kind):
             raise StepError(
                 f"{derived.__module__}.{derived.__qualname__} was derived from Opacus' "
                 f"{kind.__name__} before install(), and would go on with Opacus; call "
                 "fastclip.opacus.install() before that module is imported"
             )
-    made = next((x for x in gc.get_objects() if type(x) in _OURS), None)
+    made = next((x for x in gc.get_objects() if type(x) in OURS), None)
     if made is not None:
         raise StepError(
             f"an object of Opacus' {type(made).__name__} was made before install(), and would go on "

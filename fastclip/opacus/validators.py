@@ -1,3 +1,7 @@
 """opacus.validators."""
 
 from opacus.validators import *  # noqa: F403
+
+from fastclip.opacus.rest import rest_of
+
+__getattr__ = rest_of("opacus.validators")

@@ -13,7 +13,7 @@ from fastclip.clipping import Clipping, resolve
 from fastclip.clipping.resolve import named
 from fastclip.errors import ArgumentError
 from fastclip.model import validation
-from fastclip.model.by_hand import module_of
+from fastclip.model.by_hand import module_of, pickled_by_opacus
 from fastclip.noise.keystream import require_cipher
 from fastclip.optim.optimizer import FastDPOptimizer
 
@@ -77,6 +77,11 @@ class DPOptimizer(FastDPOptimizer, metaclass=_Kind):
             generator=generator, secure_mode=secure_mode,
         )  # fmt: skip
 
+    def __setstate__(self, state: Any) -> None:
+        if "keeper" not in vars(self):
+            raise pickled_by_opacus(type(self).__name__)
+        super().__setstate__(state)
+
 
 class DistributedDPOptimizer(DPOptimizer):
     """opacus.optimizers.DistributedDPOptimizer over `DPDDP(GradSampleModule(model))`: it adds up the
@@ -86,3 +91,6 @@ class DistributedDPOptimizer(DPOptimizer):
     """
 
     _together = True
+
+    def reduce_gradients(self) -> None:
+        """Nothing to do: the ranks exchange their sums before noise is added."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,8 +15,14 @@ from opacus.accountants import RDPAccountant
 from torch import Tensor, nn
 
 from fastclip import FastPrivacyEngine
-from fastclip.errors import ArgumentError, FastclipError, StepError, UnsupportedLayerError
-from fastclip.opacus import GradSampleHooks, GradSampleModule
+from fastclip.errors import (
+    ArgumentError,
+    FastclipError,
+    StepError,
+    UnsupportedLayerError,
+)
+from fastclip.model import by_hand as by_hand_module
+from fastclip.opacus import GradSampleHooks, GradSampleModule, rest
 from fastclip.opacus.optimizers import DPOptimizer
 from tests.oracle import (
     assert_sums,
@@ -268,3 +276,77 @@ def test_what_make_private_returns_is_one() -> None:
     assert isinstance(optimizer, DPOptimizer)
     assert not isinstance(private, Module)
     assert not isinstance(optimizer, Optimizer)
+
+
+def test_hooks_that_are_disabled() -> None:
+    """Passes leave nothing, before there is an optimizer and after."""
+    model = network()
+    wrapped = GradSampleModule(model)
+    wrapped.disable_hooks()
+    backward(wrapped, rows())
+    assert all(getattr(p, "grad_sample", None) is None for p in model.parameters())
+    wrapped.enable_hooks()
+    wrapped.zero_grad()
+    DPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=0.0, max_grad_norm=0.5,
+        expected_batch_size=5,
+    )  # fmt: skip
+    wrapped.disable_hooks()
+    backward(wrapped, rows())
+    assert all(p.summed_grad is None for p in model.parameters())
+    wrapped.enable_hooks()
+    x = rows()
+    want = clipped_sum(per_sample_gradients(network_of(model), x, row_loss), 0.5)
+    backward(wrapped, x)
+    assert_sums(summed(dict(model.named_parameters())), want, TOLERANCE)
+
+
+def network_of(model: nn.Module) -> nn.Module:
+    plain = network()
+    plain.load_state_dict(model.state_dict())
+    return plain
+
+
+def test_a_copy_is_a_model_by_hand_too() -> None:
+    """As in federated rounds, which copy what they send."""
+    wrapped = GradSampleModule(network())
+    copied = copy.deepcopy(wrapped)
+    optimizer = DPOptimizer(
+        torch.optim.SGD(copied.parameters(), lr=1.0), noise_multiplier=0.0, max_grad_norm=0.5,
+        expected_batch_size=5,
+    )  # fmt: skip
+    x = rows()
+    want = clipped_sum(per_sample_gradients(network_of(wrapped._module), x, row_loss), 0.5)
+    backward(copied, x)
+    assert_sums(summed(dict(copied._module.named_parameters())), want, TOLERANCE)
+    optimizer.step()
+    assert not wrapped.clips
+
+
+def test_overrides_that_nobody_would_call() -> None:
+    class Other(GradSampleModule):
+        def capture_backprops_hook(self, *args: object, **options: object) -> None:
+            """Changes what Opacus has computed."""
+
+    with refused("Other overrides capture_backprops_hook", UnsupportedLayerError):
+        Other(network())
+
+
+def test_no_pickle_of_a_private_model() -> None:
+    with refused("cannot be pickled", StepError):
+        pickle.dumps(GradSampleModule(network()))
+
+
+def test_all_public_names_of_opacus() -> None:
+    """Of the classes that are replaced, and of the modules: what is not ours is Opacus' own."""
+    for kind, ours in rest.OURS.items():
+        names = {name for name in dir(kind) if not name.startswith("_")} - by_hand_module._UNCALLED
+        assert not {*names} - {*dir(ours)} - {"iterate_submodules"}, kind
+    for path in ("data_loader", "grad_sample", "optimizers", "validators", "utils.uniform_sampler"):
+        theirs = importlib.import_module(f"opacus.{path}")
+        own = importlib.import_module(f"fastclip.opacus.{path}")
+        for name in dir(theirs):
+            if not name.startswith("__"):
+                value = getattr(theirs, name)
+                stands = rest.OURS.get(value, value) if isinstance(value, type) else value
+                assert getattr(own, name) is stands, name

@@ -75,3 +75,27 @@ with BatchMemoryManager(data_loader=data, max_physical_batch_size=4, optimizer=o
 print(accountant.history)
 """
     assert run(code) == "[(1.0, 0.2, 5)]"
+
+
+def test_what_opacus_has_pickled_is_named() -> None:
+    """Unpickled after install(), it would be an object of this engine's without its state."""
+    code = f"""
+{IMPORTS}
+import gc, pickle
+import opacus
+from opacus.optimizers import DPOptimizer
+model = opacus.GradSampleModule(nn.Linear(6, 3))
+optimizer = DPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0,
+                        max_grad_norm=1.0, expected_batch_size=4)
+kept = [pickle.dumps(model), pickle.dumps(optimizer)]
+del model, optimizer
+gc.collect()
+fastclip.opacus.install()
+for data in kept:
+    try:
+        pickle.loads(data)
+        print("nothing")
+    except fastclip.errors.StepError as error:
+        print("was pickled by Opacus" in str(error), end=" ")
+"""
+    assert run(code).split() == ["True", "True"]

@@ -259,14 +259,29 @@ MADE: dict[str, Callable[[nn.Linear], Tensor]] = {
 
 @pytest.mark.parametrize("case", MADE)
 def test_values_of_parameters_beside_the_rows(case: str) -> None:
-    """They may be returned; as part of the loss they are refused, with the way out."""
+    """They may be returned. As a term of the loss without samples they are a penalty, whose gradient
+    is added once; as a factor of the samples' they raise an error.
+    """
     torch.manual_seed(0)
-    model, x = Beside(MADE[case]), torch.randn(B, D)
+    model, x = Beside(MADE[case]).double(), torch.randn(B, D).double()
     check_exact(model, x, lambda out, _: out[0].sin().sum(1), dtype=torch.float64)
-    private = make_private(model.float())[1]
-    with refused("expand"):
+    plain = Beside(MADE[case]).double()
+    _, private, optimizer, _ = make_private(model, batch_size=B, dataset_size=6 * B)
+    for _ in range(4):
+        plain.load_state_dict(model.state_dict())
+        sums = clipped_sum(per_sample_gradients(plain, x, lambda out, _: out[0].sin().sum(1)), 1.0)
+        plain(x)[1].mean().backward()
+        optimizer.zero_grad()
         out = private(x)
-        (out[0].square().mean() + out[1].mean()).backward()
+        (out[0].sin().sum(1).mean() + out[1].mean()).backward()
+        optimizer.step()
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            penalty = torch.zeros_like(q) if q.grad is None else q.grad
+            torch.testing.assert_close(p.grad, sums[name] / B + penalty, rtol=1e-9, atol=1e-12)
+        plain.zero_grad()
+    out = private(x)
+    with refused("expand"):
+        (out[0].square().mean() * out[1].mean()).backward()
 
 
 def test_a_value_of_parameters_once_a_row() -> None:

@@ -2,4 +2,8 @@
 
 from opacus.utils.batch_memory_manager import BatchMemoryManager, wrap_data_loader
 
+from fastclip.opacus.rest import rest_of
+
 __all__ = ["BatchMemoryManager", "wrap_data_loader"]
+
+__getattr__ = rest_of("opacus.utils.batch_memory_manager")

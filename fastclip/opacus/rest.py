@@ -1,0 +1,39 @@
+"""Names of Opacus that are not ours: every module of this package gives Opacus' own for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import opacus
+from opacus import grad_sample, optimizers
+
+from fastclip.model.by_hand import GradSampleHooks, GradSampleModule
+from fastclip.opacus.engine import PrivacyEngine
+from fastclip.optim.by_hand import DistributedDPOptimizer, DPOptimizer
+
+OURS: dict[type, type] = {
+    opacus.PrivacyEngine: PrivacyEngine,
+    grad_sample.GradSampleModule: GradSampleModule,
+    grad_sample.GradSampleHooks: GradSampleHooks,
+    optimizers.DPOptimizer: DPOptimizer,
+    optimizers.DistributedDPOptimizer: DistributedDPOptimizer,
+}
+"""Opacus' classes, and what stands for them."""
+
+
+def rest_of(module: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a module that has some of the names of one of Opacus' modules.
+
+    Args:
+        module: the path of Opacus' module.
+    """
+
+    def get(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = getattr(import_module(module), name)
+        return OURS.get(value, value) if isinstance(value, type) else value
+
+    return get
