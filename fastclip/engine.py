@@ -29,6 +29,7 @@ from fastclip.inspection import Run
 from fastclip.model import validation
 from fastclip.model.by_hand import unwrapped
 from fastclip.model.compatible import compatible
+from fastclip.model.model_loss import replace_losses
 from fastclip.model.module import FastGradSampleHooks, FastGradSampleModule
 from fastclip.model.ownership import held_by
 from fastclip.noise.keystream import require_cipher
@@ -87,7 +88,8 @@ class FastPrivacyEngine(SteppingEngine):
         grad_sample_mode: str = "fast", wrap_model: bool = True, rand_on_empty: bool = False,
         sample_rate: float | None = None, expected_batch_size: float | None = None,
         max_batch_size: int | None = None, unit_ids: Any = None,
-        max_rows_per_unit: int | None = None, unit_reduction: str = "mean", **kwargs: Any,
+        max_rows_per_unit: int | None = None, unit_reduction: str = "mean", model_loss: str = "own",
+        **kwargs: Any,
     ) -> tuple:  # fmt: skip
         """Make model, optimizer and data loader private.
 
@@ -126,6 +128,11 @@ class FastPrivacyEngine(SteppingEngine):
                 a column. Then all is said of units (patients), not of rows: q, B, clipping, epsilon.
             max_rows_per_unit: rows of a unit that a step takes at most, drawn at random; None: all.
             unit_reduction: a unit's gradient is the "mean" or the "sum" of its rows' gradients.
+            model_loss: "per_sample" replaces mean cross entropies inside the model (a loss that
+                transformers computes of labels), and in a criterion that is a module with a
+                `reduction`, by the mean over samples of each sample's mean over its counted labels;
+                a sample without any contributes 0. `num_items_in_batch` is ignored. Under
+                torch.no_grad, and after `cleanup()`, the loss is the model's own. "own": always.
 
         Returns:
             (model or handle, optimizer, data loader); with "ghost", (..., criterion, data loader).
@@ -146,7 +153,9 @@ class FastPrivacyEngine(SteppingEngine):
         if criterion is None:
             criterion = nn.CrossEntropyLoss(reduction=loss_reduction)
         check_criterion(criterion, loss_reduction, module)
-        if grad_sample_mode not in ("ghost_fsdp", "ghost_tp"):  # which take the losses row by row
+        validation.check_model_loss(model_loss, loss_reduction, grad_sample_mode in FAST_MODES)
+        losses_apart = grad_sample_mode in ("ghost_fsdp", "ghost_tp")
+        if not losses_apart and model_loss == "own":
             check_coupling(criterion)
         validation.check_inner_step(optimizer)
         values = (sample_rate, expected_batch_size, max_batch_size, unit_ids, max_rows_per_unit)
@@ -199,6 +208,8 @@ class FastPrivacyEngine(SteppingEngine):
                 grad_sample_mode=grad_sample_mode, wrap_model=wrap_model,
             )  # fmt: skip
             keeper, ranks = model.keeper, model.keeper.clipping.ranks
+            if model_loss == "per_sample":
+                replace_losses(model, criterion)
             loader = self._call_for_loader(
                 making, ranks, sampling, data_loader, poisson_sampling=poisson_sampling,
                 batch_first=batch_first, rand_on_empty=rand_on_empty,

@@ -102,6 +102,8 @@ VALUES_IN_LOSSES = (
     "only where entry i goes into row i's own loss, before any mean)"
 )
 """A value of all rows' gradients, one of their mean foremost, cannot be told from a row's own."""
+PER_SAMPLE = 'Pass model_loss="per_sample" to make_private'
+"""The way out of a mean cross entropy over the batch's labels that the model computes itself."""
 _LIBRARIES = ("fastclip", "torch", "opacus", "lightning", "accelerate", "transformers")
 
 

@@ -83,6 +83,8 @@ class BookKeeper:
         self.batch_norms: list[tuple[str, nn.Module]] = []
         self.trace = StepTrace(names, self.others, batch_axis)
         self.bare = BareLayers()
+        self.model_loss: Any = None
+        """Replaces losses inside of the model, where make_private was asked to."""
         self._connect()
         self._shared: set[nn.Parameter] = set()
         self._pass: BackwardPass | None = None

@@ -70,8 +70,9 @@ class Method:
             return None if self.name in _LOGS else plain(*args, **kwargs)
         if self.keeper.depth:
             return plain(*args, **kwargs)
-        with self.keeper.calls.inside(self.called, self.model, plain, args, kwargs) as returned:
-            return returned(plain(*args, **kwargs))
+        run: Any = plain if self.keeper.model_loss is None else self.keeper.model_loss.around(plain)
+        with self.keeper.calls.inside(self.called, self.model, run, args, kwargs) as returned:
+            return returned(run(*args, **kwargs))
 
     def _check_gathering(self) -> None:
         """Refuse to let rows of one rank into another's loss, where none is clipped for both."""
@@ -129,8 +130,9 @@ def _called_part(path: str, keeper: BookKeeper, self: nn.Module, args: tuple, kw
         return follow(path, keeper, plain, args, kwargs)
     if not keeper.paused:
         check_given(path, self, args, kwargs)
-    with keeper.calls.inside(f"{path}()", self, plain, args, kwargs) as returned:
-        return returned(plain(*args, **kwargs))
+    run = plain if keeper.model_loss is None else keeper.model_loss.around(plain)
+    with keeper.calls.inside(f"{path}()", self, run, args, kwargs) as returned:
+        return returned(run(*args, **kwargs))
 
 
 def _methods(model: nn.Module) -> Iterator[str]:

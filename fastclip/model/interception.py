@@ -226,13 +226,16 @@ def private_root_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a root that only opens the pass: its own code may be compiled."""
     handle: Handle = getattr(self, ATTRIBUTE)
     scope = handle.scopes[0]
-    plain = plain_forward(self)
-    entered = scope.enter(handle, self, plain, args, kwargs)  # type: ignore[attr-defined]
+    plain, loss = plain_forward(self), handle.keeper.model_loss
+    per_sample = plain if loss is None else loss.around(plain)
+    entered = scope.enter(handle, self, per_sample, args, kwargs)  # type: ignore[attr-defined]
     with entered:
-        if entered.eager:
-            plain = partial(eagerly, plain)
-        elif is_compiled():
-            plain = partial(handle.inlined if entered.may_be_traced() else eagerly, plain)
+        if entered.eager or not is_compiled() or (loss is not None and loss.inline):
+            plain = partial(eagerly, per_sample) if entered.eager or is_compiled() else per_sample
+        elif entered.may_be_traced():
+            plain = partial(handle.inlined, plain)
+        else:
+            plain = partial(eagerly, per_sample)
         out = plain(*entered.args, **entered.kwargs)
     return entered.opening(out)
 

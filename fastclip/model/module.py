@@ -76,6 +76,9 @@ def uninstall(model: nn.Module) -> None:
             if any(True for _ in module.parameters(recurse=False)):
                 let_go([module], handle.keeper.batch)
             handle.keeper.retire()
+            loss, handle.keeper.model_loss = handle.keeper.model_loss, None
+            if loss is not None:
+                loss.give_back(model)
             detach(module)
     for parameter in model.parameters():
         for name in ("grad_sample", "summed_grad"):

@@ -33,6 +33,25 @@ def check_training(model: nn.Module) -> None:
         )
 
 
+def check_model_loss(model_loss: str, loss_reduction: str, fast: bool) -> None:
+    """Refuse a loss that cannot be replaced.
+
+    Raises:
+        ArgumentError: naming the other keyword.
+    """
+    choice("model_loss", model_loss, ("own", "per_sample"))
+    if model_loss == "own":
+        return
+    if loss_reduction != "mean":
+        raise ArgumentError(
+            "model_loss='per_sample' replaces means, but loss_reduction='sum'. Omit either."
+        )
+    if not fast:
+        raise ArgumentError(
+            "model_loss='per_sample' needs the fast mode. Omit grad_sample_mode, or model_loss."
+        )
+
+
 def check_module(model: nn.Module) -> None:
     """Refuse modules whose samples depend on each other, or whose gradients have no exact rule.
 

@@ -164,6 +164,8 @@ class Calls:
         self.shards: Shards | None = None
         """Where the parameters are spread over ranks."""
         self._running: list[Entered] = []
+        self.replaces_losses = False
+        """Mean cross entropies inside of the model are per sample."""
         self.looks: list[Look] = []
         """What the calls cost that were looked at."""
 
@@ -264,7 +266,9 @@ class Calls:
         self._check_path(called)
         layout = None if self.probe else self.layouts.get(called.name)
         look = None if self.shards else self._learn_inside
-        return out if layout is None else guarded(layout, called, out, look)
+        return out if layout is None else guarded(
+            layout, called, out, look, replaced=self.replaces_losses
+        )  # fmt: skip
 
     def layout_of(self, name: str) -> BatchLayout:
         """What is known of the samples' places in calls of this method."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from fastclip.errors import BatchSizeError
+from fastclip.errors import PER_SAMPLE, BatchSizeError
 from fastclip.samples.inputs import flatten, rebuild, tensors_of
 from fastclip.samples.stopped import stop_gradients
 
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from fastclip.samples.layout import Guards
 
 
-def refuse_gradients(guards: Guards, output: Any) -> Any:
+def refuse_gradients(guards: Guards, output: Any, *, replaced: bool = False) -> Any:
     """Let no gradient come in through outputs that couple rows.
 
     Args:
-        guards: of the call's inputs. output: of the call.
+        guards: of the call's inputs. output: of the call. replaced: the model's own mean cross
+            entropies are per sample.
 
     Returns:
         The output, in which views take the place of what couples rows: other outputs may be made of it.
@@ -36,7 +37,7 @@ def refuse_gradients(guards: Guards, output: Any) -> Any:
     output = _apart(guards.mixed, output)
     for number, tensor in enumerate(tensors_of(output)):
         if guards.mixed.get(number) == tensor.dim() and tensor.requires_grad:
-            tensor.register_hook(partial(_refuse, number, tuple(tensor.shape)))
+            tensor.register_hook(partial(_refuse, number, tuple(tensor.shape), replaced))
     return output
 
 
@@ -50,10 +51,14 @@ def _apart(numbers: Collection[int], output: Any) -> Any:
     return rebuild(leaves, structure)
 
 
-def _refuse(number: int, shape: tuple[int, ...], gradient: Tensor) -> None:
+def _refuse(number: int, shape: tuple[int, ...], replaced: bool, gradient: Tensor) -> None:
+    way_out = (
+        "model_loss='per_sample' does not know this loss:"
+        if replaced
+        else f"{PER_SAMPLE}, or"
+    )
     raise BatchSizeError(
-        f"output {number} of the model, of shape {list(shape)}, is part of the loss, but what it gives "
-        "one sample's gradient depends on the other samples (a mean over tokens or weights, scores of "
-        "rows against rows, a statistic of the batch); return one loss a row, of shape [b], each a "
-        "mean inside its row (fastclip.losses.per_sample_cross_entropy), and average them outside"
+        f"output {number} of the model, of shape {list(shape)}, is part of the loss, but one sample's "
+        "gradient depends on the other samples (a mean over tokens, scores of rows against rows). "
+        f"{way_out} return one loss a row, of shape [b]."
     )

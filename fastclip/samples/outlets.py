@@ -52,11 +52,15 @@ def outlets_of(output: Any, rows: int) -> set[Outlet]:
     return {outlet for size in (None, rows) for outlet, _ in outlets(output, size)}
 
 
-def guarded(layout: BatchLayout, called: Any, output: Any, look: Callable[..., None] | None) -> Any:
+def guarded(
+    layout: BatchLayout, called: Any, output: Any, look: Callable[..., None] | None,
+    *, replaced: bool = False,
+) -> Any:  # fmt: skip
     """The output of a call, through which no gradient comes in that couples rows.
 
     Args:
         called: the call, of samples.calls. look: Calls' own, in the middle of it; None where it cannot.
+        replaced: the model's own mean cross entropies are per sample.
     """
     rows = None if called.forward is None else called.forward.batch_size
     guards = layout.guards_of(called.args, called.kwargs)
@@ -69,7 +73,7 @@ def guarded(layout: BatchLayout, called: Any, output: Any, look: Callable[..., N
         guards.rare |= new
         if new:
             _refuse_unseen(layout, new, rows, output)
-    return refuse_gradients(guards, output)
+    return refuse_gradients(guards, output, replaced=replaced)
 
 
 def _new(guards: Guards, rows: int, output: Any) -> set[Outlet]:

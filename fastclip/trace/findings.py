@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from fastclip._torch import creation_number, current_node, current_task, number_of
+from fastclip.errors import PER_SAMPLE
 
 HIDDEN = [str(Path(__file__).resolve().parents[1]), "<"]
 """Beginnings of the names of files that are not the user's."""
@@ -169,8 +170,7 @@ class Finding:
         if self.kind == "factor":
             return (
                 f"Your loss is divided or multiplied by a number of the whole batch ({what}), so "
-                "samples are not independent. Divide by a constant, or use clipping='automatic' "
-                "with gamma=0."
+                f"samples are not independent. {self._denominator}."
             )
         if self.kind == "calls":
             return (
@@ -218,6 +218,23 @@ class Finding:
         return (
             f"Your loss mixes samples: {what} reaches the gradient of {of}, so the guarantee "
             "does not hold. Compute each sample's loss from that sample alone."
+        )
+
+
+    @property
+    def _denominator(self) -> str:
+        """What to divide a loss by, in the place of labels or tokens of the batch."""
+        cause = self.cause
+        if isinstance(cause, Cause) and cause.inside:
+            return f"{PER_SAMPLE}, or return one loss a row, [b]"
+        if isinstance(cause, Cause) and cause.operation.startswith("nll_loss"):
+            return (
+                "Use fastclip.losses.per_sample_cross_entropy(...).mean(), or "
+                "make_private(criterion=criterion, model_loss=\"per_sample\")"
+            )
+        return (
+            "Use a public denominator, len(batch) times a fixed max_length, or "
+            "clipping='automatic' with gamma=0"
         )
 
 

@@ -16,7 +16,7 @@ from fastclip.uses.rule import plain_name
 _PRECALL = dis.opmap.get("PRECALL")
 _NOT_A_CALLER = (
     "torch/overrides.py", "torch/_tensor.py", "fastclip/uses/composite.py",
-    "fastclip/uses/interceptor.py", "fastclip/uses/proxy.py",
+    "fastclip/uses/interceptor.py", "fastclip/uses/proxy.py", "fastclip/model/model_loss.py",
 )  # fmt: skip
 
 
