@@ -185,6 +185,7 @@ class PrivateTrainer(RowLossTrainer):
             "data_loader": loader, "max_grad_norm": self.privacy.per_sample_max_grad_norm,
             "clipping": self.privacy.clipping, "noise_generator": self._generator(),
             "wrap_model": False, **sampling,
+            "model_loss": "own" if self.compute_loss_func is not None else "per_sample",
         }  # fmt: skip
         if self.privacy.target_epsilon is None:
             made = self.engine.make_private(
@@ -201,6 +202,9 @@ class PrivateTrainer(RowLossTrainer):
                 **arguments,
             )
         self._handle, self.optimizer, private = made
+        if self.compute_loss_func is None:
+            smoothing = self.args.label_smoothing_factor
+            self.dp_optimizer.keeper.model_loss.label_smoothing = smoothing
         draws, unit = self.dp_optimizer.keeper.batch.draws, sampling["unit_ids"]
         dataset = by_units(private, unit, draws, self.physical_batch_size)
         collate: Any = private.collate_fn

@@ -1,10 +1,4 @@
-"""Losses whose rows do not touch each other, and a check that a model's own loss is one.
-
-transformers averages over all tokens of a batch, or divides by the tokens of several batches
-(num_items_in_batch): a long row then shrinks the gradients of the others before they are clipped.
-
-Index letters: b row, t position, k class or token of the vocabulary.
-"""
+"""A check that a Trainer's compute_loss_func keeps samples apart."""
 
 from __future__ import annotations
 
@@ -12,59 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastclip._torch import tree_flatten, tree_unflatten
 from fastclip.errors import ArgumentError
-from fastclip.losses import per_sample_cross_entropy
 
 IGNORED = -100
 WAY_OUT = (
     "pass PrivateTrainer(compute_loss_func=...), a function (outputs, labels, num_items_in_batch) that "
     "returns one loss a row, [b]"
 )
-
+FIX = "Pass compute_loss_func, which returns one loss a row, [b]."
 
 TOLERANCE = 1e-4
 """Relative, in float32, between numbers that are computed from the same outputs."""
-MOST_ROWS = 8
-"""Compared where each costs a forward pass of the model."""
-
-
-def answer_losses(outputs: Any, labels: dict[str, Tensor], mask: Any = None) -> Tensor:
-    """The loss of every row of extractive question answering: half the cross entropies of both ends.
-
-    An end outside of the row does not count, as in transformers. Padding is no answer there: what a row
-    would lose to it would follow from the longest row of the batch.
-
-    Args:
-        outputs: with start_logits and end_logits, [b, t]. labels: start_positions and end_positions,
-            [b] or [b, 1]. mask: 0 where the row is padded, [b, t]; None: nowhere.
-
-    Returns:
-        [b]; entry i depends on row i alone.
-
-    Raises:
-        ArgumentError: the outputs hold no such logits.
-    """
-    held = list(outputs) if isinstance(outputs, dict) else [type(outputs).__name__]
-    if not {"start_logits", "end_logits"} <= {*held}:
-        raise ArgumentError(
-            "the loss of question answering is known for outputs with start_logits and end_logits, got "
-            f"{held}; {WAY_OUT}"
-        )
-    losses = []
-    for end in ("start", "end"):
-        logits = outputs[f"{end}_logits"]
-        positions, length = labels[f"{end}_positions"].reshape(len(logits)), logits.shape[1]
-        positions = positions.clamp(0, length)
-        if isinstance(mask, Tensor) and mask.shape == logits.shape:
-            kept = F.pad(mask != 0, (0, 1))  # one more: outside
-            positions = positions.where(kept.gather(1, positions[:, None])[:, 0], length)
-            logits = logits.masked_fill(mask == 0, torch.finfo(logits.dtype).min)
-        losses.append(per_sample_cross_entropy(logits, positions, ignore_index=length))
-    return (losses[0] + losses[1]) / 2
 
 
 def rows_of(inputs: dict[str, Any]) -> int:
@@ -90,7 +45,7 @@ def take(inputs: dict[str, Any], rows: list[int]) -> dict[str, Any]:
     return {name: few(value) for name, value in inputs.items()}
 
 
-def telling(inputs: dict[str, Any], most: int = MOST_ROWS) -> dict[str, Any]:
+def telling(inputs: dict[str, Any], most: int) -> dict[str, Any]:
     """Rows of a batch in which a coupled loss gives itself away: whose labels differ.
 
     Of token labels the last row keeps a single one, so that a mean over the tokens differs from that
@@ -160,35 +115,6 @@ def _classes(inputs: dict[str, Any]) -> frozenset | None:
     if not isinstance(labels, Tensor) or labels.dim() != 1 or labels.is_floating_point():
         return None
     return frozenset(labels.tolist())
-
-
-def check_uncoupled(
-    loss_of: Callable[[dict[str, Any]], Any], inputs: dict[str, Any], rounding: float = 1e-3
-) -> None:
-    """Refuse a loss that is not the mean of its rows' own losses: values, and gradients of logits.
-
-    Args:
-        loss_of: the scalar loss of a batch, without dropout, in float32; or the loss and its logits
-            (None if unknown).
-        inputs: the rows that are compared with each alone.
-        rounding: how far the same row's loss may be off in another batch, relatively.
-
-    Raises:
-        ArgumentError: with the way out.
-    """
-    size = rows_of(inputs)
-    both, together = _loss_and_gradient(loss_of, inputs)
-    alone = [_loss_and_gradient(loss_of, take(inputs, [row])) for row in range(size)]
-    mean = sum(value for value, _ in alone) / size
-    if not abs(both - mean) <= rounding * max(1.0, abs(mean)):
-        raise ArgumentError(
-            f"the loss of {size} rows is {both:.6g}, but the mean of their own losses is {mean:.6g}: "
-            f"the loss couples rows (a mean over the tokens of the batch?), so no row can be clipped; "
-            f"{WAY_OUT}"
-        )
-    own = [gradient for _, gradient in alone]
-    if together is not None and len(together) == size:
-        _compare(together, [None if g is None else g[0] for g in own], 10 * rounding)
 
 
 def check_function(
@@ -264,17 +190,6 @@ def check_function(
 
 def _differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
-
-
-def _loss_and_gradient(
-    loss_of: Callable[[dict[str, Any]], Any], inputs: dict[str, Any]
-) -> tuple[float, Tensor | None]:
-    found = loss_of(inputs)
-    loss, logits = found if isinstance(found, tuple) else (found, None)
-    gradient = None
-    if isinstance(logits, Tensor) and loss.requires_grad and logits.requires_grad:
-        (gradient,) = torch.autograd.grad(loss, [logits], allow_unused=True)
-    return float(loss.detach()), gradient
 
 
 def _compare(together: Tensor, alone: list[Tensor | None], tolerance: float) -> None:

@@ -60,11 +60,15 @@ class ModelLoss:
     def __init__(self, keeper: BookKeeper, name: str) -> None:
         self._keeper, self._name = keeper, name
         self._mask: Any = None
-        """Of the running call, where labels are positions: 0 where a sample is padded, [b, t]."""
+        """Of the running call, if labels are positions: 0 where a sample is padded, [b, t]."""
         self._within = 0
         """Calls of loss_function that run."""
         self.inline = False
         """A loss was computed in the model's own code, where torch.compile would not see the change."""
+        self.replaced = False
+        """A loss was."""
+        self.label_smoothing = 0.0
+        """Of a Trainer, where it has one; else a loss has its own."""
         self._said: set[str] = set()
         self._criteria: list[ref[nn.Module]] = []
 
@@ -132,15 +136,17 @@ class ModelLoss:
                 f"{self._name} computes a cross entropy over {len(labels)} labels for {rows} samples, "
                 "which model_loss='per_sample' cannot replace. Return one loss per sample, [b]."
             )
-        self.inline = self.inline or not self._within
+        self.inline, self.replaced = self.inline or not self._within, True
         if labels.numel() > rows or asked["weight"] is not None:
             self._say(
                 f"model_loss='per_sample' replaces the loss of {self._name}: it is now the mean over "
                 "samples of each sample's mean over its own counted labels (docs/losses.md)."
             )
-        asked["input"] = self._unpadded(asked["input"])
+        self._without_padding(asked)
+        if self.label_smoothing and mean is F.cross_entropy:
+            asked["label_smoothing"] = self.label_smoothing
         losses = mean(**{**asked, "reduction": "none"}).reshape(rows, -1)  # [b, n / b]
-        counted = (labels != asked["ignore_index"]).reshape(rows, -1).sum(1).clamp(min=1)
+        counted = (asked["target"] != asked["ignore_index"]).reshape(rows, -1).sum(1).clamp(min=1)
         return (losses.sum(1) / counted).mean()
 
     def _rows(self) -> int | None:
@@ -149,12 +155,15 @@ class ModelLoss:
             return keeper.calls.probe.rows
         return (keeper.running_forward() or keeper.forward).batch_size
 
-    def _unpadded(self, logits: Tensor) -> Tensor:
+    def _without_padding(self, asked: dict[str, Any]) -> None:
         """Padding is no answer: what a sample loses to it would follow from the batch's longest one."""
-        mask = self._mask
-        if not isinstance(mask, Tensor) or mask.shape != logits.shape:
-            return logits
-        return logits.masked_fill(mask == 0, torch.finfo(logits.dtype).min)
+        mask, logits, labels = self._mask, asked["input"], asked["target"]
+        if not isinstance(mask, Tensor) or mask.shape != logits.shape or labels.dim() != 1:
+            return
+        kept = F.pad(mask != 0, (0, 1))  # one more: outside
+        inside = kept.gather(1, labels.clamp(0, mask.shape[1])[:, None])[:, 0]
+        asked["target"] = labels.where(inside, asked["ignore_index"])
+        asked["input"] = logits.masked_fill(mask == 0, torch.finfo(logits.dtype).min)
 
     def _say(self, message: str) -> None:
         if message not in self._said:

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastclip.integrations.row_losses import answer_losses
+from fastclip.losses import per_sample_cross_entropy
 from tests.integrations.test_trainer import Sums
-from tests.integrations.tiny import bert, hf, pad, rows, trainer
+from tests.integrations.tiny import bert, furthest, hf, pad, rows, trainer, weights
 from tests.oracle import Batch, clipped_sum, norms, per_sample_gradients, relative_error
 from tests.refusal import refused
 
@@ -66,7 +66,10 @@ def own(output: Any, ends: torch.Tensor) -> torch.Tensor:
 def by_answers(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
     """A loss of the user's own, which is given what the model calls its labels."""
     assert set(labels) == {"start_positions", "end_positions"}
-    return answer_losses(outputs, labels)
+    return sum(
+        per_sample_cross_entropy(outputs[f"{end}_logits"], labels[f"{end}_positions"]) / 2
+        for end in ("start", "end")
+    )
 
 
 @pytest.mark.one_in(2)
@@ -92,14 +95,6 @@ def test_sums_are_those_of_one_row_at_a_time(tmp_path: Path, physical: int) -> N
     assert norms(grads).min() < 2.0 < norms(grads).max()
     found = dict(zip([name for name, _ in model.named_parameters()], sums, strict=True))
     assert relative_error(found, clipped_sum(grads, 2.0)) < 1e-10
-
-
-def test_on_one_row_it_is_transformers_own() -> None:
-    batch = pad_questions([questions()[1]])
-    output = answering()(**batch)
-    assert answer_losses(output, batch, batch["attention_mask"]).item() == pytest.approx(
-        output.loss.item()
-    )
 
 
 @pytest.mark.slow
@@ -129,14 +124,21 @@ def test_a_coupled_loss_of_the_users_own_is_refused(tmp_path: Path) -> None:
         ).train()  # fmt: skip
 
 
-def test_ends_of_other_shapes_are_refused(tmp_path: Path) -> None:
-    class SpansForQuestionAnswering(hf.BertForQuestionAnswering):
+def test_the_loss_of_a_head_with_outputs_of_its_own(tmp_path: Path) -> None:
+    """It is the model's, whatever else is returned."""
+
+    class Spans(hf.BertForQuestionAnswering):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             output = super().forward(*args, **kwargs)
             return {"spans": output.start_logits, "loss": output.loss}
 
-    with refused("start_logits and end_logits"):
+    found = []
+    for kind in (Spans, hf.BertForQuestionAnswering):
+        model = answering(kind)
         trainer(
-            tmp_path, answering(SpansForQuestionAnswering), arguments={"remove_unused_columns": False},
+            tmp_path, model, arguments={"remove_unused_columns": False, "max_steps": 2},
             train_dataset=questions(), data_collator=pad_questions,
         ).train()  # fmt: skip
+        found.append(weights(model))
+    assert furthest(*found) < 1e-12
+    assert furthest(found[0], weights(answering())) > 0

@@ -52,4 +52,4 @@ def test_sums_are_those_of_one_row_at_a_time(tmp_path: Path, kind: str, threshol
     assert norms(grads).max() > threshold
     assert list(grads) == list(trained)
     found = dict(zip(trained, sums, strict=True))
-    assert relative_error(found, clipped_sum(grads, threshold)) < 1e-10
+    assert relative_error(found, clipped_sum(grads, threshold)) < 1e-6  # its loss is in float32

@@ -13,9 +13,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fastclip import clipping
 from fastclip.integrations.arguments import check_training_arguments
+from fastclip.losses import per_sample_cross_entropy
 from tests.integrations.tiny import (
     BATCH,
     bert,
+    furthest,
     gpt2,
     hf,
     integration,
@@ -23,6 +25,7 @@ from tests.integrations.tiny import (
     pad_tokens,
     rows,
     trainer,
+    weights,
 )
 from tests.refusal import refused
 
@@ -112,18 +115,21 @@ class TokenMean(nn.Module):
 
 
 def test_a_mean_over_tokens(tmp_path: Path) -> None:
-    run = trainer(tmp_path, TokenMean(), data_collator=pad_tokens)
-    with refused("compute_loss_func"):
-        run.train()
-    assert run.engine.accountant.history == []
+    """Of the model's own it is replaced by the mean of the rows' own."""
 
+    def each_row(outputs, labels, num_items_in_batch=None):
+        return per_sample_cross_entropy(outputs["logits"], labels)
 
-def test_a_mean_over_tokens_of_rows_of_one_length(tmp_path: Path) -> None:
-    """Found before it does harm: in this batch the two means agree."""
-    same = [{**row, "input_ids": [5, 6, 7, 8]} for row in rows()]
-    run = trainer(tmp_path, TokenMean(), data_collator=pad_tokens, train_dataset=same)
-    with refused("couples rows"):
-        run.train()
+    found = []
+    for loss in (None, each_row):
+        torch.manual_seed(0)
+        model = TokenMean()
+        trainer(
+            tmp_path, model, data_collator=pad_tokens, compute_loss_func=loss,
+            arguments={"max_steps": 2},
+        ).train()  # fmt: skip
+        found.append(weights(model))
+    assert furthest(*found) < 1e-6
 
 
 def test_a_loss_of_pairs(tmp_path: Path) -> None:
@@ -149,18 +155,26 @@ def test_losses_of_tokens(tmp_path: Path) -> None:
 
 
 def test_a_classifier_with_a_loss_of_its_own(tmp_path: Path) -> None:
-    """Cross entropy must not take its place silently."""
+    """Cross entropy does not take its place."""
+
+    def focal(outputs, labels, num_items_in_batch=None):
+        losses = F.cross_entropy(outputs["logits"], labels, reduction="none")
+        return (1 - (-losses).exp()) ** 2 * losses
 
     class FocalForSequenceClassification(hf.BertForSequenceClassification):
         def forward(self, input_ids, attention_mask=None, labels=None):
             output = super().forward(input_ids, attention_mask)
             if labels is not None:
-                losses = F.cross_entropy(output.logits, labels, reduction="none")
-                output["loss"] = ((1 - (-losses).exp()) ** 2 * losses).mean()
+                output["loss"] = focal(output, labels).mean()
             return output
 
-    with refused("a loss of its own"):
-        trainer(tmp_path, FocalForSequenceClassification(bert().config)).train()
+    found = []
+    for kind, loss in ((FocalForSequenceClassification, None), (type(bert()), focal)):
+        torch.manual_seed(0)
+        model = kind(bert().config)
+        trainer(tmp_path, model, compute_loss_func=loss, arguments={"max_steps": 2}).train()
+        found.append(weights(model))
+    assert furthest(*found) < 1e-6
 
 
 def test_smoothed_answers(tmp_path: Path) -> None:
