@@ -179,7 +179,7 @@ SCENES: dict[str, list[Callable[[], Known] | None]] = {
         lambda: private() | {"accelerator": Accelerator(cpu=True), **MANAGER},
         lightning,
     ],
-    "docs/losses.md": [tokens, tokens, two_tasks],
+    "docs/losses.md": [tokens, tokens, plain, two_tasks],
     "docs/mixed_precision.md": [one_batch, private, plain],
     "docs/own_loop.md": [
         evaluated, evaluated, private, lambda: private() | {"noise_like": torch.randn_like}, private,

@@ -17,8 +17,8 @@ _ENDS = ("start_positions", "end_positions")
 
 
 class RowLossTrainer(RanksTrainer):
-    """Trains on the model's own loss per sample (make_private's model_loss), or on compute_loss_func, and
-    checks that this keeps samples apart.
+    """Trains on the model's own loss per sample (model_loss of make_private), or on compute_loss_func,
+    and checks that this keeps samples apart.
 
     Evaluation, and everything outside of private training, is the Trainer's own.
 
@@ -55,10 +55,10 @@ class RowLossTrainer(RanksTrainer):
         num_items_in_batch: Any = None,
     ) -> Any:  # fmt: skip
         """The mean of the samples' own losses while training; the Trainer's own loss elsewhere."""
-        if not self._private or not model.training:
-            # of a dict of labels the Trainer would give compute_loss_func none
-            if self.compute_loss_func is None or not isinstance(self._labels(inputs), dict):
-                return super().compute_loss(model, inputs, return_outputs)
+        # of a dict of labels the Trainer would give compute_loss_func none
+        plain = self.compute_loss_func is None or not isinstance(self._labels(inputs), dict)
+        if plain and not (self._private and model.training):
+            return super().compute_loss(model, inputs, return_outputs)
         loss, outputs = self._training_loss(model, inputs)
         return (loss, outputs) if return_outputs else loss
 
@@ -69,7 +69,9 @@ class RowLossTrainer(RanksTrainer):
             found: Any = super().compute_loss(model, inputs, return_outputs=True)
             return found
         if isinstance(self._labels(inputs), dict):
-            raise ArgumentError(f"label_smoothing_factor expects one label a token or sample. {FIX}")
+            raise ArgumentError(
+                f"label_smoothing_factor expects one label a token or sample. {FIX}"
+            )
         outputs = model(**inputs)  # which takes it into account
         if not self.dp_optimizer.keeper.model_loss.replaced:
             raise ArgumentError(

@@ -222,8 +222,8 @@ def _loss_function(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The `loss_function` of a model of transformers: what it was, per sample."""
     loss, own = self.__dict__[_KEPT]
     if own is None:
-        kind: Any = type(self).loss_function
-        own = kind.fget(SimpleNamespace(loss_type=getattr(self, "loss_type", None)))
+        kind: Any = type(self)
+        own = kind.loss_function.fget(SimpleNamespace(loss_type=getattr(self, "loss_type", None)))
     return loss.inside_function(own, args, kwargs)
 
 

@@ -53,9 +53,7 @@ def _apart(numbers: Collection[int], output: Any) -> Any:
 
 def _refuse(number: int, shape: tuple[int, ...], replaced: bool, gradient: Tensor) -> None:
     way_out = (
-        "model_loss='per_sample' does not know this loss:"
-        if replaced
-        else f"{PER_SAMPLE}, or"
+        "model_loss='per_sample' does not know this loss:" if replaced else f"{PER_SAMPLE}, or"
     )
     raise BatchSizeError(
         f"output {number} of the model, of shape {list(shape)}, is part of the loss, but one sample's "

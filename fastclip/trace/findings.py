@@ -220,7 +220,6 @@ class Finding:
             "does not hold. Compute each sample's loss from that sample alone."
         )
 
-
     @property
     def _denominator(self) -> str:
         """What to divide a loss by, in the place of labels or tokens of the batch."""
@@ -230,7 +229,7 @@ class Finding:
         if isinstance(cause, Cause) and cause.operation.startswith("nll_loss"):
             return (
                 "Use fastclip.losses.per_sample_cross_entropy(...).mean(), or "
-                "make_private(criterion=criterion, model_loss=\"per_sample\")"
+                'make_private(criterion=criterion, model_loss="per_sample")'
             )
         return (
             "Use a public denominator, len(batch) times a fixed max_length, or "

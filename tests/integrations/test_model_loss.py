@@ -266,7 +266,7 @@ def test_compiled(head: str) -> None:
     for _ in range(5):
         optimizer.zero_grad()
         compiled(**batch).loss.backward()
-        found = summed({n: p for n, p in model.named_parameters()})
+        found = summed(dict(model.named_parameters()))
         assert_sums(found, clipped_sum(grads, threshold), 1e-5)
         optimizer.step()
 

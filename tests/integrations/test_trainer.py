@@ -13,7 +13,6 @@ from opacus.accountants import RDPAccountant
 from fastclip import clipping
 from tests.integrations.tiny import (
     BATCH,
-    CLASSES,
     ROWS,
     bert,
     by_hand,
