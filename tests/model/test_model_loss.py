@@ -13,11 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import fastclip.opacus
 from fastclip import FastPrivacyEngine
 from fastclip.errors import ArgumentError
 from fastclip.losses import per_sample_cross_entropy
-from fastclip.opacus import PrivacyEngine
 from tests.oracle import assert_sums, clipped_sum, norms, per_sample_gradients, summed
 from tests.oracle import make_private as privately
 from tests.refusal import refused
@@ -119,22 +117,6 @@ def test_one_label_a_sample_is_said_nothing_of() -> None:
         warnings.simplefilter("error")
         criterion(private(torch.randn(4, 6).double()), torch.tensor([0, 1, 2, 1])).backward()
     assert summed(dict(model.named_parameters()))["bias"].norm() > 0
-
-
-def test_install_takes_it() -> None:
-    x, y = tokens()
-    fastclip.opacus.install(model_loss="per_sample")
-    try:
-        model = Own(F.cross_entropy)
-        private, _, _ = PrivacyEngine().make_private(
-            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=DataLoader(TensorDataset(x), batch_size=SAMPLES), noise_multiplier=1.0,
-            max_grad_norm=1.0,
-        )  # fmt: skip
-    finally:
-        fastclip.opacus.uninstall()
-    expected = per_sample_cross_entropy(model.net(x), y).mean().item()
-    assert private(x, y).item() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(

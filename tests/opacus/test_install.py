@@ -62,6 +62,32 @@ print("done")
     assert run(code) == "done"
 
 
+def test_the_loss_inside_of_a_model() -> None:
+    """It is per sample where install() says so, and the program does not."""
+    code = f"""
+{IMPORTS}
+fastclip.opacus.install(model_loss="per_sample")
+from opacus import PrivacyEngine
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.net(x).flatten(0, 1), y.flatten())
+model, x = Own(), torch.randn(2, 3, 6)
+y = torch.tensor([[0, 1, 2], [1, -100, -100]])
+private, _, _ = PrivacyEngine().make_private(
+    module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0,
+    data_loader=DataLoader(TensorDataset(torch.zeros(40, 1)), batch_size=8), max_grad_norm=1.0)
+found = private(x, y).item()
+from fastclip.losses import per_sample_cross_entropy
+wanted = per_sample_cross_entropy(model.net(x), y).mean().item()
+assert abs(found - wanted) < 1e-6, (found, wanted)
+print("done")
+"""
+    assert run(code) == "done"
+
+
 def test_defaults_of_a_strategy() -> None:
     """They hold where the program names none."""
     code = f"""
