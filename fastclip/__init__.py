@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from fastclip.engine import FastPrivacyEngine
     from fastclip.layers import register_rule
     from fastclip.model.unwrapping import bare_state_dict, unwrap
+    from fastclip.optim.batch_memory import BatchMemoryManager
     from fastclip.optim.grad_scaler import GradScaler
     from fastclip.optim.optimizer import FastDPOptimizer
     from fastclip.planner import Costs, Planner
 
 __version__ = "0.1.0"
 __all__ = [
+    "BatchMemoryManager",
     "Costs",
     "FastDPOptimizer",
     "FastPrivacyEngine",
@@ -31,6 +33,7 @@ __all__ = [
     "unwrap",
 ]
 _MODULES = {
+    "BatchMemoryManager": "optim.batch_memory",
     "Costs": "planner",
     "FastDPOptimizer": "optim.optimizer",
     "FastPrivacyEngine": "engine",

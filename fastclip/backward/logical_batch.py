@@ -43,6 +43,8 @@ class LogicalBatch:
         """Of the data loader; None where there is none."""
         self.account: Any = None
         """Of the steps that are taken on these sums; its `ledger` records them."""
+        self.last_was_real, self.real_steps = False, 0
+        """Whether the last step of the training loop was a release, and how many were."""
         self._spent: Spent | None = None
         """In a copy, which no ledger counts: what the original was trained with until then."""
         self._found: PhysicalBatch | None = None
@@ -240,6 +242,10 @@ class LogicalBatch:
                 self.draws.release()
                 self.draws.unknown.release()
             self._state = after
+
+    def count_release(self) -> None:
+        """A real step has ended."""
+        self.last_was_real, self.real_steps = True, self.real_steps + 1
 
     def _check_process(self, draws: Draws) -> None:
         """Refuse to release a draw that a fork of this process, or the one it came from, has too."""

@@ -46,6 +46,12 @@ class UnitSampler(PoissonSampler):
                 sizes.append(len(mine))
             yield UnitBatch(rows, sizes, self.largest, self.reduction)
 
+    @property
+    def mean_size(self) -> float:
+        """Mean number of rows that a drawn unit brings."""
+        sizes = torch.tensor(self._starts, dtype=torch.int64, device="cpu").diff()
+        return float(sizes.clamp(max=self.largest).double().mean())
+
     def owners(self, rows: int) -> Tensor:
         """The unit of each row of a data set of so many, int64 [rows]; -1 for rows never drawn."""
         found = torch.full((rows,), -1, dtype=torch.int64, device="cpu")

@@ -13,6 +13,7 @@ import opacus
 from opacus import grad_sample, optimizers, privacy_engine
 from opacus.grad_sample import grad_sample_module
 from opacus.optimizers import ddpoptimizer, optimizer
+from opacus.utils import batch_memory_manager
 
 from fastclip.errors import ArgumentError, StepError
 from fastclip.opacus import engine
@@ -28,6 +29,7 @@ _PUBLIC: dict[ModuleType, frozenset[str]] = {
     optimizer: frozenset(("DPOptimizer",)),
     ddpoptimizer: frozenset(("DistributedDPOptimizer",)),
     privacy_engine: frozenset(("PrivacyEngine",)),
+    batch_memory_manager: frozenset(("BatchMemoryManager",)),
 }
 """Modules from which a program takes them, and the names that Opacus' code there does not use itself."""
 _PACKAGES = ("opacus", "fastclip")
@@ -35,8 +37,8 @@ _replaced: list[tuple[ModuleType, str, Any]] = []
 
 
 def install(**defaults: Any) -> None:
-    """Let `opacus.PrivacyEngine`, `GradSampleModule`, `GradSampleHooks` and `DPOptimizer` be this
-    engine's, wherever they are imported from.
+    """Let `opacus.PrivacyEngine`, `GradSampleModule`, `GradSampleHooks`, `DPOptimizer` and
+    `BatchMemoryManager` be this engine's, wherever they are imported from.
 
     Args:
         **defaults: keywords of make_private, for calls that do not give them: clipping="automatic",

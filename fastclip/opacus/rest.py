@@ -8,9 +8,11 @@ from typing import Any
 
 import opacus
 from opacus import grad_sample, optimizers
+from opacus.utils import batch_memory_manager
 
 from fastclip.model.by_hand import GradSampleHooks, GradSampleModule
 from fastclip.opacus.engine import PrivacyEngine
+from fastclip.optim.batch_memory import BatchMemoryManager
 from fastclip.optim.by_hand import DistributedDPOptimizer, DPOptimizer
 
 OURS: dict[type, type] = {
@@ -19,6 +21,7 @@ OURS: dict[type, type] = {
     grad_sample.GradSampleHooks: GradSampleHooks,
     optimizers.DPOptimizer: DPOptimizer,
     optimizers.DistributedDPOptimizer: DistributedDPOptimizer,
+    batch_memory_manager.BatchMemoryManager: BatchMemoryManager,
 }
 """Opacus' classes, and what stands for them."""
 

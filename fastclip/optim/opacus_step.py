@@ -128,6 +128,7 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
     @disable_dynamo
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Opacus': closure, `pre_step`, inner step; an inner step that fails leaves the gate shut."""
+        self.batch.last_was_real = False
         try:
             return super().step(closure)
         finally:
@@ -138,6 +139,7 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
 
         A step that fails releases nothing, and `zero_grad` clears what it had.
         """
+        self.batch.last_was_real = False
         self._gate.shut()
         only_shown(self._all())
         released = self.params
@@ -169,6 +171,7 @@ class OpacusStep(KeepsAccount, OwnsNoise, DPOptimizer):
             finally:
                 self.releasing = False
             self._move_threshold()
+            self.batch.count_release()
         keep_only(self, released)
         self._gate.open = True
         return True

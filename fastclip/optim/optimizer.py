@@ -220,6 +220,7 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Everything before the inner step; False if this step only accumulates."""
+        self.keeper.batch.last_was_real = False
         self.keeper.trace.over()
         if not (parameters := self.params):
             keep_only(self, ())
@@ -253,6 +254,7 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
         finally:
             self.releasing = False
         state.advance()
+        self.keeper.batch.count_release()
         return True
 
     def _take_no_samples(self, parameters: list[nn.Parameter]) -> None:
@@ -268,6 +270,7 @@ class FastDPOptimizer(KeepsAccount, OwnsNoise, DPOptimizer):
     @disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One private step, or only an accumulation where the batch memory manager says so."""
+        self.keeper.batch.last_was_real = False
         if closure is not None:
             with torch.enable_grad():
                 closure()

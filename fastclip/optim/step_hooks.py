@@ -55,6 +55,20 @@ class KeepsAccount:
         return holder.batch
 
     @property
+    def last_step_was_real(self) -> bool:
+        """The last `step()` released a noisy step.
+
+        False if it only accumulated (physical batches, `signal_skip_step`) or raised an error before
+        its release, and before the first one.
+        """
+        return bool(self._gathered.last_was_real)
+
+    @property
+    def real_steps(self) -> int:
+        """Noisy steps that were released since make_private; an accumulation is none."""
+        return int(self._gathered.real_steps)
+
+    @property
     def account(self) -> Any:
         """What records the steps, and how their rows are drawn; None before make_private."""
         return self._account

@@ -1,6 +1,6 @@
 """opacus.utils.batch_memory_manager."""
 
-from opacus.utils.batch_memory_manager import BatchMemoryManager, wrap_data_loader
+from fastclip.optim.batch_memory import BatchMemoryManager, wrap_data_loader
 
 from fastclip.opacus.rest import rest_of
 
