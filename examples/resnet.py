@@ -15,14 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 from examples.data import digits
 from examples.models import ResNet, resnet18
-from fastclip import FastPrivacyEngine, clipping
+from fastclip import BatchMemoryManager, FastPrivacyEngine, clipping
 
 DELTA, HELD_OUT = 1e-5, 5  # every fifth image is for testing
 

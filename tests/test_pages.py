@@ -17,13 +17,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fastclip
 from examples import custom_layer
-from fastclip import FastPrivacyEngine, clipping
+from fastclip import BatchMemoryManager, FastPrivacyEngine, clipping
 from fastclip.clipping import Clipping, Hard
 from fastclip.layers import rule as layer_rules
 from fastclip.optim.optimizer import FastDPOptimizer

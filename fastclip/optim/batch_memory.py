@@ -34,9 +34,9 @@ class BatchMemoryManager(opacus_manager.BatchMemoryManager):
     the two the last call did.
 
     `len()` of the loader is the expected number of physical batches of one pass, rounded. Poisson
-    sampling draws a random number of samples, so a pass has more or fewer: use it for progress bars (tqdm
-    goes past its total), never to end a loop. Real steps of one pass are exactly
-    `len(data_loader)`, the loader that went in: lengths of schedules follow from that.
+    sampling draws a random number of samples, so a pass has more or fewer: use it for progress bars
+    (tqdm copes), never to end a loop. Real steps of one pass are exactly `len(data_loader)`, the loader
+    that went in: lengths of schedules follow from that.
 
     Formal guarantee: that of `FastDPOptimizer`. A split changes neither the sum that a logical batch
     releases (to rounding), nor its noise, nor its cost.
@@ -45,9 +45,9 @@ class BatchMemoryManager(opacus_manager.BatchMemoryManager):
         data_loader: as make_private returned it.
         max_physical_batch_size: most samples of a physical batch.
         optimizer: as make_private returned it.
-        schedulers: of learning rates (torch's and those derived from them), noise or thresholds (Opacus').
-            While the manager is in use, their `step()` moves at most once for each real step, so that a
-            loop may call it after each physical batch.
+        schedulers: of learning rates (torch's and classes derived from them), noise or thresholds
+            (Opacus'). While the manager is in use, their `step()` moves at most once for each real
+            step, so that a loop may call it after each physical batch.
 
     Raises:
         ArgumentError: no loader that can be split, or a scheduler of another optimizer.
@@ -69,7 +69,7 @@ class BatchMemoryManager(opacus_manager.BatchMemoryManager):
         self, *, data_loader: DataLoader, max_physical_batch_size: int, optimizer: DPOptimizer,
         schedulers: Iterable[Any] = (),
     ) -> None:  # fmt: skip
-        if not isinstance(optimizer, DPOptimizer):
+        if not callable(getattr(optimizer, "signal_skip_step", None)):
             raise ArgumentTypeError(
                 f"optimizer expects the one that make_private returned, got {type(optimizer).__name__}. "
                 "Pass that one, not a wrapper around it."

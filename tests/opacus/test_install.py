@@ -42,20 +42,22 @@ def test_names_that_were_imported_before() -> None:
 import opacus
 from opacus import PrivacyEngine
 from opacus.optimizers import DPOptimizer
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 {IMPORTS}
-theirs = PrivacyEngine, DPOptimizer, opacus.GradSampleModule
+theirs = PrivacyEngine, DPOptimizer, opacus.GradSampleModule, BatchMemoryManager
 fastclip.opacus.install()
 from opacus.grad_sample.grad_sample_module import GradSampleModule
 from opacus.optimizers.optimizer import DPOptimizer as Again
 assert issubclass(PrivacyEngine, fastclip.FastPrivacyEngine), PrivacyEngine
 assert DPOptimizer is Again is fastclip.opacus.optimizers.DPOptimizer
 assert GradSampleModule is opacus.GradSampleModule is fastclip.opacus.GradSampleModule
+assert BatchMemoryManager is fastclip.BatchMemoryManager
 {TRAIN}
 assert isinstance(model, opacus.GradSampleModule) and isinstance(optimizer, DPOptimizer)
 assert len(engine.accountant) == 1
 fastclip.opacus.uninstall()
 import opacus.privacy_engine
-assert (PrivacyEngine, DPOptimizer, opacus.GradSampleModule) == theirs
+assert (PrivacyEngine, DPOptimizer, opacus.GradSampleModule, BatchMemoryManager) == theirs
 assert opacus.privacy_engine.PrivacyEngine is theirs[0] and not fastclip.opacus.installed()
 print("done")
 """

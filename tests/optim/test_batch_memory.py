@@ -39,7 +39,10 @@ def start(
     data = TensorDataset(torch.randn(samples, 6, dtype=torch.float64))
     net, engine = mlp(), FastPrivacyEngine(accountant=accountant)
     loader = DataLoader(
-        data, batch_size=batch_size, generator=torch.Generator().manual_seed(seed), drop_last=drop_last
+        data,
+        batch_size=batch_size,
+        generator=torch.Generator().manual_seed(seed),
+        drop_last=drop_last,
     )
     model, optimizer, loader = engine.make_private(
         module=net, optimizer=torch.optim.SGD(net.parameters(), lr=1.0), data_loader=loader,
@@ -74,7 +77,7 @@ def step(model: nn.Module, optimizer: Any, x: Tensor) -> bool:
 
 @pytest.mark.parametrize("batch_size", [1, B])
 def test_parts_sum_to_the_whole_draw(batch_size: int) -> None:
-    """Against one sample at a time; small draws are empty at times, and the last part is a partial one."""
+    """Against one sample at a time. Small draws are empty at times, and last parts are partial ones."""
     engine, net, model, optimizer, loader = start(batch_size=batch_size)
     drawn, sizes, real = [], [], 0
     with split(loader, optimizer) as physical:
@@ -184,7 +187,7 @@ def rates(optimizer: Any) -> list[float]:
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("kind", MAKE)
 def test_schedulers_move_at_real_steps(kind: str, inner: bool) -> None:
-    """As in a loop over whole batches, to the last bit; made of the private optimizer or the inner one."""
+    """As in a loop over whole batches, to the last bit, whichever of the two optimizers they have."""
     _, _, model, optimizer, loader = start()
     plain = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
     expected, schedule = [], MAKE[kind](plain)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 from transformers import BertConfig, BertForSequenceClassification
 
+from fastclip import BatchMemoryManager
 from fastclip.backward import sharded_sums
 from fastclip.backward.sharded_sums import ShardedSums
 from tests.oracle import row_loss

@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
-from fastclip import FastPrivacyEngine
+from fastclip import BatchMemoryManager, FastPrivacyEngine
 from fastclip.errors import FastclipError
 from tests.oracle import row_loss
 from tests.parallel.spread_models import MODELS, Experts, built, made_of, plain, sharded, step

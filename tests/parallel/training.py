@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 
-from fastclip import FastPrivacyEngine, clipping
+from fastclip import BatchMemoryManager, FastPrivacyEngine, clipping
 from tests.oracle import row_loss
 
 N, D, STEPS, GROUPS = 23, 6, 20, 3
