@@ -5,6 +5,7 @@
 
 from fastclip.accounting.attack import Attack, strongest_attack
 from fastclip.accounting.calibration import find_noise_multiplier
+from fastclip.accounting.federated import FederatedLedger
 from fastclip.accounting.history import epsilon, history
 from fastclip.accounting.hpo import TunedEpsilon, hpo_epsilon
 from fastclip.accounting.pld import PLDAccountant
@@ -14,6 +15,7 @@ from fastclip.accounting.truncation import TruncatedPoisson
 
 __all__ = [
     "Attack",
+    "FederatedLedger",
     "NoiseLevels",
     "PLDAccountant",
     "Poisson",
