@@ -195,6 +195,7 @@ SCENES: dict[str, list[Callable[[], Known] | None]] = {
         RANKS,
         lambda: private() | {"accelerator": Accelerator(cpu=True), **MANAGER},
         lightning,
+        lightning,
     ],
     "docs/losses.md": [tokens, tokens, plain, two_tasks],
     "docs/mixed_precision.md": [one_batch, private, plain],

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from fastclip.checks import between
@@ -29,6 +30,12 @@ from fastclip.data.plan import SAMPLING, Request, plan_sampling, poisson_loader
 from fastclip.engine import FastPrivacyEngine
 from fastclip.errors import ArgumentError, ArgumentTypeError
 from fastclip.integrations.budget import Budget
+from fastclip.integrations.lightning_parts import (
+    check_part,
+    clean_up,
+    keep,
+    made_before,
+)
 from fastclip.integrations.lightning_ranks import (
     as_wrapped,
     keep_batch_sampler,
@@ -44,11 +51,13 @@ from fastclip.optim.optimizer import FastDPOptimizer
 
 try:
     from lightning.pytorch import Callback, LightningDataModule, LightningModule
+    from lightning.pytorch.utilities import CombinedLoader
 except ImportError:  # the older name of the same library, with types of its own
     from pytorch_lightning import Callback, LightningDataModule, LightningModule  # type: ignore
+    from pytorch_lightning.utilities import CombinedLoader  # type: ignore
 
 
-_OWN = {"datamodule", "generator", "private_loader"}
+_OWN = {"datamodule", "generator", "private_loaders"}
 """Attributes of a DPLightningDataModule that are not the inner data module's."""
 
 
@@ -76,12 +85,18 @@ class DPLightningDataModule(LightningDataModule):
     ) -> None:
         # without Lightning's own, whose attributes are the inner data module's here
         self.datamodule, self.generator = datamodule, generator
-        self.private_loader: DataLoader | None = None
+        self.private_loaders: list[DataLoader] = []
 
-    def train_dataloader(self) -> DataLoader:
-        """The training loader, drawing every row independently: of those and as often as its sampler."""
-        if self.private_loader is not None:
-            return self.private_loader
+    def train_dataloader(self) -> DataLoader | CombinedLoader:
+        """The training loader, drawing every row independently: of those and as often as its sampler.
+
+        Where several parts of the module are private, a batch is a list: one of each part's own, in the
+        order of the calls of `make_private`.
+        """
+        if len(self.private_loaders) > 1:
+            return CombinedLoader(self.private_loaders, "min_size")
+        if self.private_loaders:
+            return self.private_loaders[0]
         loader = self.plain_loader()
         several = self.trainer is not None and self.trainer.world_size > 1
         plan = plan_sampling(loader, Request(), poisson_sampling=True, distributed=several)
@@ -132,18 +147,25 @@ class DPLightningDataModule(LightningDataModule):
 
 def make_private(
     module: LightningModule, optimizer: torch.optim.Optimizer, engine: FastPrivacyEngine,
-    **arguments: Any,
+    *, part: nn.Module | None = None, **arguments: Any,
 ) -> FastDPOptimizer:  # fmt: skip
     """The private optimizer, to be returned from `configure_optimizers`.
 
     The module stays itself, and its trainer gets the loader that the engine watches: Lightning asks
     for it only after `configure_optimizers`.
 
+    Several calls, each with a `part`, make parts private that have optimizers of their own (manual
+    optimization). Each part draws batches of its own, since two steps on one draw would cost more
+    than steps on two draws. `training_step` gets a list of them, in the order of the calls. The
+    engine's epsilon is that of all steps. One loss goes through one of these parts.
+
     Args:
         module: attached to a trainer that fits it to a DPLightningDataModule, on one device, with
             strategy="ddp", or with a ModelParallelStrategy and a `configure_model` that calls
             fully_shard on the module itself.
-        optimizer: over the module's parameters.
+        optimizer: over the module's (or the part's) parameters.
+        part: the submodule that becomes private; None is the whole module. What lies outside of it is
+            ordinary: train it on what the part has released, or on public data. One process alone.
         arguments: as of `FastPrivacyEngine.make_private`, or, with target_epsilon, of
             `make_private_with_epsilon`, whose `epochs` are the trainer's if not given; the loader is
             the data module's, the mode the fast one, and the module is not wrapped.
@@ -156,9 +178,20 @@ def make_private(
     check_trainer(trainer)
     arguments = in_place(arguments)
     _check_resumed(trainer, engine)
-    earlier = module.__dict__.pop("_fastclip_handle", None)
-    if earlier is not None:
-        earlier.cleanup()
+    try:
+        return _make_part(module, optimizer, engine, part, arguments)
+    except BaseException:  # of several, all: configure_optimizers has failed
+        clean_up(module)
+        raise
+
+
+def _make_part(
+    module: LightningModule, optimizer: torch.optim.Optimizer, engine: FastPrivacyEngine,
+    part: nn.Module | None, arguments: dict[str, Any],
+) -> FastDPOptimizer:  # fmt: skip
+    trainer: Any = module.trainer
+    before = made_before(module, trainer)
+    check_part(module, part, before, engine, arguments, trainer)
     data = trainer.datamodule
     if not isinstance(data, DPLightningDataModule):
         raise ArgumentTypeError(
@@ -166,7 +199,8 @@ def make_private(
             f"DPLightningDataModule, got {type(data).__name__}; pass "
             "datamodule=fastclip.integrations.lightning.DPLightningDataModule(your_datamodule)"
         )
-    data.private_loader = None
+    if not before:
+        data.private_loaders = []
     loader = data.plain_loader()
     make: Callable[..., tuple] = engine.make_private
     module.__dict__.pop("_fastclip_budget", None)
@@ -176,15 +210,16 @@ def make_private(
             asked = {n: arguments[n] for n in (*SAMPLING, "poisson_sampling") if n in arguments}
             design = engine.plan_sampling(loader, **asked)
             arguments["epochs"] = length_in_epochs(trainer, design.steps)
-    model = as_wrapped(trainer.strategy, module)
-    handle, private, data.private_loader = make(
+    model = as_wrapped(trainer.strategy, module) if part is None or part is module else part
+    handle, private, loader = make(
         module=model.train(), optimizer=optimizer, data_loader=loader, wrap_model=False,
         **arguments,
     )  # fmt: skip
-    module.__dict__["_fastclip_handle"] = handle
+    keep(module, model, handle, private, trainer)
+    data.private_loaders = [*data.private_loaders, loader]
     if private.keeper.clipping.ranks is not None:
         run_without_wrapper(trainer.strategy, module)
-        keep_batch_sampler(data.private_loader)
+        keep_batch_sampler(loader)
     if reads_late(trainer.strategy):
         read_into_inner(trainer.strategy)
     if "target_epsilon" in arguments:
@@ -221,7 +256,7 @@ class PrivacyCallback(Callback):
             return
         private = (o for o in trainer.optimizers if isinstance(o, FastDPOptimizer))
         optimizer = next(o for o in private if not o.keeper.batch.retired)
-        loader, steps = trainer.datamodule.private_loader, trainer.estimated_stepping_batches
+        loader, steps = trainer.datamodule.private_loaders[0], trainer.estimated_stepping_batches
         if math.isinf(steps):
             steps = math.ceil(epochs * len(loader))
         budget.check(
@@ -234,9 +269,7 @@ class PrivacyCallback(Callback):
         pl_module.log("epsilon", self.engine.get_epsilon(self.delta), prog_bar=True)
 
     def on_fit_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        handle = pl_module.__dict__.pop("_fastclip_handle", None)
-        if handle is not None:
-            handle.cleanup()
+        if clean_up(pl_module):
             read_as_before(trainer.strategy)
 
     def on_save_checkpoint(
