@@ -10,15 +10,17 @@ from typing import Any, cast
 from opacus.accountants import IAccountant
 
 from fastclip.accounting.asked import Asked, asks_of
-from fastclip.accounting.history import refuse_changing_noise
+from fastclip.accounting.history import open_accountant, refuse_changing_noise
 from fastclip.accounting.names import Names
 from fastclip.accounting.protected import BY_OPACUS, Protected, protected_by
 from fastclip.accounting.protected import KEY as PROTECTED
 from fastclip.accounting.segments import (
     DIGEST,
     KEY,
+    LINES,
     Entry,
     Segments,
+    Spent,
     check_entries,
     digest,
     joined,
@@ -30,7 +32,7 @@ from fastclip.accounting.segments import (
 )
 from fastclip.accounting.truncation import refuse_truncated
 from fastclip.accounting.undisturbed import OwnLock, step_beside, undisturbed
-from fastclip.accounting.write_ahead import NotWritten, WriteAheadLog
+from fastclip.accounting.write_ahead import LineLog, NotWritten, WriteAheadLog
 from fastclip.errors import ArgumentError
 from fastclip.forks import this_process
 
@@ -49,7 +51,7 @@ class Ledger(Asked):
     """Whom all these steps protect."""
     _others: Segments
     _name: str
-    _log: WriteAheadLog | NotWritten | None = None
+    _log: WriteAheadLog | LineLog | NotWritten | None = None
     _recorded: list[Entry]
     """The history as it was left here: whoever has changed it since speaks for it."""
     _names: Names
@@ -146,14 +148,44 @@ class Ledger(Asked):
             ArgumentError: as `join`. StepError: it cannot be written.
         """
         self.join(*log.found())
+        for name in log.lines:
+            self.line(name).join(*log.found(name))
         log.begin()
         log.catch_up(self.segments(), self.protected)
+        for name, line in self.lines.items():
+            log.catch_up(line.segments(), line.protected, name)
 
-    def keep_in(self, log: WriteAheadLog | NotWritten | None) -> None:
+    def keep_in(self, log: WriteAheadLog | LineLog | NotWritten | None) -> None:
         """Write every step to this file before it is released; the one before is closed."""
         if self._log is not None and self._log is not log:
             self._log.close()
         self._log = log
+        for name, line in self.lines.items():
+            line.keep_in(self._log_of(name))
+
+    @property
+    def lines(self) -> dict[str, Ledger]:
+        """Ledgers of people who are not in the training set, each named after a data set.
+
+        Nobody is in two of them, nor in one and the training set.
+        """
+        found: dict[str, Ledger] = self.__dict__.setdefault("_lines", {})
+        return found
+
+    @undisturbed
+    def line(self, name: str) -> Ledger:
+        """That of a data set; it is begun if it is not there.
+
+        Its steps are Gaussian mechanisms on all of the data (q = 1), of which epsilon has a closed form.
+        """
+        if name not in self.lines:
+            made = keep_ledger(open_accountant("prv"))
+            made.keep_in(self._log_of(name))
+            self.lines[name] = made
+        return self.lines[name]
+
+    def _log_of(self, line: str) -> LineLog | NotWritten | None:
+        return None if self._log is None or isinstance(self._log, LineLog) else self._log.of_line(line)
 
     def check_no_file(self) -> None:
         """Raises: ArgumentError: this ledger is kept in a file."""
@@ -173,12 +205,16 @@ class Ledger(Asked):
             self.check_no_file()
         self.join(other.segments(), other.protected)
         self.cuts = max(self.cuts, other.cuts)
+        for name, theirs in other.lines.items():
+            self.line(name).join(theirs.segments(), theirs.protected)
         if other.log is not None and other.log is not self._log:
             other._catch_up(self.segments(), self.protected)
             self.keep_in(other.log)
+            for line in self.lines.values():
+                line._catch_up(line.segments(), line.protected)
 
     @property
-    def log(self) -> WriteAheadLog | NotWritten | None:
+    def log(self) -> WriteAheadLog | LineLog | NotWritten | None:
         """The file that every step is written to first."""
         return self._log
 
@@ -199,6 +235,8 @@ class Ledger(Asked):
         state["history"] = saved_entries(self.history)
         state[KEY] = {name: saved_entries(part) for name, part in self.segments().items()}
         state[PROTECTED] = self.protected.saved()
+        if self.lines:
+            state[LINES] = {name: line.state_dict() for name, line in self.lines.items()}
         state[DIGEST] = digest(state)
         return state
 
@@ -216,6 +254,9 @@ class Ledger(Asked):
         loaded = read_segments(state_dict, self.mechanism(), "the accountant's state")
         merged = self._with(loaded)
         whom = self.protected.beside(protected_by(state_dict, joined(loaded)))
+        lines = _lines_of(state_dict)
+        for name, spent in lines.items():  # all that may be refused is refused first
+            self.line(name).protected.beside(spent.protected)
         self._catch_up(merged, whom)
         before = self.history
         try:  # whatever else an accountant of the user's own keeps
@@ -225,9 +266,11 @@ class Ledger(Asked):
             raise
         self.protected = whom
         self._begin(merged)
+        for name, spent in lines.items():
+            self.line(name).join(*spent)
 
     def _catch_up(self, segments: Segments, whom: Protected) -> None:
-        if isinstance(self._log, WriteAheadLog) and self._log.held:
+        if self._log is not None and self._log.held:
             self._log.catch_up(segments, whom)
 
     def _with(self, others: Segments) -> Segments:
@@ -266,6 +309,7 @@ class Ledger(Asked):
             "history": list(self.history),
             "_others": self.segments(),
             "_names": Names(),
+            "_lines": dict(self.lines),
             "_log": None if self._log is None else self._log.copied(),
         }
         del state["_lock"]
@@ -284,6 +328,19 @@ def keep_ledger(accountant: IAccountant) -> Ledger:
     ledger._names = Names()
     ledger._begin({})
     return ledger
+
+
+def _lines_of(state: Mapping[str, Any]) -> dict[str, Spent]:
+    """What a saved state says of other data sets.
+
+    Raises:
+        ArgumentError: it is damaged.
+    """
+    found = {}
+    for name, line in (state.get(LINES) or {}).items():
+        segments = read_segments(line, "prv", f"the accountant's state of the data set {name!r}")
+        found[name] = Spent(segments, protected_by(line, joined(segments)))
+    return found
 
 
 @cache

@@ -19,10 +19,12 @@ class Protected:
     Args:
         units: "row" or "unit"; empty before the first step.
         size_is_secret: nothing depends on N.
+        data: names of data sets other than the training set whose people are among them.
     """
 
     units: frozenset[str] = frozenset()
     size_is_secret: bool = True
+    data: frozenset[str] = frozenset()
 
     def beside(self, other: Protected) -> Protected:
         """Of these steps and others.
@@ -37,11 +39,13 @@ class Protected:
                 "one accountant, so that one epsilon would hold for neither; use an engine of its own "
                 "for each, FastPrivacyEngine(), and state both epsilons"
             )
-        return Protected(both, self.size_is_secret and other.size_is_secret)
+        secret = self.size_is_secret and other.size_is_secret
+        return Protected(both, secret, self.data | other.data)
 
     def saved(self) -> dict[str, Any]:
         """As JSON and checkpoints hold it."""
-        return {"units": sorted(self.units), "size_is_secret": self.size_is_secret}
+        found = {"units": sorted(self.units), "size_is_secret": self.size_is_secret}
+        return found | ({"data": sorted(self.data)} if self.data else {})
 
 
 BY_OPACUS = Protected(frozenset({"row"}), False)
@@ -62,9 +66,13 @@ def protected_by(state: Mapping[str, Any], history: Sequence[Any]) -> Protected:
     if saved is None:
         return BY_OPACUS if history else Protected()
     try:
-        found = Protected(frozenset(saved["units"]), saved["size_is_secret"])
-    except (KeyError, TypeError):
+        data = frozenset(saved.get("data", ()))
+        found = Protected(frozenset(saved["units"]), saved["size_is_secret"], data)
+    except (AttributeError, KeyError, TypeError):
         found = None
-    if found is None or found.units - {"row", "unit"} or type(found.size_is_secret) is not bool:
+    if (
+        found is None or found.units - {"row", "unit"} or type(found.size_is_secret) is not bool
+        or any(type(name) is not str for name in found.data)
+    ):  # fmt: skip
         raise ArgumentError(f"{KEY} of a saved accountant is damaged: {saved!r}")
     return found

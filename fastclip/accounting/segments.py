@@ -39,6 +39,8 @@ class Spent(NamedTuple):
 KEY = "segments"
 DIGEST = "fastclip_digest"
 """Of an accountant's state."""
+LINES = "fastclip_lines"
+"""Of an accountant's state: those of other data sets, by name."""
 
 
 def new_name() -> str:
@@ -97,10 +99,10 @@ def digest(state: Mapping[str, Any]) -> str:
         state: of an accountant, perhaps by way of JSON.
     """
     named = sorted((name, saved_entries(_entries(part))) for name, part in state[KEY].items())
-    said = [state["mechanism"], saved_entries(_entries(state["history"])), named]
-    return hashlib.sha256(
-        json.dumps([*said, state[PROTECTED]], sort_keys=True).encode()
-    ).hexdigest()
+    said = [state["mechanism"], saved_entries(_entries(state["history"])), named, state[PROTECTED]]
+    if state.get(LINES):
+        said.append(sorted((name, line[DIGEST]) for name, line in state[LINES].items()))
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def read_segments(saved: Any, mechanism: str, place: str) -> Segments:

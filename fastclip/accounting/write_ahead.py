@@ -13,6 +13,7 @@ from fastclip.accounting.protected import Protected, protected_by
 from fastclip.accounting.segments import (
     Entry,
     Segments,
+    Spent,
     read_segments,
     remainder,
     runs,
@@ -21,6 +22,8 @@ from fastclip.accounting.segments import (
 from fastclip.errors import StepError
 from fastclip.parallel.ranks import Ranks
 
+TRAINING = ""
+"""The line of the training set; every other is named after a data set."""
 _WAY_OUT = (
     "name another file by engine.write_ahead(path), or end keeping one by engine.write_ahead(None)"
 )
@@ -50,8 +53,7 @@ class WriteAheadLog:
         self._file = HeldFile(path) if writes else None
         try:
             self._content: Content = read(self._bytes(), str(path))
-            self._known: Segments = {}
-            self._whom = Protected()
+            self._known: dict[str, Spent] = {TRAINING: Spent({}, Protected())}
             for said in self._content.said:
                 self._read(said)
             if self._file is not None and not self._content.digest:
@@ -63,9 +65,19 @@ class WriteAheadLog:
             self.give_up()
             raise
 
-    def found(self) -> tuple[Segments, Protected]:
-        """Every step that the file holds, by name, and whom they protect."""
-        return {name: list(entries) for name, entries in self._known.items()}, self._whom
+    def found(self, line: str = TRAINING) -> Spent:
+        """Every step that the file holds in one line, by name, and whom they protect."""
+        segments, whom = self._known[line]
+        return Spent({name: list(entries) for name, entries in segments.items()}, whom)
+
+    @property
+    def lines(self) -> list[str]:
+        """Of data sets other than the training set, of which the file holds something."""
+        return [line for line in self._known if line != TRAINING]
+
+    def of_line(self, line: str) -> LineLog:
+        """The same file for the steps of another data set."""
+        return LineLog(self, line)
 
     @property
     def seen(self) -> str:
@@ -83,21 +95,23 @@ class WriteAheadLog:
             if self._content.open:
                 self._add(b"\n", self._content.digest)
 
-    def catch_up(self, segments: Segments, whom: Protected) -> None:
+    def catch_up(self, segments: Segments, whom: Protected, line: str = TRAINING) -> None:
         """Write what the file lacks of these.
 
         Raises:
             StepError: it could not be written.
         """
         for name, entries in segments.items():
-            known = self._known.get(name, [])
+            known = self._of(line).segments.get(name, [])
             rest = remainder(entries, known)
             if rest is None and remainder(known, entries) is None:
                 rest = entries  # another story under this name: both count
             if rest:
-                self.record(name, rest, whom)
+                self.record(name, rest, whom, line)
 
-    def record(self, name: str, entries: Iterable[Entry], whom: Protected) -> None:
+    def record(
+        self, name: str, entries: Iterable[Entry], whom: Protected, line: str = TRAINING
+    ) -> None:
         """Write what is about to be released.
 
         Raises:
@@ -106,9 +120,11 @@ class WriteAheadLog:
         entries = list(entries)
         if self._file is not None:
             said = {"name": name, "entries": saved_entries(entries), PROTECTED: whom.saved()}
-            line = sealed(said, self._file.mark)
-            self._add(line, digest_of(line))
-        self._note(name, entries)
+            if line != TRAINING:
+                said["line"] = line
+            text = sealed(said, self._file.mark)
+            self._add(text, digest_of(text))
+        self._note(line, name, entries, whom)
 
     @property
     def held(self) -> bool:
@@ -152,14 +168,55 @@ class WriteAheadLog:
     def _read(self, said: dict[str, Any]) -> None:
         state = {"mechanism": "", "history": said["entries"]}
         for entries in read_segments(state, "", str(self.path)).values():
-            self._whom = self._whom.beside(protected_by(said, entries))
-            self._note(said["name"], entries)
+            line = said.get("line", TRAINING)
+            self._note(line, said["name"], entries, protected_by(said, entries))
 
-    def _note(self, name: str, entries: Iterable[Entry]) -> None:
-        known = self._known.setdefault(name, [])
+    def _of(self, line: str) -> Spent:
+        return self._known.get(line, Spent({}, Protected()))
+
+    def _note(self, line: str, name: str, entries: Iterable[Entry], whom: Protected) -> None:
+        segments, before = self._of(line)
+        self._known[line] = Spent(segments, before.beside(whom))
+        known = segments.setdefault(name, [])
         for entry in entries:
             last = runs([*known[-1:], entry])
             known[-1:] = last
+
+
+class LineLog:
+    """A ledger's file, for the ledger of one data set other than the training set.
+
+    Args:
+        log: the file. line: what its steps are marked with.
+    """
+
+    def __init__(self, log: WriteAheadLog, line: str) -> None:
+        self._log, self._line = log, line
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """Who take every step together."""
+        return self._log.ranks
+
+    @property
+    def held(self) -> bool:
+        """This process can write it, if there is room."""
+        return self._log.held
+
+    def record(self, name: str, entries: Iterable[Entry], whom: Protected) -> None:
+        """Raises: StepError: as `WriteAheadLog.record`."""
+        self._log.record(name, entries, whom, self._line)
+
+    def catch_up(self, segments: Segments, whom: Protected) -> None:
+        """Raises: StepError: as `WriteAheadLog.catch_up`."""
+        self._log.catch_up(segments, whom, self._line)
+
+    def copied(self) -> NotWritten:
+        """What a copy of the ledger has in its place."""
+        return self._log.copied()
+
+    def close(self) -> None:
+        """The file is the training set's ledger's to close."""
 
 
 class NotWritten:
@@ -178,6 +235,13 @@ class NotWritten:
     def record(self, name: str, entries: Iterable[Entry], whom: Protected) -> None:
         """Raises: StepError."""
         raise StepError(self._why)
+
+    def of_line(self, line: str) -> NotWritten:
+        """The same for another data set."""
+        return self
+
+    def catch_up(self, segments: Segments, whom: Protected) -> None:
+        """There is nothing to write to: what is recorded here is counted in memory."""
 
     def copied(self) -> NotWritten:
         """The same of a copy's copy."""
