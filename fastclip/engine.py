@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,14 +14,27 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fastclip.accounting import find_noise_multiplier
+from fastclip.accounting.segments import Entry
 from fastclip.accounting.truncation import refuse_truncated
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.criterion import check_coupling, check_criterion
 from fastclip.building.background import compile_missing
 from fastclip.captured.engine import SteppingEngine
 from fastclip.checks import not_negative
+from fastclip.checks import whole as whole_number
 from fastclip.clipping import Clipping, ConstantNoise, resolve
 from fastclip.clipping.resolve import named
+from fastclip.counts.answer import NoisyCounts
+from fastclip.counts.lines import PrivacyByDataSet, line_name, lines_of
+from fastclip.counts.query import TRAINING, CountQuery
+from fastclip.counts.release import (
+    PaidCounts,
+    check_query,
+    draw,
+    exact_counts,
+    noise_of_counts,
+    pay,
+)
 from fastclip.data.plan import SAMPLING
 from fastclip.data.recorded import AsPlanned, Releases, accounted_rate, planned_history
 from fastclip.errors import ArgumentError, ArgumentTypeError, say
@@ -78,6 +91,7 @@ class FastPrivacyEngine(SteppingEngine):
             )
         self._planner = planner or Planner()
         self._runs: list[Run] = []
+        self._count_noise = noise_of_counts(secure_mode)
 
     def make_private(  # type: ignore[override]
         self, *, module: nn.Module, optimizer: torch.optim.Optimizer, criterion: Any = None,
@@ -239,7 +253,8 @@ class FastPrivacyEngine(SteppingEngine):
 
     def make_private_with_epsilon(  # type: ignore[override]
         self, *, data_loader: DataLoader, target_epsilon: float, target_delta: float,
-        epochs: float, clipping: str | Clipping = "flat", **options: Any,
+        epochs: float, clipping: str | Clipping = "flat",
+        reserve: Sequence[tuple[CountQuery, int]] = (), **options: Any,
     ) -> tuple:  # fmt: skip
         """`make_private` with the noise multiplier that a privacy budget affords.
 
@@ -251,6 +266,8 @@ class FastPrivacyEngine(SteppingEngine):
             epochs: number of passes, of 1 / q steps each; the loader draws exactly as many. A noise
                 schedule is composed over all of them, and the noise multiplier found is that of its
                 first step.
+            reserve: (query, times) of counts of the training set, or of data that overlap it, which the
+                budget is to cover, too. Nothing is paid yet: `count` and `prepay` do that.
             **options: everything else that `make_private` takes, and options of the accountant
                 ("epsilon_tolerance", "alphas", "eps_error", ...); what the optimizer of one of Opacus'
                 own modes takes goes to it.
@@ -276,20 +293,107 @@ class FastPrivacyEngine(SteppingEngine):
                 "make_private_with_epsilon assumes that nothing of the budget is spent, but this "
                 "engine's accountant has recorded steps: the overall epsilon will be higher"
             )
+        reserved = self._reserved(reserve)
         schedule = clipping.noise if isinstance(clipping, Clipping) else ConstantNoise()
         records = planned_history(design, schedule, 1.0, epochs)
         noise_multiplier = find_noise_multiplier(
             target_epsilon=target_epsilon, target_delta=target_delta,
             sample_rate=records[0][1], steps=sum(count for *_, count in records),
             schedule=AsPlanned(design, schedule, epochs),
-            accountant=self.accountant.mechanism(), **accounting,
+            accountant=self.accountant.mechanism(), reserved=reserved, **accounting,
         )  # fmt: skip
         made = self.make_private(
             data_loader=data_loader, noise_multiplier=noise_multiplier, clipping=clipping, **rest
         )
         if isinstance(made[1], FastDPOptimizer):
-            self._runs[-1].epochs, self._runs[-1].delta = epochs, target_delta
+            run = self._runs[-1]
+            run.epochs, run.delta, run.reserved = epochs, target_delta, reserved
         return made
+
+    def count(
+        self, query: CountQuery, *, groups: Any, measures: Mapping[str, Any] | None = None,
+        unit_ids: Any = None,
+    ) -> NoisyCounts:  # fmt: skip
+        """A noisy answer to a count query, such as correct predictions by subgroup, paid for first.
+
+        Formal guarantee: as of `fastclip.counts.CountQuery`. The answer is in the ledger (and its file)
+        before it is drawn. Counts of the training set, and of data sets that may hold some of its
+        people, are in `get_epsilon`; those of other people are in a line of their own, which
+        `privacy_by_data_set` states. The model may be any that this engine has trained: for the people
+        of the training set an answer about others follows from released weights.
+
+        Args:
+            query: what is counted, of whom, with how much noise.
+            groups: the number of each sample's group, [samples]; where groups overlap (disjoint=False),
+                True or False, [samples, groups].
+            measures: of each measure but "rows" 0 or 1 (False or True) for each sample, [samples]. None
+                where "rows" is the only one.
+            unit_ids: of each sample, where query.unit is "unit", as for make_private.
+
+        Returns:
+            A `fastclip.counts.NoisyCounts`. On several ranks all call this together with all of the
+            data, and get one answer.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: for other values, shapes or types, or a query that the
+                ledger cannot take; nothing is spent. StepError: it cannot be recorded.
+        """
+        ranks = self._all_ranks("count")
+        exact = exact_counts(check_query(query), groups, measures, unit_ids, ranks)
+        pay(query, 1, self.accountant, self._trained_units, ranks)
+        return draw(query, exact, self._count_noise, self.accountant, ranks)
+
+    def prepay(self, query: CountQuery, times: int) -> PaidCounts:
+        """Pay for several answers of one query at once, so that the cost is known before the first.
+
+        Args:
+            query: of the answers.
+            times: how many, at least 1.
+
+        Returns:
+            A `fastclip.counts.PaidCounts`, whose `count` draws them one by one.
+
+        Raises:
+            As `count`.
+        """
+        ranks, times = self._all_ranks("prepay"), whole_number("times", times, 1)
+        pay(check_query(query), times, self.accountant, self._trained_units, ranks)
+        return PaidCounts(query, times, self._count_noise, self.accountant, ranks)
+
+    def privacy_by_data_set(self, delta: float) -> PrivacyByDataSet:
+        """What the people of each data set have spent: the training set, and others that were counted.
+
+        Args:
+            delta: in (0, 1), of each line.
+
+        Returns:
+            A `fastclip.counts.PrivacyByDataSet`; print it.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: as `get_epsilon`.
+        """
+        return lines_of(self.accountant, delta)
+
+    def _reserved(self, reserve: Sequence[tuple[CountQuery, int]]) -> tuple[Entry, ...]:
+        found: list[Entry] = []
+        for query, times in reserve:
+            if not check_query(query).data.private:
+                continue
+            if line_name(query, self.accountant) != TRAINING:
+                raise ArgumentError(
+                    f"reserve got a count of {query.data.name!r}, which costs the training set nothing. "
+                    "Leave it out"
+                )
+            found.append((query.noise_multiplier, 1.0, whole_number("times", times, 1)))
+        return tuple(found)
+
+    @property
+    def _trained_units(self) -> frozenset[str]:
+        return frozenset(run.design.unit for run in self._runs)
+
+    def _all_ranks(self, call: str) -> Ranks | None:
+        self._check_ranks(call)
+        return self._ranks
 
     def is_compatible(
         self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fastclip.accounting.history import epsilon
+from fastclip.accounting.segments import Entry
 from fastclip.backward.bookkeeping import BookKeeper
 from fastclip.backward.clipping_state import ClippingState
 from fastclip.backward.logical_batch import LogicalBatch
@@ -55,6 +56,8 @@ class Run:
     """Passes that its noise was found for."""
     delta: float | None = None
     """Of the budget that its noise was found for."""
+    reserved: tuple[Entry, ...] = ()
+    """Counts that this budget covers, too."""
 
     @classmethod
     def of(cls, keeper: BookKeeper, releases: Releases, loader: DataLoader) -> Run:
@@ -231,6 +234,7 @@ class InspectedEngine(OpacusModes):
         hidden = self.accountant.protected.beside(design.protected).size_is_secret
         if epochs is not None:
             planned = planned_history(design, schedule, state.first_multiplier, epochs)
+            planned += run.reserved
         return Mechanism(
             unit=design.unit, neighbours=neighbours(design, hidden), sampler=design.sampler,
             sample_rate=design.rate, sampled_independently=design.poisson,

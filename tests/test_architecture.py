@@ -38,6 +38,7 @@ ORDER = (
     "accounting",
     "trace",
     "data",
+    "counts",
     "samples",
     "layers",
     "uses",

@@ -101,7 +101,7 @@ class AccountedEngine(PrivacyEngine):
             OSError: it cannot be opened or made.
             StepError: it cannot be written.
         """
-        self._check_ranks()
+        self._check_ranks("write_ahead")
         ranks, first, log = self._ranks, self._writes, None
         try:
             with together(ranks) as told:
@@ -167,14 +167,14 @@ class AccountedEngine(PrivacyEngine):
         """This process writes what all ranks have."""
         return self._ranks is None or self._ranks.number == 0
 
-    def _check_ranks(self) -> None:
+    def _check_ranks(self, call: str) -> None:
         if self._ranks is not None or not (
             distributed.is_available() and distributed.is_initialized()
         ):
             return
         if (world := distributed.get_world_size()) > 1:
             raise ArgumentError(
-                f"this process group has {world} processes, and write_ahead does not know which of them "
+                f"this process group has {world} processes, and {call} does not know which of them "
                 "train together, and so who writes: call make_private first, in the fast mode"
             )
 

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from fastclip.accounting.history import (
+    checked,
     epsilon,
     history,
     open_accountant,
     refuse_changing_noise,
 )
 from fastclip.accounting.rdp import quiet_orders
+from fastclip.accounting.segments import History
 from fastclip.accounting.truncation import Rate, checked_rate, probability, refuse_truncated
 from fastclip.checks import between, positive, whole
 from fastclip.clipping.schedules import ConstantNoise, NoiseSchedule
@@ -36,6 +38,7 @@ def find_noise_multiplier(
     schedule: NoiseSchedule = _CONSTANT,
     accountant: str = "prv",
     epsilon_tolerance: float = 0.01,
+    reserved: History = (),
     **options: Any,
 ) -> float:
     """sigma_1 for which a planned run of `steps` steps spends its privacy budget.
@@ -54,6 +57,8 @@ def find_noise_multiplier(
         schedule: how the multiplier changes during the run.
         accountant: "prv", "pld" or "rdp"; "gdp" for constant noise.
         epsilon_tolerance: how far below the target epsilon may stay; at most 1 % of the target.
+        reserved: (noise multiplier, sample rate, steps) of other releases that the budget has to cover,
+            such as counts of the training set; their noise does not change.
         options: of the accountant (`eps_error`, `delta_error`; `alphas`).
 
     Returns:
@@ -77,18 +82,25 @@ def find_noise_multiplier(
         )
     open_accountant(accountant)
     refuse_truncated(unit, accountant)
+    others = checked(reserved)
+    refuse_truncated(others, accountant)
     if accountant == "gdp":
-        refuse_changing_noise(unit)
+        refuse_changing_noise([*unit, *others])
 
     def spent(least: float) -> float:
         """Epsilon at the run's least multiplier; inf where the accountant gives up: too little noise."""
         scaled = [(least * (factor / min(factors)), rate, length) for factor, rate, length in unit]
         try:
             with quiet_orders():
-                return epsilon(scaled, delta, accountant, **options)
+                return epsilon([*scaled, *others], delta, accountant, **options)
         except ArgumentError:
             return math.inf
 
+    if others and not epsilon(others, delta, accountant, **options) < target:
+        raise ArgumentError(
+            f"the counts that are reserved spend target_epsilon={target:g} or more alone, and nothing "
+            "is left for training. Raise their noise_multiplier, or reserve fewer"
+        )
     return _search(spent, target, min(tolerance, _SHARE * target), accountant) / min(factors)
 
 

@@ -185,7 +185,9 @@ class Ledger(Asked):
         return self.lines[name]
 
     def _log_of(self, line: str) -> LineLog | NotWritten | None:
-        return None if self._log is None or isinstance(self._log, LineLog) else self._log.of_line(line)
+        return (
+            None if self._log is None or isinstance(self._log, LineLog) else self._log.of_line(line)
+        )
 
     def check_no_file(self) -> None:
         """Raises: ArgumentError: this ledger is kept in a file."""

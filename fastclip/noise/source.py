@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -89,18 +90,19 @@ class SeededNoise(NoiseSource):
 
     Args:
         generator: drawn from as it is.
+        purpose: of the stream of its own; two sources of one purpose may be seeded alike.
     """
 
     secure = False
 
-    def __init__(self, generator: torch.Generator | None = None) -> None:
+    def __init__(self, generator: torch.Generator | None = None, *, purpose: str = "noise") -> None:
         self.generator = None if generator is torch.default_generator else generator
-        self._own = OwnStream(None, "noise")
+        self._own = OwnStream(None, purpose)
 
     def of_rank(self, number: int) -> SeededNoise:
         """A source that draws what no other rank does, seeded from this one's generator, or torch's."""
         found = SeededNoise()
-        found._own = OwnStream(self.generator, "noise", number)
+        found._own = OwnStream(self.generator, self._own.purpose, number)
         return found
 
     def stream(self, device: torch.device | str = "cpu") -> torch.Generator | None:
@@ -124,10 +126,10 @@ class SeededNoise(NoiseSource):
         return self._own.on(device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SeededNoise:
-        return SeededNoise()
+        return SeededNoise(purpose=self._own.purpose)
 
     def __reduce__(self) -> Any:
-        return SeededNoise, ()
+        return partial(SeededNoise, purpose=self._own.purpose), ()
 
     def normal_(self, out: Tensor, std: float = 1.0) -> Tensor:
         return out.normal_(0.0, std, generator=self.drawing(out.device))

@@ -1,0 +1,160 @@
+"""The lines of a ledger: which data sets, who is protected, what each has spent; and the total."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fastclip.accounting.history import spent
+from fastclip.accounting.ledger import Ledger
+from fastclip.accounting.protected import Protected
+from fastclip.counts.query import TRAINING, CountQuery, PrivateData
+from fastclip.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Line:
+    """What the people of some data sets have paid together.
+
+    Formal guarantee: all releases of this ledger are (epsilon, delta)-differentially private for data
+    that differ in one unit of these data sets (added, removed or zeroed out as `size_is_secret` says).
+    """
+
+    data_sets: tuple[str, ...]
+    unit: str
+    """"row", "unit", or "" before the first release."""
+    epsilon: float
+    delta: float
+    releases: int
+    """Steps and counts that were recorded."""
+    size_is_secret: bool
+    """Neighbors differ in one unit that is added or removed; else one is zeroed out."""
+
+
+@dataclass(frozen=True)
+class PrivacyByDataSet:
+    """Every line of a ledger; print it.
+
+    Formal guarantee: nobody is in two lines (on trust: `PrivateData.overlap`), so each person has the
+    epsilon of their line, and the largest of them holds for everybody.
+    """
+
+    lines: tuple[Line, ...]
+
+    @property
+    def epsilon(self) -> float:
+        """That holds for everybody in any of the data sets."""
+        return max(line.epsilon for line in self.lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; an infinite epsilon is None."""
+        found = [
+            asdict(line) | {"epsilon": line.epsilon if math.isfinite(line.epsilon) else None}
+            for line in self.lines
+        ]
+        return {"lines": found}
+
+    def __str__(self) -> str:
+        told = []
+        for line in self.lines:
+            who = f"a {line.unit} of {' or '.join(line.data_sets)}" if line.unit else "nobody yet"
+            told.append(
+                f"{', '.join(line.data_sets)}: epsilon = {line.epsilon:.4f} at delta = {line.delta:g}, "
+                f"{line.releases} releases, protects {who}"
+            )
+        names = [name for line in self.lines for name in line.data_sets]
+        told.append(
+            f"total: epsilon = {self.epsilon:.4f} at delta = {self.lines[0].delta:g} for everybody in "
+            f"{', '.join(names)}, of whom each is in one line; it says nothing of anybody else"
+        )
+        return "\n".join(told)
+
+
+def lines_of(ledger: Ledger, delta: float) -> PrivacyByDataSet:
+    """The training set's line first.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: for a delta out of range, or a failure of an accountant.
+    """
+    found = [_line(ledger, (TRAINING,), delta)]
+    found += [_line(line, (), delta) for line in ledger.lines.values() if line.history]
+    return PrivacyByDataSet(tuple(found))
+
+
+def _line(ledger: Ledger, first: tuple[str, ...], delta: float) -> Line:
+    whom = ledger.protected
+    return Line(
+        data_sets=(*first, *sorted(whom.data)), unit="".join(whom.units),
+        epsilon=spent(ledger, delta), delta=float(delta),
+        releases=sum(int(steps) for *_, steps in ledger.history),
+        size_is_secret=whom.size_is_secret,
+    )  # fmt: skip
+
+
+def line_for(
+    query: CountQuery, ledger: Ledger, trained: frozenset[str]
+) -> tuple[Ledger, Protected]:
+    """Where a query of private data is recorded, and whom that line protects then.
+
+    Args:
+        ledger: of the engine. trained: units of the models that were made private under it.
+
+    Raises:
+        ArgumentError: the data set shares people with two lines, or with one that it was not said to
+            share people with before; the line protects other units; or "gdp" cannot compose it.
+    """
+    data, name = query.data, line_name(query, ledger)
+    line = ledger if name == TRAINING else ledger.line(name)
+    others = frozenset({data.name}) - {TRAINING}
+    whom = Protected(frozenset({query.unit}), data=others)
+    differ = (line.protected.units | (trained if line is ledger else set())) - {query.unit}
+    if differ:
+        raise ArgumentError(
+            f"a count of {data.name!r} protects each {query.unit}, and other releases of its people "
+            f"protect each {' or '.join(sorted(differ))}, so one epsilon would hold for neither. "
+            "Count by the same unit"
+        )
+    if line.mechanism() == "gdp":
+        raise ArgumentError(
+            "accountant='gdp' composes steps of one noise multiplier and sampling rate, and counts of "
+            "people who are trained on have others. Use FastPrivacyEngine(accountant='prv')"
+        )
+    return line, whom
+
+
+def line_name(query: CountQuery, ledger: Ledger) -> str:
+    """Of the line where a query of private data is recorded: the training set's, or a data set's.
+
+    Raises:
+        ArgumentError: the overlap of its data set contradicts what was counted before.
+    """
+    data = query.data
+    if not isinstance(data, PrivateData):
+        return TRAINING
+    before = {TRAINING: TRAINING}
+    for name in ledger.protected.data:
+        before[name] = TRAINING
+    for line, theirs in ledger.lines.items():
+        before |= dict.fromkeys(theirs.protected.data, line)
+    unknown = [name for name in data.overlap or () if name not in before]
+    if unknown:
+        raise ArgumentError(
+            f"{data.name!r} overlaps {unknown[0]!r}, of which nothing was counted yet. Count that data "
+            "set first, or leave its name out and name this one in its overlap"
+        )
+    meant = {before[name] for name in data.overlap or ()} or {data.name}
+    if len(meant) > 1:
+        raise ArgumentError(
+            f"{data.name!r} overlaps data sets whose people were accounted apart, "
+            f"{sorted(data.overlap or ())}. Say of the later of them that it overlaps the earlier, "
+            "before anything of it is counted"
+        )
+    (line,) = meant
+    known = before.get(data.name, line)
+    if known != line:
+        raise ArgumentError(
+            f"{data.name!r} was counted with the people of {known!r} before, and overlap="
+            f"{data.overlap!r} says otherwise. Pass the same overlap as before"
+        )
+    return line

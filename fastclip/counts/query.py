@@ -1,0 +1,211 @@
+"""What is counted: the data set, whom it protects, the groups, and how much one unit contributes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fastclip.checks import keep, not_negative, whole
+from fastclip.errors import ArgumentError, ArgumentTypeError
+
+TRAINING = "training"
+"""The name of the training set."""
+MOST_PER_GROUP = 1024
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """The data that the engine trains on: counts of it are added to the cost of training."""
+
+    name: ClassVar[str] = TRAINING
+    private: ClassVar[bool] = True
+
+
+TRAINING_SET = TrainingSet()
+
+
+@dataclass(frozen=True)
+class PrivateData:
+    """Another private data set, such as a validation set.
+
+    Args:
+        name: of the data set, by which the ledger keeps it: letters, digits, "_", "." and "-".
+        overlap: the data sets of this engine that may hold some of the same people: () if nobody is in
+            two of them, else a name, or several ("training" is the training set). It is on trust.
+
+    Raises:
+        ArgumentError: `overlap` is not said, or a name is not one.
+    """
+
+    name: str
+    overlap: str | Sequence[str] | None = None
+    private: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_name("name", self.name)
+        if self.name == TRAINING:
+            raise ArgumentError(
+                "PrivateData got name='training', which is the training set's. Use TRAINING_SET, or "
+                "another name"
+            )
+        if self.overlap is None:
+            raise ArgumentError(
+                f"whether data set {self.name!r} holds people of the training set is not known, so "
+                "neither is their epsilon. Pass overlap=() if nobody is in both, else "
+                "overlap='training'"
+            )
+        others = (self.overlap,) if isinstance(self.overlap, str) else tuple(self.overlap)
+        for other in others:
+            check_name("overlap", other)
+        object.__setattr__(self, "overlap", tuple(dict.fromkeys(others)))
+
+
+@dataclass(frozen=True)
+class PublicData:
+    """A data set that protects nobody: counts of it have no noise and cost nothing.
+
+    Args:
+        name: of the data set.
+    """
+
+    name: str
+    private: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_name("name", self.name)
+
+
+def check_name(argument: str, name: object) -> None:
+    """Raises: ArgumentError: it cannot be the name of a data set."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ArgumentError(
+            f"{argument} expects a data set's name of letters, digits, '_', '.' and '-', got {name!r}"
+        )
+
+
+@dataclass(frozen=True)
+class CountQuery:
+    """One noisy answer: for each group and measure, how many samples (weighed by unit) have it.
+
+    All of it is public and fixed before the data is looked at: nothing here may follow from the data,
+    the names of the groups included.
+
+    Formal guarantee: an answer is a Gaussian mechanism on all of the data set. Its noise has standard
+    deviation `noise_multiplier * sensitivity`, the same for each count, and `sensitivity` is the largest
+    L2 distance of the exact counts of two data sets that differ in one unit, added or removed. It holds
+    whatever the data are: a unit of more than `per_group` samples in a group weighs `per_group` there,
+    and a unit in more than `groups_per_unit` groups counts in those only where it has most samples. The
+    arithmetic is exact (integers, in steps of 2^-20).
+
+    Source: Dwork and Roth 2014, section 3.5 and appendix A; bounded contributions as in Wilson et al.
+    2020 (arXiv 1909.01917).
+
+    Args:
+        data: TRAINING_SET, a `PrivateData` or a `PublicData`.
+        groups: names of the groups, at least one.
+        noise_multiplier: sigma, the noise's standard deviation over the sensitivity of all counts
+            together; 0 for public data.
+        unit: what is protected as one: "row" (a sample), or "unit" (all samples of a patient), whose ids
+            come with the data.
+        measures: names of what is counted in each group, each 0 or 1 for a sample. "rows" is 1 for
+            all.
+        per_group: samples that a unit counts for in each group at most.
+        groups_per_unit: groups in which a unit counts at most. None: one if `unit` is "row" and the
+            groups are disjoint, else all.
+        disjoint: a sample is in one group, and `count` expects its number. Else a sample may be in
+            several (intersections), and `count` expects a column of True and False for each.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: naming the argument.
+    """
+
+    data: TrainingSet | PrivateData | PublicData
+    groups: Sequence[str]
+    noise_multiplier: float
+    unit: str
+    measures: Sequence[str] = ("rows",)
+    per_group: int = 1
+    groups_per_unit: int | None = None
+    disjoint: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.data, (TrainingSet, PrivateData, PublicData)):
+            raise ArgumentTypeError(
+                "data expects TRAINING_SET, a PrivateData or a PublicData, got "
+                f"{type(self.data).__name__}"
+            )
+        if self.unit not in ("row", "unit"):
+            raise ArgumentError(
+                f"unit expects what is protected, 'row' or 'unit' (all samples of a patient), got "
+                f"{self.unit!r}"
+            )
+        object.__setattr__(self, "groups", _names("groups", self.groups))
+        object.__setattr__(self, "measures", _names("measures", self.measures))
+        keep(self, noise_multiplier=_multiplier(self.data, self.noise_multiplier))
+        most, per_group = len(self.groups), whole("per_group", self.per_group, 1)
+        if per_group > (1 if self.unit == "row" else MOST_PER_GROUP):
+            limit = "1 for unit='row'" if self.unit == "row" else str(MOST_PER_GROUP)
+            raise ArgumentError(f"per_group expects at most {limit}, got {per_group}")
+        if not isinstance(self.disjoint, bool):
+            raise ArgumentTypeError(f"disjoint expects True or False, got {self.disjoint!r}")
+        if self.unit == "row" and self.disjoint:
+            most = 1
+        asked = most if self.groups_per_unit is None else self.groups_per_unit
+        keep(
+            self, per_group=per_group,
+            groups_per_unit=min(whole("groups_per_unit", asked, 1), most),
+        )  # fmt: skip
+
+    @property
+    def sensitivity(self) -> float:
+        """L2, of all counts together: per_group * sqrt(groups_per_unit * number of measures)."""
+        assert self.groups_per_unit is not None
+        return self.per_group * math.sqrt(self.groups_per_unit * len(self.measures))
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the noise of each count."""
+        return self.noise_multiplier * self.sensitivity
+
+
+def accuracy_query(
+    data: TrainingSet | PrivateData | PublicData, groups: Sequence[str], noise_multiplier: float,
+    unit: str, **bounds: int | bool | None,
+) -> CountQuery:  # fmt: skip
+    """Correct predictions and samples of each group, in one answer: both are paid for together.
+
+    Args:
+        bounds: per_group, groups_per_unit, disjoint. The rest: as of `CountQuery`.
+    """
+    return CountQuery(
+        data, groups, noise_multiplier, unit, measures=("correct", "rows"), **bounds  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def _names(argument: str, names: object) -> tuple[str, ...]:
+    if isinstance(names, str) or not isinstance(names, Sequence) or not names:
+        raise ArgumentTypeError(f"{argument} expects a list of names, got {names!r}")
+    if any(not isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise ArgumentError(f"{argument} expects different names, all strings, got {names!r}")
+    return tuple(names)
+
+
+def _multiplier(data: TrainingSet | PrivateData | PublicData, value: object) -> float:
+    sigma = not_negative("noise_multiplier", value)
+    if data.private and not sigma:
+        raise ArgumentError(
+            f"counts of the private data set {data.name!r} need noise, got noise_multiplier=0. Pass a "
+            "positive one, or PublicData if nobody is to be protected"
+        )
+    if not data.private and sigma:
+        raise ArgumentError(
+            f"counts of the public data set {data.name!r} have no noise, got noise_multiplier="
+            f"{sigma:g}. Pass 0"
+        )
+    if sigma > 1e6:
+        raise ArgumentError(f"noise_multiplier expects at most 1e6 for counts, got {sigma:g}")
+    return sigma
